@@ -1,0 +1,71 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+ORACLE := .venv-oracle
+PROTOS := rpc/inference.proto rpc/link.proto
+PYTEST := $(BIN)/python -m pytest --durations=20
+
+# Candidates are run, not only looked up: a version manager's shim exists, and fails, for every version that is not selected.
+find_python = for p in python3.12 python3.13 python3.14 python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3; do \
+	if "$$p" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then echo "$$p"; exit 0; fi; done; \
+	echo "moonshard needs Python 3.12 or newer with venv" >&2; exit 1
+find_oracle_python = for p in python3.11 python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.11*/bin/python3; do \
+	if "$$p" -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then echo "$$p"; exit 0; fi; done; \
+	echo "make oracle needs Python 3.11 with venv" >&2; exit 1
+
+.PHONY: help setup demo serve test test-slow check format proto bench bench-gpu oracle lock
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/uv: locks/bootstrap.txt
+	@py=$$($(find_python)); "$$py" -m venv --clear .venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -r locks/bootstrap.txt
+	@touch $@
+.venv/.ready: $(BIN)/uv pyproject.toml locks/requirements.txt Makefile
+	@$(BIN)/uv pip sync -q --python $(BIN)/python locks/requirements.txt locks/bootstrap.txt
+	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup: .venv/.ready  ## make .venv with everything, leaving .venv/bin/moonshard
+
+demo: setup  ## serve the embedded model, send two requests, show where the time went
+	@$(BIN)/moonshard demo
+
+serve: setup  ## the same server, left running
+	@$(BIN)/moonshard serve
+
+test: setup  ## every test that is not slow
+	@$(PYTEST) -m "not slow"
+
+test-slow: setup  ## the long tests
+	@$(PYTEST) -m slow
+
+check: setup  ## lint, types, import directions, generated code
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/pyright
+	@$(BIN)/python tests/check_generated.py
+
+format: setup
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+proto: setup  ## regenerate the gRPC code from rpc/*.proto
+	@$(BIN)/python -m grpc_tools.protoc -Imoonshard/rpc=rpc --python_out=src --pyi_out=src --grpc_python_out=src $(PROTOS:rpc/%=moonshard/rpc/%)
+
+bench: setup  ## latency and throughput table, JSON in results/bench
+	@$(BIN)/moonshard bench
+
+bench-gpu:  ## on a machine with an NVIDIA GPU and jax, flax, numpy, safetensors: check, then measure
+	@PYTHONPATH=src $${PYTHON:-python3} -m moonshard.experiments.bench.gpu
+
+oracle: setup $(ORACLE)/.ready  ## Hugging Face transformers in a venv of its own, and the tests that compare with it
+	@$(PYTEST) -m oracle
+$(ORACLE)/.ready: Makefile
+	@py=$$($(find_oracle_python)); "$$py" -m venv $(ORACLE)
+	@$(ORACLE)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 transformers==5.23.0 safetensors tiktoken numpy
+	@touch $@
+
+lock: $(BIN)/uv  ## resolve pyproject.toml into locks/requirements.txt
+	@$(BIN)/uv pip compile -q --universal --python-version 3.12 --no-header --group dev pyproject.toml -o locks/requirements.txt

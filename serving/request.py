@@ -1,0 +1,88 @@
+"""The nouns of the control plane: what a request asks, and what a step gives back.
+
+Pure: no jax, no grpc, no clock. Everything here is immutable, so that a plan made from it stays true while a step is in
+flight. Text never appears: the gateway tokenises before and detokenises after.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_STOP_TOKENS = 16  # per request, the folder's own end tokens included: rows of a static device array
+MAX_LOGIT_BIAS = 300  # per request, OpenAI's limit: likewise
+MAX_LOGPROBS = 20  # most likely alternatives per position
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended. Cancelled and failed sequences end with an error instead."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is drawn. Order: penalties and bias, temperature, min-p, top-k, top-p (as vLLM)."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0  # 64 bits; noise is keyed by (seed, choice, absolute position)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the logits depend on which tokens came before, beyond the model's own view of them."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt and how to continue it, `n` times."""
+
+    id: bytes  # 16 random bytes
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_token_ids: frozenset[int] = frozenset()
+    max_tokens: int
+    min_tokens: int = 0  # stop tokens cannot be drawn before
+    n: int = 1
+    num_logprobs: int | None = None  # None: no log-probabilities at all; 0: the chosen token's only
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class SequenceId:
+    """One choice of one request."""
+
+    request_id: bytes
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotId:
+    """A row of the decode batch. `index` counts within the partition."""
+
+    partition: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of one generated position under the model's raw distribution."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]  # (token, logprob), most likely first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """What one step gave one sequence. The last output of a sequence carries its finish reason."""
+
+    sequence: SequenceId
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    finish: FinishReason | None = None
