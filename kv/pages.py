@@ -1,0 +1,47 @@
+"""The device array of KV pages, block-major: one block of one shard is one contiguous byte range.
+
+`pages[block, layer, offset, feature]`. Blocks are addressed by the ids of `kv.blocks`; an id equal to the number of
+blocks is the null page: what is written there is dropped, what is read there is the last block and must be masked.
+Layer-major pages would save a fifth of a step's page traffic as a scan carry, and cost a transfer one range per layer.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Pages = Float[Array, "blocks layers block_size features"]
+
+
+def allocate_pages(
+    num_blocks: int, num_layers: int, block_size: int, num_features: int, *, dtype: str, sharding: jax.sharding.Sharding
+) -> Pages:
+    """Zeroed pages, made on the device."""
+    shape = (num_blocks, num_layers, block_size, num_features)
+    return jax.jit(lambda: jnp.zeros(shape, jnp.dtype(dtype)), out_shardings=sharding)()
+
+
+def write_tokens(
+    pages: Pages,
+    layer: Int[Array, ""],
+    block_tables: Int[Array, "n blocks_per_row"],
+    positions: Int[Array, "n t"],
+    features: Float[Array, "n t features"],
+) -> Pages:
+    """Writes each token's features at its position; positions below 0 are padding and go to the null page."""
+    num_blocks, _, block_size, _ = pages.shape
+    columns = jnp.clip(positions // block_size, 0, block_tables.shape[1] - 1)
+    blocks = jnp.where(positions < 0, num_blocks, jnp.take_along_axis(block_tables, columns, axis=1))
+    return pages.at[blocks, layer, positions % block_size].set(features.astype(pages.dtype), mode="drop")
+
+
+def read_blocks(
+    pages: Pages, layer: Int[Array, ""], blocks: Int[Array, "n b"]
+) -> Float[Array, "n b*block_size features"]:
+    """The features of whole blocks, in order."""
+    found = pages.at[blocks, layer].get(mode="clip")
+    return found.reshape(blocks.shape[0], -1, pages.shape[-1])
+
+
+def copy_blocks(pages: Pages, source: Int[Array, "b"], destination: Int[Array, "b"]) -> Pages:
+    """Copies whole blocks; a destination of `num_blocks` (the null page) copies nothing."""
+    return pages.at[destination].set(pages.at[source].get(mode="clip"), mode="drop")

@@ -1,0 +1,626 @@
+"""Kimi K2 and DeepSeek-V3, read top to bottom: configuration, weights, rotary positions, layer, forward.
+
+One pure function, `forward`, serves prompts and decoding over paged latents; `prefill` and `decode` only choose which
+positions become logits. Layers of a kind are stacked and scanned; routed experts stay outside the scan, so that only
+the experts that run are read. How weights lie on a mesh is `sharding.rules`' business, reading files
+`models.checkpoint`'s.
+Einsum alphabet: b batch, n row, t query position, s key position, d embed, h heads, k head_dim, r lora rank, e experts,
+f ffw, v vocab.
+Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.1; Kimi K2 (arXiv 2507.20534); numerics as in Hugging Face
+transformers' DeepseekV3ForCausalLM; YaRN (arXiv 2309.00071).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from moonshard.kv.pages import Pages, write_tokens
+from moonshard.models import moe
+from moonshard.models.attention import latent_attention
+from moonshard.models.spec import KvGroup, ModelError, Param
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Yarn:
+    """Context extension by per-frequency interpolation; names as in `rope_scaling`."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KimiConfig:
+    """Names as in Hugging Face's config.json, where it has them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    first_k_dense_replace: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    lora_norm_eps: float  # of the norms inside q_a and kv_a: 1e-6 in Hugging Face, whatever rms_norm_eps says
+    rope_theta: float
+    rope_interleave: bool
+    yarn: Yarn | None
+    attention_bias: bool
+    tie_word_embeddings: bool
+
+    @property
+    def num_dense_layers(self) -> int:
+        return min(self.first_k_dense_replace, self.num_hidden_layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_hidden_layers - self.num_dense_layers
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_size(self) -> int:
+        """Values cached per token and layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
+        latent = KvGroup(
+            name="latent", kind="full", num_layers=self.num_hidden_layers, num_features=self.latent_size, dtype=dtype
+        )
+        return (latent,)
+
+    @classmethod
+    def from_hugging_face(cls, raw: Mapping[str, Any]) -> "KimiConfig":
+        """Reads config.json, in the spelling of transformers 4 or 5.
+
+        Raises:
+            ModelError: naming the field that is missing, ill-typed or unsupported.
+        """
+        fields = _ConfigReader(raw)
+        fields.require("model_type", {"deepseek_v3", "kimi_k2"})
+        fields.require("hidden_act", {"silu"}, default="silu")
+        fields.require("scoring_func", {"sigmoid"}, default="sigmoid")
+        fields.require("quantization_config", {None}, default=None)
+        config = cls(
+            vocab_size=fields.size("vocab_size"),
+            hidden_size=fields.size("hidden_size"),
+            intermediate_size=fields.size("intermediate_size"),
+            moe_intermediate_size=fields.size("moe_intermediate_size"),
+            num_hidden_layers=fields.size("num_hidden_layers"),
+            num_attention_heads=fields.size("num_attention_heads"),
+            kv_lora_rank=fields.size("kv_lora_rank"),
+            q_lora_rank=fields.optional_size("q_lora_rank"),
+            qk_nope_head_dim=fields.size("qk_nope_head_dim"),
+            qk_rope_head_dim=fields.size("qk_rope_head_dim"),
+            v_head_dim=fields.size("v_head_dim"),
+            n_routed_experts=fields.size("n_routed_experts"),
+            n_shared_experts=fields.optional_size("n_shared_experts", default=1) or 0,
+            num_experts_per_tok=fields.size("num_experts_per_tok"),
+            n_group=fields.size("n_group", default=1),
+            topk_group=fields.size("topk_group", default=1),
+            norm_topk_prob=fields.flag("norm_topk_prob", default=True),
+            routed_scaling_factor=fields.number("routed_scaling_factor", default=1.0),
+            first_k_dense_replace=fields.optional_size("first_k_dense_replace", default=0) or 0,
+            max_position_embeddings=fields.size("max_position_embeddings"),
+            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+            lora_norm_eps=fields.number("lora_norm_eps", default=1e-6),
+            rope_theta=fields.rope_theta(),
+            rope_interleave=fields.flag("rope_interleave", default=True),
+            yarn=fields.yarn(),
+            attention_bias=fields.flag("attention_bias", default=False),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        )
+        _check(config)
+        return config
+
+
+def _check(config: KimiConfig) -> None:
+    def demand(holds: bool, field: str, why: str) -> None:
+        if not holds:
+            raise ModelError(f"config.json: {field} {why}")
+
+    experts, groups = config.n_routed_experts, config.n_group
+    demand(config.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", f"= {config.qk_rope_head_dim} is odd")
+    demand(experts % groups == 0, "n_group", f"= {groups} does not divide n_routed_experts = {experts}")
+    demand(config.topk_group <= groups, "topk_group", f"= {config.topk_group} is more than n_group = {groups}")
+    demand(groups == 1 or experts // groups >= 2, "n_group", f"= {groups} leaves fewer than 2 experts a group")
+    choosable = experts // groups * config.topk_group
+    demand(
+        config.num_experts_per_tok <= choosable,
+        "num_experts_per_tok",
+        f"= {config.num_experts_per_tok} is more than the {choosable} experts that can be chosen",
+    )
+
+
+class _ConfigReader:
+    """Typed access to config.json; every fault names its field."""
+
+    def __init__(self, raw: Mapping[str, Any]):
+        self._raw = raw
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ModelError(f"config.json: rope_scaling is {rope!r}, not an object")
+        self._rope = _ConfigReader(rope) if rope is not raw and rope else None
+
+    def _get(self, name: str, default: Any = ...) -> Any:
+        value = self._raw.get(name)
+        if value is None:
+            if default is ...:
+                raise ModelError(f"config.json: {name} is missing")
+            return default
+        return value
+
+    def require(self, name: str, allowed: set[Any], default: Any = ...) -> None:
+        value = self._get(name, default)
+        if isinstance(value, Mapping | list) or value not in allowed:
+            names = ", ".join(sorted(str(a) for a in allowed if a is not None))
+            shown = "an object" if isinstance(value, Mapping | list) else repr(value)
+            raise ModelError(f"config.json: {name} is {shown}, not supported" + (f" (known: {names})" if names else ""))
+
+    def size(self, name: str, default: Any = ...) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"config.json: {name} is {value!r}, not a positive integer")
+        return value
+
+    def optional_size(self, name: str, default: int | None = None) -> int | None:
+        value = self._get(name, default)
+        return None if value in (None, 0) else self.size(name, default)
+
+    def number(self, name: str, default: Any = ...) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ModelError(f"config.json: {name} is {value!r}, not a positive number")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self._raw.get(name) in (None, 0) else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"config.json: {name} is {value!r}, not true or false")
+        return value
+
+    def rope_theta(self) -> float:
+        inside = self._rope is not None and "rope_theta" in self._rope._raw
+        reader = self._rope if inside and self._rope is not None else self
+        return reader.number("rope_theta", default=10000.0)
+
+    def yarn(self) -> Yarn | None:
+        rope = self._rope
+        if rope is None:
+            return None
+        kind = rope._get("rope_type", rope._get("type", "default"))
+        if kind == "default":
+            return None
+        if kind != "yarn":
+            raise ModelError(f"config.json: rope_scaling.type is {kind!r}, not supported (known: default, yarn)")
+        return Yarn(
+            factor=rope.number("factor"),
+            original_max_position_embeddings=rope.size("original_max_position_embeddings"),
+            beta_fast=rope.optional_number("beta_fast") or 32.0,
+            beta_slow=rope.optional_number("beta_slow") or 1.0,
+            mscale=rope.optional_number("mscale"),
+            mscale_all_dim=rope.optional_number("mscale_all_dim"),
+            attention_factor=rope.optional_number("attention_factor"),
+            truncate=rope.flag("truncate", default=True),
+        )
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class Attention[Leaf]:
+    """Multi-head latent attention of a stack of layers. `q_a` is None without a q_lora_rank, `q_b` then reads x
+    itself.
+    """
+
+    norm: Leaf  # [l d]
+    q_a: Leaf | None  # [l r d]
+    q_a_bias: Leaf | None  # [l r]
+    q_a_norm: Leaf | None  # [l r]
+    q_b: Leaf  # [l h k r], k = nope + rope
+    kv_a: Leaf  # [l r+rope d]
+    kv_a_bias: Leaf | None  # [l r+rope]
+    kv_a_norm: Leaf  # [l r]
+    k_up: Leaf  # [l h k r], k = nope
+    v_up: Leaf  # [l h v r]
+    out: Leaf  # [l d h v]
+    out_bias: Leaf | None  # [l d]
+
+
+@struct.dataclass
+class Mlp[Leaf]:
+    """SwiGLU: a dense layer's, or the shared experts'."""
+
+    gate_up: Leaf  # [l 2 f d]
+    down: Leaf  # [l d f]
+
+
+@struct.dataclass
+class Router[Leaf]:
+    gate: Leaf  # [l e d]
+    bias: Leaf  # [l e]
+
+
+@struct.dataclass
+class Stack[Leaf]:
+    """Layers of one kind, stacked along `layers`: dense ones have no router."""
+
+    attention: Attention[Leaf]
+    mlp_norm: Leaf  # [l d]
+    mlp: Mlp[Leaf] | None
+    router: Router[Leaf] | None
+
+
+@struct.dataclass
+class Weights[Leaf]:
+    embed: Leaf  # [v d]
+    dense: Stack[Leaf] | None
+    sparse: Stack[Leaf] | None
+    experts: moe.Experts[Leaf] | None
+    norm: Leaf  # [d]
+    head: Leaf | None  # [v d]; None: tied to embed
+
+
+def declare(config: KimiConfig) -> Weights[Param]:
+    """Every parameter, once."""
+    dense, sparse = config.num_dense_layers, config.num_moe_layers
+    return Weights(
+        embed=_table(config, "model.embed_tokens.weight"),
+        dense=_declare_stack(config, 0, dense, config.intermediate_size) if dense else None,
+        sparse=_declare_stack(config, dense, sparse, None) if sparse else None,
+        experts=_declare_experts(config, dense) if sparse else None,
+        norm=Param(shape=(config.hidden_size,), axes=("embed",), source=lambda: "model.norm.weight", initial=1.0),
+        head=None if config.tie_word_embeddings else _table(config, "lm_head.weight"),
+    )
+
+
+def _table(config: KimiConfig, name: str) -> Param:
+    return Param(shape=(config.vocab_size, config.hidden_size), axes=("vocab", "embed"), source=lambda: name)
+
+
+def _declare_stack(config: KimiConfig, first: int, num_layers: int, dense_width: int | None) -> Stack[Param]:
+    def leaf(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **options: Any) -> Param:
+        source = options.pop("source", lambda layer: f"model.layers.{first + layer}.{name}")
+        return Param(shape=(num_layers, *shape), axes=("layers", *axes), source=source, **{"stacked": 1, **options})
+
+    def mlp(prefix: str, width: int) -> Mlp[Param]:
+        def source(layer: int, which: int) -> str:
+            return f"model.layers.{first + layer}.{prefix}.{('gate', 'up')[which]}_proj.weight"
+
+        return Mlp(
+            gate_up=leaf("", (2, width, config.hidden_size), (None, "ffw", "embed"), source=source, stacked=2),
+            down=leaf(f"{prefix}.down_proj.weight", (config.hidden_size, width), ("embed", "ffw")),
+        )
+
+    shared_width = config.moe_intermediate_size * config.n_shared_experts
+    return Stack(
+        attention=_declare_attention(config, leaf),
+        mlp_norm=leaf("post_attention_layernorm.weight", (config.hidden_size,), ("embed",), initial=1.0),
+        mlp=mlp("mlp", dense_width)
+        if dense_width is not None
+        else (mlp("mlp.shared_experts", shared_width) if shared_width else None),
+        router=None
+        if dense_width is not None
+        else Router(
+            gate=leaf("mlp.gate.weight", (config.n_routed_experts, config.hidden_size), (None, "embed")),
+            bias=leaf(
+                "mlp.gate.e_score_correction_bias", (config.n_routed_experts,), (None,), dtype="float32", initial=0.0
+            ),
+        ),
+    )
+
+
+def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
+    d, h, r = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    nope, v, k = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
+    q_rank, bias = config.q_lora_rank, config.attention_bias
+    q_name = "q_b_proj" if q_rank else "q_proj"
+    kv_b = "self_attn.kv_b_proj.weight"
+    return Attention(
+        norm=leaf("input_layernorm.weight", (d,), ("embed",), initial=1.0),
+        q_a=leaf("self_attn.q_a_proj.weight", (q_rank, d), (None, "embed")) if q_rank else None,
+        q_a_bias=leaf("self_attn.q_a_proj.bias", (q_rank,), (None,), initial=0.0) if q_rank and bias else None,
+        q_a_norm=leaf("self_attn.q_a_layernorm.weight", (q_rank,), (None,), initial=1.0) if q_rank else None,
+        q_b=leaf(
+            f"self_attn.{q_name}.weight",
+            (h, k, q_rank or d),
+            ("heads", None, None),
+            view=lambda w: w.reshape(h, k, -1),
+        ),
+        kv_a=leaf("self_attn.kv_a_proj_with_mqa.weight", (config.latent_size, d), (None, "embed")),
+        kv_a_bias=leaf("self_attn.kv_a_proj_with_mqa.bias", (config.latent_size,), (None,), initial=0.0)
+        if bias
+        else None,
+        kv_a_norm=leaf("self_attn.kv_a_layernorm.weight", (r,), ("kv_lora",), initial=1.0),
+        k_up=leaf(kv_b, (h, nope, r), ("heads", None, "kv_lora"), view=lambda w: w.reshape(h, nope + v, r)[:, :nope]),
+        v_up=leaf(kv_b, (h, v, r), ("heads", None, "kv_lora"), view=lambda w: w.reshape(h, nope + v, r)[:, nope:]),
+        out=leaf("self_attn.o_proj.weight", (d, h, v), ("embed", "heads", None), view=lambda w: w.reshape(d, h, v)),
+        out_bias=leaf("self_attn.o_proj.bias", (d,), ("embed",), initial=0.0) if bias else None,
+    )
+
+
+def _declare_experts(config: KimiConfig, first: int) -> moe.Experts[Param]:
+    layers, e = config.num_moe_layers, config.n_routed_experts
+    d, f = config.hidden_size, config.moe_intermediate_size
+
+    def gate_up(layer: int, expert: int, which: int) -> str:
+        return f"model.layers.{first + layer}.mlp.experts.{expert}.{('gate', 'up')[which]}_proj.weight"
+
+    def down(layer: int, expert: int) -> str:
+        return f"model.layers.{first + layer}.mlp.experts.{expert}.down_proj.weight"
+
+    return moe.Experts(
+        gate_up=Param(
+            shape=(layers, e, 2, f, d), axes=("layers", "experts", None, "ffw", "embed"), source=gate_up, stacked=3
+        ),
+        down=Param(shape=(layers, e, d, f), axes=("layers", "experts", "embed", "ffw"), source=down, stacked=2),
+    )
+
+
+# --- rotary positions -------------------------------------------------------------------------------------------------
+
+
+def rotary_frequencies(config: KimiConfig) -> tuple[np.ndarray, float]:
+    """Inverse frequencies [rope / 2] in float32, and the factor on cos and sin. YaRN: arXiv 2309.00071, section 3."""
+    size = config.qk_rope_head_dim
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    plain = 1.0 / np.power(np.float32(config.rope_theta), exponents)
+    yarn = config.yarn
+    if yarn is None:
+        return plain.astype(np.float32), 1.0
+
+    def dimension(rotations: float) -> float:
+        wavelengths = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return size * math.log(wavelengths) / (2 * math.log(config.rope_theta))
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp = (np.arange(size // 2, dtype=np.float32) - low) / (high - low if high != low else 0.001)
+    interpolated = np.clip(ramp, 0, 1)
+    mixed = plain / np.float32(yarn.factor) * interpolated + plain * (1 - interpolated)
+    return mixed.astype(np.float32), _rotary_factor(yarn)
+
+
+def _rotary_factor(yarn: Yarn) -> float:
+    if yarn.attention_factor is not None:
+        return yarn.attention_factor
+    if yarn.mscale and yarn.mscale_all_dim:
+        return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
+    return _mscale(yarn.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def softmax_scale(config: KimiConfig) -> float:
+    scale = config.qk_head_dim**-0.5
+    if config.yarn and config.yarn.mscale_all_dim:
+        scale *= _mscale(config.yarn.factor, config.yarn.mscale_all_dim) ** 2
+    return scale
+
+
+def rotate(
+    x: Float[Array, "n t *h k"],
+    cos: Float[Array, "n t *one half"],
+    sin: Float[Array, "n t *one half"],
+    interleave: bool,
+) -> Float[Array, "n t *h k"]:
+    """Rotates pairs of features; interleaved pairs come out as [evens | odds], in queries and keys alike."""
+    half = x.shape[-1] // 2
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleave else (x[..., :half], x[..., half:])
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class Batch:
+    """Rows of tokens of one sequence each: tiles of prompts, or decode slots.
+
+    `positions` below 0 are padding. A row's tokens are consecutive, and rows of one sequence may share a step: every
+    row sees what all rows write.
+    """
+
+    tokens: Int[Array, "n t"]
+    positions: Int[Array, "n t"]
+    block_tables: Int[Array, "n m"]
+
+
+@struct.dataclass
+class Observations:
+    """What a numerics question asks of a forward pass."""
+
+    hidden: Float[Array, "layers_and_embed n t d"]  # embeddings, then the residual stream after each layer
+    experts: Int[Array, "moe_layers n*t k"] | None
+
+
+def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "*b d"]:
+    wide = x.astype(jnp.float32)
+    normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * normal.astype(x.dtype)
+
+
+def _attend(
+    config: KimiConfig,
+    w: Attention[Array],
+    x: Float[Array, "n t d"],
+    pages: Pages,
+    layer: Int[Array, ""],
+    batch: Batch,
+    rotary: tuple[Array, Array],
+) -> tuple[Float[Array, "n t d"], Pages]:
+    """Writes the tokens' latents, then attends over everything written."""
+    cos, sin = rotary
+    r, nope = config.kv_lora_rank, config.qk_nope_head_dim
+    x = rms_norm(x, w.norm, config.rms_norm_eps)
+    queries = _queries(config, w, x)
+    q_rope = rotate(queries[..., nope:], cos[:, :, None], sin[:, :, None], config.rope_interleave)
+    q_latent = jnp.einsum("nthk,hkr->nthr", queries[..., :nope], w.k_up)
+    kv = jnp.einsum("ntd,rd->ntr", x, w.kv_a) + (w.kv_a_bias if w.kv_a_bias is not None else 0)
+    latent = rms_norm(kv[..., :r], w.kv_a_norm, config.lora_norm_eps)
+    k_rope = rotate(kv[..., r:], cos, sin, config.rope_interleave)
+    features = jnp.concatenate([latent, k_rope], axis=-1)
+    pages = write_tokens(pages, layer, batch.block_tables, batch.positions, features)
+    mixed = latent_attention(
+        jnp.concatenate([q_latent, q_rope], axis=-1),
+        pages,
+        layer,
+        batch.block_tables,
+        batch.positions,
+        value_rank=r,
+        scale=softmax_scale(config),
+    )
+    values = jnp.einsum("nthr,hvr->nthv", mixed, w.v_up)
+    out = jnp.einsum("nthv,dhv->ntd", values, w.out)
+    return out + (w.out_bias if w.out_bias is not None else 0), pages
+
+
+def _queries(config: KimiConfig, w: Attention[Array], x: Float[Array, "n t d"]) -> Float[Array, "n t h k"]:
+    if w.q_a is not None and w.q_a_norm is not None:
+        x = jnp.einsum("ntd,rd->ntr", x, w.q_a) + (w.q_a_bias if w.q_a_bias is not None else 0)
+        x = rms_norm(x, w.q_a_norm, config.lora_norm_eps)
+    return jnp.einsum("ntr,hkr->nthk", x, w.q_b)
+
+
+def _mlp(w: Mlp[Array], x: Float[Array, "n t d"]) -> Float[Array, "n t d"]:
+    return jnp.einsum("ntf,df->ntd", moe.gated(jnp.einsum("ntd,gfd->ntgf", x, w.gate_up)), w.down)
+
+
+def _feed_forward(
+    config: KimiConfig,
+    w: Stack[Array],
+    experts: moe.Experts[Array] | None,
+    x: Float[Array, "n t d"],
+    layer: Int[Array, ""],
+    valid: Bool[Array, "n t"],
+    backend: moe.Backend,
+) -> tuple[Float[Array, "n t d"], Int[Array, "n*t k"] | None]:
+    """Dense MLP, or routed plus shared experts. `layer` counts within the stack."""
+    x = rms_norm(x, w.mlp_norm, config.rms_norm_eps)
+    out = _mlp(w.mlp, x) if w.mlp is not None else jnp.zeros_like(x)
+    if w.router is None or experts is None:
+        return out, None
+    flat = x.reshape(-1, x.shape[-1])
+    routing = moe.route(
+        flat,
+        w.router.gate,
+        w.router.bias,
+        top_k=config.num_experts_per_tok,
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        normalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+    routed = backend(flat, routing, valid.reshape(-1), experts, layer)
+    return out + routed.reshape(x.shape), routing[1]
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+
+def forward(
+    config: KimiConfig,
+    weights: Weights[Array],
+    pages: Pages,
+    batch: Batch,
+    *,
+    backend: moe.Backend = moe.blocks,
+    observe: bool = False,
+) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
+    """Runs all layers over a batch of rows, writing their latents into the pages.
+
+    Returns:
+        The residual stream after the final norm, the pages, and the observations if asked for.
+    """
+    valid = batch.positions >= 0
+    frequencies, factor = rotary_frequencies(config)
+    angles = batch.positions.astype(jnp.float32)[:, :, None] * frequencies
+    rotary = (jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+
+    def scan_stack(x, pages, stack: Stack[Array], experts: moe.Experts[Array] | None, first: int):
+        def step(carry, inputs):
+            x, pages = carry
+            w, index = inputs
+            with jax.named_scope("attention"):
+                attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary)
+            x = x + attended
+            with jax.named_scope("feed_forward"):
+                added, chosen = _feed_forward(config, w, experts, x, index, valid, backend)
+            x = x + added
+            return (x, pages), (x, chosen) if observe else (None, None)
+
+        num_layers = stack.mlp_norm.shape[0]
+        (x, pages), (hidden, chosen) = jax.lax.scan(step, (x, pages), (stack, jnp.arange(num_layers)))
+        return x, pages, hidden, chosen
+
+    x = weights.embed[batch.tokens]
+    seen: list[Any] = [x[None]]
+    chosen = None
+    if weights.dense is not None:
+        x, pages, hidden, _ = scan_stack(x, pages, weights.dense, None, 0)
+        seen.append(hidden)
+    if weights.sparse is not None:
+        x, pages, hidden, chosen = scan_stack(x, pages, weights.sparse, weights.experts, config.num_dense_layers)
+        seen.append(hidden)
+    x = rms_norm(x, weights.norm, config.rms_norm_eps)
+    return x, pages, Observations(hidden=jnp.concatenate(seen), experts=chosen) if observe else None
+
+
+def unembed(weights: Weights[Array], hidden: Float[Array, "b d"]) -> Float[Array, "b v"]:
+    """Logits in float32."""
+    head = weights.embed if weights.head is None else weights.head
+    return jnp.einsum("bd,vd->bv", hidden, head, preferred_element_type=jnp.float32)
+
+
+def prefill(
+    config: KimiConfig, weights: Weights[Array], pages: Pages, batch: Batch, last: Int[Array, "b"], backend: moe.Backend
+) -> tuple[Float[Array, "b v"], Pages]:
+    """Logits of the tokens at the flat indices `last` of the batch; all latents are written."""
+    hidden, pages, _ = forward(config, weights, pages, batch, backend=backend)
+    return unembed(weights, hidden.reshape(-1, hidden.shape[-1])[last]), pages
+
+
+def decode(
+    config: KimiConfig, weights: Weights[Array], pages: Pages, batch: Batch, backend: moe.Backend
+) -> tuple[Float[Array, "n*t v"], Pages]:
+    """Logits of every token of the batch: one or a few per slot."""
+    hidden, pages, _ = forward(config, weights, pages, batch, backend=backend)
+    return unembed(weights, hidden.reshape(-1, hidden.shape[-1])), pages

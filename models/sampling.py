@@ -1,0 +1,205 @@
+"""From logits to the next token, on the device: penalties, bias, cuts, noise, log-probabilities.
+
+Everything optional sits behind a `lax.cond` on what any row of the batch asks for, so a greedy batch pays for an
+argmax. Noise is keyed by (seed, choice, absolute position), never by slot or step: a request draws the same token
+wherever and whenever it runs. Order: penalties, bias and banned stops; temperature; min-p; top-k; top-p (as vLLM).
+Sources: the Gumbel-max trick (Gumbel 1954); nucleus sampling (arXiv 1904.09751); min-p (arXiv 2407.01082); repetition
+penalty (CTRL, arXiv 1909.05858).
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+MAX_TOP_LOGPROBS = 20
+QUICK_TOP_K = 64  # up to here lax.top_k does; beyond, or for top-p alone, the whole row is sorted
+
+
+@struct.dataclass
+class SlotState:
+    """What the device remembers of each slot between steps. Donated to every step.
+
+    A row of the last five fields holds only if its request needs it: the load step sets the whole row at once.
+    """
+
+    last_token: Int[Array, "slots"]  # sampled last: the next decode step's input
+    output_counts: Int[Array, "slots v"]
+    is_prompt: Bool[Array, "slots v"]
+    bias_ids: Int[Array, "slots biases"]  # v where unused
+    bias_values: Float[Array, "slots biases"]
+    stop_ids: Int[Array, "slots stops"]  # v where unused
+
+
+@struct.dataclass
+class RowSampling:
+    """How each row's next token is drawn. Neutral values cost nothing."""
+
+    temperature: Float[Array, "b"]  # 0: greedy
+    top_p: Float[Array, "b"]
+    top_k: Int[Array, "b"]  # 0: off
+    min_p: Float[Array, "b"]
+    repetition_penalty: Float[Array, "b"]
+    presence_penalty: Float[Array, "b"]
+    frequency_penalty: Float[Array, "b"]
+    seed: UInt[Array, "b 2"]  # high and low word
+    choice: Int[Array, "b"]
+    position: Int[Array, "b"]  # absolute, of the token to be drawn
+    has_bias: Bool[Array, "b"]
+    bans_stops: Bool[Array, "b"]  # fewer than min_tokens so far
+    wants_logprobs: Bool[Array, "b"]
+
+
+@struct.dataclass
+class Sampled:
+    """What one row's draw gave. Log-probabilities are of the raw logits, zeros unless a row wants them."""
+
+    tokens: Int[Array, "b"]
+    logprobs: Float[Array, "b"]
+    top_ids: Int[Array, "b top"]
+    top_logprobs: Float[Array, "b top"]
+
+
+def empty_slots(num_slots: int, vocab_size: int, max_biases: int, max_stops: int) -> SlotState:
+    return SlotState(
+        last_token=jnp.zeros(num_slots, jnp.int32),
+        output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
+        is_prompt=jnp.zeros((num_slots, vocab_size), jnp.bool_),
+        bias_ids=jnp.full((num_slots, max_biases), vocab_size, jnp.int32),
+        bias_values=jnp.zeros((num_slots, max_biases), jnp.float32),
+        stop_ids=jnp.full((num_slots, max_stops), vocab_size, jnp.int32),
+    )
+
+
+def load_slot(
+    slots: SlotState,
+    slot: Int[Array, ""],
+    history: Int[Array, "t"],
+    num_prompt: Int[Array, ""],
+    num_history: Int[Array, ""],
+    bias_ids: Int[Array, "biases"],
+    bias_values: Float[Array, "biases"],
+    stop_ids: Int[Array, "stops"],
+) -> SlotState:
+    """Sets one slot's row from its request: prompt tokens, then tokens generated so far, then padding."""
+    vocab_size = slots.output_counts.shape[1]
+    index = jnp.arange(history.shape[0])
+    prompt = jnp.where(index < num_prompt, history, vocab_size)
+    output = jnp.where((index >= num_prompt) & (index < num_history), history, vocab_size)
+    return replace(
+        slots,
+        output_counts=slots.output_counts.at[slot].set(jnp.zeros(vocab_size, jnp.int32).at[output].add(1, mode="drop")),
+        is_prompt=slots.is_prompt.at[slot].set(jnp.zeros(vocab_size, jnp.bool_).at[prompt].set(True, mode="drop")),
+        bias_ids=slots.bias_ids.at[slot].set(bias_ids),
+        bias_values=slots.bias_values.at[slot].set(bias_values),
+        stop_ids=slots.stop_ids.at[slot].set(stop_ids),
+    )
+
+
+def draw(
+    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState, slot_of_row: Int[Array, "b"]
+) -> tuple[Sampled, SlotState]:
+    """Draws one token per row and notes it in the row's slot. A row whose slot is out of range draws for nobody."""
+    adjusted = _adjust(logits, rows, slots, slot_of_row)
+    tokens = jax.lax.cond(
+        jnp.any(rows.temperature > 0), _sample, lambda x, _: jnp.argmax(x, axis=-1), adjusted, rows
+    ).astype(jnp.int32)
+    slots = replace(
+        slots,
+        last_token=slots.last_token.at[slot_of_row].set(tokens, mode="drop"),
+        output_counts=slots.output_counts.at[slot_of_row, tokens].add(1, mode="drop"),
+    )
+    return _with_logprobs(logits, tokens, rows), slots
+
+
+def _adjust(
+    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState, slot_of_row: Int[Array, "b"]
+) -> Float[Array, "b v"]:
+    """Penalties, bias, banned stops: each only if a row asks for it."""
+    each = jnp.arange(logits.shape[0])[:, None]
+
+    def penalise(x):
+        counts = slots.output_counts.at[slot_of_row].get(mode="clip")
+        was_seen = slots.is_prompt.at[slot_of_row].get(mode="clip") | (counts > 0)
+        repetition = rows.repetition_penalty[:, None]
+        x = jnp.where(was_seen, jnp.where(x > 0, x / repetition, x * repetition), x)
+        x -= rows.frequency_penalty[:, None] * counts
+        return x - rows.presence_penalty[:, None] * (counts > 0)
+
+    def bias(x):
+        ids = slots.bias_ids.at[slot_of_row].get(mode="clip")
+        values = jnp.where(rows.has_bias[:, None], slots.bias_values.at[slot_of_row].get(mode="clip"), 0)
+        return x.at[each, ids].add(values, mode="drop")
+
+    def ban(x):
+        ids = slots.stop_ids.at[slot_of_row].get(mode="clip")
+        return x.at[each, jnp.where(rows.bans_stops[:, None], ids, x.shape[1])].set(-jnp.inf, mode="drop")
+
+    penalised = (rows.repetition_penalty != 1) | (rows.presence_penalty != 0) | (rows.frequency_penalty != 0)
+    logits = jax.lax.cond(jnp.any(penalised), penalise, lambda x: x, logits)
+    logits = jax.lax.cond(jnp.any(rows.has_bias), bias, lambda x: x, logits)
+    return jax.lax.cond(jnp.any(rows.bans_stops), ban, lambda x: x, logits)
+
+
+def _sample(logits: Float[Array, "b v"], rows: RowSampling) -> Int[Array, "b"]:
+    """The Gumbel-max draw over what the cuts leave; greedy rows get no noise and no cut that could change the argmax.
+    The Gumbel-max draw over what the cuts leave; greedy rows get no noise and no cut that could change the argmax.
+    """
+    is_random = rows.temperature > 0
+    scaled = logits / jnp.where(is_random, rows.temperature, 1.0)[:, None]
+    noise = jax.vmap(functools.partial(_noise, logits.shape[1]))(rows.seed, rows.choice, rows.position)
+    return jnp.argmax(cut(scaled, rows) + noise * is_random[:, None], axis=-1)
+
+
+def _noise(size: int, seed: UInt[Array, "2"], choice: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, "v"]:
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, choice), position), (size,))
+
+
+def cut(scaled: Float[Array, "b v"], rows: RowSampling) -> Float[Array, "b v"]:
+    """Sets to -inf what min-p, top-k and top-p leave out. Ties at a threshold stay in."""
+    peak = scaled.max(axis=-1, keepdims=True)
+    scaled = jnp.where(scaled >= peak + jnp.log(rows.min_p)[:, None], scaled, -jnp.inf)
+    size = scaled.shape[1]
+    wants = (rows.top_k > 0) | (rows.top_p < 1)
+    is_quick = (rows.top_k > 0) & (rows.top_k <= QUICK_TOP_K) | ~wants
+    branch = jnp.where(jnp.any(wants), jnp.where(jnp.all(is_quick), 1, 2), 0)
+    return jax.lax.switch(
+        branch,
+        (
+            lambda x: x,
+            lambda x: _keep_above(x, jax.lax.top_k(x, min(QUICK_TOP_K, size))[0], rows),
+            lambda x: _keep_above(x, -jnp.sort(-x, axis=-1), rows),
+        ),
+        scaled,
+    )
+
+
+def _keep_above(scaled: Float[Array, "b v"], descending: Float[Array, "b m"], rows: RowSampling) -> Float[Array, "b v"]:
+    """Top-k, then top-p of what is left, as one threshold per row."""
+    rank = jnp.arange(descending.shape[1])
+    k = jnp.where(rows.top_k > 0, rows.top_k, descending.shape[1])[:, None]
+    shares = jax.nn.softmax(jnp.where(rank < k, descending, -jnp.inf), axis=-1)
+    before = jnp.cumsum(shares, axis=-1) - shares
+    num_kept = jnp.sum((before < rows.top_p[:, None]) & (rank < k), axis=-1)
+    threshold = jnp.take_along_axis(descending, jnp.maximum(num_kept, 1)[:, None] - 1, axis=1)
+    wants = (rows.top_k > 0) | (rows.top_p < 1)
+    return jnp.where(wants[:, None] & (scaled < threshold), -jnp.inf, scaled)
+
+
+def _with_logprobs(logits: Float[Array, "b v"], tokens: Int[Array, "b"], rows: RowSampling) -> Sampled:
+    num_rows, top = logits.shape[0], min(MAX_TOP_LOGPROBS, logits.shape[1])
+
+    def compute(logits):
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        values, ids = jax.lax.top_k(logprobs, top)
+        return jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0], ids, values
+
+    def nothing(logits):
+        return jnp.zeros(num_rows), jnp.zeros((num_rows, top), jnp.int32), jnp.zeros((num_rows, top))
+
+    chosen, ids, values = jax.lax.cond(jnp.any(rows.wants_logprobs), compute, nothing, logits)
+    return Sampled(tokens=tokens, logprobs=chosen, top_ids=ids, top_logprobs=values)

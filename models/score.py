@@ -1,0 +1,95 @@
+"""Logits of one prompt, position by position: the tool for numerics questions.
+
+The same forward pass that serves, on pages of its own. Nothing of the engine is involved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moonshard.kv.pages import allocate_pages
+from moonshard.models import kimi, moe, weights
+from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.spec import ModelError
+from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.shape import MeshShape
+
+ROW_TOKENS = 64  # queries per row
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """What a forward pass over one prompt of T tokens saw, in float32."""
+
+    logits: np.ndarray  # [T, vocab]
+    hidden: np.ndarray  # [layers + 1, T, embed]: embeddings, then the residual stream after each layer
+    experts: np.ndarray | None  # [moe layers, T, k], unsorted
+
+
+def score(folder: Path, tokens: Sequence[int], dtype: str = "float32") -> np.ndarray:
+    """Logits [T, vocab] in float32 of a prompt, computed in `dtype`.
+
+    Raises:
+        ModelError: a token outside the vocabulary, or an empty prompt. CheckpointError for a bad folder.
+    """
+    return observe(folder, tokens, dtype).logits
+
+
+def observe(folder: Path, tokens: Sequence[int], dtype: str = "float32", backend: moe.Backend = moe.blocks) -> Scored:
+    """As `score`, with the residual stream after every layer and the chosen experts."""
+    checkpoint = Checkpoint.open(folder)
+    config = kimi.KimiConfig.from_hugging_face(checkpoint.config)
+    _check_tokens(tokens, config.vocab_size)
+    mesh = build_mesh(MeshShape())
+    loaded = weights.load(kimi.declare(config), checkpoint, dtype, mesh)
+    batch = _rows(tokens)
+    pages = allocate_pages(
+        batch.block_tables.shape[1],
+        config.num_hidden_layers,
+        BLOCK_SIZE,
+        config.latent_size,
+        dtype=dtype,
+        sharding=replicated(mesh),
+    )
+
+    @jax.jit
+    def run(loaded, pages, batch):
+        with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+            hidden, _, seen = kimi.forward(config, loaded, pages, batch, backend=backend, observe=True)
+            return kimi.unembed(loaded, hidden.reshape(-1, config.hidden_size)), seen
+
+    logits, seen = run(loaded, pages, batch)
+    count = len(tokens)
+    layers = seen.hidden.shape[0]
+    return Scored(
+        logits=np.asarray(logits)[:count],
+        hidden=np.asarray(seen.hidden, np.float32).reshape(layers, -1, config.hidden_size)[:, :count],
+        experts=None if seen.experts is None else np.asarray(seen.experts)[:, :count],
+    )
+
+
+def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    if not tokens:
+        raise ModelError("tokens: the prompt is empty")
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ModelError(f"tokens: {token} is outside the vocabulary of {vocab_size}")
+
+
+def _rows(tokens: Sequence[int]) -> kimi.Batch:
+    """One prompt as rows of `ROW_TOKENS` queries over one run of blocks."""
+    num_rows = -(-len(tokens) // ROW_TOKENS)
+    padded = np.zeros(num_rows * ROW_TOKENS, np.int32)
+    padded[: len(tokens)] = tokens
+    positions = np.where(np.arange(len(padded)) < len(tokens), np.arange(len(padded)), -1).astype(np.int32)
+    blocks = np.arange(-(-len(padded) // BLOCK_SIZE), dtype=np.int32)
+    return kimi.Batch(
+        tokens=jnp.asarray(padded.reshape(num_rows, -1)),
+        positions=jnp.asarray(positions.reshape(num_rows, -1)),
+        block_tables=jnp.asarray(np.tile(blocks, (num_rows, 1))),
+    )

@@ -1,0 +1,52 @@
+"""What the rest of the house knows of a model without knowing the model: parameters, KV groups, errors.
+
+A parameter is declared once. Its abstract array, its sharding, its random initial value and where it lies in a Hugging
+Face checkpoint all follow from that one declaration (the habit of jax-llm-examples). No forward pass here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+
+class ModelError(ValueError):
+    """A model folder that cannot be served; the message names the field or tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvGroup:
+    """Layers that keep the same kind of cache: one array of pages."""
+
+    name: str
+    kind: Literal["full", "window", "state"]
+    num_layers: int
+    num_features: int  # values per token and layer
+    dtype: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.num_features * (2 if self.dtype == "bfloat16" else 4)
+
+
+def _as_it_is(tensor: np.ndarray) -> np.ndarray:
+    return tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Param:
+    """One leaf of a weight tree.
+
+    `shape` and `axes` (logical axis names, see `sharding.rules`) are of the whole leaf. Its leading `stacked`
+    dimensions enumerate tensors of the checkpoint: `source(*leading_index)` names the tensor, and `view` gives the
+    tensor the leaf's trailing shape, without copying.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    source: Callable[..., str]
+    stacked: int = 0
+    view: Callable[[np.ndarray], np.ndarray] = _as_it_is
+    dtype: str | None = None  # None: the model's compute dtype
+    initial: float | None = None  # every value at random initialisation; None: a fan-in scaled normal

@@ -1,0 +1,120 @@
+"""From declared parameters to arrays on a mesh: read from a checkpoint, or drawn at random.
+
+Works on any pytree of `Param`, so it knows no model. Each device asks for its own slice, and only the bytes of that
+slice are read from the memory-mapped files.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from moonshard.models.spec import ModelError, Param
+from moonshard.sharding.rules import BOTH, Rules, sharding_of
+
+
+class TensorSource(Protocol):
+    """What loading needs of a checkpoint."""
+
+    def tensor(self, name: str) -> np.ndarray: ...
+
+
+def is_param(leaf: Any) -> bool:
+    return isinstance(leaf, Param)
+
+
+def abstract(params: Any, dtype: str, mesh: Mesh, rules: Rules = BOTH) -> Any:
+    """The tree as shapes, dtypes and shardings: enough to lower a program without weights."""
+
+    def leaf(param: Param) -> jax.ShapeDtypeStruct:
+        sharding = sharding_of(mesh, param.axes, param.shape, rules)
+        return jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype or dtype), sharding=sharding)
+
+    return jax.tree.map(leaf, params, is_leaf=is_param)
+
+
+def load(
+    params: Any,
+    source: TensorSource,
+    dtype: str,
+    mesh: Mesh,
+    rules: Rules = BOTH,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Any:
+    """Reads every parameter onto its devices, converted to `dtype`.
+
+    Args:
+        progress: called with (leaves read, leaves in all).
+
+    Raises:
+        ModelError: a tensor has another shape than declared. What `source` raises passes through.
+    """
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_param)
+    arrays = []
+    for index, param in enumerate(leaves):
+        arrays.append(_load_leaf(param, source, dtype, sharding_of(mesh, param.axes, param.shape, rules)))
+        progress(index + 1, len(leaves))
+    return jax.tree.unflatten(tree, arrays)
+
+
+def check_shapes(params: Any, source: TensorSource) -> None:
+    """Opens every tensor and compares shapes, reading no values: a bad folder is refused before anything is allocated.
+
+    Raises:
+        ModelError: naming the first tensor whose shape is not the declared one.
+    """
+    for param in jax.tree.leaves(params, is_leaf=is_param):
+        for index in itertools.product(*(range(n) for n in param.shape[: param.stacked])):
+            _view(param, source, index)
+
+
+def _load_leaf(param: Param, source: TensorSource, dtype: str, sharding: jax.sharding.Sharding) -> jax.Array:
+    target = jnp.dtype(param.dtype or dtype)
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = index if index is not None else (slice(None),) * len(param.shape)
+        leading, trailing = index[: param.stacked], index[param.stacked :]
+        ranges = [range(*part.indices(size)) for part, size in zip(leading, param.shape, strict=False)]
+        shape = [len(range(*part.indices(size))) for part, size in zip(index, param.shape, strict=True)]
+        out = np.empty(shape, target)
+        for place in itertools.product(*(range(len(r)) for r in ranges)):
+            where = tuple(r[i] for r, i in zip(ranges, place, strict=True))
+            out[place] = _view(param, source, where)[trailing]
+        return out
+
+    return jax.make_array_from_callback(param.shape, sharding, read)
+
+
+def _view(param: Param, source: TensorSource, index: Sequence[int]) -> np.ndarray:
+    name = param.source(*index)
+    tensor, wanted = source.tensor(name), param.shape[param.stacked :]
+    try:
+        view = param.view(tensor)
+    except ValueError:  # a reshape that the tensor's size does not allow
+        view = tensor
+    if view.shape != wanted:
+        raise ModelError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(wanted)}")
+    return view
+
+
+def initialise(params: Any, seed: int, dtype: str, mesh: Mesh, rules: Rules = BOTH) -> Any:
+    """Random weights with the declared shapes: fan-in scaled normals, and the declared constants."""
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_param)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+
+    def draw(param: Param, key: jax.Array) -> jax.Array:
+        target = jnp.dtype(param.dtype or dtype)
+        sharding = sharding_of(mesh, param.axes, param.shape, rules)
+
+        def value(key: jax.Array) -> jax.Array:
+            if param.initial is not None:
+                return jnp.full(param.shape, param.initial, target)
+            return jax.random.normal(key, param.shape, target) * jnp.asarray(param.shape[-1] ** -0.5, target)
+
+        return jax.jit(value, out_shardings=sharding)(key)
+
+    return jax.tree.unflatten(tree, [draw(p, k) for p, k in zip(leaves, keys, strict=True)])

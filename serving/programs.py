@@ -1,0 +1,232 @@
+"""The jitted programs of a worker: prefill, decode, and the small ones that load a slot and copy blocks.
+
+Each takes the weights, the donated state and one packed array, and gives the state back. Programs are compiled for
+every bucket before the worker is ready; nothing compiles afterwards. No scheduler object comes here.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh
+
+from moonshard.kv.pages import Pages, allocate_pages, copy_blocks
+from moonshard.models import kimi, moe, sampling
+from moonshard.models.sampling import RowSampling, Sampled, SlotState
+from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, Logprobs
+from moonshard.serving.steps import NEUTRAL, Layout, Step, StepKind, StepShapes
+from moonshard.sharding.rules import replicated
+
+
+@struct.dataclass
+class DeviceState:
+    """All that changes from step to step on the device."""
+
+    pages: Pages
+    slots: SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step in flight: its drawn tokens, still on the device. None for kinds that draw none."""
+
+    number: int
+    packed: jax.Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A step's tokens on the host, one row per slot."""
+
+    number: int
+    tokens: np.ndarray  # [slots] int32
+    logprobs: np.ndarray  # [slots] f32
+    top_ids: np.ndarray  # [slots, top] int32
+    top_logprobs: np.ndarray  # [slots, top] f32
+
+    def logprobs_of(self, row: int, num_top: int) -> Logprobs:
+        top = zip(self.top_ids[row, :num_top].tolist(), self.top_logprobs[row, :num_top].tolist(), strict=True)
+        return Logprobs(chosen=float(self.logprobs[row]), top=tuple(top))
+
+
+class Programs:
+    """The device side of one worker: weights, state, and the compiled programs that move one to the next."""
+
+    def __init__(
+        self,
+        config: kimi.KimiConfig,
+        weights: Any,
+        shapes: StepShapes,
+        mesh: Mesh,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: str,
+        backend: moe.Backend = moe.blocks,
+    ):
+        self.shapes = shapes
+        self._weights = weights
+        self._everywhere = replicated(mesh)
+        (group,) = config.kv_groups(dtype)
+        self._state = DeviceState(
+            pages=allocate_pages(
+                num_blocks, group.num_layers, block_size, group.num_features, dtype=dtype, sharding=self._everywhere
+            ),
+            slots=jax.device_put(
+                sampling.empty_slots(shapes.num_slots, config.vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS),
+                self._everywhere,
+            ),
+        )
+        self._vocab_size = config.vocab_size
+        precision = "highest" if dtype == "float32" else "default"
+        self._programs = dict(_build(config, shapes, backend, precision))
+
+    @property
+    def state(self) -> DeviceState:
+        """For inspection between steps; the next launch donates it."""
+        return self._state
+
+    def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Runs every program once on padding, which compiles it, or loads it from the persistent cache."""
+        for done, (kind, bucket) in enumerate(self._programs):
+            progress(done, len(self._programs))
+            self.fetch(self.launch(Step(-1, kind, bucket, self._padding(kind, bucket))))
+        progress(len(self._programs), len(self._programs))
+        jax.block_until_ready(self._state)
+
+    def launch(self, step: Step) -> Launched:
+        """Enqueues a step and returns without waiting for it."""
+        program = self._programs[step.kind, step.bucket]
+        self._state, packed = program(self._weights, self._state, step.metadata)
+        return Launched(step.number, packed)
+
+    def fetch(self, launched: Launched) -> Drawn | None:
+        """Waits for a step's tokens. Steps that draw none give None at once."""
+        if launched.packed is None:
+            return None
+        host = np.asarray(launched.packed)
+        top = (host.shape[1] - 2) // 2
+        return Drawn(
+            number=launched.number,
+            tokens=host[:, 0],
+            logprobs=np.ascontiguousarray(host[:, 1]).view(np.float32),
+            top_ids=host[:, 2 : 2 + top],
+            top_logprobs=np.ascontiguousarray(host[:, 2 + top :]).view(np.float32),
+        )
+
+    def _padding(self, kind: StepKind, bucket: int) -> np.ndarray:
+        """Metadata of a step that touches nothing anybody reads."""
+        packed, fields = self.shapes.layout(kind, bucket).blank()
+        for name, value in NEUTRAL.items():
+            if name in fields:
+                fields[name][...] = value
+        if "positions" in fields:
+            fields["positions"][...] = -1
+        if "sample_slot" in fields:
+            fields["sample_slot"][...] = self.shapes.num_slots
+        if kind is StepKind.COPY:
+            fields["destination"][...] = self._state.pages.shape[0]
+        if kind is StepKind.LOAD:
+            fields["bias_ids"][...] = self._vocab_size
+            fields["stop_ids"][...] = self._vocab_size
+        return packed
+
+
+def _build(config: kimi.KimiConfig, shapes: StepShapes, backend: moe.Backend, precision: str):
+    """Yields ((kind, bucket), jitted program)."""
+
+    def jitted(body: Callable[..., Any], kind: StepKind, bucket: int = 0):
+        @functools.partial(jax.jit, donate_argnums=1)
+        def program(weights: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array | None]:
+            with jax.default_matmul_precision(precision):
+                return body(weights, state, _unpack(shapes.layout(kind, bucket), packed))
+
+        return (kind, bucket), program
+
+    for bucket in shapes.prefill_buckets:
+        yield jitted(functools.partial(_prefill, config, backend), StepKind.PREFILL, bucket)
+    yield jitted(functools.partial(_decode, config, shapes.num_slots, backend), StepKind.DECODE)
+    yield jitted(_load, StepKind.LOAD)
+    yield jitted(_copy, StepKind.COPY)
+
+
+def _unpack(layout: Layout, packed: jax.Array) -> dict[str, jax.Array]:
+    return layout.unpack(packed)
+
+
+def _prefill(config: kimi.KimiConfig, backend: moe.Backend, weights: Any, state: DeviceState, f: dict[str, jax.Array]):
+    batch = kimi.Batch(tokens=f["tokens"], positions=f["positions"], block_tables=f["block_tables"])
+    logits, pages = kimi.prefill(config, weights, state.pages, batch, f["sample_from"], backend)
+    sampled, slots = sampling.draw(logits, _row_sampling(f), state.slots, f["sample_slot"])
+    return DeviceState(pages=pages, slots=slots), _pack(sampled)
+
+
+def _decode(
+    config: kimi.KimiConfig,
+    num_slots: int,
+    backend: moe.Backend,
+    weights: Any,
+    state: DeviceState,
+    f: dict[str, jax.Array],
+):
+    positions = f["positions"][:, None]
+    batch = kimi.Batch(tokens=state.slots.last_token[:, None], positions=positions, block_tables=f["block_tables"])
+    logits, pages = kimi.decode(config, weights, state.pages, batch, backend)
+    slot_of_row = jnp.where(f["positions"] < 0, num_slots, jnp.arange(num_slots))
+    sampled, slots = sampling.draw(logits, _row_sampling(f), state.slots, slot_of_row)
+    return DeviceState(pages=pages, slots=slots), _pack(sampled)
+
+
+def _load(weights: Any, state: DeviceState, f: dict[str, jax.Array]):
+    del weights
+    slots = sampling.load_slot(
+        state.slots,
+        f["slot"],
+        f["history"],
+        f["num_prompt"],
+        f["num_history"],
+        f["bias_ids"],
+        f["bias_values"],
+        f["stop_ids"],
+    )
+    return replace(state, slots=slots), None
+
+
+def _copy(weights: Any, state: DeviceState, f: dict[str, jax.Array]):
+    del weights
+    return replace(state, pages=copy_blocks(state.pages, f["source"], f["destination"])), None
+
+
+def _row_sampling(f: dict[str, jax.Array]) -> RowSampling:
+    return RowSampling(
+        temperature=f["temperature"],
+        top_p=f["top_p"],
+        top_k=f["top_k"],
+        min_p=f["min_p"],
+        repetition_penalty=f["repetition_penalty"],
+        presence_penalty=f["presence_penalty"],
+        frequency_penalty=f["frequency_penalty"],
+        seed=f["seed"],
+        choice=f["choice"],
+        position=f["sample_position"],
+        has_bias=f["has_bias"] != 0,
+        bans_stops=f["bans_stops"] != 0,
+        wants_logprobs=f["wants_logprobs"] != 0,
+    )
+
+
+def _pack(sampled: Sampled) -> jax.Array:
+    """[slots, 1 + 1 + top + top] int32: token, its log-probability's bits, the likeliest ids, their log-
+    probabilities.
+    """
+
+    def bits(x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+    columns = (sampled.tokens[:, None], bits(sampled.logprobs)[:, None], sampled.top_ids, bits(sampled.top_logprobs))
+    return jnp.concatenate(columns, axis=1)

@@ -1,0 +1,155 @@
+"""Steps: everything the device is ever told, as plain integers.
+
+A `Step` is a kind, a bucket and one packed int32 array, so it costs one transfer to launch and could cross a socket.
+The layouts here say what lies where; `pack` runs on the host with numpy, `unpack` inside the jitted program. Which
+step comes next is the scheduler's business, what a program computes is `serving.programs`'.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+
+
+class StepKind(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    LOAD = "load"
+    COPY = "copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One device launch."""
+
+    number: int
+    kind: StepKind
+    bucket: int  # padded tokens of a prefill; 0 for the kinds that have one size
+    metadata: np.ndarray  # [size of the layout], int32
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A named array in a packed layout. Floats and unsigned integers travel as their bits."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "int32"
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Fields one after another in one int32 array."""
+
+    fields: tuple[Field, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(field.size for field in self.fields)
+
+    def blank(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """A zeroed packed array, and a writable view of each field in it."""
+        packed, views, offset = np.zeros(self.size, np.int32), {}, 0
+        for field in self.fields:
+            views[field.name] = packed[offset : offset + field.size].view(field.dtype).reshape(field.shape)
+            offset += field.size
+        return packed, views
+
+    def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
+        values, offset = {}, 0
+        for field in self.fields:
+            part = packed[offset : offset + field.size].reshape(field.shape)
+            values[field.name] = jax.lax.bitcast_convert_type(part, jnp.dtype(field.dtype))
+            offset += field.size
+        return values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepShapes:
+    """The static sizes of a worker's programs."""
+
+    num_slots: int
+    blocks_per_sequence: int
+    max_context_tokens: int
+    q_tile: int  # queries per row of a prefill: a row belongs to one sequence
+    prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
+
+    def bucket_for(self, num_tokens: int) -> int:
+        return next(bucket for bucket in self.prefill_buckets if bucket >= num_tokens)
+
+    def layout(self, kind: StepKind, bucket: int = 0) -> Layout:
+        match kind:
+            case StepKind.PREFILL:
+                return self._prefill(bucket)
+            case StepKind.DECODE:
+                return self._decode()
+            case StepKind.LOAD:
+                return self._load()
+            case StepKind.COPY:
+                return Layout((Field("source", (self.num_slots,)), Field("destination", (self.num_slots,))))
+
+    def _prefill(self, bucket: int) -> Layout:
+        rows = bucket // self.q_tile
+        return Layout(
+            (
+                Field("tokens", (rows, self.q_tile)),
+                Field("positions", (rows, self.q_tile)),  # below 0: padding
+                Field("block_tables", (rows, self.blocks_per_sequence)),
+                Field("sample_from", (self.num_slots,)),  # flat index into tokens
+                Field("sample_slot", (self.num_slots,)),  # num_slots: draws for nobody
+                *_sampling_fields(self.num_slots),
+            )
+        )
+
+    def _decode(self) -> Layout:
+        return Layout(
+            (
+                Field("positions", (self.num_slots,)),  # of the input token; below 0: the slot sits this step out
+                Field("block_tables", (self.num_slots, self.blocks_per_sequence)),
+                *_sampling_fields(self.num_slots),
+            )
+        )
+
+    def _load(self) -> Layout:
+        return Layout(
+            (
+                Field("slot", ()),
+                Field("num_prompt", ()),
+                Field("num_history", ()),
+                Field("history", (self.max_context_tokens,)),
+                Field("bias_ids", (MAX_LOGIT_BIAS,)),
+                Field("bias_values", (MAX_LOGIT_BIAS,), "float32"),
+                Field("stop_ids", (MAX_STOP_TOKENS,)),
+            )
+        )
+
+
+def _sampling_fields(rows: int) -> tuple[Field, ...]:
+    return (
+        Field("temperature", (rows,), "float32"),
+        Field("top_p", (rows,), "float32"),
+        Field("top_k", (rows,)),
+        Field("min_p", (rows,), "float32"),
+        Field("repetition_penalty", (rows,), "float32"),
+        Field("presence_penalty", (rows,), "float32"),
+        Field("frequency_penalty", (rows,), "float32"),
+        Field("seed", (rows, 2), "uint32"),
+        Field("choice", (rows,)),
+        Field("sample_position", (rows,)),
+        Field("has_bias", (rows,)),
+        Field("bans_stops", (rows,)),
+        Field("wants_logprobs", (rows,)),
+    )
+
+
+NEUTRAL: Mapping[str, Any] = {"top_p": 1.0, "repetition_penalty": 1.0}  # fields whose neutral value is not zero
