@@ -1,0 +1,349 @@
+"""A Hugging Face checkpoint folder: `config.json` and safetensors files, memory-mapped, checked when opened.
+
+It parses the safetensors format itself, because `safetensors.numpy` cannot map bfloat16 and says little about a broken
+file; here every fault is one `CheckpointError` that names the file and the tensor or field. No jax: tools, tests and
+gateways open checkpoints too. Left out: what the names mean (the model's own file), tokenizers, quantised formats.
+Source: the format's description in the safetensors README; file names as `save_pretrained` of transformers writes them.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import ml_dtypes
+import numpy as np
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LENGTH_BYTES = 8  # the header's length, little-endian, before the header
+SAMPLE_BYTES = 4096  # of each end of a tensor, for the fingerprint
+READABLE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+
+
+class CheckpointError(ValueError):
+    """A folder that cannot be read or written as a checkpoint. The message names the file and the tensor or field."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: bytes `start` to `end` of `file`. `dtype` is in safetensors' spelling."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Checkpoint:
+    """An opened folder. Nothing but headers has been read; pages of a tensor come in as it is touched."""
+
+    def __init__(self, *, folder: Path, config_text: str, entries: dict[str, TensorEntry], maps: dict[str, np.ndarray]):
+        self.folder = folder
+        self._config_text = config_text
+        self._entries = entries
+        self._maps = maps
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Checkpoint":
+        """Reads `config.json` and every header, and checks them against the files. Raises CheckpointError."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder")
+        config = _read_json(folder / CONFIG)
+        entries, maps = _open_weights(folder)
+        return cls(folder=folder, config_text=_canonical(config), entries=entries, maps=maps)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.folder)!r}, {len(self._entries)} tensors, {self.num_bytes} bytes)"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of `config.json` as it stands (a `text_config` stays wrapped), a fresh copy each time."""
+        return json.loads(self._config_text)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.end - entry.start for entry in self._entries.values())
+
+    def has(self, name: str) -> bool:
+        return name in self._entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> str:
+        """The dtype as safetensors spells it ("BF16", "F32", "I32", ...), also of tensors that `tensor` refuses."""
+        return self._entry(name).dtype
+
+    def tensor(self, name: str) -> np.ndarray:
+        """The whole tensor: a read-only view of the mapped file, bfloat16 as `ml_dtypes.bfloat16`.
+
+        Raises CheckpointError for an unknown name, and for dtypes other than F32, F16 and BF16.
+        """
+        entry = self._entry(name)
+        if entry.dtype not in READABLE:
+            where = f"{self.folder / entry.file}: tensor {name!r}"
+            raise CheckpointError(f"{where} has dtype {entry.dtype}; {', '.join(READABLE)} can be read")
+        return self._bytes(entry).view(READABLE[entry.dtype]).reshape(entry.shape)
+
+    def read_slice(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """`tensor(name)[index]`: numpy slicing of the mapped file, so that each device reads only its slice."""
+        return self.tensor(name)[index]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of what is served: workers with the same fingerprint hold the same model.
+
+        Over `config.json` with sorted keys, and in order of name each tensor's name, dtype and shape with its first and
+        last 4 KiB. How tensors are spread over files does not enter. Sampled, since hashing all of a large model takes
+        minutes: an edit strictly inside a tensor goes unseen.
+        """
+        digest = sha256(self._config_text.encode())
+        for name in self.names:
+            entry = self._entries[name]
+            content = self._bytes(entry)
+            about = json.dumps([name, entry.dtype, entry.shape]).encode()
+            for part in (about, content[:SAMPLE_BYTES].tobytes(), content[-SAMPLE_BYTES:].tobytes()):
+                digest.update(len(part).to_bytes(LENGTH_BYTES, "little"))  # so that no two lists of parts read the same
+                digest.update(part)
+        return digest.hexdigest()
+
+    def _entry(self, name: str) -> TensorEntry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointError(f"{self.folder}: no tensor {name!r}") from None
+
+    def _bytes(self, entry: TensorEntry) -> np.ndarray:
+        return self._maps[entry.file][entry.start : entry.end]
+
+
+def write_checkpoint(
+    folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, max_shard_bytes: int = 5 << 30
+) -> None:
+    """Writes a folder that `Checkpoint.open` and transformers read: one file, or several with an index.
+
+    Args:
+        tensors: f32, f16 or bfloat16 (ml_dtypes), in the order in which they fill the files.
+        max_shard_bytes: tensor bytes per file; a larger tensor gets a file to itself.
+
+    Raises CheckpointError for another dtype, for no tensors at all, and where the folder already holds weights.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if existing := sorted(folder.glob("model*.safetensors*")):
+        raise CheckpointError(f"{existing[0]}: the folder already holds weights")
+    dtypes = {name: _written_dtype(name, array) for name, array in tensors.items()}
+    shards = _split(tensors, max_shard_bytes)
+    files = [WEIGHTS] if len(shards) == 1 else [_shard_file(i, len(shards)) for i in range(1, len(shards) + 1)]
+    for file, names in zip(files, shards, strict=True):
+        _write_file(folder / file, {name: tensors[name] for name in names}, dtypes)
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        total_bytes = sum(array.nbytes for array in tensors.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    _write_json(folder / CONFIG, config)  # last: a folder whose writing was cut short does not open
+
+
+# ---- reading
+
+
+def _open_weights(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, np.ndarray]]:
+    """All tensors by name, and each file's bytes by file name."""
+    weight_map: dict[str, str] = {}
+    if (folder / WEIGHTS).exists():  # transformers too prefers the single file where both exist
+        files = [WEIGHTS]
+    elif (folder / INDEX).exists():
+        weight_map = _read_weight_map(folder / INDEX)
+        files = sorted(set(weight_map.values()))
+    else:
+        raise CheckpointError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX}")
+    entries: dict[str, TensorEntry] = {}
+    maps: dict[str, np.ndarray] = {}
+    for file in files:
+        maps[file] = _map_file(folder / file)
+        for name, entry in _read_header(folder / file, maps[file]).items():
+            if name in entries:
+                raise CheckpointError(f"{folder / file}: tensor {name!r} is already in {entries[name].file}")
+            entries[name] = entry
+    for name, file in weight_map.items():
+        if name not in entries or entries[name].file != file:
+            raise CheckpointError(f"{folder / INDEX}: tensor {name!r} is not in {file}")
+    return entries, maps
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """The index's `weight_map`: tensor name to file name, each a plain name of an existing file in the same folder."""
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map is missing, empty or no object")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file != Path(file).name:
+            raise CheckpointError(f"{path}: weight_map gives tensor {name!r} no plain file name: {file!r}")
+        if not (path.parent / file).is_file():
+            raise CheckpointError(f"{path}: tensor {name!r} is in {file}, which does not exist")
+    return weight_map
+
+
+def _map_file(path: Path) -> np.ndarray:
+    """The file's bytes, mapped read-only, as a plain array."""
+    try:
+        if path.stat().st_size < LENGTH_BYTES:
+            raise CheckpointError(f"{path}: truncated: {path.stat().st_size} bytes, a safetensors file starts with 8")
+        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def _read_header(path: Path, content: np.ndarray) -> dict[str, TensorEntry]:
+    """The tensors of one file, whose byte ranges fill it exactly (as the format demands)."""
+    header_bytes = int.from_bytes(content[:LENGTH_BYTES].tobytes(), "little")
+    data_start = LENGTH_BYTES + header_bytes
+    if data_start > len(content):
+        raise CheckpointError(f"{path}: truncated in its header: {data_start - len(content)} bytes are missing")
+    header = _parse_json(path, content[LENGTH_BYTES:data_start].tobytes(), what="the header")
+    fields = ((name, value) for name, value in header.items() if name != "__metadata__")
+    entries = {name: _parse_entry(path, name, value, data_start) for name, value in fields}
+    _check_ranges(path, entries, data_start, len(content))
+    return entries
+
+
+def _parse_entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry:
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(value, dict) or not isinstance(value.get("dtype"), str):
+        raise CheckpointError(f"{where}: dtype is missing or no string")
+    dtype, shape, offsets = value["dtype"], value.get("shape"), value.get("data_offsets")
+    if not _is_sizes(shape):
+        raise CheckpointError(f"{where}: shape is no list of sizes: {shape!r}")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where}: data_offsets are no [start, end]: {offsets!r}")
+    num_bytes = offsets[1] - offsets[0]
+    if dtype in ITEM_BYTES and num_bytes != prod(shape) * ITEM_BYTES[dtype]:
+        raise CheckpointError(
+            f"{where}: {dtype} {shape} takes {prod(shape) * ITEM_BYTES[dtype]} bytes, not {num_bytes}"
+        )
+    start, end = data_start + offsets[0], data_start + offsets[1]
+    return TensorEntry(file=path.name, dtype=dtype, shape=tuple(shape), start=start, end=end)
+
+
+def _check_ranges(path: Path, entries: dict[str, TensorEntry], data_start: int, file_bytes: int) -> None:
+    """Raises unless the tensors cover `data_start` to the file's end without gap or overlap."""
+    ranges = sorted((entry.start, entry.end, name) for name, entry in entries.items())
+    data_end = max((end for _, end, _ in ranges), default=data_start)
+    if data_end > file_bytes:
+        name = next(name for _, end, name in ranges if end > file_bytes)
+        raise CheckpointError(f"{path}: truncated: {data_end - file_bytes} bytes are missing, from tensor {name!r} on")
+    if data_end < file_bytes:
+        raise CheckpointError(f"{path}: {file_bytes - data_end} bytes at the end belong to no tensor")
+    for (_, end, before), (start, _, name) in pairwise([(data_start, data_start, "the header"), *ranges]):
+        if start != end:
+            fault = "overlaps" if start < end else "leaves a gap after"
+            raise CheckpointError(f"{path}: tensor {name!r} {fault} {before!r}")
+
+
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    return _parse_json(path, content, what="the file")
+
+
+def _parse_json(path: Path, content: bytes, *, what: str) -> dict[str, Any]:
+    """One JSON object in which no name stands twice."""
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=_unique_pairs)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {what} is broken JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: {what} is no JSON object")
+    return value
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return unique
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+# ---- writing
+
+
+def _written_dtype(name: str, array: np.ndarray) -> str:
+    for spelling, dtype in READABLE.items():
+        if array.dtype == dtype:
+            return spelling
+    raise CheckpointError(f"tensor {name!r} has dtype {array.dtype}; {', '.join(READABLE)} can be written")
+
+
+def _split(tensors: Mapping[str, np.ndarray], max_shard_bytes: int) -> list[list[str]]:
+    """Names per file, filled in order."""
+    if not tensors:
+        raise CheckpointError("a checkpoint without tensors")
+    shards: list[list[str]] = []
+    room = 0
+    for name, array in tensors.items():
+        if not shards or array.nbytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= array.nbytes
+    return shards
+
+
+def _shard_file(index: int, count: int) -> str:
+    return f"model-{index:05}-of-{count:05}.safetensors"
+
+
+def _write_file(path: Path, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
+    # Wide elements first: with the header padded to 8 bytes, every tensor is then aligned to its element.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    header = json.dumps(_header(ordered, dtypes), separators=(",", ":")).encode()
+    header += b" " * (-len(header) % LENGTH_BYTES)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(LENGTH_BYTES, "little"))
+        file.write(header)
+        for _, array in ordered:
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _header(ordered: Iterable[tuple[str, np.ndarray]], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    end = 0
+    for name, array in ordered:
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": dtypes[name], "shape": list(array.shape), "data_offsets": [start, end]}
+    return header
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
