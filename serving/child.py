@@ -1,0 +1,102 @@
+"""One child process: started in a session of its own, its status events and its output delivered line by line.
+
+The pipes are ours and not asyncio's, because `Process.wait` of a process with asyncio pipes also waits for whoever else
+holds their write ends. Restarting and ordering several children is `supervisor`'s.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+MAX_LINE_BYTES = 64 * 1024
+LAST_WORDS_S = 1.0  # how long output may trickle in after the process has ended
+
+OnEvent = Callable[[str, dict[str, object]], None]
+OnLine = Callable[[str], None]
+
+
+class Child:
+    """A running process. `start_child` makes one."""
+
+    def __init__(self, process: asyncio.subprocess.Process, readers: Sequence[asyncio.Task[None]]):
+        self._process = process
+        self._readers = readers
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """The exit code, negative for a signal, once everything the child said has been delivered.
+
+        DecodeError if its status was no JSON.
+        """
+        code = await self._process.wait()
+        _, late = await asyncio.wait(self._readers, timeout=LAST_WORDS_S)
+        for reader in late:
+            reader.cancel()
+        await asyncio.wait(self._readers)
+        for reader in self._readers:
+            if not reader.cancelled():
+                reader.result()
+        return code
+
+    def signal(self, number: int) -> None:
+        """SIGTERM goes to the process, which knows how to end; SIGKILL to all that share its session."""
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself, and the loop has not heard of it yet
+            (os.killpg if number == signal.SIGKILL else os.kill)(self.pid, number)
+
+
+async def start_child(argv: Sequence[str], *, on_event: OnEvent, on_line: OnLine) -> Child:
+    """Start `argv` with `--status-fd N` appended."""
+    status, status_end = os.pipe()
+    output, output_end = os.pipe()
+    readers = [
+        asyncio.create_task(_read_lines(status, lambda line: _deliver(line, on_event))),
+        asyncio.create_task(_read_lines(output, on_line)),
+    ]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            "--status-fd",
+            str(status_end),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output_end,
+            stderr=output_end,
+            pass_fds=[status_end],
+            start_new_session=True,
+        )
+    finally:
+        os.close(status_end)
+        os.close(output_end)
+    return Child(process, readers)
+
+
+def _deliver(line: str, on_event: OnEvent) -> None:
+    fields = msgspec.json.decode(line, type=dict[str, object])
+    on_event(str(fields.pop("event")), fields)
+
+
+async def _read_lines(fd: int, handle: OnLine) -> None:
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    pipe = os.fdopen(fd, "rb", buffering=0)  # the transport closes it
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        rest = b""
+        while data := await reader.read(MAX_LINE_BYTES):
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                handle(line.decode(errors="replace"))
+        if rest:
+            handle(rest.decode(errors="replace"))
+    finally:
+        transport.close()

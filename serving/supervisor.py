@@ -1,0 +1,268 @@
+"""Workers and one gateway as child processes: started together, restarted when they crash, ended together.
+
+It knows processes and status events, neither models nor ports: `Commands` says what to run, `Reporter` takes the news.
+Ending is bounded: a drain that takes too long is cut off with SIGKILL, and nothing is left running.
+Left out: several machines.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moonshard.serving.child import Child, start_child
+from moonshard.serving.status_pipe import describe
+
+
+class ChildFailed(Exception):
+    """A child that cannot serve: it failed before it was ever ready, or crashed too often."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.message = message
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How patient the supervisor is."""
+
+    gateway_drain_s: float = 24.0  # the gateway goes first; after this the workers are told too
+    drain_s: float = 27.0  # of everything, then SIGKILL
+    max_restarts: int = 3  # of one child within `restart_window_s`
+    restart_window_s: float = 60.0
+    first_backoff_s: float = 0.25  # doubled with each restart in the window
+
+
+class Commands(Protocol):
+    """What to run. `previous` is what an earlier process of the role listened on: the next one must take its place."""
+
+    @property
+    def num_workers(self) -> int: ...
+    def worker(self, index: int, previous: Mapping[str, object] | None) -> list[str]: ...
+    def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]: ...
+
+
+class Reporter(Protocol):
+    """Where news goes."""
+
+    def event(self, child: str, event: str, fields: Mapping[str, object]) -> None: ...
+    def line(self, child: str, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class Supervisor:
+    """`start`, then `watch`, and `stop` in every case."""
+
+    def __init__(self, commands: Commands, reporter: Reporter, limits: Limits):
+        self._commands = commands
+        self._reporter = reporter
+        self._limits = limits
+        self._workers: list[Role] = []
+        self._gateway: Role | None = None
+
+    async def start(self) -> Mapping[str, object]:
+        """Start all; returns what the gateway listens on once every child is ready. ChildFailed if one ends before.
+
+        The gateway starts as soon as the workers' addresses are known: it binds its ports while models load.
+        """
+        self._workers = [self._start_worker(index) for index in range(self._commands.num_workers)]
+        listening = await self._unless_failed(asyncio.gather(*(asyncio.shield(w.listening) for w in self._workers)))
+        addresses = [str(fields["address"]) for fields in listening]
+        gateway = self._start_role("gateway", lambda previous: self._commands.gateway(addresses, previous))
+        self._gateway = gateway
+        await self._unless_failed(asyncio.gather(*(role.ready.wait() for role in self._roles)))
+        return await asyncio.shield(gateway.listening)
+
+    async def watch(self) -> None:
+        """Returns never: ChildFailed once a child has crashed too often."""
+        await self._unless_failed(asyncio.Event().wait())
+
+    async def stop(self) -> None:
+        """Drain the gateway, then the workers; kill what is left when `drain_s` is over. Nothing runs afterwards."""
+        limits, loop = self._limits, asyncio.get_running_loop()
+        begun = loop.time()
+        for role in self._roles:
+            role.retire()
+        if self._gateway:
+            self._gateway.signal(signal.SIGTERM)
+            await _wait_until(begun + limits.gateway_drain_s, [self._gateway])
+        for worker in self._workers:
+            worker.signal(signal.SIGTERM)
+        await _wait_until(begun + limits.drain_s, self._roles)
+        for role in self._roles:
+            if not role.task.done():
+                self._reporter.note(f"{role.name} did not end within {limits.drain_s:g} s and is killed")
+        self.kill()
+        await asyncio.gather(*(role.task for role in self._roles), return_exceptions=True)
+
+    def kill(self) -> None:
+        """End everything at once; a `stop` in progress then returns."""
+        for role in self._roles:
+            role.retire()
+            role.signal(signal.SIGKILL)
+
+    @property
+    def _roles(self) -> list["Role"]:
+        return [*self._workers, *([self._gateway] if self._gateway else [])]
+
+    def _start_worker(self, index: int) -> "Role":
+        return self._start_role(f"worker {index}", lambda previous: self._commands.worker(index, previous))
+
+    def _start_role(self, name: str, command: "Command") -> "Role":
+        return Role(name, command, self._reporter, self._limits)
+
+    async def _unless_failed[T](self, wanted: Awaitable[T]) -> T:
+        """The result of `wanted`, or the ChildFailed of whichever role fails first."""
+        task = asyncio.ensure_future(wanted)
+        try:
+            await asyncio.wait({task, *(role.task for role in self._roles)}, return_when=asyncio.FIRST_COMPLETED)
+            for role in self._roles:
+                if role.task.done():
+                    role.task.result()
+            return await task
+        finally:
+            task.cancel()
+
+
+Command = Callable[[Mapping[str, object] | None], list[str]]
+
+
+class Role:
+    """One place in the deployment, over the lives of the processes that fill it."""
+
+    def __init__(self, name: str, command: Command, reporter: Reporter, limits: Limits):
+        self.name = name
+        self.listening: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self.ready = asyncio.Event()  # set for good when the first process is ready
+        self._command = command
+        self._reporter = reporter
+        self._limits = limits
+        self._retired = asyncio.Event()
+        self._signal: int | None = None  # the last one sent: a process that is just being started gets it too
+        self._child: Child | None = None
+        self._failure: tuple[str, int] | None = None  # what the current process said before it ended
+        self.task = asyncio.create_task(self._run(), name=name)
+
+    def retire(self) -> None:
+        """No process of this role is started again."""
+        self._retired.set()
+
+    def signal(self, number: int) -> None:
+        self._signal = number
+        if self._child:
+            self._child.signal(number)
+
+    async def _run(self) -> None:
+        """One process after another, until retired (returns) or beyond hope (ChildFailed)."""
+        crashes: deque[float] = deque()
+        while not self._retired.is_set():
+            code = await self._live()
+            if not self._retired.is_set():
+                await self._after_crash(code, crashes)
+
+    async def _live(self) -> int:
+        """Run one process to its end."""
+        previous = self.listening.result() if self.listening.done() else None
+        self._failure = None
+        self._child = await start_child(self._command(previous), on_event=self._on_event, on_line=self._on_line)
+        try:
+            if self._signal is not None:
+                self._child.signal(self._signal)
+            return await self._child.wait()
+        finally:
+            self._child.signal(signal.SIGKILL)  # only when cancelled does it still run
+            self._child = None
+
+    async def _after_crash(self, code: int, crashes: deque[float]) -> None:
+        """Wait before the next process. ChildFailed if there should be none."""
+        message, exit_code = self._failure or (f"{self.name} ended with exit code {code}", code if code > 0 else 1)
+        if not self.ready.is_set():
+            raise ChildFailed(message if self._failure else f"{message} before it was ready", exit_code)
+        now, limits = asyncio.get_running_loop().time(), self._limits
+        crashes.append(now)
+        while crashes[0] <= now - limits.restart_window_s:
+            crashes.popleft()
+        if len(crashes) > limits.max_restarts:
+            raise ChildFailed(f"{message}, {len(crashes)} times within {limits.restart_window_s:g} s: giving up", 1)
+        self._reporter.note(f"{message}; restarting it")
+        await _wait_for(self._retired, timeout_s=limits.first_backoff_s * 2 ** (len(crashes) - 1))
+
+    def _on_event(self, event: str, fields: dict[str, object]) -> None:
+        if event == "listening" and not self.listening.done():
+            self.listening.set_result(fields)
+        elif event == "ready":
+            self.ready.set()
+        elif event == "failed":
+            exit_code = fields.get("exit_code")
+            self._failure = describe(event, fields), exit_code if isinstance(exit_code, int) else 1
+        self._reporter.event(self.name, event, fields)
+
+    def _on_line(self, text: str) -> None:
+        self._reporter.line(self.name, text)
+
+
+async def supervise(
+    commands: Commands, reporter: Reporter, limits: Limits, *, on_ready: Callable[[Mapping[str, object]], None]
+) -> int:
+    """Serve until SIGINT or SIGTERM, then drain; a second SIGINT kills. Returns the exit code of the whole."""
+    supervisor = Supervisor(commands, reporter, limits)
+    interrupts = _Interrupts(on_second=supervisor.kill)
+    serving = asyncio.create_task(_serve(supervisor, on_ready))
+    asked = asyncio.create_task(interrupts.first.wait())
+    await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+    failure = serving.exception() if serving.done() else None
+    for task in (serving, asked):
+        task.cancel()
+    await asyncio.wait((serving, asked))
+    if failure is None:
+        reporter.note("draining")
+    await supervisor.stop()
+    if isinstance(failure, ChildFailed):
+        reporter.note(failure.message)
+        return failure.exit_code
+    if failure:
+        raise failure
+    return 130 if interrupts.is_impatient else 0
+
+
+async def _serve(supervisor: Supervisor, on_ready: Callable[[Mapping[str, object]], None]) -> None:
+    on_ready(await supervisor.start())
+    await supervisor.watch()
+
+
+class _Interrupts:
+    """SIGINT and SIGTERM as one event; only a second SIGINT is impatience."""
+
+    def __init__(self, on_second: Callable[[], None]):
+        self.first = asyncio.Event()
+        self._num_interrupts = 0
+        self._on_second = on_second
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.first.set)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+
+    @property
+    def is_impatient(self) -> bool:
+        return self._num_interrupts > 1
+
+    def _interrupt(self) -> None:
+        self._num_interrupts += 1
+        self.first.set()
+        if self.is_impatient:
+            self._on_second()
+
+
+async def _wait_until(deadline: float, roles: Sequence[Role]) -> None:
+    """Until all the roles have ended, or the loop's clock says `deadline`."""
+    timeout_s = max(0.0, deadline - asyncio.get_running_loop().time())
+    if roles:
+        await asyncio.wait([role.task for role in roles], timeout=timeout_s)
+
+
+async def _wait_for(event: asyncio.Event, *, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
