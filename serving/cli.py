@@ -1,0 +1,78 @@
+"""The `moonshard` command line: finds the command, and turns start-up errors into one message and exit code 2.
+
+Commands of experiments come through the entry-point group `moonshard.commands`, so that nothing here imports an
+experiment. A command's module is imported only when it is run or when help is asked for, and imports what is heavy only
+inside the function: jax takes longer to import than help may take to appear.
+"""
+
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+
+import tyro
+
+from moonshard.serving.startup import STARTUP_EXIT_CODE, startup_message
+
+ENTRY_POINT_GROUP = "moonshard.commands"
+Command = Callable[..., int]
+
+BUILT_IN = tuple(
+    EntryPoint(name=name, value=f"moonshard.serving.commands.{name}:{name}", group=ENTRY_POINT_GROUP)
+    for name in ("serve", "gateway", "worker", "chat", "score")
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. 2 for what the user can mend, 130 for Ctrl-C."""
+    try:
+        return run(sys.argv[1:] if argv is None else argv, found_commands())
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, ExceptionGroup) as error:
+        message = startup_message(error)
+        if message is None:
+            raise
+        sys.stderr.write("moonshard: " + message.replace("\n", "\n           ") + "\n")
+        return STARTUP_EXIT_CODE
+
+
+def run(argv: Sequence[str], commands: dict[str, EntryPoint]) -> int:
+    """The command that `argv` names, with the rest of `argv`. SystemExit after help or for bad usage."""
+    name, arguments = (argv[0], argv[1:]) if argv else ("", [])
+    if name in commands:
+        return tyro.cli(commands[name].load(), prog=f"moonshard {name}", args=arguments)
+    return _show_commands(name, commands)
+
+
+def found_commands() -> dict[str, EntryPoint]:
+    """Every command by name: the built-in ones, which none can replace, then the installed ones."""
+    installed = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)
+    built_in = {point.name: point for point in BUILT_IN}
+    return built_in | {point.name: point for point in installed if point.name not in built_in}
+
+
+def _show_commands(name: str, commands: dict[str, EntryPoint]) -> int:
+    """Help for `--help` or nothing at all, else what `name` may have meant."""
+    if name in ("", "-h", "--help"):
+        sys.stdout.write(help_text(commands))
+        return 0 if name else STARTUP_EXIT_CODE
+    near = difflib.get_close_matches(name, commands, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
+    sys.stderr.write(f"moonshard: unknown command {name!r}; {hint}\n")
+    return STARTUP_EXIT_CODE
+
+
+def help_text(commands: dict[str, EntryPoint]) -> str:
+    """The commands, each with the first line of its docstring."""
+    width = max(map(len, commands))
+    lines = [f"  {name:{width}}  {_summary(point)}" for name, point in commands.items()]
+    return "\n".join(["usage: moonshard COMMAND [options]", "", *lines, "", "moonshard COMMAND --help tells more.", ""])
+
+
+def _summary(point: EntryPoint) -> str:
+    return (point.load().__doc__ or "").strip().partition("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""`moonshard gateway`."""
+
+from moonshard.serving.commands.options import Configured, StatusFd
+from moonshard.serving.config import Config, ConfigError
+from moonshard.serving.startup import RunProcess, run_process
+from moonshard.serving.status_pipe import Status
+
+
+def gateway(options: Configured, status_fd: StatusFd = None) -> int:
+    """Run only the gateway: OpenAI's HTTP API and gRPC in front of the workers at gateway.workers."""
+    return run_process(_load, options.load(), status_fd)
+
+
+def _load() -> RunProcess:
+    from moonshard.rpc.server import PortInUse
+    from moonshard.serving.gateway.main import run_gateway
+
+    async def run(config: Config, *, status: Status) -> int:
+        try:
+            return await run_gateway(config, status=status)
+        except PortInUse as error:
+            key = "gateway.grpc_port" if error.port == config.gateway.grpc_port else "gateway.port"
+            raise ConfigError([f"{key}: {error}"]) from error
+
+    return run

@@ -1,0 +1,100 @@
+"""`moonshard serve`, and its parts that the demo uses: the command lines of the children, the check of the ports."""
+
+import asyncio
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moonshard.serving.commands.options import Configured
+from moonshard.serving.config import Config, ConfigError
+from moonshard.serving.config_file import as_overrides
+from moonshard.serving.supervisor import Limits, supervise
+
+
+def serve(options: Configured) -> int:
+    """Serve a model: start decode.replicas workers and a gateway, and keep them running.
+
+    Prints one line when everything is ready. SIGTERM or Ctrl-C lets running requests finish and then ends; a second
+    Ctrl-C ends at once.
+    """
+    from moonshard.serving.terminal import TerminalReporter
+
+    begun_s = time.perf_counter()
+    config = options.load()
+    check_ports_are_free(config)
+    reporter = TerminalReporter()
+
+    def on_ready(listening: Mapping[str, object]) -> None:
+        reporter.finish()
+        sys.stdout.write(ready_line(config, listening, time.perf_counter() - begun_s) + "\n")
+        sys.stdout.flush()
+
+    try:
+        return asyncio.run(supervise(ChildCommands(config), reporter, limits_of(config), on_ready=on_ready))
+    finally:
+        reporter.finish()
+
+
+def ready_line(config: Config, listening: Mapping[str, object], elapsed_s: float) -> str:
+    http, grpc = listening["http"], listening["grpc"]
+    return f"moonshard ready in {elapsed_s:.1f} s: http://{http}/v1  grpc {grpc}  model {config.model.name}"
+
+
+def limits_of(config: Config) -> Limits:
+    """Patience with a drain: the gateway's own, some seconds for the workers, then SIGKILL."""
+    drain_s = config.gateway.drain_timeout_s
+    return Limits(gateway_drain_s=drain_s + 4, drain_s=drain_s + 7)
+
+
+def check_ports_are_free(config: Config) -> None:
+    """ConfigError for a port that another process listens on, before anything is loaded."""
+    ports = {"gateway.port": config.gateway.port, "gateway.grpc_port": config.gateway.grpc_port}
+    faults = [f"{key}: {fault}" for key, port in ports.items() if (fault := _bind_fault(config.gateway.host, port))]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _bind_fault(host: str, port: int) -> str | None:
+    """Why nothing can listen there. A port that is merely in TIME_WAIT is free."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return f"cannot listen on {host}:{port}: {error.strerror}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ChildCommands:
+    """The command lines of the children. Each gets the whole configuration as `--set`, as a person could type it."""
+
+    config: Config
+
+    @property
+    def num_workers(self) -> int:
+        return self.config.decode.replicas
+
+    def worker(self, index: int, previous: Mapping[str, object] | None) -> list[str]:
+        """A worker on a free port of loopback, or on that of the process it replaces."""
+        port = _port(previous["address"]) if previous else 0
+        place = replace(self.config.worker, host="127.0.0.1", port=port)
+        return _argv("worker", replace(self.config, worker=place))
+
+    def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
+        gateway = replace(self.config.gateway, workers=tuple(workers))
+        if previous:
+            gateway = replace(gateway, port=_port(previous["http"]), grpc_port=_port(previous["grpc"]))
+        return _argv("gateway", replace(self.config, gateway=gateway))
+
+
+def _argv(command: str, config: Config) -> list[str]:
+    overrides = [argument for override in as_overrides(config) for argument in ("--set", override)]
+    return [sys.executable, "-m", "moonshard.serving.cli", command, *overrides]
+
+
+def _port(address: object) -> int:
+    return int(str(address).rpartition(":")[2])

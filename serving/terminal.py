@@ -1,0 +1,39 @@
+"""What `serve` tells the person who started it: a moving line on a terminal, plain lines elsewhere. All on stderr."""
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.markup import escape
+
+from moonshard.serving.status_pipe import describe
+
+
+class TerminalReporter:
+    """A supervisor's reporter. After `finish` the children's progress is no news any more, their output still is."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._status = self._console.status("starting")
+        self._is_finished = False
+        self._last: dict[str, str] = {}  # per child
+        if self._console.is_terminal:
+            self._status.start()
+
+    def event(self, child: str, event: str, fields: Mapping[str, object]) -> None:
+        if self._is_finished or event == "failed":  # a failure is told once, by whoever decides what follows from it
+            return
+        self._last[child] = describe(event, fields)
+        if self._console.is_terminal:
+            self._status.update(escape("  ".join(f"{name}: {text}" for name, text in self._last.items())))
+        else:
+            self.note(f"{child}: {self._last[child]}")
+
+    def line(self, child: str, text: str) -> None:
+        self._console.print(f"[{child}] {text}", markup=False)
+
+    def note(self, text: str) -> None:
+        self._console.print(f"moonshard: {text}", markup=False)
+
+    def finish(self) -> None:
+        self._is_finished = True
+        self._status.stop()

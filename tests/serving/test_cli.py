@@ -1,0 +1,219 @@
+"""The command line: fast help, discovery, and one message with exit code 2 for whatever the user can mend."""
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moonshard.serving import cli
+from moonshard.serving.commands.serve import ChildCommands, check_ports_are_free, limits_of
+from moonshard.serving.config import ConfigError
+from moonshard.serving.config_file import load_config
+from moonshard.serving.startup import STARTUP_ERRORS, jax_environment, startup_message
+from moonshard.sharding.shape import MeshShape
+
+
+def moonshard(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moonshard.serving.cli", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def greet(name: str = "you") -> int:
+    """Greet somebody."""
+    sys.stdout.write(f"hello {name}\n")
+    return 7
+
+
+GREET = EntryPoint(name="greet", value=f"{__name__}:greet", group=cli.ENTRY_POINT_GROUP)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, EntryPoint]:
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__, sys.modules[greet.__module__]))
+    return {point.name: point for point in cli.BUILT_IN} | {"greet": GREET}
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from moonshard.serving.cli import main; main(['--help']); print(*sys.modules, sep='\\n')"
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+    modules = set(shown.splitlines())
+    assert "usage: moonshard COMMAND [options]" in modules
+    assert not modules & {"jax", "grpc", "fastapi", "httpx", "numpy", "uvloop", "rich.console"}
+
+
+def test_help_names_every_command_with_its_purpose(commands: dict[str, EntryPoint]):
+    text = cli.help_text(commands)
+    assert "  greet    Greet somebody.\n" in text
+    assert all(f"  {name} " in text for name in ("serve", "gateway", "worker", "chat", "score"))
+
+
+def test_an_installed_command_runs_with_its_arguments_and_gives_the_exit_code(
+    commands: dict[str, EntryPoint], capsys: pytest.CaptureFixture[str]
+):
+    assert cli.run(["greet", "--name", "me"], commands) == 7
+    assert capsys.readouterr().out == "hello me\n"
+
+
+def test_an_installed_command_cannot_replace_a_built_in_one(monkeypatch: pytest.MonkeyPatch):
+    fake = EntryPoint(name="serve", value="nowhere:serve", group=cli.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(cli, "entry_points", lambda group: (fake, GREET))
+    found = cli.found_commands()
+    assert found["serve"] in cli.BUILT_IN
+    assert found["greet"] is GREET
+
+
+@pytest.mark.parametrize("name", [point.name for point in cli.BUILT_IN])
+def test_every_command_explains_its_options(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: moonshard {name}" in capsys.readouterr().out
+
+
+def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["srve"]) == 2
+    assert capsys.readouterr().err == "moonshard: unknown command 'srve'; did you mean serve?\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "worker"])
+def test_configuration_faults_end_with_one_message_and_exit_code_2(command: str):
+    ended = moonshard(command, "--set", "max_slots=1", "--set", "gateway.port=x")
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        "moonshard: max_slots: unknown key; did you mean decode.max_slots?\n"
+        "           gateway.port: expected `int`, got 'x'\n"
+    )
+
+
+def test_every_named_startup_error_exists():
+    for module, name in STARTUP_ERRORS:
+        assert issubclass(getattr(importlib.import_module(module), name), ValueError | OSError)
+
+
+def test_only_startup_errors_are_explained_also_when_a_task_group_wraps_them():
+    class Special(ConfigError):
+        pass
+
+    assert startup_message(ExceptionGroup("tasks", [ValueError("ours"), Special(["a", "b"])])) == "a\nb"
+    assert startup_message(ValueError("ours")) is None
+
+
+def test_a_port_in_use_is_refused_naming_the_key():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as raised:
+            check_ports_are_free(load_config(None, [f"gateway.grpc_port={port}", "gateway.port=0"]))
+    (fault,) = raised.value.faults
+    assert fault == f"gateway.grpc_port: cannot listen on 127.0.0.1:{port}: Address already in use"
+    check_ports_are_free(load_config(None, [f"gateway.grpc_port={port}", "gateway.port=0"]))  # free again
+
+
+def test_a_child_is_given_the_whole_configuration_on_its_command_line():
+    config = load_config(None, ["decode.max_slots=5", "gateway.port=0", "worker.port=50099", "worker.host=0.0.0.0"])
+    commands = ChildCommands(config)
+    worker = reread(commands.worker(0, None))
+    assert (worker.worker.host, worker.worker.port, worker.decode) == ("127.0.0.1", 0, config.decode)
+    gateway = reread(commands.gateway(["127.0.0.1:7", "127.0.0.1:8"], None))
+    assert (gateway.gateway.workers, gateway.gateway.port) == (("127.0.0.1:7", "127.0.0.1:8"), 0)
+
+
+def test_a_restarted_child_takes_the_place_of_the_one_before():
+    commands = ChildCommands(load_config(None))
+    assert reread(commands.worker(0, {"address": "127.0.0.1:7007"})).worker.port == 7007
+    gateway = reread(commands.gateway([], {"http": "127.0.0.1:7008", "grpc": "127.0.0.1:7009"})).gateway
+    assert (gateway.port, gateway.grpc_port) == (7008, 7009)
+
+
+def reread(argv: list[str]):
+    assert argv[:3] == [sys.executable, "-m", "moonshard.serving.cli"]
+    assert argv[4::2] == ["--set"] * len(argv[4::2])
+    return load_config(None, argv[5::2])
+
+
+def test_everything_ends_within_30_s_of_a_signal_by_default():
+    limits = limits_of(load_config(None))
+    assert 20 < limits.gateway_drain_s < limits.drain_s < 28
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags"),
+    [
+        ({}, "--xla_force_host_platform_device_count=4"),
+        ({"XLA_FLAGS": "--xla_x=1"}, "--xla_x=1 --xla_force_host_platform_device_count=4"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, None),
+    ],
+)
+def test_jax_gets_a_device_for_each_place_in_the_mesh_unless_the_user_has_said_how_many(
+    environ: dict[str, str], flags: str | None
+):
+    assert jax_environment(MeshShape(data=2, tensor=2), environ).get("XLA_FLAGS") == flags
+
+
+def test_the_compile_cache_is_the_users_choice_first():
+    added = jax_environment(MeshShape(), {"XDG_CACHE_HOME": "/caches"})
+    assert added["JAX_COMPILATION_CACHE_DIR"] == "/caches/moonshard/jax"
+    assert "XLA_FLAGS" not in added
+    assert "JAX_COMPILATION_CACHE_DIR" not in jax_environment(MeshShape(), {"JAX_COMPILATION_CACHE_DIR": "/mine"})
+
+
+def fake_score(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Put a stand-in where the command finds the model's `score`; returns what it was called with."""
+    calls: list[tuple] = []
+
+    def score(folder: Path, tokens: list[int], dtype: str) -> np.ndarray:
+        calls.append((folder, list(tokens), dtype))
+        return np.arange(len(tokens) * 2, dtype=np.float32).reshape(-1, 2)
+
+    monkeypatch.setitem(sys.modules, "moonshard.models.score", type(sys)("moonshard.models.score"))
+    monkeypatch.setattr(sys.modules["moonshard.models.score"], "score", score, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return calls
+
+
+def test_score_saves_the_logits_at_exactly_the_path_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = fake_score(monkeypatch)
+    (tmp_path / "ids.txt").write_text("3, 1\n4")
+    out = tmp_path / "logits"
+    arguments = ["--model", str(tmp_path), "--out", str(out)]
+    assert cli.main(["score", *arguments, "--tokens-file", str(tmp_path / "ids.txt")]) == 0
+    assert calls == [(tmp_path, [3, 1, 4], "float32")]
+    assert np.load(out).shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "1,x"], "--tokens: 'x' is no token id"),
+        (["--tokens", "1,-2"], "--tokens: '-2' is no token id"),
+        ([], "--tokens: give either --tokens or --tokens-file"),
+        (["--tokens", "1", "--out", "/nowhere/x.npy"], "--out /nowhere/x.npy: cannot be written"),
+        (["--tokens-file", "/nowhere"], "--tokens-file /nowhere: "),
+    ],
+)
+def test_score_refuses_bad_input_before_it_computes(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    calls = fake_score(monkeypatch)
+    out = [] if "--out" in arguments else ["--out", str(tmp_path / "x.npy")]
+    assert cli.main(["score", "--model", str(tmp_path), *out, *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert calls == []
+
+
+def test_score_names_a_token_outside_the_vocabulary(tmp_path: Path):
+    model = str(load_config(None).model.path)
+    ended = moonshard("score", "--model", model, "--tokens", "99999999", "--out", str(tmp_path / "x.npy"))
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert "99999999 is outside the vocabulary" in ended.stderr
