@@ -1,0 +1,156 @@
+"""The public API's values as protobuf messages and back.
+
+Both clients share it, so that they differ in nothing but `await`. It decides nothing about a value: whether a top_p of
+2 makes sense is the gateway's to say; only what a message cannot hold at all is refused here.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+
+from google.protobuf.message import Message
+
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc.status import InternalError, InvalidArgument
+from moonshard.rpc.types import (
+    Choice,
+    Completion,
+    Delta,
+    FinishReason,
+    GenerateOptions,
+    ModelInfo,
+    PositionLogprobs,
+    Prompt,
+    Summary,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+
+_REQUEST_OPTIONS = frozenset({"model", "n", "logprobs", "request_id"})
+_FINISH_REASONS: dict[int, FinishReason | None] = {
+    pb.FINISH_REASON_UNSPECIFIED: None,
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+}
+
+
+def encode_generate(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """Raises InvalidArgument naming the option whose value a message cannot hold, TypeError for an unknown option."""
+    request = pb.GenerateRequest()
+    _merge_prompt(request, prompt)
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name == "stop" and isinstance(value, str):
+            value = (value,)  # a lone string would pass as a sequence of its characters
+        _merge(_holder(request, name), name, value)
+    return request
+
+
+def encode_tokenize(prompt: Prompt, model: str) -> pb.TokenizeRequest:
+    """Raises InvalidArgument for a prompt that is tokens already."""
+    request = pb.TokenizeRequest(model=model)
+    _merge_prompt(request, prompt)
+    return request
+
+
+def decode_delta(delta: pb.Delta) -> Delta:
+    return Delta(
+        choice=delta.choice,
+        token_ids=tuple(delta.token_ids),
+        text=delta.text,
+        logprobs=tuple(map(_decode_position, delta.logprobs)),
+        finish_reason=_decode_finish_reason(delta.finish_reason),
+        stop_reason=_decode_stop_reason(delta),
+    )
+
+
+def decode_summary(summary: pb.Summary) -> Summary:
+    return Summary(
+        request_id=summary.request_id,
+        model=summary.model,
+        seed=summary.seed,
+        usage=Usage(**{field.name: getattr(summary.usage, field.name) for field in fields(Usage)}),
+        timing=Timing(**{field.name: getattr(summary.timing, field.name) for field in fields(Timing)}),
+    )
+
+
+def decode_model_info(info: pb.ModelInfo) -> ModelInfo:
+    return ModelInfo(
+        model=info.model,
+        max_context_tokens=info.max_context_tokens,
+        vocab_size=info.vocab_size,
+        stop_token_ids=tuple(info.stop_token_ids),
+        has_tokenizer=info.has_tokenizer,
+        dtype=info.dtype,
+        fingerprint=info.fingerprint,
+        version=info.version,
+    )
+
+
+def collect(prompt_token_ids: tuple[int, ...], deltas: Iterable[Delta], summary: Summary) -> Completion:
+    """The whole answer of the deltas of one stream, choices in the order of their index."""
+    by_choice: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_choice.setdefault(delta.choice, []).append(delta)
+    choices = tuple(_join(by_choice[choice]) for choice in sorted(by_choice))
+    return Completion(prompt_token_ids=prompt_token_ids, choices=choices, summary=summary)
+
+
+def _merge_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        _merge(request, "text", prompt)
+        return
+    items = list(prompt)
+    if items and isinstance(items[0], Mapping):
+        _merge(request, "chat", {"messages": items})
+    else:
+        _merge(request, "tokens", {"ids": items})
+
+
+def _holder(request: pb.GenerateRequest, name: str) -> Message:
+    """The message, of the request's own, that an option is a field of."""
+    for message in (request.sampling, request.stop):
+        if name in message.DESCRIPTOR.fields_by_name:
+            return message
+    if name in _REQUEST_OPTIONS:
+        return request
+    raise TypeError(f"unknown option {name!r}")
+
+
+def _merge(message: Message, name: str, value: object) -> None:
+    """Sets one field of any kind (scalar, repeated, map, message), as the message's constructor would."""
+    try:
+        message.MergeFrom(type(message)(**{name: value}))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name}: {error}", field=name) from None
+
+
+def _join(deltas: list[Delta]) -> Choice:
+    return Choice(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(position for delta in deltas for position in delta.logprobs),
+        finish_reason=deltas[-1].finish_reason,
+        stop_reason=deltas[-1].stop_reason,
+    )
+
+
+def _decode_position(position: pb.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(chosen=_decode_token(position.chosen), top=tuple(map(_decode_token, position.top)))
+
+
+def _decode_token(token: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(token_id=token.token_id, logprob=token.logprob)
+
+
+def _decode_finish_reason(number: int) -> FinishReason | None:
+    if number not in _FINISH_REASONS:
+        raise InternalError(f"finish reason {number} is unknown to this client: the server is newer")
+    return _FINISH_REASONS[number]
+
+
+def _decode_stop_reason(delta: pb.Delta) -> int | str | None:
+    if delta.HasField("stop_string"):
+        return delta.stop_string
+    return delta.stop_token_id if delta.HasField("stop_token_id") else None

@@ -1,0 +1,148 @@
+"""What a caller of the public API gives and gets: plain frozen values, no protobuf.
+
+Apart from the client, so that a notebook can keep, compare and print results without holding a channel. Leaves out
+everything that only crosses between gateway and worker. The meaning of each field is said once, in inference.proto.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+ChatMessage = Mapping[str, str]  # role, content
+Prompt = str | Sequence[int] | Sequence[ChatMessage]  # text, token ids, or a chat
+FinishReason = Literal["stop", "length"]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """How to continue a prompt. What is left out, or None, takes the model folder's default."""
+
+    model: str
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    n: int
+    logprobs: int | None  # None: none; 0: the chosen token's only; k: also the k most likely
+    request_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PositionLogprobs:
+    """Of the model's raw distribution at one generated position."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()  # most likely first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """What one engine step added to one choice."""
+
+    choice: int = 0
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None  # set on a choice's last delta
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Where the time of one request went: durations on the gateway's clock, and the worker's inside them."""
+
+    e2e_ms: float
+    ttft_ms: float
+    gateway_queue_ms: float
+    first_token_ms: float
+    decode_ms: float
+    finish_ms: float
+    worker_queue_ms: float
+    worker_prefill_ms: float
+    worker_decode_ms: float
+    wire_ms: float
+
+    def phases(self) -> dict[str, float]:
+        """The phases in the order they happen. They partition the request: their sum is `e2e_ms`."""
+        return {
+            "gateway_queue_ms": self.gateway_queue_ms,
+            "first_token_ms": self.first_token_ms,
+            "decode_ms": self.decode_ms,
+            "finish_ms": self.finish_ms,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What is known of a request once it has ended."""
+
+    request_id: str
+    model: str
+    seed: int
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    summary: Summary
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def usage(self) -> Usage:
+        return self.summary.usage
+
+    @property
+    def timing(self) -> Timing:
+        return self.summary.timing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    model: str
+    max_context_tokens: int
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    has_tokenizer: bool
+    dtype: str
+    fingerprint: str
+    version: str
