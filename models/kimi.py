@@ -469,7 +469,7 @@ class Observations:
     """What a numerics question asks of a forward pass."""
 
     hidden: Float[Array, "layers_and_embed n t d"]  # embeddings, then the residual stream after each layer
-    experts: Int[Array, "moe_layers n*t k"] | None
+    experts: Int[Array, "moe_layers tokens k"] | None
 
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "*b d"]:
@@ -620,7 +620,7 @@ def prefill(
 
 def decode(
     config: KimiConfig, weights: Weights[Array], pages: Pages, batch: Batch, backend: moe.Backend
-) -> tuple[Float[Array, "n*t v"], Pages]:
+) -> tuple[Float[Array, "tokens v"], Pages]:
     """Logits of every token of the batch: one or a few per slot."""
     hidden, pages, _ = forward(config, weights, pages, batch, backend=backend)
     return unembed(weights, hidden.reshape(-1, hidden.shape[-1])), pages

@@ -6,7 +6,7 @@ slice are read from the memory-mapped files.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from moonshard.models.spec import ModelError, Param
 from moonshard.sharding.rules import BOTH, Rules, sharding_of
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """What loading needs of a checkpoint."""
 

@@ -1,0 +1,173 @@
+"""From plans to steps: positions, block tables and sampling parameters packed as a device program wants them.
+
+Apart from the scheduler, which knows no padding, and from the programs, which know no requests. A decode step differs
+from the one before in little more than its positions, so its rows are kept and only what changed is written again.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonshard.serving.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillChunk, PrefillPlan
+from moonshard.serving.request import Request, SequenceId, SlotId
+from moonshard.serving.steps import NEUTRAL, Step, StepKind, StepShapes
+
+Fields = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolShape:
+    """How ids that count within a partition become rows and blocks of the whole worker."""
+
+    num_partitions: int
+    slots_per_partition: int
+    blocks_per_partition: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_partitions * self.slots_per_partition
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_partitions * self.blocks_per_partition
+
+    def row(self, slot: SlotId) -> int:
+        return slot.partition * self.slots_per_partition + slot.index
+
+    def block(self, partition: int, block: int) -> int:
+        return partition * self.blocks_per_partition + block
+
+    def blocks(self, partition: int, blocks: tuple[int, ...]) -> np.ndarray:
+        return np.asarray(blocks, np.int32) + partition * self.blocks_per_partition
+
+
+class StepEncoder:
+    """Packs plans. Holds the last decode step, and nothing that decides anything."""
+
+    def __init__(self, shapes: StepShapes, pool: PoolShape, vocab_size: int):
+        self._shapes = shapes
+        self._pool = pool
+        self._vocab_size = vocab_size
+        self._decode_packed, self._decode = shapes.layout(StepKind.DECODE).blank()
+        _make_neutral(self._decode, slice(None))
+        self._decode["positions"][...] = -1
+        self._decoded: dict[int, tuple[SequenceId, tuple[int, ...]]] = {}  # row -> who was written, and its blocks
+
+    def encode(self, plan: Plan) -> Step:
+        match plan:
+            case PrefillPlan():
+                return self._encode_prefill(plan)
+            case DecodePlan():
+                return self._encode_decode(plan)
+            case LoadPlan():
+                return self._encode_load(plan)
+            case CopyPlan():
+                return self._encode_copy(plan)
+
+    def _encode_prefill(self, plan: PrefillPlan) -> Step:
+        tile = self._shapes.q_tile
+        num_rows = sum(-(-len(chunk.tokens) // tile) for chunk in plan.chunks)
+        bucket = self._shapes.bucket_for(num_rows * tile)
+        packed, fields = self._shapes.layout(StepKind.PREFILL, bucket).blank()
+        fields["positions"][...] = -1
+        fields["sample_slot"][...] = self._pool.num_slots
+        _make_neutral(fields, slice(None))
+        draws, row = itertools.count(), 0
+        for chunk in plan.chunks:
+            self._write_chunk(fields, chunk, row)
+            end = row * tile + len(chunk.tokens) - 1
+            for (sequence, slot), draw in zip(chunk.samples, draws, strict=False):
+                fields["sample_from"][draw] = end
+                fields["sample_slot"][draw] = self._pool.row(slot)
+                position = chunk.start + len(chunk.tokens)
+                _write_sampling(fields, draw, chunk.request, sequence.choice)
+                _write_position(fields, draw, chunk.request, position)
+            row += -(-len(chunk.tokens) // tile)
+        return Step(plan.number, StepKind.PREFILL, bucket, packed)
+
+    def _write_chunk(self, fields: Fields, chunk: PrefillChunk, first_row: int) -> None:
+        tile, count = self._shapes.q_tile, len(chunk.tokens)
+        num_rows = -(-count // tile)
+        begin = first_row * tile
+        fields["tokens"].reshape(-1)[begin : begin + count] = chunk.tokens
+        fields["positions"].reshape(-1)[begin : begin + count] = np.arange(chunk.start, chunk.start + count)
+        table = self._pool.blocks(chunk.slot.partition, chunk.block_table)
+        fields["block_tables"][first_row : first_row + num_rows, : len(table)] = table
+
+    def _encode_decode(self, plan: DecodePlan) -> Step:
+        fields, rows = self._decode, [self._pool.row(row.slot) for row in plan.rows]
+        for index in self._decoded.keys() - set(rows):
+            del self._decoded[index]
+            _make_neutral(fields, index)
+            fields["positions"][index] = -1
+        for index, row in zip(rows, plan.rows, strict=True):
+            self._write_decode_row(fields, index, row)
+        return Step(plan.number, StepKind.DECODE, 0, self._decode_packed.copy())
+
+    def _write_decode_row(self, fields: Fields, index: int, row: DecodeRow) -> None:
+        written = self._decoded.get(index)
+        if written is None or written[0] != row.sequence:
+            _write_sampling(fields, index, row.request, row.sequence.choice)
+        if written is None or written[1] is not row.block_table:
+            fields["block_tables"][index, : len(row.block_table)] = self._pool.blocks(
+                row.slot.partition, row.block_table
+            )
+        self._decoded[index] = (row.sequence, row.block_table)
+        fields["positions"][index] = row.position
+        _write_position(fields, index, row.request, row.position + 1)
+
+    def _encode_load(self, plan: LoadPlan) -> Step:
+        packed, fields = self._shapes.layout(StepKind.LOAD).blank()
+        request, bias = plan.request, plan.request.sampling.logit_bias
+        fields["slot"][...] = self._pool.row(plan.slot)
+        fields["num_prompt"][...] = plan.num_prompt
+        fields["num_history"][...] = len(plan.history)
+        fields["history"][: len(plan.history)] = plan.history
+        fields["bias_ids"][...] = self._vocab_size
+        fields["bias_ids"][: len(bias)] = list(bias.keys())
+        fields["bias_values"][: len(bias)] = list(bias.values())
+        fields["stop_ids"][...] = self._vocab_size
+        fields["stop_ids"][: len(request.stop_token_ids)] = sorted(request.stop_token_ids)
+        return Step(plan.number, StepKind.LOAD, 0, packed)
+
+    def _encode_copy(self, plan: CopyPlan) -> Step:
+        packed, fields = self._shapes.layout(StepKind.COPY).blank()
+        fields["destination"][...] = self._pool.num_blocks
+        for index, (partition, source, destination) in enumerate(plan.pairs):
+            fields["source"][index] = self._pool.block(partition, source)
+            fields["destination"][index] = self._pool.block(partition, destination)
+        return Step(plan.number, StepKind.COPY, 0, packed)
+
+
+def _make_neutral(fields: Fields, rows: int | slice) -> None:
+    """Rows that ask for nothing: no row of the batch then pays for what another once wanted."""
+    for name in ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty"):
+        fields[name][rows] = 0
+    for name in ("has_bias", "bans_stops", "wants_logprobs"):
+        fields[name][rows] = 0
+    for name, value in NEUTRAL.items():
+        fields[name][rows] = value
+
+
+def _write_sampling(fields: Fields, row: int, request: Request, choice: int) -> None:
+    sampling = request.sampling
+    fields["temperature"][row] = sampling.temperature
+    fields["top_p"][row] = sampling.top_p
+    fields["top_k"][row] = sampling.top_k
+    fields["min_p"][row] = sampling.min_p
+    fields["repetition_penalty"][row] = sampling.repetition_penalty
+    fields["presence_penalty"][row] = sampling.presence_penalty
+    fields["frequency_penalty"][row] = sampling.frequency_penalty
+    fields["seed"][row] = (sampling.seed >> 32, sampling.seed & 0xFFFFFFFF)
+    fields["choice"][row] = choice
+    fields["has_bias"][row] = bool(sampling.logit_bias)
+    fields["wants_logprobs"][row] = request.num_logprobs is not None
+
+
+def _write_position(fields: Fields, row: int, request: Request, position: int) -> None:
+    """`position` is that of the token to be drawn."""
+    fields["sample_position"][row] = position
+    is_early = position - len(request.prompt) < request.min_tokens
+    fields["bans_stops"][row] = is_early and bool(request.stop_token_ids)

@@ -1,0 +1,206 @@
+"""The engine: a scheduler, a device thread, and the asyncio code that keeps two steps in flight between them.
+
+All of it runs on the event loop but the waiting: a finished step's tokens are handed over, the scheduler takes them,
+and the step after next is launched. Nothing here blocks on the device, decides anything or knows a wire.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moonshard.serving.device import DeviceThread, Executor, StepDone
+from moonshard.serving.encoder import PoolShape, StepEncoder
+from moonshard.serving.plan import Completion, CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
+from moonshard.serving.programs import Drawn
+from moonshard.serving.request import Output, Request, SequenceId
+from moonshard.serving.scheduler import Counters, Scheduler
+from moonshard.serving.steps import StepKind
+from moonshard.serving.waiting import QueueTimeout
+
+MAX_IN_FLIGHT = 2  # one runs, one waits behind it: more would only delay what arrives next
+EXPIRY_PERIOD_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phases:
+    """Where one sequence's time went on this worker, in milliseconds."""
+
+    queue_ms: float  # arrival to the launch of the first chunk
+    prefill_ms: float  # launch of the first chunk to the first token on the host
+    decode_ms: float  # first token on the host to the last
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Emitted:
+    """An output, with the phases it closed: on a sequence's first token and on its last."""
+
+    output: Output
+    phases: Phases | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one step produced, and which requests ended with it."""
+
+    number: int
+    emitted: tuple[Emitted, ...]
+    ended: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class _Clocked:
+    """Stamps of one request, in nanoseconds of this process's clock."""
+
+    arrived_ns: int
+    launched_ns: int | None = None
+    first_token_ns: dict[int, int] = field(default_factory=dict)  # by choice
+
+
+class Engine:
+    """Serves requests on one device side. Every method runs on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        encoder: StepEncoder,
+        pool: PoolShape,
+        on_step: Callable[[StepReport], None],
+        on_expired: Callable[[bytes, QueueTimeout], None],
+    ):
+        self._scheduler = scheduler
+        self._encoder = encoder
+        self._pool = pool
+        self._on_step = on_step
+        self._on_expired = on_expired
+        self._loop = asyncio.get_running_loop()
+        self._device = DeviceThread(
+            executor,
+            on_done=functools.partial(self._on_loop, self._complete),
+            on_failed=functools.partial(self._on_loop, self._fail),
+        )
+        self._plans: dict[int, Plan] = {}  # in flight
+        self._clocks: dict[bytes, _Clocked] = {}
+        self._num_computing = 0  # prefill and decode steps in flight
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._expiry: asyncio.TimerHandle | None = None
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self.num_overlapped_steps = 0
+
+    def start(self) -> None:
+        self._device.start()
+        self._expire()
+
+    def submit(self, request: Request) -> None:
+        """Accepts a request. Raises what `Scheduler.add` raises."""
+        self._scheduler.add(request, time.perf_counter())
+        self._clocks[request.id] = _Clocked(arrived_ns=time.perf_counter_ns())
+        self._idle.clear()
+        self._launch()
+
+    def cancel(self, request_id: bytes) -> None:
+        """Ends a request without a word. Its slot and blocks are free once what is in flight has run."""
+        if self._scheduler.cancel(request_id):
+            self._clocks.pop(request_id, None)
+            self._launch()
+            self._note_idle()
+
+    async def wait_idle(self) -> None:
+        """Until no request is left and nothing is in flight."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Ends the device threads once what was launched has run."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        await asyncio.to_thread(self._device.close)
+
+    def counters(self) -> Counters:
+        return self._scheduler.counters()
+
+    def _on_loop[T](self, handle: Callable[[T], None], what: T) -> None:
+        """Called on the device's waiting thread."""
+        self._loop.call_soon_threadsafe(handle, what)
+
+    def _launch(self) -> None:
+        while self._num_computing < MAX_IN_FLIGHT and (plan := self._scheduler.schedule()) is not None:
+            self._plans[plan.number] = plan
+            self._num_computing += isinstance(plan, PrefillPlan | DecodePlan)
+            if isinstance(plan, PrefillPlan):
+                self._note_first_launch(plan)
+            self._device.submit(self._encoder.encode(plan))
+
+    def _note_first_launch(self, plan: PrefillPlan) -> None:
+        for chunk in plan.chunks:
+            clock = self._clocks.get(chunk.request.id)
+            if clock is not None and clock.launched_ns is None:
+                clock.launched_ns = time.perf_counter_ns()
+
+    def _complete(self, done: StepDone) -> None:
+        plan = self._plans.pop(done.number)
+        self._num_computing -= isinstance(plan, PrefillPlan | DecodePlan)
+        self.num_overlapped_steps += done.kind is StepKind.DECODE and done.was_overlapped
+        results = {} if done.drawn is None else _results(plan, done.drawn, self._pool)
+        completion = self._scheduler.complete(done.number, results)
+        self._launch()  # first, so that the device has work while the outputs are sent
+        self._emit(done, completion)
+        self._note_idle()
+
+    def _emit(self, done: StepDone, completion: Completion) -> None:
+        if completion.outputs:
+            emitted = tuple(Emitted(output=o, phases=self._phases(o, done.done_ns)) for o in completion.outputs)
+            self._on_step(StepReport(number=done.number, emitted=emitted, ended=completion.ended))
+        for request_id in completion.ended:
+            self._clocks.pop(request_id, None)
+
+    def _phases(self, output: Output, now_ns: int) -> Phases | None:
+        clock = self._clocks[output.sequence.request_id]
+        choice = output.sequence.choice
+        is_first = choice not in clock.first_token_ns
+        first_ns = clock.first_token_ns.setdefault(choice, now_ns)
+        if not is_first and output.finish is None:
+            return None
+        launched_ns = clock.launched_ns if clock.launched_ns is not None else first_ns
+        return Phases(
+            queue_ms=(launched_ns - clock.arrived_ns) / 1e6,
+            prefill_ms=(first_ns - launched_ns) / 1e6,
+            decode_ms=(now_ns - first_ns) / 1e6,
+        )
+
+    def _expire(self) -> None:
+        for request_id, error in self._scheduler.expire(time.perf_counter()):
+            self._clocks.pop(request_id, None)
+            self._on_expired(request_id, error)
+        self._note_idle()
+        self._expiry = self._loop.call_later(EXPIRY_PERIOD_S, self._expire)
+
+    def _note_idle(self) -> None:
+        if self._scheduler.is_idle:
+            self._idle.set()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+
+def _results(plan: Plan, drawn: Drawn, pool: PoolShape) -> dict[SequenceId, Sampled]:
+    """Which row of the step's tokens belongs to whom: a decode's rows are slots, a prefill's are draws in order."""
+    match plan:
+        case DecodePlan(rows=rows):
+            owners = [(row.sequence, row.request, pool.row(row.slot)) for row in rows]
+        case PrefillPlan(chunks=chunks):
+            samples = [(sequence, chunk.request) for chunk in chunks for sequence, _ in chunk.samples]
+            owners = [(sequence, request, index) for index, (sequence, request) in enumerate(samples)]
+        case LoadPlan() | CopyPlan():
+            owners = []
+    return {sequence: _sampled(drawn, row, request) for sequence, request, row in owners}
+
+
+def _sampled(drawn: Drawn, row: int, request: Request) -> Sampled:
+    num_top = request.num_logprobs
+    logprobs = None if num_top is None else drawn.logprobs_of(row, num_top)
+    return Sampled(token=int(drawn.tokens[row]), logprobs=logprobs)

@@ -1,0 +1,97 @@
+"""The worker's gRPC face: `Link` streams to gateways, and `Inspect` for whoever asks how it is.
+
+A link is answered with Welcome once the model is ready. When its stream ends, for whatever reason, its requests are
+cancelled. What is queued for a gateway is bounded by what its requests may still produce.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestError, Unavailable, abort
+from moonshard.serving import wire
+from moonshard.serving.worker import Worker
+
+LOAD_PERIOD_S = 1.0
+
+
+class LinkSession:
+    """One stream's outgoing side."""
+
+    def __init__(self) -> None:
+        self.outgoing: asyncio.Queue[link_pb2.WorkerMessage] = asyncio.Queue()
+
+    def send(self, message: link_pb2.WorkerMessage) -> None:
+        self.outgoing.put_nowait(message)
+
+
+class LinkServicer(link_pb2_grpc.WorkerServicer):
+    """`worker` resolves once the model is compiled; until then links wait and inspection is refused."""
+
+    def __init__(self, worker: asyncio.Future[Worker]):
+        self._worker = worker
+
+    async def Link(
+        self, request_iterator: AsyncIterator[link_pb2.GatewayMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[link_pb2.WorkerMessage]:
+        try:
+            _check_hello(await anext(request_iterator, None))
+        except RequestError as error:
+            await abort(context, error)
+        worker, session = await asyncio.shield(self._worker), LinkSession()
+        session.send(link_pb2.WorkerMessage(welcome=worker.welcome()))
+        session.send(link_pb2.WorkerMessage(load=worker.load()))
+        reader = asyncio.create_task(_read(request_iterator, worker, session))
+        try:
+            while (message := await _next_message(session, reader, worker)) is not None:
+                yield message
+        finally:
+            reader.cancel()
+            worker.close_link(session)
+
+    async def Inspect(self, request: link_pb2.InspectRequest, context: grpc.aio.ServicerContext) -> link_pb2.Inspection:
+        del request
+        if not self._worker.done():
+            await abort(context, Unavailable("the model is still loading", retry_after_s=1.0))
+        return self._worker.result().inspect()
+
+
+def _check_hello(message: link_pb2.GatewayMessage | None) -> None:
+    if message is None or message.WhichOneof("message") != "hello":
+        raise InvalidArgument("a link begins with hello", field="hello")
+    version = message.hello.protocol_version
+    if version != wire.PROTOCOL_VERSION:
+        raise FailedPrecondition(
+            f"protocol_version is {version}; this worker speaks {wire.PROTOCOL_VERSION}", field="protocol_version"
+        )
+
+
+async def _read(messages: AsyncIterator[link_pb2.GatewayMessage], worker: Worker, session: LinkSession) -> None:
+    """Until the gateway ends its side, or the stream breaks and this task is cancelled."""
+    async for message in messages:
+        match message.WhichOneof("message"):
+            case "run":
+                worker.run(message.run, session)
+            case "cancel":
+                worker.cancel(message.cancel.request_id, session)
+
+
+async def _next_message(
+    session: LinkSession, reader: asyncio.Task[None], worker: Worker
+) -> link_pb2.WorkerMessage | None:
+    """The next message; the worker's load where none came for a while; None once the gateway has left."""
+    if not session.outgoing.empty():
+        return session.outgoing.get_nowait()
+    getter = asyncio.ensure_future(session.outgoing.get())
+    try:
+        done, _ = await asyncio.wait({getter, reader}, timeout=LOAD_PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
+        if getter in done:
+            return getter.result()
+        if reader in done:
+            reader.result()  # a fault in reading ends the stream with it
+            return None
+        return link_pb2.WorkerMessage(load=worker.load())
+    finally:
+        getter.cancel()

@@ -1,0 +1,169 @@
+"""From a configuration to a device side that is ready to serve: read, place, size the pool, compile.
+
+Everything slow about starting a worker, and everything that can be wrong with its model folder, happens here and before
+the worker answers. Runs on a thread of its own; `progress` tells how far it is.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.models import kimi, moe, weights
+from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.spec import ModelError
+from moonshard.serving.config import Config
+from moonshard.serving.encoder import PoolShape
+from moonshard.serving.programs import Programs
+from moonshard.serving.scheduler import SchedulerConfig
+from moonshard.serving.steps import StepShapes
+from moonshard.sharding.rules import build_mesh
+
+DEFAULT_MAX_CONTEXT_TOKENS = 8192
+MAX_AUTO_POOL_BYTES = 2 << 30  # on CPU, where the pool shares memory with everything else
+Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded to a multiple
+MAX_PREFILL_SEQUENCES = 8
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """All a worker needs to serve, and what it tells a gateway about it."""
+
+    programs: Programs
+    pool: PoolShape
+    shapes: StepShapes
+    block_size: int
+    vocab_size: int
+    dtype: str
+    fingerprint: str
+    load_s: float
+    compile_s: float
+
+    def block_pool(self) -> BlockPool:
+        return BlockPool(self.pool.num_partitions, self.pool.blocks_per_partition, self.block_size)
+
+    def scheduler_config(self, config: Config) -> SchedulerConfig:
+        return SchedulerConfig(
+            slots_per_partition=self.pool.slots_per_partition,
+            chunk_tokens=self.shapes.prefill_buckets[-1],
+            q_tile=self.shapes.q_tile,
+            max_prefill_sequences=MAX_PREFILL_SEQUENCES,
+            max_context_tokens=self.shapes.max_context_tokens,
+            max_queued_requests=config.gateway.max_queued_requests,
+            queue_timeout_s=config.gateway.queue_timeout_s,
+        )
+
+
+def load_model(config: Config, progress: Progress) -> LoadedModel:
+    """Reads and compiles.
+
+    Raises:
+        CheckpointError, ModelError, MeshError: the folder, the model or the mesh cannot be served; one message.
+    """
+    started = time.perf_counter()
+    dtype = resolve_dtype(config.model.dtype)
+    mesh = build_mesh(config.decode.mesh)
+    checkpoint, model = open_model(config.model.path)
+    progress("loading weights")
+    params = kimi.declare(model)
+    weights.check_shapes(params, checkpoint)
+    loaded = weights.load(
+        params, checkpoint, dtype, mesh, progress=lambda done, total: progress(f"loading weights {done}/{total}")
+    )
+    jax.block_until_ready(loaded)
+    load_s = time.perf_counter() - started
+    shapes, pool = size(config, model, dtype, max_slots=config.decode.max_slots)
+    programs = Programs(
+        model,
+        loaded,
+        shapes,
+        mesh,
+        num_blocks=pool.num_blocks,
+        block_size=config.kv.block_size,
+        dtype=dtype,
+        backend=moe.blocks,
+    )
+    started = time.perf_counter()
+    programs.compile(lambda done, total: progress(f"compiling {done}/{total}"))
+    return LoadedModel(
+        programs=programs,
+        pool=pool,
+        shapes=shapes,
+        block_size=config.kv.block_size,
+        vocab_size=model.vocab_size,
+        dtype=dtype,
+        fingerprint=checkpoint.fingerprint,
+        load_s=load_s,
+        compile_s=time.perf_counter() - started,
+    )
+
+
+def open_model(folder: Path) -> tuple[Checkpoint, kimi.KimiConfig]:
+    checkpoint = Checkpoint.open(folder)
+    return checkpoint, kimi.KimiConfig.from_hugging_face(checkpoint.config)
+
+
+def resolve_dtype(name: str) -> str:
+    """`auto` is float32 on CPU, where bfloat16 products are slower, and bfloat16 elsewhere."""
+    if name != "auto":
+        return name
+    return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+
+
+def size(config: Config, model: kimi.KimiConfig, dtype: str, *, max_slots: int) -> tuple[StepShapes, PoolShape]:
+    """The pool, and the context that it and the model allow.
+
+    Raises:
+        ModelError: the configured context is longer than the model's or than the pool.
+    """
+    block_size, partitions = config.kv.block_size, config.decode.mesh.num_partitions
+    (group,) = model.kv_groups(dtype)
+    num_blocks = config.kv.num_blocks or _auto_blocks(group.bytes_per_token * block_size) // partitions
+    pool_tokens = num_blocks * block_size
+    wanted = config.model.max_context_tokens
+    for limit, what in ((model.max_position_embeddings, "max_position_embeddings"), (pool_tokens, "the KV pool")):
+        if wanted is not None and wanted > limit:
+            raise ModelError(f"model.max_context_tokens = {wanted} is more than {what} of {limit} tokens")
+    context = wanted or min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS, pool_tokens)
+    shapes = StepShapes(
+        num_slots=max_slots,
+        blocks_per_sequence=-(-context // block_size),
+        max_context_tokens=context,
+        q_tile=Q_TILE,
+        prefill_buckets=prefill_buckets(config.prefill.chunk_tokens, Q_TILE),
+    )
+    pool = PoolShape(
+        num_partitions=partitions, slots_per_partition=max_slots // partitions, blocks_per_partition=num_blocks
+    )
+    return shapes, pool
+
+
+def prefill_buckets(chunk_tokens: int, q_tile: int) -> tuple[int, ...]:
+    """Powers of two from one tile up to the chunk, which is rounded up to whole tiles."""
+    largest = -(-chunk_tokens // q_tile) * q_tile
+    sizes = [q_tile]
+    while sizes[-1] * 2 < largest:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, largest) if largest > q_tile else (q_tile,)
+
+
+def _auto_blocks(bytes_per_block: int) -> int:
+    """Half of the free memory: the device's, or the machine's up to `MAX_AUTO_POOL_BYTES`."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return max(1, (stats["bytes_limit"] - stats["bytes_in_use"]) // 2 // bytes_per_block)
+    return max(1, min(MAX_AUTO_POOL_BYTES, _free_memory_bytes() // 2) // bytes_per_block)
+
+
+def _free_memory_bytes() -> int:
+    """What the kernel would give without swapping (`MemAvailable` of proc(5))."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return 2 * MAX_AUTO_POOL_BYTES

@@ -1,0 +1,142 @@
+"""Link messages to the control plane's nouns and back, on the worker's side.
+
+The gateway has checked what clients send; what is checked here protects the device from a gateway that did not.
+"""
+
+from moonshard.rpc import inference_pb2, link_pb2
+from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
+from moonshard.serving.engine import Emitted, Phases
+from moonshard.serving.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKENS,
+    FinishReason,
+    Logprobs,
+    Request,
+    Sampling,
+)
+from moonshard.serving.scheduler import Counters
+from moonshard.serving.waiting import NeverFits, QueueFull, QueueTimeout, Rejected
+
+PROTOCOL_VERSION = 1
+REQUEST_ID_BYTES = 16
+_FINISH = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def request_from(run: link_pb2.Run, vocab_size: int) -> Request:
+    """Raises InvalidArgument naming the field."""
+    _check(run, vocab_size)
+    sampling = run.sampling
+    return Request(
+        id=run.request_id,
+        prompt=tuple(run.prompt_tokens),
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(zip(sampling.bias_ids, sampling.bias_values, strict=True)),
+            seed=sampling.seed,
+        ),
+        stop_token_ids=frozenset(run.stop_token_ids),
+        max_tokens=run.max_tokens,
+        min_tokens=run.min_tokens,
+        n=run.n,
+        num_logprobs=run.logprobs if run.HasField("logprobs") else None,
+    )
+
+
+def _check(run: link_pb2.Run, vocab_size: int) -> None:
+    sampling = run.sampling
+    faults = {
+        "request_id": len(run.request_id) != REQUEST_ID_BYTES,
+        "prompt_tokens": any(token >= vocab_size for token in run.prompt_tokens),
+        "stop_token_ids": len(run.stop_token_ids) > MAX_STOP_TOKENS
+        or any(token >= vocab_size for token in run.stop_token_ids),
+        "bias_ids": len(sampling.bias_ids) > MAX_LOGIT_BIAS or any(token >= vocab_size for token in sampling.bias_ids),
+        "bias_values": len(sampling.bias_values) != len(sampling.bias_ids),
+        "logprobs": run.logprobs > MAX_LOGPROBS,
+        "repetition_penalty": not sampling.repetition_penalty > 0,
+        "top_p": not 0 < sampling.top_p <= 1,
+        "top_k": sampling.top_k < 0,
+        "temperature": not sampling.temperature >= 0,
+    }
+    for field, is_wrong in faults.items():
+        if is_wrong:
+            raise InvalidArgument(f"{field} of a Run message is out of range", field=field)
+
+
+def rejection(error: Rejected) -> RequestError:
+    """The scheduler's refusal as an error of the request."""
+    match error:
+        case NeverFits(field=field):
+            return InvalidArgument(error.message, field=field)
+        case QueueFull(retry_after_s=seconds) | QueueTimeout(retry_after_s=seconds):
+            return Overloaded(error.message, retry_after_s=seconds)
+        case _:
+            return Overloaded(error.message)
+
+
+def failed(request_id: bytes, error: RequestError) -> link_pb2.WorkerMessage:
+    return link_pb2.WorkerMessage(
+        failed=link_pb2.Failed(
+            request_id=request_id,
+            code=error.code.value[0],
+            message=error.message,
+            field=error.field or "",
+            retry_after_s=error.retry_after_s or 0.0,
+        )
+    )
+
+
+def sequence_output(emitted: Emitted) -> link_pb2.SequenceOutput:
+    output = emitted.output
+    return link_pb2.SequenceOutput(
+        request_id=output.sequence.request_id,
+        choice=output.sequence.choice,
+        token_ids=output.token_ids,
+        logprobs=[
+            _position_logprobs(token, logprobs)
+            for token, logprobs in zip(output.token_ids, output.logprobs, strict=False)
+        ],
+        finish_reason=_FINISH[output.finish],
+        phases=_phases(emitted.phases),
+    )
+
+
+def _position_logprobs(token: int, logprobs: Logprobs) -> inference_pb2.PositionLogprobs:
+    return inference_pb2.PositionLogprobs(
+        chosen=inference_pb2.TokenLogprob(token_id=token, logprob=logprobs.chosen),
+        top=[inference_pb2.TokenLogprob(token_id=id, logprob=logprob) for id, logprob in logprobs.top],
+    )
+
+
+def _phases(phases: Phases | None) -> link_pb2.WorkerPhases | None:
+    if phases is None:
+        return None
+    return link_pb2.WorkerPhases(queue_ms=phases.queue_ms, prefill_ms=phases.prefill_ms, decode_ms=phases.decode_ms)
+
+
+def load_message(counters: Counters, **rest: object) -> link_pb2.WorkerLoad:
+    """`rest`: the fields of WorkerLoad that the scheduler does not know."""
+    totals = counters.totals
+    return link_pb2.WorkerLoad(
+        num_running=counters.num_running,
+        num_waiting=counters.num_waiting,
+        queued_tokens=counters.queued_tokens,
+        active_tokens=counters.active_tokens,
+        num_preemptions=totals.num_preemptions,
+        num_prefill_steps=totals.num_prefill_steps,
+        num_decode_steps=totals.num_decode_steps,
+        prefill_tokens=totals.prefill_tokens,
+        decode_tokens=totals.decode_tokens,
+        wasted_tokens=totals.wasted_tokens,
+        **rest,  # pyright: ignore[reportArgumentType]  # named by the caller, checked by protobuf
+    )

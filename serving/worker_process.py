@@ -1,0 +1,106 @@
+"""The life of a worker process: listen, load, serve, drain.
+
+The port opens at once, so that whoever started the worker knows its address; health turns SERVING when the model is
+compiled. SIGTERM and SIGINT drain: no new requests, running ones finish, exit with 0. A fault on the device ends the
+process with 1, since what the device then holds is unknown.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Mapping
+
+from moonshard.rpc import link_pb2_grpc
+from moonshard.rpc.server import BoundServer, build_server
+from moonshard.serving.compilations import CompilationCounter
+from moonshard.serving.config import Config
+from moonshard.serving.link_service import LinkServicer
+from moonshard.serving.loading import load_model
+from moonshard.serving.worker import Worker
+
+SERVICE_NAME = "moonshard.v1.Worker"
+STOP_GRACE_S = 1.0
+
+Status = Callable[[str, Mapping[str, object]], None]
+logger = logging.getLogger(__name__)
+
+
+class _Stopped(Exception):
+    """The process was told to end while it was loading."""
+
+
+async def run_worker(config: Config, *, status: Status) -> int:
+    """Serves until told to stop; the exit code.
+
+    Raises:
+        PortInUse, CheckpointError, ModelError, MeshError: before anything is served.
+    """
+    stop = _stop_on_signals()
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[Worker] = loop.create_future()
+    server = build_server(
+        host=config.worker.host,
+        port=config.worker.port,
+        add_servicers=[lambda server: link_pb2_grpc.add_WorkerServicer_to_server(LinkServicer(ready), server)],
+        service_names=[SERVICE_NAME],
+    )
+    await server.start()
+    status("listening", {"address": f"{config.worker.host}:{server.port}"})
+    try:
+        worker = await _load(config, status, stop)
+        if worker is None:
+            return 0
+        worker.engine.start()
+        ready.set_result(worker)
+        await server.set_serving(True)
+        status("ready", {})
+        return await _serve(worker, server, stop, config.gateway.drain_timeout_s)
+    finally:
+        ready.cancel()
+        await server.stop(STOP_GRACE_S)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _load(config: Config, status: Status, stop: asyncio.Event) -> Worker | None:
+    """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
+    loop = asyncio.get_running_loop()
+    compilations = CompilationCounter()
+    compilations.start()
+
+    def progress(message: str) -> None:
+        if stop.is_set():
+            raise _Stopped  # a thread can only be asked to end
+        loop.call_soon_threadsafe(status, "progress", {"message": message})
+
+    loading = asyncio.to_thread(load_model, config, progress)
+    try:
+        model = await loading
+    except _Stopped:
+        return None
+    worker = Worker(config, model, compilations)
+    compilations.mark_serving()
+    return worker
+
+
+async def _serve(worker: Worker, server: BoundServer, stop: asyncio.Event, drain_timeout_s: float) -> int:
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({stopping, worker.engine.failed}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if worker.engine.failed.done():
+        logger.error("the device failed", exc_info=worker.engine.failed.exception())
+        return 1
+    worker.is_draining = True
+    await server.set_serving(False)
+    try:
+        async with asyncio.timeout(drain_timeout_s):
+            await worker.engine.wait_idle()
+    except TimeoutError:
+        logger.warning("requests were still running after %g s and are cancelled", drain_timeout_s)
+    await worker.engine.close()
+    return 0

@@ -1,0 +1,107 @@
+"""The one statement of what "the same tokens" means, used wherever two paths are compared.
+
+Float sums differ by 1e-6 with the shape of a batch, so a token may differ where two candidates all but tie. In f32,
+tokens are equal up to the first position where the reference's top-2 margin is below `NEAR_TIE`; from there on the
+comparison is teacher-forced. The reference is the plain forward pass over the whole sequence, which other tests hold
+against Hugging Face transformers.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moonshard.kv.pages import allocate_pages
+from moonshard.models import kimi, moe, weights
+from moonshard.models.checkpoint import Checkpoint
+from moonshard.serving.request import Sampling
+from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.shape import MeshShape
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NEAR_TIE = 1e-3  # of logits, or of noisy logits when sampling
+LOGIT_TOLERANCE = 2e-4
+ROW = 64
+
+
+class Reference:
+    """Logits of whole sequences under one checkpoint, in float32, every expert computed."""
+
+    def __init__(self, folder: Path):
+        checkpoint = Checkpoint.open(folder)
+        self.config = kimi.KimiConfig.from_hugging_face(checkpoint.config)
+        self._mesh = build_mesh(MeshShape())
+        self.weights = weights.load(kimi.declare(self.config), checkpoint, "float32", self._mesh)
+        self._run = jax.jit(self._forward)
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """[T, vocab]"""
+        rows = 1
+        while rows * ROW < len(tokens):
+            rows *= 2  # few shapes, few compilations
+        padded = np.zeros(rows * ROW, np.int32)
+        padded[: len(tokens)] = tokens
+        positions = np.where(np.arange(len(padded)) < len(tokens), np.arange(len(padded)), -1).astype(np.int32)
+        batch = kimi.Batch(
+            tokens=jnp.asarray(padded.reshape(rows, ROW)),
+            positions=jnp.asarray(positions.reshape(rows, ROW)),
+            block_tables=jnp.asarray(np.tile(np.arange(rows, dtype=np.int32), (rows, 1))),
+        )
+        pages = allocate_pages(
+            rows,
+            self.config.num_hidden_layers,
+            ROW,
+            self.config.latent_size,
+            dtype="float32",
+            sharding=replicated(self._mesh),
+        )
+        return np.asarray(self._run(self.weights, pages, batch))[: len(tokens)]
+
+    def _forward(self, loaded, pages, batch):
+        with jax.default_matmul_precision("highest"):
+            hidden, _, _ = kimi.forward(self.config, loaded, pages, batch, backend=moe.dense)
+            return kimi.unembed(loaded, hidden.reshape(-1, self.config.hidden_size))
+
+
+@cache
+def reference(name: str = "kimi_k2") -> Reference:
+    return Reference(FIXTURES / name)
+
+
+def assert_drawn_from(
+    model: Reference, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling, choice: int = 0
+) -> None:
+    """Every token is the one that the reference draws after the tokens before it, or all but ties with that one.
+
+    `sampling` may set temperature and seed only: cuts and penalties have tests of their own.
+    """
+    logits = model.logits([*prompt, *completion])[len(prompt) - 1 : -1]
+    scores = logits + 0.0
+    if sampling.temperature > 0:
+        scores = logits / sampling.temperature + noise(
+            sampling.seed, choice, range(len(prompt), len(prompt) + len(completion)), logits.shape[1]
+        )
+    chosen = scores[np.arange(len(completion)), completion]
+    short = scores.max(axis=1) - chosen
+    assert (short < NEAR_TIE).all(), f"token {int(short.argmax())} falls short of the best by {short.max():.4f}"
+
+
+def assert_same_tokens(
+    model: Reference, prompt: Sequence[int], expected: Sequence[int], actual: Sequence[int], sampling: Sampling
+) -> None:
+    """Two completions of one prompt agree up to a near tie, and each is the reference's own after it."""
+    assert len(expected) == len(actual)
+    if list(expected) != list(actual):
+        assert_drawn_from(model, prompt, expected, sampling)
+        assert_drawn_from(model, prompt, actual, sampling)
+
+
+def noise(seed: int, choice: int, positions: Sequence[int], vocab_size: int) -> np.ndarray:
+    """The Gumbel noise of each absolute position, [positions, vocab]: keyed by seed, choice and position alone."""
+    words = jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
+    key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), choice)
+    draw = jax.jit(lambda position: jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,)))
+    return np.stack([np.asarray(draw(position)) for position in positions])

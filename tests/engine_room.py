@@ -1,0 +1,153 @@
+"""An engine with real programs for tests: compiled once per process, driven by one call."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.encoder import PoolShape, StepEncoder
+from moonshard.serving.engine import Engine, StepReport
+from moonshard.serving.loading import MAX_PREFILL_SEQUENCES, prefill_buckets
+from moonshard.serving.programs import Programs
+from moonshard.serving.request import Logprobs, Request, SequenceId
+from moonshard.serving.scheduler import Scheduler, SchedulerConfig
+from moonshard.serving.steps import StepShapes
+from moonshard.sharding.rules import build_mesh
+from moonshard.sharding.shape import MeshShape
+from tests.agreement import reference
+
+BLOCK_SIZE = 16
+CHUNK_TOKENS = 64
+NUM_SLOTS = 4
+NUM_BLOCKS = 256
+MAX_CONTEXT_TOKENS = 2048
+Q_TILE = 16
+
+
+@cache
+def programs(name: str = "kimi_k2") -> Programs:
+    model = reference(name)
+    shapes = StepShapes(
+        num_slots=NUM_SLOTS,
+        blocks_per_sequence=MAX_CONTEXT_TOKENS // BLOCK_SIZE,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        q_tile=Q_TILE,
+        prefill_buckets=prefill_buckets(CHUNK_TOKENS, Q_TILE),
+    )
+    compiled = Programs(
+        model.config,
+        model.weights,
+        shapes,
+        build_mesh(MeshShape()),
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        dtype="float32",
+    )
+    compiled.compile()
+    return compiled
+
+
+@dataclass
+class Run:
+    """What a run of requests produced, by sequence."""
+
+    tokens: dict[SequenceId, list[int]] = field(default_factory=dict)
+    logprobs: dict[SequenceId, list[Logprobs]] = field(default_factory=dict)
+    finish: dict[SequenceId, str] = field(default_factory=dict)
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_wasted_tokens: int = 0
+    num_prefill_steps: int = 0
+
+    def of(self, request: Request, choice: int = 0) -> list[int]:
+        return self.tokens[SequenceId(request.id, choice)]
+
+    def take(self, report: StepReport) -> None:
+        self.num_steps += 1
+        for emitted in report.emitted:
+            output = emitted.output
+            self.tokens.setdefault(output.sequence, []).extend(output.token_ids)
+            self.logprobs.setdefault(output.sequence, []).extend(output.logprobs)
+            if output.finish is not None:
+                self.finish[output.sequence] = output.finish.value
+
+
+def serve(
+    requests: Sequence[Request],
+    *,
+    num_blocks: int = NUM_BLOCKS,
+    num_slots: int = NUM_SLOTS,
+    model: str = "kimi_k2",
+    on_step: Callable[[Engine, Run], None] = lambda engine, run: None,
+    max_prefill_sequences: int = MAX_PREFILL_SEQUENCES,
+) -> Run:
+    """Submits all requests at once and runs until the engine is idle; then everything must be given back.
+
+    `on_step` is called after every step that gave tokens: to cancel, or to submit more.
+    """
+    return asyncio.run(
+        _serve(requests, num_blocks, num_slots, programs(model), on_step, max_prefill_sequences, reference(model))
+    )
+
+
+async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences, model) -> Run:
+    run, blocks = Run(), BlockPool(1, num_blocks, BLOCK_SIZE)
+    config = SchedulerConfig(
+        slots_per_partition=num_slots,
+        chunk_tokens=CHUNK_TOKENS,
+        q_tile=Q_TILE,
+        max_prefill_sequences=max_prefill_sequences,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        max_queued_requests=1000,
+        queue_timeout_s=1000.0,
+    )
+    pool = PoolShape(num_partitions=1, slots_per_partition=NUM_SLOTS, blocks_per_partition=NUM_BLOCKS)
+
+    def take(report: StepReport) -> None:
+        run.take(report)
+        on_step(engine, run)
+
+    engine = Engine(
+        scheduler=Scheduler(config, blocks),
+        executor=executor,
+        encoder=StepEncoder(executor.shapes, pool, model.config.vocab_size),
+        pool=pool,
+        on_step=take,
+        on_expired=lambda request_id, error: None,
+    )
+    engine.start()
+    for request in requests:
+        engine.submit(request)
+    idle = asyncio.ensure_future(engine.wait_idle())
+    await asyncio.wait({idle, engine.failed}, return_when=asyncio.FIRST_COMPLETED)
+    if engine.failed.done():
+        engine.failed.result()
+    totals = engine.counters().totals
+    run.num_preemptions, run.num_wasted_tokens = totals.num_preemptions, totals.wasted_tokens
+    run.num_prefill_steps = totals.num_prefill_steps
+    await engine.close()
+    engine.failed.cancel()
+    assert blocks.counts(0).free == num_blocks
+    return run
+
+
+_ids = iter(range(1, 1 << 60))
+
+
+def request(prompt: Sequence[int], max_tokens: int = 64, **options) -> Request:
+    return Request(id=next(_ids).to_bytes(16, "big"), prompt=tuple(prompt), max_tokens=max_tokens, **options)
+
+
+def long_text(num_tokens: int, seed: int = 0) -> list[int]:
+    """A prompt of arbitrary ordinary tokens."""
+    import numpy as np
+
+    return np.random.default_rng(seed).integers(0, 2016, num_tokens).tolist()
+
+
+def fixture_folder(name: str = "kimi_k2") -> Path:
+    from tests.agreement import FIXTURES
+
+    return FIXTURES / name
