@@ -1,0 +1,69 @@
+"""How a model folder wants to be sampled and stopped, where the client says nothing.
+
+Stop tokens are the union of generation_config.json and config.json: with Kimi the one names <|im_end|>, the other
+[EOS], and a server that reads config.json alone never stops. None are guessed from the tokenizer. Leaves out everything
+that generation_config.json says about beams, lengths and watermarks.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonshard.models.json_file import read_json_object, sub_object
+
+
+class GenerationConfigError(ValueError):
+    """A folder's generation_config.json or config.json that cannot be used: names file and cause."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationDefaults:
+    """None: the folder says nothing."""
+
+    stop_token_ids: frozenset[int] = frozenset()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def load_generation_defaults(folder: Path) -> GenerationDefaults:
+    """Raises GenerationConfigError. A file that is missing says nothing."""
+    generation_path, config_path = folder / "generation_config.json", folder / "config.json"
+    generation = read_json_object(generation_path, GenerationConfigError)
+    config = read_json_object(config_path, GenerationConfigError)
+    # transformers ignores these when it does not sample
+    sampling = {} if generation.get("do_sample") is False else generation
+    top_k = _number(sampling, "top_k", generation_path)
+    return GenerationDefaults(
+        stop_token_ids=_token_ids(generation, generation_path)
+        | _token_ids(config, config_path)
+        | _token_ids(sub_object(config, "text_config"), config_path),
+        temperature=_number(sampling, "temperature", generation_path),
+        top_p=_number(sampling, "top_p", generation_path),
+        top_k=None if top_k is None else int(top_k),
+        min_p=_number(sampling, "min_p", generation_path),
+        repetition_penalty=_number(generation, "repetition_penalty", generation_path),
+    )
+
+
+def _token_ids(config: Mapping[str, object], path: Path) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    if value is None:
+        return frozenset()
+    listed = value if isinstance(value, list) else [value]
+    ids = frozenset(x for x in listed if isinstance(x, int) and not isinstance(x, bool) and x >= 0)
+    if len(ids) < len(set(map(repr, listed))):
+        raise GenerationConfigError(f"{path}: eos_token_id is {value!r}, expected token ids")
+    return ids
+
+
+def _number(config: Mapping[str, object], key: str, path: Path) -> float | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise GenerationConfigError(f"{path}: {key} is {value!r}, expected a number")
+    return float(value)

@@ -1,0 +1,27 @@
+"""Reading one JSON object out of a model folder.
+
+Apart, because tokenizer, generation defaults and chat template all read such files and all fail by naming the file.
+Leaves out the checkpoint's own index, which is read where the tensors are.
+"""
+
+import json
+from pathlib import Path
+
+
+def read_json_object(path: Path, error: type[ValueError]) -> dict[str, object]:
+    """The object in `path`, empty when there is no such file. Raises `error` naming a file that holds anything else."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{path}: {cause}") from cause
+    if not isinstance(value, dict):
+        raise error(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def sub_object(value: dict[str, object], key: str) -> dict[str, object]:
+    """The object under `key`, empty when there is none."""
+    inner = value.get(key)
+    return inner if isinstance(inner, dict) else {}

@@ -1,0 +1,145 @@
+"""`tokenizer.json`, read by the `tokenizers` library.
+
+The library encodes; decoding goes through a table of each token's bytes, so that a stream can decode one token at a
+time. The table follows the decoder the file names: byte-level BPE, or SentencePiece's `▁` with or without `<0xE4>` byte
+tokens. Left out: decoders whose text depends on neighbouring tokens (WordPiece, CTC), which no served model has: they
+are refused. An added token that the file does not mark as special is ordinary text, as the library has it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import final
+
+from tokenizers import Tokenizer
+
+from moonshard.models.vocabulary import Encoder, TextError, TokenizerError, Vocabulary, foreign_errors
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+ALL_SPACES = 1 << 30
+
+ToBytes = Callable[[str], bytes]
+
+
+@final
+class JsonEncoder:
+    """Two copies of one tokenizer: the library keeps what tells them apart in a field, where threads would meet."""
+
+    def __init__(self, definition: str):
+        self._plain = _without_limits(definition)
+        self._plain.encode_special_tokens = True
+        self._with_specials = _without_limits(definition)
+
+    def plain(self, text: str) -> list[int]:
+        with foreign_errors(TextError, "this text cannot be tokenised"):
+            return self._plain.encode(text, add_special_tokens=False).ids
+
+    def with_specials(self, text: str) -> list[int]:
+        with foreign_errors(TextError, "this text cannot be tokenised"):
+            return self._with_specials.encode(text, add_special_tokens=False).ids
+
+
+def load_json(path: Path) -> tuple[Vocabulary, Encoder]:
+    """Raises TokenizerError naming the file."""
+    with foreign_errors(TokenizerError, str(path)):
+        definition = path.read_text("utf-8")
+        spec = json.loads(definition)
+        return _vocabulary(_without_limits(definition), spec.get("decoder")), JsonEncoder(definition)
+
+
+def _without_limits(definition: str) -> Tokenizer:
+    """A file may ask to cut or pad every text, which is meant for training."""
+    tokenizer = Tokenizer.from_str(definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _vocabulary(tokenizer: Tokenizer, decoder: Mapping[str, object] | None) -> Vocabulary:
+    to_bytes, num_dropped_spaces = token_text(decoder)
+    added = tokenizer.get_added_tokens_decoder()
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    pieces: list[bytes | None] = [None] * (max(vocab.values(), default=-1) + 1)
+    for token, token_id in vocab.items():
+        pieces[token_id] = token.encode() if token_id in added else to_bytes(token)
+    special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+    return Vocabulary(
+        pieces=tuple(pieces),
+        special_tokens=special_tokens,
+        hidden_ids=frozenset(special_tokens.values()),
+        num_dropped_spaces=num_dropped_spaces,
+    )
+
+
+def token_text(decoder: Mapping[str, object] | None) -> tuple[ToBytes, int]:
+    """How this decoder turns a token into bytes, and how many leading spaces it drops at the beginning of a text."""
+    if decoder is None:
+        raise TokenizerError("a tokenizer without a decoder is not supported")
+    steps = [step for step in _flat(decoder) if step["type"] != "Fuse"]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level(), 0
+    if set(kinds) <= {"Replace", "ByteFallback", "Strip", "Metaspace"}:
+        return _sentence_piece(steps), sum(map(_num_dropped_spaces, steps))
+    raise TokenizerError(f"the decoder {'+'.join(map(str, kinds))} is not supported")
+
+
+def _flat(decoder: Mapping[str, object]) -> list[Mapping[str, object]]:
+    inner = decoder.get("decoders")
+    if decoder["type"] != "Sequence" or not isinstance(inner, list):
+        return [decoder]
+    return [step for child in inner for step in _flat(child)]
+
+
+def _byte_level() -> ToBytes:
+    """GPT-2's alphabet: each byte is one printable character."""
+    byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
+
+    def to_bytes(token: str) -> bytes:
+        if all(char in byte_of for char in token):
+            return bytes(byte_of[char] for char in token)
+        return token.encode()
+
+    return to_bytes
+
+
+def byte_alphabet() -> str:
+    """The character of each byte: itself where it is printable, else the next free one from U+0100."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
+
+
+def _sentence_piece(steps: list[Mapping[str, object]]) -> ToBytes:
+    spaces = [_space_mark(step) for step in steps if step["type"] in ("Replace", "Metaspace")]
+    has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
+
+    def to_bytes(token: str) -> bytes:
+        if has_byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        for mark, text in spaces:
+            token = token.replace(mark, text)
+        return token.encode()
+
+    return to_bytes
+
+
+def _space_mark(step: Mapping[str, object]) -> tuple[str, str]:
+    if step["type"] == "Metaspace":
+        return str(step["replacement"]), " "
+    pattern = step["pattern"]
+    if not isinstance(pattern, dict) or "String" not in pattern:
+        raise TokenizerError("a decoder that replaces a regular expression is not supported")
+    return pattern["String"], str(step["content"])
+
+
+def _num_dropped_spaces(step: Mapping[str, object]) -> int:
+    if step["type"] == "Metaspace":
+        return 0 if step.get("prepend_scheme") == "never" else ALL_SPACES
+    if step["type"] != "Strip":
+        return 0
+    start = step["start"]
+    if step["content"] != " " or step["stop"] != 0 or not isinstance(start, int):
+        raise TokenizerError("a decoder that strips anything but leading spaces is not supported")
+    return start
