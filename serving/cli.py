@@ -1,14 +1,17 @@
 """The `moonshard` command line: finds the command, and turns start-up errors into one message and exit code 2.
 
 Commands of experiments come through the entry-point group `moonshard.commands`, so that nothing here imports an
-experiment. A command's module is imported only when it is run or when help is asked for, and imports what is heavy only
-inside the function: jax takes longer to import than help may take to appear.
+experiment. A command's module is imported only when the command is named, and the built-in ones import what is heavy
+only when they run: jax takes longer to import than help may take to appear.
 """
 
+import ast
 import difflib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 
 import tyro
 
@@ -71,7 +74,14 @@ def help_text(commands: dict[str, EntryPoint]) -> str:
 
 
 def _summary(point: EntryPoint) -> str:
-    return (point.load().__doc__ or "").strip().partition("\n")[0]
+    """The first line of the command's docstring, read from its source: an experiment may import anything at its top."""
+    spec = find_spec(point.module)
+    if spec is None or spec.origin is None:
+        return "(not found)"
+    for node in ast.parse(Path(spec.origin).read_bytes()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == point.attr:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return ""
 
 
 if __name__ == "__main__":

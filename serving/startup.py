@@ -22,6 +22,7 @@ STARTUP_ERRORS = frozenset(
         ("moonshard.models.spec", "ModelError"),
         ("moonshard.models.vocabulary", "TokenizerError"),
         ("moonshard.rpc.server", "PortInUse"),
+        ("moonshard.serving.chat", "TemplateFileError"),
         ("moonshard.serving.config", "ConfigError"),
         ("moonshard.sharding.rules", "MeshError"),
     }

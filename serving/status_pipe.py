@@ -1,7 +1,7 @@
 """The child's end of supervision: it says how far it is, and does not outlive the process that started it.
 
 Status goes as JSON lines over an inherited pipe, never over stdout or stderr, which belong to people. The events:
-`progress` {message}, `listening` {address | http, grpc}, `ready` {}, `failed` {message, exit_code}.
+`progress` {message}, `listening` {address} or {http (a URL), grpc}, `ready` {}, `failed` {message, exit_code}.
 """
 
 import contextlib

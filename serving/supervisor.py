@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,12 +70,11 @@ class Supervisor:
         The gateway starts as soon as the workers' addresses are known: it binds its ports while models load.
         """
         self._workers = [self._start_worker(index) for index in range(self._commands.num_workers)]
-        listening = await self._unless_failed(asyncio.gather(*(asyncio.shield(w.listening) for w in self._workers)))
-        addresses = [str(fields["address"]) for fields in listening]
+        addresses = await self._unless_failed(_addresses(self._workers))
         gateway = self._start_role("gateway", lambda previous: self._commands.gateway(addresses, previous))
         self._gateway = gateway
-        await self._unless_failed(asyncio.gather(*(role.ready.wait() for role in self._roles)))
-        return await asyncio.shield(gateway.listening)
+        await self._unless_failed(_all_ready(self._roles))
+        return gateway.listening.result()
 
     async def watch(self) -> None:
         """Returns never: ChildFailed once a child has crashed too often."""
@@ -115,9 +114,9 @@ class Supervisor:
     def _start_role(self, name: str, command: "Command") -> "Role":
         return Role(name, command, self._reporter, self._limits)
 
-    async def _unless_failed[T](self, wanted: Awaitable[T]) -> T:
+    async def _unless_failed[T](self, wanted: Coroutine[None, None, T]) -> T:
         """The result of `wanted`, or the ChildFailed of whichever role fails first."""
-        task = asyncio.ensure_future(wanted)
+        task = asyncio.create_task(wanted)
         try:
             await asyncio.wait({task, *(role.task for role in self._roles)}, return_when=asyncio.FIRST_COMPLETED)
             for role in self._roles:
@@ -254,6 +253,15 @@ class _Interrupts:
         self.first.set()
         if self.is_impatient:
             self._on_second()
+
+
+async def _addresses(workers: Sequence[Role]) -> list[str]:
+    return [str((await asyncio.shield(worker.listening))["address"]) for worker in workers]
+
+
+async def _all_ready(roles: Sequence[Role]) -> None:
+    for role in roles:
+        await role.ready.wait()
 
 
 async def _wait_until(deadline: float, roles: Sequence[Role]) -> None:

@@ -1,6 +1,7 @@
 """`moonshard gateway`."""
 
 from moonshard.serving.commands.options import Configured, StatusFd
+from moonshard.serving.commands.ports import check_ports_are_free
 from moonshard.serving.config import Config, ConfigError
 from moonshard.serving.startup import RunProcess, run_process
 from moonshard.serving.status_pipe import Status
@@ -8,7 +9,9 @@ from moonshard.serving.status_pipe import Status
 
 def gateway(options: Configured, status_fd: StatusFd = None) -> int:
     """Run only the gateway: OpenAI's HTTP API and gRPC in front of the workers at gateway.workers."""
-    return run_process(_load, options.load(), status_fd)
+    config = options.load()
+    check_ports_are_free(config)
+    return run_process(_load, config, status_fd)
 
 
 def _load() -> RunProcess:

@@ -1,14 +1,14 @@
-"""`moonshard serve`, and its parts that the demo uses: the command lines of the children, the check of the ports."""
+"""`moonshard serve`, and its parts that the demo uses too: the command lines of the children, the limits."""
 
 import asyncio
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moonshard.serving.commands.options import Configured
-from moonshard.serving.config import Config, ConfigError
+from moonshard.serving.commands.ports import check_ports_are_free
+from moonshard.serving.config import Config
 from moonshard.serving.config_file import as_overrides
 from moonshard.serving.supervisor import Limits, supervise
 
@@ -38,34 +38,14 @@ def serve(options: Configured) -> int:
 
 
 def ready_line(config: Config, listening: Mapping[str, object], elapsed_s: float) -> str:
-    http, grpc = listening["http"], listening["grpc"]
-    return f"moonshard ready in {elapsed_s:.1f} s: http://{http}/v1  grpc {grpc}  model {config.model.name}"
+    urls = f"{listening['http']}/v1  grpc {listening['grpc']}"
+    return f"moonshard ready in {elapsed_s:.1f} s: {urls}  model {config.model.name}"
 
 
 def limits_of(config: Config) -> Limits:
     """Patience with a drain: the gateway's own, some seconds for the workers, then SIGKILL."""
     drain_s = config.gateway.drain_timeout_s
     return Limits(gateway_drain_s=drain_s + 4, drain_s=drain_s + 7)
-
-
-def check_ports_are_free(config: Config) -> None:
-    """ConfigError for a port that another process listens on, before anything is loaded."""
-    ports = {"gateway.port": config.gateway.port, "gateway.grpc_port": config.gateway.grpc_port}
-    faults = [f"{key}: {fault}" for key, port in ports.items() if (fault := _bind_fault(config.gateway.host, port))]
-    if faults:
-        raise ConfigError(faults)
-
-
-def _bind_fault(host: str, port: int) -> str | None:
-    """Why nothing can listen there. A port that is merely in TIME_WAIT is free."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        return f"cannot listen on {host}:{port}: {error.strerror}"
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ def worker(options: Configured, status_fd: StatusFd = None) -> int:
 
 def _load() -> RunProcess:
     from moonshard.rpc.server import PortInUse
-    from moonshard.serving.worker import run_worker
+    from moonshard.serving.worker_process import run_worker
 
     async def run(config: Config, *, status: Status) -> int:
         try:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from moonshard.serving import cli
-from moonshard.serving.commands.serve import ChildCommands, check_ports_are_free, limits_of
+from moonshard.serving.commands.ports import check_ports_are_free
+from moonshard.serving.commands.serve import ChildCommands, limits_of
 from moonshard.serving.config import ConfigError
 from moonshard.serving.config_file import load_config
 from moonshard.serving.startup import STARTUP_ERRORS, jax_environment, startup_message
@@ -127,7 +128,7 @@ def test_a_child_is_given_the_whole_configuration_on_its_command_line():
 def test_a_restarted_child_takes_the_place_of_the_one_before():
     commands = ChildCommands(load_config(None))
     assert reread(commands.worker(0, {"address": "127.0.0.1:7007"})).worker.port == 7007
-    gateway = reread(commands.gateway([], {"http": "127.0.0.1:7008", "grpc": "127.0.0.1:7009"})).gateway
+    gateway = reread(commands.gateway([], {"http": "http://127.0.0.1:7008", "grpc": "127.0.0.1:7009"})).gateway
     assert (gateway.port, gateway.grpc_port) == (7008, 7009)
 
 

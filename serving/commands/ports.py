@@ -1,0 +1,25 @@
+"""Whether the gateway's ports are free, asked before anything is loaded. The bind comes later and may yet fail."""
+
+import socket
+
+from moonshard.serving.config import Config, ConfigError
+
+
+def check_ports_are_free(config: Config) -> None:
+    """ConfigError for a port that another process listens on, before anything is loaded."""
+    ports = {"gateway.port": config.gateway.port, "gateway.grpc_port": config.gateway.grpc_port}
+    faults = [f"{key}: {fault}" for key, port in ports.items() if (fault := _bind_fault(config.gateway.host, port))]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _bind_fault(host: str, port: int) -> str | None:
+    """Why nothing can listen there. A port that is merely in TIME_WAIT is free."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return f"cannot listen on {host}:{port}: {error.strerror}"
+    return None
