@@ -131,6 +131,16 @@ def test_no_key_is_forgotten_when_a_configuration_is_handed_over():
     assert {"mode", "model.path", "decode.mesh.pipe", "kv.transport"} <= handed.keys()
 
 
+def test_the_readme_lists_every_key_with_its_default():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    rows = dict(line[3:].split("` | ", 1) for line in readme.splitlines() if line.startswith("| `") and "` | " in line)
+    for key, value in leaves(load_config(None)):
+        table, is_axis, _ = key.partition(".mesh.")
+        row = rows[f"{table}.mesh" if is_axis else key]
+        if isinstance(value, int | float) and not is_axis:
+            assert row.startswith(f"`{value}` |"), key
+
+
 def test_configurations_are_immutable():
     config: Config = load_config(None)
     with pytest.raises(AttributeError):
