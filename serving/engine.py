@@ -146,6 +146,7 @@ class Engine:
         self.num_overlapped_steps += done.kind is StepKind.DECODE and done.was_overlapped
         results = {} if done.drawn is None else _results(plan, done.drawn, self._pool)
         completion = self._scheduler.complete(done.number, results)
+        self._drop_expired()
         self._launch()  # first, so that the device has work while the outputs are sent
         self._emit(done, completion)
         self._note_idle()
@@ -171,10 +172,14 @@ class Engine:
             decode_ms=(now_ns - first_ns) / 1e6,
         )
 
-    def _expire(self) -> None:
+    def _drop_expired(self) -> None:
         for request_id, error in self._scheduler.expire(time.perf_counter()):
             self._clocks.pop(request_id, None)
             self._on_expired(request_id, error)
+
+    def _expire(self) -> None:
+        """Also while no step completes."""
+        self._drop_expired()
         self._note_idle()
         self._expiry = self._loop.call_later(EXPIRY_PERIOD_S, self._expire)
 

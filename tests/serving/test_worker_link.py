@@ -1,0 +1,233 @@
+"""A worker over a real link on loopback: tokens, errors, cancels, lost gateways. The model is real and tiny."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from functools import cache
+from pathlib import Path
+
+import grpc
+import pytest
+
+from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.server import build_server
+from moonshard.serving import wire
+from moonshard.serving.compilations import CompilationCounter
+from moonshard.serving.config import Config, DecodeConfig, GatewayConfig, KvConfig, ModelConfig, PrefillConfig
+from moonshard.serving.link_service import LinkServicer
+from moonshard.serving.loading import LoadedModel, load_model
+from moonshard.serving.request import Sampling
+from moonshard.serving.worker import Worker
+from tests.agreement import FIXTURES, assert_drawn_from, reference
+from tests.engine_room import long_text
+
+pytestmark = pytest.mark.xdist_group("jax")
+NUM_BLOCKS = 40
+
+
+def config(**gateway) -> Config:
+    return Config(
+        model=ModelConfig(path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype="float32", max_context_tokens=512),
+        gateway=GatewayConfig(**gateway),
+        prefill=PrefillConfig(chunk_tokens=64),
+        decode=DecodeConfig(max_slots=4),
+        kv=KvConfig(block_size=16, num_blocks=NUM_BLOCKS),
+    )
+
+
+@cache
+def model() -> LoadedModel:
+    return load_model(config(), lambda message: None)
+
+
+@contextlib.asynccontextmanager
+async def serving(**gateway) -> AsyncIterator[tuple[Worker, link_pb2_grpc.WorkerStub]]:
+    worker = Worker(config(**gateway), model(), CompilationCounter())
+    worker.engine.start()
+    ready: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+    ready.set_result(worker)
+    server = build_server(
+        host="127.0.0.1",
+        port=0,
+        add_servicers=[lambda server: link_pb2_grpc.add_WorkerServicer_to_server(LinkServicer(ready), server)],
+        service_names=["moonshard.v1.Worker"],
+    )
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        yield worker, link_pb2_grpc.WorkerStub(channel)
+    await server.stop(0)
+    await worker.engine.wait_idle()
+    await worker.engine.close()
+    worker.engine.failed.cancel()
+    state = worker.inspect().partitions[0]
+    assert (state.free_blocks, state.free_slots) == (NUM_BLOCKS, 4)
+
+
+def run_message(number: int, prompt: list[int], max_tokens: int = 20, **fields) -> link_pb2.GatewayMessage:
+    sampling = link_pb2.EngineSampling(temperature=0, top_p=1, repetition_penalty=1)
+    run = link_pb2.Run(
+        request_id=number.to_bytes(16, "big"),
+        prompt_tokens=prompt,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        **{"n": 1, **fields},
+    )
+    return link_pb2.GatewayMessage(run=run)
+
+
+class Gateway:
+    """The other end of a link, scripted."""
+
+    def __init__(self, stub: link_pb2_grpc.WorkerStub):
+        self.call = stub.Link()
+
+    async def hello(self, version: int = wire.PROTOCOL_VERSION) -> link_pb2.Welcome:
+        await self.call.write(link_pb2.GatewayMessage(hello=link_pb2.Hello(protocol_version=version)))
+        return (await self.call.read()).welcome
+
+    async def outputs(self, num_ended: int) -> dict[int, list[int]]:
+        """Tokens by request until that many sequences have finished; a failure ends a request with its code."""
+        tokens: dict[int, list[int]] = {}
+        while num_ended:
+            message = await self.call.read()
+            assert isinstance(message, link_pb2.WorkerMessage), "the worker ended the stream"
+            if message.WhichOneof("message") == "failed":
+                tokens[int.from_bytes(message.failed.request_id, "big")] = [-message.failed.code]
+                num_ended -= 1
+            for output in message.step.outputs:
+                tokens.setdefault(int.from_bytes(output.request_id, "big"), []).extend(output.token_ids)
+                num_ended -= output.finish_reason != 0
+        return tokens
+
+
+async def test_a_link_carries_several_requests_and_their_tokens():
+    async with serving() as (_, stub):
+        gateway = Gateway(stub)
+        welcome = await gateway.hello()
+        assert (welcome.vocab_size, welcome.max_context_tokens, welcome.num_blocks) == (2048, 512, NUM_BLOCKS)
+        prompts = {number: long_text(20 * number, seed=number) for number in (1, 2, 3)}
+        for number, prompt in prompts.items():
+            await gateway.call.write(run_message(number, prompt))
+        tokens = await gateway.outputs(3)
+        await gateway.call.done_writing()
+        for number, prompt in prompts.items():
+            assert len(tokens[number]) == 20
+            assert_drawn_from(reference(), prompt, tokens[number], Sampling(temperature=0))
+
+
+async def test_phases_come_with_the_first_and_the_last_token():
+    async with serving() as (_, stub):
+        gateway = Gateway(stub)
+        await gateway.hello()
+        await gateway.call.write(run_message(1, long_text(30), max_tokens=3))
+        outputs: list[link_pb2.SequenceOutput] = []
+        while len(outputs) < 3:
+            outputs += (await gateway.call.read()).step.outputs
+        assert [output.HasField("phases") for output in outputs] == [True, False, True]
+        assert outputs[0].phases.prefill_ms > 0 == outputs[0].phases.decode_ms
+        assert outputs[2].phases.decode_ms > 0
+        await gateway.call.done_writing()
+
+
+async def test_another_protocol_version_is_refused_by_name():
+    async with serving() as (_, stub):
+        gateway = Gateway(stub)
+        with pytest.raises(grpc.aio.AioRpcError, match="protocol_version") as caught:
+            await gateway.hello(version=99)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (run_message(1, [2048]), "prompt_tokens"),
+        (run_message(1, []), "prompt"),
+        (run_message(1, [1], max_tokens=0), "max_tokens"),
+        (run_message(1, [1], max_tokens=512), "max_tokens"),
+        (run_message(1, [1], stop_token_ids=range(17)), "stop_token_ids"),
+        (run_message(1, [1], logprobs=21), "logprobs"),
+        (run_message(1, [1], n=0), "n"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_request_that_cannot_be_served_fails_alone_and_names_its_field(message, field):
+    async with serving() as (_, stub):
+        gateway = Gateway(stub)
+        await gateway.hello()
+        await gateway.call.write(message)
+        while (answer := await gateway.call.read()).WhichOneof("message") != "failed":
+            pass
+        assert (answer.failed.code, answer.failed.field) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], field)
+        await gateway.call.write(run_message(2, [1, 2, 3]))
+        assert len((await gateway.outputs(1))[2]) == 20
+        await gateway.call.done_writing()
+
+
+async def test_a_cancelled_request_frees_its_blocks_and_slot():
+    async with serving() as (worker, stub):
+        gateway = Gateway(stub)
+        await gateway.hello()
+        await gateway.call.write(run_message(1, long_text(100), max_tokens=400))
+        while not (await gateway.call.read()).step.outputs:
+            pass
+        await gateway.call.write(link_pb2.GatewayMessage(cancel=link_pb2.Cancel(request_id=(1).to_bytes(16, "big"))))
+        async with asyncio.timeout(1):
+            await worker.engine.wait_idle()
+        assert (await stub.Inspect(link_pb2.InspectRequest())).partitions[0].free_blocks == NUM_BLOCKS
+        await gateway.call.done_writing()
+
+
+async def test_a_gateway_that_vanishes_takes_its_requests_along_and_no_others():
+    async with serving() as (worker, stub):
+        lost, kept = Gateway(stub), Gateway(stub)
+        await lost.hello()
+        await kept.hello()
+        await lost.call.write(run_message(1, long_text(100), max_tokens=400))
+        await kept.call.write(run_message(2, long_text(50), max_tokens=100))
+        while not (await lost.call.read()).step.outputs:
+            pass
+        lost.call.cancel()
+        assert len((await kept.outputs(1))[2]) == 100
+        async with asyncio.timeout(1):
+            await worker.engine.wait_idle()
+        await kept.call.done_writing()
+
+
+async def test_a_gateway_cannot_cancel_the_request_of_another():
+    async with serving() as (_, stub):
+        owner, other = Gateway(stub), Gateway(stub)
+        await owner.hello()
+        await other.hello()
+        await owner.call.write(run_message(1, long_text(50), max_tokens=60))
+        cancel = link_pb2.GatewayMessage(cancel=link_pb2.Cancel(request_id=(1).to_bytes(16, "big")))
+        await other.call.write(cancel)
+        assert len((await owner.outputs(1))[1]) == 60
+        await owner.call.done_writing()
+        await other.call.done_writing()
+
+
+async def test_waiting_longer_than_the_queue_allows_ends_with_resource_exhausted():
+    async with serving(queue_timeout_s=0.05) as (_, stub):
+        gateway = Gateway(stub)
+        await gateway.hello()
+        for number in (1, 2):  # each needs most of the pool
+            await gateway.call.write(run_message(number, long_text(330, seed=number), max_tokens=180))
+        tokens = await gateway.outputs(2)
+        assert len(tokens[1]) == 180
+        assert tokens[2] == [-grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
+        await gateway.call.done_writing()
+
+
+async def test_a_draining_worker_refuses_what_is_new_and_finishes_what_runs():
+    async with serving() as (worker, stub):
+        gateway = Gateway(stub)
+        await gateway.hello()
+        await gateway.call.write(run_message(1, long_text(20), max_tokens=50))
+        while not (await gateway.call.read()).step.outputs:
+            pass
+        worker.is_draining = True
+        await gateway.call.write(run_message(2, long_text(20)))
+        tokens = await gateway.outputs(2)
+        assert tokens[2] == [-grpc.StatusCode.UNAVAILABLE.value[0]]
+        assert len(tokens[1]) == 49
+        await gateway.call.done_writing()
