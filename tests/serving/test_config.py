@@ -78,6 +78,7 @@ def test_all_faults_are_reported_together(tmp_path: Path):
         ("decode.mesh=8", "decode.mesh: expected a table with data, expert, tensor, pipe"),
         ("decode.max_slots.x=1", "decode.max_slots: expected `int`, got {'x': 1}"),
         ("decod.max_slots=1", "decod: unknown key; did you mean decode?"),
+        ("worker.grpc_port=1", "worker.grpc_port: unknown key; did you mean gateway.grpc_port?"),
         ("max_slot=1", "max_slot: unknown key; did you mean decode.max_slots?"),
         (
             "model.dtype=bf16",
