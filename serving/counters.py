@@ -1,0 +1,39 @@
+"""What the scheduler has done so far and what it holds now, for the router and the metrics. Left out: time."""
+
+from dataclasses import dataclass
+
+from moonshard.serving.plan import DecodePlan, Plan, PrefillPlan
+
+
+@dataclass(kw_only=True, slots=True)
+class Totals:
+    """Counts since the start. Steps and their tokens are counted at launch, wasted tokens when they arrive."""
+
+    num_preemptions: int = 0
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    num_overlapped_steps: int = 0  # launched while an earlier step's tokens were unknown
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    wasted_tokens: int = 0  # drawn for a sequence that had ended
+
+    def count_launch(self, plan: Plan, is_overlapped: bool) -> None:
+        if isinstance(plan, PrefillPlan):
+            self.num_prefill_steps += 1
+            self.prefill_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
+            self.num_overlapped_steps += is_overlapped
+        elif isinstance(plan, DecodePlan):
+            self.num_decode_steps += 1
+            self.decode_tokens += len(plan.rows)
+            self.num_overlapped_steps += is_overlapped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counters:
+    """A snapshot. `num_running` and `num_waiting` count choices, and every unfinished choice is one or the other."""
+
+    totals: Totals
+    num_running: int
+    num_waiting: int
+    queued_tokens: int  # still to be prefilled for what has been accepted
+    active_tokens: int  # known or drawn, of running sequences

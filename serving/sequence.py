@@ -1,0 +1,131 @@
+"""The scheduler's mutable records: an accepted request, its sequences, and each sequence's stay in a slot.
+
+Three types, because their lives differ. A request is accepted once; a sequence lives as long as its choice and knows
+what was generated; a stay lasts from admission to release, and a preempted sequence has several. A step in flight
+refers to the stay, so that its result can never reach a later occupant of the slot. Lengths are derived from these, not
+stored twice. Left out: every decision, which is the scheduler's.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+from moonshard.serving.plan import DecodeRow, LoadPlan, PrefillChunk
+from moonshard.serving.request import FinishReason, Request, SequenceId, SlotId
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Accepted:
+    """A request that has not ended. Its other choices wait here, not in the queue, for the leader's prefill."""
+
+    request: Request
+    arrival: int  # counts accepted requests
+    added_s: float
+    num_live: int = field(init=False)  # choices without a finish reason
+    leader: "Sequence" = field(init=False)  # choice 0
+    to_fork: list["Sequence"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        choices = [Sequence(id=SequenceId(self.request.id, choice), accepted=self) for choice in range(self.request.n)]
+        self.leader, *self.to_fork = choices
+        self.num_live = len(choices)
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Sequence:
+    """One choice: the tokens known so far."""
+
+    id: SequenceId
+    accepted: Accepted
+    generated: list[int] = field(default_factory=list)
+
+    @property
+    def request(self) -> Request:
+        return self.accepted.request
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who came first; the oldest is never preempted for another."""
+        return self.accepted.arrival, self.id.choice
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.generated)
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Known tokens at positions [start, end), without building the whole."""
+        num_prompt = len(self.request.prompt)
+        generated = self.generated[max(0, start - num_prompt) : max(0, end - num_prompt)]
+        return self.request.prompt[start:end] + tuple(generated)
+
+    def append(self, token: int) -> FinishReason | None:
+        """Take a token; says whether it was the last. A stop token is part of the output."""
+        self.generated.append(token)
+        if token in self.request.stop_token_ids and len(self.generated) > self.request.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.generated) == self.request.max_tokens else None
+
+
+class Phase(enum.Enum):
+    """Where a stay stands. The last two schedule nothing more and leave when nothing of theirs is in flight."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    ENDED = "ended"
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Stay:
+    """A sequence in a slot, with the blocks it holds."""
+
+    sequence: Sequence
+    slot: SlotId
+    blocks: tuple[int, ...]
+    phase: Phase = Phase.PREFILL
+    num_computed: int = 0  # tokens whose KV is written once every launched step has run
+    num_pending: int = 0  # tokens drawn by launched steps that the host has not seen
+    num_in_flight: int = 0  # launched steps that use the slot or the blocks
+
+    @property
+    def is_running(self) -> bool:
+        return self.phase is Phase.PREFILL or self.phase is Phase.DECODE
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether launched steps draw the last token that may be drawn."""
+        return len(self.sequence.generated) + self.num_pending >= self.sequence.request.max_tokens
+
+    @property
+    def can_decode(self) -> bool:
+        return self.phase is Phase.DECODE and not self.is_exhausted
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether its blocks come back without anything more being launched."""
+        return not self.is_running or (self.phase is Phase.DECODE and self.is_exhausted)
+
+    def load(self, number: int) -> LoadPlan:
+        sequence = self.sequence
+        history = sequence.tokens(0, sequence.num_tokens)
+        return LoadPlan(number=number, sequence=sequence.id, request=sequence.request, slot=self.slot, history=history)
+
+    def chunk(self, end: int, samplers: "list[Stay]") -> PrefillChunk:
+        """From what is computed up to position `end`; `samplers` draw their next token from its last logits."""
+        return PrefillChunk(
+            sequence=self.sequence.id,
+            request=self.sequence.request,
+            slot=self.slot,
+            start=self.num_computed,
+            tokens=self.sequence.tokens(self.num_computed, end),
+            block_table=self.blocks,
+            samples=tuple((sampler.sequence.id, sampler.slot) for sampler in samplers),
+        )
+
+    def row(self) -> DecodeRow:
+        return DecodeRow(
+            sequence=self.sequence.id,
+            request=self.sequence.request,
+            slot=self.slot,
+            position=self.num_computed,
+            block_table=self.blocks,
+        )

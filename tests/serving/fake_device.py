@@ -1,0 +1,106 @@
+"""A device for the scheduler's plans that knows what every block and slot must hold.
+
+It draws tokens from (seed, choice, absolute position) alone, so that the right output of a request is known without
+running it, and it keeps the contents of every block. A stale block, a wrong fork, a slot handed on too early or a
+position off by one shows as contents that are not the sequence's own tokens. Left out: time; a plan has run when `run`
+returns.
+"""
+
+import zlib
+
+from moonshard.serving.plan import (
+    CopyPlan,
+    DecodePlan,
+    DecodeRow,
+    LoadPlan,
+    Plan,
+    PrefillChunk,
+    PrefillPlan,
+    Sampled,
+    needs_slot_state,
+)
+from moonshard.serving.request import FinishReason, Request, SequenceId, SlotId
+
+VOCAB_SIZE = 12
+
+
+def truth(request: Request, choice: int, position: int) -> int:
+    """The token of a choice at an absolute position: given in the prompt, drawn after it."""
+    num_generated = position - len(request.prompt)
+    if num_generated < 0:
+        return request.prompt[position]
+    token = zlib.crc32(f"{request.sampling.seed} {choice} {position}".encode()) % VOCAB_SIZE
+    is_held_back = token in request.stop_token_ids and num_generated < request.min_tokens
+    return token + VOCAB_SIZE if is_held_back else token
+
+
+def true_tokens(request: Request, choice: int, num_tokens: int) -> list[int]:
+    return [truth(request, choice, position) for position in range(num_tokens)]
+
+
+def true_output(request: Request, choice: int) -> tuple[list[int], FinishReason]:
+    num_prompt, output = len(request.prompt), []
+    for num_generated in range(request.max_tokens):
+        output.append(truth(request, choice, num_prompt + num_generated))
+        if output[-1] in request.stop_token_ids and num_generated >= request.min_tokens:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+class FakeDevice:
+    """Runs plans at once, in launch order, and refuses any that would read or write something wrong."""
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self.pages: dict[tuple[int, int], list[int | None]] = {}
+        self.last_token: dict[SlotId, tuple[SequenceId, int]] = {}
+        self.history: dict[SlotId, list[int]] = {}  # of the slots' last load
+
+    def run(self, plan: Plan) -> dict[SequenceId, Sampled]:
+        match plan:
+            case LoadPlan():
+                assert list(plan.history) == true_tokens(plan.request, plan.sequence.choice, len(plan.history))
+                assert len(plan.history) >= plan.num_prompt
+                self.history[plan.slot] = list(plan.history)
+                return {}
+            case CopyPlan():
+                for partition, source, target in plan.pairs:
+                    self.pages[partition, target] = list(self.pages[partition, source])
+                return {}
+            case PrefillPlan():
+                return {id: token for chunk in plan.chunks for id, token in self.prefill(chunk).items()}
+            case DecodePlan():
+                return {row.sequence: self.decode(row) for row in plan.rows}
+
+    def prefill(self, chunk: PrefillChunk) -> dict[SequenceId, Sampled]:
+        end = chunk.start + len(chunk.tokens)
+        assert list(chunk.tokens) == true_tokens(chunk.request, chunk.sequence.choice, end)[chunk.start :]
+        for position, token in enumerate(chunk.tokens, start=chunk.start):
+            self.write(chunk, position, token)
+        self.check_kv(chunk, end)
+        return {id: self.draw(chunk.request, id, slot, end) for id, slot in chunk.samples}
+
+    def decode(self, row: DecodeRow) -> Sampled:
+        owner, token = self.last_token[row.slot]
+        assert owner == row.sequence
+        self.write(row, row.position, token)
+        self.check_kv(row, row.position + 1)
+        return self.draw(row.request, row.sequence, row.slot, row.position + 1)
+
+    def write(self, item: PrefillChunk | DecodeRow, position: int, token: int) -> None:
+        block = item.block_table[position // self.block_size]
+        page = self.pages.setdefault((item.slot.partition, block), [None] * self.block_size)
+        page[position % self.block_size] = token
+
+    def check_kv(self, item: PrefillChunk | DecodeRow, num_tokens: int) -> None:
+        num_blocks = -(-num_tokens // self.block_size)
+        held = [token for b in item.block_table[:num_blocks] for token in self.pages[item.slot.partition, b]]
+        assert held[:num_tokens] == true_tokens(item.request, item.sequence.choice, num_tokens)
+
+    def draw(self, request: Request, id: SequenceId, slot: SlotId, position: int) -> Sampled:
+        token = truth(request, id.choice, position)
+        if needs_slot_state(request):
+            assert self.history[slot] == true_tokens(request, id.choice, position)
+            self.history[slot].append(token)
+        self.last_token[slot] = (id, token)
+        return Sampled(token)

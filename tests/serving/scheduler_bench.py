@@ -1,0 +1,204 @@
+"""A scheduler with its fake device and its clients: launches, delays and completes steps, and checks what must hold."""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
+from moonshard.serving.request import FinishReason, Output, Request, Sampling, SequenceId, SlotId
+from moonshard.serving.scheduler import Scheduler, SchedulerConfig
+from tests.serving.fake_device import FakeDevice, true_output
+
+
+class Bench:
+    """One run. `check` holds after every transition, `check_end` when everything has ended."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool):
+        self.config, self.pool = config, pool
+        self.scheduler = Scheduler(config, pool)
+        self.device = FakeDevice(pool.block_size)
+        self.in_flight: deque[tuple[Plan, Mapping[SequenceId, Sampled]]] = deque()
+        self.requests: dict[bytes, Request] = {}
+        self.outputs: dict[SequenceId, list[int]] = {}
+        self.finished: dict[SequenceId, FinishReason] = {}
+        self.ended: Counter[bytes] = Counter()  # by completion, cancel or expiry
+        self.cut_short: set[bytes] = set()
+        self.num_forks = 0
+        self.num_plans = 0
+        self.now_s = 0.0
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request, self.now_s)
+        self.requests[request.id] = request
+
+    def cancel(self, request_id: bytes) -> None:
+        was_live = self.scheduler.cancel(request_id)
+        assert was_live == (not self.ended[request_id])
+        if was_live:
+            self.cut(request_id)
+        assert not self.scheduler.cancel(request_id)
+
+    def expire(self) -> None:
+        for request_id, _ in self.scheduler.expire(self.now_s):
+            assert not any(id.request_id == request_id for id in self.outputs)
+            self.cut(request_id)
+
+    def cut(self, request_id: bytes) -> None:
+        self.ended[request_id] += 1
+        self.cut_short.add(request_id)
+
+    def launch(self) -> bool:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert self.in_flight or not self.live, "nothing runs, and nothing will"
+            return False
+        assert plan.number == self.num_plans
+        self.num_plans += 1
+        self.check_plan(plan)
+        self.in_flight.append((plan, self.device.run(plan)))
+        return True
+
+    def check_plan(self, plan: Plan) -> None:
+        slots = [slot for _, slot in used_slots(plan)]
+        assert len(slots) == len(set(slots))
+        if isinstance(plan, PrefillPlan):
+            tile = self.config.q_tile
+            assert sum(-(-len(chunk.tokens) // tile) * tile for chunk in plan.chunks) <= self.config.chunk_tokens
+            assert len(plan.chunks) <= self.config.max_prefill_sequences
+            assert all(chunk.tokens for chunk in plan.chunks)
+            self.num_forks += sum(max(0, len(chunk.samples) - 1) for chunk in plan.chunks)
+
+    def complete(self) -> None:
+        plan, results = self.in_flight.popleft()
+        completion = self.scheduler.complete(plan.number, results)
+        for output in completion.outputs:
+            self.take(output)
+        self.ended.update(completion.ended)
+        for request_id in completion.ended:
+            assert all(SequenceId(request_id, choice) in self.finished for choice in range(self.requests[request_id].n))
+
+    def take(self, output: Output) -> None:
+        id = output.sequence
+        assert id not in self.finished
+        assert not self.ended[id.request_id]
+        tokens = self.outputs.setdefault(id, [])
+        tokens += output.token_ids
+        right, reason = true_output(self.requests[id.request_id], id.choice)
+        assert tokens == right[: len(tokens)]
+        assert output.finish == (reason if len(tokens) == len(right) else None)
+        if output.finish:
+            self.finished[id] = output.finish
+
+    @property
+    def live(self) -> list[bytes]:
+        return [request_id for request_id in self.requests if not self.ended[request_id]]
+
+    def drain(self, depth: int) -> None:
+        while not self.scheduler.is_idle:
+            while len(self.in_flight) < depth and self.launch():
+                self.check()
+            if self.in_flight:
+                self.complete()
+            self.check()
+
+    def check(self) -> None:
+        """What holds after every transition."""
+        residents = list(self.scheduler._residents)
+        slots = [stay.slot for stay in residents]
+        assert len(slots) == len(set(slots))
+        holders: dict[tuple[int, int], list[tuple[bytes, bool]]] = {}
+        for stay in residents:
+            num_full = len(stay.sequence.request.prompt) // self.pool.block_size
+            for index, block in enumerate(stay.blocks):
+                owner = (stay.sequence.id.request_id, index < num_full)
+                holders.setdefault((stay.slot.partition, block), []).append(owner)
+        assert all(len(set(owners)) == 1 for owners in holders.values())
+        assert all(is_full for owners in holders.values() if len(owners) > 1 for _, is_full in owners)
+        self.check_conservation(holders, slots)
+        self.check_what_is_in_flight()
+        self.check_counters()
+
+    def check_conservation(self, holders: Mapping[tuple[int, int], list[tuple[bytes, bool]]], slots: list[SlotId]):
+        for partition in range(self.pool.num_partitions):
+            counts = self.scheduler.counts(partition)
+            assert counts.total == self.pool.blocks_per_partition
+            assert counts.used == sum(owner == partition for owner, _ in holders)
+            for block in range(self.pool.blocks_per_partition):
+                assert self.pool.num_refs(partition, block) == len(holders.get((partition, block), ()))
+            num_taken = sum(slot.partition == partition for slot in slots)
+            assert self.scheduler.num_free_slots(partition) + num_taken == self.config.slots_per_partition
+
+    def check_what_is_in_flight(self) -> None:
+        """Slots and blocks of launched steps stay with the sequences that they were launched for."""
+        owners = {stay.slot: stay for stay in self.scheduler._residents}
+        for plan, _ in self.in_flight:
+            for id, slot in used_slots(plan):
+                assert owners[slot].sequence.id == id
+            for slot, block in used_blocks(plan):
+                assert block in owners[slot].blocks
+            for partition, *pair in plan.pairs if isinstance(plan, CopyPlan) else ():
+                assert all(self.pool.num_refs(partition, block) > 0 for block in pair)
+
+    def check_counters(self) -> None:
+        counters = self.scheduler.counters()
+        num_unfinished = sum(
+            SequenceId(id, choice) not in self.finished for id in self.live for choice in range(self.requests[id].n)
+        )
+        assert counters.num_running + counters.num_waiting == num_unfinished
+
+    def check_end(self) -> None:
+        """Everyone ended once, with the right tokens, and every pool is as it began."""
+        assert self.scheduler.is_idle
+        assert self.ended == dict.fromkeys(self.requests, 1)
+        for request_id, request in self.requests.items():
+            for choice in range(request.n) if request_id not in self.cut_short else ():
+                id = SequenceId(request_id, choice)
+                assert (self.outputs[id], self.finished[id]) == true_output(request, choice)
+        for partition in range(self.pool.num_partitions):
+            assert self.scheduler.counts(partition).free == self.pool.blocks_per_partition
+            assert self.scheduler.num_free_slots(partition) == self.config.slots_per_partition
+        assert self.scheduler.schedule() is None
+
+
+def used_slots(plan: Plan) -> list[tuple[SequenceId, SlotId]]:
+    match plan:
+        case LoadPlan():
+            return [(plan.sequence, plan.slot)]
+        case PrefillPlan():
+            return [pair for chunk in plan.chunks for pair in chunk.samples or [(chunk.sequence, chunk.slot)]]
+        case DecodePlan():
+            return [(row.sequence, row.slot) for row in plan.rows]
+        case CopyPlan():
+            return []
+
+
+def used_blocks(plan: Plan) -> list[tuple[SlotId, int]]:
+    items = plan.chunks if isinstance(plan, PrefillPlan) else plan.rows if isinstance(plan, DecodePlan) else ()
+    return [(item.slot, block) for item in items for block in item.block_table]
+
+
+def a_bench(num_partitions: int, num_blocks: int, *, slots: int = 3, block_size: int = 4, q_tile: int = 4) -> Bench:
+    config = SchedulerConfig(
+        slots_per_partition=slots,
+        chunk_tokens=2 * block_size,
+        q_tile=q_tile,
+        max_prefill_sequences=3,
+        max_context_tokens=num_blocks * block_size,
+        max_queued_requests=1000,
+        queue_timeout_s=30.0,
+    )
+    return Bench(config, BlockPool(num_partitions, num_blocks, block_size))
+
+
+def a_request(
+    number: int, num_prompt: int, max_tokens: int, *, n: int = 1, num_stops: int = 0, min_tokens: int = 0, penalty=0.0
+) -> Request:
+    return Request(
+        id=number.to_bytes(16),
+        prompt=tuple(100 + (number + position) % 50 for position in range(num_prompt)),
+        sampling=Sampling(seed=number, presence_penalty=penalty),
+        stop_token_ids=frozenset(range(num_stops)),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        n=n,
+    )

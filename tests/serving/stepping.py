@@ -1,0 +1,81 @@
+"""Drives a scheduler by hand, one launch and one completion at a time."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.plan import Completion, DecodePlan, Plan, PrefillChunk, PrefillPlan, Sampled
+from moonshard.serving.request import Request, Sampling, SequenceId
+from moonshard.serving.scheduler import Scheduler, SchedulerConfig
+
+BLOCK_SIZE = 16
+STOP = 99
+
+
+def a_scheduler(num_partitions: int = 1, num_blocks: int = 64, **changes: int) -> Scheduler:
+    config = SchedulerConfig(
+        slots_per_partition=4, chunk_tokens=64, max_context_tokens=1024, max_queued_requests=100, queue_timeout_s=30.0
+    )
+    return Scheduler(replace(config, **changes), BlockPool(num_partitions, num_blocks, BLOCK_SIZE))
+
+
+def a_request(
+    name: str, num_prompt: int, max_tokens: int = 8, *, n: int = 1, min_tokens: int = 0, penalty: float = 0.0
+) -> Request:
+    return Request(
+        id=name.encode(),
+        prompt=tuple(range(num_prompt)),
+        sampling=Sampling(presence_penalty=penalty),
+        stop_token_ids=frozenset({STOP}),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        n=n,
+    )
+
+
+def drawn(plan: Plan) -> list[SequenceId]:
+    match plan:
+        case PrefillPlan():
+            return [id for chunk in plan.chunks for id, _ in chunk.samples]
+        case DecodePlan():
+            return [row.sequence for row in plan.rows]
+        case _:
+            return []
+
+
+def finish(scheduler: Scheduler, plan: Plan, token: int = 7) -> Completion:
+    return scheduler.complete(plan.number, {id: Sampled(token) for id in drawn(plan)})
+
+
+def launch(scheduler: Scheduler) -> Plan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def launch_prefill(scheduler: Scheduler) -> PrefillPlan:
+    plan = launch(scheduler)
+    assert isinstance(plan, PrefillPlan)
+    return plan
+
+
+def launch_decode(scheduler: Scheduler) -> DecodePlan:
+    plan = launch(scheduler)
+    assert isinstance(plan, DecodePlan)
+    return plan
+
+
+def steps(scheduler: Scheduler, token: int = 7) -> Iterator[Plan]:
+    """Runs one step after the other, each completed before the next is launched."""
+    while (plan := scheduler.schedule()) is not None:
+        yield plan
+        finish(scheduler, plan, token)
+
+
+def chunks(plans: list[Plan]) -> list[PrefillChunk]:
+    return [chunk for plan in plans if isinstance(plan, PrefillPlan) for chunk in plan.chunks]
+
+
+def names(plan: Plan) -> list[str]:
+    items = plan.chunks if isinstance(plan, PrefillPlan) else plan.rows if isinstance(plan, DecodePlan) else ()
+    return [item.sequence.request_id.decode() for item in items]

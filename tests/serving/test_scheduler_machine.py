@@ -1,0 +1,148 @@
+"""The scheduler under any run of requests, cancels, delays and completions, on a device that checks contents."""
+
+import random
+
+import pytest
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.scheduler import SchedulerConfig
+from tests.serving.scheduler_bench import Bench, a_bench, a_request
+
+
+class Schedules(RuleBasedStateMachine):
+    """Requests, cancels, expiries, launches and completions in any order, over pools too small for them."""
+
+    @initialize(
+        num_partitions=st.sampled_from([1, 4]),
+        num_blocks=st.integers(3, 8),
+        slots=st.integers(1, 4),
+        depth=st.integers(1, 3),
+        q_tile=st.sampled_from([1, 2, 4]),
+    )
+    def start(self, num_partitions: int, num_blocks: int, slots: int, depth: int, q_tile: int):
+        self.bench = a_bench(num_partitions, num_blocks, slots=slots, q_tile=q_tile)
+        self.depth = depth
+
+    @rule(
+        num_prompt=st.integers(1, 20),
+        max_tokens=st.integers(1, 16),
+        n=st.integers(1, 4),
+        num_stops=st.integers(0, 3),
+        min_tokens=st.integers(0, 4),
+        penalty=st.sampled_from([0.0, 0.5]),
+    )
+    def add(self, num_prompt: int, max_tokens: int, n: int, num_stops: int, min_tokens: int, penalty: float):
+        max_context_tokens = self.bench.config.max_context_tokens
+        num_prompt = min(num_prompt, max_context_tokens - 1)
+        max_tokens = min(max_tokens, max_context_tokens - num_prompt)
+        number = len(self.bench.requests)
+        options = {"n": n, "num_stops": num_stops, "min_tokens": min_tokens, "penalty": penalty}
+        self.bench.add(a_request(number, num_prompt, max_tokens, **options))
+
+    @precondition(lambda self: self.bench.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject):
+        self.bench.cancel(data.draw(st.sampled_from(sorted(self.bench.requests))))
+
+    @rule(seconds=st.sampled_from([1.0, 20.0]))
+    def wait(self, seconds: float):
+        self.bench.now_s += seconds
+        self.bench.expire()
+
+    @precondition(lambda self: len(self.bench.in_flight) < self.depth)
+    @rule()
+    def launch(self):
+        self.bench.launch()
+
+    @precondition(lambda self: self.bench.in_flight)
+    @rule()
+    def complete(self):
+        self.bench.complete()
+
+    @precondition(lambda self: self.bench.live)
+    @rule(num_steps=st.integers(2, 8))
+    def run(self, num_steps: int):
+        """Several steps at full depth: single launches alone seldom reach far into a request."""
+        for _ in range(num_steps):
+            while len(self.bench.in_flight) < self.depth and self.bench.launch():
+                self.bench.check()
+            if self.bench.in_flight:
+                self.bench.complete()
+            self.bench.check()
+
+    @invariant()
+    def everything_is_held_once(self):
+        self.bench.check()
+
+    def teardown(self):
+        if not hasattr(self, "bench"):
+            return
+        self.bench.drain(self.depth)
+        self.bench.check_end()
+        totals = self.bench.scheduler.counters().totals
+        event(f"preempted: {totals.num_preemptions > 0}, forked: {self.bench.num_forks > 0}")
+        event(f"wasted: {totals.wasted_tokens > 0}, overlapped: {totals.num_overlapped_steps > 0}")
+
+
+TestSchedules = Schedules.TestCase
+TestSchedules.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+
+
+def drive(bench: Bench, draw: random.Random, depth: int, num_requests: int) -> None:
+    """A run in which requests come and go at random while steps are under way."""
+    limit = bench.config.max_context_tokens
+    while len(bench.requests) < num_requests:
+        action = draw.random()
+        if action < 0.15:
+            num_prompt = draw.randint(1, limit // 2)
+            options = {
+                "n": draw.choice([1, 1, 2, 4]),
+                "num_stops": draw.randint(0, 1),
+                "min_tokens": draw.randint(0, 3),
+            }
+            max_tokens = draw.randint(1, limit - num_prompt)
+            bench.add(
+                a_request(len(bench.requests), num_prompt, max_tokens, penalty=draw.choice([0.0, 0.5]), **options)
+            )
+        elif action < 0.17 and bench.live:
+            bench.cancel(draw.choice(bench.live))
+        elif action < 0.6 and len(bench.in_flight) < depth:
+            bench.launch()
+        elif bench.in_flight:
+            bench.complete()
+        bench.check()
+    bench.drain(depth)
+    bench.check_end()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("num_partitions", [1, 4])
+def test_small_pools_preempt_fork_and_waste_and_still_give_the_right_tokens(num_partitions: int, depth: int):
+    bench = a_bench(num_partitions, 10, slots=4)
+    drive(bench, random.Random(depth), depth, num_requests=60 * num_partitions)
+    totals = bench.scheduler.counters().totals
+    assert totals.num_preemptions > 5
+    assert bench.num_forks > 5
+    assert (totals.wasted_tokens > 0) == (totals.num_overlapped_steps > 0) == (depth > 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("num_partitions", [1, 4])
+def test_prompts_around_block_and_chunk_edges_give_the_right_tokens(num_partitions: int, depth: int):
+    config = SchedulerConfig(
+        slots_per_partition=4,
+        chunk_tokens=64,
+        q_tile=8,
+        max_context_tokens=400,
+        max_queued_requests=100,
+        queue_timeout_s=30.0,
+    )
+    bench = Bench(config, BlockPool(num_partitions, 27, 16))
+    for number, num_prompt in enumerate([300, 15, 16, 17, 63, 64, 65]):
+        bench.add(a_request(number, num_prompt, 64, n=1 + number % 3, penalty=0.5 * (number % 2)))
+    bench.drain(depth)
+    bench.check_end()
+    assert num_partitions > 1 or bench.scheduler.counters().totals.num_preemptions > 0
