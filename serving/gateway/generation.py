@@ -1,0 +1,210 @@
+"""The pipeline behind both fronts: from a checked request to a stream of events.
+
+Knows neither HTTP nor the public gRPC service. Every request that is let in ends exactly once: with a Summary or with
+one error; however it ends, its reservation is released, its inbox closed, and the worker told unless it ended there.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc import link_pb2
+from moonshard.rpc.status import InternalError, Overloaded, RequestError, Unavailable
+from moonshard.serving.gateway.choice import ChoiceStream
+from moonshard.serving.gateway.links import Arrival, Session
+from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.model import ServedModel
+from moonshard.serving.gateway.parameters import GenerationRequest, check_parameters, check_token_ids, stop_tokens
+from moonshard.serving.gateway.pool import LinkPool, ModelLimits
+from moonshard.serving.gateway.record import RequestRecord
+from moonshard.serving.gateway.stamps import Stamps
+
+type Event = pb.TokenIds | pb.Delta | pb.Summary
+
+DRAINING_RETRY_AFTER_S = 5.0
+OVERLOADED_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """A request that was let in, and what it was measured against."""
+
+    request: GenerationRequest
+    limits: ModelLimits
+    wire_id: bytes
+
+
+class Gateway:
+    """Serves one model over a pool of workers."""
+
+    def __init__(
+        self, model: ServedModel, pool: LinkPool, metrics: GatewayMetrics, *, max_queued_requests: int
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.is_draining = False
+        self._metrics = metrics
+        self._max_queued_requests = max_queued_requests
+        self._running: set[bytes] = set()
+        self._waiting: set[bytes] = set()  # of the running: those without a first token
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_draining and self.pool.is_ready
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    def limits(self) -> ModelLimits:
+        """Unavailable until a worker has said."""
+        if (limits := self.pool.limits) is None:
+            raise Unavailable("no worker is ready", retry_after_s=OVERLOADED_RETRY_AFTER_S)
+        return limits
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event]:
+        """TokenIds (the prompt), then Deltas, then one Summary. Close it (`aclosing`) to cancel.
+
+        Raises RequestError, before the first event for what is wrong with the request itself.
+        """
+        with self._metrics.outcome(), self._admitted(request) as admission:
+            stamps = Stamps(received_ns=request.received_ns)
+            prompt = await self.model.tokenize(request)
+            run = self._make_run(admission, prompt)
+            with (
+                self.pool.reserve(len(prompt) + run.n * run.max_tokens) as route,
+                RequestRecord(self._metrics, run, stamps, route.worker_index) as record,
+            ):
+                async with aclosing(self._stream(admission, run, route.session, record)) as deltas:
+                    async for event in deltas:
+                        yield event
+                        if isinstance(event, pb.Delta) and stamps.delivered():
+                            record.first_token()
+                timing = stamps.timing()
+                record.finished(timing)
+            summary = pb.Summary(
+                request_id=request.request_id,
+                model=self.model.name,
+                usage=record.usage(),
+                timing=timing,
+                seed=run.sampling.seed,
+            )
+        yield summary  # outside: closing the generator now is no cancellation
+
+    @contextmanager
+    def _admitted(self, request: GenerationRequest) -> Iterator[Admission]:
+        """Refuse at once what cannot be served, before any work is spent on it; else count it in during the block."""
+        self.model.check_name(request.model)
+        if self.is_draining:
+            raise Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S)
+        limits = self.limits()
+        check_parameters(request, vocab_size=limits.vocab_size, has_tokenizer=self.model.tokenizer is not None)
+        if len(self._waiting) >= self._max_queued_requests:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting", retry_after_s=OVERLOADED_RETRY_AFTER_S)
+        admission = Admission(request=request, limits=limits, wire_id=secrets.token_bytes(16))
+        self._running.add(admission.wire_id)
+        self._waiting.add(admission.wire_id)
+        self._idle.clear()
+        try:
+            yield admission
+        finally:
+            self._waiting.discard(admission.wire_id)
+            self._running.discard(admission.wire_id)
+            if not self._running:
+                self._idle.set()
+
+    async def _stream(
+        self, admission: Admission, run: link_pb2.Run, session: Session, record: RequestRecord
+    ) -> AsyncGenerator[pb.TokenIds | pb.Delta]:
+        """Send the run; give back its prompt, and its deltas until every choice has ended."""
+        choices = [ChoiceStream(i, self.model.detokenizer(admission.request)) for i in range(run.n)]
+        record.stamps.sent()
+        inbox = session.run(run)
+        is_worker_done = False
+        try:
+            yield pb.TokenIds(ids=run.prompt_tokens)
+            while not all(choice.is_ended for choice in choices):
+                item = await inbox.get()
+                if isinstance(item, RequestError):
+                    is_worker_done = True
+                    raise item
+                delta = _accept(choices, item)
+                record.arrived(item, delta)
+                self._waiting.discard(admission.wire_id)
+                is_worker_done = all(choice.is_worker_done for choice in choices)
+                if delta is not None:
+                    yield delta
+        finally:
+            session.close(run.request_id, cancel=not is_worker_done)
+
+    def _make_run(self, admission: Admission, prompt: Sequence[int]) -> link_pb2.Run:
+        """InvalidArgument where prompt and completion do not fit in the vocabulary and the context."""
+        request, limits = admission.request, admission.limits
+        check_token_ids(request, "prompt", prompt, limits.vocab_size)
+        return link_pb2.Run(
+            request_id=admission.wire_id,
+            prompt_tokens=prompt,
+            sampling=self._sampling(request),
+            stop_token_ids=stop_tokens(request, self.model.defaults, limits.vocab_size),
+            max_tokens=max_tokens(request, len(prompt), limits.max_context_tokens),
+            min_tokens=request.min_tokens,
+            n=request.n,
+            logprobs=request.num_logprobs,
+        )
+
+    def _sampling(self, request: GenerationRequest) -> link_pb2.EngineSampling:
+        """Every default filled in: the client's word, else the folder's, else what switches the feature off."""
+        defaults = self.model.defaults
+        return link_pb2.EngineSampling(
+            temperature=_first(request.temperature, defaults.temperature, 1.0),
+            top_p=_first(request.top_p, defaults.top_p, 1.0),
+            top_k=max(0, _first(request.top_k, defaults.top_k, 0)),
+            min_p=_first(request.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=_first(request.presence_penalty, 0.0),
+            frequency_penalty=_first(request.frequency_penalty, 0.0),
+            bias_ids=request.logit_bias.keys(),
+            bias_values=request.logit_bias.values(),
+            seed=secrets.randbits(64) if request.seed is None else request.seed % 2**64,
+        )
+
+
+def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: int) -> int:
+    """The most tokens each choice may have: what was asked for, else the rest of the context. InvalidArgument."""
+    if num_prompt == 0:
+        raise request.invalid("prompt", "is empty")
+    room = max_context_tokens - num_prompt
+    if room < 1:
+        raise request.invalid(
+            "prompt", f"{num_prompt} tokens leave no room in the model's context of {max_context_tokens}"
+        )
+    if request.max_tokens is not None and request.max_tokens > room:
+        raise request.invalid(
+            "max_tokens",
+            f"{request.max_tokens} with {num_prompt} prompt tokens exceeds the model's context of {max_context_tokens}",
+        )
+    allowed = request.max_tokens or room
+    if request.min_tokens > allowed:
+        raise request.invalid(
+            "min_tokens", f"{request.min_tokens} exceeds the {allowed} tokens that the context leaves"
+        )
+    return allowed
+
+
+def _accept(choices: list[ChoiceStream], arrival: Arrival) -> pb.Delta | None:
+    if arrival.output.choice >= len(choices):
+        raise InternalError(f"the worker answered for choice {arrival.output.choice} of {len(choices)}")
+    return choices[arrival.output.choice].accept(arrival.output)
+
+
+def _first[T](*values: T | None) -> T:
+    """The first value that was said; the last one always is."""
+    return next(value for value in values if value is not None)

@@ -1,0 +1,190 @@
+"""The HTTP front: OpenAI's routes, vLLM's extras, and what operators ask.
+
+Handlers only translate: a body to a `GenerationRequest`, the pipeline's events to a response. Bodies are read raw and
+decoded by msgspec, so FastAPI neither validates nor documents them.
+"""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc.status import InternalError, InvalidArgument, Unavailable, openai_error
+from moonshard.serving.gateway import openai_requests as requests
+from moonshard.serving.gateway.disconnect import until_disconnect
+from moonshard.serving.gateway.edge import (
+    Edge,
+    add_error_handlers,
+    error_response,
+    json_response,
+    read_body,
+    visible_id,
+)
+from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S, EventStream
+from moonshard.serving.gateway.generation import Gateway
+from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.openai_responses import (
+    DONE,
+    ChatFormat,
+    Chunks,
+    CompletionFormat,
+    Envelope,
+    Format,
+    Whole,
+    error_event,
+)
+from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt
+
+READY_RETRY_AFTER_S = 1.0
+_CHAT = msgspec.json.Decoder(requests.ChatBody)
+_COMPLETION = msgspec.json.Decoder(requests.CompletionBody)
+_TOKENIZE = msgspec.json.Decoder(requests.TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(requests.DetokenizeBody)
+
+
+class HttpFront:
+    """The routes over one gateway. `app` is what a server serves."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        metrics: GatewayMetrics,
+        *,
+        version: str,
+        max_body_bytes: int,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        self._gateway = gateway
+        self._metrics = metrics
+        self._version = version
+        self._max_body_bytes = max_body_bytes
+        self._keep_alive_s = keep_alive_s
+        self._created = int(time.time())
+        routes = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._complete),
+            "/v1/models": ("GET", self._models),
+            "/v1/models/{name:path}": ("GET", self._model),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._prometheus),
+            "/version": ("GET", self._show_version),
+        }
+        fastapi = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        for path, (method, handler) in routes.items():
+            fastapi.add_api_route(path, handler, methods=[method])
+        add_error_handlers(fastapi)
+        self.app: ASGIApp = Edge(fastapi, metrics, frozenset(routes))
+
+    async def _chat(self, request: Request) -> Response:
+        received_ns = time.perf_counter_ns()
+        body = requests.decode(_CHAT, await read_body(request, self._max_body_bytes))
+        asked = requests.chat_request(body, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
+        return await self._respond(request, body, asked, ChatFormat(self._gateway.model.tokenizer))
+
+    async def _complete(self, request: Request) -> Response:
+        received_ns = time.perf_counter_ns()
+        body = requests.decode(_COMPLETION, await read_body(request, self._max_body_bytes))
+        asked = requests.completion_request(body, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
+        return await self._respond(request, body, asked, CompletionFormat(self._gateway.model.tokenizer))
+
+    async def _respond(
+        self, request: Request, body: requests.GenerationBody, asked: GenerationRequest, form: Format
+    ) -> Response:
+        limits = self._gateway.pool.limits
+        envelope = Envelope(
+            id=asked.request_id,
+            model=self._gateway.model.name,
+            fingerprint="" if limits is None else limits.fingerprint,
+            has_logprobs=asked.num_logprobs is not None,
+            has_token_ids=bool(body.return_token_ids),
+            has_usage=body.is_usage_streamed,
+        )
+        if body.stream:
+            return EventStream(
+                self._events(asked, Chunks(envelope, form)),
+                error_event=lambda error: error_event(openai_error(error)),
+                keep_alive_s=self._keep_alive_s,
+            )
+        whole = await until_disconnect(request.receive, self._whole(asked, Whole(envelope, form)))
+        return Response(whole, media_type="application/json")
+
+    async def _events(self, asked: GenerationRequest, chunks: Chunks) -> AsyncGenerator[bytes]:
+        async with aclosing(self._gateway.generate(asked)) as events:
+            async for event in events:
+                if isinstance(event, pb.Delta):
+                    yield chunks.delta(event)
+                elif isinstance(event, pb.TokenIds):
+                    chunks.set_prompt(event)
+                else:
+                    yield chunks.usage(event.usage) + DONE
+
+    async def _whole(self, asked: GenerationRequest, whole: Whole) -> bytes:
+        async with aclosing(self._gateway.generate(asked)) as events:
+            async for event in events:
+                if isinstance(event, pb.Summary):
+                    return whole.body(event.usage)
+                whole.add(event)
+        raise InternalError("the pipeline ended without a summary")
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = requests.decode(_TOKENIZE, await read_body(request, self._max_body_bytes))
+        self._gateway.model.check_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidArgument("give either prompt or messages", field="prompt")
+        if body.messages is None:
+            prompt, spelling = TextPrompt(body.prompt or ""), {}
+        else:
+            kwargs = body.chat_template_kwargs or {}
+            prompt, spelling = ChatPrompt(requests.chat_messages(body.messages), kwargs), {"prompt": "messages"}
+        asked = GenerationRequest(request_id="", received_ns=0, prompt=prompt, spelling=spelling)
+        tokens = list(await self._gateway.model.tokenize(asked))
+        max_model_len = self._gateway.limits().max_context_tokens
+        return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = requests.decode(_DETOKENIZE, await read_body(request, self._max_body_bytes))
+        self._gateway.model.check_name(body.model)
+        return json_response({"prompt": self._gateway.model.detokenize(body.tokens, field="tokens")})
+
+    async def _models(self, _request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model_object()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._gateway.model.check_name(request.path_params["name"])
+        return json_response(self._model_object())
+
+    def _model_object(self) -> dict[str, object]:
+        limits, name = self._gateway.pool.limits, self._gateway.model.name
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "moonshard",
+            "root": name,
+            "parent": None,
+            "max_model_len": None if limits is None else limits.max_context_tokens,
+        }
+
+    async def _health(self, _request: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _ready(self, _request: Request) -> Response:
+        if self._gateway.is_ready:
+            return json_response({"status": "ready"})
+        reason = "draining" if self._gateway.is_draining else "no worker is ready"
+        return error_response(Unavailable(reason, retry_after_s=READY_RETRY_AFTER_S))
+
+    async def _prometheus(self, _request: Request) -> Response:
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _show_version(self, _request: Request) -> Response:
+        return json_response({"version": self._version})

@@ -1,0 +1,133 @@
+"""The gRPC front: the public `Inference` service on the same pipeline as HTTP.
+
+The pipeline's events are this API's messages already. Written with `context.write`, not as a generator: gRPC does not
+close the generator of a cancelled call at once, and a cancelled call must free its slot at once.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Coroutine, Mapping
+from contextlib import aclosing
+
+import grpc
+
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc import inference_pb2_grpc
+from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
+from moonshard.serving.gateway.generation import Gateway
+from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "seed"),
+)
+_SPELLING: Mapping[str, str] = {
+    **{name: f"sampling.{name}" for name in (*_SAMPLING, "logit_bias")},
+    **{name: f"stop.{name}" for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids")},
+    "num_logprobs": "logprobs",
+}
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, gateway: Gateway, *, version: str) -> None:
+        self._gateway = gateway
+        self._version = version
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        asked = generation_request(request, received_ns=time.perf_counter_ns())
+        await _answer(context, self._generate(asked, context))
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
+        return await _answer(context, self._model_info(request))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        return await _answer(context, self._tokenize(request))
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        return await _answer(context, self._detokenize(request))
+
+    async def _generate(self, asked: GenerationRequest, context: grpc.aio.ServicerContext) -> None:
+        async with aclosing(self._gateway.generate(asked)) as events:
+            async for event in events:
+                if isinstance(event, pb.Delta):
+                    await context.write(pb.GenerateResponse(delta=event))
+                elif isinstance(event, pb.TokenIds):
+                    await context.write(pb.GenerateResponse(prompt=event))
+                else:
+                    await context.write(pb.GenerateResponse(summary=event))
+
+    async def _model_info(self, request: pb.GetModelInfoRequest) -> pb.ModelInfo:
+        model, limits = self._gateway.model, self._gateway.limits()
+        model.check_name(request.model)
+        return pb.ModelInfo(
+            model=model.name,
+            max_context_tokens=limits.max_context_tokens,
+            vocab_size=limits.vocab_size,
+            stop_token_ids=sorted(model.defaults.stop_token_ids),
+            has_tokenizer=model.tokenizer is not None,
+            dtype=limits.dtype,
+            fingerprint=limits.fingerprint,
+            version=self._version,
+        )
+
+    async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        self._gateway.model.check_name(request.model)
+        prompt = ChatPrompt(_messages(request.chat)) if request.HasField("chat") else TextPrompt(request.text)
+        asked = GenerationRequest(request_id="", received_ns=0, prompt=prompt)
+        ids = await self._gateway.model.tokenize(asked)
+        return pb.TokenizeResponse(ids=ids, max_context_tokens=self._gateway.limits().max_context_tokens)
+
+    async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        self._gateway.model.check_name(request.model)
+        return pb.DetokenizeResponse(text=self._gateway.model.detokenize(request.ids, field="ids"))
+
+
+def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> GenerationRequest:
+    """Unset stays unset: defaults are filled in by the pipeline."""
+    sampling, stop = request.sampling, request.stop
+    said = {name: getattr(sampling, name) for name in _SAMPLING if sampling.HasField(name)}
+    return GenerationRequest(
+        request_id=request.request_id or secrets.token_hex(16),
+        received_ns=received_ns,
+        prompt=_prompt(request),
+        model=request.model,
+        **said,
+        logit_bias=dict(sampling.logit_bias),
+        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+        min_tokens=stop.min_tokens,
+        stop=list(stop.stop),
+        stop_token_ids=list(stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        n=request.n if request.HasField("n") else 1,
+        num_logprobs=request.logprobs if request.HasField("logprobs") else None,
+        spelling=_SPELLING,
+    )
+
+
+def _prompt(request: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPrompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "chat":
+            return ChatPrompt(_messages(request.chat))
+        case _:  # no prompt at all is an empty one
+            return TokenPrompt(list(request.tokens.ids))
+
+
+def _messages(chat: pb.ChatPrompt) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+async def _answer[T](context: grpc.aio.ServicerContext, work: Coroutine[None, None, T]) -> T:
+    """The work's result within the call's deadline; its errors as the call's status."""
+    try:
+        async with asyncio.timeout(context.time_remaining()):
+            return await work
+    except TimeoutError:
+        await abort(context, DeadlineExceeded("the call's deadline passed"))
+    except RequestError as error:
+        await abort(context, error)

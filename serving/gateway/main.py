@@ -1,0 +1,194 @@
+"""The gateway process: both fronts over one pipeline, from the first bind to the end of the drain.
+
+Ports are bound before anything else, so that a start that cannot succeed fails at once. SIGTERM and SIGINT drain: first
+everyone who asks is told (`/ready`, gRPC health), then running requests finish, then the fronts close.
+"""
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Protocol
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from moonshard.rpc.inference_pb2_grpc import add_InferenceServicer_to_server
+from moonshard.rpc.server import BoundServer, PortInUse, build_server
+from moonshard.rpc.status import Unavailable
+from moonshard.serving.config import Config, GatewayConfig
+from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S
+from moonshard.serving.gateway.generation import DRAINING_RETRY_AFTER_S, Gateway
+from moonshard.serving.gateway.http import HttpFront
+from moonshard.serving.gateway.inference_service import SERVICE_NAME, InferenceService
+from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.model import load_served_model
+from moonshard.serving.gateway.pool import LinkPool
+from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
+
+CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
+BACKLOG = 2048
+
+
+class Status(Protocol):
+    """How far the process is, told to whoever started it."""
+
+    def __call__(self, event: str, fields: Mapping[str, object], /) -> None: ...
+
+
+class UnsignalledServer(uvicorn.Server):
+    """uvicorn, leaving signals to the process: it would close at once instead of draining."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningGateway:
+    """A gateway that answers on both fronts."""
+
+    gateway: Gateway
+    grpc_server: BoundServer
+    http: str  # base URL
+    grpc: str  # host:port
+
+
+async def run_gateway(config: Config, *, status: Status) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. PortInUse, OSError or the model folder's errors if it cannot."""
+    stopped = asyncio.Event()
+    async with serving(config) as running:
+        with _set_on_signal(stopped):
+            status("listening", {"http": running.http, "grpc": running.grpc})
+            health = asyncio.create_task(_follow_readiness(running, status))
+            await stopped.wait()
+            health.cancel()
+            await asyncio.gather(health, return_exceptions=True)
+            await drain(running, config.gateway.drain_timeout_s)
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> AsyncIterator[RunningGateway]:
+    """Both fronts and the links to the workers, up inside the block."""
+    with contextlib.closing(bind_http(config.gateway.host, config.gateway.port)) as listener:
+        model = load_served_model(config.model.path, config.model.name)
+        metrics = GatewayMetrics(model.name)
+        pool = LinkPool(worker_addresses(config), on_load=StepObserver(metrics))
+        metrics.registry.register(WorkerCollector(pool, model.name))
+        gateway = Gateway(model, pool, metrics, max_queued_requests=config.gateway.max_queued_requests)
+        front = HttpFront(
+            gateway,
+            metrics,
+            version=version("moonshard"),
+            max_body_bytes=config.gateway.max_body_bytes,
+            keep_alive_s=keep_alive_s,
+        )
+        grpc_server = _grpc_server(config.gateway, gateway)
+        host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
+        async with pool.running(), _serving_grpc(grpc_server), _serving_http(front.app, listener):
+            yield RunningGateway(
+                gateway=gateway,
+                grpc_server=grpc_server,
+                http=f"http://{host}:{listener.getsockname()[1]}",
+                grpc=f"{host}:{grpc_server.port}",
+            )
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """A listening socket. PortInUse, or OSError for a host that is not this machine's."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(host, port) from error
+        raise
+
+
+def worker_addresses(config: Config) -> tuple[str, ...]:
+    return config.gateway.workers or (f"{config.worker.host}:{config.worker.port}",)
+
+
+async def drain(running: RunningGateway, timeout_s: float) -> None:
+    """No new requests; the running ones finish, or end with Unavailable when the time is over."""
+    gateway = running.gateway
+    gateway.is_draining = True
+    await running.grpc_server.set_serving(False)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(gateway.wait_idle(), timeout_s)
+        return
+    gateway.pool.fail_all(Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S))
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(gateway.wait_idle(), CLOSE_TIMEOUT_S)
+
+
+async def _follow_readiness(running: RunningGateway, status: Status) -> None:
+    """gRPC health says what `/ready` says; `ready` is reported the first time."""
+    pool = running.gateway.pool
+    await pool.wait_ready()
+    await running.grpc_server.set_serving(True)
+    status("ready", {})
+    while True:
+        await pool.wait_not_ready()
+        await running.grpc_server.set_serving(False)
+        await pool.wait_ready()
+        await running.grpc_server.set_serving(True)
+
+
+@contextlib.contextmanager
+def _set_on_signal(event: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, event.set)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def _grpc_server(config: GatewayConfig, gateway: Gateway) -> BoundServer:
+    service = InferenceService(gateway, version=version("moonshard"))
+    return build_server(
+        host=config.host,
+        port=config.grpc_port,
+        add_servicers=[lambda server: add_InferenceServicer_to_server(service, server)],
+        service_names=[SERVICE_NAME],
+        max_message_bytes=config.max_body_bytes,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _serving_grpc(server: BoundServer) -> AsyncIterator[None]:
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(CLOSE_TIMEOUT_S)
+
+
+@contextlib.asynccontextmanager
+async def _serving_http(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
+    )
+    server = UnsignalledServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving

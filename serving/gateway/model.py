@@ -1,0 +1,92 @@
+"""What the gateway itself knows of the model: its name, tokenizer, chat template and generation defaults.
+
+Read from the model's folder once, at start. Vocabulary and context are the workers' to say (`pool.ModelLimits`): they
+hold the weights. Texts become tokens here and nowhere else.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonshard.models.generation import GenerationDefaults, load_generation_defaults
+from moonshard.models.tokenizer import TextError, TokenIdError, Tokenizer, load_tokenizer
+from moonshard.rpc.status import InvalidArgument, NotFound
+from moonshard.serving.chat import ChatTemplate, TemplateError, load_chat_template
+from moonshard.serving.detokenizer import Detokenizer
+from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+
+LONG_TEXT_CHARS = 20_000  # from here on tokenising would hold up every other request's tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A model's folder as the gateway sees it. Tokenizer and template are None where the folder has none."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    defaults: GenerationDefaults
+
+    def check_name(self, name: str) -> None:
+        """NotFound unless the client means this model; an empty name means the one there is."""
+        if name not in ("", self.name):
+            raise NotFound(f"the model {name!r} does not exist; this server has {self.name!r}", field="model")
+
+    async def tokenize(self, request: GenerationRequest) -> Sequence[int]:
+        """The prompt's token ids. Long texts are tokenised in a thread. InvalidArgument where there is no way to."""
+        match request.prompt:
+            case TokenPrompt(token_ids):
+                return token_ids
+            case TextPrompt(text):
+                num_chars = len(text)
+            case ChatPrompt(messages):
+                num_chars = sum(len(message["content"]) for message in messages)
+        if num_chars > LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self._encode, request)
+        return self._encode(request)
+
+    def detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            skip_special=request.skip_special_tokens,
+            stop=tuple(request.stop),
+            min_tokens=request.min_tokens,
+        )
+
+    def detokenize(self, token_ids: Sequence[int], *, field: str) -> str:
+        """The text of token ids, specials left out. InvalidArgument naming `field`."""
+        if self.tokenizer is None:
+            raise InvalidArgument(f"{field}: the model has no tokenizer", field=field)
+        try:
+            return self.tokenizer.decode(token_ids)
+        except TokenIdError as error:
+            raise InvalidArgument(f"{field}: {error}", field=field) from error
+
+    def _encode(self, request: GenerationRequest) -> Sequence[int]:
+        if self.tokenizer is None:
+            raise request.invalid("prompt", "the model has no tokenizer: send token ids")
+        try:
+            match request.prompt:
+                case ChatPrompt(messages, template_kwargs):
+                    if self.template is None:
+                        raise request.invalid("prompt", "the model has no chat template")
+                    return self.template.encode_chat(self.tokenizer, messages, template_kwargs=template_kwargs)
+                case TextPrompt(text):
+                    return self.tokenizer.encode(text)
+                case TokenPrompt(token_ids):
+                    return token_ids
+        except (TemplateError, TextError) as error:
+            raise request.invalid("prompt", str(error)) from error
+
+
+def load_served_model(path: Path, name: str) -> ServedModel:
+    """Errors are those of the files: they end the start."""
+    return ServedModel(
+        name=name,
+        tokenizer=load_tokenizer(path),
+        template=load_chat_template(path),
+        defaults=load_generation_defaults(path),
+    )

@@ -1,0 +1,220 @@
+"""The pipeline's events as OpenAI's response objects: whole ones and stream chunks, of chats and of completions.
+
+A chunk's constant part is encoded once per request and only the choice per token. `stop_reason`, `token_ids` and
+`prompt_token_ids` are vLLM's additions.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from moonshard.models.tokenizer import Tokenizer
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.serving.gateway.openai_logprobs import chat_logprobs, completion_logprobs
+
+DONE = b"data: [DONE]\n\n"
+FINGERPRINT_CHARS = 12
+
+_FINISH_REASONS = {
+    pb.FINISH_REASON_UNSPECIFIED: None,
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+}
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Envelope:
+    """What every object of one response repeats, and what the client wanted to see."""
+
+    id: str
+    model: str
+    fingerprint: str
+    has_logprobs: bool
+    has_token_ids: bool
+    has_usage: bool = False  # streams only
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, kind: str) -> dict[str, object]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"fp_{self.fingerprint[:FINGERPRINT_CHARS]}",
+        }
+
+
+class Format(Protocol):
+    """Where chats and completions differ."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def chunk_kind(self) -> str: ...
+
+    def choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]:
+        """A whole choice."""
+        ...
+
+    def chunk_choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]: ...
+
+    def opening(self, index: int) -> dict[str, object] | None:
+        """What a stream says of a choice before its first token."""
+        ...
+
+    def logprobs(self, positions: Sequence[pb.PositionLogprobs], offset: int) -> dict: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    tokenizer: Tokenizer | None
+    kind: str = "chat.completion"
+    chunk_kind: str = "chat.completion.chunk"
+
+    def choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"index": delta.choice, "message": message, "logprobs": logprobs, **_finish(delta)}
+
+    def chunk_choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]:
+        return {"index": delta.choice, "delta": {"content": delta.text}, "logprobs": logprobs, **_finish(delta)}
+
+    def opening(self, index: int) -> dict[str, object] | None:
+        return {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+    def logprobs(self, positions: Sequence[pb.PositionLogprobs], offset: int) -> dict:
+        return chat_logprobs(self.tokenizer, positions)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionFormat:
+    tokenizer: Tokenizer | None
+    kind: str = "text_completion"
+    chunk_kind: str = "text_completion"
+
+    def choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]:
+        return {"index": delta.choice, "text": delta.text, "logprobs": logprobs, **_finish(delta)}
+
+    def chunk_choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]:
+        return self.choice(delta, logprobs)
+
+    def opening(self, index: int) -> dict[str, object] | None:
+        return None
+
+    def logprobs(self, positions: Sequence[pb.PositionLogprobs], offset: int) -> dict:
+        return completion_logprobs(self.tokenizer, positions, offset)
+
+
+class Whole:
+    """Collects the events of one request into one response object."""
+
+    def __init__(self, envelope: Envelope, form: Format) -> None:
+        self._envelope = envelope
+        self._form = form
+        self._prompt: Sequence[int] = ()
+        self._deltas: dict[int, list[pb.Delta]] = {}
+
+    def add(self, event: pb.TokenIds | pb.Delta) -> None:
+        if isinstance(event, pb.TokenIds):
+            self._prompt = event.ids
+        else:
+            self._deltas.setdefault(event.choice, []).append(event)
+
+    def body(self, usage: pb.Usage) -> bytes:
+        body = self._envelope.head(self._form.kind)
+        body["choices"] = [self._choice(self._deltas[index]) for index in sorted(self._deltas)]
+        body["usage"] = usage_object(usage)
+        if self._envelope.has_token_ids:
+            body["prompt_token_ids"] = list(self._prompt)
+        return _encoder.encode(body)
+
+    def _choice(self, deltas: list[pb.Delta]) -> dict[str, object]:
+        whole = pb.Delta(text="".join(delta.text for delta in deltas))
+        for delta in deltas:
+            delta.ClearField("text")
+            whole.MergeFrom(delta)  # scalars: the last one said; token ids and log-probabilities: joined
+        logprobs = self._form.logprobs(whole.logprobs, 0) if self._envelope.has_logprobs else None
+        choice = self._form.choice(whole, logprobs)
+        return choice | {"token_ids": list(whole.token_ids)} if self._envelope.has_token_ids else choice
+
+
+class Chunks:
+    """Turns the events of one request into server-sent events."""
+
+    def __init__(self, envelope: Envelope, form: Format) -> None:
+        self._envelope = envelope
+        self._form = form
+        head = _encoder.encode(envelope.head(form.chunk_kind))
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if envelope.has_usage else b"]}\n\n"
+        self._first_tail = self._tail
+        self._opened: set[int] = set()
+        self._offsets: dict[int, int] = {}
+
+    def set_prompt(self, prompt: pb.TokenIds) -> None:
+        """The first chunk will say it, where it was asked for."""
+        if self._envelope.has_token_ids:
+            self._first_tail = b'],"prompt_token_ids":' + _encoder.encode(list(prompt.ids)) + self._tail[1:]
+
+    def delta(self, delta: pb.Delta) -> bytes:
+        choice = self._form.chunk_choice(delta, self._logprobs(delta))
+        if self._envelope.has_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        chunk = self._chunk(choice) if delta.choice in self._opened else self._first_chunks(delta.choice, choice)
+        return chunk
+
+    def usage(self, usage: pb.Usage) -> bytes:
+        """The last chunk; empty where usage was not asked for."""
+        if not self._envelope.has_usage:
+            return b""
+        return self._head + b'],"usage":' + _encoder.encode(usage_object(usage)) + b"}\n\n"
+
+    def _chunk(self, choice: dict[str, object]) -> bytes:
+        tail, self._first_tail = self._first_tail, self._tail
+        return self._head + _encoder.encode(choice) + tail
+
+    def _first_chunks(self, index: int, choice: dict[str, object]) -> bytes:
+        self._opened.add(index)
+        opening = self._form.opening(index)
+        return (b"" if opening is None else self._chunk(opening)) + self._chunk(choice)
+
+    def _logprobs(self, delta: pb.Delta) -> dict | None:
+        if not self._envelope.has_logprobs:
+            return None
+        offset = self._offsets.get(delta.choice, 0)
+        logprobs = self._form.logprobs(delta.logprobs, offset)
+        if "tokens" in logprobs:
+            self._offsets[delta.choice] = offset + sum(map(len, logprobs["tokens"]))
+        return logprobs
+
+
+def usage_object(usage: pb.Usage) -> dict[str, object]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def error_event(body: dict) -> bytes:
+    """An error after the stream began: the status line is gone."""
+    return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+def _finish(delta: pb.Delta) -> dict[str, object]:
+    stop_reason: int | str | None = None
+    if delta.HasField("stop_string"):
+        stop_reason = delta.stop_string
+    elif delta.HasField("stop_token_id"):
+        stop_reason = delta.stop_token_id
+    return {"finish_reason": _FINISH_REASONS[delta.finish_reason], "stop_reason": stop_reason}

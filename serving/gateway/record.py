@@ -1,0 +1,94 @@
+"""The account of one request: what it used and when, and from it the metrics.
+
+Made when the request is sent to a worker; a context manager, so that tokens of a request that was cut short are counted
+too (a client that leaves has still used them).
+"""
+
+from types import TracebackType
+
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc import link_pb2
+from moonshard.serving.gateway.links import Arrival
+from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.stamps import Stamps
+
+_FINISH_NAMES = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_PHASES = ("gateway_queue", "first_token", "decode", "finish")
+
+
+class RequestRecord:
+    """Observes under the worker that got the request. `with` it around the request's time on that worker."""
+
+    def __init__(self, metrics: GatewayMetrics, run: link_pb2.Run, stamps: Stamps, worker_index: int) -> None:
+        self._metrics = metrics
+        self._labels = (metrics.model_name, str(worker_index))
+        self._run = run
+        self.stamps = stamps
+        self._num_prompt = len(run.prompt_tokens)
+        self._num_cached = 0
+        self._num_ended = 0
+        self._num_tokens = [0] * run.n
+        self._last_arrival_ns = [0] * run.n
+        self._num_dropped = 0
+
+    def __enter__(self) -> "RequestRecord":
+        return self
+
+    def __exit__(self, *_how: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._num_ended < self._run.n:
+            self._metrics.finished_choices.labels(*self._labels, "abort").inc(self._run.n - self._num_ended)
+        self._metrics.dropped_tokens.labels(*self._labels).inc(self._num_dropped)
+
+    def arrived(self, arrival: Arrival, delta: pb.Delta | None) -> None:
+        """A step's output, and what of it the client is told (None: nothing)."""
+        output = arrival.output
+        is_first = not self.stamps.first_arrival_ns
+        self.stamps.arrived(arrival.arrived_ns, output)
+        self._num_cached = min(self._num_prompt, max(self._num_cached, output.cached_tokens))
+        self._num_dropped += len(output.token_ids) - (0 if delta is None else len(delta.token_ids))
+        if is_first:
+            self._count_prompt()
+        if delta is not None:
+            self._count_delta(delta, arrival.arrived_ns)
+
+    def first_token(self) -> None:
+        self._metrics.ttft_s.labels(*self._labels).observe(self.stamps.ttft_s())
+
+    def finished(self, timing: pb.Timing) -> None:
+        """All choices have ended: the whole request's durations and sizes."""
+        metrics, labels, run = self._metrics, self._labels, self._run
+        num_tokens = sum(self._num_tokens)
+        metrics.e2e_s.labels(*labels).observe(timing.e2e_ms / 1e3)
+        metrics.queue_s.labels(*labels).observe(timing.worker_queue_ms / 1e3)
+        metrics.prefill_s.labels(*labels).observe(timing.worker_prefill_ms / 1e3)
+        metrics.decode_s.labels(*labels).observe(timing.worker_decode_ms / 1e3)
+        metrics.inference_s.labels(*labels).observe((timing.worker_prefill_ms + timing.worker_decode_ms) / 1e3)
+        metrics.request_prompt_tokens.labels(*labels).observe(self._num_prompt)
+        metrics.request_generation_tokens.labels(*labels).observe(num_tokens)
+        metrics.params_n.labels(*labels).observe(run.n)
+        metrics.params_max_tokens.labels(*labels).observe(run.max_tokens)
+        longest = max(self._num_tokens)
+        if longest > 1:
+            metrics.time_per_output_token_s.labels(*labels).observe(timing.decode_ms / 1e3 / (longest - 1))
+        for phase in _PHASES:
+            metrics.phase_s.labels(*labels, phase).observe(getattr(timing, f"{phase}_ms") / 1e3)
+
+    def usage(self) -> pb.Usage:
+        return pb.Usage(
+            prompt_tokens=self._num_prompt, completion_tokens=sum(self._num_tokens), cached_tokens=self._num_cached
+        )
+
+    def _count_prompt(self) -> None:
+        self._metrics.prompt_tokens.labels(*self._labels).inc(self._num_prompt)
+        self._metrics.prefix_queries_tokens.labels(*self._labels).inc(self._num_prompt)
+        self._metrics.prefix_hits_tokens.labels(*self._labels).inc(self._num_cached)
+
+    def _count_delta(self, delta: pb.Delta, arrived_ns: int) -> None:
+        self._num_tokens[delta.choice] += len(delta.token_ids)
+        self._metrics.generation_tokens.labels(*self._labels).inc(len(delta.token_ids))
+        if previous_ns := self._last_arrival_ns[delta.choice]:
+            self._metrics.inter_token_s.labels(*self._labels).observe((arrived_ns - previous_ns) / 1e9)
+        self._last_arrival_ns[delta.choice] = arrived_ns
+        if delta.finish_reason in _FINISH_NAMES:
+            self._num_ended += 1
+            self._metrics.finished_choices.labels(*self._labels, _FINISH_NAMES[delta.finish_reason]).inc()

@@ -1,0 +1,128 @@
+"""What the workers report of themselves, as metrics: read from the last message of each at the moment of a scrape.
+
+Counters are the worker's own, since its start: a restart shows as a counter reset, which Prometheus expects.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonshard.rpc.link_pb2 import WorkerLoad
+from moonshard.serving.gateway.links import WorkerLink
+from moonshard.serving.gateway.metrics import LABELS, GatewayMetrics
+from moonshard.serving.gateway.pool import LinkPool
+
+_COUNTERS: dict[str, Callable[[WorkerLoad], int]] = {
+    "compilations": lambda load: load.num_compilations,
+    "compilations_while_serving": lambda load: load.num_compilations_while_serving,
+    "preemptions": lambda load: load.num_preemptions,
+    "prefill_steps": lambda load: load.num_prefill_steps,
+    "decode_steps": lambda load: load.num_decode_steps,
+    "prefill_tokens": lambda load: load.prefill_tokens,
+    "decode_tokens": lambda load: load.decode_tokens,
+    "wasted_tokens": lambda load: load.wasted_tokens,
+    "overlapped_steps": lambda load: load.overlapped_steps,
+}
+_GAUGES: dict[str, Callable[[WorkerLoad], int]] = {
+    "running_requests": lambda load: load.num_running,
+    "waiting_requests": lambda load: load.num_waiting,
+    "queued_tokens": lambda load: load.queued_tokens,
+    "active_tokens": lambda load: load.active_tokens,
+    "peak_memory_bytes": lambda load: load.peak_memory_bytes,
+    "draining": lambda load: load.draining,
+}
+
+
+class WorkerCollector(Collector):
+    """One sample per worker (label `worker`, its address), and vLLM's names for what has one."""
+
+    def __init__(self, pool: LinkPool, model_name: str) -> None:
+        self._pool = pool
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        links = self._pool.links
+        for name, value in _COUNTERS.items():
+            yield self._by_worker(CounterMetricFamily, name, ((link, value(link.last_load)) for link in links))
+        for name, value in _GAUGES.items():
+            yield self._by_worker(GaugeMetricFamily, name, ((link, value(link.last_load)) for link in links))
+        yield self._by_worker(GaugeMetricFamily, "worker_up", ((link, link.session is not None) for link in links))
+        yield self._by_worker(CounterMetricFamily, "worker_restarts", ((link, link.num_restarts) for link in links))
+        reserved = ((link, self._pool.in_flight_tokens(link.address)) for link in links)
+        yield self._by_worker(GaugeMetricFamily, "reserved_tokens", reserved)
+        yield from self._blocks()
+        yield from self._start_times()
+        yield from self._vllm()
+
+    def _by_worker(
+        self,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        samples: Iterable[tuple[WorkerLink, float]],
+    ) -> Metric:
+        metric = family(f"moonshard_{name}", f"{name.replace('_', ' ').capitalize()}, per worker.", labels=("worker",))
+        for link, value in samples:
+            metric.add_metric((link.address,), value)
+        return metric
+
+    def _blocks(self) -> Iterator[Metric]:
+        labels = ("worker", "partition")
+        free = GaugeMetricFamily("moonshard_free_blocks", "KV blocks that nothing holds.", labels=labels)
+        used = GaugeMetricFamily("moonshard_used_blocks", "KV blocks that requests hold.", labels=labels)
+        for link in self._pool.links:
+            for partition, num_free in enumerate(link.last_load.free_blocks):
+                free.add_metric((link.address, str(partition)), num_free)
+                used.add_metric((link.address, str(partition)), link.num_blocks - num_free)
+        yield from (free, used)
+
+    def _start_times(self) -> Iterator[Metric]:
+        seconds = GaugeMetricFamily(
+            "moonshard_worker_start_seconds", "How long a worker's start took.", labels=("worker", "phase")
+        )
+        for link in self._pool.links:
+            if link.session is not None:
+                seconds.add_metric((link.address, "load"), link.session.welcome.load_s)
+                seconds.add_metric((link.address, "compile"), link.session.welcome.compile_s)
+        yield seconds
+
+    def _vllm(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in the batch.", labels=LABELS)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests in the queue.", labels=LABELS)
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=LABELS)
+        preemptions = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=LABELS)
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV cache's shape.", labels=(*LABELS, "block_size", "num_gpu_blocks")
+        )
+        for index, link in enumerate(self._pool.links):
+            labels, load = (self._model_name, str(index)), link.last_load
+            running.add_metric(labels, load.num_running)
+            waiting.add_metric(labels, load.num_waiting)
+            usage.add_metric(labels, _kv_usage(link))
+            preemptions.add_metric(labels, load.num_preemptions)
+            if link.session is not None:
+                welcome = link.session.welcome
+                shape = (str(welcome.block_size), str(welcome.num_blocks * welcome.num_partitions))
+                cache.add_metric((*labels, *shape), 1)
+        yield from (running, waiting, usage, preemptions, cache)
+
+
+@dataclass(slots=True)
+class StepObserver:
+    """Tokens computed between two messages of a worker: one step's, since each step sends one."""
+
+    metrics: GatewayMetrics
+    seen: dict[int, int] = field(default_factory=dict)  # by worker
+
+    def __call__(self, worker_index: int, load: WorkerLoad) -> None:
+        num_tokens = load.prefill_tokens + load.decode_tokens
+        num_new = num_tokens - self.seen.get(worker_index, 0)
+        self.seen[worker_index] = num_tokens
+        if num_new > 0:  # nothing new: a heartbeat; fewer: the worker was restarted
+            self.metrics.step_tokens.labels(self.metrics.model_name, str(worker_index)).observe(num_new)
+
+
+def _kv_usage(link: WorkerLink) -> float:
+    num_blocks = link.num_blocks * len(link.last_load.free_blocks)
+    return 1 - sum(link.last_load.free_blocks) / num_blocks if num_blocks else 0.0

@@ -1,0 +1,158 @@
+"""Workers that go, come back, differ or are full."""
+
+import asyncio
+import logging
+import re
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx
+import pytest
+
+from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.status import Unavailable
+from moonshard.serving.config import GatewayConfig
+from moonshard.serving.gateway.main import RunningGateway, serving
+from tests.serving.gateway import fake_worker
+from tests.serving.gateway.conftest import make_config
+from tests.serving.gateway.fake_worker import FakeWorker
+from tests.serving.gateway.sse import decoded
+
+ASKED = {"model": "kimi", "prompt": [1, 2], "max_tokens": 4}
+
+
+@asynccontextmanager
+async def gateway_over(config: GatewayConfig, path, *workers: FakeWorker):
+    """A gateway over several workers."""
+    async with AsyncExitStack() as stack:
+        ports = [await stack.enter_async_context(fake_worker.serving(worker)) for worker in workers]
+        made = make_config(config, path, [f"127.0.0.1:{port}" for port in ports])
+        running = await stack.enter_async_context(serving(made))
+        await running.gateway.pool.wait_ready()
+        yield running
+
+
+async def test_losing_a_worker_ends_its_requests_as_unavailable(
+    http: httpx.AsyncClient, grpc_client: AsyncClient, worker: FakeWorker
+):
+    worker.script.may_step.clear()
+    whole = asyncio.create_task(http.post("/v1/completions", json=ASKED))
+    call = asyncio.create_task(grpc_client.generate([1, 2]))
+    await worker.seen(2)
+    worker.drop_link()
+    answer = await whole
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    with pytest.raises(Unavailable) as caught:
+        await call
+    assert caught.value.retry_after_s == 1
+
+
+async def test_losing_a_worker_in_a_stream_is_an_error_event(http: httpx.AsyncClient, worker: FakeWorker):
+    worker.script.max_tokens_sent = 2
+    async with http.stream("POST", "/v1/completions", json=ASKED | {"stream": True}) as response:
+        blocks = response.aiter_text()
+        text = await anext(blocks)
+        worker.drop_link()
+        text += "".join([block async for block in blocks])
+    events = decoded(text.split("\n\n")[:-1])
+    assert events[-1]["error"]["code"] == "service_unavailable"
+    assert "[DONE]" not in text
+
+
+async def test_a_worker_that_comes_back_is_used_again_and_its_restart_counted(
+    http: httpx.AsyncClient, running: RunningGateway, worker: FakeWorker
+):
+    pool = running.gateway.pool
+    worker.welcome.epoch = b"n" * 16
+    worker.drop_link()
+    await asyncio.wait_for(pool.wait_not_ready(), 5)
+    await asyncio.wait_for(pool.wait_ready(), 5)
+    assert (await http.post("/v1/completions", json=ASKED)).status_code == 200
+    assert worker.num_links == 2
+    assert pool.links[0].num_restarts == 1
+
+
+async def test_without_a_worker_the_gateway_lives_and_is_not_ready(gateway_config: GatewayConfig, kimi_folder):
+    config = make_config(gateway_config, kimi_folder, ["127.0.0.1:1"])
+    async with serving(config) as running, httpx.AsyncClient(base_url=running.http, trust_env=False) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        refused = await client.post("/v1/completions", json=ASKED)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert (await client.post("/v1/completions", json=ASKED | {"model": "other"})).status_code == 404
+
+
+async def test_a_draining_worker_gets_no_requests(http: httpx.AsyncClient, running: RunningGateway, worker: FakeWorker):
+    worker.send_load(draining=True)
+    await asyncio.wait_for(running.gateway.pool.wait_not_ready(), 5)
+    assert (await http.get("/ready")).status_code == 503
+    assert (await http.post("/v1/completions", json=ASKED)).status_code == 503
+    assert worker.runs == []
+
+
+async def test_a_burst_is_shared_between_workers(gateway_config: GatewayConfig, kimi_folder):
+    workers = FakeWorker(), FakeWorker(epoch=b"2" * 16)
+    async with gateway_over(gateway_config, kimi_folder, *workers) as running:
+        await wait_for_links(running, 2)
+        for worker in workers:
+            worker.script.may_step.clear()
+        async with AsyncClient(running.grpc) as client:
+            calls = [asyncio.create_task(client.generate([i], max_tokens=10)) for i in range(10)]
+            await asyncio.wait_for(asyncio.gather(*(worker.seen(5) for worker in workers)), 5)
+            for worker in workers:
+                worker.script.may_step.set()
+            await asyncio.gather(*calls)
+        assert [running.gateway.pool.in_flight_tokens(link.address) for link in running.gateway.pool.links] == [0, 0]
+
+
+async def wait_for_links(running: RunningGateway, num_links: int) -> None:
+    """As an operator would see it."""
+    async with asyncio.timeout(5), httpx.AsyncClient(base_url=running.http, trust_env=False) as client:
+        while len(re.findall(r"moonshard_worker_up\{.*\} 1.0", (await client.get("/metrics")).text)) < num_links:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"fingerprint": "0" * 64}, "fingerprint"),
+        ({"vocab_size": 7}, "vocab_size"),
+        ({"protocol_version": 9}, "protocol version 9"),
+    ],
+)
+async def test_a_worker_that_does_not_fit_is_logged_and_not_routed_to(
+    gateway_config: GatewayConfig, kimi_folder, change: dict, named: str
+):
+    good, odd = FakeWorker(), FakeWorker(epoch=b"2" * 16)
+    logged = asyncio.Event()
+
+    class Watcher(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if named in record.getMessage():
+                logged.set()
+
+    logger = logging.getLogger("moonshard.serving.gateway.links")
+    watcher = Watcher()
+    logger.addHandler(watcher)
+    try:
+        for name, value in change.items():
+            setattr(odd.welcome, name, value)
+        async with fake_worker.serving(good) as port, fake_worker.serving(odd) as odd_port:
+            addresses = [f"127.0.0.1:{port}", f"127.0.0.1:{odd_port}"]
+            async with serving(make_config(gateway_config, kimi_folder, addresses)) as running:
+                await asyncio.wait_for(asyncio.gather(logged.wait(), running.gateway.pool.wait_ready()), 5)
+                assert sum(link.session is not None for link in running.gateway.pool.links) == 1
+    finally:
+        logger.removeHandler(watcher)
+
+
+@pytest.mark.parametrize("gateway_config", [GatewayConfig(port=0, grpc_port=0, max_queued_requests=2)])
+async def test_more_than_the_queue_holds_is_refused_before_any_work(http: httpx.AsyncClient, worker: FakeWorker):
+    worker.script.may_step.clear()
+    waiting = [asyncio.create_task(http.post("/v1/completions", json=ASKED)) for _ in range(2)]
+    await worker.seen(2)
+    refused = await http.post("/v1/completions", json=ASKED)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert len(worker.runs) == 2
+    worker.script.may_step.set()
+    assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
+    assert (await http.post("/v1/completions", json=ASKED)).status_code == 200

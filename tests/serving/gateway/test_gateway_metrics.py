@@ -1,0 +1,105 @@
+"""What /metrics says after a scripted run."""
+
+import math
+from collections.abc import Iterator
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from moonshard.rpc.client import AsyncClient
+from moonshard.serving.gateway.main import RunningGateway
+from tests.serving.gateway.fake_worker import NUM_BLOCKS, FakeWorker
+
+ASKED = {"model": "kimi", "prompt": [1, 2, 3], "max_tokens": 6}
+# vLLM's names as boards and autoscalers spell them.
+VLLM_NAMES = {
+    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"),
+    *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total"),
+    *("vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
+    *("vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket"),
+    *("vllm:request_time_per_output_token_seconds_bucket", "vllm:e2e_request_latency_seconds_bucket"),
+    *("vllm:request_queue_time_seconds_bucket", "vllm:request_prefill_time_seconds_bucket"),
+    *("vllm:request_decode_time_seconds_bucket", "vllm:request_inference_time_seconds_bucket"),
+    *("vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket"),
+    *("vllm:request_params_n_bucket", "vllm:request_params_max_tokens_bucket", "vllm:iteration_tokens_total_bucket"),
+}
+
+
+async def samples(http: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    """Value by (name, label values in the order of label names)."""
+    text = (await http.get("/metrics")).text
+    return dict(_flat(text))
+
+
+def _flat(text: str) -> Iterator[tuple[tuple[str, ...], float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield (sample.name, *(value for _, value in sorted(sample.labels.items()))), sample.value
+
+
+async def test_every_metric_moves_in_a_run_that_does_everything(
+    http: httpx.AsyncClient, running: RunningGateway, worker: FakeWorker
+):
+    idle = await samples(http)
+    worker.script.cached_tokens = 1
+    worker.load.num_preemptions = 2
+    worker.load.wasted_tokens = 4
+    worker.load.overlapped_steps = 5
+    worker.load.num_compilations = 6
+    worker.load.num_compilations_while_serving = 1
+    worker.load.num_waiting = 3
+    worker.load.queued_tokens = 7
+    worker.load.active_tokens = 8
+    worker.load.peak_memory_bytes = 9
+    worker.load.free_blocks[0] = 10
+    await http.post("/v1/completions", json=ASKED)
+    await http.post("/v1/completions", json=ASKED | {"n": 2, "stop_token_ids": list(range(16))[:14], "max_tokens": 50})
+    await http.post("/v1/completions", json=ASKED | {"prompt": []})
+    worker.script.next_token = lambda _choice, _last, _position: 33  # "B"
+    await http.post("/v1/completions", json=ASKED | {"stop": ["BB"], "n": 2})
+    worker.send_load(draining=True)
+    await running.gateway.pool.wait_not_ready()
+    busy = await samples(http)
+    names = {key[0] for key in busy}
+    assert names >= VLLM_NAMES
+    still = {"vllm:cache_config_info", "moonshard_worker_start_seconds", "moonshard_worker_up"}
+    never = {"moonshard_worker_restarts_total", "moonshard_reserved_tokens"}  # nothing restarted, nothing is held now
+    for name in names - still - never:
+        values = {key: value for key, value in busy.items() if key[0] == name}
+        assert any(idle.get(key) != value for key, value in values.items()), name
+
+
+async def test_counts_are_those_of_the_requests(http: httpx.AsyncClient, grpc_client: AsyncClient, worker: FakeWorker):
+    worker.script.cached_tokens = 2
+    await http.post("/v1/completions", json=ASKED)
+    await grpc_client.generate([1, 2, 3, 4], max_tokens=5, n=2)
+    found = await samples(http)
+    assert found["vllm:prompt_tokens_total", "0", "kimi"] == 3 + 4
+    assert found["vllm:generation_tokens_total", "0", "kimi"] == 6 + 10
+    assert found["vllm:prefix_cache_queries_total", "0", "kimi"] == 3 + 4
+    assert found["vllm:prefix_cache_hits_total", "0", "kimi"] == 2 + 2
+    assert found["vllm:request_success_total", "0", "length", "kimi"] == 3
+    assert found["vllm:time_to_first_token_seconds_count", "0", "kimi"] == 2
+    assert found["vllm:inter_token_latency_seconds_count", "0", "kimi"] == 5 + 2 * 4
+    assert found["moonshard_requests_total", "completed"] == 2
+    assert found["moonshard_http_requests_total", "/v1/completions", "200"] == 1
+    assert found["vllm:kv_cache_usage_perc", "0", "kimi"] == 16 / NUM_BLOCKS
+
+
+async def test_the_phases_partition_the_end_to_end_time(http: httpx.AsyncClient, grpc_client: AsyncClient):
+    timing = (await grpc_client.generate([1, 2, 3], max_tokens=20)).timing
+    assert sum(timing.phases().values()) == timing.e2e_ms
+    assert min(timing.phases().values()) >= 0
+    assert math.isclose(timing.wire_ms, timing.first_token_ms - timing.worker_queue_ms - timing.worker_prefill_ms)
+    assert timing.ttft_ms <= timing.e2e_ms
+    found = await samples(http)
+    phases = ("gateway_queue", "first_token", "decode", "finish")
+    total_s = sum(found["moonshard_request_phase_seconds_sum", "0", "kimi", phase] for phase in phases)
+    assert math.isclose(total_s, found["vllm:e2e_request_latency_seconds_sum", "0", "kimi"])
+
+
+async def test_a_client_cannot_make_up_label_values(http: httpx.AsyncClient):
+    await http.get("/made/up")
+    found = await samples(http)
+    assert found["moonshard_http_requests_total", "other", "404"] == 1
+    assert not any("made" in value for key in found for value in key)

@@ -1,0 +1,97 @@
+"""Start, signal, drain and exit of the gateway process."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.server import PortInUse
+from moonshard.serving.config import GatewayConfig
+from moonshard.serving.gateway.main import run_gateway
+from tests.serving.gateway import fake_worker
+from tests.serving.gateway.conftest import make_config
+from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
+
+ASKED = {"model": "kimi", "prompt": [1, 2], "max_tokens": 4, "return_token_ids": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """`run_gateway` as a task: signals go to this very process, where it has its handlers."""
+
+    task: asyncio.Task[int]
+    listening: Mapping[str, object]
+    http: httpx.AsyncClient
+
+    def terminate(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@asynccontextmanager
+async def process(config: GatewayConfig, path: Path, worker: FakeWorker) -> AsyncIterator[Process]:
+    events: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
+    async with fake_worker.serving(worker) as port, asyncio.timeout(30):
+        made = make_config(config, path, [f"127.0.0.1:{port}"])
+        task = asyncio.create_task(run_gateway(made, status=lambda event, fields: events.put_nowait((event, fields))))
+        name, listening = await events.get()
+        assert name == "listening"
+        assert (await events.get())[0] == "ready"
+        async with httpx.AsyncClient(base_url=str(listening["http"]), trust_env=False, timeout=20) as http:
+            yield Process(task, listening, http)
+        if not task.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert await task == 0
+
+
+async def test_a_drain_tells_first_then_finishes_what_runs_and_refuses_the_rest(
+    gateway_config: GatewayConfig, kimi_folder: Path, worker: FakeWorker
+):
+    async with process(gateway_config, kimi_folder, worker) as gateway:
+        worker.script.may_step.clear()
+        async with AsyncClient(str(gateway.listening["grpc"])) as client:
+            assert await client.health()
+            call = asyncio.create_task(client.generate([1, 2], max_tokens=4))
+            running = asyncio.create_task(gateway.http.post("/v1/completions", json=ASKED))
+            await worker.seen(2)
+            gateway.terminate()
+            while (await gateway.http.get("/ready")).status_code == 200:
+                pass
+            assert not await client.health()
+            refused = await gateway.http.post("/v1/completions", json=ASKED)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert (await gateway.http.get("/health")).status_code == 200
+            worker.script.may_step.set()
+            assert (await running).json()["choices"][0]["token_ids"] == expected_tokens([1, 2], 4)
+            assert (await call).choices[0].token_ids == tuple(expected_tokens([1, 2], 4))
+        assert await gateway.task == 0
+
+
+async def test_what_does_not_finish_in_time_ends_as_unavailable(
+    gateway_config: GatewayConfig, kimi_folder: Path, worker: FakeWorker
+):
+    config = replace(gateway_config, drain_timeout_s=0.1)
+    async with process(config, kimi_folder, worker) as gateway:
+        worker.script.may_step.clear()
+        running = asyncio.create_task(gateway.http.post("/v1/completions", json=ASKED))
+        await worker.seen(1)
+        gateway.terminate()
+        assert (await running).status_code == 503
+        assert await gateway.task == 0
+
+
+@pytest.mark.parametrize("key", ["port", "grpc_port"])
+async def test_a_port_in_use_ends_the_start(gateway_config: GatewayConfig, kimi_folder: Path, key: str):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = make_config(replace(gateway_config, **{key: port}), kimi_folder, ["127.0.0.1:1"])
+        with pytest.raises(PortInUse) as caught:
+            await run_gateway(config, status=lambda _event, _fields: None)
+    assert caught.value.port == port
