@@ -27,11 +27,16 @@ def write_tokens(
     positions: Int[Array, "n t"],
     features: Float[Array, "n t features"],
 ) -> Pages:
-    """Writes each token's features at its position; positions below 0 are padding and go to the null page."""
+    """Writes each token's features at its position; positions below 0 are padding and go to the null page.
+
+    What is not finite is written as 0: blocks are reused, and a masked key's weight of 0 times NaN would still be NaN.
+    """
     num_blocks, _, block_size, _ = pages.shape
     columns = jnp.clip(positions // block_size, 0, block_tables.shape[1] - 1)
     blocks = jnp.where(positions < 0, num_blocks, jnp.take_along_axis(block_tables, columns, axis=1))
-    return pages.at[blocks, layer, positions % block_size].set(features.astype(pages.dtype), mode="drop")
+    features = features.astype(pages.dtype)
+    features = jnp.where(jnp.isfinite(features), features, 0)
+    return pages.at[blocks, layer, positions % block_size].set(features, mode="drop")
 
 
 def read_blocks(

@@ -194,7 +194,7 @@ class _ConfigReader:
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:
         value = self._get(name, default)
-        return None if value in (None, 0) else self.size(name, default)
+        return None if _is_off(value) else self.size(name, default)
 
     def number(self, name: str, default: Any = ...) -> float:
         value = self._get(name, default)
@@ -203,7 +203,7 @@ class _ConfigReader:
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
-        return None if self._raw.get(name) in (None, 0) else self.number(name)
+        return None if _is_off(self._raw.get(name)) else self.number(name)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
@@ -235,6 +235,10 @@ class _ConfigReader:
             attention_factor=rope.optional_number("attention_factor"),
             truncate=rope.flag("truncate", default=True),
         )
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or (value == 0 and value is not False)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -348,7 +352,16 @@ def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
     nope, v, k = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
     q_rank, bias = config.q_lora_rank, config.attention_bias
     q_name = "q_b_proj" if q_rank else "q_proj"
-    kv_b = "self_attn.kv_b_proj.weight"
+
+    def kv_up(shape: tuple[int, ...], part: slice) -> Param:
+        return leaf(
+            "self_attn.kv_b_proj.weight",
+            shape,
+            ("heads", None, "kv_lora"),
+            tensor_shape=(h * (nope + v), r),
+            view=lambda w: w.reshape(h, nope + v, r)[:, part],
+        )
+
     return Attention(
         norm=leaf("input_layernorm.weight", (d,), ("embed",), initial=1.0),
         q_a=leaf("self_attn.q_a_proj.weight", (q_rank, d), (None, "embed")) if q_rank else None,
@@ -358,6 +371,7 @@ def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
             f"self_attn.{q_name}.weight",
             (h, k, q_rank or d),
             ("heads", None, None),
+            tensor_shape=(h * k, q_rank or d),
             view=lambda w: w.reshape(h, k, -1),
         ),
         kv_a=leaf("self_attn.kv_a_proj_with_mqa.weight", (config.latent_size, d), (None, "embed")),
@@ -365,9 +379,15 @@ def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
         if bias
         else None,
         kv_a_norm=leaf("self_attn.kv_a_layernorm.weight", (r,), ("kv_lora",), initial=1.0),
-        k_up=leaf(kv_b, (h, nope, r), ("heads", None, "kv_lora"), view=lambda w: w.reshape(h, nope + v, r)[:, :nope]),
-        v_up=leaf(kv_b, (h, v, r), ("heads", None, "kv_lora"), view=lambda w: w.reshape(h, nope + v, r)[:, nope:]),
-        out=leaf("self_attn.o_proj.weight", (d, h, v), ("embed", "heads", None), view=lambda w: w.reshape(d, h, v)),
+        k_up=kv_up((h, nope, r), slice(None, nope)),
+        v_up=kv_up((h, v, r), slice(nope, None)),
+        out=leaf(
+            "self_attn.o_proj.weight",
+            (d, h, v),
+            ("embed", "heads", None),
+            tensor_shape=(d, h * v),
+            view=lambda w: w.reshape(d, h, v),
+        ),
         out_bias=leaf("self_attn.o_proj.bias", (d,), ("embed",), initial=0.0) if bias else None,
     )
 
@@ -470,6 +490,7 @@ class Observations:
 
     hidden: Float[Array, "layers_and_embed n t d"]  # embeddings, then the residual stream after each layer
     experts: Int[Array, "moe_layers tokens k"] | None
+    router_margin: Float[Array, "moe_layers tokens"] | None
 
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "*b d"]:
@@ -532,7 +553,7 @@ def _feed_forward(
     layer: Int[Array, ""],
     valid: Bool[Array, "n t"],
     backend: moe.Backend,
-) -> tuple[Float[Array, "n t d"], Int[Array, "n*t k"] | None]:
+) -> tuple[Float[Array, "n t d"], moe.Routing | None]:
     """Dense MLP, or routed plus shared experts. `layer` counts within the stack."""
     x = rms_norm(x, w.mlp_norm, config.rms_norm_eps)
     out = _mlp(w.mlp, x) if w.mlp is not None else jnp.zeros_like(x)
@@ -550,7 +571,7 @@ def _feed_forward(
         scale=config.routed_scaling_factor,
     )
     routed = backend(flat, routing, valid.reshape(-1), experts, layer)
-    return out + routed.reshape(x.shape), routing[1]
+    return out + routed.reshape(x.shape), routing
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
@@ -583,25 +604,33 @@ def forward(
                 attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary)
             x = x + attended
             with jax.named_scope("feed_forward"):
-                added, chosen = _feed_forward(config, w, experts, x, index, valid, backend)
+                added, routing = _feed_forward(config, w, experts, x, index, valid, backend)
             x = x + added
-            return (x, pages), (x, chosen) if observe else (None, None)
+            return (x, pages), (x, routing) if observe else (None, None)
 
         num_layers = stack.mlp_norm.shape[0]
-        (x, pages), (hidden, chosen) = jax.lax.scan(step, (x, pages), (stack, jnp.arange(num_layers)))
-        return x, pages, hidden, chosen
+        (x, pages), (hidden, routing) = jax.lax.scan(step, (x, pages), (stack, jnp.arange(num_layers)))
+        return x, pages, hidden, routing
 
     x = weights.embed[batch.tokens]
     seen: list[Any] = [x[None]]
-    chosen = None
+    routing = None
     if weights.dense is not None:
         x, pages, hidden, _ = scan_stack(x, pages, weights.dense, None, 0)
         seen.append(hidden)
     if weights.sparse is not None:
-        x, pages, hidden, chosen = scan_stack(x, pages, weights.sparse, weights.experts, config.num_dense_layers)
+        x, pages, hidden, routing = scan_stack(x, pages, weights.sparse, weights.experts, config.num_dense_layers)
         seen.append(hidden)
     x = rms_norm(x, weights.norm, config.rms_norm_eps)
-    return x, pages, Observations(hidden=jnp.concatenate(seen), experts=chosen) if observe else None
+    return x, pages, _observations(seen, routing) if observe else None
+
+
+def _observations(hidden: list[Array], routing: moe.Routing | None) -> Observations:
+    return Observations(
+        hidden=jnp.concatenate(hidden),
+        experts=None if routing is None else routing.experts,
+        router_margin=None if routing is None else routing.margin,
+    )
 
 
 def unembed(weights: Weights[Array], hidden: Float[Array, "b d"]) -> Float[Array, "b v"]:

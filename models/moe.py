@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-Routing = tuple[Float[Array, "t k"], Int[Array, "t k"]]
+
+@struct.dataclass
+class Routing:
+    """Which experts each token goes to."""
+
+    weights: Float[Array, "t k"]  # float32
+    experts: Int[Array, "t k"]
+    margin: Float[Array, "t"]  # by how much the choice was made: below float error, another sum order chooses otherwise
 
 
 @struct.dataclass
@@ -43,28 +50,38 @@ def route(
     normalise: bool,
     scale: float,
 ) -> Routing:
-    """Weights and indices of each token's experts, in float32. The bias decides the choice, never the weight."""
+    """Each token's experts and their weights. The bias decides the choice, never the weight."""
     logits = jnp.einsum(
         "td,ed->te", x.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
     scores = jax.nn.sigmoid(logits)
-    choice = scores + bias
+    choice, margin = scores + bias, jnp.full(x.shape[0], jnp.inf)
     if num_groups > 1:
-        choice = _mask_groups(choice, num_groups, top_groups)
-    indices = jax.lax.top_k(choice, top_k)[1]
-    weights = jnp.take_along_axis(scores, indices, axis=1)
+        choice, margin = _mask_groups(choice, num_groups, top_groups)
+    experts, expert_margin = _choose(choice, top_k)
+    weights = jnp.take_along_axis(scores, experts, axis=1)
     if normalise:
         weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-20)
-    return weights * scale, indices
+    return Routing(weights=weights * scale, experts=experts, margin=jnp.minimum(margin, expert_margin))
 
 
-def _mask_groups(choice: Float[Array, "t e"], num_groups: int, top_groups: int) -> Float[Array, "t e"]:
-    """Keeps the experts of the groups whose two best experts score highest together."""
+def _choose(scores: Float[Array, "t e"], count: int) -> tuple[Int[Array, "t count"], Float[Array, "t"]]:
+    """The best `count`, and by how much the last of them beats the first that was left out."""
+    if count == scores.shape[1]:
+        return jax.lax.top_k(scores, count)[1], jnp.full(scores.shape[0], jnp.inf)
+    best, indices = jax.lax.top_k(scores, count + 1)
+    return indices[:, :count], best[:, count - 1] - best[:, count]
+
+
+def _mask_groups(
+    choice: Float[Array, "t e"], num_groups: int, top_groups: int
+) -> tuple[Float[Array, "t e"], Float[Array, "t"]]:
+    """Keeps the experts of the groups whose two best experts score highest together; also that choice's margin."""
     grouped = choice.reshape(choice.shape[0], num_groups, -1)
     group_scores = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
-    chosen = jax.lax.top_k(group_scores, top_groups)[1]
+    chosen, margin = _choose(group_scores, top_groups)
     is_chosen = jax.nn.one_hot(chosen, num_groups, dtype=jnp.bool_).any(axis=1)
-    return jnp.where(is_chosen[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+    return jnp.where(is_chosen[:, :, None], grouped, -jnp.inf).reshape(choice.shape), margin
 
 
 def gated(hidden: Float[Array, "... 2 f"]) -> Float[Array, "... f"]:
@@ -76,12 +93,11 @@ def dense(
     x: Float[Array, "t d"], routing: Routing, valid: Bool[Array, "t"], experts: Experts[Array], layer: Int[Array, ""]
 ) -> Float[Array, "t d"]:
     """Every expert on every token, then the chosen ones summed. The reference."""
-    weights, indices = routing
     gate_up = jax.lax.dynamic_index_in_dim(experts.gate_up, layer, keepdims=False)
     down = jax.lax.dynamic_index_in_dim(experts.down, layer, keepdims=False)
     hidden = gated(jnp.einsum("td,egfd->tegf", x, gate_up))
     combine = jnp.zeros((x.shape[0], down.shape[0]), jnp.float32)
-    combine = combine.at[jnp.arange(x.shape[0])[:, None], indices].add(weights)
+    combine = combine.at[jnp.arange(x.shape[0])[:, None], routing.experts].add(routing.weights)
     combine = jnp.where(valid[:, None], combine, 0).astype(x.dtype)
     return jnp.einsum("tef,edf->td", hidden * combine[..., None], down)
 
@@ -90,10 +106,9 @@ def blocks(
     x: Float[Array, "t d"], routing: Routing, valid: Bool[Array, "t"], experts: Experts[Array], layer: Int[Array, ""]
 ) -> Float[Array, "t d"]:
     """Each chosen expert on its own tokens, a block of tokens at a time."""
-    weights, indices = routing
-    (t, k), num_experts = indices.shape, experts.down.shape[1]
+    (t, k), num_experts = routing.experts.shape, experts.down.shape[1]
     block = block_length(t * k, num_experts)
-    places, block_experts, num_used = assign_blocks(indices, valid, num_experts, block)
+    places, block_experts, num_used = assign_blocks(routing.experts, valid, num_experts, block)
     rows = jnp.zeros((len(block_experts) * block, x.shape[1]), x.dtype)
     rows = rows.at[places].set(jnp.repeat(x, k, axis=0), mode="drop")
 
@@ -108,7 +123,7 @@ def blocks(
 
     rows = jax.lax.fori_loop(0, num_used, run, rows)
     chosen = rows.at[places].get(mode="fill", fill_value=0).reshape(t, k, -1)
-    return jnp.einsum("tkd,tk->td", chosen, weights.astype(x.dtype))
+    return jnp.einsum("tkd,tk->td", chosen, routing.weights.astype(x.dtype))
 
 
 def block_length(num_pairs: int, num_experts: int) -> int:

@@ -145,9 +145,7 @@ def _adjust(
 
 
 def _sample(logits: Float[Array, "b v"], rows: RowSampling) -> Int[Array, "b"]:
-    """The Gumbel-max draw over what the cuts leave; greedy rows get no noise and no cut that could change the argmax.
-    The Gumbel-max draw over what the cuts leave; greedy rows get no noise and no cut that could change the argmax.
-    """
+    """The Gumbel-max draw over what the cuts leave; greedy rows get no noise, and no cut removes the argmax."""
     is_random = rows.temperature > 0
     scaled = logits / jnp.where(is_random, rows.temperature, 1.0)[:, None]
     noise = jax.vmap(functools.partial(_noise, logits.shape[1]))(rows.seed, rows.choice, rows.position)
@@ -184,7 +182,8 @@ def _keep_above(scaled: Float[Array, "b v"], descending: Float[Array, "b m"], ro
     k = jnp.where(rows.top_k > 0, rows.top_k, descending.shape[1])[:, None]
     shares = jax.nn.softmax(jnp.where(rank < k, descending, -jnp.inf), axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares
-    num_kept = jnp.sum((before < rows.top_p[:, None]) & (rank < k), axis=-1)
+    top_p = jnp.where(rows.top_p < 1, rows.top_p, jnp.inf)[:, None]  # a sum rounded up to 1 cuts nothing by itself
+    num_kept = jnp.sum((before < top_p) & (rank < k), axis=-1)
     threshold = jnp.take_along_axis(descending, jnp.maximum(num_kept, 1)[:, None] - 1, axis=1)
     wants = (rows.top_k > 0) | (rows.top_p < 1)
     return jnp.where(wants[:, None] & (scaled < threshold), -jnp.inf, scaled)

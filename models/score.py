@@ -29,6 +29,7 @@ class Scored:
     logits: np.ndarray  # [T, vocab]
     hidden: np.ndarray  # [layers + 1, T, embed]: embeddings, then the residual stream after each layer
     experts: np.ndarray | None  # [moe layers, T, k], unsorted
+    router_margin: np.ndarray | None  # [moe layers, T]
 
 
 def score(folder: Path, tokens: Sequence[int], dtype: str = "float32") -> np.ndarray:
@@ -70,6 +71,7 @@ def observe(folder: Path, tokens: Sequence[int], dtype: str = "float32", backend
         logits=np.asarray(logits)[:count],
         hidden=np.asarray(seen.hidden, np.float32).reshape(layers, -1, config.hidden_size)[:, :count],
         experts=None if seen.experts is None else np.asarray(seen.experts)[:, :count],
+        router_margin=None if seen.router_margin is None else np.asarray(seen.router_margin)[:, :count],
     )
 
 

@@ -40,13 +40,14 @@ class Param:
 
     `shape` and `axes` (logical axis names, see `sharding.rules`) are of the whole leaf. Its leading `stacked`
     dimensions enumerate tensors of the checkpoint: `source(*leading_index)` names the tensor, and `view` gives the
-    tensor the leaf's trailing shape, without copying.
+    tensor, of shape `tensor_shape`, the leaf's trailing shape without copying.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     source: Callable[..., str]
     stacked: int = 0
+    tensor_shape: tuple[int, ...] | None = None  # None: the leaf's trailing shape
     view: Callable[[np.ndarray], np.ndarray] = _as_it_is
     dtype: str | None = None  # None: the model's compute dtype
     initial: float | None = None  # every value at random initialisation; None: a fan-in scaled normal

@@ -92,14 +92,10 @@ def _load_leaf(param: Param, source: TensorSource, dtype: str, sharding: jax.sha
 
 def _view(param: Param, source: TensorSource, index: Sequence[int]) -> np.ndarray:
     name = param.source(*index)
-    tensor, wanted = source.tensor(name), param.shape[param.stacked :]
-    try:
-        view = param.view(tensor)
-    except ValueError:  # a reshape that the tensor's size does not allow
-        view = tensor
-    if view.shape != wanted:
+    tensor, wanted = source.tensor(name), param.tensor_shape or param.shape[param.stacked :]
+    if tensor.shape != wanted:
         raise ModelError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(wanted)}")
-    return view
+    return param.view(tensor)
 
 
 def initialise(params: Any, seed: int, dtype: str, mesh: Mesh, rules: Rules = BOTH) -> Any:
