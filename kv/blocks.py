@@ -62,20 +62,21 @@ class _Partition:
             if self.states[block] is not state:
                 raise BlockMisuse(f"block {block} is {self.states[block].value}, not {state.value}")
 
-    def move(self, block: int, state: BlockState) -> None:
-        self.counts[self.states[block]] -= 1
-        self.counts[state] += 1
-        self.states[block] = state
-        self.num_refs[block] = 1 if state is BlockState.USED else 0
-        if state is BlockState.FREE:
-            self.free.append(block)
+    def move(self, blocks: Collection[int], source: BlockState, target: BlockState) -> None:
+        self.counts[source] -= len(blocks)
+        self.counts[target] += len(blocks)
+        num_refs = 1 if target is BlockState.USED else 0
+        for block in blocks:
+            self.states[block] = target
+            self.num_refs[block] = num_refs
+        if target is BlockState.FREE:
+            self.free.extend(blocks)
 
-    def take(self, num: int, state: BlockState) -> tuple[int, ...] | None:
+    def take(self, num: int, target: BlockState) -> tuple[int, ...] | None:
         if num > len(self.free):
             return None
         blocks = tuple(self.free.popleft() for _ in range(num))
-        for block in blocks:
-            self.move(block, state)
+        self.move(blocks, BlockState.FREE, target)
         return blocks
 
 
@@ -119,8 +120,8 @@ class BlockPool:
         pool.check(blocks, BlockState.USED)
         for block in blocks:
             pool.num_refs[block] -= 1
-            if pool.num_refs[block] == 0:
-                pool.move(block, BlockState.FREE)
+        unreferenced = [block for block in blocks if pool.num_refs[block] == 0]
+        pool.move(unreferenced, BlockState.USED, BlockState.FREE)
 
     def lease(self, partition: int, num: int) -> tuple[int, ...] | None:
         """`num` blocks for a transfer to write; or None, and nothing changes, where fewer are free."""
@@ -141,5 +142,4 @@ class BlockPool:
     def _move(self, partition: int, blocks: Collection[int], source: BlockState, target: BlockState) -> None:
         pool = self._partitions[partition]
         pool.check(blocks, source)
-        for block in blocks:
-            pool.move(block, target)
+        pool.move(blocks, source, target)

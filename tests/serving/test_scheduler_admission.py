@@ -86,6 +86,7 @@ def test_only_a_request_that_was_never_admitted_expires():
     assert scheduler.expire(32.0) == []
     assert [request_id for request_id, _ in scheduler.expire(32.1)] == [b"c"]
     assert {name for plan in steps(scheduler) for name in names(plan)} == {"a", "b", "d"}
+    assert scheduler.is_idle
 
 
 def test_cancelling_what_waits_ends_it_at_once():

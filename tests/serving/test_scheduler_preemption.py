@@ -103,13 +103,23 @@ def test_a_sequence_in_the_middle_of_its_prefill_can_be_preempted_and_starts_ove
 
 def test_a_partition_in_need_preempts_only_its_own():
     scheduler = a_scheduler(num_partitions=2, num_blocks=3, slots_per_partition=2)
-    for name, num_prompt in (("a", 15), ("b", 15), ("c", 15), ("d", 15)):
+    for name, num_prompt in (("a", 15), ("b", 2), ("c", 15), ("d", 2)):
         scheduler.add(a_request(name, num_prompt, max_tokens=30), 0.0)
-    finish(scheduler, prefill := launch_prefill(scheduler))
+    prefill = launch_prefill(scheduler)
     assert [chunk.slot.partition for chunk in prefill.chunks] == [0, 1, 0, 1]
+    finish(scheduler, prefill)
     finish(scheduler, launch(scheduler))
-    assert names(launch(scheduler)) == ["a", "b"]
-    assert scheduler.counters().totals.num_preemptions == 2
+    assert names(launch(scheduler)) == ["a", "b", "d"]
+    assert scheduler.counters().totals.num_preemptions == 1
+
+
+def test_those_that_gave_way_come_back_in_the_order_of_their_arrival():
+    scheduler = a_scheduler(num_blocks=4)
+    for name in "abc":
+        scheduler.add(a_request(name, 15, max_tokens=30), 0.0)
+    pieces = chunks(list(steps(scheduler)))
+    assert [piece.sequence.request_id for piece in pieces] == [b"a", b"b", b"c", b"b", b"c"]
+    assert [len(piece.tokens) for piece in pieces[3:]] == [33, 17]
 
 
 def test_a_stop_that_arrives_after_a_preemption_ends_the_sequence_for_good():
