@@ -12,20 +12,17 @@ class Totals:
     num_preemptions: int = 0
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
-    num_overlapped_steps: int = 0  # launched while an earlier step's tokens were unknown
     prefill_tokens: int = 0
     decode_tokens: int = 0
     wasted_tokens: int = 0  # drawn for a sequence that had ended
 
-    def count_launch(self, plan: Plan, is_overlapped: bool) -> None:
+    def count_launch(self, plan: Plan) -> None:
         if isinstance(plan, PrefillPlan):
             self.num_prefill_steps += 1
             self.prefill_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
-            self.num_overlapped_steps += is_overlapped
         elif isinstance(plan, DecodePlan):
             self.num_decode_steps += 1
             self.decode_tokens += len(plan.rows)
-            self.num_overlapped_steps += is_overlapped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

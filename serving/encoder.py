@@ -12,7 +12,7 @@ import numpy as np
 
 from moonshard.serving.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillChunk, PrefillPlan
 from moonshard.serving.request import Request, SequenceId, SlotId
-from moonshard.serving.steps import NEUTRAL, Step, StepKind, StepShapes
+from moonshard.serving.steps import NEUTRAL, Step, StepKind, StepShapes, bucket_for
 
 Fields = Mapping[str, np.ndarray]
 
@@ -44,16 +44,15 @@ class PoolShape:
 
 
 class StepEncoder:
-    """Packs plans. Holds the last decode step, and nothing that decides anything."""
+    """Packs plans. Holds the rows of the last decode step, and nothing that decides anything."""
 
     def __init__(self, shapes: StepShapes, pool: PoolShape, vocab_size: int):
         self._shapes = shapes
         self._pool = pool
         self._vocab_size = vocab_size
-        self._decode_packed, self._decode = shapes.layout(StepKind.DECODE).blank()
-        _make_neutral(self._decode, slice(None))
-        self._decode["positions"][...] = -1
-        self._decoded: dict[int, tuple[SequenceId, tuple[int, ...]]] = {}  # row -> who was written, and its blocks
+        _, self._rows = shapes.layout(StepKind.DECODE, shapes.decode_buckets[-1]).blank()
+        self._clear_row(slice(None))
+        self._written: list[tuple[SequenceId, tuple[int, ...]] | None] = [None] * pool.num_slots
 
     def encode(self, plan: Plan) -> Step:
         match plan:
@@ -69,7 +68,7 @@ class StepEncoder:
     def _encode_prefill(self, plan: PrefillPlan) -> Step:
         tile = self._shapes.q_tile
         num_rows = sum(-(-len(chunk.tokens) // tile) for chunk in plan.chunks)
-        bucket = self._shapes.bucket_for(num_rows * tile)
+        bucket = bucket_for(self._shapes.prefill_buckets, num_rows * tile)
         packed, fields = self._shapes.layout(StepKind.PREFILL, bucket).blank()
         fields["positions"][...] = -1
         fields["sample_slot"][...] = self._pool.num_slots
@@ -97,26 +96,34 @@ class StepEncoder:
         fields["block_tables"][first_row : first_row + num_rows, : len(table)] = table
 
     def _encode_decode(self, plan: DecodePlan) -> Step:
-        fields, rows = self._decode, [self._pool.row(row.slot) for row in plan.rows]
-        for index in self._decoded.keys() - set(rows):
-            del self._decoded[index]
-            _make_neutral(fields, index)
-            fields["positions"][index] = -1
-        for index, row in zip(rows, plan.rows, strict=True):
-            self._write_decode_row(fields, index, row)
-        return Step(plan.number, StepKind.DECODE, 0, self._decode_packed.copy())
+        bucket = bucket_for(self._shapes.decode_buckets, len(plan.rows))
+        for index, row in enumerate(plan.rows):
+            self._write_row(index, row)
+        for index in range(len(plan.rows), bucket):
+            if self._written[index] is not None:
+                self._clear_row(index)
+                self._written[index] = None
+        packed, fields = self._shapes.layout(StepKind.DECODE, bucket).blank()
+        for name, field in fields.items():
+            field[...] = self._rows[name][:bucket]
+        return Step(plan.number, StepKind.DECODE, bucket, packed)
 
-    def _write_decode_row(self, fields: Fields, index: int, row: DecodeRow) -> None:
-        written = self._decoded.get(index)
+    def _write_row(self, index: int, row: DecodeRow) -> None:
+        fields, written = self._rows, self._written[index]
         if written is None or written[0] != row.sequence:
             _write_sampling(fields, index, row.request, row.sequence.choice)
+            fields["slot"][index] = self._pool.row(row.slot)
         if written is None or written[1] is not row.block_table:
-            fields["block_tables"][index, : len(row.block_table)] = self._pool.blocks(
-                row.slot.partition, row.block_table
-            )
-        self._decoded[index] = (row.sequence, row.block_table)
+            table = self._pool.blocks(row.slot.partition, row.block_table)
+            fields["block_tables"][index, : len(table)] = table
+        self._written[index] = (row.sequence, row.block_table)
         fields["positions"][index] = row.position
         _write_position(fields, index, row.request, row.position + 1)
+
+    def _clear_row(self, index: int | slice) -> None:
+        _make_neutral(self._rows, index)
+        self._rows["slot"][index] = self._pool.num_slots
+        self._rows["positions"][index] = -1
 
     def _encode_load(self, plan: LoadPlan) -> Step:
         packed, fields = self._shapes.layout(StepKind.LOAD).blank()

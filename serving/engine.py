@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moonshard.serving.device import DeviceThread, Executor, StepDone
-from moonshard.serving.encoder import PoolShape, StepEncoder
+from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.plan import Completion, CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.programs import Drawn
 from moonshard.serving.request import Output, Request, SequenceId
@@ -67,13 +67,11 @@ class Engine:
         scheduler: Scheduler,
         executor: Executor,
         encoder: StepEncoder,
-        pool: PoolShape,
         on_step: Callable[[StepReport], None],
         on_expired: Callable[[bytes, QueueTimeout], None],
     ):
         self._scheduler = scheduler
         self._encoder = encoder
-        self._pool = pool
         self._on_step = on_step
         self._on_expired = on_expired
         self._loop = asyncio.get_running_loop()
@@ -144,7 +142,7 @@ class Engine:
         plan = self._plans.pop(done.number)
         self._num_computing -= isinstance(plan, PrefillPlan | DecodePlan)
         self.num_overlapped_steps += done.kind is StepKind.DECODE and done.was_overlapped
-        results = {} if done.drawn is None else _results(plan, done.drawn, self._pool)
+        results = {} if done.drawn is None else _results(plan, done.drawn)
         completion = self._scheduler.complete(done.number, results)
         self._drop_expired()
         self._launch()  # first, so that the device has work while the outputs are sent
@@ -192,17 +190,16 @@ class Engine:
             self.failed.set_exception(error)
 
 
-def _results(plan: Plan, drawn: Drawn, pool: PoolShape) -> dict[SequenceId, Sampled]:
-    """Which row of the step's tokens belongs to whom: a decode's rows are slots, a prefill's are draws in order."""
+def _results(plan: Plan, drawn: Drawn) -> dict[SequenceId, Sampled]:
+    """Which row of the step's tokens belongs to whom: the rows follow the plan's order."""
     match plan:
         case DecodePlan(rows=rows):
-            owners = [(row.sequence, row.request, pool.row(row.slot)) for row in rows]
+            owners = [(row.sequence, row.request) for row in rows]
         case PrefillPlan(chunks=chunks):
-            samples = [(sequence, chunk.request) for chunk in chunks for sequence, _ in chunk.samples]
-            owners = [(sequence, request, index) for index, (sequence, request) in enumerate(samples)]
+            owners = [(sequence, chunk.request) for chunk in chunks for sequence, _ in chunk.samples]
         case LoadPlan() | CopyPlan():
             owners = []
-    return {sequence: _sampled(drawn, row, request) for sequence, request, row in owners}
+    return {sequence: _sampled(drawn, row, request) for row, (sequence, request) in enumerate(owners)}
 
 
 def _sampled(drawn: Drawn, row: int, request: Request) -> Sampled:

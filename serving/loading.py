@@ -123,7 +123,7 @@ def size(config: Config, model: kimi.KimiConfig, dtype: str, *, max_slots: int) 
     """
     block_size, partitions = config.kv.block_size, config.decode.mesh.num_partitions
     (group,) = model.kv_groups(dtype)
-    num_blocks = config.kv.num_blocks or _auto_blocks(group.bytes_per_token * block_size) // partitions
+    num_blocks = config.kv.num_blocks or max(1, _auto_blocks(group.bytes_per_token * block_size) // partitions)
     pool_tokens = num_blocks * block_size
     wanted = config.model.max_context_tokens
     for limit, what in ((model.max_position_embeddings, "max_position_embeddings"), (pool_tokens, "the KV pool")):
@@ -135,7 +135,8 @@ def size(config: Config, model: kimi.KimiConfig, dtype: str, *, max_slots: int) 
         blocks_per_sequence=-(-context // block_size),
         max_context_tokens=context,
         q_tile=Q_TILE,
-        prefill_buckets=prefill_buckets(config.prefill.chunk_tokens, Q_TILE),
+        prefill_buckets=buckets(config.prefill.chunk_tokens, Q_TILE),
+        decode_buckets=buckets(max_slots),
     )
     pool = PoolShape(
         num_partitions=partitions, slots_per_partition=max_slots // partitions, blocks_per_partition=num_blocks
@@ -143,13 +144,13 @@ def size(config: Config, model: kimi.KimiConfig, dtype: str, *, max_slots: int) 
     return shapes, pool
 
 
-def prefill_buckets(chunk_tokens: int, q_tile: int) -> tuple[int, ...]:
-    """Powers of two from one tile up to the chunk, which is rounded up to whole tiles."""
-    largest = -(-chunk_tokens // q_tile) * q_tile
-    sizes = [q_tile]
+def buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
+    """Powers of two times `smallest`, and last `largest`, rounded up to a multiple of `smallest`."""
+    largest = -(-largest // smallest) * smallest
+    sizes = [smallest]
     while sizes[-1] * 2 < largest:
         sizes.append(sizes[-1] * 2)
-    return (*sizes, largest) if largest > q_tile else (q_tile,)
+    return (*sizes, largest) if largest > smallest else (smallest,)
 
 
 def _auto_blocks(bytes_per_block: int) -> int:

@@ -41,13 +41,13 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A step's tokens on the host, one row per slot."""
+    """A step's tokens on the host, in the order in which its plan names who draws."""
 
     number: int
-    tokens: np.ndarray  # [slots] int32
-    logprobs: np.ndarray  # [slots] f32
-    top_ids: np.ndarray  # [slots, top] int32
-    top_logprobs: np.ndarray  # [slots, top] f32
+    tokens: np.ndarray  # [rows] int32
+    logprobs: np.ndarray  # [rows] f32
+    top_ids: np.ndarray  # [rows, top] int32
+    top_logprobs: np.ndarray  # [rows, top] f32
 
     def logprobs_of(self, row: int, num_top: int) -> Logprobs:
         top = zip(self.top_ids[row, :num_top].tolist(), self.top_logprobs[row, :num_top].tolist(), strict=True)
@@ -127,8 +127,8 @@ class Programs:
                 fields[name][...] = value
         if "positions" in fields:
             fields["positions"][...] = -1
-        if "sample_slot" in fields:
-            fields["sample_slot"][...] = self.shapes.num_slots
+        for name in fields.keys() & {"slot", "sample_slot"} if kind is not StepKind.LOAD else ():
+            fields[name][...] = self.shapes.num_slots
         if kind is StepKind.COPY:
             fields["destination"][...] = self._state.pages.shape[0]
         if kind is StepKind.LOAD:
@@ -150,7 +150,8 @@ def _build(config: kimi.KimiConfig, shapes: StepShapes, backend: moe.Backend, pr
 
     for bucket in shapes.prefill_buckets:
         yield jitted(functools.partial(_prefill, config, backend), StepKind.PREFILL, bucket)
-    yield jitted(functools.partial(_decode, config, shapes.num_slots, backend), StepKind.DECODE)
+    for bucket in shapes.decode_buckets:
+        yield jitted(functools.partial(_decode, config, backend), StepKind.DECODE, bucket)
     yield jitted(_load, StepKind.LOAD)
     yield jitted(_copy, StepKind.COPY)
 
@@ -166,19 +167,11 @@ def _prefill(config: kimi.KimiConfig, backend: moe.Backend, weights: Any, state:
     return DeviceState(pages=pages, slots=slots), _pack(sampled)
 
 
-def _decode(
-    config: kimi.KimiConfig,
-    num_slots: int,
-    backend: moe.Backend,
-    weights: Any,
-    state: DeviceState,
-    f: dict[str, jax.Array],
-):
-    positions = f["positions"][:, None]
-    batch = kimi.Batch(tokens=state.slots.last_token[:, None], positions=positions, block_tables=f["block_tables"])
+def _decode(config: kimi.KimiConfig, backend: moe.Backend, weights: Any, state: DeviceState, f: dict[str, jax.Array]):
+    tokens = state.slots.last_token.at[f["slot"]].get(mode="clip")
+    batch = kimi.Batch(tokens=tokens[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"])
     logits, pages = kimi.decode(config, weights, state.pages, batch, backend)
-    slot_of_row = jnp.where(f["positions"] < 0, num_slots, jnp.arange(num_slots))
-    sampled, slots = sampling.draw(logits, _row_sampling(f), state.slots, slot_of_row)
+    sampled, slots = sampling.draw(logits, _row_sampling(f), state.slots, f["slot"])
     return DeviceState(pages=pages, slots=slots), _pack(sampled)
 
 
@@ -221,7 +214,7 @@ def _row_sampling(f: dict[str, jax.Array]) -> RowSampling:
 
 
 def _pack(sampled: Sampled) -> jax.Array:
-    """[slots, 1 + 1 + top + top] int32: token, its log-probability's bits, the likeliest ids, their log-
+    """[rows, 1 + 1 + top + top] int32: token, its log-probability's bits, the likeliest ids, their log-
     probabilities.
     """
 

@@ -123,7 +123,7 @@ class Scheduler:
         if not self._outbox:
             return None
         step = self._outbox.popleft()
-        self._totals.count_launch(step.plan, is_overlapped=any(earlier.drawing for earlier in self._in_flight))
+        self._totals.count_launch(step.plan)
         self._in_flight.append(step)
         return step.plan
 

@@ -6,6 +6,7 @@ step comes next is the scheduler's business, what a program computes is `serving
 """
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ class Step:
 
     number: int
     kind: StepKind
-    bucket: int  # padded tokens of a prefill; 0 for the kinds that have one size
+    bucket: int  # padded tokens of a prefill, rows of a decode; 0 for the kinds that have one size
     metadata: np.ndarray  # [size of the layout], int32
 
 
@@ -83,16 +84,15 @@ class StepShapes:
     max_context_tokens: int
     q_tile: int  # queries per row of a prefill: a row belongs to one sequence
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
+    decode_buckets: tuple[int, ...]  # rows, ascending, the last is num_slots
 
-    def bucket_for(self, num_tokens: int) -> int:
-        return next(bucket for bucket in self.prefill_buckets if bucket >= num_tokens)
-
+    @functools.cache  # noqa: B019  # a handful of frozen values, alive as long as the process
     def layout(self, kind: StepKind, bucket: int = 0) -> Layout:
         match kind:
             case StepKind.PREFILL:
                 return self._prefill(bucket)
             case StepKind.DECODE:
-                return self._decode()
+                return self._decode(bucket)
             case StepKind.LOAD:
                 return self._load()
             case StepKind.COPY:
@@ -111,12 +111,13 @@ class StepShapes:
             )
         )
 
-    def _decode(self) -> Layout:
+    def _decode(self, rows: int) -> Layout:
         return Layout(
             (
-                Field("positions", (self.num_slots,)),  # of the input token; below 0: the slot sits this step out
-                Field("block_tables", (self.num_slots, self.blocks_per_sequence)),
-                *_sampling_fields(self.num_slots),
+                Field("slot", (rows,)),  # num_slots: padding
+                Field("positions", (rows,)),  # of the input token; below 0: padding
+                Field("block_tables", (rows, self.blocks_per_sequence)),
+                *_sampling_fields(rows),
             )
         )
 
@@ -132,6 +133,11 @@ class StepShapes:
                 Field("stop_ids", (MAX_STOP_TOKENS,)),
             )
         )
+
+
+def bucket_for(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest bucket that holds `size`."""
+    return next(bucket for bucket in buckets if bucket >= size)
 
 
 def _sampling_fields(rows: int) -> tuple[Field, ...]:

@@ -41,7 +41,6 @@ class Worker:
             scheduler=self._scheduler,
             executor=model.programs,
             encoder=StepEncoder(model.shapes, model.pool, model.vocab_size),
-            pool=model.pool,
             on_step=self._on_step,
             on_expired=self._on_expired,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.encoder import PoolShape, StepEncoder
 from moonshard.serving.engine import Engine, StepReport
-from moonshard.serving.loading import MAX_PREFILL_SEQUENCES, prefill_buckets
+from moonshard.serving.loading import MAX_PREFILL_SEQUENCES, buckets
 from moonshard.serving.programs import Programs
 from moonshard.serving.request import Logprobs, Request, SequenceId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
@@ -34,7 +34,8 @@ def programs(name: str = "kimi_k2") -> Programs:
         blocks_per_sequence=MAX_CONTEXT_TOKENS // BLOCK_SIZE,
         max_context_tokens=MAX_CONTEXT_TOKENS,
         q_tile=Q_TILE,
-        prefill_buckets=prefill_buckets(CHUNK_TOKENS, Q_TILE),
+        prefill_buckets=buckets(CHUNK_TOKENS, Q_TILE),
+        decode_buckets=buckets(NUM_SLOTS),
     )
     compiled = Programs(
         model.config,
@@ -113,7 +114,6 @@ async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill
         scheduler=Scheduler(config, blocks),
         executor=executor,
         encoder=StepEncoder(executor.shapes, pool, model.config.vocab_size),
-        pool=pool,
         on_step=take,
         on_expired=lambda request_id, error: None,
     )
