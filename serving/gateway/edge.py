@@ -36,7 +36,6 @@ class Edge:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _CLIENT_ID.fullmatch(given) else secrets.token_hex(16)
         scope["request_id"] = request_id
-        scope["is_request_id_given"] = request_id == given
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -52,9 +51,8 @@ class Edge:
 
 
 def visible_id(request: Request, prefix: str) -> str:
-    """The id of the response object: the client's own, else drawn."""
-    request_id = request.scope["request_id"]
-    return request_id if request.scope["is_request_id_given"] else prefix + request_id
+    """The id of the response object: OpenAI's prefix before the exchange's id (as vLLM)."""
+    return prefix + request.scope["request_id"]
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -165,7 +165,7 @@ async def test_completion_logprobs_have_offsets_into_the_text_on_a_stream_too(
 
 async def test_the_clients_request_id_is_echoed_and_a_hostile_one_is_not(http: httpx.AsyncClient):
     given = await http.post("/v1/completions", json=BASE, headers={"x-request-id": "mine-1"})
-    assert (given.headers["x-request-id"], given.json()["id"]) == ("mine-1", "mine-1")
+    assert (given.headers["x-request-id"], given.json()["id"]) == ("mine-1", "cmpl-mine-1")
     drawn = await http.post("/v1/completions", json=BASE, headers={"x-request-id": "a b"})
     assert drawn.headers["x-request-id"] != "a b"
     assert drawn.json()["id"] == "cmpl-" + drawn.headers["x-request-id"]
