@@ -112,11 +112,11 @@ class StepEncoder:
         fields, written = self._rows, self._written[index]
         if written is None or written[0] != row.sequence:
             _write_sampling(fields, index, row.request, row.sequence.choice)
-            fields["slot"][index] = self._pool.row(row.slot)
         if written is None or written[1] is not row.block_table:
             table = self._pool.blocks(row.slot.partition, row.block_table)
             fields["block_tables"][index, : len(table)] = table
         self._written[index] = (row.sequence, row.block_table)
+        fields["slot"][index] = self._pool.row(row.slot)  # preempted, a sequence may come back to its row in another
         fields["positions"][index] = row.position
         _write_position(fields, index, row.request, row.position + 1)
 

@@ -1,0 +1,252 @@
+"""Plans become rows: every number lands in its field, and a row holds nothing of whoever had it before."""
+
+import numpy as np
+import pytest
+
+from moonshard.serving.encoder import PoolShape, StepEncoder
+from moonshard.serving.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, PrefillChunk, PrefillPlan
+from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, Request, Sampling, SequenceId, SlotId
+from moonshard.serving.steps import Step, StepKind, StepShapes
+
+VOCAB, TILE, SLOTS, BLOCKS = 100, 4, 3, 50  # the last two per partition
+POOL = PoolShape(num_partitions=2, slots_per_partition=SLOTS, blocks_per_partition=BLOCKS)
+SHAPES = StepShapes(
+    num_slots=2 * SLOTS,
+    blocks_per_sequence=6,
+    max_context_tokens=40,
+    q_tile=TILE,
+    prefill_buckets=(4, 8, 16),
+    decode_buckets=(1, 2, 4, 6),
+)
+EVERYTHING = Sampling(
+    temperature=0.75,
+    top_p=0.5,
+    top_k=7,
+    min_p=0.25,
+    repetition_penalty=1.5,
+    presence_penalty=-0.5,
+    frequency_penalty=0.125,
+    logit_bias={3: 1.5, 9: -100.0},
+    seed=0xFEDCBA9876543210,
+)
+ASKED = {
+    "temperature": 0.75,
+    "top_p": 0.5,
+    "top_k": 7,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.125,
+    "seed": [0xFEDCBA98, 0x76543210],
+    "has_bias": 1,
+    "wants_logprobs": 1,
+}
+NEUTRAL = {
+    "temperature": 0,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "has_bias": 0,
+    "bans_stops": 0,
+    "wants_logprobs": 0,
+}
+
+
+@pytest.fixture
+def encoder() -> StepEncoder:
+    return StepEncoder(SHAPES, POOL, VOCAB)
+
+
+def request(number: int = 0, prompt=(1, 2, 3), sampling: Sampling = EVERYTHING, **options) -> Request:
+    return Request(id=number.to_bytes(16), prompt=tuple(prompt), max_tokens=9, sampling=sampling, **options)
+
+
+def fields_of(step: Step) -> dict[str, np.ndarray]:
+    layout = SHAPES.layout(step.kind, step.bucket)
+    packed, views = layout.blank()
+    packed[...] = step.metadata
+    return views
+
+
+def values(fields: dict[str, np.ndarray], names, row: int) -> dict[str, object]:
+    return {name: fields[name][row].tolist() for name in names}
+
+
+def decode(encoder: StepEncoder, *rows: DecodeRow) -> dict[str, np.ndarray]:
+    return fields_of(encoder.encode(DecodePlan(number=5, rows=rows)))
+
+
+def row(of: Request, slot: SlotId, position: int = 3, table=(4, 2), choice: int = 0) -> DecodeRow:
+    return DecodeRow(
+        sequence=SequenceId(of.id, choice), request=of, slot=slot, position=position, block_table=tuple(table)
+    )
+
+
+def chunk(of: Request, slot: SlotId, start: int, tokens, table, samples=()) -> PrefillChunk:
+    return PrefillChunk(
+        sequence=SequenceId(of.id, 0),
+        request=of,
+        slot=slot,
+        start=start,
+        tokens=tuple(tokens),
+        block_table=tuple(table),
+        samples=tuple((SequenceId(of.id, choice), slot) for choice, slot in samples),
+    )
+
+
+def assert_empty(fields: dict[str, np.ndarray], row: int) -> None:
+    assert values(fields, NEUTRAL, row) == NEUTRAL
+    assert (fields["slot"][row], fields["positions"][row]) == (POOL.num_slots, -1)
+
+
+def test_a_decode_row_carries_its_slot_position_blocks_and_sampling(encoder):
+    asked = request(num_logprobs=0)
+    rows = [row(asked, SlotId(1, 2), position=7, table=(4, 2), choice=3), *(row(asked, SlotId(0, n)) for n in range(2))]
+    fields = decode(encoder, *rows)
+    assert values(fields, ASKED, 0) == ASKED
+    assert fields["slot"].tolist() == [SLOTS + 2, 0, 1, POOL.num_slots]
+    assert fields["positions"].tolist() == [7, 3, 3, -1]
+    assert fields["sample_position"][0] == 8
+    assert fields["choice"][0] == 3
+    assert fields["block_tables"][0, :2].tolist() == [BLOCKS + 4, BLOCKS + 2]
+    assert_empty(fields, 3)
+
+
+@pytest.mark.parametrize(("num_rows", "bucket"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)])
+def test_a_decode_step_takes_the_smallest_bucket(encoder, num_rows, bucket):
+    rows = tuple(row(request(n), SlotId(n % 2, n // 2)) for n in range(num_rows))
+    step = encoder.encode(DecodePlan(number=0, rows=rows))
+    assert step.bucket == bucket
+    for padding in range(num_rows, bucket):
+        assert_empty(fields_of(step), padding)
+
+
+def test_partitions_keep_their_slots_and_blocks_apart(encoder):
+    fields = decode(encoder, row(request(1), SlotId(0, 1), table=(9,)), row(request(2), SlotId(1, 1), table=(9,)))
+    assert fields["slot"].tolist() == [1, SLOTS + 1]
+    assert fields["block_tables"][:, 0].tolist() == [9, BLOCKS + 9]
+
+
+def test_a_row_that_left_is_neutral_again_and_those_after_it_move_up(encoder):
+    asked = request(num_logprobs=2, min_tokens=5, stop_token_ids=frozenset({8}))
+    rows = [row(asked, SlotId(0, n), choice=n, table=(n, n + 7)) for n in range(3)]
+    decode(encoder, *rows)
+    fields = decode(encoder, rows[0], rows[2])
+    assert (fields["slot"].tolist(), fields["choice"].tolist()) == ([0, 2], [0, 2])
+    assert fields["block_tables"][:, :2].tolist() == [[0, 7], [2, 9]]
+    back = decode(encoder, *rows)
+    assert back["slot"].tolist() == [0, 1, 2, POOL.num_slots]
+    assert values(back, ASKED, 2) == ASKED
+    assert_empty(back, 3)
+    assert_empty(decode(encoder, row(asked, SlotId(0, 0)), *rows[1:]), 3)
+
+
+def test_a_new_owner_of_a_row_brings_its_own_sampling_and_blocks(encoder):
+    slot = SlotId(0, 0)
+    decode(encoder, row(request(1, num_logprobs=1), slot))
+    plain = Sampling(temperature=0.0, seed=1)
+    fields = decode(encoder, row(request(2, sampling=plain), slot, position=20, table=(30, 31)))
+    assert values(fields, NEUTRAL, 0) == NEUTRAL
+    assert fields["seed"][0].tolist() == [0, 1]
+    assert fields["block_tables"][0, :2].tolist() == [30, 31]
+    assert (fields["positions"][0], fields["sample_position"][0]) == (20, 21)
+    sibling = decode(encoder, row(request(2, sampling=plain), slot, choice=1))
+    assert sibling["choice"][0] == 1
+
+
+def test_a_sequence_that_comes_back_to_its_row_in_another_slot_is_read_from_there(encoder):
+    first, back = request(1), request(2)
+    decode(encoder, row(first, SlotId(0, 0)), row(back, SlotId(0, 1)))
+    decode(encoder, row(first, SlotId(0, 0)))
+    fields = decode(encoder, row(first, SlotId(0, 0)), row(back, SlotId(1, 2), table=(8,)))
+    assert fields["slot"].tolist() == [0, SLOTS + 2]
+    assert fields["block_tables"][1, 0] == BLOCKS + 8
+
+
+def test_a_table_that_grew_is_written_again(encoder):
+    asked, slot = request(), SlotId(1, 0)
+    decode(encoder, row(asked, slot, table=(4, 2)))
+    fields = decode(encoder, row(asked, slot, position=4, table=(4, 2, 17)))
+    assert fields["block_tables"][0, :3].tolist() == [BLOCKS + 4, BLOCKS + 2, BLOCKS + 17]
+
+
+def test_a_step_in_flight_is_not_changed_by_the_next(encoder):
+    first = encoder.encode(DecodePlan(number=0, rows=(row(request(), SlotId(0, 0)),)))
+    before = first.metadata.copy()
+    encoder.encode(DecodePlan(number=1, rows=(row(request(), SlotId(0, 0), position=4),)))
+    np.testing.assert_array_equal(first.metadata, before)
+
+
+@pytest.mark.parametrize(
+    ("position", "min_tokens", "stops", "banned"),
+    [(2, 2, {8}, 1), (3, 2, {8}, 1), (4, 2, {8}, 0), (2, 0, {8}, 0), (2, 2, set(), 0)],
+)
+def test_stop_tokens_are_banned_until_min_tokens_are_drawn(encoder, position, min_tokens, stops, banned):
+    asked = request(min_tokens=min_tokens, stop_token_ids=frozenset(stops))  # a prompt of 3: position 2 draws the first
+    fields = decode(encoder, row(asked, SlotId(0, 0), position=position))
+    assert fields["bans_stops"][0] == banned
+
+
+def test_prefill_chunks_fill_whole_tiles_of_one_sequence_each(encoder):
+    first, second = request(1, range(10, 19)), request(2, range(50, 53), num_logprobs=1)
+    plan = PrefillPlan(
+        number=8,
+        chunks=(
+            chunk(first, SlotId(0, 0), 3, range(13, 19), (7, 8, 9), samples=((0, SlotId(0, 0)), (1, SlotId(0, 2)))),
+            chunk(second, SlotId(1, 1), 0, (50, 51), (5,)),
+        ),
+    )
+    step = encoder.encode(plan)
+    fields = fields_of(step)
+    assert (step.number, step.kind, step.bucket) == (8, StepKind.PREFILL, 16)
+    assert fields["tokens"][:3].tolist() == [[13, 14, 15, 16], [17, 18, 0, 0], [50, 51, 0, 0]]
+    assert fields["positions"].tolist() == [[3, 4, 5, 6], [7, 8, -1, -1], [0, 1, -1, -1], [-1] * 4]
+    assert fields["block_tables"][:2, :3].tolist() == [[7, 8, 9]] * 2
+    assert fields["block_tables"][2, 0] == BLOCKS + 5
+    nobody = POOL.num_slots
+    assert fields["sample_slot"].tolist() == [0, 2, nobody, nobody, nobody, nobody]
+    assert fields["sample_from"][:2].tolist() == [5, 5]
+    assert fields["sample_position"][:2].tolist() == [9, 9]
+    assert fields["choice"][:2].tolist() == [0, 1]
+    assert values(fields, NEUTRAL, 2) == NEUTRAL
+
+
+def test_each_sequence_of_a_prefill_draws_from_its_own_last_token(encoder):
+    chunks = tuple(
+        chunk(request(n, range(n + 1)), SlotId(n % 2, n), 0, range(n + 1), (n,), samples=((0, SlotId(n % 2, n)),))
+        for n in range(3)
+    )
+    fields = fields_of(encoder.encode(PrefillPlan(number=0, chunks=chunks)))
+    assert fields["sample_from"][:3].tolist() == [0, TILE + 1, 2 * TILE + 2]
+    assert fields["sample_slot"][:3].tolist() == [0, SLOTS + 1, 2]
+    assert fields["sample_position"][:3].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("num_tokens", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16)])
+def test_a_prefill_takes_the_smallest_bucket(encoder, num_tokens, bucket):
+    plan = PrefillPlan(number=0, chunks=(chunk(request(), SlotId(0, 0), 0, range(num_tokens), (1, 2, 3, 4)),))
+    step = encoder.encode(plan)
+    assert step.bucket == bucket
+    assert len(step.metadata) == SHAPES.layout(StepKind.PREFILL, bucket).size
+
+
+def test_a_load_carries_history_bias_and_stops_and_marks_the_rest_unused(encoder):
+    asked = request(prompt=(1, 2, 3), stop_token_ids=frozenset({40, 8}))
+    plan = LoadPlan(
+        number=2, sequence=SequenceId(asked.id, 0), request=asked, slot=SlotId(1, 2), history=(1, 2, 3, 60, 61)
+    )
+    fields = fields_of(encoder.encode(plan))
+    assert (fields["slot"], fields["num_prompt"], fields["num_history"]) == (SLOTS + 2, 3, 5)
+    assert fields["history"][:5].tolist() == [1, 2, 3, 60, 61]
+    assert fields["bias_ids"].tolist() == [3, 9] + [VOCAB] * (MAX_LOGIT_BIAS - 2)
+    assert fields["bias_values"][:2].tolist() == [1.5, -100.0]
+    assert fields["stop_ids"].tolist() == [8, 40] + [VOCAB] * (MAX_STOP_TOKENS - 2)
+
+
+def test_copies_name_blocks_of_the_whole_worker_and_the_rest_goes_nowhere(encoder):
+    fields = fields_of(encoder.encode(CopyPlan(number=3, pairs=((0, 4, 6), (1, 4, 6)))))
+    assert fields["source"][:2].tolist() == [4, BLOCKS + 4]
+    assert fields["destination"].tolist() == [6, BLOCKS + 6] + [POOL.num_blocks] * 4
