@@ -18,11 +18,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 @struct.dataclass
 class Routing:
-    """Which experts each token goes to."""
+    """Which experts each token goes to. Stacked over layers where a forward pass is observed."""
 
-    weights: Float[Array, "t k"]  # float32
-    experts: Int[Array, "t k"]
-    margin: Float[Array, "t"]  # by how much the choice was made: below float error, another sum order chooses otherwise
+    weights: Float[Array, "*layers t k"]  # float32
+    experts: Int[Array, "*layers t k"]
+    margin: Float[Array, "*layers t"]  # of the choice: below float error, another order of summing chooses otherwise
 
 
 @struct.dataclass
