@@ -1,0 +1,25 @@
+"""What jax is told before anything imports it: eight CPU devices, and a cache of compilations kept between runs.
+
+It is told through the environment, so that processes started by tests are told the same. A caller's own settings win.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+NUM_DEVICES = 8
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+def _prepare_jax() -> None:
+    if "jax" in sys.modules:
+        raise RuntimeError("jax was imported before tests/conftest.py could tell it its devices")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if DEVICE_COUNT_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}={NUM_DEVICES}".strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+_prepare_jax()

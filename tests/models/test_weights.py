@@ -1,0 +1,146 @@
+"""Weights read onto a mesh compute what Hugging Face computed; tensors that do not fit are refused by name."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moonshard.kv.pages import allocate_pages
+from moonshard.models import kimi, weights
+from moonshard.models.checkpoint import Checkpoint, CheckpointError
+from moonshard.models.spec import ModelError, Param
+from moonshard.sharding.rules import MeshError, build_mesh, replicated
+from moonshard.sharding.shape import MeshShape
+from tests.agreement import FIXTURES, LOGIT_TOLERANCE, reference
+
+pytestmark = pytest.mark.xdist_group("jax")
+FOLDER = FIXTURES / "kimi_k2"
+CONFIG = reference().config
+PARAMS = kimi.declare(CONFIG)
+ONE_DEVICE = MeshShape()
+
+
+class Changed:
+    """A checkpoint with one tensor replaced; it keeps what was asked of it."""
+
+    def __init__(self, name: str = "", tensor: np.ndarray | None = None):
+        self._checkpoint, self._name, self._tensor = Checkpoint.open(FOLDER), name, tensor
+        self.asked: list[str] = []
+
+    def tensor(self, name: str) -> np.ndarray:
+        self.asked.append(name)
+        if name == self._name and self._tensor is not None:
+            return self._tensor
+        return self._checkpoint.tensor(name)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(expert=2), MeshShape(expert=2, tensor=2)], ids=str)
+def test_a_sharded_forward_gives_the_logits_of_hugging_face(shape):
+    ref, mesh = np.load(FOLDER / "ref.npz"), build_mesh(shape)
+    loaded = weights.load(PARAMS, Checkpoint.open(FOLDER), "float32", mesh)
+    experts = loaded.experts.gate_up
+    assert experts.addressable_shards[0].data.size * shape.num_devices == experts.size
+    pages = allocate_pages(
+        2, CONFIG.num_hidden_layers, 16, CONFIG.latent_size, dtype="float32", sharding=replicated(mesh)
+    )
+
+    @jax.jit
+    def run(loaded, pages, batch):
+        with jax.default_matmul_precision("highest"):
+            hidden, _, _ = kimi.forward(CONFIG, loaded, pages, batch)
+            return kimi.unembed(loaded, hidden[0])
+
+    ids = jnp.asarray(ref["ids1"], jnp.int32)[None]
+    batch = kimi.Batch(tokens=ids, positions=jnp.arange(ids.size)[None], block_tables=jnp.asarray([[1, 0]]))
+    np.testing.assert_allclose(run(loaded, pages, batch), ref["logits1"], atol=LOGIT_TOLERANCE)
+
+
+def test_every_tensor_of_the_folder_is_read_and_no_other():
+    source = Changed()
+    weights.check_shapes(PARAMS, source)
+    assert set(source.asked) == set(Checkpoint.open(FOLDER).names)
+
+
+def test_values_are_converted_except_where_a_parameter_has_a_dtype_of_its_own():
+    loaded = weights.load(PARAMS, Checkpoint.open(FOLDER), "bfloat16", build_mesh(ONE_DEVICE))
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(loaded)}
+    assert dtypes == {"bfloat16", "float32"}
+    assert loaded.sparse.router.bias.dtype == jnp.float32
+    raw = Checkpoint.open(FOLDER).tensor("model.layers.2.mlp.experts.5.up_proj.weight")
+    np.testing.assert_array_equal(loaded.experts.gate_up[1, 5, 1], raw)
+
+
+def test_the_abstract_tree_is_that_of_the_loaded_weights():
+    mesh = build_mesh(MeshShape(expert=2))
+    abstract = weights.abstract(PARAMS, "float32", mesh)
+    progress: list[tuple[int, int]] = []
+    loaded = weights.load(
+        PARAMS, Checkpoint.open(FOLDER), "float32", mesh, progress=lambda *done: progress.append(done)
+    )
+    same = jax.tree.map(
+        lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) and a.sharding.is_equivalent_to(b.sharding, b.ndim),
+        abstract,
+        loaded,
+    )
+    assert all(jax.tree.leaves(same))
+    count = len(jax.tree.leaves(loaded))
+    assert progress == [(done, count) for done in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.1.self_attn.q_b_proj.weight",
+        "model.layers.2.self_attn.kv_b_proj.weight",
+        "model.layers.3.self_attn.o_proj.weight",
+        "model.layers.3.mlp.experts.7.down_proj.weight",
+    ],
+)
+@pytest.mark.parametrize("how", ["transposed", "cut"])
+def test_a_tensor_of_another_shape_is_refused_by_name(name, how):
+    tensor = Checkpoint.open(FOLDER).tensor(name)
+    changed = (
+        tensor[None] if tensor.ndim == 1 and how == "transposed" else tensor.T if how == "transposed" else tensor[1:]
+    )
+    if changed.shape == tensor.shape:
+        pytest.skip("square")
+    for read in (
+        lambda source: weights.check_shapes(PARAMS, source),
+        lambda source: weights.load(PARAMS, source, "float32", build_mesh(ONE_DEVICE)),
+    ):
+        with pytest.raises(ModelError) as error:
+            read(Changed(name, changed))
+        expected = f"tensor {name} has shape {list(changed.shape)}; config.json asks for {list(tensor.shape)}"
+        assert str(error.value) == expected
+
+
+def test_a_missing_tensor_is_refused_by_name():
+    deeper = kimi.declare(replace(CONFIG, num_hidden_layers=CONFIG.num_hidden_layers + 1))
+    with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.4\."):
+        weights.check_shapes(deeper, Checkpoint.open(FOLDER))
+
+
+def test_a_model_that_the_mesh_does_not_divide_is_refused_before_anything_is_read():
+    source = Changed()
+    with pytest.raises(MeshError, match=r"mesh\.tensor = 3"):
+        weights.load(PARAMS, source, "float32", build_mesh(MeshShape(tensor=3)))
+    assert source.asked == []
+
+
+def test_random_weights_do_not_depend_on_the_mesh():
+    params = {
+        "drawn": Param(shape=(4, 50, 100), axes=("experts", "ffw", "embed"), source=str),
+        "constant": Param(shape=(6,), axes=("heads",), source=str, dtype="float32", initial=1.5),
+    }
+    one, two = (
+        weights.initialise(params, 7, "bfloat16", build_mesh(shape)) for shape in (ONE_DEVICE, MeshShape(expert=2))
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert two["drawn"].addressable_shards[0].data.shape == (2, 50, 100)
+    assert one["drawn"].dtype == jnp.bfloat16
+    assert np.asarray(one["drawn"], np.float32).std() == pytest.approx(100**-0.5, rel=0.03)
+    assert (np.asarray(one["constant"]) == 1.5).all()

@@ -1,0 +1,104 @@
+"""Sizes follow from configuration and model; what does not fit is refused by its key."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonshard.models.checkpoint import CheckpointError
+from moonshard.models.spec import ModelError
+from moonshard.serving import loading
+from moonshard.serving.config import Config, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
+from moonshard.serving.loading import DEFAULT_MAX_CONTEXT_TOKENS, Q_TILE, buckets, load_model, open_model, resolve_dtype
+from moonshard.sharding.rules import MeshError
+from moonshard.sharding.shape import MeshShape
+from tests.agreement import FIXTURES
+
+pytestmark = pytest.mark.xdist_group("jax")
+FOLDER = FIXTURES / "kimi_k2"
+BLOCK_SIZE = 64
+
+
+def config(*, max_context_tokens: int | None = None, num_blocks: int | None = 64, **options) -> Config:
+    return Config(
+        model=ModelConfig(path=FOLDER, name="tiny", max_context_tokens=max_context_tokens),
+        kv=KvConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
+        prefill=PrefillConfig(chunk_tokens=100),
+        **options,
+    )
+
+
+def size(asked: Config, **changes):
+    _, model = open_model(asked.model.path)
+    return loading.size(asked, replace(model, **changes), "float32", max_slots=asked.decode.max_slots)
+
+
+@given(st.integers(1, 5000), st.sampled_from([1, 3, 16, 32]))
+def test_buckets_ascend_by_at_most_doubling_to_the_largest(largest, smallest):
+    found = buckets(largest, smallest)
+    assert found[0] == smallest
+    assert found[-1] - smallest < largest <= found[-1]
+    assert all(bucket % smallest == 0 for bucket in found)
+    assert all(a < b <= 2 * a for a, b in pairwise(found))
+
+
+def test_the_pool_and_the_steps_have_the_configured_sizes():
+    shapes, pool = size(config(num_blocks=64, decode=DecodeConfig(max_slots=6)))
+    assert (pool.num_partitions, pool.slots_per_partition, pool.blocks_per_partition) == (1, 6, 64)
+    assert (shapes.max_context_tokens, shapes.blocks_per_sequence) == (64 * BLOCK_SIZE, 64)
+    assert (shapes.prefill_buckets, shapes.q_tile) == ((32, 64, 128), Q_TILE)
+    assert shapes.decode_buckets == (1, 2, 4, 6)
+    assert shapes.num_slots == 6
+
+
+def test_partitions_share_the_slots_and_have_a_pool_each():
+    shapes, pool = size(config(decode=DecodeConfig(max_slots=6, mesh=MeshShape(expert=2))))
+    assert (pool.num_partitions, pool.slots_per_partition, pool.blocks_per_partition) == (2, 3, 64)
+    assert shapes.num_slots == pool.num_slots == 6
+
+
+def test_a_context_is_the_least_of_model_pool_and_default_unless_configured():
+    assert size(config(num_blocks=10_000))[0].max_context_tokens == DEFAULT_MAX_CONTEXT_TOKENS
+    assert size(config(num_blocks=10_000), max_position_embeddings=500)[0].max_context_tokens == 500
+    assert size(config(num_blocks=10_000), max_position_embeddings=500)[0].blocks_per_sequence == 8
+    assert size(config(max_context_tokens=65))[0].blocks_per_sequence == 2
+
+
+def test_a_context_longer_than_model_or_pool_is_refused_by_key():
+    with pytest.raises(
+        ModelError, match=r"model\.max_context_tokens = 501 is more than max_position_embeddings of 500"
+    ):
+        size(config(max_context_tokens=501), max_position_embeddings=500)
+    with pytest.raises(ModelError, match=r"model\.max_context_tokens = 4097 is more than the KV pool of 4096"):
+        size(config(max_context_tokens=4097))
+
+
+def test_without_a_number_the_pool_takes_half_of_the_free_memory(monkeypatch):
+    tokens_bytes = 4 * (32 + 16) * 4  # layers, features, float32
+    monkeypatch.setattr(loading, "_free_memory_bytes", lambda: 2 * 7 * BLOCK_SIZE * tokens_bytes + 1)
+    assert size(config(num_blocks=None))[1].blocks_per_partition == 7
+    halved = DecodeConfig(mesh=MeshShape(expert=2))
+    assert size(config(num_blocks=None, decode=halved))[1].blocks_per_partition == 3
+    monkeypatch.setattr(loading, "_free_memory_bytes", lambda: 1 << 50)
+    most = loading.MAX_AUTO_POOL_BYTES // (BLOCK_SIZE * tokens_bytes)
+    assert size(config(num_blocks=None))[1].blocks_per_partition == most
+    monkeypatch.setattr(loading, "_free_memory_bytes", lambda: 0)
+    assert size(config(num_blocks=None, decode=halved))[1].blocks_per_partition == 1
+
+
+def test_the_machine_tells_its_free_memory():
+    assert 1 << 20 < loading._free_memory_bytes() < 1 << 50
+
+
+def test_auto_is_float32_on_cpu_and_a_named_dtype_is_kept():
+    assert [resolve_dtype(name) for name in ("auto", "float32", "bfloat16")] == ["float32", "float32", "bfloat16"]
+
+
+def test_a_start_that_cannot_succeed_fails_with_one_message():
+    with pytest.raises(MeshError, match=r"mesh\.data = 2"):
+        load_model(config(decode=DecodeConfig(mesh=MeshShape(data=2))), print)
+    missing = replace(config(), model=ModelConfig(path=FOLDER / "nowhere", name="tiny"))
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        load_model(missing, print)

@@ -1,0 +1,83 @@
+"""What is packed on the host is what the device program unpacks, bit by bit."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonshard.serving.steps import Field, Layout, StepKind, StepShapes, bucket_for
+
+pytestmark = pytest.mark.xdist_group("jax")
+SHAPES = StepShapes(
+    num_slots=3,
+    blocks_per_sequence=5,
+    max_context_tokens=40,
+    q_tile=4,
+    prefill_buckets=(4, 8, 24),
+    decode_buckets=(1, 3),
+)
+MIXED = Layout(
+    (
+        Field("scalar", ()),
+        Field("floats", (2, 3), "float32"),
+        Field("none", (0, 4)),
+        Field("words", (2, 2), "uint32"),
+        Field("ints", (3,)),
+    )
+)
+UNPACK = jax.jit(MIXED.unpack)
+EVERY_BITS = st.integers(-(2**31), 2**31 - 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(EVERY_BITS, min_size=MIXED.size, max_size=MIXED.size))
+def test_every_bit_pattern_survives_packing_and_unpacking(bits):
+    source = np.asarray(bits, np.int32)
+    packed, views = MIXED.blank()
+    offset = 0
+    for field in MIXED.fields:
+        views[field.name][...] = source[offset : offset + field.size].view(field.dtype).reshape(field.shape)
+        offset += field.size
+    np.testing.assert_array_equal(packed, source)
+    for name, value in UNPACK(packed).items():
+        assert value.dtype == views[name].dtype
+        assert value.shape == views[name].shape
+        assert np.asarray(value).tobytes() == views[name].tobytes()
+
+
+def test_special_floats_and_large_words_arrive_as_they_were():
+    packed, views = MIXED.blank()
+    views["floats"][...] = [[-0.0, np.inf, 1e-38], [np.nan, 0.1, -np.inf]]
+    views["words"][...] = [[2**32 - 1, 2**31], [0, 1]]
+    values = UNPACK(packed)
+    np.testing.assert_array_equal(values["floats"], views["floats"])
+    np.testing.assert_array_equal(values["words"], views["words"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "bucket"), [(StepKind.PREFILL, 8), (StepKind.DECODE, 3), (StepKind.LOAD, 0), (StepKind.COPY, 0)]
+)
+def test_the_fields_of_a_step_fill_its_metadata_without_overlap(kind, bucket):
+    layout = SHAPES.layout(kind, bucket)
+    packed, views = layout.blank()
+    assert packed.shape == (layout.size,)
+    assert not packed.any()
+    assert len(views) == len(layout.fields)
+    for view in views.values():
+        view.view(np.int32)[...] += 1
+    assert (packed == 1).all()
+
+
+def test_layouts_follow_their_bucket():
+    _, rows = SHAPES.layout(StepKind.DECODE, 1).blank()
+    assert {field.shape[0] for field in rows.values()} == {1}
+    _, views = SHAPES.layout(StepKind.PREFILL, 24).blank()
+    assert views["tokens"].shape == views["positions"].shape == (6, 4)
+    assert views["block_tables"].shape == (6, 5)
+    assert views["sample_from"].shape == views["temperature"].shape == (3,)
+
+
+@pytest.mark.parametrize(("tokens", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 24), (24, 24)])
+def test_the_smallest_bucket_that_fits_is_taken(tokens, bucket):
+    assert bucket_for(SHAPES.prefill_buckets, tokens) == bucket
