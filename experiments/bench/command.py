@@ -1,0 +1,170 @@
+"""`moonshard bench`: latency and throughput of the device side and the whole stack, beside Hugging Face transformers.
+
+A benchmark and not a test: it asserts nothing. Its parts take turns in rounds, so that what else happens on the machine
+hits all of them, and the server that a round loads is idle while the others run.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
+
+import msgspec
+import tyro
+from rich.console import Console
+
+from moonshard.experiments.bench.device import Job, Part
+from moonshard.experiments.bench.machine import describe_commit, describe_machine, describe_versions
+from moonshard.experiments.bench.measurement import QUICK, Measurement, Plan, merge
+from moonshard.experiments.bench.peer import peers_of, run_peer
+from moonshard.experiments.bench.report import Report, footnotes, markdown, tables, to_json
+from moonshard.experiments.bench.served import measure_after, measure_served
+from moonshard.experiments.bench.server import RunningServer, ServerFailed, serving
+from moonshard.experiments.bench.starts import measure_cold, measure_start, with_cache
+from moonshard.serving.commands.options import Overrides
+from moonshard.serving.config import Config
+from moonshard.serving.config_file import as_overrides, leaves, load_config
+
+Section = Part | Literal["start", "served", "huggingface"]
+PIPED_WIDTH = 150  # characters; a terminal has its own
+DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
+SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", "served", "huggingface")
+
+
+def bench(
+    model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results/bench"),
+    quick: bool = False,
+    only: Annotated[tuple[Section, ...], tyro.conf.UseAppendAction] = (),
+    set: Overrides = (),
+) -> int:
+    """Measure latency and throughput, and print them beside Hugging Face transformers.
+
+    Args:
+        model: a checkpoint folder; without one the embedded model.
+        out: where the JSON goes, and the tables as Markdown.
+        quick: one round with few starts, under 90 seconds.
+        only: measure only this part. May be repeated.
+        set: a key of the server's configuration, as for `moonshard serve`. May be repeated.
+    """
+    named = () if model is None else (f"model.path={model.resolve()}",)
+    config = load_config(None, (*set, *named))
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    try:
+        report = run_bench(config, QUICK if quick else Plan(), only or SECTIONS, os.environ, console)
+    except (ServerFailed, subprocess.CalledProcessError) as error:
+        sys.stderr.write(f"moonshard bench: {error}\n")
+        return 1
+    for table in tables(report):
+        console.print(table)
+    for note in footnotes(report):
+        console.print(note, soft_wrap=True)
+    console.print(f"written: {write(report, out)}", soft_wrap=True)
+    return 0
+
+
+def run_bench(
+    config: Config, plan: Plan, sections: Sequence[Section], environment: Mapping[str, str], console: Console
+) -> Report:
+    """ServerFailed, or CalledProcessError of the device's or of Hugging Face's process."""
+    begun_s, machine = time.perf_counter(), describe_machine()
+    with TemporaryDirectory() as cache:
+        run = _Run(config, plan, sections, with_cache(environment, Path(cache)), console)
+        run.measure()
+    return Report(
+        stamp=datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ"),
+        commit=describe_commit(),
+        machine=machine,
+        versions=describe_versions(),
+        config={key: str(value) for key, value in leaves(config)},
+        plan=plan,
+        measurements=merge(run.found),
+        peers=peers_of(run.peer_reports, plan),
+        peer_engine=str(run.peer_reports[0]["engine"]) if run.peer_reports else None,
+        peer_reports=run.peer_reports,
+        elapsed_s=time.perf_counter() - begun_s,
+    )
+
+
+@dataclass(slots=True)
+class _Run:
+    """What has been measured so far. The compile cache is its own, so that the first start of each kind is known."""
+
+    config: Config
+    plan: Plan
+    sections: Sequence[Section]
+    environment: Mapping[str, str]
+    console: Console
+    found: list[Measurement] = field(default_factory=list)
+    peer_reports: list[dict] = field(default_factory=list)
+
+    def measure(self) -> None:
+        if "start" in self.sections:
+            self._starts()
+        if "served" in self.sections:
+            with serving(as_overrides(self._served_config()), self.environment) as server:
+                self._rounds(server)
+                self.found += measure_after(server)
+        else:
+            self._rounds(None)
+
+    def _starts(self) -> None:
+        overrides = as_overrides(self._served_config())
+        for index in range(1, self.plan.cold_starts):
+            self._say(f"cold start {index} of {self.plan.cold_starts}")
+            self.found += measure_cold(overrides, self.environment)
+        self._say(f"cold start {self.plan.cold_starts} of {self.plan.cold_starts}")
+        self._start(overrides, "cold")  # the first use of this run's cache fills it
+        for index in range(1, self.plan.warm_starts + 1):
+            self._say(f"warm start {index} of {self.plan.warm_starts}")
+            self._start(overrides, "warm")
+
+    def _start(self, overrides: Sequence[str], cache: str) -> None:
+        with serving(overrides, self.environment) as server:
+            self.found += measure_start(server, cache)
+
+    def _rounds(self, server: RunningServer | None) -> None:
+        for index in range(self.plan.rounds):
+            where = f"round {index + 1} of {self.plan.rounds}"
+            if server is not None:
+                self._say(f"{where}: whole stack")
+                self.found += asyncio.run(measure_served(server, self.plan, index))
+            parts: tuple[Part, ...] = tuple(part for part in DEVICE_PARTS if part in self.sections)
+            if parts:
+                self._say(f"{where}: device level")
+                self.found += self._device(parts, index)
+            if "huggingface" in self.sections:
+                self._say(f"{where}: Hugging Face")
+                report = run_peer(self.config.model.path, self.plan)
+                self.peer_reports += [report] if report else []
+
+    def _device(self, parts: tuple[Part, ...], seed: int) -> list[Measurement]:
+        job = Job(overrides=tuple(as_overrides(self.config)), plan=self.plan, parts=parts, seed=seed)
+        argv = [sys.executable, "-m", "moonshard.experiments.bench.device"]
+        ran = subprocess.run(
+            argv, input=msgspec.json.encode(job), stdout=subprocess.PIPE, env=self.environment, check=True
+        )
+        return msgspec.json.decode(ran.stdout, type=list[Measurement])
+
+    def _served_config(self) -> Config:
+        return replace(self.config, gateway=replace(self.config.gateway, port=0, grpc_port=0))
+
+    def _say(self, text: str) -> None:
+        self.console.print(f"[dim]{text}[/dim]")
+
+
+def write(report: Report, folder: Path) -> Path:
+    """The JSON's path; the tables as Markdown lie beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{report.stamp}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(to_json(report)), indent=1) + b"\n")
+    notes = "\n".join(f"- {note}" for note in footnotes(report))
+    path.with_suffix(".md").write_text(f"{markdown(report)}\n\n{notes}\n")
+    return path

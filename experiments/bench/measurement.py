@@ -1,0 +1,80 @@
+"""What a benchmark run gives: named samples, what is computed from them, and the sizes that were asked for.
+
+Imports neither jax nor the server, so that the process that measures the device and the one that prints can share it.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Unit = Literal["ms", "us", "s", "MiB", "tokens/s", "share", "count"]
+Level = Literal["device", "start", "served"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How much is measured. A round runs every part once, so that a machine's noise hits all of them alike."""
+
+    prompt_tokens: tuple[int, ...] = (128, 512, 2048)
+    batches: tuple[int, ...] = (1, 8, 16)
+    context_tokens: tuple[int, ...] = (128, 2048)  # before a decode step; the first is also every stream's prompt
+    completion_tokens: int = 128
+    rounds: int = 3
+    repeats: int = 5  # of everything in a round, warm-up not counted
+    cold_starts: int = 2
+    warm_starts: int = 3
+    peer_repeats: int = 3
+    peer_decode_steps: int = 32
+
+
+QUICK = Plan(rounds=1, cold_starts=1, warm_starts=1, peer_repeats=2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """Samples of one quantity. A quantity that is only counted has one sample."""
+
+    level: Level
+    name: str
+    unit: Unit
+    samples: tuple[float, ...]
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.level, self.name
+
+    @property
+    def median(self) -> float:
+        return self.quantile(0.5)
+
+    def quantile(self, q: float) -> float:
+        """Linear between the two nearest samples."""
+        ordered = sorted(self.samples)
+        place = q * (len(ordered) - 1)
+        low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+        return low + (high - low) * (place - math.floor(place))
+
+
+def merge(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Samples of the same quantity together, in the order of its first appearance."""
+    merged: dict[tuple[str, str], Measurement] = {}
+    for one in measurements:
+        before = merged.get(one.key)
+        merged[one.key] = replace(one, samples=before.samples + one.samples) if before else one
+    return list(merged.values())
+
+
+def as_json(measurement: Measurement) -> dict[str, object]:
+    return {
+        "level": measurement.level,
+        "name": measurement.name,
+        "unit": measurement.unit,
+        "median": measurement.median,
+        "p90": measurement.quantile(0.9),
+        "p99": measurement.quantile(0.99),
+        "min": min(measurement.samples),
+        "max": max(measurement.samples),
+        "samples": [round(sample, 5) for sample in measurement.samples],
+    }

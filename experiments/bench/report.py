@@ -1,0 +1,129 @@
+"""The result of a run as a table for people and as JSON for programs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.table import Table
+
+from moonshard.experiments.bench.measurement import Measurement, Plan, as_json
+
+NOT_INSTALLED = "not installed"
+TITLES = {
+    "device": "Device level, in one process",
+    "start": "Start of `moonshard serve`",
+    "served": "Whole stack, as clients see it",
+}
+COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n", "Hugging Face", "times faster")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """All that was measured, and under what circumstances."""
+
+    stamp: str
+    commit: str
+    machine: Mapping[str, object]
+    versions: Mapping[str, str]
+    config: Mapping[str, str]
+    plan: Plan
+    measurements: Sequence[Measurement]
+    peers: Mapping[tuple[str, str], Measurement]  # by our key
+    peer_engine: str | None  # None: not installed, or not asked for
+    peer_reports: Sequence[Mapping[str, object]]
+    elapsed_s: float
+
+    def times_faster(self, ours: Measurement) -> float | None:
+        """How many times theirs our figure is better by, in the medians."""
+        if (theirs := self.peers.get(ours.key)) is None:
+            return None
+        return ours.median / theirs.median if ours.unit == "tokens/s" else theirs.median / ours.median
+
+
+def rows(report: Report, level: str) -> list[tuple[str, ...]]:
+    """The cells of one level's table, as `COLUMNS`."""
+    return [
+        (one.name, one.unit, _number(one.median), *_spread_cells(one), str(len(one.samples)), *_peer_cells(report, one))
+        for one in report.measurements
+        if one.level == level
+    ]
+
+
+def _spread_cells(one: Measurement) -> tuple[str, str, str]:
+    """A single sample has neither quantiles nor a range."""
+    if len(one.samples) == 1:
+        return "", "", ""
+    return _number(one.quantile(0.9)), _number(one.quantile(0.99)), _range(one)
+
+
+def _peer_cells(report: Report, ours: Measurement) -> tuple[str, str]:
+    theirs, times = report.peers.get(ours.key), report.times_faster(ours)
+    if theirs is None or times is None:
+        return "", ""
+    return f"{_number(theirs.median)} ({_range(theirs)})", f"{times:.2f}"
+
+
+def tables(report: Report) -> list[Table]:
+    found = []
+    for level, title in TITLES.items():
+        if cells := rows(report, level):
+            table = Table(title=title, title_justify="left")
+            for column in COLUMNS:
+                table.add_column(column, justify="left" if column == "what" else "right")
+            for row in cells:
+                table.add_row(*row)
+            found.append(table)
+    return found
+
+
+def markdown(report: Report) -> str:
+    """The same tables for a README."""
+    parts = []
+    for level, title in TITLES.items():
+        if cells := rows(report, level):
+            head = [f"### {title}", "", _line(COLUMNS), _line("---" if c == "what" else "---:" for c in COLUMNS)]
+            parts.append("\n".join([*head, *map(_line, cells)]))
+    return "\n\n".join(parts)
+
+
+def footnotes(report: Report) -> list[str]:
+    peer = (
+        report.peer_engine or f"{NOT_INSTALLED} or not asked for, so its columns are empty (`make oracle` installs it)"
+    )
+    return [
+        f"{report.machine['cores']} cores of {report.machine['cpu']}, {report.machine['memory_gib']} GiB, "
+        f"load average before the run {report.machine['load_average_before']:.2f}; commit {report.commit}; "
+        + ", ".join(f"{name} {version}" for name, version in report.versions.items()),
+        f"Hugging Face: {peer}. It may use every core; so may our worker, gateway and load generator together.",
+        f"{report.plan.rounds} rounds in {report.elapsed_s:.0f} s, each: whole stack, device level, Hugging Face.",
+    ]
+
+
+def to_json(report: Report) -> dict[str, object]:
+    return {
+        "stamp": report.stamp,
+        "commit": report.commit,
+        "machine": report.machine,
+        "versions": report.versions,
+        "config": report.config,
+        "plan": asdict(report.plan),
+        "elapsed_s": report.elapsed_s,
+        "measurements": [as_json(one) | {"times_faster": report.times_faster(one)} for one in report.measurements],
+        "huggingface": list(report.peer_reports),
+    }
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _range(one: Measurement) -> str:
+    return f"{_number(min(one.samples))} to {_number(max(one.samples))}"
+
+
+def _number(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    magnitude = abs(value)
+    if magnitude >= 100:
+        return f"{value:,.0f}"
+    digits = 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
+    return f"{value:.{digits}f}"
