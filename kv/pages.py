@@ -7,7 +7,8 @@ Layer-major pages would save a fifth of a step's page traffic as a scan carry, a
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+
+from moonshard.sharding.arrays import Array, Float, Int
 
 Pages = Float[Array, "blocks layers block_size features"]
 

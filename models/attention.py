@@ -9,9 +9,9 @@ FlashAttention (arXiv 2205.14135), section 3.1.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from moonshard.kv.pages import Pages, read_blocks
+from moonshard.sharding.arrays import Array, Float, Int
 
 KEYS_PER_STEP = 256  # tokens read per step of the online softmax
 

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
 
 from moonshard.kv.pages import Pages, write_tokens
 from moonshard.models import moe
 from moonshard.models.attention import latent_attention
 from moonshard.models.spec import KvGroup, ModelError, Param
+from moonshard.sharding.arrays import Array, Bool, Float, Int
 
 # --- configuration ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+
+from moonshard.sharding.arrays import Array, Bool, Float, Int
 
 
 @struct.dataclass

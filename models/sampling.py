@@ -13,7 +13,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt
+
+from moonshard.sharding.arrays import Array, Bool, Float, Int, UInt
 
 MAX_TOP_LOGPROBS = 20
 QUICK_TOP_K = 64  # up to here lax.top_k does; beyond, or for top-p alone, the whole row is sorted
