@@ -137,24 +137,28 @@ def test_a_row_that_left_is_neutral_again_and_those_after_it_move_up(encoder):
     fields = decode(encoder, rows[0], rows[2])
     assert (fields["slot"].tolist(), fields["choice"].tolist()) == ([0, 2], [0, 2])
     assert fields["block_tables"][:, :2].tolist() == [[0, 7], [2, 9]]
-    back = decode(encoder, *rows)
-    assert back["slot"].tolist() == [0, 1, 2, POOL.num_slots]
-    assert values(back, ASKED, 2) == ASKED
-    assert_empty(back, 3)
-    assert_empty(decode(encoder, row(asked, SlotId(0, 0)), *rows[1:]), 3)
+    back = decode(encoder, *rows, row(asked, SlotId(1, 0), choice=3))
+    assert back["slot"].tolist() == [0, 1, 2, SLOTS]
+    assert values(back, ASKED, 3) == ASKED
+    fewer = decode(encoder, *rows)
+    assert values(fewer, ASKED, 2) == ASKED
+    assert_empty(fewer, 3)
 
 
 def test_a_new_owner_of_a_row_brings_its_own_sampling_and_blocks(encoder):
     slot = SlotId(0, 0)
-    decode(encoder, row(request(1, num_logprobs=1), slot))
+    before = row(request(1, num_logprobs=1), slot)
+    decode(encoder, before)
     plain = Sampling(temperature=0.0, seed=1)
     fields = decode(encoder, row(request(2, sampling=plain), slot, position=20, table=(30, 31)))
     assert values(fields, NEUTRAL, 0) == NEUTRAL
     assert fields["seed"][0].tolist() == [0, 1]
     assert fields["block_tables"][0, :2].tolist() == [30, 31]
     assert (fields["positions"][0], fields["sample_position"][0]) == (20, 21)
-    sibling = decode(encoder, row(request(2, sampling=plain), slot, choice=1))
-    assert sibling["choice"][0] == 1
+    assert decode(encoder, row(request(2, sampling=plain), slot, choice=1))["choice"][0] == 1
+    back = decode(encoder, before)
+    assert values(back, ASKED, 0) == ASKED
+    assert back["block_tables"][0, :2].tolist() == [4, 2]
 
 
 def test_a_sequence_that_comes_back_to_its_row_in_another_slot_is_read_from_there(encoder):

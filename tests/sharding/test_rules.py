@@ -23,13 +23,13 @@ def test_a_mesh_larger_than_the_machine_is_refused_with_both_numbers():
 
 
 @pytest.mark.parametrize(
-    ("axis", "logical", "dimension"), [("tensor", "heads", 5), ("expert", "experts", 7), ("tensor", "vocab", 9)]
+    ("axis", "logical", "dimension"), [("tensor", "heads", 6), ("expert", "experts", 7), ("tensor", "vocab", 10)]
 )
 def test_a_dimension_that_does_not_divide_is_refused_with_axis_and_dimension(axis, logical, dimension):
-    mesh = build_mesh(MeshShape(expert=2, tensor=2))
-    with pytest.raises(
-        MeshError, match=rf"mesh\.{axis} = 2 does not divide the model's {logical} dimension {dimension}"
-    ):
+    shape = MeshShape(expert=2, tensor=4)
+    mesh, size = build_mesh(shape), getattr(shape, axis)
+    message = rf"mesh\.{axis} = {size} does not divide the model's {logical} dimension {dimension}"
+    with pytest.raises(MeshError, match=message):
         sharding_of(mesh, ("layers", logical, None), (3, dimension, 4))
 
 
