@@ -33,7 +33,7 @@ from moonshard.serving.config import Config
 from moonshard.serving.config_file import as_overrides, leaves, load_config
 
 Section = Part | Literal["start", "served", "huggingface"]
-PIPED_WIDTH = 150  # characters; a terminal has its own
+PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
 SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", "served", "huggingface")
 

@@ -13,7 +13,7 @@ TITLES = {
     "start": "Start of `moonshard serve`",
     "served": "Whole stack, as clients see it",
 }
-COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n", "Hugging Face", "times faster")
+COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n", "Hugging Face", "times faster", "than their best")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +33,15 @@ class Report:
     elapsed_s: float
 
     def times_faster(self, ours: Measurement) -> float | None:
-        """How many times theirs our figure is better by, in the medians."""
+        """Our median against the median of their rounds; None where they have no such figure."""
+        theirs = self.peers.get(ours.key)
+        return None if theirs is None else _times(ours, theirs.median)
+
+    def times_faster_than_best(self, ours: Measurement) -> float | None:
+        """Our median against their best round: the fairer figure where the machine was busy."""
         if (theirs := self.peers.get(ours.key)) is None:
             return None
-        return ours.median / theirs.median if ours.unit == "tokens/s" else theirs.median / ours.median
+        return _times(ours, max(theirs.samples) if ours.unit == "tokens/s" else min(theirs.samples))
 
 
 def rows(report: Report, level: str) -> list[tuple[str, ...]]:
@@ -55,11 +60,20 @@ def _spread_cells(one: Measurement) -> tuple[str, str, str]:
     return _number(one.quantile(0.9)), _number(one.quantile(0.99)), _range(one)
 
 
-def _peer_cells(report: Report, ours: Measurement) -> tuple[str, str]:
-    theirs, times = report.peers.get(ours.key), report.times_faster(ours)
-    if theirs is None or times is None:
-        return "", ""
-    return f"{_number(theirs.median)} ({_range(theirs)})", f"{times:.2f}"
+def _peer_cells(report: Report, ours: Measurement) -> tuple[str, str, str]:
+    theirs, times, times_best = (
+        report.peers.get(ours.key),
+        report.times_faster(ours),
+        report.times_faster_than_best(ours),
+    )
+    if theirs is None or times is None or times_best is None:
+        return "", "", ""
+    return f"{_number(theirs.median)} ({_range(theirs)})", f"{times:.2f}", f"{times_best:.2f}"
+
+
+def _times(ours: Measurement, theirs: float) -> float:
+    """Above 1 where ours is better."""
+    return ours.median / theirs if ours.unit == "tokens/s" else theirs / ours.median
 
 
 def tables(report: Report) -> list[Table]:
@@ -107,8 +121,15 @@ def to_json(report: Report) -> dict[str, object]:
         "config": report.config,
         "plan": asdict(report.plan),
         "elapsed_s": report.elapsed_s,
-        "measurements": [as_json(one) | {"times_faster": report.times_faster(one)} for one in report.measurements],
+        "measurements": [as_json(one) | _against_peer(report, one) for one in report.measurements],
         "huggingface": list(report.peer_reports),
+    }
+
+
+def _against_peer(report: Report, one: Measurement) -> dict[str, float | None]:
+    return {
+        "times_faster": report.times_faster(one),
+        "times_faster_than_best_round": report.times_faster_than_best(one),
     }
 
 

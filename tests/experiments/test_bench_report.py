@@ -63,15 +63,23 @@ def test_times_faster_is_above_one_exactly_where_we_are_faster(ours: Measurement
     assert a_report(ours, peer_reports=[PEER]).times_faster(ours) == pytest.approx(expected)
 
 
-def test_the_peer_is_judged_by_the_median_of_its_rounds():
+def test_the_peer_is_judged_by_the_median_of_its_rounds_and_by_the_best():
     slow_round = PEER | {"itl_ms": {"1": 200.0, "8": 3.0, "16": 4.0}}
     ours = measured("TPOT, batch 1", 1.0)
-    assert a_report(ours, peer_reports=[PEER, slow_round, PEER]).times_faster(ours) == pytest.approx(2.0)
+    report = a_report(ours, peer_reports=[slow_round, slow_round, PEER])
+    assert report.times_faster(ours) == pytest.approx(200.0)
+    assert report.times_faster_than_best(ours) == pytest.approx(2.0)
+
+
+def test_the_best_round_is_the_one_with_most_tokens_per_second():
+    slow_round = PEER | {"output_tokens_per_s": {"1": 5.0, "8": 2500.0, "16": 4000.0}}
+    ours = measured("output tokens, batch 1", 250.0, unit="tokens/s")
+    assert a_report(ours, peer_reports=[PEER, slow_round]).times_faster_than_best(ours) == pytest.approx(0.5)
 
 
 def test_without_the_peer_its_columns_are_empty_and_a_note_says_why():
     report = a_report(measured("TPOT, batch 1", 1.0, 2.0))
-    assert rows(report, "served") == [("TPOT, batch 1", "ms", "1.50", "1.90", "1.99", "1.00 to 2.00", "2", "", "")]
+    assert rows(report, "served") == [("TPOT, batch 1", "ms", "1.50", "1.90", "1.99", "1.00 to 2.00", "2", "", "", "")]
     assert any("not installed" in note for note in footnotes(report))
 
 
