@@ -17,6 +17,7 @@ from flax import struct
 from moonshard.sharding.arrays import Array, Bool, Float, Int, UInt
 
 MAX_TOP_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5  # colder draws the likeliest token all the same; logits over 1e-38 would be infinite
 QUICK_TOP_K = 64  # up to here lax.top_k does; beyond, or for top-p alone, the whole row is sorted
 
 
@@ -148,7 +149,7 @@ def _adjust(
 def _sample(logits: Float[Array, "b v"], rows: RowSampling) -> Int[Array, "b"]:
     """The Gumbel-max draw over what the cuts leave; greedy rows get no noise, and no cut removes the argmax."""
     is_random = rows.temperature > 0
-    scaled = logits / jnp.where(is_random, rows.temperature, 1.0)[:, None]
+    scaled = logits / jnp.where(is_random, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)[:, None]
     noise = jax.vmap(functools.partial(_noise, logits.shape[1]))(rows.seed, rows.choice, rows.position)
     return jnp.argmax(cut(scaled, rows) + noise * is_random[:, None], axis=-1)
 

@@ -232,3 +232,11 @@ def test_log_probabilities_are_of_the_raw_logits_and_zeros_unless_wanted():
     silent, _ = DRAW(logits, replace(asked, wants_logprobs=jnp.zeros(4, bool)), empty(), slots)
     assert not np.asarray(silent.logprobs).any()
     assert not np.asarray(silent.top_logprobs).any()
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9}, {"top_k": 5}, {"top_k": 80}], ids=str)
+def test_a_temperature_next_to_nothing_takes_the_likeliest_token(cuts):
+    temperatures = [1e-6, 1e-30, 1.2e-38, 1e-45]  # logits over 1.2e-38 are infinite
+    logits = logits_of(len(temperatures))
+    sampled, _ = DRAW(logits, rows(len(temperatures), temperature=temperatures, **cuts), empty(), np.arange(4))
+    np.testing.assert_array_equal(sampled.tokens, logits.argmax(axis=1))
