@@ -28,6 +28,7 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a fresh attempt must not inherit the last one's back-off
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
+    ("grpc.enable_http_proxy", 0),  # a proxy variable meant for the web must not swallow the worker's address
 )
 
 logger = logging.getLogger(__name__)

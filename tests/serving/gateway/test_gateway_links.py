@@ -156,3 +156,14 @@ async def test_more_than_the_queue_holds_is_refused_before_any_work(http: httpx.
     worker.script.may_step.set()
     assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
     assert (await http.post("/v1/completions", json=ASKED)).status_code == 200
+
+
+async def test_a_proxy_meant_for_the_web_does_not_stand_between_gateway_and_worker(
+    gateway_config: GatewayConfig, kimi_folder, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with asyncio.timeout(10), gateway_over(gateway_config, kimi_folder, worker) as running:
+        assert running.gateway.is_ready
