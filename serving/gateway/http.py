@@ -143,8 +143,8 @@ class HttpFront:
         if body.messages is None:
             prompt, spelling = TextPrompt(body.prompt or ""), {}
         else:
-            kwargs = body.chat_template_kwargs or {}
-            prompt, spelling = ChatPrompt(requests.chat_messages(body.messages), kwargs), {"prompt": "messages"}
+            kwargs, messages = body.chat_template_kwargs or {}, requests.chat_messages(body.messages)
+            prompt, spelling = ChatPrompt(messages, kwargs, body.add_generation_prompt), {"prompt": "messages"}
         asked = GenerationRequest(request_id="", received_ns=0, prompt=prompt, spelling=spelling)
         tokens = list(await self._gateway.model.tokenize(asked))
         max_model_len = self._gateway.limits().max_context_tokens
@@ -153,7 +153,7 @@ class HttpFront:
     async def _detokenize(self, request: Request) -> Response:
         body = requests.decode(_DETOKENIZE, await read_body(request, self._max_body_bytes))
         self._gateway.model.check_name(body.model)
-        return json_response({"prompt": self._gateway.model.detokenize(body.tokens, field="tokens")})
+        return json_response({"prompt": await self._gateway.model.detokenize(body.tokens, field="tokens")})
 
     async def _models(self, _request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model_object()]})

@@ -83,7 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         self._gateway.model.check_name(request.model)
-        return pb.DetokenizeResponse(text=self._gateway.model.detokenize(request.ids, field="ids"))
+        return pb.DetokenizeResponse(text=await self._gateway.model.detokenize(request.ids, field="ids"))
 
 
 def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> GenerationRequest:

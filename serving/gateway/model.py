@@ -17,6 +17,7 @@ from moonshard.serving.detokenizer import Detokenizer
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 
 LONG_TEXT_CHARS = 20_000  # from here on tokenising would hold up every other request's tokens
+MESSAGE_CHARS = 50  # rendering one more message takes as long as tokenising that many characters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,14 +36,9 @@ class ServedModel:
 
     async def tokenize(self, request: GenerationRequest) -> Sequence[int]:
         """The prompt's token ids. Long texts are tokenised in a thread. InvalidArgument where there is no way to."""
-        match request.prompt:
-            case TokenPrompt(token_ids):
-                return token_ids
-            case TextPrompt(text):
-                num_chars = len(text)
-            case ChatPrompt(messages):
-                num_chars = sum(len(message["content"]) for message in messages)
-        if num_chars > LONG_TEXT_CHARS:
+        if isinstance(request.prompt, TokenPrompt):
+            return request.prompt.token_ids
+        if _may_be_long(request.prompt):
             return await asyncio.to_thread(self._encode, request)
         return self._encode(request)
 
@@ -56,11 +52,13 @@ class ServedModel:
             min_tokens=request.min_tokens,
         )
 
-    def detokenize(self, token_ids: Sequence[int], *, field: str) -> str:
-        """The text of token ids, specials left out. InvalidArgument naming `field`."""
+    async def detokenize(self, token_ids: Sequence[int], *, field: str) -> str:
+        """The text of token ids, specials left out; of many, in a thread. InvalidArgument naming `field`."""
         if self.tokenizer is None:
             raise InvalidArgument(f"{field}: the model has no tokenizer", field=field)
         try:
+            if len(token_ids) > LONG_TEXT_CHARS:
+                return await asyncio.to_thread(self.tokenizer.decode, token_ids)
             return self.tokenizer.decode(token_ids)
         except TokenIdError as error:
             raise InvalidArgument(f"{field}: {error}", field=field) from error
@@ -70,16 +68,29 @@ class ServedModel:
             raise request.invalid("prompt", "the model has no tokenizer: send token ids")
         try:
             match request.prompt:
-                case ChatPrompt(messages, template_kwargs):
+                case ChatPrompt(messages, template_kwargs, add_generation_prompt):
                     if self.template is None:
                         raise request.invalid("prompt", "the model has no chat template")
-                    return self.template.encode_chat(self.tokenizer, messages, template_kwargs=template_kwargs)
+                    return self.template.encode_chat(
+                        self.tokenizer,
+                        messages,
+                        template_kwargs=template_kwargs,
+                        add_generation_prompt=add_generation_prompt,
+                    )
                 case TextPrompt(text):
                     return self.tokenizer.encode(text)
                 case TokenPrompt(token_ids):
                     return token_ids
         except (TemplateError, TextError) as error:
             raise request.invalid("prompt", str(error)) from error
+
+
+def _may_be_long(prompt: TextPrompt | ChatPrompt) -> bool:
+    """What a client gives the template besides messages may be of any size."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text) > LONG_TEXT_CHARS
+    num_chars = sum(MESSAGE_CHARS + sum(map(len, message.values())) for message in prompt.messages)
+    return bool(prompt.template_kwargs) or num_chars > LONG_TEXT_CHARS
 
 
 def load_served_model(path: Path, name: str) -> ServedModel:

@@ -4,7 +4,6 @@ Both fronts build a `GenerationRequest`; `check_parameters` is the one place tha
 OpenAI's, and vLLM's for what OpenAI does not have. What depends on the number of prompt tokens is `generation`'s.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +13,8 @@ from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOK
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1_000  # of one: each choice prepares its matchers on the event loop
+MAX_REQUEST_ID_CHARS = 512  # every chunk of a stream repeats it; the header's 256 have a prefix put before them
 SEED_BITS = 64
 
 
@@ -31,6 +32,7 @@ class TokenPrompt:
 class ChatPrompt:
     messages: Sequence[Mapping[str, str]]
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    add_generation_prompt: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +78,9 @@ class _Range:
 
     def __contains__(self, value: float) -> bool:
         is_above = self.low < value if self.open_low else self.low <= value
-        return is_above and value <= self.high and value != math.inf
+        return is_above and value <= self.high
 
     def __str__(self) -> str:
-        if math.isinf(self.high):
-            return f"a finite number greater than {self.low:g}" if self.open_low else f"at least {self.low:g}"
         return f"{'greater than' if self.open_low else 'at least'} {self.low:g} and at most {self.high:g}"
 
 
@@ -89,7 +89,7 @@ _RANGES = {
     "top_p": _Range(0, 1, open_low=True),
     "top_k": _Range(-1, 2**31 - 1),
     "min_p": _Range(0, 1),
-    "repetition_penalty": _Range(0, math.inf, open_low=True),
+    "repetition_penalty": _Range(0, 1e6, open_low=True),  # finite in float32 too
     "presence_penalty": _Range(-2, 2),
     "frequency_penalty": _Range(-2, 2),
     "n": _Range(1, MAX_CHOICES),
@@ -102,6 +102,8 @@ _RANGES = {
 
 def check_parameters(request: GenerationRequest, *, vocab_size: int, has_tokenizer: bool) -> None:
     """InvalidArgument naming the first parameter that cannot be served."""
+    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+        raise request.invalid("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters, not {len(request.request_id)}")
     for name, bounds in _RANGES.items():
         value = getattr(request, name)
         if value is not None and value not in bounds:
@@ -144,6 +146,8 @@ def _check_stop_strings(request: GenerationRequest, has_tokenizer: bool) -> None
         return
     if len(request.stop) > MAX_STOP_STRINGS:
         raise request.invalid("stop", f"at most {MAX_STOP_STRINGS} strings, not {len(request.stop)}")
+    if (longest := max(map(len, request.stop))) > MAX_STOP_CHARS:
+        raise request.invalid("stop", f"at most {MAX_STOP_CHARS} characters in a string, not {longest}")
     if not all(request.stop):
         raise request.invalid("stop", "a stop string is empty")
     if not has_tokenizer:

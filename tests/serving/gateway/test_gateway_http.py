@@ -205,6 +205,13 @@ async def test_tokenize_gives_what_a_chat_will_prefill(http: httpx.AsyncClient):
     assert (await http.post("/v1/chat/completions", json=CHAT)).json()["prompt_token_ids"] == tokenized["tokens"]
 
 
+async def test_tokenize_leaves_the_generation_prompt_out_where_asked(http: httpx.AsyncClient):
+    whole = (await http.post("/tokenize", json={"messages": CHAT["messages"]})).json()["tokens"]
+    bare = await http.post("/tokenize", json={"messages": CHAT["messages"], "add_generation_prompt": False})
+    assert len(bare.json()["tokens"]) < len(whole)
+    assert whole[: len(bare.json()["tokens"])] == bare.json()["tokens"]
+
+
 async def test_text_parts_are_joined(http: httpx.AsyncClient):
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     asked = CHAT | {"messages": [{"role": "user", "content": parts}]}
