@@ -50,7 +50,7 @@ def bench(
     Args:
         model: a checkpoint folder; without one the embedded model.
         out: where the JSON goes, and the tables as Markdown.
-        quick: one round with few starts, under 90 seconds.
+        quick: one round with few starts; a minute or two.
         only: measure only this part. May be repeated.
         set: a key of the server's configuration, as for `moonshard serve`. May be repeated.
     """
