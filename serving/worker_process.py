@@ -8,6 +8,7 @@ process with 1, since what the device then holds is unknown.
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import Callable, Mapping
 
 from moonshard.rpc import link_pb2_grpc
@@ -20,6 +21,9 @@ from moonshard.serving.worker import Worker
 
 SERVICE_NAME = "moonshard.v1.Worker"
 STOP_GRACE_S = 1.0
+# The device threads hold Python's lock for microseconds, the event loop for milliseconds: at the default of 5 ms a step
+# that is done waits for the loop. Side by side on two cores, 8 streams gave 1.4 to 1.6 times the tokens per second.
+SWITCH_INTERVAL_S = 0.0002
 
 Status = Callable[[str, Mapping[str, object]], None]
 logger = logging.getLogger(__name__)
@@ -35,6 +39,7 @@ async def run_worker(config: Config, *, status: Status) -> int:
     Raises:
         PortInUse, CheckpointError, ModelError, MeshError: before anything is served.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = _stop_on_signals()
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Worker] = loop.create_future()
