@@ -86,7 +86,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._expiry: asyncio.TimerHandle | None = None
-        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self.failed: asyncio.Future[None] = self._loop.create_future()  # the device, or the bookkeeping here
         self.num_overlapped_steps = 0
 
     def start(self) -> None:
@@ -98,14 +98,11 @@ class Engine:
         self._scheduler.add(request, time.perf_counter())
         self._clocks[request.id] = _Clocked(arrived_ns=time.perf_counter_ns())
         self._idle.clear()
-        self._launch()
+        self._guard(self._launch)
 
     def cancel(self, request_id: bytes) -> None:
         """Ends a request without a word. Its slot and blocks are free once what is in flight has run."""
-        if self._scheduler.cancel(request_id):
-            self._clocks.pop(request_id, None)
-            self._launch()
-            self._note_idle()
+        self._guard(self._end, request_id)
 
     async def wait_idle(self) -> None:
         """Until no request is left and nothing is in flight."""
@@ -122,7 +119,20 @@ class Engine:
 
     def _on_loop[T](self, handle: Callable[[T], None], what: T) -> None:
         """Called on the device's waiting thread."""
-        self._loop.call_soon_threadsafe(handle, what)
+        self._loop.call_soon_threadsafe(self._guard, handle, what)
+
+    def _guard[*Ts](self, handle: Callable[[*Ts], None], *what: *Ts) -> None:
+        """A fault in the bookkeeping is one of the engine: no step would follow, and nobody would be told."""
+        try:
+            handle(*what)
+        except Exception as error:  # whatever it was: what is held and what is in flight are then unknown
+            self._fail(error)
+
+    def _end(self, request_id: bytes) -> None:
+        if self._scheduler.cancel(request_id):
+            self._clocks.pop(request_id, None)
+            self._launch()
+            self._note_idle()
 
     def _launch(self) -> None:
         while self._num_computing < MAX_IN_FLIGHT and (plan := self._scheduler.schedule()) is not None:
@@ -179,7 +189,7 @@ class Engine:
         """Also while no step completes."""
         self._drop_expired()
         self._note_idle()
-        self._expiry = self._loop.call_later(EXPIRY_PERIOD_S, self._expire)
+        self._expiry = self._loop.call_later(EXPIRY_PERIOD_S, self._guard, self._expire)
 
     def _note_idle(self) -> None:
         if self._scheduler.is_idle:
