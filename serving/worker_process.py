@@ -2,7 +2,7 @@
 
 The port opens at once, so that whoever started the worker knows its address; health turns SERVING when the model is
 compiled. SIGTERM and SIGINT drain: no new requests, running ones finish, exit with 0. A fault on the device ends the
-process with 1, since what the device then holds is unknown.
+process with 1, since what the device then holds is unknown; so does a fault in the engine's own bookkeeping.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from moonshard.rpc import link_pb2_grpc
 from moonshard.rpc.server import BoundServer, build_server
 from moonshard.serving.compilations import CompilationCounter
 from moonshard.serving.config import Config
+from moonshard.serving.engine import Engine
 from moonshard.serving.link_service import LinkServicer
 from moonshard.serving.loading import load_model
 from moonshard.serving.worker import Worker
@@ -97,15 +98,21 @@ async def _serve(worker: Worker, server: BoundServer, stop: asyncio.Event, drain
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({stopping, worker.engine.failed}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    if not worker.engine.failed.done():
+        worker.is_draining = True
+        await server.set_serving(False)
+        await _drain(worker.engine, drain_timeout_s)
     if worker.engine.failed.done():
-        logger.error("the device failed", exc_info=worker.engine.failed.exception())
+        logger.error("the engine failed", exc_info=worker.engine.failed.exception())
         return 1
-    worker.is_draining = True
-    await server.set_serving(False)
-    try:
-        async with asyncio.timeout(drain_timeout_s):
-            await worker.engine.wait_idle()
-    except TimeoutError:
-        logger.warning("requests were still running after %g s and are cancelled", drain_timeout_s)
     await worker.engine.close()
     return 0
+
+
+async def _drain(engine: Engine, timeout_s: float) -> None:
+    """Until nothing runs any more, the engine fails, or the time is over."""
+    idle = asyncio.create_task(engine.wait_idle())
+    done, _ = await asyncio.wait({idle, engine.failed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    idle.cancel()
+    if not done:
+        logger.warning("requests were still running after %g s and are cancelled", timeout_s)

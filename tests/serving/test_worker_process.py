@@ -1,0 +1,79 @@
+"""How a worker's process ends: by a drain or by a fault, whichever comes first."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from moonshard.serving.worker_process import _serve
+
+
+class FakeEngine:
+    """Neither idle nor failed until the test says so."""
+
+    def __init__(self):
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.idle = asyncio.Event()
+        self.asked_for_idle = asyncio.Event()
+        self.is_closed = False
+
+    async def wait_idle(self) -> None:
+        self.asked_for_idle.set()
+        await self.idle.wait()
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeServer:
+    def __init__(self):
+        self.is_serving = True
+
+    async def set_serving(self, is_serving: bool) -> None:
+        self.is_serving = is_serving
+
+
+class FakeWorker:
+    def __init__(self):
+        self.engine = FakeEngine()
+        self.is_draining = False
+
+
+class Process:
+    """`_serve` on its way."""
+
+    def __init__(self, drain_timeout_s: float = 30.0):
+        self.worker, self.server, self.stop = FakeWorker(), FakeServer(), asyncio.Event()
+        worker: Any = self.worker
+        server: Any = self.server
+        self.exit_code = asyncio.create_task(_serve(worker, server, self.stop, drain_timeout_s))
+
+    async def drain(self) -> None:
+        self.stop.set()
+        await self.worker.engine.asked_for_idle.wait()
+
+
+async def test_a_drain_refuses_what_is_new_waits_for_what_runs_and_ends_with_0():
+    process = Process()
+    await process.drain()
+    assert process.worker.is_draining
+    assert not process.server.is_serving
+    process.worker.engine.idle.set()
+    assert await asyncio.wait_for(process.exit_code, 5) == 0
+    assert process.worker.engine.is_closed
+
+
+async def test_a_drain_that_takes_too_long_is_cut_off(caplog: pytest.LogCaptureFixture):
+    process = Process(drain_timeout_s=0.01)
+    process.stop.set()
+    assert await asyncio.wait_for(process.exit_code, 5) == 0
+    assert "still running" in caplog.text
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+async def test_a_fault_ends_the_process_at_once_with_1_also_in_a_drain(is_draining: bool):
+    process = Process()
+    if is_draining:
+        await process.drain()
+    process.worker.engine.failed.set_exception(RuntimeError("no device"))
+    assert await asyncio.wait_for(process.exit_code, 5) == 1
