@@ -50,7 +50,8 @@ class StepEncoder:
         self._shapes = shapes
         self._pool = pool
         self._vocab_size = vocab_size
-        _, self._rows = shapes.layout(StepKind.DECODE, shapes.decode_buckets[-1]).blank()
+        self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
+        _, self._rows = self._layouts[StepKind.DECODE, shapes.decode_buckets[-1]].blank()
         self._clear_row(slice(None))
         self._written: list[tuple[SequenceId, tuple[int, ...]] | None] = [None] * pool.num_slots
 
@@ -69,7 +70,7 @@ class StepEncoder:
         tile = self._shapes.q_tile
         num_rows = sum(-(-len(chunk.tokens) // tile) for chunk in plan.chunks)
         bucket = bucket_for(self._shapes.prefill_buckets, num_rows * tile)
-        packed, fields = self._shapes.layout(StepKind.PREFILL, bucket).blank()
+        packed, fields = self._layouts[StepKind.PREFILL, bucket].blank()
         fields["positions"][...] = -1
         fields["sample_slot"][...] = self._pool.num_slots
         _make_neutral(fields, slice(None))
@@ -103,7 +104,7 @@ class StepEncoder:
             if self._written[index] is not None:
                 self._clear_row(index)
                 self._written[index] = None
-        packed, fields = self._shapes.layout(StepKind.DECODE, bucket).blank()
+        packed, fields = self._layouts[StepKind.DECODE, bucket].blank()
         for name, field in fields.items():
             field[...] = self._rows[name][:bucket]
         return Step(plan.number, StepKind.DECODE, bucket, packed)
@@ -126,7 +127,7 @@ class StepEncoder:
         self._rows["positions"][index] = -1
 
     def _encode_load(self, plan: LoadPlan) -> Step:
-        packed, fields = self._shapes.layout(StepKind.LOAD).blank()
+        packed, fields = self._layouts[StepKind.LOAD, 0].blank()
         request, bias = plan.request, plan.request.sampling.logit_bias
         fields["slot"][...] = self._pool.row(plan.slot)
         fields["num_prompt"][...] = plan.num_prompt
@@ -140,7 +141,7 @@ class StepEncoder:
         return Step(plan.number, StepKind.LOAD, 0, packed)
 
     def _encode_copy(self, plan: CopyPlan) -> Step:
-        packed, fields = self._shapes.layout(StepKind.COPY).blank()
+        packed, fields = self._layouts[StepKind.COPY, 0].blank()
         fields["destination"][...] = self._pool.num_blocks
         for index, (partition, source, destination) in enumerate(plan.pairs):
             fields["source"][index] = self._pool.block(partition, source)

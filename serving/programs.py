@@ -139,25 +139,23 @@ class Programs:
 
 def _build(config: kimi.KimiConfig, shapes: StepShapes, backend: moe.Backend, precision: str):
     """Yields ((kind, bucket), jitted program)."""
-
-    def jitted(body: Callable[..., Any], kind: StepKind, bucket: int = 0):
-        @functools.partial(jax.jit, donate_argnums=1)
-        def program(weights: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array | None]:
-            with jax.default_matmul_precision(precision):
-                return body(weights, state, _unpack(shapes.layout(kind, bucket), packed))
-
-        return (kind, bucket), program
-
-    for bucket in shapes.prefill_buckets:
-        yield jitted(functools.partial(_prefill, config, backend), StepKind.PREFILL, bucket)
-    for bucket in shapes.decode_buckets:
-        yield jitted(functools.partial(_decode, config, backend), StepKind.DECODE, bucket)
-    yield jitted(_load, StepKind.LOAD)
-    yield jitted(_copy, StepKind.COPY)
+    bodies = {
+        StepKind.PREFILL: functools.partial(_prefill, config, backend),
+        StepKind.DECODE: functools.partial(_decode, config, backend),
+        StepKind.LOAD: _load,
+        StepKind.COPY: _copy,
+    }
+    for kind, bucket in shapes.programs:
+        yield (kind, bucket), _jitted(bodies[kind], shapes.layout(kind, bucket), precision)
 
 
-def _unpack(layout: Layout, packed: jax.Array) -> dict[str, jax.Array]:
-    return layout.unpack(packed)
+def _jitted(body: Callable[..., Any], layout: Layout, precision: str) -> Callable[..., Any]:
+    @functools.partial(jax.jit, donate_argnums=1)
+    def program(weights: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array | None]:
+        with jax.default_matmul_precision(precision):
+            return body(weights, state, layout.unpack(packed))
+
+    return program
 
 
 def _prefill(config: kimi.KimiConfig, backend: moe.Backend, weights: Any, state: DeviceState, f: dict[str, jax.Array]):

@@ -6,7 +6,8 @@ step comes next is the scheduler's business, what a program computes is `serving
 """
 
 import enum
-import functools
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,34 +46,31 @@ class Field:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
 class Layout:
-    """Fields one after another in one int32 array."""
+    """Fields one after another in one int32 array. Immutable; where each field lies is worked out once."""
 
-    fields: tuple[Field, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(field.size for field in self.fields)
+    def __init__(self, fields: tuple[Field, ...]):
+        self.fields = fields
+        ends = list(itertools.accumulate(field.size for field in fields))
+        self.size = ends[-1]
+        self._places = tuple((field, end - field.size, end) for field, end in zip(fields, ends, strict=True))
 
     def blank(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """A zeroed packed array, and a writable view of each field in it."""
-        packed, views, offset = np.zeros(self.size, np.int32), {}, 0
-        for field in self.fields:
-            views[field.name] = packed[offset : offset + field.size].view(field.dtype).reshape(field.shape)
-            offset += field.size
+        packed = np.zeros(self.size, np.int32)
+        views = {
+            field.name: packed[start:end].view(field.dtype).reshape(field.shape) for field, start, end in self._places
+        }
         return packed, views
 
     def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
-        values, offset = {}, 0
-        for field in self.fields:
-            part = packed[offset : offset + field.size].reshape(field.shape)
-            values[field.name] = jax.lax.bitcast_convert_type(part, jnp.dtype(field.dtype))
-            offset += field.size
-        return values
+        return {
+            field.name: jax.lax.bitcast_convert_type(packed[start:end].reshape(field.shape), jnp.dtype(field.dtype))
+            for field, start, end in self._places
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +84,15 @@ class StepShapes:
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
     decode_buckets: tuple[int, ...]  # rows, ascending, the last is num_slots
 
-    @functools.cache  # noqa: B019  # a handful of frozen values, alive as long as the process
+    @property
+    def programs(self) -> tuple[tuple[StepKind, int], ...]:
+        """Every (kind, bucket) there is."""
+        prefills = ((StepKind.PREFILL, bucket) for bucket in self.prefill_buckets)
+        decodes = ((StepKind.DECODE, bucket) for bucket in self.decode_buckets)
+        return (*prefills, *decodes, (StepKind.LOAD, 0), (StepKind.COPY, 0))
+
     def layout(self, kind: StepKind, bucket: int = 0) -> Layout:
+        """Works a layout out; whoever packs every step keeps it."""
         match kind:
             case StepKind.PREFILL:
                 return self._prefill(bucket)

@@ -30,6 +30,8 @@ class RequestRecord:
         self._num_tokens = [0] * run.n
         self._last_arrival_ns = [0] * run.n
         self._num_dropped = 0
+        self._generation_tokens = metrics.generation_tokens.labels(*self._labels)  # looked up once, used per token
+        self._inter_token_s = metrics.inter_token_s.labels(*self._labels)
 
     def __enter__(self) -> "RequestRecord":
         return self
@@ -85,9 +87,9 @@ class RequestRecord:
 
     def _count_delta(self, delta: pb.Delta, arrived_ns: int) -> None:
         self._num_tokens[delta.choice] += len(delta.token_ids)
-        self._metrics.generation_tokens.labels(*self._labels).inc(len(delta.token_ids))
+        self._generation_tokens.inc(len(delta.token_ids))
         if previous_ns := self._last_arrival_ns[delta.choice]:
-            self._metrics.inter_token_s.labels(*self._labels).observe((arrived_ns - previous_ns) / 1e9)
+            self._inter_token_s.observe((arrived_ns - previous_ns) / 1e9)
         self._last_arrival_ns[delta.choice] = arrived_ns
         if delta.finish_reason in _FINISH_NAMES:
             self._num_ended += 1
