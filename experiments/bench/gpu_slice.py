@@ -1,0 +1,170 @@
+"""A few layers of a model at full width with random weights, and the steps that serve them.
+
+Full width is what decides a GPU's speed; depth only repeats it. Weights are drawn on the device, the routed experts
+one expert at a time, so that the peak is little above what stays. Sequences own disjoint blocks in a shuffled order.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moonshard.kv.pages import Pages, allocate_pages
+from moonshard.models import kimi, moe, weights
+from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.shape import MeshShape
+
+DTYPE, ITEM_BYTES = "bfloat16", 2
+Step = Callable[[Any, Pages, kimi.Batch], tuple[jax.Array, jax.Array, Pages]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceSizes:
+    """What is measured: layers, prompt, and decode steps at every batch and context."""
+
+    config: kimi.KimiConfig
+    block_size: int
+    q_tile: int  # queries per row of a prefill
+    prompt_tokens: int
+    batches: tuple[int, ...]
+    context_tokens: tuple[int, ...]  # before a decode step
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        return -(-(max(*self.context_tokens, self.prompt_tokens) + 1) // self.block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        return max(self.batches) * self.blocks_per_sequence
+
+
+def kimi_k2_slice(num_moe_layers: int) -> kimi.KimiConfig:
+    """Kimi K2 with one dense layer and a few of its 60 MoE layers."""
+    return kimi.KimiConfig(
+        vocab_size=163840,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=1 + num_moe_layers,
+        num_attention_heads=64,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=384,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.827,
+        first_k_dense_replace=1,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-6,
+        lora_norm_eps=1e-6,
+        rope_theta=50000.0,
+        rope_interleave=True,
+        yarn=kimi.Yarn(
+            factor=32.0, original_max_position_embeddings=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0
+        ),
+        attention_bias=False,
+        tie_word_embeddings=False,
+    )
+
+
+def draw_weights(config: kimi.KimiConfig, seed: int) -> kimi.Weights[jax.Array]:
+    declared = kimi.declare(config)
+    if declared.experts is None:
+        raise ValueError("a slice without MoE layers has nothing to measure")
+    rest = weights.initialise(replace(declared, experts=None), seed, DTYPE, build_mesh(MeshShape()))
+    keys = jax.random.split(jax.random.key(seed + 1))
+    gate_up, down = (
+        _draw_stacked(param.shape, key)
+        for param, key in zip((declared.experts.gate_up, declared.experts.down), keys, strict=True)
+    )
+    return rest.replace(experts=moe.Experts(gate_up=gate_up, down=down))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draw_stacked(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """[l, e, ...] of fan-in scaled normals, one expert at a time into the final array."""
+    num_layers, num_experts, *matrix = shape
+    scale = jnp.asarray(shape[-1] ** -0.5, DTYPE)
+
+    def draw(index, drawn):
+        values = jax.random.normal(jax.random.fold_in(key, index), matrix, DTYPE) * scale
+        place = (index // num_experts, index % num_experts, *(0 for _ in matrix))
+        return jax.lax.dynamic_update_slice(drawn, values[None, None], place)
+
+    return jax.lax.fori_loop(0, num_layers * num_experts, draw, jnp.zeros(shape, DTYPE))
+
+
+def draw_pages(sizes: SliceSizes, seed: int) -> Pages:
+    """Every block holds random latents, so that a context need not be prefilled first."""
+    shape = (sizes.num_blocks, sizes.config.num_hidden_layers, sizes.block_size, sizes.config.latent_size)
+    empty = allocate_pages(*shape, dtype=DTYPE, sharding=replicated(build_mesh(MeshShape())))
+    fill = jax.jit(lambda pages, key: jax.random.normal(key, pages.shape, pages.dtype), donate_argnums=0)
+    return fill(empty, jax.random.key(seed))
+
+
+def decode_batch(sizes: SliceSizes, batch: int, context_tokens: int, seed: int) -> kimi.Batch:
+    """One new token for each of `batch` sequences with that much behind them."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, sizes.config.vocab_size, (batch, 1))
+    return _batch(tokens, np.full((batch, 1), context_tokens), _tables(sizes, batch, rng))
+
+
+def prefill_batch(sizes: SliceSizes, seed: int) -> kimi.Batch:
+    """One fresh prompt as rows of `q_tile` queries."""
+    rng = np.random.default_rng(seed)
+    shape = (sizes.prompt_tokens // sizes.q_tile, sizes.q_tile)
+    tokens = rng.integers(0, sizes.config.vocab_size, shape)
+    tables = np.repeat(_tables(sizes, 1, rng), shape[0], axis=0)
+    return _batch(tokens, np.arange(sizes.prompt_tokens).reshape(shape), tables)
+
+
+def _tables(sizes: SliceSizes, batch: int, rng: np.random.Generator) -> np.ndarray:
+    count = sizes.blocks_per_sequence
+    return rng.permutation(sizes.num_blocks)[: batch * count].reshape(batch, count)
+
+
+def _batch(tokens: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> kimi.Batch:
+    return kimi.Batch(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        positions=jnp.asarray(positions, jnp.int32),
+        block_tables=jnp.asarray(tables, jnp.int32),
+    )
+
+
+def build_step(config: kimi.KimiConfig, backend: moe.Backend, *, last_only: bool) -> Step:
+    """A jitted step: the likeliest next tokens, how many distinct experts each MoE layer hit, and the pages (donated).
+
+    Args:
+        last_only: logits of the batch's last token only, as a prompt's chunk needs them; else of every row.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(loaded: Any, pages: Pages, batch: kimi.Batch):
+        hidden, pages, seen = kimi.forward(config, loaded, pages, batch, backend=backend, observe=True)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = kimi.unembed(loaded, rows[-1:] if last_only else rows)
+        return logits.argmax(axis=-1), _experts_hit(config, seen), pages
+
+    return step
+
+
+def _experts_hit(config: kimi.KimiConfig, seen: kimi.Observations | None) -> jax.Array:
+    if seen is None or seen.experts is None:
+        raise ValueError("a slice without MoE layers hits no experts")
+    is_hit = jax.nn.one_hot(seen.experts, config.n_routed_experts, dtype=jnp.bool_)
+    return is_hit.any(axis=(1, 2)).sum(axis=-1)
+
+
+def smaller(sizes: SliceSizes) -> SliceSizes:
+    """The same layers with the fewest steps that still show both phases."""
+    return replace(sizes, batches=(1, max(sizes.batches)), context_tokens=sizes.context_tokens[:1])

@@ -1,0 +1,170 @@
+"""The GPU bench needs little, refuses without a card, times nothing that is wrong, and its floors add up."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moonshard.experiments.bench import gpu
+from moonshard.experiments.bench.gpu_checks import Check, MoeCase, check_sums
+from moonshard.experiments.bench.gpu_slice import decode_batch, draw_weights, kimi_k2_slice, prefill_batch
+from moonshard.experiments.bench.gpu_sweep import neighbours
+from moonshard.experiments.bench.gpu_timing import Effort, measure
+from moonshard.experiments.bench.gpu_work import (
+    Ceilings,
+    Work,
+    attention_work,
+    num_values,
+    routed_work,
+    step_work,
+)
+from moonshard.models import kimi, moe, moe_grouped
+
+pytestmark = pytest.mark.xdist_group("jax")
+ROOT = Path(__file__).parents[2]
+K2 = kimi_k2_slice(60)
+TRIAL = gpu.trial_scale(2)
+ABSENT_ON_A_BARE_MACHINE = (
+    *("grpc", "google.protobuf", "msgspec", "fastapi", "uvicorn", "uvloop", "httptools", "httpx", "tokenizers"),
+    *("tiktoken", "jinja2", "tyro", "prometheus_client", "jaxtyping", "beartype", "tests"),
+)
+RUN_BARE = f"""
+import runpy, sys
+for name in {ABSENT_ON_A_BARE_MACHINE!r}:
+    sys.modules[name] = None
+runpy.run_module("moonshard.experiments.bench.gpu", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.timeout(280)
+def test_the_whole_command_runs_where_only_jax_and_flax_are_installed(tmp_path):
+    out = tmp_path / "deep" / "result.json"
+    arguments = ["--allow-cpu", "--quick", "--moe-layers", "1", "--out", str(out), "--seed", "7"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_BARE, *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(out.read_text())
+    assert report["environment"]["jax"] == jax.__version__
+    assert all(check["passed"] for check in report["checks"])
+    assert {"kimi_k2 logits, grouped", "kimi_k2 logits, blocks"} <= {check["name"] for check in report["checks"]}
+    names = [row["name"] for row in report["rows"]]
+    for wanted in ("MoE layer, 1 tokens, grouped", "MoE layer, 1 tokens, blocks", "prefill, 2 layers"):
+        assert wanted in names
+    assert any(name.startswith("decode, 2 layers, batch 2, context") for name in names)
+    assert all(row["median_ms"] > 0 and row["floor_ms"] > 0 for row in report["rows"])
+    assert names[-1] in done.stdout.splitlines()[-2]  # the table is what comes last, before the file's name
+
+
+def test_without_a_gpu_it_refuses_in_one_line(capsys):
+    assert gpu.main([]) == 2
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_a_failed_check_ends_it_before_anything_is_timed(tmp_path, monkeypatch):
+    wrong = Check(name="wrong", error=float("nan"), tolerance=1.0)
+    monkeypatch.setattr(gpu, "_checks", lambda *_: iter([wrong]))
+    out = tmp_path / "result.json"
+    assert gpu.main(["--allow-cpu", "--out", str(out)]) == 1
+    report = json.loads(out.read_text())
+    assert "rows" not in report
+    assert [check["passed"] for check in report["checks"]] == [False]
+
+
+def test_a_backend_that_uses_another_layer_does_not_pass():
+    def wrong(x, routing, valid, experts, layer):
+        return moe.blocks(x, routing, valid, experts, layer - 1)
+
+    case = MoeCase(num_tokens=9, top_k=2, num_experts=4, embed=32, ffw=16)
+    assert all(check.passed for check in check_sums(moe.blocks, (case,), seed=1))
+    assert not any(check.passed for check in check_sums(wrong, (case,), seed=1))
+
+
+def test_kimi_k2_has_a_trillion_parameters_and_88_megabytes_per_expert():
+    assert num_values(kimi.declare(K2)) == pytest.approx(1.026e12, rel=1e-3)
+    assert routed_work(K2, 1, 1, 2).num_bytes == 3 * 7168 * 2048 * 2
+    assert routed_work(K2, 5, 3, 2).num_flops == 2 * 5 * 8 * 3 * 7168 * 2048
+
+
+@pytest.mark.parametrize("spans", [[(0, 7)], [(5, 6), (9, 10)], [(3, 8), (0, 2)]])
+def test_attention_counts_every_visible_key_of_every_query(spans):
+    pairs = sum(position + 1 for start, stop in spans for position in range(start, stop))
+    work = attention_work(K2, spans, 2)
+    assert work.num_flops == pairs * 64 * 2 * (576 + 512)
+    assert work.num_bytes == sum(stop for _, stop in spans) * 576 * 2
+
+
+def test_a_decode_steps_floor_is_its_parts_one_after_another():
+    config = kimi_k2_slice(2)
+    work = step_work(config, [(1024, 1025)] * 16, [109, 111], 2)
+    ceilings = Ceilings(copy_bytes_per_s=4e12, matmul_flops_per_s=8e14)
+    experts = 220 * 3 * 7168 * 2048 * 2
+    outside = (num_values(kimi.declare(config)) - 2 * 384 * 3 * 7168 * 2048 - 163840 * 7168 - 7168) * 2
+    assert work.routed.num_bytes == experts
+    assert work.rest.num_bytes == outside
+    assert work.floor_s(ceilings) == pytest.approx(work.whole.num_bytes / 4e12, rel=1e-12)  # all of it waits for memory
+    assert work.floor_s(ceilings) > work.routed.floor_s(ceilings) > experts / 4.001e12
+
+
+@pytest.mark.parametrize(("num_bytes", "num_flops", "floor_s"), [(10, 1, 5.0), (1, 12, 3.0)])
+def test_a_floor_is_the_slower_of_moving_and_computing(num_bytes, num_flops, floor_s):
+    ceilings = Ceilings(copy_bytes_per_s=2, matmul_flops_per_s=4)
+    assert Work(num_bytes=num_bytes, num_flops=num_flops).floor_s(ceilings) == floor_s
+
+
+def test_timing_leaves_the_first_calls_out_and_repeats_as_asked():
+    made = []
+
+    def call():
+        made.append(jnp.zeros(1))
+        return made[-1]
+
+    timing = measure(call, Effort(num_samples=5, calls_per_sample=3))
+    assert len(timing.samples_s) == 5
+    assert len(made) == 2 + 5 * 3
+
+
+def test_sequences_of_a_batch_share_no_block_and_reach_their_context():
+    sizes = TRIAL.sizes
+    batch = decode_batch(sizes, max(sizes.batches), max(sizes.context_tokens), seed=3)
+    blocks = np.asarray(batch.block_tables).ravel()
+    assert len(set(blocks.tolist())) == len(blocks)
+    assert blocks.max() < sizes.num_blocks
+    assert max(sizes.context_tokens) < batch.block_tables.shape[1] * sizes.block_size
+
+
+def test_a_prompts_rows_hold_every_position_once():
+    batch = prefill_batch(TRIAL.sizes, seed=3)
+    assert np.asarray(batch.positions).ravel().tolist() == list(range(TRIAL.sizes.prompt_tokens))
+    assert batch.tokens.shape[1] == TRIAL.sizes.q_tile
+
+
+def test_every_expert_is_drawn_anew_and_none_is_left_at_zero():
+    config = TRIAL.sizes.config
+    drawn = draw_weights(config, seed=5).experts
+    assert drawn is not None
+    for leaf in (drawn.gate_up, drawn.down):
+        values = np.asarray(leaf, np.float32)
+        matrices = values.reshape(values.shape[0] * values.shape[1], -1)
+        assert len(np.unique(matrices, axis=0)) == len(matrices)
+        np.testing.assert_allclose(matrices.std(axis=1), values.shape[-1] ** -0.5, rtol=0.15)
+
+
+def test_a_sweep_starts_at_the_chosen_tiles_and_changes_one_number_at_a_time():
+    for pairs in (8, 1024, 16384, 65536):
+        chosen, *others = neighbours(moe_grouped.tiles_for(pairs, 384))
+        fields = ("rows", "columns", "depth_bytes", "num_warps", "num_stages")
+        for other in others:
+            assert sum(getattr(other, name) != getattr(chosen, name) for name in fields) == 1
