@@ -177,6 +177,20 @@ async def test_a_cancelled_request_frees_its_blocks_and_slot():
         await gateway.call.done_writing()
 
 
+async def test_a_gateway_hears_well_within_a_second_that_a_cancelled_request_is_gone():
+    async with serving() as (_, stub):
+        gateway = Gateway(stub)
+        await gateway.hello()
+        await gateway.call.write(run_message(1, long_text(100), max_tokens=400))
+        while not (await gateway.call.read()).step.outputs:
+            pass
+        await gateway.call.write(link_pb2.GatewayMessage(cancel=link_pb2.Cancel(request_id=(1).to_bytes(16, "big"))))
+        async with asyncio.timeout(0.8):
+            while (load := (await gateway.call.read()).load).free_blocks != [NUM_BLOCKS] or load.num_running:
+                pass
+        await gateway.call.done_writing()
+
+
 async def test_a_gateway_that_vanishes_takes_its_requests_along_and_no_others():
     async with serving() as (worker, stub):
         lost, kept = Gateway(stub), Gateway(stub)
