@@ -1,6 +1,7 @@
 """What the workers report of themselves, as metrics: read from the last message of each at the moment of a scrape.
 
-Counters are the worker's own, since its start: a restart shows as a counter reset, which Prometheus expects.
+Counters are the worker's own, since its start: a restart shows as a counter reset, which Prometheus expects. Those of a
+worker that is gone stay; its gauges are 0, since nothing runs there.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +48,7 @@ class WorkerCollector(Collector):
         for name, value in _COUNTERS.items():
             yield self._by_worker(CounterMetricFamily, name, ((link, value(link.last_load)) for link in links))
         for name, value in _GAUGES.items():
-            yield self._by_worker(GaugeMetricFamily, name, ((link, value(link.last_load)) for link in links))
+            yield self._by_worker(GaugeMetricFamily, name, ((link, value(_load_now(link))) for link in links))
         yield self._by_worker(GaugeMetricFamily, "worker_up", ((link, link.session is not None) for link in links))
         yield self._by_worker(CounterMetricFamily, "worker_restarts", ((link, link.num_restarts) for link in links))
         reserved = ((link, self._pool.in_flight_tokens(link.address)) for link in links)
@@ -72,7 +73,7 @@ class WorkerCollector(Collector):
         free = GaugeMetricFamily("moonshard_free_blocks", "KV blocks that nothing holds.", labels=labels)
         used = GaugeMetricFamily("moonshard_used_blocks", "KV blocks that requests hold.", labels=labels)
         for link in self._pool.links:
-            for partition, num_free in enumerate(link.last_load.free_blocks):
+            for partition, num_free in enumerate(_load_now(link).free_blocks):
                 free.add_metric((link.address, str(partition)), num_free)
                 used.add_metric((link.address, str(partition)), link.num_blocks - num_free)
         yield from (free, used)
@@ -96,11 +97,11 @@ class WorkerCollector(Collector):
             "vllm:cache_config_info", "The KV cache's shape.", labels=(*LABELS, "block_size", "num_gpu_blocks")
         )
         for index, link in enumerate(self._pool.links):
-            labels, load = (self._model_name, str(index)), link.last_load
+            labels, load = (self._model_name, str(index)), _load_now(link)
             running.add_metric(labels, load.num_running)
             waiting.add_metric(labels, load.num_waiting)
             usage.add_metric(labels, _kv_usage(link))
-            preemptions.add_metric(labels, load.num_preemptions)
+            preemptions.add_metric(labels, link.last_load.num_preemptions)
             if link.session is not None:
                 welcome = link.session.welcome
                 shape = (str(welcome.block_size), str(welcome.num_blocks * welcome.num_partitions))
@@ -123,6 +124,12 @@ class StepObserver:
             self.metrics.step_tokens.labels(self.metrics.model_name, str(worker_index)).observe(num_new)
 
 
+def _load_now(link: WorkerLink) -> WorkerLoad:
+    """Empty while the worker is gone: what it last said of itself is over."""
+    return WorkerLoad() if link.session is None else link.last_load
+
+
 def _kv_usage(link: WorkerLink) -> float:
-    num_blocks = link.num_blocks * len(link.last_load.free_blocks)
-    return 1 - sum(link.last_load.free_blocks) / num_blocks if num_blocks else 0.0
+    free_blocks = _load_now(link).free_blocks
+    num_blocks = link.num_blocks * len(free_blocks)
+    return 1 - sum(free_blocks) / num_blocks if num_blocks else 0.0

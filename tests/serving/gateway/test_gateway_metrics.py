@@ -103,3 +103,21 @@ async def test_a_client_cannot_make_up_label_values(http: httpx.AsyncClient):
     found = await samples(http)
     assert found["moonshard_http_requests_total", "other", "404"] == 1
     assert not any("made" in value for key in found for value in key)
+
+
+async def test_a_worker_that_is_gone_runs_nothing_and_keeps_its_counts(
+    http: httpx.AsyncClient, running: RunningGateway, worker: FakeWorker
+):
+    worker.load.num_waiting, worker.load.num_preemptions = 3, 4
+    await http.post("/v1/completions", json=ASKED)
+    there = await samples(http)
+    assert there["vllm:num_requests_running", "0", "kimi"] > 0
+    assert there["vllm:kv_cache_usage_perc", "0", "kimi"] > 0
+    worker.welcome.protocol_version = 2  # it does not come back
+    worker.drop_link()
+    await running.gateway.pool.wait_not_ready()
+    gone = await samples(http)
+    gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    assert [gone[name, "0", "kimi"] for name in gauges] == [0, 0, 0]
+    assert gone["vllm:num_preemptions_total", "0", "kimi"] == 4
+    assert not any(name in ("moonshard_used_blocks", "moonshard_free_blocks") for name, *_ in gone)
