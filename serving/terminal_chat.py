@@ -35,7 +35,8 @@ class ChatOptions:
 
 def run_chat(url: str, options: ChatOptions, *, source: TextIO = sys.stdin, sink: TextIO = sys.stdout) -> int:
     """Talk until /exit or the end of input. ConfigError where no server answers at `url`."""
-    with httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False) as http:
+    root = url.removesuffix("/").removesuffix("/v1")  # the ready line's URL, which is what OpenAI's clients take, too
+    with httpx.Client(base_url=root, timeout=TIMEOUT, trust_env=False) as http:
         model = options.model or first_model(http)
         sink.write(f"{model} at {url}. /exit or Ctrl-D leaves, Ctrl-C stops an answer.\n")
         history: list[Message] = [{"role": "system", "content": options.system}] if options.system else []

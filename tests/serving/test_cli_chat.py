@@ -29,7 +29,8 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
-        self._send(200, json.dumps({"data": [{"id": "tiny"}]}))
+        is_known = self.path == "/v1/models"
+        self._send(200 if is_known else 404, json.dumps({"data": [{"id": "tiny"}]}))
 
     def do_POST(self) -> None:
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
@@ -71,6 +72,13 @@ def test_an_answer_is_shown_and_becomes_part_of_the_next_question(server: FakeSe
     assert "> Hello\n> > Hello\n" in talk(server, "Hi\n\nAgain\n/exit\nnever sent\n", ChatOptions(system="Be brief."))
     assert [m["content"] for m in server.bodies[1]["messages"]] == ["Be brief.", "Hi", "Hello", "Again"]
     assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_the_url_may_be_the_one_openais_clients_take(server: FakeServer, suffix: str):
+    sink = io.StringIO()
+    assert run_chat(server.url + suffix, ChatOptions(), source=io.StringIO("Hi\n"), sink=sink) == 0
+    assert "Hello" in sink.getvalue()
 
 
 def test_options_are_sent_only_when_given(server: FakeServer):
