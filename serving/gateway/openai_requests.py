@@ -265,6 +265,8 @@ def _is_same(value: object, other: object) -> bool:
 def _completion_prompt(prompt: str | list[int | str | list[int]]) -> TextPrompt | TokenPrompt:
     if isinstance(prompt, str):
         return TextPrompt(prompt)
+    if len(prompt) == 1 and not isinstance(only := prompt[0], int):
+        return _completion_prompt(list(only) if isinstance(only, list) else only)  # a batch of one
     token_ids = [item for item in prompt if isinstance(item, int)]
     if len(token_ids) < len(prompt):
         raise InvalidArgument("several prompts in one request are not supported: send one request each", field="prompt")

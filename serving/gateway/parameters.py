@@ -81,7 +81,12 @@ class _Range:
         return is_above and value <= self.high
 
     def __str__(self) -> str:
-        return f"{'greater than' if self.open_low else 'at least'} {self.low:g} and at most {self.high:g}"
+        return f"{'greater than' if self.open_low else 'at least'} {_exact(self.low)} and at most {_exact(self.high)}"
+
+
+def _exact(bound: float) -> str:
+    """Every digit: a rounded bound may itself be refused."""
+    return str(int(bound)) if bound == int(bound) else str(bound)
 
 
 _RANGES = {

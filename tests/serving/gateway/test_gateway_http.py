@@ -261,3 +261,16 @@ async def test_a_reader_that_stops_reading_delays_nobody_else(running: RunningGa
     assert running.gateway.num_running == 1
     writer.close()
     await asyncio.wait_for(running.gateway.wait_idle(), 5)
+
+
+@pytest.mark.parametrize("batch", [[[65, 66, 67]], ["ABC"]])
+async def test_a_batch_of_one_prompt_is_that_prompt(http: httpx.AsyncClient, worker: FakeWorker, batch: list):
+    alone = await http.post("/v1/completions", json=BASE | {"prompt": batch[0]})
+    batched = await http.post("/v1/completions", json=BASE | {"prompt": batch})
+    assert batched.json()["choices"] == alone.json()["choices"]
+    assert worker.runs[0].prompt_tokens == worker.runs[1].prompt_tokens
+
+
+async def test_a_bound_is_named_to_its_last_digit(http: httpx.AsyncClient):
+    refused = await http.post("/v1/completions", json=BASE | {"max_tokens": 0})
+    assert refused.json()["error"]["message"] == "max_tokens: must be at least 1 and at most 4294967295, not 0"
