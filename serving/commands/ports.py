@@ -1,14 +1,24 @@
-"""Whether the gateway's ports are free, asked before anything is loaded. The bind comes later and may yet fail."""
+"""Whether ports are free, asked before anything is loaded. The bind comes later and may yet fail."""
 
 import socket
+from collections.abc import Mapping
 
 from moonshard.serving.config import Config, ConfigError
 
 
 def check_ports_are_free(config: Config) -> None:
-    """ConfigError for a port that another process listens on, before anything is loaded."""
-    ports = {"gateway.port": config.gateway.port, "gateway.grpc_port": config.gateway.grpc_port}
-    faults = [f"{key}: {fault}" for key, port in ports.items() if (fault := _bind_fault(config.gateway.host, port))]
+    """ConfigError for a port of the gateway's that another process listens on."""
+    gateway = config.gateway
+    _check(gateway.host, {"gateway.port": gateway.port, "gateway.grpc_port": gateway.grpc_port})
+
+
+def check_worker_port_is_free(config: Config) -> None:
+    """The same for the worker's."""
+    _check(config.worker.host, {"worker.port": config.worker.port})
+
+
+def _check(host: str, ports: Mapping[str, int]) -> None:
+    faults = [f"{key}: {fault}" for key, port in ports.items() if (fault := _bind_fault(host, port))]
     if faults:
         raise ConfigError(faults)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moonshard.serving import cli
-from moonshard.serving.commands.ports import check_ports_are_free
+from moonshard.serving.commands.ports import check_ports_are_free, check_worker_port_is_free
 from moonshard.serving.commands.serve import ChildCommands, limits_of
 from moonshard.serving.config import ConfigError
 from moonshard.serving.config_file import load_config
@@ -114,6 +114,13 @@ def test_a_port_in_use_is_refused_naming_the_key():
     (fault,) = raised.value.faults
     assert fault == f"gateway.grpc_port: cannot listen on 127.0.0.1:{port}: Address already in use"
     check_ports_are_free(load_config(None, [f"gateway.grpc_port={port}", "gateway.port=0"]))  # free again
+
+
+def test_a_workers_port_in_use_is_refused_naming_the_key():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^worker\.port: cannot listen on 127\.0\.0\.1:{port}: "):
+            check_worker_port_is_free(load_config(None, [f"worker.port={port}"]))
 
 
 def test_a_child_is_given_the_whole_configuration_on_its_command_line():
