@@ -12,7 +12,8 @@ PROGRESS_INTERVAL_S = 1.0  # between two plain lines of progress: a log is read 
 
 
 class TerminalReporter:
-    """A supervisor's reporter. After `finish` the children's progress is no news any more, their output still is."""
+    """A supervisor's reporter. After `finish` the children's progress is no news any more; their output is,
+    and that a restarted one is ready."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -24,7 +25,11 @@ class TerminalReporter:
             self._status.start()
 
     def event(self, child: str, event: str, fields: Mapping[str, object]) -> None:
-        if self._is_finished or event == "failed":  # a failure is told once, by whoever decides what follows from it
+        if event == "failed":  # told once, by whoever decides what follows from it
+            return
+        if self._is_finished:
+            if event == "ready":  # a child that was restarted serves again
+                self.note(f"{child}: ready")
             return
         self._last[child] = describe(event, fields)
         if self._console.is_terminal:
