@@ -24,6 +24,7 @@ from moonshard.serving.config import Config, GatewayConfig
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S
 from moonshard.serving.gateway.generation import DRAINING_RETRY_AFTER_S, Gateway
 from moonshard.serving.gateway.http import HttpFront
+from moonshard.serving.gateway.http_protocol import BoundedHttpProtocol
 from moonshard.serving.gateway.inference_service import SERVICE_NAME, InferenceService
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
@@ -177,7 +178,7 @@ async def _serving_grpc(server: BoundServer) -> AsyncIterator[None]:
 async def _serving_http(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedHttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
