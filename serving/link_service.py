@@ -41,8 +41,7 @@ class LinkServicer(link_pb2_grpc.WorkerServicer):
         except RequestError as error:
             await abort(context, error)
         worker, session = await asyncio.shield(self._worker), LinkSession()
-        session.send(link_pb2.WorkerMessage(welcome=worker.welcome()))
-        session.send(link_pb2.WorkerMessage(load=worker.load()))
+        worker.open_link(session)
         reader = asyncio.create_task(_read(request_iterator, worker, session))
         try:
             while (message := await _next_message(session, reader, worker)) is not None:

@@ -34,6 +34,7 @@ class Worker:
         self._compilations = compilations
         self._pool = model.block_pool()
         self._scheduler = Scheduler(model.scheduler_config(config), self._pool)
+        self._open: set[Link] = set()
         self._links: dict[bytes, Link] = {}  # by request
         self.epoch = secrets.token_bytes(16)
         self.is_draining = False
@@ -63,6 +64,18 @@ class Worker:
             compile_s=model.compile_s,
         )
 
+    def open_link(self, link: Link) -> None:
+        """Welcome a gateway. `close_link` undoes it."""
+        self._open.add(link)
+        link.send(link_pb2.WorkerMessage(welcome=self.welcome()))
+        link.send(link_pb2.WorkerMessage(load=self.load()))
+
+    def begin_drain(self) -> None:
+        """Take no new requests, and tell the gateways at once, so that they send them elsewhere."""
+        self.is_draining = True
+        for link in self._open:
+            link.send(link_pb2.WorkerMessage(load=self.load()))
+
     def run(self, run: link_pb2.Run, link: Link) -> None:
         """Accepts a request, or answers it with its error."""
         try:
@@ -84,6 +97,7 @@ class Worker:
             self.engine.cancel(request_id)
 
     def close_link(self, link: Link) -> None:
+        self._open.discard(link)
         for request_id in [id for id, owner in self._links.items() if owner is link]:
             self.cancel(request_id, link)
 

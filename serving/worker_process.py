@@ -99,7 +99,7 @@ async def _serve(worker: Worker, server: BoundServer, stop: asyncio.Event, drain
     await asyncio.wait({stopping, worker.engine.failed}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if not worker.engine.failed.done():
-        worker.is_draining = True
+        worker.begin_drain()
         await server.set_serving(False)
         await _drain(worker.engine, drain_timeout_s)
     if worker.engine.failed.done():

@@ -11,7 +11,7 @@ import pytest
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.server import build_server
-from moonshard.serving import wire
+from moonshard.serving import link_service, wire
 from moonshard.serving.compilations import CompilationCounter
 from moonshard.serving.config import Config, DecodeConfig, GatewayConfig, KvConfig, ModelConfig, PrefillConfig
 from moonshard.serving.link_service import LinkServicer
@@ -239,9 +239,23 @@ async def test_a_draining_worker_refuses_what_is_new_and_finishes_what_runs():
         await gateway.call.write(run_message(1, long_text(20), max_tokens=50))
         while not (await gateway.call.read()).step.outputs:
             pass
-        worker.is_draining = True
+        worker.begin_drain()
         await gateway.call.write(run_message(2, long_text(20)))
         tokens = await gateway.outputs(2)
         assert tokens[2] == [-grpc.StatusCode.UNAVAILABLE.value[0]]
         assert len(tokens[1]) == 49
         await gateway.call.done_writing()
+
+
+async def test_a_drain_is_told_to_every_gateway_before_the_next_heartbeat(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(link_service, "LOAD_PERIOD_S", 60.0)
+    async with serving() as (worker, stub):
+        gateways = [Gateway(stub), Gateway(stub)]
+        for gateway in gateways:
+            await gateway.hello()
+            assert not (await gateway.call.read()).load.draining
+        worker.begin_drain()
+        async with asyncio.timeout(5):
+            assert all([(await gateway.call.read()).load.draining for gateway in gateways])
+        for gateway in gateways:
+            await gateway.call.done_writing()

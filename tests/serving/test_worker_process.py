@@ -38,6 +38,9 @@ class FakeWorker:
         self.engine = FakeEngine()
         self.is_draining = False
 
+    def begin_drain(self) -> None:
+        self.is_draining = True
+
 
 class Process:
     """`_serve` on its way."""
