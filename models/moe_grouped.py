@@ -42,11 +42,6 @@ BALANCED = Tiles(rows=64, columns=128, depth_bytes=128, num_warps=8, num_stages=
 COMPUTING = Tiles(rows=128, columns=128, depth_bytes=128, num_warps=8, num_stages=4)
 
 
-def backend_for(platform: str) -> moe.Backend:
-    """The backend for devices of a platform, as jax names it."""
-    return grouped if platform in ("gpu", "cuda") else moe.blocks
-
-
 def tiles_for(num_pairs: int, num_experts: int) -> Tiles:
     """Blocks hold a quarter more than an expert's mean share, so that most experts' weights are read once."""
     mean = max(1, num_pairs // num_experts)

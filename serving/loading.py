@@ -86,7 +86,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
         num_blocks=pool.num_blocks,
         block_size=config.kv.block_size,
         dtype=dtype,
-        backend=moe.blocks,
+        backend=backend_for(mesh.devices.flat[0].platform, mesh.size),
     )
     started = time.perf_counter()
     programs.compile(lambda done, total: progress(f"compiling {done}/{total}"))
@@ -106,6 +106,15 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
 def open_model(folder: Path) -> tuple[Checkpoint, kimi.KimiConfig]:
     checkpoint = Checkpoint.open(folder)
     return checkpoint, kimi.KimiConfig.from_hugging_face(checkpoint.config)
+
+
+def backend_for(platform: str, num_devices: int) -> moe.Backend:
+    """The kernels on one GPU; elsewhere, and on several devices, plain XLA, which knows how to partition itself."""
+    if platform != "gpu" or num_devices > 1:
+        return moe.blocks
+    from moonshard.models.moe_grouped import grouped  # Pallas, only where it runs
+
+    return grouped
 
 
 def resolve_dtype(name: str) -> str:

@@ -145,11 +145,6 @@ def test_the_kernels_lower_for_a_gpu_at_full_size_without_copying_an_expert(toke
     assert all("custom_call @__gpu$xla.gpu.triton" in line for line in touching)
 
 
-def test_a_gpu_gets_the_kernels_and_everything_else_the_portable_loop():
-    assert moe_grouped.backend_for("gpu") is grouped
-    assert moe_grouped.backend_for("cpu") is moe.blocks
-
-
 def test_float32_products_keep_float32_on_a_gpu():
     arguments = (tokens_of(3, "float32"), draw_routing(3, 2, seed=0), jnp.ones(3, bool), draw_experts("float32"))
     text = str(jax.make_jaxpr(grouped)(*arguments, jnp.int32(0)))

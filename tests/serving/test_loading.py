@@ -102,3 +102,10 @@ def test_a_start_that_cannot_succeed_fails_with_one_message():
     missing = replace(config(), model=ModelConfig(path=FOLDER / "nowhere", name="tiny"))
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):
         load_model(missing, print)
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_devices", "expected"), [("gpu", 1, "grouped"), ("gpu", 2, "blocks"), ("cpu", 1, "blocks")]
+)
+def test_one_gpu_gets_the_kernels_and_everything_else_the_portable_loop(platform, num_devices, expected):
+    assert loading.backend_for(platform, num_devices).__name__ == expected
