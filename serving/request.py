@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 MAX_STOP_TOKENS = 16  # per request, the folder's own end tokens included: rows of a static device array
 MAX_LOGIT_BIAS = 300  # per request, OpenAI's limit: likewise
+MAX_CHOICES = 128  # per request
 MAX_LOGPROBS = 20  # most likely alternatives per position
 
 

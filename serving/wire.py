@@ -3,10 +3,13 @@
 The gateway has checked what clients send; what is checked here protects the device from a gateway that did not.
 """
 
+import math
+
 from moonshard.rpc import inference_pb2, link_pb2
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
 from moonshard.serving.engine import Emitted, Phases
 from moonshard.serving.request import (
+    MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_TOKENS,
@@ -62,11 +65,12 @@ def _check(run: link_pb2.Run, vocab_size: int) -> None:
         or any(token >= vocab_size for token in run.stop_token_ids),
         "bias_ids": len(sampling.bias_ids) > MAX_LOGIT_BIAS or any(token >= vocab_size for token in sampling.bias_ids),
         "bias_values": len(sampling.bias_values) != len(sampling.bias_ids),
+        "n": run.n > MAX_CHOICES,
         "logprobs": run.logprobs > MAX_LOGPROBS,
-        "repetition_penalty": not sampling.repetition_penalty > 0,
+        "repetition_penalty": not 0 < sampling.repetition_penalty < math.inf,
         "top_p": not 0 < sampling.top_p <= 1,
         "top_k": sampling.top_k < 0,
-        "temperature": not sampling.temperature >= 0,
+        "temperature": not 0 <= sampling.temperature < math.inf,
     }
     for field, is_wrong in faults.items():
         if is_wrong:

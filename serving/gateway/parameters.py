@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from moonshard.models.generation import GenerationDefaults
 from moonshard.rpc.status import InvalidArgument
-from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
+from moonshard.serving.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
 
-MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1_000  # of one: each choice prepares its matchers on the event loop
 MAX_REQUEST_ID_CHARS = 512  # every chunk of a stream repeats it; the header's 256 have a prefix put before them

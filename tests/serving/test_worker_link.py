@@ -147,6 +147,7 @@ async def test_another_protocol_version_is_refused_by_name():
         (run_message(1, [1], stop_token_ids=range(17)), "stop_token_ids"),
         (run_message(1, [1], logprobs=21), "logprobs"),
         (run_message(1, [1], n=0), "n"),
+        (run_message(1, [1], n=2**32 - 1), "n"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
