@@ -5,7 +5,7 @@ hold the weights. Texts become tokens here and nowhere else.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,11 +86,14 @@ class ServedModel:
 
 
 def _may_be_long(prompt: TextPrompt | ChatPrompt) -> bool:
-    """What a client gives the template besides messages may be of any size."""
+    """Whether the texts are many characters, or the template was given something nested, which may be of any size."""
     if isinstance(prompt, TextPrompt):
         return len(prompt.text) > LONG_TEXT_CHARS
-    num_chars = sum(MESSAGE_CHARS + sum(map(len, message.values())) for message in prompt.messages)
-    return bool(prompt.template_kwargs) or num_chars > LONG_TEXT_CHARS
+    if any(isinstance(value, Mapping | list) for value in prompt.template_kwargs.values()):
+        return True
+    texts = [text for message in prompt.messages for text in message.values()]
+    texts += [value for value in prompt.template_kwargs.values() if isinstance(value, str)]
+    return sum(map(len, texts)) + MESSAGE_CHARS * len(prompt.messages) > LONG_TEXT_CHARS
 
 
 def load_served_model(path: Path, name: str) -> ServedModel:

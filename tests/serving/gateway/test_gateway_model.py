@@ -17,7 +17,9 @@ LONG = [
     ChatPrompt([HI | {"name": "x" * LONG_TEXT_CHARS}]),
     ChatPrompt([HI] * 1_000),
     ChatPrompt([HI], {"tools": [{"name": "x" * LONG_TEXT_CHARS}]}),
+    ChatPrompt([HI], {"system": "x" * LONG_TEXT_CHARS}),
 ]
+SHORT = [TextPrompt("x"), ChatPrompt([HI]), ChatPrompt([HI], {"thinking": False, "level": "high"})]
 
 
 @dataclass
@@ -40,7 +42,7 @@ def recorded() -> tuple[Recorder, ServedModel]:
     return recorder, model
 
 
-@pytest.mark.parametrize("prompt", LONG, ids=["text", "content", "name", "messages", "kwargs"])
+@pytest.mark.parametrize("prompt", LONG, ids=["text", "content", "name", "messages", "kwargs", "text of kwargs"])
 async def test_a_prompt_that_may_be_long_is_not_tokenised_on_the_event_loop(prompt):
     recorder, model = recorded()
     await model.tokenize(GenerationRequest(request_id="", received_ns=0, prompt=prompt))
@@ -48,7 +50,7 @@ async def test_a_prompt_that_may_be_long_is_not_tokenised_on_the_event_loop(prom
     assert recorder.threads != [threading.current_thread()]
 
 
-@pytest.mark.parametrize("prompt", [TextPrompt("x"), ChatPrompt([HI])], ids=["text", "chat"])
+@pytest.mark.parametrize("prompt", SHORT, ids=["text", "chat", "switches"])
 async def test_a_short_prompt_costs_no_thread(prompt):
     recorder, model = recorded()
     await model.tokenize(GenerationRequest(request_id="", received_ns=0, prompt=prompt))
