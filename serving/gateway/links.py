@@ -117,20 +117,21 @@ class WorkerLink:
         self._on_change = on_change
         self._on_load = on_load
         self._worker_epoch = b""
+        self._trouble = ""  # why there is no session, as last logged
 
     async def run(self) -> None:
         """Connect, serve and connect again until cancelled."""
-        retry_s, reported = FIRST_RETRY_S, ""
+        retry_s = FIRST_RETRY_S
         while True:
             try:
                 await self._serve_session()
             except Exception as error:  # whatever it was, the next attempt may succeed
                 reason = _reason(error)
                 if self.session is not None:
-                    retry_s, reported = FIRST_RETRY_S, ""
-                if reason != reported:  # said once, not once per attempt
+                    retry_s = FIRST_RETRY_S
+                if reason != self._trouble:  # said once, not once per attempt
                     logger.warning("worker %s: %s", self.address, reason, exc_info=_unexpected(error))
-                    reported = reason
+                    self._trouble = reason
             finally:
                 self._lose()
             await asyncio.sleep(retry_s)
@@ -143,7 +144,9 @@ class WorkerLink:
             await call.write(link_pb2.GatewayMessage(hello=self._hello))
             session = Session(self._judge(await _read(call)))
             self.session = session
-            logger.info("worker %s: connected", self.address)
+            if self._trouble:  # said as loudly as the trouble was
+                logger.warning("worker %s: connected again", self.address)
+                self._trouble = ""
             self._on_change(self)
             writer = asyncio.create_task(_write_all(call, session))
             try:

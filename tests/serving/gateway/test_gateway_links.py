@@ -71,6 +71,16 @@ async def test_a_worker_that_comes_back_is_used_again_and_its_restart_counted(
     assert pool.links[0].num_restarts == 1
 
 
+async def test_the_log_says_that_a_worker_went_and_that_it_came_back(
+    running: RunningGateway, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+):
+    pool = running.gateway.pool
+    worker.drop_link()
+    await asyncio.wait_for(pool.wait_not_ready(), 5)
+    await asyncio.wait_for(pool.wait_ready(), 5)
+    assert [record.message.partition(": ")[2] for record in caplog.records][1:] == ["connected again"]
+
+
 async def test_without_a_worker_the_gateway_lives_and_is_not_ready(gateway_config: GatewayConfig, kimi_folder):
     config = make_config(gateway_config, kimi_folder, ["127.0.0.1:1"])
     async with serving(config) as running, httpx.AsyncClient(base_url=running.http, trust_env=False) as client:
