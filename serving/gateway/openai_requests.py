@@ -200,6 +200,8 @@ def completion_request(body: CompletionBody, *, request_id: str, received_ns: in
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Messages as chat templates take them: content is one string. InvalidArgument for what is no text."""
+    if not messages:
+        raise InvalidArgument("messages: is empty", field="messages")
     return [
         {"role": _role(message, index), "content": _content(message, index)}
         | ({} if message.name is None else {"name": message.name})

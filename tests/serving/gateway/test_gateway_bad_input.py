@@ -72,6 +72,7 @@ COMPLETIONS = [
 CHATS = [
     ({}, "messages"),
     ({"messages": "hi"}, "messages"),
+    ({"messages": []}, "messages"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
