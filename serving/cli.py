@@ -9,7 +9,7 @@ import ast
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,10 +56,13 @@ def found_commands() -> dict[str, EntryPoint]:
 
 
 def _show_commands(name: str, commands: dict[str, EntryPoint]) -> int:
-    """Help for `--help` or nothing at all, else what `name` may have meant."""
+    """Help for `--help` or nothing at all, the version, else what `name` may have meant."""
     if name in ("", "-h", "--help"):
         sys.stdout.write(help_text(commands))
         return 0 if name else STARTUP_EXIT_CODE
+    if name == "--version":
+        sys.stdout.write(f"moonshard {version('moonshard')}\n")
+        return 0
     near = difflib.get_close_matches(name, commands, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
     sys.stderr.write(f"moonshard: unknown command {name!r}; {hint}\n")

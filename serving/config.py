@@ -36,7 +36,7 @@ class ModelConfig:
     path: Path  # a Hugging Face folder; without one the embedded model is served
     name: Text  # what clients call it; the folder's name by default
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
-    max_context_tokens: Positive | None = None  # None: what folder and cache allow, at most 8,192
+    max_context_tokens: Annotated[int, Meta(ge=2)] | None = None  # None: what folder and cache allow, at most 8,192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +46,11 @@ def test_help_imports_nothing_heavy():
     modules = set(shown.splitlines())
     assert "usage: moonshard COMMAND [options]" in modules
     assert not modules & {"jax", "grpc", "fastapi", "httpx", "numpy", "uvloop", "rich.console"}
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moonshard {version('moonshard')}\n"
 
 
 def test_help_names_every_command_with_its_purpose(commands: dict[str, EntryPoint]):

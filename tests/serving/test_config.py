@@ -49,6 +49,10 @@ def test_an_override_may_be_a_toml_list_or_a_bare_string():
     assert config.gateway.host == "0.0.0.0"
 
 
+def test_a_context_holds_at_least_a_prompt_and_an_answer():
+    assert faults(None, "model.max_context_tokens=1") == ("model.max_context_tokens: expected `int` >= 2, got 1",)
+
+
 def test_all_faults_are_reported_together(tmp_path: Path):
     path = write(
         tmp_path, "mode = 'agregated'\nmax_slots = 3\n[gateway]\nport = 70000\nhots = 'x'\n[kv]\nnum_blocks = 0\n"
