@@ -21,7 +21,7 @@ class LinkSession:
     """One stream's outgoing side."""
 
     def __init__(self) -> None:
-        self.outgoing: asyncio.Queue[link_pb2.WorkerMessage] = asyncio.Queue()
+        self.outgoing: asyncio.Queue[link_pb2.WorkerMessage | None] = asyncio.Queue()  # None: the gateway has left
 
     def send(self, message: link_pb2.WorkerMessage) -> None:
         self.outgoing.put_nowait(message)
@@ -42,12 +42,16 @@ class LinkServicer(link_pb2_grpc.WorkerServicer):
             await abort(context, error)
         worker, session = await asyncio.shield(self._worker), LinkSession()
         worker.open_link(session)
-        reader = asyncio.create_task(_read(request_iterator, worker, session))
+        tasks = (
+            asyncio.create_task(_read(request_iterator, worker, session)),
+            asyncio.create_task(_report_load(worker, session)),
+        )
         try:
-            while (message := await _next_message(session, reader, worker)) is not None:
+            while (message := await session.outgoing.get()) is not None:
                 yield message
         finally:
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
             worker.close_link(session)
 
     async def Inspect(self, request: link_pb2.InspectRequest, context: grpc.aio.ServicerContext) -> link_pb2.Inspection:
@@ -68,29 +72,20 @@ def _check_hello(message: link_pb2.GatewayMessage | None) -> None:
 
 
 async def _read(messages: AsyncIterator[link_pb2.GatewayMessage], worker: Worker, session: LinkSession) -> None:
-    """Until the gateway ends its side, or the stream breaks and this task is cancelled."""
-    async for message in messages:
-        match message.WhichOneof("message"):
-            case "run":
-                worker.run(message.run, session)
-            case "cancel":
-                worker.cancel(message.cancel.request_id, session)
-
-
-async def _next_message(
-    session: LinkSession, reader: asyncio.Task[None], worker: Worker
-) -> link_pb2.WorkerMessage | None:
-    """The next message; the worker's load where none came for a while; None once the gateway has left."""
-    if not session.outgoing.empty():
-        return session.outgoing.get_nowait()
-    getter = asyncio.ensure_future(session.outgoing.get())
+    """Until the gateway ends its side or the stream breaks: either ends the session."""
     try:
-        done, _ = await asyncio.wait({getter, reader}, timeout=LOAD_PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
-        if getter in done:
-            return getter.result()
-        if reader in done:
-            reader.result()  # a fault in reading ends the stream with it
-            return None
-        return link_pb2.WorkerMessage(load=worker.load())
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "run":
+                    worker.run(message.run, session)
+                case "cancel":
+                    worker.cancel(message.cancel.request_id, session)
     finally:
-        getter.cancel()
+        session.outgoing.put_nowait(None)
+
+
+async def _report_load(worker: Worker, session: LinkSession) -> None:
+    """Every step says it too; an idle worker has no steps."""
+    while True:
+        await asyncio.sleep(LOAD_PERIOD_S)
+        session.send(link_pb2.WorkerMessage(load=worker.load()))
