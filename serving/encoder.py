@@ -111,7 +111,7 @@ class StepEncoder:
 
     def _write_row(self, index: int, row: DecodeRow) -> None:
         fields, written = self._rows, self._written[index]
-        if written is None or written[0] != row.sequence:
+        if written is None or written[0] is not row.sequence:  # an equal id may be of another request
             _write_sampling(fields, index, row.request, row.sequence.choice)
         if written is None or written[1] is not row.block_table:
             table = self._pool.blocks(row.slot.partition, row.block_table)

@@ -161,6 +161,12 @@ def test_a_new_owner_of_a_row_brings_its_own_sampling_and_blocks(encoder):
     assert back["block_tables"][0, :2].tolist() == [4, 2]
 
 
+def test_an_id_used_again_brings_the_sampling_of_its_new_request(encoder):
+    decode(encoder, row(request(7), SlotId(0, 0)))
+    fields = decode(encoder, row(request(7, sampling=Sampling(temperature=0.25)), SlotId(0, 0)))
+    assert values(fields, NEUTRAL, 0) == NEUTRAL | {"temperature": 0.25}
+
+
 def test_a_sequence_that_comes_back_to_its_row_in_another_slot_is_read_from_there(encoder):
     first, back = request(1), request(2)
     decode(encoder, row(first, SlotId(0, 0)), row(back, SlotId(0, 1)))
