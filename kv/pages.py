@@ -1,7 +1,7 @@
 """The device array of KV pages, block-major: one block of one shard is one contiguous byte range.
 
-`pages[block, layer, offset, feature]`. Blocks are addressed by the ids of `kv.blocks`; an id equal to the number of
-blocks is the null page: what is written there is dropped, what is read there is the last block and must be masked.
+`pages[block, layer, offset, feature]`. Blocks are addressed by the ids of `kv.blocks`; ids from the number of blocks on
+are the null page: what is written there is dropped, what is read there is the last block and must be masked.
 Layer-major pages would save a fifth of a step's page traffic as a scan carry, and cost a transfer one range per layer.
 """
 
@@ -49,5 +49,5 @@ def read_blocks(
 
 
 def copy_blocks(pages: Pages, source: Int[Array, "b"], destination: Int[Array, "b"]) -> Pages:
-    """Copies whole blocks; a destination of `num_blocks` (the null page) copies nothing."""
+    """Copies whole blocks; to the null page nothing is copied."""
     return pages.at[destination].set(pages.at[source].get(mode="clip"), mode="drop")

@@ -16,7 +16,6 @@ from flax import struct
 
 from moonshard.sharding.arrays import Array, Bool, Float, Int, UInt
 
-MAX_TOP_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5  # colder draws the likeliest token all the same; logits over 1e-38 would be infinite
 QUICK_TOP_K = 64  # up to here lax.top_k does; beyond, or for top-p alone, the whole row is sorted
 
@@ -31,9 +30,9 @@ class SlotState:
     last_token: Int[Array, "slots"]  # sampled last: the next decode step's input
     output_counts: Int[Array, "slots v"]
     is_prompt: Bool[Array, "slots v"]
-    bias_ids: Int[Array, "slots biases"]  # v where unused
+    bias_ids: Int[Array, "slots biases"]  # v or beyond where unused
     bias_values: Float[Array, "slots biases"]
-    stop_ids: Int[Array, "slots stops"]  # v where unused
+    stop_ids: Int[Array, "slots stops"]  # likewise
 
 
 @struct.dataclass
@@ -56,8 +55,8 @@ class RowSampling:
 
 
 @struct.dataclass
-class Sampled:
-    """What one row's draw gave. Log-probabilities are of the raw logits, zeros unless a row wants them."""
+class Draws:
+    """One token of each row. Log-probabilities are of the raw logits, zeros unless a row wants them."""
 
     tokens: Int[Array, "b"]
     logprobs: Float[Array, "b"]
@@ -102,9 +101,12 @@ def load_slot(
 
 
 def draw(
-    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState, slot_of_row: Int[Array, "b"]
-) -> tuple[Sampled, SlotState]:
-    """Draws one token per row and notes it in the row's slot. A row whose slot is out of range draws for nobody."""
+    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState, slot_of_row: Int[Array, "b"], num_top: int
+) -> tuple[Draws, SlotState]:
+    """Draws one token per row and notes it in the row's slot. A row whose slot is out of range draws for nobody.
+
+    `num_top`: of how many of the likeliest tokens to give log-probabilities, where a row wants any.
+    """
     adjusted = _adjust(logits, rows, slots, slot_of_row)
     tokens = jax.lax.cond(
         jnp.any(rows.temperature > 0), _sample, lambda x, _: jnp.argmax(x, axis=-1), adjusted, rows
@@ -114,7 +116,7 @@ def draw(
         last_token=slots.last_token.at[slot_of_row].set(tokens, mode="drop"),
         output_counts=slots.output_counts.at[slot_of_row, tokens].add(1, mode="drop"),
     )
-    return _with_logprobs(logits, tokens, rows), slots
+    return _with_logprobs(logits, tokens, rows, num_top), slots
 
 
 def _adjust(
@@ -191,8 +193,8 @@ def _keep_above(scaled: Float[Array, "b v"], descending: Float[Array, "b m"], ro
     return jnp.where(wants[:, None] & (scaled < threshold), -jnp.inf, scaled)
 
 
-def _with_logprobs(logits: Float[Array, "b v"], tokens: Int[Array, "b"], rows: RowSampling) -> Sampled:
-    num_rows, top = logits.shape[0], min(MAX_TOP_LOGPROBS, logits.shape[1])
+def _with_logprobs(logits: Float[Array, "b v"], tokens: Int[Array, "b"], rows: RowSampling, num_top: int) -> Draws:
+    num_rows, top = logits.shape[0], min(num_top, logits.shape[1])
 
     def compute(logits):
         logprobs = jax.nn.log_softmax(logits, axis=-1)
@@ -203,4 +205,4 @@ def _with_logprobs(logits: Float[Array, "b v"], tokens: Int[Array, "b"], rows: R
         return jnp.zeros(num_rows), jnp.zeros((num_rows, top), jnp.int32), jnp.zeros((num_rows, top))
 
     chosen, ids, values = jax.lax.cond(jnp.any(rows.wants_logprobs), compute, nothing, logits)
-    return Sampled(tokens=tokens, logprobs=chosen, top_ids=ids, top_logprobs=values)
+    return Draws(tokens=tokens, logprobs=chosen, top_ids=ids, top_logprobs=values)

@@ -14,7 +14,7 @@ import numpy as np
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
-from moonshard.models.spec import ModelError
+from moonshard.models.spec import ModelError, matmul_precision
 from moonshard.sharding.rules import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
@@ -60,7 +60,7 @@ def observe(folder: Path, tokens: Sequence[int], dtype: str = "float32", backend
 
     @jax.jit
     def run(loaded, pages, batch):
-        with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        with jax.default_matmul_precision(matmul_precision(dtype)):
             hidden, _, seen = kimi.forward(config, loaded, pages, batch, backend=backend, observe=True)
             return kimi.unembed(loaded, hidden.reshape(-1, config.hidden_size)), seen
 

@@ -30,6 +30,11 @@ class KvGroup:
         return self.num_layers * self.num_features * (2 if self.dtype == "bfloat16" else 4)
 
 
+def matmul_precision(dtype: str) -> str:
+    """For `jax.default_matmul_precision`: float32 in full, where an accelerator's default would round it."""
+    return "highest" if dtype == "float32" else "default"
+
+
 def _as_it_is(tensor: np.ndarray) -> np.ndarray:
     return tensor
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from moonshard.serving.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillChunk, PrefillPlan
 from moonshard.serving.request import Request, SequenceId, SlotId
-from moonshard.serving.steps import NEUTRAL, Step, StepKind, StepShapes, bucket_for
+from moonshard.serving.steps import Step, StepKind, StepShapes, bucket_for
 
 Fields = Mapping[str, np.ndarray]
 
@@ -46,13 +46,13 @@ class PoolShape:
 class StepEncoder:
     """Packs plans. Holds the rows of the last decode step, and nothing that decides anything."""
 
-    def __init__(self, shapes: StepShapes, pool: PoolShape, vocab_size: int):
+    def __init__(self, shapes: StepShapes, pool: PoolShape):
         self._shapes = shapes
         self._pool = pool
-        self._vocab_size = vocab_size
         self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
-        _, self._rows = self._layouts[StepKind.DECODE, shapes.decode_buckets[-1]].blank()
-        self._clear_row(slice(None))
+        decode = self._layouts[StepKind.DECODE, shapes.decode_buckets[-1]]
+        _, self._blank_rows = decode.blank()
+        _, self._rows = decode.blank()
         self._written: list[tuple[SequenceId, tuple[int, ...]] | None] = [None] * pool.num_slots
 
     def encode(self, plan: Plan) -> Step:
@@ -71,9 +71,6 @@ class StepEncoder:
         num_rows = sum(-(-len(chunk.tokens) // tile) for chunk in plan.chunks)
         bucket = bucket_for(self._shapes.prefill_buckets, num_rows * tile)
         packed, fields = self._layouts[StepKind.PREFILL, bucket].blank()
-        fields["positions"][...] = -1
-        fields["sample_slot"][...] = self._pool.num_slots
-        _make_neutral(fields, slice(None))
         draws, row = itertools.count(), 0
         for chunk in plan.chunks:
             self._write_chunk(fields, chunk, row)
@@ -103,7 +100,6 @@ class StepEncoder:
         for index in range(len(plan.rows), bucket):
             if self._written[index] is not None:
                 self._clear_row(index)
-                self._written[index] = None
         packed, fields = self._layouts[StepKind.DECODE, bucket].blank()
         for name, field in fields.items():
             field[...] = self._rows[name][:bucket]
@@ -121,10 +117,10 @@ class StepEncoder:
         fields["positions"][index] = row.position
         _write_position(fields, index, row.request, row.position + 1)
 
-    def _clear_row(self, index: int | slice) -> None:
-        _make_neutral(self._rows, index)
-        self._rows["slot"][index] = self._pool.num_slots
-        self._rows["positions"][index] = -1
+    def _clear_row(self, index: int) -> None:
+        for name, field in self._rows.items():
+            field[index] = self._blank_rows[name][index]
+        self._written[index] = None
 
     def _encode_load(self, plan: LoadPlan) -> Step:
         packed, fields = self._layouts[StepKind.LOAD, 0].blank()
@@ -133,30 +129,17 @@ class StepEncoder:
         fields["num_prompt"][...] = plan.num_prompt
         fields["num_history"][...] = len(plan.history)
         fields["history"][: len(plan.history)] = plan.history
-        fields["bias_ids"][...] = self._vocab_size
         fields["bias_ids"][: len(bias)] = list(bias.keys())
         fields["bias_values"][: len(bias)] = list(bias.values())
-        fields["stop_ids"][...] = self._vocab_size
         fields["stop_ids"][: len(request.stop_token_ids)] = sorted(request.stop_token_ids)
         return Step(plan.number, StepKind.LOAD, 0, packed)
 
     def _encode_copy(self, plan: CopyPlan) -> Step:
         packed, fields = self._layouts[StepKind.COPY, 0].blank()
-        fields["destination"][...] = self._pool.num_blocks
         for index, (partition, source, destination) in enumerate(plan.pairs):
             fields["source"][index] = self._pool.block(partition, source)
             fields["destination"][index] = self._pool.block(partition, destination)
         return Step(plan.number, StepKind.COPY, 0, packed)
-
-
-def _make_neutral(fields: Fields, rows: int | slice) -> None:
-    """Rows that ask for nothing: no row of the batch then pays for what another once wanted."""
-    for name in ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty"):
-        fields[name][rows] = 0
-    for name in ("has_bias", "bans_stops", "wants_logprobs"):
-        fields[name][rows] = 0
-    for name, value in NEUTRAL.items():
-        fields[name][rows] = value
 
 
 def _write_sampling(fields: Fields, row: int, request: Request, choice: int) -> None:

@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 
 from moonshard.kv.pages import Pages, allocate_pages, copy_blocks
 from moonshard.models import kimi, moe, sampling
-from moonshard.models.sampling import RowSampling, Sampled, SlotState
-from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, Logprobs
-from moonshard.serving.steps import NEUTRAL, Layout, Step, StepKind, StepShapes
+from moonshard.models.sampling import Draws, RowSampling, SlotState
+from moonshard.models.spec import matmul_precision
+from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, Logprobs
+from moonshard.serving.steps import Layout, Step, StepKind, StepShapes
 from moonshard.sharding.rules import replicated
 
 
@@ -43,7 +44,6 @@ class Launched:
 class Drawn:
     """A step's tokens on the host, in the order in which its plan names who draws."""
 
-    number: int
     tokens: np.ndarray  # [rows] int32
     logprobs: np.ndarray  # [rows] f32
     top_ids: np.ndarray  # [rows, top] int32
@@ -82,9 +82,7 @@ class Programs:
                 self._everywhere,
             ),
         )
-        self._vocab_size = config.vocab_size
-        precision = "highest" if dtype == "float32" else "default"
-        self._programs = dict(_build(config, shapes, backend, precision))
+        self._programs = dict(_build(config, shapes, backend, matmul_precision(dtype)))
 
     @property
     def state(self) -> DeviceState:
@@ -95,7 +93,8 @@ class Programs:
         """Runs every program once on padding, which compiles it, or loads it from the persistent cache."""
         for done, (kind, bucket) in enumerate(self._programs):
             progress(done, len(self._programs))
-            self.fetch(self.launch(Step(-1, kind, bucket, self._padding(kind, bucket))))
+            packed, _ = self.shapes.layout(kind, bucket).blank()
+            self.fetch(self.launch(Step(-1, kind, bucket, packed)))
         progress(len(self._programs), len(self._programs))
         jax.block_until_ready(self._state)
 
@@ -112,29 +111,11 @@ class Programs:
         host = np.asarray(launched.packed)
         top = (host.shape[1] - 2) // 2
         return Drawn(
-            number=launched.number,
             tokens=host[:, 0],
             logprobs=np.ascontiguousarray(host[:, 1]).view(np.float32),
             top_ids=host[:, 2 : 2 + top],
             top_logprobs=np.ascontiguousarray(host[:, 2 + top :]).view(np.float32),
         )
-
-    def _padding(self, kind: StepKind, bucket: int) -> np.ndarray:
-        """Metadata of a step that touches nothing anybody reads."""
-        packed, fields = self.shapes.layout(kind, bucket).blank()
-        for name, value in NEUTRAL.items():
-            if name in fields:
-                fields[name][...] = value
-        if "positions" in fields:
-            fields["positions"][...] = -1
-        for name in fields.keys() & {"slot", "sample_slot"} if kind is not StepKind.LOAD else ():
-            fields[name][...] = self.shapes.num_slots
-        if kind is StepKind.COPY:
-            fields["destination"][...] = self._state.pages.shape[0]
-        if kind is StepKind.LOAD:
-            fields["bias_ids"][...] = self._vocab_size
-            fields["stop_ids"][...] = self._vocab_size
-        return packed
 
 
 def _build(config: kimi.KimiConfig, shapes: StepShapes, backend: moe.Backend, precision: str):
@@ -161,16 +142,16 @@ def _jitted(body: Callable[..., Any], layout: Layout, precision: str) -> Callabl
 def _prefill(config: kimi.KimiConfig, backend: moe.Backend, weights: Any, state: DeviceState, f: dict[str, jax.Array]):
     batch = kimi.Batch(tokens=f["tokens"], positions=f["positions"], block_tables=f["block_tables"])
     logits, pages = kimi.prefill(config, weights, state.pages, batch, f["sample_from"], backend)
-    sampled, slots = sampling.draw(logits, _row_sampling(f), state.slots, f["sample_slot"])
-    return DeviceState(pages=pages, slots=slots), _pack(sampled)
+    draws, slots = sampling.draw(logits, _row_sampling(f), state.slots, f["sample_slot"], MAX_LOGPROBS)
+    return DeviceState(pages=pages, slots=slots), _pack(draws)
 
 
 def _decode(config: kimi.KimiConfig, backend: moe.Backend, weights: Any, state: DeviceState, f: dict[str, jax.Array]):
     tokens = state.slots.last_token.at[f["slot"]].get(mode="clip")
     batch = kimi.Batch(tokens=tokens[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"])
     logits, pages = kimi.decode(config, weights, state.pages, batch, backend)
-    sampled, slots = sampling.draw(logits, _row_sampling(f), state.slots, f["slot"])
-    return DeviceState(pages=pages, slots=slots), _pack(sampled)
+    draws, slots = sampling.draw(logits, _row_sampling(f), state.slots, f["slot"], MAX_LOGPROBS)
+    return DeviceState(pages=pages, slots=slots), _pack(draws)
 
 
 def _load(weights: Any, state: DeviceState, f: dict[str, jax.Array]):
@@ -211,13 +192,11 @@ def _row_sampling(f: dict[str, jax.Array]) -> RowSampling:
     )
 
 
-def _pack(sampled: Sampled) -> jax.Array:
-    """[rows, 1 + 1 + top + top] int32: token, its log-probability's bits, the likeliest ids, their log-
-    probabilities.
-    """
+def _pack(draws: Draws) -> jax.Array:
+    """[rows, 1 + 1 + top + top] int32: token, bits of its log-probability, likeliest ids, bits of theirs."""
 
     def bits(x: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
-    columns = (sampled.tokens[:, None], bits(sampled.logprobs)[:, None], sampled.top_ids, bits(sampled.top_logprobs))
+    columns = (draws.tokens[:, None], bits(draws.logprobs)[:, None], draws.top_ids, bits(draws.top_logprobs))
     return jnp.concatenate(columns, axis=1)

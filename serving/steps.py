@@ -1,22 +1,23 @@
 """Steps: everything the device is ever told, as plain integers.
 
 A `Step` is a kind, a bucket and one packed int32 array, so it costs one transfer to launch and could cross a socket.
-The layouts here say what lies where; `pack` runs on the host with numpy, `unpack` inside the jitted program. Which
-step comes next is the scheduler's business, what a program computes is `serving.programs`'.
+The layouts here say what lies where, and what a field holds where a step asks for nothing; `blank` runs on the host
+with numpy, `unpack` inside the jitted program. Which step comes next is the scheduler's business, what a program
+computes is `serving.programs`'.
 """
 
 import enum
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+
+NOWHERE = 2**31 - 1  # beyond every array: what is written there is dropped
 
 
 class StepKind(enum.Enum):
@@ -43,6 +44,7 @@ class Field:
     name: str
     shape: tuple[int, ...]
     dtype: str = "int32"
+    neutral: float = 0  # its value where nothing is asked for: nobody pays for it and nothing is touched
 
     @property
     def size(self) -> int:
@@ -57,19 +59,24 @@ class Layout:
         ends = list(itertools.accumulate(field.size for field in fields))
         self.size = ends[-1]
         self._places = tuple((field, end - field.size, end) for field, end in zip(fields, ends, strict=True))
+        self._neutral = np.zeros(self.size, np.int32)
+        for field, view in zip(fields, self._views(self._neutral).values(), strict=True):
+            view[...] = field.neutral
 
     def blank(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """A zeroed packed array, and a writable view of each field in it."""
-        packed = np.zeros(self.size, np.int32)
-        views = {
-            field.name: packed[start:end].view(field.dtype).reshape(field.shape) for field, start, end in self._places
-        }
-        return packed, views
+        """The packed array of a step that touches nothing, and a writable view of each field in it."""
+        packed = self._neutral.copy()
+        return packed, self._views(packed)
 
     def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
         return {
             field.name: jax.lax.bitcast_convert_type(packed[start:end].reshape(field.shape), jnp.dtype(field.dtype))
             for field, start, end in self._places
+        }
+
+    def _views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
+        return {
+            field.name: packed[start:end].view(field.dtype).reshape(field.shape) for field, start, end in self._places
         }
 
 
@@ -101,17 +108,17 @@ class StepShapes:
             case StepKind.LOAD:
                 return self._load()
             case StepKind.COPY:
-                return Layout((Field("source", (self.num_slots,)), Field("destination", (self.num_slots,))))
+                return self._copy()
 
     def _prefill(self, bucket: int) -> Layout:
         rows = bucket // self.q_tile
         return Layout(
             (
                 Field("tokens", (rows, self.q_tile)),
-                Field("positions", (rows, self.q_tile)),  # below 0: padding
+                Field("positions", (rows, self.q_tile), neutral=-1),  # below 0: padding
                 Field("block_tables", (rows, self.blocks_per_sequence)),
                 Field("sample_from", (self.num_slots,)),  # flat index into tokens
-                Field("sample_slot", (self.num_slots,)),  # num_slots: draws for nobody
+                Field("sample_slot", (self.num_slots,), neutral=self.num_slots),  # num_slots: draws for nobody
                 *_sampling_fields(self.num_slots),
             )
         )
@@ -119,8 +126,8 @@ class StepShapes:
     def _decode(self, rows: int) -> Layout:
         return Layout(
             (
-                Field("slot", (rows,)),  # num_slots: padding
-                Field("positions", (rows,)),  # of the input token; below 0: padding
+                Field("slot", (rows,), neutral=self.num_slots),  # num_slots: padding
+                Field("positions", (rows,), neutral=-1),  # of the input token; below 0: padding
                 Field("block_tables", (rows, self.blocks_per_sequence)),
                 *_sampling_fields(rows),
             )
@@ -129,15 +136,18 @@ class StepShapes:
     def _load(self) -> Layout:
         return Layout(
             (
-                Field("slot", ()),
+                Field("slot", (), neutral=self.num_slots),
                 Field("num_prompt", ()),
                 Field("num_history", ()),
                 Field("history", (self.max_context_tokens,)),
-                Field("bias_ids", (MAX_LOGIT_BIAS,)),
+                Field("bias_ids", (MAX_LOGIT_BIAS,), neutral=NOWHERE),
                 Field("bias_values", (MAX_LOGIT_BIAS,), "float32"),
-                Field("stop_ids", (MAX_STOP_TOKENS,)),
+                Field("stop_ids", (MAX_STOP_TOKENS,), neutral=NOWHERE),
             )
         )
+
+    def _copy(self) -> Layout:
+        return Layout((Field("source", (self.num_slots,)), Field("destination", (self.num_slots,), neutral=NOWHERE)))
 
 
 def bucket_for(buckets: tuple[int, ...], size: int) -> int:
@@ -148,10 +158,10 @@ def bucket_for(buckets: tuple[int, ...], size: int) -> int:
 def _sampling_fields(rows: int) -> tuple[Field, ...]:
     return (
         Field("temperature", (rows,), "float32"),
-        Field("top_p", (rows,), "float32"),
+        Field("top_p", (rows,), "float32", neutral=1),
         Field("top_k", (rows,)),
         Field("min_p", (rows,), "float32"),
-        Field("repetition_penalty", (rows,), "float32"),
+        Field("repetition_penalty", (rows,), "float32", neutral=1),
         Field("presence_penalty", (rows,), "float32"),
         Field("frequency_penalty", (rows,), "float32"),
         Field("seed", (rows, 2), "uint32"),
@@ -161,6 +171,3 @@ def _sampling_fields(rows: int) -> tuple[Field, ...]:
         Field("bans_stops", (rows,)),
         Field("wants_logprobs", (rows,)),
     )
-
-
-NEUTRAL: Mapping[str, Any] = {"top_p": 1.0, "repetition_penalty": 1.0}  # fields whose neutral value is not zero

@@ -41,7 +41,7 @@ class Worker:
         self.engine = Engine(
             scheduler=self._scheduler,
             executor=model.programs,
-            encoder=StepEncoder(model.shapes, model.pool, model.vocab_size),
+            encoder=StepEncoder(model.shapes, model.pool),
             on_step=self._on_step,
             on_expired=self._on_expired,
         )

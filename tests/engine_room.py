@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+
+import numpy as np
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.encoder import PoolShape, StepEncoder
@@ -113,7 +114,7 @@ async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill
     engine = Engine(
         scheduler=Scheduler(config, blocks),
         executor=executor,
-        encoder=StepEncoder(executor.shapes, pool, model.config.vocab_size),
+        encoder=StepEncoder(executor.shapes, pool),
         on_step=take,
         on_expired=lambda request_id, error: None,
     )
@@ -142,12 +143,4 @@ def request(prompt: Sequence[int], max_tokens: int = 64, **options) -> Request:
 
 def long_text(num_tokens: int, seed: int = 0) -> list[int]:
     """A prompt of arbitrary ordinary tokens."""
-    import numpy as np
-
     return np.random.default_rng(seed).integers(0, 2016, num_tokens).tolist()
-
-
-def fixture_folder(name: str = "kimi_k2") -> Path:
-    from tests.agreement import FIXTURES
-
-    return FIXTURES / name

@@ -91,7 +91,7 @@ async def _run_batch(config: Config, model: LoadedModel, batch: int, plan: Plan,
     engine = Engine(
         scheduler=Scheduler(model.scheduler_config(config), model.block_pool()),
         executor=stamped,
-        encoder=StepEncoder(model.shapes, model.pool, model.vocab_size),
+        encoder=StepEncoder(model.shapes, model.pool),
         on_step=lambda report: None,
         on_expired=lambda request_id, error: None,
     )

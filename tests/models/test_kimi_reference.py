@@ -186,7 +186,7 @@ def test_the_programs_serve_in_bfloat16():
     )
     rounded = in_dtype(loaded, "bfloat16")
     programs = Programs(config, rounded, shapes, build_mesh(MeshShape()), num_blocks=2, block_size=32, dtype="bfloat16")
-    encoder = StepEncoder(shapes, PoolShape(num_partitions=1, slots_per_partition=2, blocks_per_partition=2), 2048)
+    encoder = StepEncoder(shapes, PoolShape(num_partitions=1, slots_per_partition=2, blocks_per_partition=2))
     prompt = np.random.default_rng(0).integers(0, 2048, 20)
     request = Request(id=bytes(16), prompt=tuple(prompt.tolist()), max_tokens=8, sampling=Sampling(temperature=0.0))
     of = {"sequence": SequenceId(request.id, 0), "request": request, "slot": SlotId(0, 1), "block_table": (1, 0)}

@@ -1,5 +1,6 @@
 """Cuts, penalties, noise and log-probabilities against plain numpy, and the drawn tokens against their exact law."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -12,9 +13,10 @@ from moonshard.models.sampling import RowSampling
 from tests.agreement import noise
 
 pytestmark = pytest.mark.xdist_group("jax")
-VOCAB, SLOTS, BIASES, STOPS = 97, 5, 3, 2
+VOCAB, SLOTS, BIASES, STOPS, NUM_TOP = 97, 5, 3, 2, 20
 NULL_SLOT = SLOTS
-DRAW, CUT, LOAD = jax.jit(sampling.draw), jax.jit(sampling.cut), jax.jit(sampling.load_slot)
+DRAW = jax.jit(functools.partial(sampling.draw, num_top=NUM_TOP))
+CUT, LOAD = jax.jit(sampling.cut), jax.jit(sampling.load_slot)
 
 
 def rows(num_rows: int, **fields) -> RowSampling:
@@ -226,7 +228,7 @@ def test_log_probabilities_are_of_the_raw_logits_and_zeros_unless_wanted():
     expected = np.log(softmax(logits.astype(np.float64)))
     chosen = np.take_along_axis(expected, np.asarray(sampled.tokens)[:, None], axis=1)[:, 0]
     np.testing.assert_allclose(sampled.logprobs, chosen, atol=1e-4)
-    order = np.argsort(-expected, axis=1)[:, : sampling.MAX_TOP_LOGPROBS]
+    order = np.argsort(-expected, axis=1)[:, :NUM_TOP]
     np.testing.assert_array_equal(sampled.top_ids, order)
     np.testing.assert_allclose(sampled.top_logprobs, np.take_along_axis(expected, order, axis=1), atol=1e-4)
     silent, _ = DRAW(logits, replace(asked, wants_logprobs=jnp.zeros(4, bool)), empty(), slots)

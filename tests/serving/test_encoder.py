@@ -6,9 +6,9 @@ import pytest
 from moonshard.serving.encoder import PoolShape, StepEncoder
 from moonshard.serving.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, PrefillChunk, PrefillPlan
 from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, Request, Sampling, SequenceId, SlotId
-from moonshard.serving.steps import Step, StepKind, StepShapes
+from moonshard.serving.steps import NOWHERE, Step, StepKind, StepShapes
 
-VOCAB, TILE, SLOTS, BLOCKS = 100, 4, 3, 50  # the last two per partition
+TILE, SLOTS, BLOCKS = 4, 3, 50  # the last two per partition
 POOL = PoolShape(num_partitions=2, slots_per_partition=SLOTS, blocks_per_partition=BLOCKS)
 SHAPES = StepShapes(
     num_slots=2 * SLOTS,
@@ -57,7 +57,7 @@ NEUTRAL = {
 
 @pytest.fixture
 def encoder() -> StepEncoder:
-    return StepEncoder(SHAPES, POOL, VOCAB)
+    return StepEncoder(SHAPES, POOL)
 
 
 def request(number: int = 0, prompt=(1, 2, 3), sampling: Sampling = EVERYTHING, **options) -> Request:
@@ -251,12 +251,12 @@ def test_a_load_carries_history_bias_and_stops_and_marks_the_rest_unused(encoder
     fields = fields_of(encoder.encode(plan))
     assert (fields["slot"], fields["num_prompt"], fields["num_history"]) == (SLOTS + 2, 3, 5)
     assert fields["history"][:5].tolist() == [1, 2, 3, 60, 61]
-    assert fields["bias_ids"].tolist() == [3, 9] + [VOCAB] * (MAX_LOGIT_BIAS - 2)
+    assert fields["bias_ids"].tolist() == [3, 9] + [NOWHERE] * (MAX_LOGIT_BIAS - 2)
     assert fields["bias_values"][:2].tolist() == [1.5, -100.0]
-    assert fields["stop_ids"].tolist() == [8, 40] + [VOCAB] * (MAX_STOP_TOKENS - 2)
+    assert fields["stop_ids"].tolist() == [8, 40] + [NOWHERE] * (MAX_STOP_TOKENS - 2)
 
 
 def test_copies_name_blocks_of_the_whole_worker_and_the_rest_goes_nowhere(encoder):
     fields = fields_of(encoder.encode(CopyPlan(number=3, pairs=((0, 4, 6), (1, 4, 6)))))
     assert fields["source"][:2].tolist() == [4, BLOCKS + 4]
-    assert fields["destination"].tolist() == [6, BLOCKS + 6] + [POOL.num_blocks] * 4
+    assert fields["destination"].tolist() == [6, BLOCKS + 6] + [NOWHERE] * 4

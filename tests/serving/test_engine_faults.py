@@ -35,12 +35,10 @@ class FakeExecutor:
         self._fetch(launched.number)
         empty = np.zeros((NUM_SLOTS, 0))
         tokens = np.full(NUM_SLOTS, 7)
-        return Drawn(launched.number, tokens, np.zeros(NUM_SLOTS), empty.astype(np.int32), empty)
+        return Drawn(tokens, np.zeros(NUM_SLOTS), empty.astype(np.int32), empty)
 
 
-def an_engine(
-    executor: FakeExecutor, on_step: Callable[[StepReport], None] = lambda report: None, vocab_size: int = 100
-) -> Engine:
+def an_engine(executor: FakeExecutor, on_step: Callable[[StepReport], None] = lambda report: None) -> Engine:
     shapes = StepShapes(
         num_slots=NUM_SLOTS,
         blocks_per_sequence=CONTEXT_TOKENS // BLOCK_SIZE,
@@ -61,7 +59,7 @@ def an_engine(
     return Engine(
         scheduler=Scheduler(config, BlockPool(1, NUM_BLOCKS, BLOCK_SIZE)),
         executor=executor,
-        encoder=StepEncoder(shapes, pool, vocab_size),
+        encoder=StepEncoder(shapes, pool),
         on_step=on_step,
         on_expired=lambda request_id, error: None,
     )

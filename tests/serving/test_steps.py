@@ -62,11 +62,29 @@ def test_the_fields_of_a_step_fill_its_metadata_without_overlap(kind, bucket):
     layout = SHAPES.layout(kind, bucket)
     packed, views = layout.blank()
     assert packed.shape == (layout.size,)
-    assert not packed.any()
+    packed[...] = 0
     assert len(views) == len(layout.fields)
     for view in views.values():
         view.view(np.int32)[...] += 1
     assert (packed == 1).all()
+
+
+def test_a_blank_decode_or_prefill_step_has_neither_tokens_nor_owners():
+    _, decode = SHAPES.layout(StepKind.DECODE, 3).blank()
+    _, prefill = SHAPES.layout(StepKind.PREFILL, 8).blank()
+    assert (decode["positions"] == -1).all()
+    assert (prefill["positions"] == -1).all()
+    assert (decode["slot"] == SHAPES.num_slots).all()
+    assert (prefill["sample_slot"] == SHAPES.num_slots).all()
+    assert decode["top_p"].tolist() == decode["repetition_penalty"].tolist() == [1, 1, 1]
+
+
+def test_what_is_written_into_a_blank_step_does_not_reach_the_next_one():
+    layout = SHAPES.layout(StepKind.DECODE, 3)
+    packed, _ = layout.blank()
+    expected = packed.copy()
+    packed[...] = 7
+    np.testing.assert_array_equal(layout.blank()[0], expected)
 
 
 def test_layouts_follow_their_bucket():
