@@ -95,7 +95,8 @@ class Checkpoint:
         return self._entry(name).dtype
 
     def tensor(self, name: str) -> np.ndarray:
-        """The whole tensor: a read-only view of the mapped file, bfloat16 as `ml_dtypes.bfloat16`.
+        """The whole tensor: a read-only view of the mapped file, bfloat16 as `ml_dtypes.bfloat16`. Only what is touched
+        of it is read: a device takes its slice.
 
         Raises CheckpointError for an unknown name, and for dtypes other than F32, F16 and BF16.
         """
@@ -104,10 +105,6 @@ class Checkpoint:
             where = f"{self.folder / entry.file}: tensor {name!r}"
             raise CheckpointError(f"{where} has dtype {entry.dtype}; {', '.join(READABLE)} can be read")
         return self._bytes(entry).view(READABLE[entry.dtype]).reshape(entry.shape)
-
-    def read_slice(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """`tensor(name)[index]`: numpy slicing of the mapped file, so that each device reads only its slice."""
-        return self.tensor(name)[index]
 
     @cached_property
     def fingerprint(self) -> str:

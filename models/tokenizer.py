@@ -22,7 +22,6 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary, encoder: Encoder):
         self._vocabulary = vocabulary
         self._encoder = encoder
-        self._special_ids = frozenset(vocabulary.special_tokens.values())
 
     @property
     def vocab_size(self) -> int:
@@ -31,12 +30,8 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
+        """Names to ids, which `encode` never yields unless allowed."""
         return self._vocabulary.special_tokens
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids that `encode` never yields unless allowed."""
-        return self._special_ids
 
     @property
     def hidden_ids(self) -> frozenset[int]:

@@ -62,13 +62,6 @@ def test_a_tensor_is_a_read_only_view_of_the_file_and_not_a_copy(tmp_path):
         first[0, 0] = 1
 
 
-def test_a_slice_is_a_view_of_the_same_bytes(tmp_path):
-    checkpoint = written(tmp_path)
-    part = checkpoint.read_slice("embed", (slice(8, 16), slice(0, 4)))
-    np.testing.assert_array_equal(part, some_tensors()["embed"][8:16, :4])
-    assert np.shares_memory(part, checkpoint.tensor("embed"))
-
-
 def test_config_is_a_fresh_copy_each_time(tmp_path):
     checkpoint = written(tmp_path)
     checkpoint.config["nested"]["a"].append(3)

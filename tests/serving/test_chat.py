@@ -84,7 +84,7 @@ def test_special_names_in_messages_stay_text(
 ):
     ids = template.encode_chat(tokenizer, messages)
     empty = template.encode_chat(tokenizer, [{**message, "content": ""} for message in messages])
-    special = tokenizer.special_ids
+    special = frozenset(tokenizer.special_tokens.values())
     assert [i for i in ids if i in special] == [i for i in empty if i in special]
     assert tokenizer.decode(ids, skip_special=False) == rendered_by_jinja(messages)
 
@@ -93,7 +93,7 @@ def test_special_names_in_messages_stay_text(
 def test_no_special_token_can_be_put_together_from_pieces(tokenizer: Tokenizer, first: str, second: str):
     template = ChatTemplate("{{ messages[0].content | trim }}{{ messages[1].content | trim | lower }}[EOS]", {})
     ids = template.encode_chat(tokenizer, [{"content": first}, {"content": second}])
-    assert [i for i in ids if i in tokenizer.special_ids] == [tokenizer.special_tokens["[EOS]"]]
+    assert [i for i in ids if i in tokenizer.special_tokens.values()] == [tokenizer.special_tokens["[EOS]"]]
 
 
 @given(text=hostile)
@@ -101,7 +101,9 @@ def test_special_names_in_tools_and_kwargs_stay_text(tokenizer: Tokenizer, templ
     tools = [{"type": "function", "function": {"name": text, text: [text, {"deep": text}]}}]
     ids = template.encode_chat(tokenizer, [], template_kwargs={"tools": tools})
     names = ["<|im_system|>", "<|im_middle|>", "<|im_end|>", "<|im_assistant|>", "<|im_middle|>", "<think>"]
-    assert [i for i in ids if i in tokenizer.special_ids] == [tokenizer.special_tokens[name] for name in names]
+    assert [i for i in ids if i in tokenizer.special_tokens.values()] == [
+        tokenizer.special_tokens[name] for name in names
+    ]
     assert json.dumps(tools, ensure_ascii=False) in tokenizer.decode(ids)
 
 
