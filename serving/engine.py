@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from moonshard.serving.counters import Counters
 from moonshard.serving.device import DeviceThread, Executor, StepDone
 from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.plan import Completion, CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.programs import Drawn
 from moonshard.serving.request import Output, Request, SequenceId
-from moonshard.serving.scheduler import Counters, Scheduler
+from moonshard.serving.scheduler import Scheduler
 from moonshard.serving.steps import StepKind
 from moonshard.serving.waiting import QueueTimeout
 

@@ -7,6 +7,7 @@ import math
 
 from moonshard.rpc import inference_pb2, link_pb2
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
+from moonshard.serving.counters import Counters
 from moonshard.serving.engine import Emitted, Phases
 from moonshard.serving.request import (
     MAX_CHOICES,
@@ -18,7 +19,6 @@ from moonshard.serving.request import (
     Request,
     Sampling,
 )
-from moonshard.serving.scheduler import Counters
 from moonshard.serving.waiting import NeverFits, QueueFull, QueueTimeout, Rejected
 
 PROTOCOL_VERSION = 1

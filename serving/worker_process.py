@@ -9,24 +9,23 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Mapping
 
-from moonshard.rpc import link_pb2_grpc
+from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.server import BoundServer, build_server
 from moonshard.serving.compilations import CompilationCounter
 from moonshard.serving.config import Config
 from moonshard.serving.engine import Engine
 from moonshard.serving.link_service import LinkServicer
 from moonshard.serving.loading import load_model
+from moonshard.serving.status_pipe import Status
 from moonshard.serving.worker import Worker
 
-SERVICE_NAME = "moonshard.v1.Worker"
+SERVICE_NAME = link_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 STOP_GRACE_S = 1.0
 # The device threads hold Python's lock for microseconds, the event loop for milliseconds: at the default of 5 ms a step
 # that is done waits for the loop. Side by side on two cores, 8 streams gave 1.4 to 1.6 times the tokens per second.
 SWITCH_INTERVAL_S = 0.0002
 
-Status = Callable[[str, Mapping[str, object]], None]
 logger = logging.getLogger(__name__)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moonshard.experiments.bench.machine import ROOT, num_cores
-from moonshard.experiments.bench.measurement import Measurement, Plan, Unit
+from moonshard.experiments.bench.measurement import Level, Measurement, Plan, Unit
 
 PYTHON = ROOT / ".venv-oracle/bin/python"
 SCRIPT = Path(__file__).with_name("huggingface.py")
@@ -33,9 +33,9 @@ def peers_of(reports: Sequence[Mapping[str, Mapping[str, float]]], plan: Plan) -
     """Their figure beside each of ours that has one, by our key. Their samples are the medians of each round."""
     context, found = plan.context_tokens[0], {}
 
-    def put(level: str, name: str, unit: Unit, table: str, size: int) -> None:
+    def put(level: Level, name: str, unit: Unit, table: str, size: int) -> None:
         samples = tuple(report[table][str(size)] for report in reports)
-        found[level, name] = Measurement(level="served", name=name, unit=unit, samples=samples)
+        found[level, name] = Measurement(level=level, name=name, unit=unit, samples=samples)
 
     for size in plan.prompt_tokens if reports else ():
         put("device", f"prefill, {size} tokens", "ms", "ttft_ms", size)
