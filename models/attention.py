@@ -31,8 +31,7 @@ def latent_attention(
     Args:
         queries: query in latent space, `[q_nope · W_uk | q_rope]`, f = r + rope.
         positions: absolute position of each query; a query sees keys at positions up to its own. Below 0: padding,
-        whose
-            result is zero.
+            whose result is zero.
         value_rank: r; the first r features of a key are its value.
 
     Returns:

@@ -246,9 +246,7 @@ def _is_off(value: Any) -> bool:
 
 @struct.dataclass
 class Attention[Leaf]:
-    """Multi-head latent attention of a stack of layers. `q_a` is None without a q_lora_rank, `q_b` then reads x
-    itself.
-    """
+    """Latent attention of a stack of layers. Without a q_lora_rank `q_a` is None, and `q_b` reads x itself."""
 
     norm: Leaf  # [l d]
     q_a: Leaf | None  # [l r d]

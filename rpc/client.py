@@ -7,9 +7,9 @@
                 print(delta.text, end="")
         print(stream.summary.timing.phases())
 
-Needs grpcio and protobuf, nothing else. Every failure is a `moonshard.rpc.status.RequestError`. The two clients are
-built on gRPC's two Python APIs rather than one on the other, so that neither hides a thread or an event loop. Leaves
-out retries: what may be sent twice is the caller's to say.
+Needs grpcio with its health messages and google.rpc's, nothing else. Every failure is a
+`moonshard.rpc.status.RequestError`. The two clients are built on gRPC's two Python APIs rather than one on the other,
+so that neither hides a thread or an event loop. Leaves out retries: what may be sent twice is the caller's to say.
 """
 
 import asyncio

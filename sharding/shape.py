@@ -1,15 +1,11 @@
-"""The shape of a worker's device mesh, as a configuration names it. No jax here: gateways and command lines read it
-too.
-"""
+"""The shape of a worker's device mesh, as a configuration names it. No jax: gateways and command lines read it too."""
 
 from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
-    """Sizes of the mesh axes `data`, `expert`, `tensor`, and the number of stages `pipe` (each stage a mesh of its
-    own).
-    """
+    """Sizes of the mesh axes `data`, `expert`, `tensor`, and how many stages `pipe` (each a mesh of its own)."""
 
     data: int = 1
     expert: int = 1
