@@ -12,6 +12,8 @@ from pathlib import Path
 
 from moonshard.models.json_file import read_json_object, sub_object
 
+SMALLEST = math.ulp(0.0)  # for what must be above 0
+
 
 class GenerationConfigError(ValueError):
     """A folder's generation_config.json or config.json that cannot be used: names file and cause."""
@@ -36,16 +38,16 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
     config = read_json_object(config_path, GenerationConfigError)
     # transformers ignores these when it does not sample
     sampling = {} if generation.get("do_sample") is False else generation
-    top_k = _number(sampling, "top_k", generation_path)
+    top_k = _number(sampling, "top_k", generation_path, least=-1.0)
     return GenerationDefaults(
         stop_token_ids=_token_ids(generation, generation_path)
         | _token_ids(config, config_path)
         | _token_ids(sub_object(config, "text_config"), config_path),
         temperature=_number(sampling, "temperature", generation_path),
-        top_p=_number(sampling, "top_p", generation_path),
+        top_p=_number(sampling, "top_p", generation_path, least=SMALLEST, most=1.0),
         top_k=None if top_k is None else int(top_k),
-        min_p=_number(sampling, "min_p", generation_path),
-        repetition_penalty=_number(generation, "repetition_penalty", generation_path),
+        min_p=_number(sampling, "min_p", generation_path, most=1.0),
+        repetition_penalty=_number(generation, "repetition_penalty", generation_path, least=SMALLEST),
     )
 
 
@@ -60,10 +62,15 @@ def _token_ids(config: Mapping[str, object], path: Path) -> frozenset[int]:
     return ids
 
 
-def _number(config: Mapping[str, object], key: str, path: Path) -> float | None:
+def _number(
+    config: Mapping[str, object], key: str, path: Path, *, least: float = 0.0, most: float = math.inf
+) -> float | None:
+    """A finite number from `least` to `most`: what a client could not ask for must not be a default either."""
     value = config.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GenerationConfigError(f"{path}: {key} is {value!r}, expected a number")
+    if not least <= value <= most:
+        raise GenerationConfigError(f"{path}: {key} is {value!r}, out of range")
     return float(value)

@@ -42,16 +42,15 @@ class LinkServicer(link_pb2_grpc.WorkerServicer):
             await abort(context, error)
         worker, session = await asyncio.shield(self._worker), LinkSession()
         worker.open_link(session)
-        tasks = (
-            asyncio.create_task(_read(request_iterator, worker, session)),
-            asyncio.create_task(_report_load(worker, session)),
-        )
+        reader = asyncio.create_task(_read(request_iterator, worker, session))
+        reporter = asyncio.create_task(_report_load(worker, session))
         try:
             while (message := await session.outgoing.get()) is not None:
                 yield message
+            await reader  # a fault in reading ends the stream with it
         finally:
-            for task in tasks:
-                task.cancel()
+            reader.cancel()
+            reporter.cancel()
             worker.close_link(session)
 
     async def Inspect(self, request: link_pb2.InspectRequest, context: grpc.aio.ServicerContext) -> link_pb2.Inspection:
@@ -88,4 +87,5 @@ async def _report_load(worker: Worker, session: LinkSession) -> None:
     """Every step says it too; an idle worker has no steps."""
     while True:
         await asyncio.sleep(LOAD_PERIOD_S)
-        session.send(link_pb2.WorkerMessage(load=worker.load()))
+        if session.outgoing.empty():  # a gateway that does not read is not told the same thing for ever
+            session.send(link_pb2.WorkerMessage(load=worker.load()))

@@ -67,3 +67,13 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes):
     (tmp_path / f"{name}.json").write_bytes(content)
     with pytest.raises(GenerationConfigError, match=f"{name}.json"):
         load_generation_defaults(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -0.1), ("top_p", 0), ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("repetition_penalty", 0)],
+)
+def test_a_default_that_no_client_could_ask_for_is_refused_by_name(tmp_path, field, value):
+    (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
+    with pytest.raises(GenerationConfigError, match=rf"generation_config.json: {field} is {value!r}, out of range"):
+        load_generation_defaults(tmp_path)
