@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from moonshard.serving.counters import Counters
 from moonshard.serving.device import DeviceThread, Executor, StepDone
 from moonshard.serving.encoder import StepEncoder
-from moonshard.serving.plan import Completion, CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
+from moonshard.serving.plan import CopyPlan, DecodePlan, Delivered, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.programs import Drawn
 from moonshard.serving.request import Output, Request, SequenceId
 from moonshard.serving.scheduler import Scheduler
@@ -154,17 +154,17 @@ class Engine:
         self._num_computing -= isinstance(plan, PrefillPlan | DecodePlan)
         self.num_overlapped_steps += done.kind is StepKind.DECODE and done.was_overlapped
         results = {} if done.drawn is None else _results(plan, done.drawn)
-        completion = self._scheduler.complete(done.number, results)
+        delivered = self._scheduler.complete(done.number, results)
         self._drop_expired()
         self._launch()  # first, so that the device has work while the outputs are sent
-        self._emit(done, completion)
+        self._emit(done, delivered)
         self._note_idle()
 
-    def _emit(self, done: StepDone, completion: Completion) -> None:
-        if completion.outputs:
-            emitted = tuple(Emitted(output=o, phases=self._phases(o, done.done_ns)) for o in completion.outputs)
-            self._on_step(StepReport(number=done.number, emitted=emitted, ended=completion.ended))
-        for request_id in completion.ended:
+    def _emit(self, done: StepDone, delivered: Delivered) -> None:
+        if delivered.outputs:
+            emitted = tuple(Emitted(output=o, phases=self._phases(o, done.done_ns)) for o in delivered.outputs)
+            self._on_step(StepReport(number=done.number, emitted=emitted, ended=delivered.ended))
+        for request_id in delivered.ended:
             self._clocks.pop(request_id, None)
 
     def _phases(self, output: Output, now_ns: int) -> Phases | None:

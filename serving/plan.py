@@ -104,7 +104,7 @@ Results: TypeAlias = Mapping[SequenceId, Sampled]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
+class Delivered:
     """What the completion of a step means to clients."""
 
     outputs: tuple[Output, ...] = ()

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from moonshard.kv.blocks import BlockPool, PartitionCounts
 from moonshard.serving.counters import Counters, Totals
 from moonshard.serving.plan import (
-    Completion,
     CopyPlan,
     DecodePlan,
+    Delivered,
     Plan,
     PrefillChunk,
     PrefillPlan,
@@ -258,7 +258,7 @@ class Scheduler:
 
     # ---- steps complete
 
-    def complete(self, number: int, results: Results) -> Completion:
+    def complete(self, number: int, results: Results) -> Delivered:
         """Take the results of the oldest step in flight, one for each sequence it drew a token for.
 
         Raises ValueError for any other step: completing out of order would release what a step still uses.
@@ -274,7 +274,7 @@ class Scheduler:
             self._settle(stay)
         finished = dict.fromkeys(output.sequence.request_id for output in outputs if output.finish)
         ended = tuple(request_id for request_id in finished if request_id not in self._accepted)
-        return Completion(outputs=tuple(outputs), ended=ended)
+        return Delivered(outputs=tuple(outputs), ended=ended)
 
     def _deliver(self, stay: Stay, sampled: Sampled) -> Output | None:
         """Hand on one token; None where the sequence has ended since it was drawn."""

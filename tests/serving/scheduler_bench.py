@@ -70,11 +70,11 @@ class Bench:
 
     def complete(self) -> None:
         plan, results = self.in_flight.popleft()
-        completion = self.scheduler.complete(plan.number, results)
-        for output in completion.outputs:
+        delivered = self.scheduler.complete(plan.number, results)
+        for output in delivered.outputs:
             self.take(output)
-        self.ended.update(completion.ended)
-        for request_id in completion.ended:
+        self.ended.update(delivered.ended)
+        for request_id in delivered.ended:
             assert all(SequenceId(request_id, choice) in self.finished for choice in range(self.requests[request_id].n))
 
     def take(self, output: Output) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.serving.plan import Completion, DecodePlan, Plan, PrefillChunk, PrefillPlan, Sampled
+from moonshard.serving.plan import DecodePlan, Delivered, Plan, PrefillChunk, PrefillPlan, Sampled
 from moonshard.serving.request import Request, Sampling, SequenceId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
 
@@ -43,7 +43,7 @@ def drawn(plan: Plan) -> list[SequenceId]:
             return []
 
 
-def finish(scheduler: Scheduler, plan: Plan, token: int = 7) -> Completion:
+def finish(scheduler: Scheduler, plan: Plan, token: int = 7) -> Delivered:
     return scheduler.complete(plan.number, {id: Sampled(token) for id in drawn(plan)})
 
 

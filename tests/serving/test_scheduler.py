@@ -2,7 +2,7 @@
 
 import pytest
 
-from moonshard.serving.plan import Completion, CopyPlan, DecodePlan, LoadPlan, PrefillPlan, Sampled, needs_slot_state
+from moonshard.serving.plan import CopyPlan, DecodePlan, Delivered, LoadPlan, PrefillPlan, Sampled, needs_slot_state
 from moonshard.serving.request import FinishReason, Logprobs, Request, Sampling, SequenceId, SlotId
 from tests.serving.stepping import (
     BLOCK_SIZE,
@@ -111,12 +111,12 @@ def test_a_stop_found_one_step_late_drops_the_extra_token_and_only_then_releases
     scheduler = a_scheduler()
     scheduler.add(a_request("a", 10), 0.0)
     prefill, decode = launch(scheduler), launch(scheduler)
-    completion = finish(scheduler, prefill, token=STOP)
-    assert completion.outputs[0].finish is FinishReason.STOP
-    assert completion.ended == (b"a",)
+    delivered = finish(scheduler, prefill, token=STOP)
+    assert delivered.outputs[0].finish is FinishReason.STOP
+    assert delivered.ended == (b"a",)
     assert (scheduler.counts(0).used, scheduler.num_free_slots(0)) == (1, 3)
     assert scheduler.schedule() is None
-    assert finish(scheduler, decode) == Completion()
+    assert finish(scheduler, decode) == Delivered()
     assert (scheduler.counts(0).used, scheduler.num_free_slots(0)) == (0, 4)
     assert scheduler.counters().totals.wasted_tokens == 1
 
@@ -137,8 +137,8 @@ def test_log_probabilities_come_back_with_their_token():
     scheduler.add(a_request("a", 10), 0.0)
     plan = launch(scheduler)
     logprobs = Logprobs(-0.5, ((7, -0.5),))
-    completion = scheduler.complete(plan.number, {SequenceId(b"a", 0): Sampled(7, logprobs)})
-    assert completion.outputs[0].logprobs == (logprobs,)
+    delivered = scheduler.complete(plan.number, {SequenceId(b"a", 0): Sampled(7, logprobs)})
+    assert delivered.outputs[0].logprobs == (logprobs,)
 
 
 def test_steps_complete_in_launch_order_only():
@@ -195,8 +195,8 @@ def test_the_request_ends_with_its_last_choice():
     scheduler = a_scheduler()
     scheduler.add(a_request("a", 16, max_tokens=2, n=2), 0.0)
     prefill = launch(scheduler)
-    completion = scheduler.complete(prefill.number, {drawn(prefill)[0]: Sampled(STOP), drawn(prefill)[1]: Sampled(7)})
-    assert completion.ended == ()
+    delivered = scheduler.complete(prefill.number, {drawn(prefill)[0]: Sampled(STOP), drawn(prefill)[1]: Sampled(7)})
+    assert delivered.ended == ()
     decode = launch(scheduler)
     assert names(decode) == ["a"]
     assert finish(scheduler, decode).ended == (b"a",)
