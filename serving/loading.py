@@ -77,7 +77,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
     )
     jax.block_until_ready(loaded)
     load_s = time.perf_counter() - started
-    shapes, pool = size(config, model, dtype, max_slots=config.decode.max_slots)
+    shapes, pool = choose_sizes(config, model, dtype)
     programs = Programs(
         model,
         loaded,
@@ -124,13 +124,14 @@ def resolve_dtype(name: str) -> str:
     return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
 
 
-def size(config: Config, model: kimi.KimiConfig, dtype: str, *, max_slots: int) -> tuple[StepShapes, PoolShape]:
+def choose_sizes(config: Config, model: kimi.KimiConfig, dtype: str) -> tuple[StepShapes, PoolShape]:
     """The pool, and the context that it and the model allow.
 
     Raises:
         ModelError: the configured context is longer than the model's or than the pool.
     """
     block_size, partitions = config.kv.block_size, config.decode.mesh.num_partitions
+    max_slots = config.decode.max_slots
     (group,) = model.kv_groups(dtype)
     num_blocks = config.kv.num_blocks or max(1, _auto_blocks(group.bytes_per_token * block_size) // partitions)
     pool_tokens = num_blocks * block_size

@@ -32,7 +32,7 @@ def config(*, max_context_tokens: int | None = None, num_blocks: int | None = 64
 
 def size(asked: Config, **changes):
     _, model = open_model(asked.model.path)
-    return loading.size(asked, replace(model, **changes), "float32", max_slots=asked.decode.max_slots)
+    return loading.choose_sizes(asked, replace(model, **changes), "float32")
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 3, 16, 32]))
