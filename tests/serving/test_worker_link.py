@@ -85,6 +85,18 @@ class Gateway:
         await self.call.write(link_pb2.GatewayMessage(hello=link_pb2.Hello(protocol_version=version)))
         return (await self.call.read()).welcome
 
+    async def run(self, number: int, prompt: list[int], max_tokens: int = 20) -> None:
+        await self.call.write(run_message(number, prompt, max_tokens))
+
+    async def cancel(self, number: int) -> None:
+        cancel = link_pb2.Cancel(request_id=number.to_bytes(16, "big"))
+        await self.call.write(link_pb2.GatewayMessage(cancel=cancel))
+
+    async def first_tokens(self) -> None:
+        """Until something has been generated."""
+        while not (await self.call.read()).step.outputs:
+            pass
+
     async def outputs(self, num_ended: int) -> dict[int, list[int]]:
         """Tokens by request until that many sequences have finished; a failure ends a request with its code."""
         tokens: dict[int, list[int]] = {}
@@ -107,7 +119,7 @@ async def test_a_link_carries_several_requests_and_their_tokens():
         assert (welcome.vocab_size, welcome.max_context_tokens, welcome.num_blocks) == (2048, 512, NUM_BLOCKS)
         prompts = {number: long_text(20 * number, seed=number) for number in (1, 2, 3)}
         for number, prompt in prompts.items():
-            await gateway.call.write(run_message(number, prompt))
+            await gateway.run(number, prompt)
         tokens = await gateway.outputs(3)
         await gateway.call.done_writing()
         for number, prompt in prompts.items():
@@ -119,7 +131,7 @@ async def test_phases_come_with_the_first_and_the_last_token():
     async with serving() as (_, stub):
         gateway = Gateway(stub)
         await gateway.hello()
-        await gateway.call.write(run_message(1, long_text(30), max_tokens=3))
+        await gateway.run(1, long_text(30), max_tokens=3)
         outputs: list[link_pb2.SequenceOutput] = []
         while len(outputs) < 3:
             outputs += (await gateway.call.read()).step.outputs
@@ -159,7 +171,7 @@ async def test_a_request_that_cannot_be_served_fails_alone_and_names_its_field(m
         while (answer := await gateway.call.read()).WhichOneof("message") != "failed":
             pass
         assert (answer.failed.code, answer.failed.field) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], field)
-        await gateway.call.write(run_message(2, [1, 2, 3]))
+        await gateway.run(2, [1, 2, 3])
         assert len((await gateway.outputs(1))[2]) == 20
         await gateway.call.done_writing()
 
@@ -168,10 +180,9 @@ async def test_a_cancelled_request_frees_its_blocks_and_slot():
     async with serving() as (worker, stub):
         gateway = Gateway(stub)
         await gateway.hello()
-        await gateway.call.write(run_message(1, long_text(100), max_tokens=400))
-        while not (await gateway.call.read()).step.outputs:
-            pass
-        await gateway.call.write(link_pb2.GatewayMessage(cancel=link_pb2.Cancel(request_id=(1).to_bytes(16, "big"))))
+        await gateway.run(1, long_text(100), max_tokens=400)
+        await gateway.first_tokens()
+        await gateway.cancel(1)
         async with asyncio.timeout(1):
             await worker.engine.wait_idle()
         assert (await stub.Inspect(link_pb2.InspectRequest())).partitions[0].free_blocks == NUM_BLOCKS
@@ -182,10 +193,9 @@ async def test_a_gateway_hears_well_within_a_second_that_a_cancelled_request_is_
     async with serving() as (_, stub):
         gateway = Gateway(stub)
         await gateway.hello()
-        await gateway.call.write(run_message(1, long_text(100), max_tokens=400))
-        while not (await gateway.call.read()).step.outputs:
-            pass
-        await gateway.call.write(link_pb2.GatewayMessage(cancel=link_pb2.Cancel(request_id=(1).to_bytes(16, "big"))))
+        await gateway.run(1, long_text(100), max_tokens=400)
+        await gateway.first_tokens()
+        await gateway.cancel(1)
         async with asyncio.timeout(0.8):
             while (load := (await gateway.call.read()).load).free_blocks != [NUM_BLOCKS] or load.num_running:
                 pass
@@ -197,10 +207,9 @@ async def test_a_gateway_that_vanishes_takes_its_requests_along_and_no_others():
         lost, kept = Gateway(stub), Gateway(stub)
         await lost.hello()
         await kept.hello()
-        await lost.call.write(run_message(1, long_text(100), max_tokens=400))
-        await kept.call.write(run_message(2, long_text(50), max_tokens=100))
-        while not (await lost.call.read()).step.outputs:
-            pass
+        await lost.run(1, long_text(100), max_tokens=400)
+        await kept.run(2, long_text(50), max_tokens=100)
+        await lost.first_tokens()
         lost.call.cancel()
         assert len((await kept.outputs(1))[2]) == 100
         async with asyncio.timeout(1):
@@ -213,9 +222,8 @@ async def test_a_gateway_cannot_cancel_the_request_of_another():
         owner, other = Gateway(stub), Gateway(stub)
         await owner.hello()
         await other.hello()
-        await owner.call.write(run_message(1, long_text(50), max_tokens=60))
-        cancel = link_pb2.GatewayMessage(cancel=link_pb2.Cancel(request_id=(1).to_bytes(16, "big")))
-        await other.call.write(cancel)
+        await owner.run(1, long_text(50), max_tokens=60)
+        await other.cancel(1)
         assert len((await owner.outputs(1))[1]) == 60
         await owner.call.done_writing()
         await other.call.done_writing()
@@ -226,7 +234,7 @@ async def test_waiting_longer_than_the_queue_allows_ends_with_resource_exhausted
         gateway = Gateway(stub)
         await gateway.hello()
         for number in (1, 2):  # each needs most of the pool
-            await gateway.call.write(run_message(number, long_text(330, seed=number), max_tokens=180))
+            await gateway.run(number, long_text(330, seed=number), max_tokens=180)
         tokens = await gateway.outputs(2)
         assert len(tokens[1]) == 180
         assert tokens[2] == [-grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
@@ -237,11 +245,10 @@ async def test_a_draining_worker_refuses_what_is_new_and_finishes_what_runs():
     async with serving() as (worker, stub):
         gateway = Gateway(stub)
         await gateway.hello()
-        await gateway.call.write(run_message(1, long_text(20), max_tokens=50))
-        while not (await gateway.call.read()).step.outputs:
-            pass
+        await gateway.run(1, long_text(20), max_tokens=50)
+        await gateway.first_tokens()
         worker.begin_drain()
-        await gateway.call.write(run_message(2, long_text(20)))
+        await gateway.run(2, long_text(20))
         tokens = await gateway.outputs(2)
         assert tokens[2] == [-grpc.StatusCode.UNAVAILABLE.value[0]]
         assert len(tokens[1]) == 49
