@@ -54,6 +54,12 @@ class InvalidArgument(RequestError):
     openai_code = "invalid_value"
 
 
+class ContextLengthExceeded(InvalidArgument):
+    """Prompt and completion do not fit in the model's context; clients cut their prompt where they see this code."""
+
+    openai_code = "context_length_exceeded"
+
+
 class TooLarge(RequestError):
     """A body over the configured limit."""
 
@@ -115,6 +121,7 @@ class Cancelled(RequestError):
 ERRORS: tuple[type[RequestError], ...] = (
     InternalError,
     InvalidArgument,
+    ContextLengthExceeded,
     TooLarge,
     NotFound,
     FailedPrecondition,

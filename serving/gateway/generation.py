@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
-from moonshard.rpc.status import InternalError, Overloaded, RequestError, Unavailable
+from moonshard.rpc.status import ContextLengthExceeded, InternalError, Overloaded, RequestError, Unavailable
 from moonshard.serving.gateway.choice import ChoiceStream
 from moonshard.serving.gateway.links import Arrival, Session
 from moonshard.serving.gateway.metrics import GatewayMetrics
@@ -178,18 +178,25 @@ class Gateway:
 
 
 def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: int) -> int:
-    """The most tokens each choice may have: what was asked for, else the rest of the context. InvalidArgument."""
+    """The most tokens each choice may have: what was asked for, else the rest of the context.
+
+    Raises:
+        ContextLengthExceeded: they do not fit with the prompt; InvalidArgument for the rest.
+    """
     if num_prompt == 0:
         raise request.invalid("prompt", "is empty")
     room = max_context_tokens - num_prompt
     if room < 1:
         raise request.invalid(
-            "prompt", f"{num_prompt} tokens leave no room in the model's context of {max_context_tokens}"
+            "prompt",
+            f"{num_prompt} tokens leave no room in the model's context of {max_context_tokens}",
+            ContextLengthExceeded,
         )
     if request.max_tokens is not None and request.max_tokens > room:
         raise request.invalid(
             "max_tokens",
             f"{request.max_tokens} with {num_prompt} prompt tokens exceeds the model's context of {max_context_tokens}",
+            ContextLengthExceeded,
         )
     allowed = request.max_tokens or room
     if request.min_tokens > allowed:

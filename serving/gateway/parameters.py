@@ -61,10 +61,10 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     spelling: Mapping[str, str] = field(default_factory=dict)
 
-    def invalid(self, name: str, problem: str) -> InvalidArgument:
+    def invalid(self, name: str, problem: str, kind: type[InvalidArgument] = InvalidArgument) -> InvalidArgument:
         """The error for one parameter, under the name the client knows it by."""
         spelt = self.spelling.get(name, name)
-        return InvalidArgument(f"{spelt}: {problem}", field=spelt)
+        return kind(f"{spelt}: {problem}", field=spelt)
 
 
 @dataclass(frozen=True, slots=True)

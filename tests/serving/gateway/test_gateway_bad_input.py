@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from moonshard.rpc.client import AsyncClient
-from moonshard.rpc.status import InvalidArgument, NotFound
+from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFound
 from moonshard.rpc.types import GenerateOptions
 from tests.serving.gateway.conftest import MAX_BODY_BYTES
 from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, VOCAB_SIZE, FakeWorker
@@ -158,6 +158,18 @@ async def test_a_body_that_is_no_json_is_refused(http: httpx.AsyncClient, worker
 async def test_a_stream_that_is_refused_has_a_status_and_no_events(http: httpx.AsyncClient, worker: FakeWorker):
     assert fault(await http.post("/v1/completions", json={"prompt": [], "stream": True}), "prompt") is None
     assert worker.runs == []
+
+
+async def test_what_is_too_long_for_the_context_says_so_by_openais_code(
+    http: httpx.AsyncClient, grpc_client: AsyncClient
+):
+    for too_long in ({"prompt": [1] * MAX_CONTEXT_TOKENS}, PROMPT | {"max_tokens": MAX_CONTEXT_TOKENS - 2}):
+        response = await http.post("/v1/completions", json=too_long)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    other = await http.post("/v1/completions", json={"prompt": []})
+    assert other.json()["error"]["code"] == "invalid_value"
+    with pytest.raises(ContextLengthExceeded):
+        await grpc_client.generate([1] * MAX_CONTEXT_TOKENS)
 
 
 async def test_a_parameter_that_asks_for_nothing_is_accepted(http: httpx.AsyncClient):
