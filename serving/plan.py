@@ -7,7 +7,6 @@ and the packing of metadata, which belong to the engine.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from moonshard.serving.request import Logprobs, Output, Request, SequenceId, SlotId
 
@@ -89,7 +88,7 @@ class DecodePlan:
     rows: tuple[DecodeRow, ...]
 
 
-Plan: TypeAlias = LoadPlan | PrefillPlan | CopyPlan | DecodePlan
+type Plan = LoadPlan | PrefillPlan | CopyPlan | DecodePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class Sampled:
     logprobs: Logprobs | None = None
 
 
-Results: TypeAlias = Mapping[SequenceId, Sampled]
+type Results = Mapping[SequenceId, Sampled]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
