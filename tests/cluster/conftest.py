@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,6 +92,16 @@ def _collect(stream, lines: list[str]) -> None:
     with stream:
         for line in stream:
             lines.append(line)  # noqa: PERF402  # line by line, since others read meanwhile
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Polls: the condition lies in another process, which tells nobody."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -5,28 +5,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from moonshard.rpc.status import Overloaded, RequestError, Unavailable
-from tests.cluster.conftest import NUM_BLOCKS, start_cluster, stop_cluster
+from tests.cluster.conftest import NUM_BLOCKS, start_cluster, stop_cluster, wait_until
 from tests.engine_room import long_text
 
 pytestmark = pytest.mark.xdist_group("cluster")
 FREED_WITHIN_S = 1.5  # one second, a step, and the look
-
-
-def wait_until(condition, timeout_s: float) -> bool:
-    """Polls: the condition lies in another process, which tells nobody."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @pytest.mark.parametrize("num_tokens_read", [0, 1, 10])

@@ -129,6 +129,14 @@ def test_small_pools_preempt_fork_and_waste_and_still_give_the_right_tokens(num_
     assert (totals.wasted_tokens > 0) == (depth > 1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_partitions", [1, 4])
+@pytest.mark.parametrize("seed", range(100))
+def test_many_long_runs_over_small_pools_give_the_right_tokens(num_partitions: int, seed: int):
+    bench = a_bench(num_partitions, 3 + seed % 12, slots=1 + seed % 5)
+    drive(bench, random.Random(1000 + seed), depth=1 + seed % 3, num_requests=100)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_prompts_around_block_and_chunk_edges_give_the_right_tokens(num_partitions: int, depth: int):
