@@ -108,6 +108,7 @@ class Gateway:
         limits = self.limits()
         check_parameters(request, vocab_size=limits.vocab_size, has_tokenizer=self.model.tokenizer is not None)
         if len(self._waiting) >= self._max_queued_requests:
+            self._metrics.queue_rejections.inc()
             raise Overloaded(f"{len(self._waiting)} requests are waiting", retry_after_s=OVERLOADED_RETRY_AFTER_S)
         admission = Admission(request=request, limits=limits, wire_id=secrets.token_bytes(16))
         self._running.add(admission.wire_id)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import Metric
 
 from moonshard.rpc.status import RequestError
 
@@ -29,6 +30,43 @@ E2E_BUCKETS_S = (
 TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKEN_BUCKETS = (1, *(2**power for power in range(3, 15)))
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
+HELP = {
+    "vllm:time_to_first_token_seconds": "From a request's arrival to its first token on the way to the client.",
+    "vllm:inter_token_latency_seconds": "Between two outputs of one choice, as they arrive from the worker.",
+    "vllm:request_time_per_output_token_seconds": (
+        "Per finished request: mean time per token after the first, of its longest choice."
+    ),
+    "vllm:e2e_request_latency_seconds": "Per finished request: from its arrival to its end.",
+    "vllm:request_queue_time_seconds": "Per finished request: time in the worker's queue.",
+    "vllm:request_prefill_time_seconds": "Per finished request: from the worker's queue to its first token.",
+    "vllm:request_decode_time_seconds": "Per finished request: from its first token on the worker to its last.",
+    "vllm:request_inference_time_seconds": "Per finished request: prefill and decode together.",
+    "vllm:request_prompt_tokens": "Per finished request: tokens of its prompt.",
+    "vllm:request_generation_tokens": "Per finished request: tokens that the client got, of all choices.",
+    "vllm:request_params_n": "Per finished request: choices asked for.",
+    "vllm:request_params_max_tokens": "Per finished request: the most tokens that each choice might have.",
+    "vllm:iteration_tokens_total": "Per step of a worker: tokens computed, of prompts and of completions.",
+    "vllm:prompt_tokens": "Tokens of prompts, counted with a request's first output; once, however many choices.",
+    "vllm:prompt_tokens_by_source": "Tokens of prompts by where their KV came from; the sources add up.",
+    "vllm:generation_tokens": "Tokens that clients got, counted as they arrive from the worker.",
+    "vllm:prefix_cache_queries": "Tokens of prompts that were looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Tokens of prompts that were found in the prefix cache.",
+    "vllm:request_success": "Choices by how they ended; abort: with their request, by its client or by an error.",
+    "vllm:admission_rejections": "Requests refused on arrival, by the limit reached; not those that a worker refused.",
+    "moonshard_request_phase_seconds": "Per finished request: its end-to-end time in parts that add up to it.",
+    "moonshard_dropped_tokens": "Tokens that a worker sent and the client never got: what stood after a stop string.",
+    "moonshard_requests": "Requests by how they ended: completed, cancelled, or the gRPC status of their error.",
+    "moonshard_http_requests": "HTTP responses begun, by route and status.",
+}
+
+
+class Registry(CollectorRegistry):
+    """Without the `_created` samples, which in Prometheus' text format are gauges of their own that nobody reads."""
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [sample for sample in metric.samples if sample.name != f"{metric.name}_created"]
+            yield metric
 
 
 class GatewayMetrics:
@@ -36,7 +74,7 @@ class GatewayMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
-        self.registry = CollectorRegistry()
+        self.registry = Registry()
         self.ttft_s = self._histogram("vllm:time_to_first_token_seconds", TTFT_BUCKETS_S)
         self.inter_token_s = self._histogram("vllm:inter_token_latency_seconds", TPOT_BUCKETS_S)
         self.time_per_output_token_s = self._histogram("vllm:request_time_per_output_token_seconds", TPOT_BUCKETS_S)
@@ -51,18 +89,17 @@ class GatewayMetrics:
         self.params_max_tokens = self._histogram("vllm:request_params_max_tokens", TOKEN_BUCKETS)
         self.step_tokens = self._histogram("vllm:iteration_tokens_total", STEP_TOKEN_BUCKETS)
         self.prompt_tokens = self._counter("vllm:prompt_tokens")
+        self.prompt_tokens_by_source = self._counter("vllm:prompt_tokens_by_source", "source")
         self.generation_tokens = self._counter("vllm:generation_tokens")
         self.prefix_queries_tokens = self._counter("vllm:prefix_cache_queries")
         self.prefix_hits_tokens = self._counter("vllm:prefix_cache_hits")
         self.finished_choices = self._counter("vllm:request_success", "finished_reason")
         self.phase_s = self._histogram("moonshard_request_phase_seconds", TTFT_BUCKETS_S, "phase")
         self.dropped_tokens = self._counter("moonshard_dropped_tokens")
-        self.outcomes = Counter(
-            "moonshard_requests", "Requests by how they ended.", ("outcome",), registry=self.registry
-        )
-        self.http_requests = Counter(
-            "moonshard_http_requests", "HTTP responses begun.", ("route", "status"), registry=self.registry
-        )
+        self.outcomes = self._counter("moonshard_requests", labels=("outcome",))
+        self.http_requests = self._counter("moonshard_http_requests", labels=("route", "status"))
+        rejections = self._counter("vllm:admission_rejections", labels=("model_name", "reason"))
+        self.queue_rejections = rejections.labels(model_name, "max_queued_requests")
 
     @contextmanager
     def outcome(self) -> Iterator[None]:
@@ -81,11 +118,7 @@ class GatewayMetrics:
             self.outcomes.labels(outcome).inc()
 
     def _histogram(self, name: str, buckets: tuple[float, ...], *more_labels: str) -> Histogram:
-        return Histogram(name, _text(name), (*LABELS, *more_labels), buckets=buckets, registry=self.registry)
+        return Histogram(name, HELP[name], (*LABELS, *more_labels), buckets=buckets, registry=self.registry)
 
-    def _counter(self, name: str, *more_labels: str) -> Counter:
-        return Counter(name, _text(name), (*LABELS, *more_labels), registry=self.registry)
-
-
-def _text(name: str) -> str:
-    return name.split(":")[-1].removeprefix("moonshard_").replace("_", " ").capitalize() + "."
+    def _counter(self, name: str, *more_labels: str, labels: tuple[str, ...] = LABELS) -> Counter:
+        return Counter(name, HELP[name], (*labels, *more_labels), registry=self.registry)

@@ -82,6 +82,9 @@ class RequestRecord:
 
     def _count_prompt(self) -> None:
         self._metrics.prompt_tokens.labels(*self._labels).inc(self._num_prompt)
+        by_source = self._metrics.prompt_tokens_by_source
+        by_source.labels(*self._labels, "local_compute").inc(self._num_prompt - self._num_cached)
+        by_source.labels(*self._labels, "local_cache_hit").inc(self._num_cached)
         self._metrics.prefix_queries_tokens.labels(*self._labels).inc(self._num_prompt)
         self._metrics.prefix_hits_tokens.labels(*self._labels).inc(self._num_cached)
 

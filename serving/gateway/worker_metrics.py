@@ -15,24 +15,30 @@ from moonshard.serving.gateway.links import WorkerLink
 from moonshard.serving.gateway.metrics import LABELS, GatewayMetrics
 from moonshard.serving.gateway.pool import LinkPool
 
-_COUNTERS: dict[str, Callable[[WorkerLoad], int]] = {
-    "compilations": lambda load: load.num_compilations,
-    "compilations_while_serving": lambda load: load.num_compilations_while_serving,
-    "preemptions": lambda load: load.num_preemptions,
-    "prefill_steps": lambda load: load.num_prefill_steps,
-    "decode_steps": lambda load: load.num_decode_steps,
-    "prefill_tokens": lambda load: load.prefill_tokens,
-    "decode_tokens": lambda load: load.decode_tokens,
-    "wasted_tokens": lambda load: load.wasted_tokens,
-    "overlapped_steps": lambda load: load.overlapped_steps,
+_COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
+    "compilations": ("Programs compiled since the worker began.", lambda load: load.num_compilations),
+    "compilations_while_serving": (
+        "Programs compiled since the worker was ready: 0, or requests waited for it.",
+        lambda load: load.num_compilations_while_serving,
+    ),
+    "preemptions": ("Choices that lost their KV blocks to others and began again.", lambda load: load.num_preemptions),
+    "prefill_steps": ("Steps launched to compute prompts.", lambda load: load.num_prefill_steps),
+    "decode_steps": ("Steps launched to draw one token per choice.", lambda load: load.num_decode_steps),
+    "prefill_tokens": ("Tokens computed in prefill steps.", lambda load: load.prefill_tokens),
+    "decode_tokens": ("Tokens computed in decode steps.", lambda load: load.decode_tokens),
+    "wasted_tokens": ("Tokens computed for choices that had already ended.", lambda load: load.wasted_tokens),
+    "overlapped_steps": (
+        "Decode steps launched before the tokens of the step before had reached the host.",
+        lambda load: load.overlapped_steps,
+    ),
 }
-_GAUGES: dict[str, Callable[[WorkerLoad], int]] = {
-    "running_requests": lambda load: load.num_running,
-    "waiting_requests": lambda load: load.num_waiting,
-    "queued_tokens": lambda load: load.queued_tokens,
-    "active_tokens": lambda load: load.active_tokens,
-    "peak_memory_bytes": lambda load: load.peak_memory_bytes,
-    "draining": lambda load: load.draining,
+_GAUGES: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
+    "running_requests": ("Choices in the batch.", lambda load: load.num_running),
+    "waiting_requests": ("Choices that wait for a place in the batch.", lambda load: load.num_waiting),
+    "queued_tokens": ("Tokens of accepted prompts that are still to be computed.", lambda load: load.queued_tokens),
+    "active_tokens": ("Tokens that the choices in the batch hold.", lambda load: load.active_tokens),
+    "peak_memory_bytes": ("The most host memory that the process has held.", lambda load: load.peak_memory_bytes),
+    "draining": ("1 while the worker takes no new requests.", lambda load: load.draining),
 }
 
 
@@ -45,28 +51,25 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         links = self._pool.links
-        for name, value in _COUNTERS.items():
-            yield self._by_worker(CounterMetricFamily, name, ((link, value(link.last_load)) for link in links))
-        for name, value in _GAUGES.items():
-            yield self._by_worker(GaugeMetricFamily, name, ((link, value(_load_now(link))) for link in links))
-        yield self._by_worker(GaugeMetricFamily, "worker_up", ((link, link.session is not None) for link in links))
-        yield self._by_worker(CounterMetricFamily, "worker_restarts", ((link, link.num_restarts) for link in links))
+        for name, (text, value) in _COUNTERS.items():
+            yield self._counter(name, text, ((link, value(link.last_load)) for link in links))
+        for name, (text, value) in _GAUGES.items():
+            yield self._gauge(name, text, ((link, value(_load_now(link))) for link in links))
+        up = ((link, link.session is not None) for link in links)
+        yield self._gauge("worker_up", "1 while there is a link to the worker.", up)
+        restarts = ((link, link.num_restarts) for link in links)
+        yield self._counter("worker_restarts", "Times that another process answered at the address.", restarts)
         reserved = ((link, self._pool.in_flight_tokens(link.address)) for link in links)
-        yield self._by_worker(GaugeMetricFamily, "reserved_tokens", reserved)
+        yield self._gauge("reserved_tokens", "Tokens that requests sent there may still come to.", reserved)
         yield from self._blocks()
         yield from self._start_times()
         yield from self._vllm()
 
-    def _by_worker(
-        self,
-        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
-        name: str,
-        samples: Iterable[tuple[WorkerLink, float]],
-    ) -> Metric:
-        metric = family(f"moonshard_{name}", f"{name.replace('_', ' ').capitalize()}, per worker.", labels=("worker",))
-        for link, value in samples:
-            metric.add_metric((link.address,), value)
-        return metric
+    def _counter(self, name: str, text: str, samples: Iterable[tuple[WorkerLink, float]]) -> Metric:
+        return _by_worker(CounterMetricFamily(f"moonshard_{name}", text, labels=("worker",)), samples)
+
+    def _gauge(self, name: str, text: str, samples: Iterable[tuple[WorkerLink, float]]) -> Metric:
+        return _by_worker(GaugeMetricFamily(f"moonshard_{name}", text, labels=("worker",)), samples)
 
     def _blocks(self) -> Iterator[Metric]:
         labels = ("worker", "partition")
@@ -89,24 +92,34 @@ class WorkerCollector(Collector):
         yield seconds
 
     def _vllm(self) -> Iterator[Metric]:
-        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in the batch.", labels=LABELS)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests in the queue.", labels=LABELS)
+        running = GaugeMetricFamily("vllm:num_requests_running", "Choices in the batch.", labels=LABELS)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Choices that wait for a place in it.", labels=LABELS)
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Choices that wait; capacity, the one reason there is: for a slot or for KV blocks.",
+            labels=(*LABELS, "reason"),
+        )
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=LABELS)
-        preemptions = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=LABELS)
+        preemptions = CounterMetricFamily(
+            "vllm:num_preemptions", "Choices that lost their KV blocks to others and began again.", labels=LABELS
+        )
         cache = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's shape.", labels=(*LABELS, "block_size", "num_gpu_blocks")
+            "vllm:cache_config_info",
+            "Always 1; the labels are the shape of the KV cache.",
+            labels=(*LABELS, "block_size", "num_gpu_blocks"),
         )
         for index, link in enumerate(self._pool.links):
             labels, load = (self._model_name, str(index)), _load_now(link)
             running.add_metric(labels, load.num_running)
             waiting.add_metric(labels, load.num_waiting)
+            by_reason.add_metric((*labels, "capacity"), load.num_waiting)
             usage.add_metric(labels, _kv_usage(link))
             preemptions.add_metric(labels, link.last_load.num_preemptions)
             if link.session is not None:
                 welcome = link.session.welcome
                 shape = (str(welcome.block_size), str(welcome.num_blocks * welcome.num_partitions))
                 cache.add_metric((*labels, *shape), 1)
-        yield from (running, waiting, usage, preemptions, cache)
+        yield from (running, waiting, by_reason, usage, preemptions, cache)
 
 
 @dataclass(slots=True)
@@ -122,6 +135,14 @@ class StepObserver:
         self.seen[worker_index] = num_tokens
         if num_new > 0:  # nothing new: a heartbeat; fewer: the worker was restarted
             self.metrics.step_tokens.labels(self.metrics.model_name, str(worker_index)).observe(num_new)
+
+
+def _by_worker[Family: (CounterMetricFamily, GaugeMetricFamily)](
+    family: Family, samples: Iterable[tuple[WorkerLink, float]]
+) -> Family:
+    for link, value in samples:
+        family.add_metric((link.address,), value)
+    return family
 
 
 def _load_now(link: WorkerLink) -> WorkerLoad:

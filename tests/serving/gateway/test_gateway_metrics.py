@@ -1,12 +1,16 @@
 """What /metrics says after a scripted run."""
 
+import asyncio
 import math
+import re
 from collections.abc import Iterator
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moonshard.rpc.client import AsyncClient
+from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway.main import RunningGateway
 from tests.serving.gateway.fake_worker import NUM_BLOCKS, FakeWorker
 
@@ -14,6 +18,7 @@ ASKED = {"model": "kimi", "prompt": [1, 2, 3], "max_tokens": 6}
 # vLLM's names as boards and autoscalers spell them.
 VLLM_NAMES = {
     *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"),
+    *("vllm:num_requests_waiting_by_reason", "vllm:prompt_tokens_by_source_total", "vllm:admission_rejections_total"),
     *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total"),
     *("vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
     *("vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket"),
@@ -37,6 +42,7 @@ def _flat(text: str) -> Iterator[tuple[tuple[str, ...], float]]:
             yield (sample.name, *(value for _, value in sorted(sample.labels.items()))), sample.value
 
 
+@pytest.mark.parametrize("gateway_config", [GatewayConfig(port=0, grpc_port=0, max_queued_requests=1)])
 async def test_every_metric_moves_in_a_run_that_does_everything(
     http: httpx.AsyncClient, running: RunningGateway, worker: FakeWorker
 ):
@@ -57,6 +63,12 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     await http.post("/v1/completions", json=ASKED | {"prompt": []})
     worker.script.next_token = lambda _choice, _last, _position: 33  # "B"
     await http.post("/v1/completions", json=ASKED | {"stop": ["BB"], "n": 2})
+    worker.script.may_step.clear()
+    held = asyncio.create_task(http.post("/v1/completions", json=ASKED))
+    await worker.seen(len(worker.runs) + 1)
+    assert (await http.post("/v1/completions", json=ASKED)).status_code == 429
+    worker.script.may_step.set()
+    await held
     worker.send_load(draining=True)
     await running.gateway.pool.wait_not_ready()
     busy = await samples(http)
@@ -78,12 +90,22 @@ async def test_counts_are_those_of_the_requests(http: httpx.AsyncClient, grpc_cl
     assert found["vllm:generation_tokens_total", "0", "kimi"] == 6 + 10
     assert found["vllm:prefix_cache_queries_total", "0", "kimi"] == 3 + 4
     assert found["vllm:prefix_cache_hits_total", "0", "kimi"] == 2 + 2
+    assert found["vllm:prompt_tokens_by_source_total", "0", "kimi", "local_cache_hit"] == 2 + 2
+    assert found["vllm:prompt_tokens_by_source_total", "0", "kimi", "local_compute"] == 1 + 2
     assert found["vllm:request_success_total", "0", "length", "kimi"] == 3
     assert found["vllm:time_to_first_token_seconds_count", "0", "kimi"] == 2
     assert found["vllm:inter_token_latency_seconds_count", "0", "kimi"] == 5 + 2 * 4
     assert found["moonshard_requests_total", "completed"] == 2
     assert found["moonshard_http_requests_total", "/v1/completions", "200"] == 1
     assert found["vllm:kv_cache_usage_perc", "0", "kimi"] == 16 / NUM_BLOCKS
+
+
+async def test_every_metric_says_what_it_is_beyond_its_name(http: httpx.AsyncClient):
+    await http.post("/v1/completions", json=ASKED)
+    for family in text_string_to_metric_families((await http.get("/metrics")).text):
+        own_words = set(re.findall(r"\w+", family.documentation.lower())) - set(re.split(r"[:_]", family.name))
+        assert len(own_words) > 2, (family.name, family.documentation)
+        assert not family.name.endswith("_created")
 
 
 async def test_the_phases_partition_the_end_to_end_time(http: httpx.AsyncClient, grpc_client: AsyncClient):
