@@ -5,7 +5,8 @@ the worker answers. Runs on a thread of its own; `progress` tells how far it is.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from moonshard.serving.encoder import PoolShape
 from moonshard.serving.programs import Programs
 from moonshard.serving.scheduler import SchedulerConfig
 from moonshard.serving.steps import StepShapes
-from moonshard.sharding.rules import build_mesh
+from moonshard.sharding.rules import MeshError, build_mesh
 
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 MAX_AUTO_POOL_BYTES = 2 << 30  # on CPU, where the pool shares memory with everything else
@@ -59,6 +60,16 @@ class LoadedModel:
         )
 
 
+@contextmanager
+def _mesh_by_its_key() -> Iterator[None]:
+    """MeshErrors, which begin with `mesh`, under the configuration's name for it: `decode.mesh.tensor = 3 ...`."""
+    try:
+        yield
+    except MeshError as error:
+        raise MeshError(f"decode.{error}") from error
+
+
+@_mesh_by_its_key()
 def load_model(config: Config, progress: Progress) -> LoadedModel:
     """Reads and compiles.
 

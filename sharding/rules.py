@@ -29,7 +29,7 @@ BOTH: Rules = MappingProxyType(
 
 
 class MeshError(ValueError):
-    """A mesh that this machine or this model cannot have; the message names the axis."""
+    """A mesh that this machine or this model cannot have; the message begins with `mesh` and names the axis."""
 
 
 def build_mesh(shape: MeshShape) -> Mesh:
