@@ -23,6 +23,7 @@ from flax import struct
 from moonshard.kv.pages import Pages, write_tokens
 from moonshard.models import moe
 from moonshard.models.attention import latent_attention
+from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.spec import KvGroup, ModelError, Param
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
@@ -99,11 +100,19 @@ class KimiConfig:
         return (latent,)
 
     @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "KimiConfig":
+        """A checkpoint's configuration. ModelError, with the path of its config.json."""
+        try:
+            return cls.from_hugging_face(checkpoint.config)
+        except ModelError as error:
+            raise ModelError(f"{checkpoint.folder}/{error}") from error
+
+    @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any]) -> "KimiConfig":
         """Reads config.json, in the spelling of transformers 4 or 5.
 
         Raises:
-            ModelError: naming the field that is missing, ill-typed or unsupported.
+            ModelError: `config.json: ` and the field that is missing, ill-typed or unsupported.
         """
         fields = _ConfigReader(raw)
         fields.require("model_type", {"deepseek_v3", "kimi_k2"})

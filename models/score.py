@@ -44,7 +44,7 @@ def score(folder: Path, tokens: Sequence[int], dtype: str = "float32") -> np.nda
 def observe(folder: Path, tokens: Sequence[int], dtype: str = "float32", backend: moe.Backend = moe.blocks) -> Scored:
     """As `score`, with the residual stream after every layer and the chosen experts."""
     checkpoint = Checkpoint.open(folder)
-    config = kimi.KimiConfig.from_hugging_face(checkpoint.config)
+    config = kimi.KimiConfig.of(checkpoint)
     _check_tokens(tokens, config.vocab_size)
     mesh = build_mesh(MeshShape())
     loaded = weights.load(kimi.declare(config), checkpoint, dtype, mesh)

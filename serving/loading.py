@@ -116,7 +116,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
 
 def open_model(folder: Path) -> tuple[Checkpoint, kimi.KimiConfig]:
     checkpoint = Checkpoint.open(folder)
-    return checkpoint, kimi.KimiConfig.from_hugging_face(checkpoint.config)
+    return checkpoint, kimi.KimiConfig.of(checkpoint)
 
 
 def backend_for(platform: str, num_devices: int) -> moe.Backend:

@@ -33,7 +33,7 @@ class Reference:
 
     def __init__(self, folder: Path):
         checkpoint = Checkpoint.open(folder)
-        self.config = kimi.KimiConfig.from_hugging_face(checkpoint.config)
+        self.config = kimi.KimiConfig.of(checkpoint)
         self._mesh = build_mesh(MeshShape())
         self.weights = weights.load(kimi.declare(self.config), checkpoint, "float32", self._mesh)
         self._run = jax.jit(self._forward)

@@ -52,7 +52,7 @@ def check_models(fixtures: Path, models: tuple[str, ...], backends: dict[str, mo
     """Logits and greedy tokens of the recorded prompts, in float32, prefilled and decoded through pages."""
     for model in models:
         checkpoint = Checkpoint.open(fixtures / model)
-        config = kimi.KimiConfig.from_hugging_face(checkpoint.config)
+        config = kimi.KimiConfig.of(checkpoint)
         loaded = weights.load(kimi.declare(config), checkpoint, "float32", build_mesh(MeshShape()))
         with np.load(fixtures / model / "ref.npz") as recorded:
             for name, backend in backends.items():

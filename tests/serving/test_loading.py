@@ -1,5 +1,7 @@
 """Sizes follow from configuration and model; what does not fit is refused by its key."""
 
+import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.models.checkpoint import CheckpointError
+from moonshard.models.score import score
 from moonshard.models.spec import ModelError
 from moonshard.serving import loading
 from moonshard.serving.config import Config, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
@@ -106,6 +109,17 @@ def test_a_start_that_cannot_succeed_fails_with_one_message():
     missing = replace(config(), model=ModelConfig(path=FOLDER / "nowhere", name="tiny"))
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):
         load_model(missing, print)
+
+
+def test_a_faulty_configuration_is_named_by_the_path_of_its_file(tmp_path):
+    for file in FOLDER.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    raw = json.loads((FOLDER / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"hidden_size": 0}))
+    for read in (open_model, lambda folder: score(folder, [1])):
+        with pytest.raises(ModelError, match=f"^{re.escape(str(tmp_path))}/config.json: hidden_size is 0"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize(
