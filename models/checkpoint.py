@@ -23,6 +23,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8  # the header's length, little-endian, before the header
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 SAMPLE_BYTES = 4096  # of each end of a tensor, for the fingerprint
 READABLE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 ITEM_BYTES = {
@@ -214,6 +215,8 @@ def _map_file(path: Path) -> np.ndarray:
 def _read_header(path: Path, content: np.ndarray) -> dict[str, TensorEntry]:
     """The tensors of one file, whose byte ranges fill it exactly (as the format demands)."""
     header_bytes = int.from_bytes(content[:LENGTH_BYTES].tobytes(), "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path}: not a safetensors file: it does not begin with the length of a header")
     data_start = LENGTH_BYTES + header_bytes
     if data_start > len(content):
         raise CheckpointError(f"{path}: truncated in its header: {data_start - len(content)} bytes are missing")

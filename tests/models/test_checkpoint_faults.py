@@ -95,6 +95,12 @@ def test_a_file_truncated_in_its_header_tells_how_many_bytes_are_missing(folder)
     assert fault(folder) == f"{folder / FILE}: truncated in its header: 5 bytes are missing"
 
 
+@pytest.mark.parametrize("start", [b"version https://", b"\x89PNG\r\n\x1a\n", (100_000_001).to_bytes(8, "little")])
+def test_a_file_of_another_kind_is_not_called_truncated(folder, start):
+    (folder / FILE).write_bytes(start + b"garbage")
+    assert fault(folder).startswith(f"{folder / FILE}: not a safetensors file")
+
+
 @pytest.mark.parametrize("num_bytes", [0, 7])
 def test_a_file_too_short_for_the_length_of_its_header(folder, num_bytes):
     (folder / FILE).write_bytes(bytes(num_bytes))
