@@ -129,8 +129,8 @@ class MarkedTemplate:
         except TemplateError:
             raise
         except RENDER_ERRORS as cause:
-            message = str(cause) or type(cause).__name__
-            raise TemplateError("".join(self._names.get(char, char) for char in message)) from cause
+            message = "".join(self._names.get(char, char) for char in str(cause) or type(cause).__name__)
+            raise TemplateError(f"the model's chat template failed: {message}") from cause
 
     def encode(self, tokenizer: Tokenizer, rendered: str) -> list[int]:
         """Ids of what `render` gave."""
