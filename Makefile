@@ -57,7 +57,7 @@ proto: setup  ## regenerate the gRPC code from rpc/*.proto
 bench: setup  ## latency and throughput table, JSON in results/bench
 	@$(BIN)/moonshard bench
 
-bench-gpu:  ## on a machine with an NVIDIA GPU and jax, flax, numpy, safetensors: check, then measure
+bench-gpu:  ## on a machine with an NVIDIA GPU and jax, flax and numpy: check, then measure
 	@PYTHONPATH=src $${PYTHON:-python3} -m moonshard.experiments.bench.gpu
 
 oracle: setup $(ORACLE)/.ready  ## Hugging Face transformers in a venv of its own, and the tests that compare with it

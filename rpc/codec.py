@@ -60,8 +60,8 @@ def decode_delta(delta: pb.Delta) -> Delta:
         token_ids=tuple(delta.token_ids),
         text=delta.text,
         logprobs=tuple(map(_decode_position, delta.logprobs)),
-        finish_reason=_decode_finish_reason(delta.finish_reason),
-        stop_reason=_decode_stop_reason(delta),
+        finish_reason=decode_finish_reason(delta.finish_reason),
+        stop_reason=decode_stop_reason(delta),
     )
 
 
@@ -144,13 +144,15 @@ def _decode_token(token: pb.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(token_id=token.token_id, logprob=token.logprob)
 
 
-def _decode_finish_reason(number: int) -> FinishReason | None:
+def decode_finish_reason(number: int) -> FinishReason | None:
+    """None while it goes on."""
     if number not in _FINISH_REASONS:
         raise InternalError(f"finish reason {number} is unknown to this client: the server is newer")
     return _FINISH_REASONS[number]
 
 
-def _decode_stop_reason(delta: pb.Delta) -> int | str | None:
+def decode_stop_reason(delta: pb.Delta) -> int | str | None:
+    """The stop string or stop token that ended the choice, where one did."""
     if delta.HasField("stop_string"):
         return delta.stop_string
     return delta.stop_token_id if delta.HasField("stop_token_id") else None

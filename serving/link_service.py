@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestError, Unavailable, abort
-from moonshard.serving import wire
 from moonshard.serving.worker import Worker
 
 LOAD_PERIOD_S = 0.25  # metrics and routing lag by no more where no step says how things are: after a cancel, above all
@@ -64,9 +64,9 @@ def _check_hello(message: link_pb2.GatewayMessage | None) -> None:
     if message is None or message.WhichOneof("message") != "hello":
         raise InvalidArgument("a link begins with hello", field="hello")
     version = message.hello.protocol_version
-    if version != wire.PROTOCOL_VERSION:
+    if version != PROTOCOL_VERSION:
         raise FailedPrecondition(
-            f"protocol_version is {version}; this worker speaks {wire.PROTOCOL_VERSION}", field="protocol_version"
+            f"protocol_version is {version}; this worker speaks {PROTOCOL_VERSION}", field="protocol_version"
         )
 
 

@@ -6,6 +6,7 @@ The gateway has checked what clients send; what is checked here protects the dev
 import math
 
 from moonshard.rpc import inference_pb2, link_pb2
+from moonshard.rpc.link import REQUEST_ID_BYTES
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
 from moonshard.serving.counters import Counters
 from moonshard.serving.engine import Emitted, Phases
@@ -21,8 +22,6 @@ from moonshard.serving.request import (
 )
 from moonshard.serving.waiting import NeverFits, QueueFull, QueueTimeout, Rejected
 
-PROTOCOL_VERSION = 1
-REQUEST_ID_BYTES = 16
 _FINISH = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,

@@ -8,6 +8,7 @@ import secrets
 from typing import Protocol
 
 from moonshard.rpc import link_pb2
+from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import RequestError, Unavailable
 from moonshard.serving import wire
 from moonshard.serving.compilations import CompilationCounter
@@ -49,7 +50,7 @@ class Worker:
     def welcome(self) -> link_pb2.Welcome:
         model = self._model
         return link_pb2.Welcome(
-            protocol_version=wire.PROTOCOL_VERSION,
+            protocol_version=PROTOCOL_VERSION,
             epoch=self.epoch,
             fingerprint=model.fingerprint,
             role="both",

@@ -2,7 +2,7 @@
 
 States the card and the software, compares with recorded and dense references, measures the card's own ceilings, then
 times one MoE layer, attention and whole steps of a Kimi-K2-wide slice against the least they could take. Needs jax,
-flax, numpy and safetensors only. Left out: the server, its scheduler, and more than one card.
+flax, and numpy only. Left out: the server, its scheduler, and more than one card.
 Exit status: 0; 1 if a check fails, nothing is timed then; 2 if there is no GPU or the arguments are wrong.
 """
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable, error_from_code
 
-PROTOCOL_VERSION = 1
 LOST_RETRY_AFTER_S = 1.0
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 2.0

@@ -9,10 +9,9 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -30,15 +29,10 @@ from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
+from moonshard.serving.status_pipe import Status
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
 BACKLOG = 2048
-
-
-class Status(Protocol):
-    """How far the process is, told to whoever started it."""
-
-    def __call__(self, event: str, fields: Mapping[str, object], /) -> None: ...
 
 
 class UnsignalledServer(uvicorn.Server):
@@ -69,6 +63,7 @@ async def run_gateway(config: Config, *, status: Status) -> int:
             await stopped.wait()
             health.cancel()
             await asyncio.gather(health, return_exceptions=True)
+            status("draining", {})
             await drain(running, config.gateway.drain_timeout_s)
     return 0
 

@@ -13,16 +13,12 @@ import msgspec
 
 from moonshard.models.tokenizer import Tokenizer
 from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc.codec import decode_finish_reason, decode_stop_reason
 from moonshard.serving.gateway.openai_logprobs import chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT_CHARS = 12
 
-_FINISH_REASONS = {
-    pb.FINISH_REASON_UNSPECIFIED: None,
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-}
 _encoder = msgspec.json.Encoder()
 
 
@@ -212,9 +208,4 @@ def error_event(body: dict) -> bytes:
 
 
 def _finish(delta: pb.Delta) -> dict[str, object]:
-    stop_reason: int | str | None = None
-    if delta.HasField("stop_string"):
-        stop_reason = delta.stop_string
-    elif delta.HasField("stop_token_id"):
-        stop_reason = delta.stop_token_id
-    return {"finish_reason": _FINISH_REASONS[delta.finish_reason], "stop_reason": stop_reason}
+    return {"finish_reason": decode_finish_reason(delta.finish_reason), "stop_reason": decode_stop_reason(delta)}

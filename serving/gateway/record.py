@@ -8,11 +8,11 @@ from types import TracebackType
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
+from moonshard.rpc.codec import decode_finish_reason
 from moonshard.serving.gateway.links import Arrival
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.stamps import Stamps
 
-_FINISH_NAMES = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _PHASES = ("gateway_queue", "first_token", "decode", "finish")
 
 
@@ -94,6 +94,6 @@ class RequestRecord:
         if previous_ns := self._last_arrival_ns[delta.choice]:
             self._inter_token_s.observe((arrived_ns - previous_ns) / 1e9)
         self._last_arrival_ns[delta.choice] = arrived_ns
-        if delta.finish_reason in _FINISH_NAMES:
+        if (finish := decode_finish_reason(delta.finish_reason)) is not None:
             self._num_ended += 1
-            self._metrics.finished_choices.labels(*self._labels, _FINISH_NAMES[delta.finish_reason]).inc()
+            self._metrics.finished_choices.labels(*self._labels, finish).inc()

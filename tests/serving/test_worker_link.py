@@ -10,8 +10,9 @@ import grpc
 import pytest
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.server import build_server
-from moonshard.serving import link_service, wire
+from moonshard.serving import link_service
 from moonshard.serving.compilations import CompilationCounter
 from moonshard.serving.config import Config, DecodeConfig, GatewayConfig, KvConfig, ModelConfig, PrefillConfig
 from moonshard.serving.link_service import LinkServicer
@@ -81,7 +82,7 @@ class Gateway:
     def __init__(self, stub: link_pb2_grpc.WorkerStub):
         self.call = stub.Link()
 
-    async def hello(self, version: int = wire.PROTOCOL_VERSION) -> link_pb2.Welcome:
+    async def hello(self, version: int = PROTOCOL_VERSION) -> link_pb2.Welcome:
         await self.call.write(link_pb2.GatewayMessage(hello=link_pb2.Hello(protocol_version=version)))
         return (await self.call.read()).welcome
 
