@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moonshard.serving.config import Config
-from moonshard.serving.status_pipe import Status, open_status_pipe, print_status
+from moonshard.serving.status_pipe import Status, StatusPrinter, open_status_pipe
 from moonshard.sharding.shape import MeshShape
 
 STARTUP_EXIT_CODE = 2
@@ -43,7 +43,7 @@ def run_process(run: Callable[[], RunProcess], config: Config, status_fd: int | 
     import uvloop
 
     if status_fd is None:
-        return uvloop.run(run()(config, status=print_status))
+        return uvloop.run(run()(config, status=StatusPrinter()))
     status = open_status_pipe(status_fd)
     try:
         return uvloop.run(run()(config, status=status))

@@ -1,14 +1,11 @@
 """What `serve` tells the person who started it: a moving line on a terminal, plain lines elsewhere. All on stderr."""
 
-import time
 from collections.abc import Mapping
 
 from rich.console import Console
 from rich.markup import escape
 
-from moonshard.serving.status_pipe import describe
-
-PROGRESS_INTERVAL_S = 1.0  # between two plain lines of progress: a log is read afterwards, and by people
+from moonshard.serving.status_pipe import ProgressThrottle, describe
 
 
 class TerminalReporter:
@@ -20,7 +17,7 @@ class TerminalReporter:
         self._status = self._console.status("starting")
         self._is_finished = False
         self._last: dict[str, str] = {}  # per child
-        self._progress_at_s = 0.0
+        self._throttles: dict[str, ProgressThrottle] = {}  # likewise
         if self._console.is_terminal:
             self._status.start()
 
@@ -34,7 +31,7 @@ class TerminalReporter:
         self._last[child] = describe(event, fields)
         if self._console.is_terminal:
             self._status.update(escape("  ".join(f"{name}: {text}" for name, text in self._last.items())))
-        elif event != "progress" or self._is_progress_due():
+        elif event != "progress" or self._throttles.setdefault(child, ProgressThrottle()).is_due(self._last[child]):
             self.note(f"{child}: {self._last[child]}")
 
     def line(self, child: str, text: str) -> None:
@@ -42,13 +39,6 @@ class TerminalReporter:
 
     def note(self, text: str) -> None:
         self._console.print(f"moonshard: {text}", markup=False)
-
-    def _is_progress_due(self) -> bool:
-        now_s = time.monotonic()
-        if now_s - self._progress_at_s < PROGRESS_INTERVAL_S:
-            return False
-        self._progress_at_s = now_s
-        return True
 
     def finish(self) -> None:
         self._is_finished = True

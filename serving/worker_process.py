@@ -59,7 +59,7 @@ async def run_worker(config: Config, *, status: Status) -> int:
         ready.set_result(worker)
         await server.set_serving(True)
         status("ready", {})
-        return await _serve(worker, server, stop, config.gateway.drain_timeout_s)
+        return await _serve(worker, server, stop, status, config.gateway.drain_timeout_s)
     finally:
         ready.cancel()
         await server.stop(STOP_GRACE_S)
@@ -93,11 +93,14 @@ async def _load(config: Config, status: Status, stop: asyncio.Event) -> Worker |
     return worker
 
 
-async def _serve(worker: Worker, server: BoundServer, stop: asyncio.Event, drain_timeout_s: float) -> int:
+async def _serve(
+    worker: Worker, server: BoundServer, stop: asyncio.Event, status: Status, drain_timeout_s: float
+) -> int:
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({stopping, worker.engine.failed}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if not worker.engine.failed.done():
+        status("draining", {})
         worker.begin_drain()
         await server.set_serving(False)
         await _drain(worker.engine, drain_timeout_s)

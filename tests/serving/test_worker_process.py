@@ -49,7 +49,9 @@ class Process:
         self.worker, self.server, self.stop = FakeWorker(), FakeServer(), asyncio.Event()
         worker: Any = self.worker
         server: Any = self.server
-        self.exit_code = asyncio.create_task(_serve(worker, server, self.stop, drain_timeout_s))
+        self.events: list[str] = []
+        serving = _serve(worker, server, self.stop, lambda event, _fields: self.events.append(event), drain_timeout_s)
+        self.exit_code = asyncio.create_task(serving)
 
     async def drain(self) -> None:
         self.stop.set()
@@ -60,6 +62,7 @@ async def test_a_drain_refuses_what_is_new_waits_for_what_runs_and_ends_with_0()
     process = Process()
     await process.drain()
     assert process.worker.is_draining
+    assert process.events == ["draining"]
     assert not process.server.is_serving
     process.worker.engine.idle.set()
     assert await asyncio.wait_for(process.exit_code, 5) == 0

@@ -49,6 +49,7 @@ async def process(config: GatewayConfig, path: Path, worker: FakeWorker) -> Asyn
         if not task.done():
             os.kill(os.getpid(), signal.SIGTERM)
         assert await task == 0
+        assert events.get_nowait()[0] == "draining"
 
 
 async def test_a_drain_tells_first_then_finishes_what_runs_and_refuses_the_rest(
