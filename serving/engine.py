@@ -1,4 +1,4 @@
-"""The engine: a scheduler, a device thread, and the asyncio code that keeps two steps in flight between them.
+"""The engine: a scheduler, a device thread, and the asyncio code that keeps a few steps in flight between them.
 
 All of it runs on the event loop but the waiting: a finished step's tokens are handed over, the scheduler takes them,
 and the step after next is launched. Nothing here blocks on the device, decides anything or knows a wire.
@@ -20,7 +20,8 @@ from moonshard.serving.scheduler import Scheduler
 from moonshard.serving.steps import StepKind
 from moonshard.serving.waiting import QueueTimeout
 
-MAX_IN_FLIGHT = 2  # one runs, one waits behind it: more would only delay what arrives next
+MIN_IN_FLIGHT = 2  # one runs, one waits behind it
+SHORT_STEP_NS = 5_000_000
 EXPIRY_PERIOD_S = 0.25
 
 
@@ -59,6 +60,25 @@ class _Clocked:
     first_token_ns: dict[int, int] = field(default_factory=dict)  # by choice
 
 
+class _Pace:
+    """How many steps to keep in flight: two, or three while steps are short.
+
+    Two short steps may both end while the event loop sends the tokens of the one before, and the device would wait.
+    Where steps are long the loop is always in time, and a third would delay whoever arrives by its whole length. Side
+    by side on two cores with steps of 0.3 to 1 ms, three gave 1.17, 1.03 and 1.07 times the tokens per second of 1, 8
+    and 16 streams.
+    """
+
+    def __init__(self) -> None:
+        self.max_in_flight = MIN_IN_FLIGHT
+        self._last_done_ns = 0
+
+    def note(self, done: StepDone) -> None:
+        length_ns = done.done_ns - max(done.launched_ns, self._last_done_ns)
+        self.max_in_flight = MIN_IN_FLIGHT + (length_ns < SHORT_STEP_NS)
+        self._last_done_ns = done.done_ns
+
+
 class Engine:
     """Serves requests on one device side. Every method runs on the event loop."""
 
@@ -84,6 +104,7 @@ class Engine:
         self._plans: dict[int, Plan] = {}  # in flight
         self._clocks: dict[bytes, _Clocked] = {}
         self._num_computing = 0  # prefill and decode steps in flight
+        self._pace = _Pace()
         self._idle = asyncio.Event()
         self._idle.set()
         self._expiry: asyncio.TimerHandle | None = None
@@ -136,7 +157,7 @@ class Engine:
             self._note_idle()
 
     def _launch(self) -> None:
-        while self._num_computing < MAX_IN_FLIGHT and (plan := self._scheduler.schedule()) is not None:
+        while self._num_computing < self._pace.max_in_flight and (plan := self._scheduler.schedule()) is not None:
             self._plans[plan.number] = plan
             self._num_computing += isinstance(plan, PrefillPlan | DecodePlan)
             if isinstance(plan, PrefillPlan):
@@ -153,6 +174,7 @@ class Engine:
         plan = self._plans.pop(done.number)
         self._num_computing -= isinstance(plan, PrefillPlan | DecodePlan)
         self.num_overlapped_steps += done.kind is StepKind.DECODE and done.was_overlapped
+        self._pace.note(done)
         results = {} if done.drawn is None else _results(plan, done.drawn)
         delivered = self._scheduler.complete(done.number, results)
         self._drop_expired()

@@ -75,7 +75,7 @@ def test_a_stop_token_ends_the_request_and_what_was_launched_after_it_is_dropped
     run = serve([asked])
     assert run.of(asked) == tokens[: tokens.index(stop) + 1]
     assert run.finish[SequenceId(asked.id, 0)] == "stop"
-    assert run.num_wasted_tokens == 1
+    assert 1 <= run.num_wasted_tokens <= 2  # as many as were launched behind it
 
 
 def test_min_tokens_keeps_stop_tokens_from_being_drawn():
