@@ -35,12 +35,13 @@ class MeshError(ValueError):
 def build_mesh(shape: MeshShape) -> Mesh:
     """The first `shape.num_devices` devices as a mesh with axes `data, expert, tensor`.
 
+    Nothing is mapped to `data` yet: its devices repeat one another's work.
+
     Raises:
         MeshError: more devices are asked for than there are, or an axis is not served yet.
     """
-    for axis in ("data", "pipe"):
-        if getattr(shape, axis) != 1:
-            raise MeshError(f"mesh.{axis} = {getattr(shape, axis)}: only {axis} = 1 is served in this version")
+    if shape.pipe != 1:
+        raise MeshError(f"mesh.pipe = {shape.pipe}: only pipe = 1 is served in this version")
     devices = jax.devices()
     if shape.num_devices > len(devices):
         raise MeshError(f"mesh ({shape}) needs {shape.num_devices} devices, {devices[0].platform} has {len(devices)}")

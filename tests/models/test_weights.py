@@ -36,12 +36,12 @@ class Changed:
         return self._checkpoint.tensor(name)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(expert=2), MeshShape(expert=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("shape", [MeshShape(data=2), MeshShape(tensor=2), MeshShape(expert=2, tensor=2)], ids=str)
 def test_a_sharded_forward_gives_the_logits_of_hugging_face(shape):
     ref, mesh = np.load(FOLDER / "ref.npz"), build_mesh(shape)
     loaded = weights.load(PARAMS, Checkpoint.open(FOLDER), "float32", mesh)
     experts = loaded.experts.gate_up
-    assert experts.addressable_shards[0].data.size * shape.num_devices == experts.size
+    assert experts.addressable_shards[0].data.size * shape.expert * shape.tensor == experts.size
     pages = allocate_pages(
         2, CONFIG.num_hidden_layers, 16, CONFIG.latent_size, dtype="float32", sharding=replicated(mesh)
     )
