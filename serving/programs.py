@@ -20,7 +20,7 @@ from moonshard.models import kimi, moe, sampling
 from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.models.spec import matmul_precision
 from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, Logprobs
-from moonshard.serving.steps import Layout, Step, StepKind, StepShapes
+from moonshard.serving.steps import Step, StepKind, StepLayout, StepShapes
 from moonshard.sharding.rules import replicated
 
 
@@ -130,7 +130,7 @@ def _build(config: kimi.KimiConfig, shapes: StepShapes, backend: moe.Backend, pr
         yield (kind, bucket), _jitted(bodies[kind], shapes.layout(kind, bucket), precision)
 
 
-def _jitted(body: Callable[..., Any], layout: Layout, precision: str) -> Callable[..., Any]:
+def _jitted(body: Callable[..., Any], layout: StepLayout, precision: str) -> Callable[..., Any]:
     @functools.partial(jax.jit, donate_argnums=1)
     def program(weights: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array | None]:
         with jax.default_matmul_precision(precision):

@@ -51,7 +51,7 @@ class Field:
         return math.prod(self.shape)
 
 
-class Layout:
+class StepLayout:
     """Fields one after another in one int32 array. Immutable; where each field lies is worked out once."""
 
     def __init__(self, fields: tuple[Field, ...]):
@@ -98,7 +98,7 @@ class StepShapes:
         decodes = ((StepKind.DECODE, bucket) for bucket in self.decode_buckets)
         return (*prefills, *decodes, (StepKind.LOAD, 0), (StepKind.COPY, 0))
 
-    def layout(self, kind: StepKind, bucket: int = 0) -> Layout:
+    def layout(self, kind: StepKind, bucket: int = 0) -> StepLayout:
         """Works a layout out; whoever packs every step keeps it."""
         match kind:
             case StepKind.PREFILL:
@@ -110,9 +110,9 @@ class StepShapes:
             case StepKind.COPY:
                 return self._copy()
 
-    def _prefill(self, bucket: int) -> Layout:
+    def _prefill(self, bucket: int) -> StepLayout:
         rows = bucket // self.q_tile
-        return Layout(
+        return StepLayout(
             (
                 Field("tokens", (rows, self.q_tile)),
                 Field("positions", (rows, self.q_tile), neutral=-1),  # below 0: padding
@@ -123,8 +123,8 @@ class StepShapes:
             )
         )
 
-    def _decode(self, rows: int) -> Layout:
-        return Layout(
+    def _decode(self, rows: int) -> StepLayout:
+        return StepLayout(
             (
                 Field("slot", (rows,), neutral=self.num_slots),  # num_slots: padding
                 Field("positions", (rows,), neutral=-1),  # of the input token; below 0: padding
@@ -133,8 +133,8 @@ class StepShapes:
             )
         )
 
-    def _load(self) -> Layout:
-        return Layout(
+    def _load(self) -> StepLayout:
+        return StepLayout(
             (
                 Field("slot", (), neutral=self.num_slots),
                 Field("num_prompt", ()),
@@ -146,8 +146,10 @@ class StepShapes:
             )
         )
 
-    def _copy(self) -> Layout:
-        return Layout((Field("source", (self.num_slots,)), Field("destination", (self.num_slots,), neutral=NOWHERE)))
+    def _copy(self) -> StepLayout:
+        return StepLayout(
+            (Field("source", (self.num_slots,)), Field("destination", (self.num_slots,), neutral=NOWHERE))
+        )
 
 
 def bucket_for(buckets: tuple[int, ...], size: int) -> int:

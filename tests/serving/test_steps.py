@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonshard.serving.steps import Field, Layout, StepKind, StepShapes, bucket_for
+from moonshard.serving.steps import Field, StepKind, StepLayout, StepShapes, bucket_for
 
 pytestmark = pytest.mark.xdist_group("jax")
 SHAPES = StepShapes(
@@ -17,7 +17,7 @@ SHAPES = StepShapes(
     prefill_buckets=(4, 8, 24),
     decode_buckets=(1, 3),
 )
-MIXED = Layout(
+MIXED = StepLayout(
     (
         Field("scalar", ()),
         Field("floats", (2, 3), "float32"),
