@@ -1,0 +1,62 @@
+"""A slab: the host memory that KV bytes are written into by another process, cut into equal slots.
+
+Stands apart from the transports because source and destination hold one each, whatever carries the bytes between them.
+Page-aligned, so that it can be registered with a network card as well. Left out: which slots are free (the caller's
+list), and any trust in the contents: a remote writer may change them at any time, also long after it was given up.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT_BYTES = 4096
+
+Bytes = NDArray[np.uint8]
+
+
+class Slab:
+    """`num_slots` slots of `slot_bytes` each, zeroed, at one address for as long as the slab lives."""
+
+    def __init__(self, num_slots: int, slot_bytes: int):
+        if num_slots < 1 or slot_bytes < 1:
+            raise ValueError(f"a slab needs slots with bytes in them, got {num_slots} of {slot_bytes}")
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.bytes = _aligned_zeros(num_slots * slot_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+    @property
+    def address(self) -> int:
+        return self.bytes.ctypes.data
+
+    def slot(self, index: int) -> Bytes:
+        """A view of one slot, never a copy. IndexError where there is no such slot: a negative one neither."""
+        self._check(index)
+        return self.bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def slot_address(self, index: int) -> int:
+        self._check(index)
+        return self.address + index * self.slot_bytes
+
+    def covers(self, address: int, num_bytes: int) -> bool:
+        """Whether all of the range lies inside."""
+        return self.address <= address and address + num_bytes <= self.address + self.num_bytes
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < self.num_slots:
+            raise IndexError(f"slot {index} of {self.num_slots}")
+
+
+def find_slab(slabs: Iterable[Slab], address: int, num_bytes: int) -> Slab | None:
+    """The slab that holds the whole range; a range over two adjacent slabs is in neither."""
+    return next((slab for slab in slabs if slab.covers(address, num_bytes)), None)
+
+
+def _aligned_zeros(num_bytes: int) -> Bytes:
+    padded = np.zeros(num_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -padded.ctypes.data % ALIGNMENT_BYTES
+    return padded[start : start + num_bytes]

@@ -1,0 +1,214 @@
+"""Moving KV bytes between processes: what every transport does, and how the receiver knows what it was sent.
+
+A transport writes ranges of the local slab into ranges of a remote one, one-sided: the receiver takes no part, and is
+told by the manifest, which travels on another way. Nothing fences such a write. Measured with Mooncake over TCP: bytes
+of a writer that was killed, of a write that had timed out, and of a range that was no longer registered all landed
+later. So a slab is never trusted: `verify_copy` copies out first and checks the copy, which nobody else can reach.
+Left out: which slots are free and when a slot may be used again (the caller's), the transports, and who is told.
+"""
+
+import enum
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from moonshard.kv.slab import Bytes, Slab
+
+ID_BYTES = 16
+
+Addresses = NDArray[np.int64]
+
+
+class FailureCause(enum.StrEnum):
+    REFUSED = "refused"  # nobody listens at that session
+    TIMED_OUT = "timed_out"  # nothing landed for too long, and may still land
+    BAD_RANGE = "bad_range"  # outside of what is registered, here or there
+    PEER_GONE = "peer_gone"  # the connection broke
+    CLOSED = "closed"  # this transport was closed
+
+
+class TransferFailed(Exception):
+    """A publish that did not complete. Part of it may have landed; with `may_still_land` the rest may at any time."""
+
+    def __init__(self, cause: FailureCause, detail: str, *, may_still_land: bool):
+        super().__init__(f"{cause}: {detail}")
+        self.cause = cause
+        self.may_still_land = may_still_land
+
+
+class TransportUnavailable(Exception):
+    """A transport that cannot run on this machine, and what to do about it."""
+
+
+class ChecksumMismatch(Exception):
+    """A slot whose copied bytes are not those that the manifest names: overwritten, or not all there."""
+
+    def __init__(self, slot: int, expected: int, found: int):
+        super().__init__(f"slot {slot}: expected checksum {expected:016x}, found {found:016x}")
+        self.slot = slot
+
+
+class BadManifest(ValueError):
+    """A manifest that cannot be of this slab."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copies:
+    """Ranges to write, in three arrays of one length. Ranges may have any alignment; an empty one is a fault."""
+
+    local_addresses: Addresses
+    remote_addresses: Addresses
+    num_bytes: Addresses
+
+    def __post_init__(self):
+        shapes = {self.local_addresses.shape, self.remote_addresses.shape, self.num_bytes.shape}
+        if len(shapes) != 1 or self.num_bytes.ndim != 1:
+            raise ValueError(f"copies need three arrays of one length, got shapes {shapes}")
+        if (self.num_bytes < 1).any():
+            raise ValueError("a copy has no bytes")
+
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(local address, remote address, bytes) of each."""
+        columns = (self.local_addresses, self.remote_addresses, self.num_bytes)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishResult:
+    """All copies landed."""
+
+    num_bytes: int
+    num_transfers: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransportCounters:
+    """Since the transport started. Bytes and transfers are those of publishes that completed."""
+
+    num_bytes: int
+    num_transfers: int
+    busy_s: float  # summed over publishes, also where they overlap
+    num_failures: Mapping[FailureCause, int]
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """One process's end."""
+
+    @property
+    def session(self) -> str:
+        """Where peers reach this end. Never used again by a later epoch: that it is not, the caller sees to."""
+        ...
+
+    @property
+    def counters(self) -> TransportCounters: ...
+
+    def register(self, slab: Slab) -> None:
+        """Lets peers write into the slab, and this end read from it, until `close`; keeps it alive as long."""
+        ...
+
+    def publish(self, target_session: str, copies: Copies) -> Future[PublishResult]:
+        """Writes all copies, in no order, without blocking. The future fails with `TransferFailed`.
+
+        Cancelling the future does not stop the writes.
+        """
+        ...
+
+    def close(self) -> None:
+        """Fails what is under way. May be called again."""
+        ...
+
+
+class TransferMeter:
+    """Counts for `TransportCounters`; any thread may add."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._num_transfers = 0
+        self._busy_s = 0.0
+        self._num_failures = Counter[FailureCause]()
+
+    def add(self, result: PublishResult) -> None:
+        with self._lock:
+            self._num_bytes += result.num_bytes
+            self._num_transfers += result.num_transfers
+            self._busy_s += result.duration_s
+
+    def add_failure(self, cause: FailureCause, duration_s: float) -> None:
+        with self._lock:
+            self._busy_s += duration_s
+            self._num_failures[cause] += 1
+
+    def read(self) -> TransportCounters:
+        with self._lock:
+            return TransportCounters(
+                num_bytes=self._num_bytes,
+                num_transfers=self._num_transfers,
+                busy_s=self._busy_s,
+                num_failures=dict(self._num_failures),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockManifest:
+    """What one slot holds once its bytes have landed."""
+
+    slot: int
+    num_bytes: int  # from the slot's start
+    checksum: int  # of these bytes, as `checksum` tells
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What was published for one chunk of a handoff, and by which process: the receiver's only ground for landing it.
+
+    Handoff and epoch are for the caller to compare with what it reserved; the checksums do not cover them.
+    """
+
+    handoff: bytes  # 16 random bytes
+    epoch: bytes  # 16 random bytes: the writing process's
+    chunk: int
+    blocks: tuple[BlockManifest, ...]
+
+    def __post_init__(self):
+        for name, value in (("handoff", self.handoff), ("epoch", self.epoch)):
+            if len(value) != ID_BYTES:
+                raise BadManifest(f"{name}: expected {ID_BYTES} bytes, got {len(value)}")
+
+
+def checksum(data: Bytes) -> int:
+    """xxh3, 64 bits: runs at memory speed, and guards against accidents, not against an attacker."""
+    return xxhash.xxh3_64_intdigest(data.data)
+
+
+def describe_slot(slab: Slab, slot: int, num_bytes: int) -> BlockManifest:
+    """The manifest of a slot that was staged, made before it is published."""
+    return BlockManifest(slot=slot, num_bytes=num_bytes, checksum=checksum(slab.slot(slot)[:num_bytes]))
+
+
+def verify_copy(slab: Slab, manifest: Manifest) -> list[Bytes]:
+    """Private copies of the manifest's slots, in its order, each with the bytes that were sent.
+
+    Copied before they are checked: a write may land between a check of the slab and a copy of it. All or nothing:
+    raises `ChecksumMismatch` for the first slot that differs, `BadManifest` for one that the slab does not have.
+    """
+    return [_verified_copy(slab, block) for block in manifest.blocks]
+
+
+def _verified_copy(slab: Slab, block: BlockManifest) -> Bytes:
+    if not (0 <= block.slot < slab.num_slots and 0 < block.num_bytes <= slab.slot_bytes):
+        raise BadManifest(f"slot {block.slot} with {block.num_bytes} bytes: not of this slab")
+    private = slab.slot(block.slot)[: block.num_bytes].copy()
+    found = checksum(private)
+    if found != block.checksum:
+        raise ChecksumMismatch(block.slot, block.checksum, found)
+    return private

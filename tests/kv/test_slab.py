@@ -1,0 +1,40 @@
+"""Slabs: where slots lie."""
+
+import pytest
+
+from moonshard.kv.slab import ALIGNMENT_BYTES, Slab, find_slab
+
+
+@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(1, 1), (3, 100), (5, 4096), (7, 70_000)])
+def test_a_slab_is_aligned_and_its_slots_tile_it(num_slots: int, slot_bytes: int):
+    slab = Slab(num_slots, slot_bytes)
+    assert slab.address % ALIGNMENT_BYTES == 0
+    for index in range(num_slots):
+        assert slab.slot(index).ctypes.data == slab.slot_address(index) == slab.address + index * slot_bytes
+        slab.slot(index)[:] = index + 1
+    assert slab.bytes.tolist() == [index + 1 for index in range(num_slots) for _ in range(slot_bytes)]
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_a_slot_outside_is_refused(index: int):
+    slab = Slab(3, 16)
+    with pytest.raises(IndexError, match=f"slot {index} of 3"):
+        slab.slot(index)
+    with pytest.raises(IndexError):
+        slab.slot_address(index)
+
+
+@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 16), (4, 0)])
+def test_a_slab_without_bytes_is_refused(num_slots: int, slot_bytes: int):
+    with pytest.raises(ValueError, match="slots with bytes"):
+        Slab(num_slots, slot_bytes)
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes", "is_inside"),
+    [(0, 64, True), (63, 1, True), (-1, 1, False), (64, 1, False), (0, 65, False), (32, 33, False)],
+)
+def test_only_a_range_that_lies_inside_whole_is_covered(offset: int, num_bytes: int, is_inside: bool):
+    slab = Slab(4, 16)
+    assert slab.covers(slab.address + offset, num_bytes) == is_inside
+    assert find_slab([Slab(1, 8), slab], slab.address + offset, num_bytes) is (slab if is_inside else None)

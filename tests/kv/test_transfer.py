@@ -1,0 +1,190 @@
+"""Manifests against slabs that change, and the contract of a transport on the one inside a process."""
+
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from moonshard.kv.inproc import InprocNetwork, InprocTransport
+from moonshard.kv.slab import Bytes, Slab
+from moonshard.kv.transfer import (
+    BadManifest,
+    BlockManifest,
+    ChecksumMismatch,
+    Copies,
+    FailureCause,
+    Manifest,
+    PublishResult,
+    TransferFailed,
+    Transport,
+    describe_slot,
+    verify_copy,
+)
+
+
+def random_slab(num_slots: int, slot_bytes: int) -> Slab:
+    slab = Slab(num_slots, slot_bytes)
+    slab.bytes[:] = np.random.default_rng(0).integers(0, 256, slab.num_bytes, np.uint8)
+    return slab
+
+
+def manifest_of(*blocks: BlockManifest) -> Manifest:
+    return Manifest(handoff=bytes(range(16)), epoch=bytes(16), chunk=0, blocks=blocks)
+
+
+def copies_of(*rows: tuple[int, int, int]) -> Copies:
+    local, remote, num_bytes = np.array(rows, np.int64).reshape(-1, 3).T
+    return Copies(local_addresses=local, remote_addresses=remote, num_bytes=num_bytes)
+
+
+class Ends:
+    """Two ends with a slab each."""
+
+    def __init__(self, end_type: type[InprocTransport] = InprocTransport):
+        network = InprocNetwork()
+        self.source, self.target = random_slab(4, 1000), Slab(4, 1000)
+        self.sender: Transport = end_type(network)
+        self.receiver: Transport = InprocTransport(network)
+        self.sender.register(self.source)
+        self.receiver.register(self.target)
+
+    def publish(self, offset: int, num_bytes: int) -> Future[PublishResult]:
+        row = (self.source.address + offset, self.target.address + offset, num_bytes)
+        return self.sender.publish(self.receiver.session, copies_of(row))
+
+
+def test_verified_copies_are_those_of_the_manifest_in_its_order():
+    slab = random_slab(4, 1000)
+    copies = verify_copy(slab, manifest_of(describe_slot(slab, 2, 1000), describe_slot(slab, 0, 1)))
+    assert [copy.tobytes() for copy in copies] == [slab.slot(2).tobytes(), slab.slot(0)[:1].tobytes()]
+
+
+def test_a_private_copy_does_not_change_with_the_slab():
+    slab = random_slab(2, 64)
+    (copy,) = verify_copy(slab, manifest_of(describe_slot(slab, 1, 64)))
+    before = copy.tobytes()
+    slab.bytes[:] = 0
+    assert copy.tobytes() == before
+
+
+@pytest.mark.parametrize("position", [0, 499, 999])
+def test_one_changed_bit_names_its_slot(position: int):
+    slab = random_slab(3, 1000)
+    manifest = manifest_of(*(describe_slot(slab, slot, 1000) for slot in range(3)))
+    slab.slot(1)[position] ^= 1
+    with pytest.raises(ChecksumMismatch, match="slot 1") as mismatch:
+        verify_copy(slab, manifest)
+    assert mismatch.value.slot == 1
+
+
+def test_bytes_beyond_those_described_may_change():
+    slab = random_slab(1, 1000)
+    manifest = manifest_of(describe_slot(slab, 0, 600))
+    slab.slot(0)[600:] ^= 1
+    assert verify_copy(slab, manifest)[0].nbytes == 600
+
+
+def test_what_is_checked_is_the_copy_and_not_the_slab(monkeypatch: pytest.MonkeyPatch):
+    slab = random_slab(1, 64)
+    manifest = manifest_of(describe_slot(slab, 0, 64))
+    sent = slab.slot(0).tobytes()
+
+    def overwrite_then_digest(data: memoryview) -> int:
+        slab.bytes[:] = 0  # a late write, at the worst moment
+        return manifest.blocks[0].checksum if bytes(data) == sent else 0
+
+    monkeypatch.setattr("moonshard.kv.transfer.xxhash.xxh3_64_intdigest", overwrite_then_digest)
+    assert verify_copy(slab, manifest)[0].tobytes() == sent
+
+
+@pytest.mark.parametrize(("slot", "num_bytes"), [(-1, 8), (2, 8), (0, 65), (0, 0), (0, -1)])
+def test_a_manifest_of_another_slab_is_refused(slot: int, num_bytes: int):
+    with pytest.raises(BadManifest, match=f"slot {slot} with {num_bytes} bytes"):
+        verify_copy(Slab(2, 64), manifest_of(BlockManifest(slot=slot, num_bytes=num_bytes, checksum=0)))
+
+
+def test_ids_of_another_length_are_refused():
+    with pytest.raises(BadManifest, match="epoch: expected 16 bytes, got 15"):
+        Manifest(handoff=bytes(16), epoch=bytes(15), chunk=0, blocks=())
+
+
+def test_ragged_or_empty_copies_are_refused():
+    one, two = np.ones(1, np.int64), np.ones(2, np.int64)
+    with pytest.raises(ValueError, match="one length"):
+        Copies(local_addresses=two, remote_addresses=two, num_bytes=one)
+    with pytest.raises(ValueError, match="no bytes"):
+        Copies(local_addresses=one, remote_addresses=one, num_bytes=0 * one)
+
+
+@pytest.mark.parametrize(("offset", "num_bytes"), [(0, 4000), (1, 1), (999, 3), (13, 3987)])
+def test_published_bytes_are_equal_and_nothing_else_changes(offset: int, num_bytes: int):
+    ends = Ends()
+    result = ends.publish(offset, num_bytes).result()
+    expected = np.zeros_like(ends.target.bytes)
+    expected[offset : offset + num_bytes] = ends.source.bytes[offset : offset + num_bytes]
+    assert ends.target.bytes.tobytes() == expected.tobytes()
+    counters = ends.sender.counters
+    assert (result.num_bytes, result.num_transfers) == (counters.num_bytes, counters.num_transfers) == (num_bytes, 1)
+
+
+def test_no_copy_is_made_when_one_is_out_of_range():
+    ends = Ends()
+    good = (ends.source.address, ends.target.address, 10)
+    future = ends.sender.publish(ends.receiver.session, copies_of(good, (ends.source.address, 4096, 10)))
+    with pytest.raises(TransferFailed) as failed:
+        future.result()
+    assert failed.value.cause is FailureCause.BAD_RANGE
+    assert not ends.target.bytes.any()
+    assert ends.sender.counters.num_failures == {FailureCause.BAD_RANGE: 1}
+
+
+def test_a_closed_receiver_refuses_and_a_closed_sender_says_so():
+    ends = Ends()
+    ends.receiver.close()
+    with pytest.raises(TransferFailed, match="refused"):
+        ends.publish(0, 1).result()
+    ends.sender.close()
+    ends.sender.close()
+    with pytest.raises(TransferFailed, match="closed"):
+        ends.publish(0, 1).result()
+    with pytest.raises(TransferFailed, match="closed"):
+        ends.sender.register(Slab(1, 1))
+
+
+def test_sessions_are_not_used_again():
+    network = InprocNetwork()
+    first = InprocTransport(network)
+    first.close()
+    assert InprocTransport(network).session != first.session
+
+
+class LateEnd(InprocTransport):
+    """Says that a copy timed out, and makes it when the test releases it."""
+
+    late: list[tuple[Bytes, bytes]]
+
+    def copy(self, destination: Bytes, source: Bytes) -> None:
+        self.late = [(destination, source.tobytes())]
+        raise TransferFailed(FailureCause.TIMED_OUT, "scripted", may_still_land=True)
+
+    def land(self) -> None:
+        for destination, data in self.late:
+            destination[:] = np.frombuffer(data, np.uint8)
+
+
+def test_a_late_write_reaches_the_slab_and_no_private_copy():
+    ends = Ends(LateEnd)
+    assert isinstance(ends.sender, LateEnd)
+    ends.target.bytes[:] = 7
+    manifest = manifest_of(describe_slot(ends.target, 0, 1000))
+    with pytest.raises(TransferFailed) as failed:
+        ends.publish(0, 1000).result()
+    (private,) = verify_copy(ends.target, manifest)
+    writer = threading.Thread(target=ends.sender.land)
+    writer.start()
+    writer.join()
+    assert failed.value.may_still_land
+    assert private.tobytes() == bytes([7]) * 1000
+    with pytest.raises(ChecksumMismatch):
+        verify_copy(ends.target, manifest)
