@@ -1,0 +1,50 @@
+"""The receiving process of the Mooncake tests: a slab, told through lines of JSON on stdin, answered on stdout."""
+
+import hashlib
+import json
+import sys
+
+from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
+from moonshard.kv.slab import Bytes, Slab
+from moonshard.kv.transfer import BlockManifest, ChecksumMismatch, Manifest, verify_copy
+
+
+class Peer:
+    def __init__(self, num_slots: int, slot_bytes: int):
+        self.slab = Slab(num_slots, slot_bytes)
+        self.private: list[Bytes] = []
+        self.transport = MooncakeTransport.start("127.0.0.1", config=MooncakeConfig())
+        self.transport.register(self.slab)
+
+    def where(self) -> list[str | int]:
+        return [self.transport.session, self.slab.address]
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.slab.bytes.data).hexdigest()
+
+    def private_digests(self) -> list[str]:
+        return [hashlib.sha256(copy.data).hexdigest() for copy in self.private]
+
+    def verify(self, blocks: list[dict[str, int]]) -> int | None:
+        """The slot that does not match, or None, and then the copies are kept."""
+        manifest = Manifest(
+            handoff=bytes(16), epoch=bytes(16), chunk=0, blocks=tuple(BlockManifest(**block) for block in blocks)
+        )
+        try:
+            self.private = verify_copy(self.slab, manifest)
+        except ChecksumMismatch as mismatch:
+            return mismatch.slot
+        return None
+
+
+def main() -> None:
+    peer = Peer(int(sys.argv[1]), int(sys.argv[2]))
+    for line in sys.stdin:
+        verb, *arguments = json.loads(line)
+        sys.stdout.write(json.dumps(getattr(peer, verb)(*arguments)) + "\n")
+        sys.stdout.flush()
+    peer.transport.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Mooncake for real: this process writes into another one's slab over loopback, and the other is stopped and killed."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
+from moonshard.kv.slab import Slab
+from moonshard.kv.transfer import (
+    Copies,
+    FailureCause,
+    PublishResult,
+    TransferFailed,
+    TransportUnavailable,
+    describe_slot,
+)
+
+pytestmark = pytest.mark.xdist_group("mooncake")
+
+NUM_SLOTS = 4
+SLOT_BYTES = 1024 * 1024
+TIMEOUT_S = 1.0
+PEER = Path(__file__).with_name("mooncake_peer.py")
+
+
+class RemotePeer:
+    """The other process."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), str(NUM_SLOTS), str(SLOT_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.session, self.address = self.ask("where")
+
+    def ask(self, *command: object):
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def stop(self) -> None:
+        """Returns once it has stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Sender:
+    """This process's end, and a mirror of what the peer's slab must hold."""
+
+    def __init__(self):
+        self.slab = Slab(NUM_SLOTS, SLOT_BYTES)
+        self.slab.bytes[:] = np.random.default_rng(1).integers(0, 256, self.slab.num_bytes, np.uint8)
+        config = MooncakeConfig(timeout_s=TIMEOUT_S, max_bytes_in_flight=2 * SLOT_BYTES, max_copies_in_flight=8)
+        self.transport = MooncakeTransport.start("127.0.0.1", config=config)
+        self.transport.register(self.slab)
+
+    def begin(self, peer: RemotePeer, *rows: tuple[int, int, int]) -> Future[PublishResult]:
+        """Rows of (offset here, offset there, bytes)."""
+        local, remote, num_bytes = np.array(rows, np.int64).T
+        copies = Copies(
+            local_addresses=local + self.slab.address, remote_addresses=remote + peer.address, num_bytes=num_bytes
+        )
+        return self.transport.publish(peer.session, copies)
+
+    def publish(self, peer: RemotePeer, *rows: tuple[int, int, int]) -> PublishResult:
+        return self.begin(peer, *rows).result(timeout=20)
+
+    def failure(self, peer: RemotePeer, *rows: tuple[int, int, int]) -> TransferFailed:
+        with pytest.raises(TransferFailed) as failed:
+            self.publish(peer, *rows)
+        return failed.value
+
+
+def _remote_peer() -> Iterator[RemotePeer]:
+    peer = RemotePeer()
+    yield peer
+    peer.kill()
+
+
+peer = pytest.fixture(_remote_peer, name="peer")
+other_peer = pytest.fixture(_remote_peer, name="other_peer")
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    sender = Sender()
+    yield sender
+    sender.transport.close()
+
+
+def digest(data: np.ndarray) -> str:
+    return hashlib.sha256(data.tobytes()).hexdigest()
+
+
+def test_bytes_of_any_size_and_alignment_arrive_equal_and_are_counted(sender: Sender, peer: RemotePeer):
+    expected = np.zeros(NUM_SLOTS * SLOT_BYTES, np.uint8)
+    total_bytes = 0
+    for num_bytes in (1, 15, 4095, 4097, 65_537, SLOT_BYTES, 3 * SLOT_BYTES - 1):
+        local, remote = num_bytes % 13, num_bytes % 1021
+        result = sender.publish(peer, (local, remote, num_bytes))
+        expected[remote : remote + num_bytes] = sender.slab.bytes[local : local + num_bytes]
+        total_bytes += num_bytes
+        assert (result.num_bytes, result.num_transfers) == (num_bytes, 1)
+        assert peer.ask("digest") == digest(expected)
+    counters = sender.transport.counters
+    assert (counters.num_bytes, counters.num_transfers, counters.num_failures) == (total_bytes, 7, {})
+    assert counters.busy_s > 0
+
+
+def test_more_copies_than_may_be_in_flight_all_arrive(sender: Sender, peer: RemotePeer):
+    rng = np.random.default_rng(2)
+    ends = np.sort(rng.choice(np.arange(1, NUM_SLOTS * SLOT_BYTES), 100, replace=False))
+    rows = [(int(a), int(a), int(b - a)) for a, b in zip([0, *ends], [*ends, sender.slab.num_bytes], strict=True)]
+    result = sender.publish(peer, *rows[::-1])
+    assert (result.num_bytes, result.num_transfers) == (sender.slab.num_bytes, 101)
+    assert peer.ask("digest") == digest(sender.slab.bytes)
+
+
+def test_the_receiver_verifies_what_was_sent_and_names_a_slot_that_was_not(sender: Sender, peer: RemotePeer):
+    blocks = [asdict(describe_slot(sender.slab, slot, SLOT_BYTES)) for slot in range(2)]
+    sender.publish(peer, (0, 0, 2 * SLOT_BYTES))
+    assert peer.ask("verify", blocks) is None
+    assert peer.ask("private_digests") == [digest(sender.slab.slot(0)), digest(sender.slab.slot(1))]
+    sender.publish(peer, (0, SLOT_BYTES + 77, 1000))
+    assert peer.ask("verify", blocks) == 1
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"), [(0, NUM_SLOTS * SLOT_BYTES - 7), (0, -8), (NUM_SLOTS * SLOT_BYTES - 7, 0), (-8, 0)]
+)
+def test_a_range_that_is_not_registered_is_named_as_such(sender: Sender, peer: RemotePeer, local: int, remote: int):
+    before = peer.ask("digest")
+    assert sender.failure(peer, (local, remote, 8)).cause is FailureCause.BAD_RANGE
+    assert peer.ask("digest") == before
+    assert sender.transport.counters.num_failures == {FailureCause.BAD_RANGE: 1}
+    sender.publish(peer, (0, 0, 8))
+
+
+def test_a_dead_peer_is_an_error_known_or_not(sender: Sender, peer: RemotePeer):
+    sender.publish(peer, (0, 0, 8))
+    peer.kill()
+    known = sender.failure(peer, (0, 0, SLOT_BYTES))
+    assert known.cause is FailureCause.PEER_GONE
+    other = Sender()
+    unknown = other.failure(peer, (0, 0, SLOT_BYTES))
+    assert (unknown.cause, unknown.may_still_land) == (FailureCause.REFUSED, False)
+    other.transport.close()
+
+
+def test_a_peer_killed_in_the_middle_is_an_error(sender: Sender, peer: RemotePeer):
+    sender.publish(peer, (0, 0, 8))
+    peer.stop()
+    future = sender.begin(peer, (0, 0, sender.slab.num_bytes))
+    peer.kill()
+    failure = future.exception(timeout=20)
+    assert isinstance(failure, TransferFailed)
+    assert failure.cause is FailureCause.PEER_GONE
+
+
+def test_late_bytes_of_a_timed_out_write_reach_the_slab_and_no_private_copy(sender: Sender, peer: RemotePeer):
+    blocks = [asdict(describe_slot(sender.slab, 0, SLOT_BYTES))]
+    sender.publish(peer, (0, 0, SLOT_BYTES))
+    assert peer.ask("verify", blocks) is None
+    landed, private = peer.ask("digest"), peer.ask("private_digests")
+
+    peer.stop()
+    start_s = time.perf_counter()
+    failure = sender.failure(peer, (SLOT_BYTES, 0, SLOT_BYTES))
+    assert TIMEOUT_S < time.perf_counter() - start_s < TIMEOUT_S + 2
+    assert (failure.cause, failure.may_still_land) == (FailureCause.TIMED_OUT, True)
+    assert sender.transport.num_stragglers() == 1
+
+    peer.process.send_signal(signal.SIGCONT)
+    deadline_s = time.perf_counter() + 20
+    while sender.transport.num_stragglers():
+        assert peer.ask("digest")
+        assert time.perf_counter() < deadline_s
+    assert peer.ask("digest") != landed
+    assert peer.ask("private_digests") == private == [digest(sender.slab.slot(0))]
+    assert peer.ask("verify", blocks) == 0
+
+
+def test_a_stopped_peer_that_was_never_reached_times_out_and_delays_nobody_else(
+    sender: Sender, peer: RemotePeer, other_peer: RemotePeer
+):
+    sender.publish(other_peer, (0, 0, 8))
+    peer.stop()
+    hung = sender.begin(peer, (0, 0, 8))
+    sender.publish(other_peer, (0, 0, SLOT_BYTES))
+    assert not hung.done()
+    failure = hung.exception(timeout=20)
+    assert isinstance(failure, TransferFailed)
+    assert (failure.cause, failure.may_still_land) == (FailureCause.TIMED_OUT, False)
+    peer.process.send_signal(signal.SIGCONT)
+    sender.publish(peer, (0, 0, 8))
+
+
+def test_close_fails_what_is_under_way_and_may_be_called_again(sender: Sender, peer: RemotePeer):
+    sender.publish(peer, (0, 0, 8))
+    peer.stop()
+    future = sender.begin(peer, (0, 0, sender.slab.num_bytes))
+    sender.transport.close()
+    sender.transport.close()
+    failure = future.exception(timeout=0)
+    assert isinstance(failure, TransferFailed)
+    assert failure.cause is FailureCause.CLOSED
+    assert sender.failure(peer, (0, 0, 8)).cause is FailureCause.CLOSED
+    with pytest.raises(TransferFailed, match="closed"):
+        sender.transport.register(Slab(1, 8))
+
+
+def test_a_slab_is_registered_once(sender: Sender):
+    with pytest.raises(TransferFailed, match="bad_range"):
+        sender.transport.register(sender.slab)
+
+
+def test_the_library_is_told_its_settings_and_never_less_than_its_least_timeout(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(TransportUnavailable):
+        MooncakeTransport.start("127.0.0.1", config=MooncakeConfig(timeout_s=1.5, ports=(17_000, 17_009)))
+    assert os.environ == {
+        "MC_LOG_LEVEL": "ERROR",
+        "MC_TRANSFER_TIMEOUT": "5",
+        "MC_TCP_SLICE_SIZE": "1048576",
+        "MC_MIN_PRC_PORT": "17000",
+        "MC_MAX_PRC_PORT": "17009",
+    }
+
+
+def test_a_missing_library_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(TransportUnavailable, match="libibverbs1"):
+        MooncakeTransport.start("127.0.0.1", config=MooncakeConfig())
+
+
+def test_a_library_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch):
+    class DeadEngine:
+        def initialize(self, *arguments: str) -> int:
+            return -1
+
+    monkeypatch.setattr("moonshard.kv.mooncake._load_engine", DeadEngine)
+    with pytest.raises(TransportUnavailable, match="initialize returned -1"):
+        MooncakeTransport.start("127.0.0.1", config=MooncakeConfig())
