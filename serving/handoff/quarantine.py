@@ -1,0 +1,56 @@
+"""Slab slots that a transfer given up may still touch, and when they may be used again.
+
+Shared by both sides: D's slots may still be written, P's may still be read. They come back as soon as the writer says
+that nothing of the handoff is under way, and otherwise `quarantine_s` after they were given up or after the writer's
+process was seen to be gone, whichever is later. Nothing fences a remote write, so that time proves nothing: safety
+rests on checking a private copy, and quarantine only spares needless mismatches.
+"""
+
+from dataclasses import dataclass
+
+from moonshard.kv.blocks import BlockPool
+
+
+@dataclass(kw_only=True, slots=True)
+class _Held:
+    handoff: bytes
+    writer_epoch: int
+    partition: int
+    slots: tuple[int, ...]
+    until_s: float
+
+
+class Quarantine:
+    def __init__(self, slab: BlockPool, quarantine_s: float):
+        self._slab = slab
+        self._quarantine_s = quarantine_s
+        self._held: list[_Held] = []
+
+    def holds(self, handoff: bytes) -> bool:
+        return any(held.handoff == handoff for held in self._held)
+
+    def add(self, handoff: bytes, writer_epoch: int, partition: int, slots: tuple[int, ...], now_s: float) -> None:
+        """`slots` are leased."""
+        if slots:
+            self._slab.quarantine(partition, slots)
+            until_s = now_s + self._quarantine_s
+            self._held.append(
+                _Held(handoff=handoff, writer_epoch=writer_epoch, partition=partition, slots=slots, until_s=until_s)
+            )
+
+    def drained(self, handoff: bytes, writer_epoch: int) -> None:
+        """The writer itself says so; another process under the same address cannot."""
+        self._restore([h for h in self._held if h.handoff == handoff and h.writer_epoch == writer_epoch])
+
+    def writer_gone(self, writer_epoch: int, now_s: float) -> None:
+        for held in self._held:
+            if held.writer_epoch == writer_epoch:
+                held.until_s = now_s + self._quarantine_s
+
+    def expire(self, now_s: float) -> None:
+        self._restore([held for held in self._held if held.until_s <= now_s])
+
+    def _restore(self, ended: list[_Held]) -> None:
+        for held in ended:
+            self._held.remove(held)
+            self._slab.restore(held.partition, held.slots)

@@ -1,0 +1,111 @@
+"""Rules of a handoff that only a rare schedule would break, each on its own."""
+
+from dataclasses import replace
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.handoff.decode_side import DecodeSide, DecodeSideConfig
+from moonshard.serving.handoff.messages import Copy, Credits, Grant, Join, Manifest, Reserve, Start, Target
+from moonshard.serving.handoff.prefill_side import PrefillSide
+from moonshard.serving.request import Request
+
+P_EPOCH, D_EPOCH = 1, 2
+HANDOFF = bytes(16)
+CONFIG = DecodeSideConfig(
+    session="d", layout_id="l", lease_s=20.0, quarantine_s=60.0, retry_after_s=1.0, max_slots_per_handoff=2
+)
+
+
+class Decode:
+    """A decode side with one reservation of a prompt of one block."""
+
+    def __init__(self) -> None:
+        self.slab = BlockPool(1, 4, 1)
+        self.side = DecodeSide(CONFIG, D_EPOCH, BlockPool(1, 4, 16), self.slab)
+        request = Request(id=HANDOFF, prompt=(0,), max_tokens=1)
+        self.reserve = Reserve(
+            handoff=HANDOFF, request=request, block_hashes=(), writer_epoch=P_EPOCH, deadline_s=100.0
+        )
+        target = self.side.reserve(self.reserve, 0, (), now_s=0.0)
+        assert isinstance(target, Target)
+        self.start = Start(handoff=HANDOFF, tokens=(7,), last=manifest(target))
+
+    @property
+    def num_quarantined(self) -> int:
+        return self.slab.counts(0).quarantined
+
+
+def manifest(target: Target) -> Manifest:
+    return Manifest(
+        handoff=HANDOFF,
+        writer_epoch=P_EPOCH,
+        target_epoch=target.epoch,
+        blocks=(0,),
+        grants=target.grants,
+        checksums=(0,),
+        is_last=True,
+    )
+
+
+def test_a_manifest_of_another_epoch_is_nobodys():
+    decode = Decode()
+    for other in ({"writer_epoch": 9}, {"target_epoch": 9}):
+        stray = replace(decode.start.last, **other)
+        assert decode.side.landed(stray, 0.0) == ()
+        assert decode.side.start(replace(decode.start, last=stray), 0.0) == ()
+    assert isinstance(decode.side.landed(decode.start.last, 0.0)[0], Copy)
+
+
+def test_a_handoff_that_has_joined_is_not_reserved_again():
+    decode = Decode()
+    (copy,) = decode.side.start(decode.start, 0.0)
+    assert isinstance(copy, Copy)
+    assert isinstance(decode.side.verified(copy.ticket, True, 0.0)[-1], Join)
+    assert decode.side.reserve(decode.reserve, 0, (), 0.0) is None
+
+
+def test_a_copy_of_a_reservation_given_up_does_not_serve_its_successor():
+    decode = Decode()
+    (copy,) = decode.side.start(decode.start, 0.0)
+    assert isinstance(copy, Copy)
+    decode.side.cancel(HANDOFF, 0.0)
+    assert isinstance(decode.side.reserve(decode.reserve, 0, (), 0.0), Target)
+    assert decode.side.verified(copy.ticket, True, 0.0) == ()
+
+
+def test_quarantine_ends_only_by_the_writers_own_word_or_a_while_after_it_is_gone():
+    decode = Decode()
+    decode.side.cancel(HANDOFF, 0.0)
+    decode.side.drained(HANDOFF, writer_epoch=9)
+    assert decode.num_quarantined == 1
+    decode.side.peer_gone(P_EPOCH, 50.0)
+    decode.side.expire(109.0)
+    assert decode.num_quarantined == 1
+    decode.side.expire(110.0)
+    assert decode.num_quarantined == 0
+    spoken = Decode()
+    spoken.side.cancel(HANDOFF, 0.0)
+    spoken.side.drained(HANDOFF, P_EPOCH)
+    assert spoken.num_quarantined == 0
+
+
+def test_credits_said_twice_are_used_once():
+    pool = BlockPool(1, 4, 16)
+    blocks = pool.allocate(0, 3) or ()
+    side = PrefillSide(P_EPOCH, pool, BlockPool(1, 4, 1), quarantine_s=60.0)
+    target = Target(
+        handoff=HANDOFF,
+        epoch=D_EPOCH,
+        writer_epoch=P_EPOCH,
+        session="d",
+        layout_id="l",
+        partition=0,
+        num_blocks=3,
+        num_blocks_held=0,
+        grants=(),
+        lease_s=20.0,
+    )
+    side.run(target, 0, 0.0)
+    assert side.finished(HANDOFF, enumerate(blocks)) == ()
+    credits = Credits(handoff=HANDOFF, target_epoch=D_EPOCH, grants=(Grant(0, 0),))
+    assert len(side.credits(credits)) == 1
+    assert side.credits(credits) == ()
