@@ -25,6 +25,9 @@ $(BIN)/uv: locks/bootstrap.txt
 .venv/.ready: $(BIN)/uv pyproject.toml locks/requirements.txt Makefile
 	@$(BIN)/uv pip sync -q --python $(BIN)/python locks/requirements.txt locks/bootstrap.txt
 	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null \
+	|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 >/dev/null; } \
+	|| echo "Mooncake needs libibverbs1: run 'sudo apt-get install libibverbs1'" >&2
 	@touch $@
 
 setup: .venv/.ready  ## make .venv with everything, leaving .venv/bin/moonshard
