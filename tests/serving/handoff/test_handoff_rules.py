@@ -4,7 +4,23 @@ from dataclasses import replace
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.handoff.decode_side import DecodeSide, DecodeSideConfig
-from moonshard.serving.handoff.messages import Copy, Credits, Grant, Join, Manifest, Reserve, Start, Target
+from moonshard.serving.handoff.gateway_side import GatewaySide, Outcome, SendDecode, SendPrefill
+from moonshard.serving.handoff.messages import (
+    Cancel,
+    Cause,
+    Copy,
+    Credits,
+    Drained,
+    Failed,
+    FirstTokens,
+    Grant,
+    Join,
+    Manifest,
+    Reserve,
+    Stage,
+    Start,
+    Target,
+)
 from moonshard.serving.handoff.prefill_side import PrefillSide
 from moonshard.serving.request import Request
 
@@ -88,24 +104,66 @@ def test_quarantine_ends_only_by_the_writers_own_word_or_a_while_after_it_is_gon
     assert spoken.num_quarantined == 0
 
 
-def test_credits_said_twice_are_used_once():
+TARGET = Target(
+    handoff=HANDOFF,
+    epoch=D_EPOCH,
+    writer_epoch=P_EPOCH,
+    session="d",
+    layout_id="l",
+    partition=0,
+    num_blocks=3,
+    num_blocks_held=0,
+    grants=(),
+    lease_s=20.0,
+)
+CREDITS = Credits(handoff=HANDOFF, target_epoch=D_EPOCH, grants=(Grant(0, 0),))
+DRAINED = Drained(handoff=HANDOFF, writer_epoch=P_EPOCH, target_epoch=D_EPOCH)
+
+
+def publishing() -> tuple[PrefillSide, int]:
+    """A prefill side that stages one of three finished blocks, and the ticket of that."""
     pool = BlockPool(1, 4, 16)
     blocks = pool.allocate(0, 3) or ()
     side = PrefillSide(P_EPOCH, pool, BlockPool(1, 4, 1), quarantine_s=60.0)
-    target = Target(
-        handoff=HANDOFF,
-        epoch=D_EPOCH,
-        writer_epoch=P_EPOCH,
-        session="d",
-        layout_id="l",
-        partition=0,
-        num_blocks=3,
-        num_blocks_held=0,
-        grants=(),
-        lease_s=20.0,
-    )
-    side.run(target, 0, 0.0)
+    side.run(TARGET, 0, 0.0)
     assert side.finished(HANDOFF, enumerate(blocks)) == ()
-    credits = Credits(handoff=HANDOFF, target_epoch=D_EPOCH, grants=(Grant(0, 0),))
-    assert len(side.credits(credits)) == 1
-    assert side.credits(credits) == ()
+    (stage,) = side.credits(CREDITS)
+    assert isinstance(stage, Stage)
+    return side, stage.ticket
+
+
+def test_credits_said_twice_are_used_once():
+    side, _ = publishing()
+    assert side.credits(CREDITS) == ()
+
+
+def test_a_cancelled_writer_is_drained_when_its_last_write_has_ended():
+    side, ticket = publishing()
+    side.staged(ticket)
+    assert DRAINED not in side.cancel(HANDOFF, D_EPOCH)
+    assert side.cancel(HANDOFF, D_EPOCH) == ()
+    assert side.written(ticket, (0,)) == (DRAINED,)
+
+
+def test_a_writer_whose_write_failed_is_never_drained_before_the_quarantine_ends():
+    side, ticket = publishing()
+    side.staged(ticket)
+    assert DRAINED not in side.write_failed(ticket, 0.0)
+    assert side.cancel(HANDOFF, D_EPOCH) == ()
+    side.expire(60.0)
+    assert side.cancel(HANDOFF, D_EPOCH) == (DRAINED,)
+
+
+def test_a_failed_leg_cancels_both_and_ends_the_request_once():
+    gateway = GatewaySide()
+    gateway.begin(Decode().reserve, D_EPOCH, 0.0)
+    gateway.target(TARGET)
+    stray = FirstTokens(handoff=HANDOFF, writer_epoch=9, target_epoch=D_EPOCH, tokens=(1,))
+    assert gateway.first_tokens(stray) == ()
+    cancel = Cancel(handoff=HANDOFF, target_epoch=D_EPOCH)
+    assert set(gateway.failed(Failed(handoff=HANDOFF, epoch=D_EPOCH, cause=Cause.CORRUPT))) == {
+        SendPrefill(P_EPOCH, cancel),
+        SendDecode(D_EPOCH, cancel),
+        Outcome(HANDOFF, Cause.CORRUPT),
+    }
+    assert gateway.failed(Failed(handoff=HANDOFF, epoch=P_EPOCH, cause=Cause.CORRUPT)) == ()
