@@ -49,7 +49,7 @@ def test_ten_thousand_schedules_end_as_they_began(num_partitions: int):
 
 
 @pytest.mark.parametrize("num_partitions", [1, 4])
-def test_without_faults_cancels_alone_never_spoil_a_slot(num_partitions: int):
+def test_without_faults_a_request_fails_only_where_it_is_cancelled_or_refused(num_partitions: int):
     worlds = [run(seed, num_partitions, is_calm=True) for seed in range(40)]
     assert sum(world.tally.num_mismatches for world in worlds) == 0
     assert set().union(*(world.tally.failures for world in worlds)) <= {Cause.CANCELLED, Cause.OVERLOADED}
