@@ -2,7 +2,7 @@
 
 `pages[block, layer, offset, feature]`. Blocks are addressed by the ids of `kv.blocks`; ids from the number of blocks on
 are the null page: what is written there is dropped, what is read there is the last block and must be masked.
-Layer-major pages would save a fifth of a step's page traffic as a scan carry, and cost a transfer one range per layer.
+Layer-major pages would suit the scan over layers better, and cost a transfer one range per block and layer.
 """
 
 import jax

@@ -1,9 +1,9 @@
 """Mixture of experts: the router, and interchangeable ways to run the chosen experts. No token is ever dropped.
 
-Backends share one signature, `Backend`. `dense` computes every expert for every token: the reference, and the quickest
-way through for very small models. `blocks` sorts the (token, choice) pairs by expert, pads each expert's share to a
-small block and runs the blocks one after another: work follows the pairs, whatever their balance. Expert weights stay
-stacked over layers, and a backend slices out only the experts it runs: a layer's whole expert stack is never copied.
+Backends share one signature, `Backend`. `dense` computes every expert for every token: the reference. `blocks` sorts
+the (token, choice) pairs by expert, pads each expert's share to a small block and runs the blocks one after another:
+work follows the pairs, whatever their balance. Expert weights stay stacked over layers, and a backend slices out only
+the experts it runs: a layer's whole expert stack is never copied.
 Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2, for sigmoid routing with a selection bias; MegaBlocks
 (arXiv 2211.15841) for padding to blocks.
 """
