@@ -146,7 +146,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("e2e_ms", "ttft_ms", "gateway_queue_ms", "first_token_ms", "decode_ms", "finish_ms", "worker_queue_ms", "worker_prefill_ms", "worker_decode_ms", "wire_ms")
+    __slots__ = ("e2e_ms", "ttft_ms", "gateway_queue_ms", "first_token_ms", "decode_ms", "finish_ms", "worker_queue_ms", "worker_prefill_ms", "worker_decode_ms", "wire_ms", "handoff_gap_ms", "transfer_ms", "exposed_transfer_ms", "land_ms", "join_ms", "num_retries")
     E2E_MS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,12 @@ class Timing(_message.Message):
     WORKER_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     WORKER_DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     WIRE_MS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_GAP_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    LAND_MS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETRIES_FIELD_NUMBER: _ClassVar[int]
     e2e_ms: float
     ttft_ms: float
     gateway_queue_ms: float
@@ -167,7 +173,13 @@ class Timing(_message.Message):
     worker_prefill_ms: float
     worker_decode_ms: float
     wire_ms: float
-    def __init__(self, e2e_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., gateway_queue_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., finish_ms: _Optional[float] = ..., worker_queue_ms: _Optional[float] = ..., worker_prefill_ms: _Optional[float] = ..., worker_decode_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ...) -> None: ...
+    handoff_gap_ms: float
+    transfer_ms: float
+    exposed_transfer_ms: float
+    land_ms: float
+    join_ms: float
+    num_retries: int
+    def __init__(self, e2e_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., gateway_queue_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., finish_ms: _Optional[float] = ..., worker_queue_ms: _Optional[float] = ..., worker_prefill_ms: _Optional[float] = ..., worker_decode_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., handoff_gap_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., exposed_transfer_ms: _Optional[float] = ..., land_ms: _Optional[float] = ..., join_ms: _Optional[float] = ..., num_retries: _Optional[int] = ...) -> None: ...
 
 class Summary(_message.Message):
     __slots__ = ("request_id", "model", "usage", "timing", "seed")

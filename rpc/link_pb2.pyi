@@ -1,11 +1,49 @@
 from moonshard.rpc import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class HandoffCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HANDOFF_CAUSE_UNSPECIFIED: _ClassVar[HandoffCause]
+    HANDOFF_CAUSE_OVERLOADED: _ClassVar[HandoffCause]
+    HANDOFF_CAUSE_CORRUPT: _ClassVar[HandoffCause]
+    HANDOFF_CAUSE_WRITE_FAILED: _ClassVar[HandoffCause]
+    HANDOFF_CAUSE_LEASE: _ClassVar[HandoffCause]
+    HANDOFF_CAUSE_PREFILL_GONE: _ClassVar[HandoffCause]
+    HANDOFF_CAUSE_DECODE_GONE: _ClassVar[HandoffCause]
+    HANDOFF_CAUSE_DEADLINE: _ClassVar[HandoffCause]
+    HANDOFF_CAUSE_CANCELLED: _ClassVar[HandoffCause]
+HANDOFF_CAUSE_UNSPECIFIED: HandoffCause
+HANDOFF_CAUSE_OVERLOADED: HandoffCause
+HANDOFF_CAUSE_CORRUPT: HandoffCause
+HANDOFF_CAUSE_WRITE_FAILED: HandoffCause
+HANDOFF_CAUSE_LEASE: HandoffCause
+HANDOFF_CAUSE_PREFILL_GONE: HandoffCause
+HANDOFF_CAUSE_DECODE_GONE: HandoffCause
+HANDOFF_CAUSE_DEADLINE: HandoffCause
+HANDOFF_CAUSE_CANCELLED: HandoffCause
+
+class KvWrite(_message.Message):
+    __slots__ = ("session", "address", "data")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    address: int
+    data: bytes
+    def __init__(self, session: _Optional[str] = ..., address: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class KvWritten(_message.Message):
+    __slots__ = ("num_bytes",)
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "gateway_epoch")
@@ -14,6 +52,14 @@ class Hello(_message.Message):
     protocol_version: int
     gateway_epoch: bytes
     def __init__(self, protocol_version: _Optional[int] = ..., gateway_epoch: _Optional[bytes] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("field", "message")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    field: str
+    message: str
+    def __init__(self, field: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class EngineSampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_ids", "bias_values", "seed")
@@ -40,7 +86,7 @@ class EngineSampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "sampling", "stop_token_ids", "max_tokens", "min_tokens", "n", "logprobs")
+    __slots__ = ("request_id", "prompt_tokens", "sampling", "stop_token_ids", "max_tokens", "min_tokens", "n", "logprobs", "resumed", "target", "endpoint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +95,9 @@ class Run(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: EngineSampling
@@ -57,26 +106,233 @@ class Run(_message.Message):
     min_tokens: int
     n: int
     logprobs: int
-    def __init__(self, request_id: _Optional[bytes] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    resumed: _containers.RepeatedCompositeFieldContainer[Resumed]
+    target: Target
+    endpoint: KvEndpoint
+    def __init__(self, request_id: _Optional[bytes] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ...) -> None: ...
+
+class Resumed(_message.Message):
+    __slots__ = ("choice", "token_ids")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "target_epoch")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
-    def __init__(self, request_id: _Optional[bytes] = ...) -> None: ...
+    target_epoch: bytes
+    def __init__(self, request_id: _Optional[bytes] = ..., target_epoch: _Optional[bytes] = ...) -> None: ...
+
+class Reserve(_message.Message):
+    __slots__ = ("run", "writer_epoch", "deadline_s", "block_hashes")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    run: Run
+    writer_epoch: bytes
+    deadline_s: float
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ..., writer_epoch: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("slot", "number")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    number: int
+    def __init__(self, slot: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+
+class Target(_message.Message):
+    __slots__ = ("handoff", "epoch", "writer_epoch", "session", "partition", "num_blocks", "num_blocks_held", "grants", "lease_s")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    handoff: bytes
+    epoch: bytes
+    writer_epoch: bytes
+    session: str
+    partition: int
+    num_blocks: int
+    num_blocks_held: int
+    grants: _containers.RepeatedCompositeFieldContainer[Grant]
+    lease_s: float
+    def __init__(self, handoff: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., session: _Optional[str] = ..., partition: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_held: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("handoff", "writer_epoch", "target_epoch", "blocks", "grants", "checksums", "is_last", "phases")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    handoff: bytes
+    writer_epoch: bytes
+    target_epoch: bytes
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    grants: _containers.RepeatedCompositeFieldContainer[Grant]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    is_last: bool
+    phases: TransferPhases
+    def __init__(self, handoff: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., target_epoch: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., checksums: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ..., phases: _Optional[_Union[TransferPhases, _Mapping]] = ...) -> None: ...
+
+class TransferPhases(_message.Message):
+    __slots__ = ("transfer_ms", "exposed_ms")
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_MS_FIELD_NUMBER: _ClassVar[int]
+    transfer_ms: float
+    exposed_ms: float
+    def __init__(self, transfer_ms: _Optional[float] = ..., exposed_ms: _Optional[float] = ...) -> None: ...
+
+class Credits(_message.Message):
+    __slots__ = ("handoff", "target_epoch", "grants")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    handoff: bytes
+    target_epoch: bytes
+    grants: _containers.RepeatedCompositeFieldContainer[Grant]
+    def __init__(self, handoff: _Optional[bytes] = ..., target_epoch: _Optional[bytes] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
+
+class FirstTokens(_message.Message):
+    __slots__ = ("handoff", "writer_epoch", "target_epoch", "outputs")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    handoff: bytes
+    writer_epoch: bytes
+    target_epoch: bytes
+    outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
+    def __init__(self, handoff: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., target_epoch: _Optional[bytes] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("handoff", "token_ids", "last")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    handoff: bytes
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    last: Manifest
+    def __init__(self, handoff: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., last: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+
+class Drained(_message.Message):
+    __slots__ = ("handoff", "writer_epoch", "target_epoch")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    handoff: bytes
+    writer_epoch: bytes
+    target_epoch: bytes
+    def __init__(self, handoff: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., target_epoch: _Optional[bytes] = ...) -> None: ...
+
+class KvEndpoint(_message.Message):
+    __slots__ = ("transport", "session", "num_slots", "regions", "layout", "fingerprint")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    session: str
+    num_slots: int
+    regions: _containers.RepeatedCompositeFieldContainer[KvRegion]
+    layout: KvLayout
+    fingerprint: str
+    def __init__(self, transport: _Optional[str] = ..., session: _Optional[str] = ..., num_slots: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[KvRegion, _Mapping]]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class KvRegion(_message.Message):
+    __slots__ = ("owner", "address", "slot_bytes")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    owner: int
+    address: int
+    slot_bytes: int
+    def __init__(self, owner: _Optional[int] = ..., address: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
+
+class KvLayout(_message.Message):
+    __slots__ = ("version", "groups")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    groups: _containers.RepeatedCompositeFieldContainer[KvGroupLayout]
+    def __init__(self, version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroupLayout, _Mapping]]] = ...) -> None: ...
+
+class KvGroupLayout(_message.Message):
+    __slots__ = ("name", "dtype", "itemsize_bytes", "block_size", "num_layers", "num_features", "shards")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ITEMSIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    itemsize_bytes: int
+    block_size: int
+    num_layers: int
+    num_features: int
+    shards: _containers.RepeatedCompositeFieldContainer[KvShardLayout]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., itemsize_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_features: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[KvShardLayout, _Mapping]]] = ...) -> None: ...
+
+class KvShardLayout(_message.Message):
+    __slots__ = ("owner", "layer_start", "layer_stop", "token_start", "token_stop", "feature_start", "feature_stop")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_STOP_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_STOP_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_START_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_STOP_FIELD_NUMBER: _ClassVar[int]
+    owner: int
+    layer_start: int
+    layer_stop: int
+    token_start: int
+    token_stop: int
+    feature_start: int
+    feature_stop: int
+    def __init__(self, owner: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_stop: _Optional[int] = ..., token_start: _Optional[int] = ..., token_stop: _Optional[int] = ..., feature_start: _Optional[int] = ..., feature_stop: _Optional[int] = ...) -> None: ...
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("hello", "run", "cancel")
+    __slots__ = ("hello", "run", "cancel", "refused", "reserve", "landed", "start", "credits", "drained")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    LANDED_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     run: Run
     cancel: Cancel
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    refused: Refused
+    reserve: Reserve
+    landed: Manifest
+    start: Start
+    credits: Credits
+    drained: Drained
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., landed: _Optional[_Union[Manifest, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "epoch", "fingerprint", "role", "dtype", "vocab_size", "max_context_tokens", "block_size", "num_partitions", "num_blocks", "max_slots", "load_s", "compile_s")
+    __slots__ = ("protocol_version", "epoch", "fingerprint", "role", "dtype", "vocab_size", "max_context_tokens", "block_size", "num_partitions", "num_blocks", "max_slots", "load_s", "compile_s", "endpoint")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +346,7 @@ class Welcome(_message.Message):
     MAX_SLOTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     COMPILE_S_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     epoch: bytes
     fingerprint: str
@@ -103,10 +360,11 @@ class Welcome(_message.Message):
     max_slots: int
     load_s: float
     compile_s: float
-    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., role: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_partitions: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_slots: _Optional[int] = ..., load_s: _Optional[float] = ..., compile_s: _Optional[float] = ...) -> None: ...
+    endpoint: KvEndpoint
+    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., role: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_partitions: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_slots: _Optional[int] = ..., load_s: _Optional[float] = ..., compile_s: _Optional[float] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining")
+    __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining", "kv_transfer")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +381,7 @@ class WorkerLoad(_message.Message):
     OVERLAPPED_STEPS_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queued_tokens: int
@@ -139,17 +398,59 @@ class WorkerLoad(_message.Message):
     overlapped_steps: int
     peak_memory_bytes: int
     draining: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., active_tokens: _Optional[int] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    kv_transfer: KvTransfer
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., active_tokens: _Optional[int] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ...) -> None: ...
+
+class KvTransfer(_message.Message):
+    __slots__ = ("num_handoffs", "published_bytes", "num_transfers", "publish_s", "num_failures", "landed_bytes", "num_landed_blocks", "num_checksum_mismatches", "free_slab_slots", "used_slab_slots", "leased_slab_slots", "quarantined_slab_slots", "total_slab_slots")
+    class NumFailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NUM_HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    LANDED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LANDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHECKSUM_MISMATCHES_FIELD_NUMBER: _ClassVar[int]
+    FREE_SLAB_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    USED_SLAB_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_SLAB_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_SLAB_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SLAB_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    num_handoffs: int
+    published_bytes: int
+    num_transfers: int
+    publish_s: float
+    num_failures: _containers.ScalarMap[str, int]
+    landed_bytes: int
+    num_landed_blocks: int
+    num_checksum_mismatches: int
+    free_slab_slots: int
+    used_slab_slots: int
+    leased_slab_slots: int
+    quarantined_slab_slots: int
+    total_slab_slots: int
+    def __init__(self, num_handoffs: _Optional[int] = ..., published_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., publish_s: _Optional[float] = ..., num_failures: _Optional[_Mapping[str, int]] = ..., landed_bytes: _Optional[int] = ..., num_landed_blocks: _Optional[int] = ..., num_checksum_mismatches: _Optional[int] = ..., free_slab_slots: _Optional[int] = ..., used_slab_slots: _Optional[int] = ..., leased_slab_slots: _Optional[int] = ..., quarantined_slab_slots: _Optional[int] = ..., total_slab_slots: _Optional[int] = ...) -> None: ...
 
 class WorkerPhases(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "decode_ms")
+    __slots__ = ("queue_ms", "prefill_ms", "decode_ms", "land_ms", "join_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    LAND_MS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     decode_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ...) -> None: ...
+    land_ms: float
+    join_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., land_ms: _Optional[float] = ..., join_ms: _Optional[float] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
     __slots__ = ("request_id", "choice", "token_ids", "logprobs", "finish_reason", "phases", "cached_tokens")
@@ -180,30 +481,42 @@ class StepOutput(_message.Message):
     def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("request_id", "code", "message", "field", "retry_after_s")
+    __slots__ = ("request_id", "code", "message", "field", "retry_after_s", "cause")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     code: int
     message: str
     field: str
     retry_after_s: float
-    def __init__(self, request_id: _Optional[bytes] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+    cause: HandoffCause
+    def __init__(self, request_id: _Optional[bytes] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., cause: _Optional[_Union[HandoffCause, str]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("welcome", "step", "failed", "load")
+    __slots__ = ("welcome", "step", "failed", "load", "target", "credits", "chunk", "first_tokens", "drained")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     step: StepOutput
     failed: Failed
     load: WorkerLoad
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+    target: Target
+    credits: Credits
+    chunk: Manifest
+    first_tokens: FirstTokens
+    drained: Drained
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., chunk: _Optional[_Union[Manifest, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ()

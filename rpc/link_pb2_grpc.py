@@ -51,7 +51,7 @@ class WorkerServicer:
 
     def Link(self, request_iterator, context):
         """The gateway speaks first (Hello); the worker answers Welcome or ends the stream with FAILED_PRECONDITION naming the field.
-        When the stream ends, the worker cancels every request that came over it.
+        When the stream ends, the worker cancels every request and gives up every handoff that came over it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +132,82 @@ class Worker:
             '/moonshard.v1.Worker/Inspect',
             moonshard_dot_rpc_dot_link__pb2.InspectRequest.SerializeToString,
             moonshard_dot_rpc_dot_link__pb2.Inspection.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class KvStreamStub:
+    """The KV plane of `transport = "grpc"`: bytes into the landing slab of a decode worker, in place of Mooncake's.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Write = channel.stream_unary(
+                '/moonshard.v1.KvStream/Write',
+                request_serializer=moonshard_dot_rpc_dot_link__pb2.KvWrite.SerializeToString,
+                response_deserializer=moonshard_dot_rpc_dot_link__pb2.KvWritten.FromString,
+                _registered_method=True)
+
+
+class KvStreamServicer:
+    """The KV plane of `transport = "grpc"`: bytes into the landing slab of a decode worker, in place of Mooncake's.
+    """
+
+    def Write(self, request_iterator, context):
+        """The first message names the session; each has bytes for one address of a registered slab. Answered once, at the end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KvStreamServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Write': grpc.stream_unary_rpc_method_handler(
+                    servicer.Write,
+                    request_deserializer=moonshard_dot_rpc_dot_link__pb2.KvWrite.FromString,
+                    response_serializer=moonshard_dot_rpc_dot_link__pb2.KvWritten.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonshard.v1.KvStream', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonshard.v1.KvStream', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KvStream:
+    """The KV plane of `transport = "grpc"`: bytes into the landing slab of a decode worker, in place of Mooncake's.
+    """
+
+    @staticmethod
+    def Write(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/moonshard.v1.KvStream/Write',
+            moonshard_dot_rpc_dot_link__pb2.KvWrite.SerializeToString,
+            moonshard_dot_rpc_dot_link__pb2.KvWritten.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,7 +39,6 @@ from moonshard.serving.handoff.quarantine import Quarantine
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeSideConfig:
     session: str  # where the slab is written to; never reused by a later epoch
-    layout_id: str
     lease_s: float
     quarantine_s: float
     retry_after_s: float
@@ -215,7 +214,6 @@ class DecodeSide:
             epoch=self.epoch,
             writer_epoch=reserve.writer_epoch,
             session=self.config.session,
-            layout_id=self.config.layout_id,
             partition=partition,
             num_blocks=num_blocks,
             num_blocks_held=num_held,

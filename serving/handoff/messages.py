@@ -53,7 +53,6 @@ class Target:
     epoch: int
     writer_epoch: int
     session: str
-    layout_id: str
     partition: int
     num_blocks: int
     num_blocks_held: int

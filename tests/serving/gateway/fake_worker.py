@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from moonshard.rpc import inference_pb2, link_pb2, link_pb2_grpc
+from moonshard.rpc.link import PROTOCOL_VERSION
 
 VOCAB_SIZE = 2048
 MAX_CONTEXT_TOKENS = 2_000
@@ -52,7 +53,7 @@ class FakeWorker(link_pb2_grpc.WorkerServicer):
     def __init__(self, *, epoch: bytes = b"e" * 16, fingerprint: str = "f" * 64) -> None:
         self.script = Script()
         self.welcome = link_pb2.Welcome(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             epoch=epoch,
             fingerprint=fingerprint,
             role="both",

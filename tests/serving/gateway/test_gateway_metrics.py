@@ -135,7 +135,7 @@ async def test_a_worker_that_is_gone_runs_nothing_and_keeps_its_counts(
     there = await samples(http)
     assert there["vllm:num_requests_running", "0", "kimi"] > 0
     assert there["vllm:kv_cache_usage_perc", "0", "kimi"] > 0
-    worker.welcome.protocol_version = 2  # it does not come back
+    worker.welcome.protocol_version = 9  # it does not come back
     worker.drop_link()
     await running.gateway.pool.wait_not_ready()
     gone = await samples(http)

@@ -73,7 +73,6 @@ class DecodeProcess:
         self.slab = BlockPool(num_partitions, 4, 1)
         config = DecodeSideConfig(
             session=str(epoch),
-            layout_id="layout",
             lease_s=LEASE_S,
             quarantine_s=QUARANTINE_S,
             retry_after_s=1.0,

@@ -26,9 +26,7 @@ from moonshard.serving.request import Request
 
 P_EPOCH, D_EPOCH = 1, 2
 HANDOFF = bytes(16)
-CONFIG = DecodeSideConfig(
-    session="d", layout_id="l", lease_s=20.0, quarantine_s=60.0, retry_after_s=1.0, max_slots_per_handoff=2
-)
+CONFIG = DecodeSideConfig(session="d", lease_s=20.0, quarantine_s=60.0, retry_after_s=1.0, max_slots_per_handoff=2)
 
 
 class Decode:
@@ -109,7 +107,6 @@ TARGET = Target(
     epoch=D_EPOCH,
     writer_epoch=P_EPOCH,
     session="d",
-    layout_id="l",
     partition=0,
     num_blocks=3,
     num_blocks_held=0,
