@@ -2,3 +2,4 @@
 
 PROTOCOL_VERSION = 2  # raised whenever an old peer would misunderstand a new one
 REQUEST_ID_BYTES = 16  # random, made by the gateway
+EPOCH_BYTES = 16  # random, drawn at process start
