@@ -13,8 +13,7 @@ from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.handoff import messages as m
 from moonshard.serving.request import Request
 
-_CAUSES = {cause: link_pb2.HandoffCause.Value(f"HANDOFF_CAUSE_{cause.name}") for cause in m.Cause}
-_CAUSE_OF = {value: cause for cause, value in _CAUSES.items()}
+_CAUSES = {link_pb2.HandoffCause.Value(f"HANDOFF_CAUSE_{cause.name}"): cause for cause in m.Cause}
 
 
 def epoch_from(epoch: bytes) -> int:
@@ -189,12 +188,14 @@ def drained_from(drained: link_pb2.Drained) -> m.Drained:
 
 
 def failed_message(handoff: bytes, cause: m.Cause, *, retry_after_s: float = 0.0) -> link_pb2.Failed:
-    return link_pb2.Failed(request_id=handoff, message=cause.value, retry_after_s=retry_after_s, cause=_CAUSES[cause])
+    return link_pb2.Failed(
+        request_id=handoff, message=cause.value, retry_after_s=retry_after_s, cause=f"HANDOFF_CAUSE_{cause.name}"
+    )
 
 
 def cause_from(failed: link_pb2.Failed) -> m.Cause | None:
     """None where it is no handoff that failed, but a request that was turned down."""
-    return _CAUSE_OF.get(failed.cause)
+    return _CAUSES.get(failed.cause)
 
 
 def _grant_messages(grants: tuple[m.Grant, ...]) -> list[link_pb2.Grant]:
