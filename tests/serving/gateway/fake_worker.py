@@ -1,62 +1,54 @@
-"""A worker without a model: real gRPC, tokens by arithmetic, and a script to misbehave by.
+"""A worker without a model: real gRPC, every role, and a script to misbehave by.
 
-The next token is a function of the choice, its last token and its position, so that a test can say beforehand what a
-stream must hold. Each request runs in a task of its own, one step per token.
+Each request, and each leg of a handoff, runs in a task of its own, one step per token.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import grpc
 
-from moonshard.rpc import inference_pb2, link_pb2, link_pb2_grpc
+from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.link import PROTOCOL_VERSION
+from tests.serving.gateway.fake_legs import DecodeLeg, PrefillLeg
+from tests.serving.gateway.fake_script import (
+    BLOCK_SIZE,
+    MAX_CONTEXT_TOKENS,
+    NUM_BLOCKS,
+    VOCAB_SIZE,
+    Generation,
+    LegFailed,
+    Script,
+    expected_tokens,
+    overloaded,
+)
 
-VOCAB_SIZE = 2048
-MAX_CONTEXT_TOKENS = 2_000
-BLOCK_SIZE = 16
-NUM_BLOCKS = 64
-PHASES = link_pb2.WorkerPhases(queue_ms=0.01, prefill_ms=0.02)
-LAST_PHASES = link_pb2.WorkerPhases(queue_ms=0.01, prefill_ms=0.02, decode_ms=0.5)
+__all__ = [
+    "BLOCK_SIZE",
+    "MAX_CONTEXT_TOKENS",
+    "NUM_BLOCKS",
+    "VOCAB_SIZE",
+    "FakeWorker",
+    "Script",
+    "expected_tokens",
+    "overloaded",
+    "serving",
+]
 
-
-def arithmetic(choice: int, last_token: int, position: int) -> int:
-    return (last_token * 7 + position * 3 + choice + 1) % 256
-
-
-def expected_tokens(prompt: Iterable[int], num_tokens: int, choice: int = 0) -> list[int]:
-    prompt = list(prompt)
-    tokens = prompt[:]
-    for _ in range(num_tokens):
-        tokens.append(arithmetic(choice, tokens[-1], len(tokens)))
-    return tokens[len(prompt) :]
-
-
-@dataclass
-class Script:
-    """How the worker behaves; a test may change it at any time."""
-
-    next_token: Callable[[int, int, int], int] = arithmetic
-    failure: link_pb2.Failed | None = None  # instead of a first token
-    fail_after_tokens: int | None = None
-    cached_tokens: int = 0
-    may_step: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: no step of any request
-    max_tokens_sent: int | None = None  # then silence, until may_step is set anew or the request is cancelled
-
-    def __post_init__(self) -> None:
-        self.may_step.set()
+HEARTBEAT_S = 0.25  # as a real worker's
 
 
 class FakeWorker(link_pb2_grpc.WorkerServicer):
-    def __init__(self, *, epoch: bytes = b"e" * 16, fingerprint: str = "f" * 64) -> None:
+    """`role` is both, prefill or decode. What it heard is kept in lists; `script` says what it answers."""
+
+    def __init__(self, *, epoch: bytes = b"e" * 16, fingerprint: str = "f" * 64, role: str = "both") -> None:
         self.script = Script()
         self.welcome = link_pb2.Welcome(
             protocol_version=PROTOCOL_VERSION,
             epoch=epoch,
             fingerprint=fingerprint,
-            role="both",
+            role=role,
             dtype="float32",
             vocab_size=VOCAB_SIZE,
             max_context_tokens=MAX_CONTEXT_TOKENS,
@@ -66,34 +58,46 @@ class FakeWorker(link_pb2_grpc.WorkerServicer):
             max_slots=8,
             load_s=1.5,
             compile_s=2.5,
+            endpoint=link_pb2.KvEndpoint(transport="fake", session="127.0.0.1:1") if role == "decode" else None,
         )
-        self.runs: list[link_pb2.Run] = []
+        self.runs: list[link_pb2.Run] = []  # with or without a target
+        self.reserves: list[link_pb2.Reserve] = []
+        self.starts: list[link_pb2.Start] = []
+        self.drained: list[link_pb2.Drained] = []
+        self.refused: list[link_pb2.Refused] = []
         self.cancelled: list[bytes] = []
         self.finished: list[bytes] = []
+        self.leases: set[bytes] = set()  # handoffs that may still be written into
         self.run_seen = asyncio.Event()
         self.cancel_seen = asyncio.Event()
         self.num_links = 0
         self.load = link_pb2.WorkerLoad(free_blocks=[NUM_BLOCKS - 16], num_compilations=3)
         self._steps = 0
         self._running: dict[bytes, asyncio.Task[None]] = {}
-        self._send: Callable[[link_pb2.WorkerMessage], None] = lambda _message: None
+        self._prefill_legs: dict[bytes, PrefillLeg] = {}
+        self._decode_legs: dict[bytes, DecodeLeg] = {}
+        self._outbox: asyncio.Queue[link_pb2.WorkerMessage] = asyncio.Queue()
         self._drop = asyncio.Event()
+        self._may_speak = asyncio.Event()
+        self._may_speak.set()
+        self._is_dead = False
 
     async def Link(
         self, request_iterator: AsyncIterator[link_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> None:
         """The stream: Welcome, then whatever the runs produce."""
-        outbox: asyncio.Queue[link_pb2.WorkerMessage] = asyncio.Queue()
-        self._send = outbox.put_nowait
+        if self._is_dead:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is dead")
+        self._outbox = asyncio.Queue()
         self._drop = asyncio.Event()
         self.num_links += 1
         reading = asyncio.create_task(self._read(request_iterator))
-        writing = asyncio.create_task(self._write(outbox, context))
         dropped = asyncio.create_task(self._drop.wait())
+        others = [asyncio.create_task(self._write(self._outbox, context)), asyncio.create_task(self._beat())]
         try:
             await asyncio.wait((reading, dropped), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            tasks = [reading, writing, dropped, *self._running.values()]
+            tasks = [reading, dropped, *others, *self._running.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -104,13 +108,40 @@ class FakeWorker(link_pb2_grpc.WorkerServicer):
             self.run_seen.clear()
             await self.run_seen.wait()
 
+    @property
+    def num_running(self) -> int:
+        """Requests and legs that have not ended."""
+        return len(self._running)
+
     def drop_link(self) -> None:
+        """The stream breaks; the next one is welcome."""
         self._drop.set()
+
+    def die(self) -> None:
+        """The stream breaks, and every further one until `revive`."""
+        self._is_dead = True
+        self._drop.set()
+
+    def revive(self, *, epoch: bytes) -> None:
+        """As another process at the same address."""
+        self.welcome.epoch = epoch
+        self.leases.clear()
+        self._is_dead = False
+
+    def fall_silent(self) -> None:
+        """Nothing leaves any more, though every stream stays up; what is to be said waits for `speak`."""
+        self._may_speak.clear()
+
+    def speak(self) -> None:
+        self._may_speak.set()
 
     def send_load(self, *, draining: bool) -> None:
         """As a heartbeat would."""
         self.load.draining = draining
         self._send(link_pb2.WorkerMessage(load=self.load))
+
+    def _send(self, message: link_pb2.WorkerMessage) -> None:
+        self._outbox.put_nowait(message)
 
     async def _read(self, requests: AsyncIterator[link_pb2.GatewayMessage]) -> None:
         async for message in requests:
@@ -119,87 +150,145 @@ class FakeWorker(link_pb2_grpc.WorkerServicer):
                     self._send(link_pb2.WorkerMessage(welcome=self.welcome))
                     self._send(link_pb2.WorkerMessage(load=self.load))
                 case "run":
-                    self.runs.append(message.run)
-                    self.run_seen.set()
-                    self._running[message.run.request_id] = asyncio.create_task(self._generate(message.run))
+                    self._hear_run(message.run)
+                case "reserve":
+                    self._hear_reserve(message.reserve)
+                case "landed" if (leg := self._decode_legs.get(message.landed.handoff)) is not None:
+                    leg.heard.put_nowait(message.landed)
+                case "start":
+                    self.starts.append(message.start)
+                    if (leg := self._decode_legs.get(message.start.handoff)) is not None:
+                        leg.heard.put_nowait(message.start)
+                case "credits" if (leg := self._prefill_legs.get(message.credits.handoff)) is not None:
+                    leg.credit(message.credits.grants)
                 case "cancel":
-                    self.cancelled.append(message.cancel.request_id)
-                    self.cancel_seen.set()
-                    self._running[message.cancel.request_id].cancel()
+                    self._hear_cancel(message.cancel)
+                case "drained":
+                    self.drained.append(message.drained)
+                    self.leases.discard(message.drained.handoff)
+                case "refused":
+                    self.refused.append(message.refused)
 
-    @staticmethod
-    async def _write(outbox: asyncio.Queue[link_pb2.WorkerMessage], context: grpc.aio.ServicerContext) -> None:
-        while True:
-            await context.write(await outbox.get())
+    def _hear_run(self, run: link_pb2.Run) -> None:
+        self.runs.append(run)
+        self.run_seen.set()
+        self._begin(run.request_id, lambda: self._prefill(run) if run.HasField("target") else self._generate(run))
+
+    def _hear_reserve(self, reserve: link_pb2.Reserve) -> None:
+        self.reserves.append(reserve)
+        leg = DecodeLeg(reserve, self.welcome.epoch, self.script, self._send)
+        self._decode_legs[reserve.run.request_id] = leg
+        self._begin(reserve.run.request_id, lambda: self._decode(leg))
+
+    def _hear_cancel(self, cancel: link_pb2.Cancel) -> None:
+        """A prefill leg that is given up, or unknown, has no write under way."""
+        self.cancelled.append(cancel.request_id)
+        self.cancel_seen.set()
+        if (task := self._running.get(cancel.request_id)) is not None:
+            task.cancel()
+        if self.welcome.role == "prefill":
+            drained = link_pb2.Drained(
+                handoff=cancel.request_id, writer_epoch=self.welcome.epoch, target_epoch=cancel.target_epoch
+            )
+            self._send(link_pb2.WorkerMessage(drained=drained))
+
+    def _begin(self, request_id: bytes, course: Callable[[], Coroutine[None, None, None]]) -> None:
+        task = asyncio.create_task(self._course(request_id, course))
+        self._running[request_id] = task
+        task.add_done_callback(lambda task: self._forget(request_id, task))
+
+    def _forget(self, request_id: bytes, task: asyncio.Task[None]) -> None:
+        if self._running.get(request_id) is not task:
+            return  # the request came again
+        del self._running[request_id]
+        self._prefill_legs.pop(request_id, None)
+        self._decode_legs.pop(request_id, None)
+
+    async def _course(self, request_id: bytes, course: Callable[[], Coroutine[None, None, None]]) -> None:
+        try:
+            await course()
+            self.finished.append(request_id)
+        except LegFailed as error:
+            failed = link_pb2.Failed(request_id=request_id)
+            failed.MergeFrom(error.failed)
+            self._send(link_pb2.WorkerMessage(failed=failed))
+
+    async def _prefill(self, run: link_pb2.Run) -> None:
+        if self.script.failure is not None:
+            raise LegFailed(self.script.failure)
+        leg = PrefillLeg(run, self.script, self._send)
+        self._prefill_legs[run.request_id] = leg
+        await self.script.may_step.wait()
+        self._count_step(run, num_decoded=0)
+        await leg.play()
+
+    async def _decode(self, leg: DecodeLeg) -> None:
+        self.leases.add(leg.reserve.run.request_id)
+        try:
+            generation = await leg.play()
+        except LegFailed:
+            if not leg.missing:  # nothing was reserved
+                self.leases.discard(leg.reserve.run.request_id)
+            raise
+        self.leases.discard(leg.reserve.run.request_id)
+        await self._go_on(leg.reserve.run, generation)
 
     async def _generate(self, run: link_pb2.Run) -> None:
         if self.script.failure is not None:
-            failed = link_pb2.Failed(request_id=run.request_id)
-            failed.MergeFrom(self.script.failure)
-            self._send(link_pb2.WorkerMessage(failed=failed))
-            return
-        states = {choice: list(run.prompt_tokens) for choice in range(run.n)}
+            raise LegFailed(self.script.failure)
+        await self._go_on(run, Generation(run, self.script))
+
+    async def _go_on(self, run: link_pb2.Run, generation: Generation) -> None:
         step = 0
-        while states:
+        while not generation.is_over:
             await self.script.may_step.wait()
             if step == self.script.max_tokens_sent:
                 self.script.may_step.clear()
                 continue
+            await self.script.points.at(f"step {step}")
             if step == self.script.fail_after_tokens:
-                failed = link_pb2.Failed(request_id=run.request_id, code=13, message="the device failed")
-                self._send(link_pb2.WorkerMessage(failed=failed))
-                return
-            self._send_step([self._advance(run, choice, states, step) for choice in list(states)], run, step)
+                raise LegFailed(link_pb2.Failed(code=13, message="the device failed"))
+            outputs = generation.step()
+            self._count_step(run, num_decoded=len(outputs), is_first=step == 0)
+            message = link_pb2.StepOutput(step=self._steps, outputs=outputs, load=self.load)
+            self._send(link_pb2.WorkerMessage(step=message))
             step += 1
             await asyncio.sleep(0)
-        self.finished.append(run.request_id)
 
-    def _advance(
-        self, run: link_pb2.Run, choice: int, states: dict[int, list[int]], step: int
-    ) -> link_pb2.SequenceOutput:
-        tokens = states[choice]
-        token = self.script.next_token(choice, tokens[-1], len(tokens))
-        tokens.append(token)
-        output = link_pb2.SequenceOutput(
-            request_id=run.request_id, choice=choice, token_ids=[token], cached_tokens=self.script.cached_tokens
-        )
-        if run.HasField("logprobs"):
-            output.logprobs.append(_logprobs(token, run.logprobs))
-        if step == 0:
-            output.phases.CopyFrom(PHASES)
-        if token in run.stop_token_ids and step >= run.min_tokens:
-            output.finish_reason = inference_pb2.FINISH_REASON_STOP
-        elif step + 1 == run.max_tokens:
-            output.finish_reason = inference_pb2.FINISH_REASON_LENGTH
-        if output.finish_reason:
-            output.phases.CopyFrom(LAST_PHASES)
-            del states[choice]
-        return output
-
-    def _send_step(self, outputs: list[link_pb2.SequenceOutput], run: link_pb2.Run, step: int) -> None:
+    def _count_step(self, run: link_pb2.Run, *, num_decoded: int, is_first: bool = True) -> None:
         self._steps += 1
-        load = self.load
-        load.num_running, load.num_decode_steps = len(self._running), load.num_decode_steps + 1
-        load.decode_tokens += len(outputs)
-        if step == 0:
-            load.prefill_tokens += len(run.prompt_tokens)
+        load, is_landed = self.load, run.request_id in self._decode_legs
+        load.num_running = len(self._running)
+        if num_decoded:
+            load.num_decode_steps += 1
+            load.decode_tokens += num_decoded
+        if is_first and not is_landed:
             load.num_prefill_steps += 1
-        message = link_pb2.StepOutput(step=self._steps, outputs=outputs, load=load)
-        self._send(link_pb2.WorkerMessage(step=message))
+            load.prefill_tokens += len(run.prompt_tokens)
 
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._send(link_pb2.WorkerMessage(load=self.load))
 
-def _logprobs(token: int, num_top: int) -> inference_pb2.PositionLogprobs:
-    chosen = inference_pb2.TokenLogprob(token_id=token, logprob=-0.5)
-    others = [inference_pb2.TokenLogprob(token_id=(token + i) % 256, logprob=-1.0 - i) for i in range(1, num_top)]
-    return inference_pb2.PositionLogprobs(chosen=chosen, top=[chosen, *others][:num_top])
+    async def _write(self, outbox: asyncio.Queue[link_pb2.WorkerMessage], context: grpc.aio.ServicerContext) -> None:
+        while True:
+            message = await outbox.get()
+            await self._may_speak.wait()
+            await context.write(message)
 
 
 @asynccontextmanager
-async def serving(worker: FakeWorker, port: int = 0) -> AsyncIterator[int]:
+async def serving(
+    worker: FakeWorker, port: int = 0, *, credentials: grpc.ServerCredentials | None = None
+) -> AsyncIterator[int]:
     """Serve it on a loopback port, which is given back."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     link_pb2_grpc.add_WorkerServicer_to_server(worker, server)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    if credentials is None:
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
+    else:
+        port = server.add_secure_port(f"127.0.0.1:{port}", credentials)
     await server.start()
     try:
         yield port
