@@ -51,3 +51,21 @@ def read_blocks(
 def copy_blocks(pages: Pages, source: Int[Array, "b"], destination: Int[Array, "b"]) -> Pages:
     """Copies whole blocks; to the null page nothing is copied."""
     return pages.at[destination].set(pages.at[source].get(mode="clip"), mode="drop")
+
+
+def gather_blocks(pages: Pages, source: Int[Array, "b"]) -> Float[Array, "b layers block_size features"]:
+    """Whole blocks as an array of their own, in the order asked."""
+    return pages.at[source].get(mode="clip")
+
+
+def scatter_blocks(
+    pages: Pages, destination: Int[Array, "b"], payload: Float[Array, "b layers block_size features"]
+) -> Pages:
+    """Overwrites whole blocks; for the null page nothing is written. Every finite value keeps its bits.
+
+    What is not finite is written as 0, as in `write_tokens`. ValueError for a payload of other pages: it would be cast
+    or broadcast without a word.
+    """
+    if payload.dtype != pages.dtype or payload.shape[1:] != pages.shape[1:]:
+        raise ValueError(f"blocks of {payload.dtype}{payload.shape[1:]} in pages of {pages.dtype}{pages.shape[1:]}")
+    return pages.at[destination].set(jnp.where(jnp.isfinite(payload), payload, 0), mode="drop")

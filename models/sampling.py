@@ -27,7 +27,7 @@ class SlotState:
     A row of the last five fields holds only if its request needs it: the load step sets the whole row at once.
     """
 
-    last_token: Int[Array, "slots"]  # sampled last: the next decode step's input
+    last_token: Int[Array, "slots"]  # sampled or loaded last: the next decode step's input
     output_counts: Int[Array, "slots v"]
     is_prompt: Bool[Array, "slots v"]
     bias_ids: Int[Array, "slots biases"]  # v or beyond where unused
@@ -85,13 +85,18 @@ def load_slot(
     bias_values: Float[Array, "biases"],
     stop_ids: Int[Array, "stops"],
 ) -> SlotState:
-    """Sets one slot's row from its request: prompt tokens, then tokens generated so far, then padding."""
+    """Sets one slot's row from its request: prompt tokens, then tokens generated so far, then padding.
+
+    The last of them becomes the next decode step's input: a request whose KV is here already has no other step to
+    leave it.
+    """
     vocab_size = slots.output_counts.shape[1]
     index = jnp.arange(history.shape[0])
     prompt = jnp.where(index < num_prompt, history, vocab_size)
     output = jnp.where((index >= num_prompt) & (index < num_history), history, vocab_size)
     return replace(
         slots,
+        last_token=slots.last_token.at[slot].set(history[jnp.maximum(num_history - 1, 0)]),
         output_counts=slots.output_counts.at[slot].set(jnp.zeros(vocab_size, jnp.int32).at[output].add(1, mode="drop")),
         is_prompt=slots.is_prompt.at[slot].set(jnp.zeros(vocab_size, jnp.bool_).at[prompt].set(True, mode="drop")),
         bias_ids=slots.bias_ids.at[slot].set(bias_ids),

@@ -1,11 +1,20 @@
 """Tokens land in the block and offset their table names, and nowhere else."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moonshard.kv.pages import allocate_pages, copy_blocks, read_blocks, write_tokens
+from moonshard.kv.pages import (
+    allocate_pages,
+    copy_blocks,
+    gather_blocks,
+    read_blocks,
+    scatter_blocks,
+    write_tokens,
+)
 from moonshard.sharding.rules import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
@@ -13,6 +22,7 @@ pytestmark = pytest.mark.xdist_group("jax")
 BLOCKS, LAYERS, BLOCK_SIZE, FEATURES, COLUMNS = 12, 3, 4, 5, 4
 NULL = BLOCKS
 WRITE, READ, COPY = jax.jit(write_tokens), jax.jit(read_blocks), jax.jit(copy_blocks)
+GATHER, SCATTER = jax.jit(gather_blocks), jax.jit(scatter_blocks)
 
 
 def filled(seed=0, dtype=np.float32):
@@ -71,3 +81,58 @@ def test_copies_take_all_layers_and_a_null_destination_copies_nothing():
     expected[[7, 2]] = expected[[1, 7]]
     source, destination = np.asarray([1, 7, 4, 0], np.int32), np.asarray([7, 2, NULL, NULL], np.int32)
     np.testing.assert_array_equal(COPY(filled(), source, destination), expected)
+
+
+def test_gathered_blocks_come_in_the_order_asked():
+    np.testing.assert_array_equal(GATHER(filled(), np.asarray([7, 0, 7, NULL])), filled()[[7, 0, 7, BLOCKS - 1]])
+
+
+def test_scattered_blocks_land_where_they_are_sent_and_a_null_destination_takes_nothing():
+    payload, expected = filled(seed=1)[:4], filled()
+    expected[[9, 2]] = payload[[0, 2]]
+    destination = np.asarray([9, NULL, 2, 2**31 - 1], np.int32)
+    np.testing.assert_array_equal(SCATTER(filled(), destination, payload), expected)
+
+
+def bit_patterns(dtype: jnp.dtype) -> np.ndarray:
+    """Blocks of every kind of value: all there are of 16 bits, or every top half over some low halves of 32."""
+    top = np.arange(2**16, dtype=np.uint16)
+    if dtype.itemsize == 2:
+        return top.view(dtype).reshape(4, 4, 64, 64)
+    low = np.random.default_rng(0).permutation(top).astype(np.uint32)
+    return (top.astype(np.uint32) << 16 | low).view(dtype).reshape(4, 4, 64, 64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_that_left_and_landed_have_their_bits_and_zeros_for_what_is_not_finite(dtype):
+    payload = bit_patterns(jnp.dtype(dtype))
+    is_finite = np.isfinite(payload.astype(np.float32))
+    assert 0 < (~is_finite).sum() < payload.size / 100
+    destination = np.asarray([3, 0, 5, 1], np.int32)
+    pages = SCATTER(jnp.ones((6, 4, 64, 64), dtype), destination, payload)
+    found = np.asarray(GATHER(pages, destination))
+    bits = np.dtype(f"u{payload.itemsize}")
+    np.testing.assert_array_equal(found.view(bits), np.where(is_finite, payload.view(bits), 0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, LAYERS, BLOCK_SIZE, FEATURES), "bfloat16"),
+        ((1, 1, BLOCK_SIZE, FEATURES), "float32"),
+        ((1, LAYERS, BLOCK_SIZE, 1), "float32"),
+    ],
+)
+def test_blocks_of_other_pages_are_refused(shape, dtype):
+    with pytest.raises((ValueError, TypeError), match=r"blocks of|payload"):  # a shape is told by the annotation first
+        SCATTER(filled(), np.zeros(1, np.int32), jnp.zeros(shape, dtype))
+
+
+def test_scattering_into_donated_pages_leaves_them_where_they_are():
+    scatter = functools.partial(jax.jit, donate_argnums=0)(scatter_blocks)
+    pages = jnp.ones((BLOCKS, LAYERS, BLOCK_SIZE, FEATURES))
+    place = pages.unsafe_buffer_pointer()
+    for _ in range(3):
+        exported = np.asarray(GATHER(pages, np.asarray([1, 2])))  # a reader in flight is no reason to move
+        pages = scatter(pages, np.asarray([2, 1], np.int32), exported)
+        assert pages.unsafe_buffer_pointer() == place

@@ -115,6 +115,7 @@ def test_loading_a_slot_sets_its_whole_row_and_no_other():
     prompt[2, [1, 4]] = True
     np.testing.assert_array_equal(slots.output_counts, counts)
     np.testing.assert_array_equal(slots.is_prompt, prompt)
+    assert np.asarray(slots.last_token).tolist() == [0, 0, 7, 0, 0]  # of the history, not of its padding
     assert np.asarray(slots.stop_ids).tolist() == [[VOCAB] * 2] * 2 + [[3, 90]] + [[VOCAB] * 2] * 2
     nobody = np.full(8, 0, np.int32), jnp.int32(0), jnp.int32(0), np.full(3, VOCAB, "i4"), np.zeros(3, "f4")
     again = LOAD(slots, jnp.int32(2), *nobody, np.full(2, VOCAB, np.int32))
