@@ -27,7 +27,10 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """A snapshot. `num_running` and `num_waiting` count choices, and every unfinished choice is one or the other."""
+    """A snapshot. `num_running` and `num_waiting` count choices, and every unfinished choice is one or the other.
+
+    Those that wait for a slot with their KV in place count as waiting, and add nothing to `queued_tokens`.
+    """
 
     totals: Totals
     num_running: int

@@ -23,13 +23,17 @@ def needs_slot_state(request: Request) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadPlan:
-    """Fill a slot's device state, before the first prefill chunk that samples into it. Gives no tokens."""
+    """Fill a slot's device state, before the first step that samples into it. Gives no tokens.
+
+    The last token of the history becomes the slot's input token, as if it had been sampled there: a sequence whose KV
+    came from elsewhere decodes from it, a prefill samples over it.
+    """
 
     number: int
     sequence: SequenceId
     request: Request
     slot: SlotId
-    history: tuple[int, ...]  # the prompt, then what was generated before a preemption
+    history: tuple[int, ...]  # the prompt, then what was generated elsewhere or before a preemption
 
     @property
     def num_prompt(self) -> int:
@@ -69,7 +73,7 @@ class CopyPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRow:
-    """One token of one sequence. The input token is the last that was sampled into this slot; the host may not know it.
+    """One token of one sequence. The input token is the last sampled or loaded into the slot; the host may not know it.
 
     `position` is the input token's: as many tokens precede it in the blocks. Its KV is written there, and the token at
     `position + 1` is drawn.

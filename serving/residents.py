@@ -37,12 +37,17 @@ class Residents:
 
     def enter(self, sequence: Sequence, partition: int, num_blocks: int, shared: tuple[int, ...] = ()) -> Stay | None:
         """A stay that begins with `shared` blocks, held by reference; None where a slot or blocks are lacking."""
-        slots = self._free_slots[partition]
-        own = self._pool.allocate(partition, num_blocks - len(shared)) if slots else None
+        has_slot = bool(self._free_slots[partition])
+        own = self._pool.allocate(partition, num_blocks - len(shared)) if has_slot else None
         if own is None:
             return None
         self._pool.retain(partition, shared)
-        stay = Stay(sequence=sequence, slot=SlotId(partition, heapq.heappop(slots)), blocks=shared + own)
+        return self.seat(sequence, partition, shared + own)
+
+    def seat(self, sequence: Sequence, partition: int, blocks: tuple[int, ...]) -> Stay:
+        """A stay with blocks that are held already and go over to it. The caller has seen that a slot is free."""
+        slot = SlotId(partition, heapq.heappop(self._free_slots[partition]))
+        stay = Stay(sequence=sequence, slot=slot, blocks=blocks)
         insort(self._stays, stay, key=lambda stay: stay.sequence.order)
         return stay
 
@@ -64,6 +69,9 @@ class Residents:
         """Whether some stay of the partition ends as soon as its launched steps have completed."""
         return any(stay.is_draining for stay in self._stays if stay.slot.partition == partition)
 
-    def youngest_running(self, partition: int) -> Stay:
-        """The last to arrive of those that still schedule steps; there must be one."""
-        return next(stay for stay in reversed(self._stays) if stay.slot.partition == partition and stay.is_running)
+    def is_empty(self, partition: int) -> bool:
+        return not any(stay.slot.partition == partition for stay in self._stays)
+
+    def running(self, partition: int) -> list[Stay]:
+        """Those that still schedule steps, oldest first."""
+        return [stay for stay in self._stays if stay.slot.partition == partition and stay.is_running]

@@ -1,42 +1,37 @@
 """Which step runs next: continuous batching with chunked prefill, preemption and forks, as a pure state machine.
 
-Stands apart from the engine so that a laptop or a simulator runs the very object that serves. Three verbs drive it:
-`add` accepts a request, `schedule` decides a step and counts it as launched, `complete` takes a step's results, in
-launch order. Steps may be launched before the results of earlier ones are known; the device feeds each drawn token to
-the next step itself. Everything follows from four rules:
+Stands apart from the engine so that a laptop or a simulator runs the very object that serves. Four verbs drive it:
+`add` accepts a request, `join` one that was prefilled elsewhere, `schedule` decides a step and counts it as launched,
+`complete` takes a step's results, in launch order. Steps may be launched before the results of earlier ones are known;
+the device feeds each drawn token to the next step itself. Everything follows from four rules:
 
-- Oldest first. The queue is never overtaken, growth preempts the youngest of the partition, and the oldest of all is
-  never preempted: something always finishes.
+- Oldest first. Who waits for a slot is not overtaken by anyone younger, growth preempts the youngest of the partition,
+  be it running or only holding blocks, and the oldest of all is never preempted: something always finishes.
 - Growth before admission. Running sequences take the blocks they need next before anyone enters, so that a preempted
   sequence cannot take back at once what it had to give.
 - One prefill at a time is unfinished. A step's budget is spent in order, so at most one sequence is cut by its end.
 - What a launched step uses stays held until that step has completed, whatever happened meanwhile.
 
-Left out: token values, sampling, stop strings, routing, and the clock, which is an argument.
+Blocks that others hold, leased to handoffs in progress, are only fewer to grow into: where they alone are in the way,
+`schedule` has nothing to run until they come back. Left out: token values, sampling, stop strings, routing, and the
+clock, which is an argument.
 Sources: Orca (OSDI 2022), PagedAttention (arXiv:2309.06180), Sarathi-Serve (arXiv:2403.02310).
 """
 
 import itertools
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moonshard.kv.blocks import BlockPool, PartitionCounts
 from moonshard.serving.counters import Counters, Totals
-from moonshard.serving.plan import (
-    CopyPlan,
-    DecodePlan,
-    Delivered,
-    Plan,
-    PrefillChunk,
-    PrefillPlan,
-    Results,
-    Sampled,
-    needs_slot_state,
-)
+from moonshard.serving.joiners import Joiner, Joiners
+from moonshard.serving.launches import Launches
+from moonshard.serving.plan import DecodePlan, Delivered, Plan, PrefillChunk, PrefillPlan, Results, Sampled
 from moonshard.serving.request import Output, Request
 from moonshard.serving.residents import Residents
-from moonshard.serving.sequence import Accepted, Phase, Sequence, Stay
-from moonshard.serving.waiting import NeverFits, QueueTimeout, WaitingLine, check_fits
+from moonshard.serving.seating import Seating
+from moonshard.serving.sequence import Accepted, Phase, Stay, finish_reason
+from moonshard.serving.waiting import NeverFits, QueueTimeout, WaitingLine, check_fits, check_resumed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,17 +53,8 @@ class SchedulerConfig:
             raise ValueError(f"chunk_tokens {self.chunk_tokens} is not a multiple of q_tile {self.q_tile}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    """A plan, the stays it uses, and those it draws a token for."""
-
-    plan: Plan
-    stays: tuple[Stay, ...]
-    drawing: tuple[Stay, ...] = ()
-
-
 class Scheduler:
-    """The step loop's decisions for one worker that prefills and decodes."""
+    """The step loop's decisions for one worker, whatever its part: what it need not prefill, it is given by `join`."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool):
         self.config = config
@@ -76,25 +62,62 @@ class Scheduler:
         self._residents = Residents(pool, config.slots_per_partition)
         self._accepted: dict[bytes, Accepted] = {}
         self._waiting = WaitingLine(config.max_queued_requests, config.queue_timeout_s)
+        self._joiners = Joiners(pool)
+        self._launches = Launches()
+        self._seating = Seating(pool, self._residents, self._waiting, self._joiners, self._launches)
         self._prefilling: Stay | None = None  # the one whose prefill the last budget cut
         self._is_decode_next = False
-        self._outbox: deque[_Step] = deque()  # decided, not handed out
-        self._in_flight: deque[_Step] = deque()  # handed out, not completed
         self._arrivals = itertools.count()
-        self._numbers = itertools.count()
         self._totals = Totals()
 
     # ---- requests come and go
 
-    def add(self, request: Request, now_s: float) -> None:
-        """Accept a request. Raises NeverFits or QueueFull, and then keeps nothing of it."""
+    def check(self, request: Request) -> None:
+        """Raises NeverFits where `add` or `join` would refuse the request, however much room there is."""
         if request.id in self._accepted:
             raise NeverFits("id", "a request with this id is being served")
         check_fits(request, self.config.max_context_tokens, self._pool)
-        self._waiting.check_room(now_s)
-        accepted = Accepted(request=request, arrival=next(self._arrivals), added_s=now_s)
+
+    def add(self, request: Request, now_s: float, resumed: Mapping[int, tuple[int, ...]] | None = None) -> None:
+        """Accept a request. Raises NeverFits or QueueFull, and then keeps nothing of it.
+
+        `resumed` are the tokens that each choice has that did not end elsewhere, none of them its last. Only these
+        choices live here. They wait as those who come back do: no queue is too full for them, and they never expire.
+        """
+        self.check(request)
+        if resumed is None:
+            self._waiting.check_room(now_s)
+            accepted = self._accept(request, dict.fromkeys(range(request.n), ()))
+            self._waiting.append(accepted, now_s)
+            return
+        check_resumed(request, resumed)
+        for sequence in self._accept(request, resumed, is_resumed=True).choices:
+            self._waiting.come_back(sequence)
+
+    def join(self, request: Request, partition: int, block_table: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
+        """Accept a request whose prompt's KV is in used blocks, one reference each, which pass over to the scheduler.
+
+        `tokens` are the first of each choice, drawn elsewhere; a choice that ends with its first gives no output.
+        False: all ended, the blocks are released and nothing is kept. Raises NeverFits, and then takes nothing.
+        """
+        self.check(request)
+        if len(tokens) != request.n:
+            raise NeverFits("tokens", f"{len(tokens)} first tokens came for {request.n} choices")
+        going_on = {choice: (token,) for choice, token in enumerate(tokens) if finish_reason(request, token, 1) is None}
+        if not going_on:
+            self._pool.release(partition, block_table[::-1])
+            return False
+        leader = self._accept(request, going_on).leader
+        self._joiners.append(Joiner(leader=leader, partition=partition, blocks=block_table))
+        return True
+
+    def _accept(
+        self, request: Request, generated: Mapping[int, tuple[int, ...]], *, is_resumed: bool = False
+    ) -> Accepted:
+        arrival = next(self._arrivals)
+        accepted = Accepted(request=request, arrival=arrival, is_resumed=is_resumed, generated=generated)
         self._accepted[request.id] = accepted
-        self._waiting.append(accepted)
+        return accepted
 
     def cancel(self, request_id: bytes) -> bool:
         """End a request without a word; says whether it was there. What is in flight for it is dropped on arrival."""
@@ -102,6 +125,7 @@ class Scheduler:
         if accepted is None:
             return False
         self._waiting.remove(accepted)
+        self._joiners.remove(accepted)
         for stay in self._residents:
             if stay.sequence.accepted is accepted:
                 self._leave(stay, Phase.ENDED)
@@ -118,17 +142,16 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, from now on counted as launched; None when nothing can run before a step completes."""
-        if not self._outbox:
+        if not self._launches.has_decided:
             self._decide()
-        if not self._outbox:
-            return None
-        step = self._outbox.popleft()
-        self._totals.count_launch(step.plan)
-        self._in_flight.append(step)
-        return step.plan
+        plan = self._launches.hand_out()
+        if plan is not None:
+            self._totals.count_launch(plan)
+        return plan
 
     def _decide(self) -> None:
         """Prefill and decode take turns while both have work."""
+        self._seating.seat_joiners()
         ready = self._ready_to_decode()
         is_decode_turn = bool(ready) and self._is_decode_next
         if is_decode_turn or not self._launch_prefill():
@@ -150,16 +173,23 @@ class Scheduler:
 
     def _make_room(self, stay: Stay) -> bool:
         """A block for the next token. False: blocks are about to come back, or this was the youngest and gave way."""
-        partition = stay.slot.partition
         while not self._residents.grow(stay):
-            if self._residents.is_draining(partition):
-                return False
-            youngest = self._residents.youngest_running(partition)
-            self._totals.num_preemptions += 1
-            self._leave(youngest, Phase.PREEMPTED)
-            if youngest is stay:
+            if self._residents.is_draining(stay.slot.partition) or not self._preempt_for(stay):
                 return False
         return True
+
+    def _preempt_for(self, stay: Stay) -> bool:
+        """The youngest of the partition gives way. False where nobody is left who could."""
+        running = self._residents.running(stay.slot.partition)
+        joiners = self._joiners.of(stay.slot.partition)
+        if running == [stay] and not joiners:
+            return False  # leases hold the rest: to begin anew would only lose what it has
+        self._totals.num_preemptions += 1
+        if joiners and joiners[-1].leader.order > running[-1].sequence.order:
+            self._seating.send_back(joiners[-1])
+        else:
+            self._leave(running[-1], Phase.PREEMPTED)
+        return stay.is_running
 
     def _launch_decode(self, ready: list[Stay]) -> None:
         if not ready:
@@ -168,7 +198,7 @@ class Scheduler:
         for stay in ready:
             stay.num_computed += 1
             stay.num_pending += 1
-        self._push(DecodePlan(number=next(self._numbers), rows=rows), ready, drawing=ready)
+        self._launches.push(DecodePlan(number=self._launches.next_number(), rows=rows), ready, drawing=ready)
         self._is_decode_next = False
 
     def _launch_prefill(self) -> bool:
@@ -179,12 +209,12 @@ class Scheduler:
         forks: list[tuple[Stay, Stay]] = []
         budget = self.config.chunk_tokens
         while budget > 0 and len(chunks) < self.config.max_prefill_sequences:
-            stay = self._prefilling or self._admit()
+            stay = self._prefilling or self._seating.admit()
             if stay is None:
                 break
             end = min(stay.sequence.num_tokens, stay.num_computed + budget)
             is_last = end == stay.sequence.num_tokens
-            followers = self._fork(stay) if is_last else []
+            followers = self._seating.fork(stay) if is_last else []
             samplers = [stay, *followers] if is_last else []
             chunks.append(stay.chunk(end, samplers))
             budget -= self._padded(end - stay.num_computed)
@@ -195,66 +225,16 @@ class Scheduler:
             forks += [(stay, follower) for follower in followers]
         if not chunks:
             return False
-        self._push(PrefillPlan(number=next(self._numbers), chunks=tuple(chunks)), stays, drawing)
+        plan = PrefillPlan(number=self._launches.next_number(), chunks=tuple(chunks))
+        self._launches.push(plan, stays, drawing)
         for stay in drawing:
             stay.phase, stay.num_computed, stay.num_pending = Phase.DECODE, stay.sequence.num_tokens, 1
-        self._launch_copies(forks)
+        self._seating.copy_tails(forks)
         self._is_decode_next = True
         return True
 
-    def _admit(self) -> Stay | None:
-        """The head of the line, where a slot and blocks for its tokens and one more are free. Nobody overtakes it."""
-        head, partition = self._waiting.head(), self._residents.roomiest()
-        if head is None or partition is None:
-            return None
-        stay = self._enter(head, partition, self._pool.num_blocks_for(head.num_tokens + 1))
-        if stay is not None:
-            self._waiting.pop()
-        return stay
-
-    def _fork(self, leader: Stay) -> list[Stay]:
-        """Let the choices that wait for this prefill join it; those without room prefill by themselves."""
-        accepted = leader.sequence.accepted
-        waiting, accepted.to_fork = accepted.to_fork, []
-        num_prompt = len(accepted.request.prompt)
-        shared = leader.blocks[: num_prompt // self._pool.block_size]
-        followers = []
-        for sequence in waiting:
-            stay = self._enter(sequence, leader.slot.partition, self._pool.num_blocks_for(num_prompt), shared)
-            if stay is None:
-                self._waiting.come_back(sequence)
-            else:
-                followers.append(stay)
-        return followers
-
-    def _enter(self, sequence: Sequence, partition: int, num_blocks: int, shared: tuple[int, ...] = ()) -> Stay | None:
-        stay = self._residents.enter(sequence, partition, num_blocks, shared)
-        if stay is not None and needs_slot_state(sequence.request):
-            self._push(stay.load(next(self._numbers)), [stay])
-        return stay
-
-    def _launch_copies(self, forks: list[tuple[Stay, Stay]]) -> None:
-        """Full blocks are shared; a partly filled last one is copied for each follower, who writes into it next."""
-        tails = [
-            (leader, follower)
-            for leader, follower in forks
-            if len(leader.sequence.request.prompt) % self._pool.block_size
-        ]
-        if tails:
-            pairs = tuple(
-                (leader.slot.partition, leader.blocks[len(follower.blocks) - 1], follower.blocks[-1])
-                for leader, follower in tails
-            )
-            stays = dict.fromkeys(stay for tail in tails for stay in tail)
-            self._push(CopyPlan(number=next(self._numbers), pairs=pairs), list(stays))
-
     def _padded(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.q_tile) * self.config.q_tile
-
-    def _push(self, plan: Plan, stays: list[Stay], drawing: list[Stay] | None = None) -> None:
-        for stay in stays:
-            stay.num_in_flight += 1
-        self._outbox.append(_Step(plan=plan, stays=tuple(stays), drawing=tuple(drawing or ())))
 
     # ---- steps complete
 
@@ -263,13 +243,11 @@ class Scheduler:
 
         Raises ValueError for any other step: completing out of order would release what a step still uses.
         """
-        if not self._in_flight or self._in_flight[0].plan.number != number:
-            raise ValueError(f"step {number} is not the oldest in flight")
-        step = self._in_flight.popleft()
+        launch = self._launches.complete(number)
         outputs = [
-            output for stay in step.drawing if (output := self._deliver(stay, results[stay.sequence.id])) is not None
+            output for stay in launch.drawing if (output := self._deliver(stay, results[stay.sequence.id])) is not None
         ]
-        for stay in step.stays:
+        for stay in launch.stays:
             stay.num_in_flight -= 1
             self._settle(stay)
         finished = dict.fromkeys(output.sequence.request_id for output in outputs if output.finish)
@@ -313,19 +291,24 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing accepted and nothing in flight: every block and slot is free."""
-        return not (self._accepted or self._outbox or self._in_flight)
+        """Nothing accepted and nothing in flight: every slot is free, and every block that was taken here."""
+        return not (self._accepted or self._launches.has_decided or self._launches.num_in_flight)
 
     @property
     def num_in_flight(self) -> int:
         """Steps handed out and not completed."""
-        return len(self._in_flight)
+        return self._launches.num_in_flight
 
     def counts(self, partition: int) -> PartitionCounts:
         return self._pool.counts(partition)
 
     def num_free_slots(self, partition: int) -> int:
         return self._residents.num_free_slots(partition)
+
+    def num_sequences(self, partition: int) -> int:
+        """Those that may need another block of the partition: what runs there, and what has joined there."""
+        num_joined = sum(joiner.num_sequences for joiner in self._joiners.of(partition))
+        return len(self._residents.running(partition)) + num_joined
 
     def counters(self) -> Counters:
         """A snapshot; costs O(accepted requests)."""

@@ -7,27 +7,44 @@ stored twice. Left out: every decision, which is the scheduler's.
 """
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
 
 from moonshard.serving.plan import DecodeRow, LoadPlan, PrefillChunk
 from moonshard.serving.request import FinishReason, Request, SequenceId, SlotId
 
 
+def finish_reason(request: Request, token: int, num_generated: int) -> FinishReason | None:
+    """Whether `token` ends a choice, as its `num_generated`-th. A stop token is part of the output."""
+    if token in request.stop_token_ids and num_generated > request.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_generated >= request.max_tokens else None
+
+
 @dataclass(eq=False, kw_only=True, slots=True)
 class Accepted:
-    """A request that has not ended. Its other choices wait here, not in the queue, for the leader's prefill."""
+    """A request that has not ended, made with the choices that go on and the tokens each of them has already."""
 
     request: Request
     arrival: int  # counts accepted requests
-    added_s: float
+    is_resumed: bool = False  # it began in another worker, and none of its choices waits for another
+    generated: InitVar[Mapping[int, tuple[int, ...]]]
+    choices: tuple["Sequence", ...] = field(init=False)
     num_live: int = field(init=False)  # choices without a finish reason
-    leader: "Sequence" = field(init=False)  # choice 0
-    to_fork: list["Sequence"] = field(init=False)
+    to_fork: list["Sequence"] = field(init=False)  # choices in no line: they enter with the leader, or come back
 
-    def __post_init__(self) -> None:
-        choices = [Sequence(id=SequenceId(self.request.id, choice), accepted=self) for choice in range(self.request.n)]
-        self.leader, *self.to_fork = choices
-        self.num_live = len(choices)
+    def __post_init__(self, generated: Mapping[int, tuple[int, ...]]) -> None:
+        self.choices = tuple(
+            Sequence(id=SequenceId(self.request.id, choice), accepted=self, generated=list(tokens))
+            for choice, tokens in generated.items()
+        )
+        self.num_live = len(self.choices)
+        self.to_fork = [] if self.is_resumed else list(self.choices[1:])
+
+    @property
+    def leader(self) -> "Sequence":
+        """The choice for which the others wait."""
+        return self.choices[0]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -43,9 +60,9 @@ class Sequence:
         return self.accepted.request
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Who came first; the oldest is never preempted for another."""
-        return self.accepted.arrival, self.id.choice
+    def order(self) -> tuple[bool, int, int]:
+        """Who came first; the oldest is never preempted for another. The resumed came before all that began here."""
+        return not self.accepted.is_resumed, self.accepted.arrival, self.id.choice
 
     @property
     def num_tokens(self) -> int:
@@ -58,11 +75,9 @@ class Sequence:
         return self.request.prompt[start:end] + tuple(generated)
 
     def append(self, token: int) -> FinishReason | None:
-        """Take a token; says whether it was the last. A stop token is part of the output."""
+        """Take a token; says whether it was the last."""
         self.generated.append(token)
-        if token in self.request.stop_token_ids and len(self.generated) > self.request.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.generated) == self.request.max_tokens else None
+        return finish_reason(self.request, token, len(self.generated))
 
 
 class Phase(enum.Enum):

@@ -1,18 +1,19 @@
 """Who waits for a slot, in which order, and who is turned away.
 
 Stands apart from the scheduler because its rules are about requests and time, not about steps. Two lines, served as
-one: sequences that come back (preempted, or too many to fork) stand before the requests that were never admitted.
-Whoever comes back arrived before everyone in the queue, since the queue is never overtaken. Left out: whether there is
-room.
+one, the oldest first: the sequences that come back (preempted, too many to fork, or resumed from another worker), and
+the queue of requests that were never admitted, which alone is bounded and alone expires. Left out: whether there is
+room, and those that wait with their KV, for a slot alone (`joiners`).
 """
 
 from bisect import insort
 from collections import deque
-from contextlib import suppress
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.request import Request
-from moonshard.serving.sequence import Accepted, Sequence
+from moonshard.serving.sequence import Accepted, Sequence, finish_reason
 
 
 class Rejected(Exception):
@@ -58,6 +59,23 @@ def check_fits(request: Request, max_context_tokens: int, pool: BlockPool) -> No
         raise NeverFits(field, f"prompt and max_tokens are {num_tokens} tokens, {capacity_tokens} fit")
 
 
+def check_resumed(request: Request, resumed: Mapping[int, tuple[int, ...]]) -> None:
+    """Raises NeverFits where the tokens generated elsewhere leave nothing to go on with."""
+    if not resumed:
+        raise NeverFits("resumed", "no choice goes on")
+    for choice, tokens in resumed.items():
+        if not 0 <= choice < request.n:
+            raise NeverFits("resumed", f"there is no choice {choice} of {request.n}")
+        if any(finish_reason(request, token, count) for count, token in enumerate(tokens, start=1)):
+            raise NeverFits("resumed", f"choice {choice} ends within its {len(tokens)} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    accepted: Accepted
+    added_s: float
+
+
 class WaitingLine:
     """The order in which sequences are admitted."""
 
@@ -65,12 +83,12 @@ class WaitingLine:
         self._max_queued_requests = max_queued_requests
         self._queue_timeout_s = queue_timeout_s
         self._returning: list[Sequence] = []  # oldest first
-        self._queue: deque[Accepted] = deque()  # whose leader was never admitted
+        self._queue: deque[_Queued] = deque()  # whose leader was never admitted, oldest first
 
     @property
     def num_tokens(self) -> int:
         """Tokens to be prefilled for everyone here; choices that will be forked need none."""
-        queued = sum(len(accepted.request.prompt) for accepted in self._queue)
+        queued = sum(len(queued.accepted.request.prompt) for queued in self._queue)
         return queued + sum(sequence.num_tokens for sequence in self._returning)
 
     def check_room(self, now_s: float) -> None:
@@ -78,35 +96,35 @@ class WaitingLine:
         if len(self._queue) >= self._max_queued_requests:
             raise QueueFull(retry_after_s=max(1.0, now_s - self._queue[0].added_s))
 
-    def append(self, accepted: Accepted) -> None:
-        self._queue.append(accepted)
+    def append(self, accepted: Accepted, now_s: float) -> None:
+        self._queue.append(_Queued(accepted, now_s))
 
     def come_back(self, sequence: Sequence) -> None:
         insort(self._returning, sequence, key=lambda sequence: sequence.order)
 
     def head(self) -> Sequence | None:
-        """Whose turn it is: of a request never admitted, the leader."""
-        if self._returning:
-            return self._returning[0]
-        return self._queue[0].leader if self._queue else None
+        """Whose turn it is, the oldest here: of a request never admitted, the leader."""
+        heads = self._returning[:1]
+        if self._queue:
+            heads.append(self._queue[0].accepted.leader)
+        return min(heads, key=lambda sequence: sequence.order, default=None)
 
     def pop(self) -> None:
         """The head was admitted."""
-        if self._returning:
+        if self._returning and self.head() is self._returning[0]:
             del self._returning[0]
         else:
             self._queue.popleft()
 
     def remove(self, accepted: Accepted) -> None:
         """Everything of one request, which need not be here."""
-        with suppress(ValueError):
-            self._queue.remove(accepted)
+        self._queue = deque(queued for queued in self._queue if queued.accepted is not accepted)
         self._returning = [sequence for sequence in self._returning if sequence.accepted is not accepted]
 
     def expire(self, now_s: float) -> list[tuple[bytes, QueueTimeout]]:
         """Takes out the requests that waited too long for their first admission. Whoever once ran never expires."""
         expired = []
         while self._queue and now_s - self._queue[0].added_s > self._queue_timeout_s:
-            request_id = self._queue.popleft().request.id
+            request_id = self._queue.popleft().accepted.request.id
             expired.append((request_id, QueueTimeout(retry_after_s=self._queue_timeout_s)))
         return expired

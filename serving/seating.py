@@ -1,0 +1,132 @@
+"""Who enters a slot, and with which blocks: three ways in.
+
+Admitted, from the head of the waiting line, with fresh blocks, to be prefilled. Forked, beside a leader whose prefill
+ends, sharing its blocks. Joined, with blocks whose KV was computed elsewhere, to decode at once; the other choices of a
+joined request fork from its leader as it sits down. Stands apart from the scheduler, which decides when each is tried,
+and from the residents, which keep the account. Left out: growth, preemption and the steps themselves.
+
+A joiner needs no blocks to enter, so it would always be served before an older sequence that does. Hence the last free
+slot of a partition is left to an older one that waits for admission, unless that one could not use it: the partition is
+empty, and what blocks it lacks are held here, by the joiners themselves.
+"""
+
+from collections.abc import Iterable
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.joiners import Joiner, Joiners
+from moonshard.serving.launches import Launches
+from moonshard.serving.plan import CopyPlan, needs_slot_state
+from moonshard.serving.residents import Residents
+from moonshard.serving.sequence import Phase, Sequence, Stay
+from moonshard.serving.waiting import WaitingLine
+
+
+class Seating:
+    def __init__(
+        self, pool: BlockPool, residents: Residents, waiting: WaitingLine, joiners: Joiners, launches: Launches
+    ):
+        self._pool = pool
+        self._residents = residents
+        self._waiting = waiting
+        self._joiners = joiners
+        self._launches = launches
+
+    # ---- to be prefilled
+
+    def admit(self) -> Stay | None:
+        """The head of the line, where a slot and blocks for its tokens and one more are free. Nobody overtakes it."""
+        head, partition = self._waiting.head(), self._residents.roomiest()
+        if head is None or partition is None:
+            return None
+        stay = self._residents.enter(head, partition, self._num_blocks_to_admit(head))
+        if stay is not None:
+            self._waiting.pop()
+            self._load_where_needed(stay)
+        return stay
+
+    def fork(self, leader: Stay) -> list[Stay]:
+        """Let the choices that wait for this prefill join it; those without room prefill by themselves."""
+        followers = self._enter_beside(leader, take_to_fork(leader.sequence))
+        for follower in followers:
+            self._load_where_needed(follower)
+        return followers
+
+    def copy_tails(self, forks: Iterable[tuple[Stay, Stay]]) -> None:
+        """Full blocks are shared; a partly filled last one is copied for each follower, who writes into it next."""
+        tails = [
+            (leader, follower)
+            for leader, follower in forks
+            if len(leader.sequence.request.prompt) % self._pool.block_size
+        ]
+        if tails:
+            pairs = tuple(
+                (leader.slot.partition, leader.blocks[len(follower.blocks) - 1], follower.blocks[-1])
+                for leader, follower in tails
+            )
+            stays = dict.fromkeys(stay for tail in tails for stay in tail)
+            self._launches.push(CopyPlan(number=self._launches.next_number(), pairs=pairs), list(stays))
+
+    # ---- with KV that came from elsewhere
+
+    def seat_joiners(self) -> None:
+        """Oldest first, each where its partition has a slot for it."""
+        for joiner in self._joiners:
+            if self._may_sit(joiner.leader, joiner.partition):
+                self._joiners.take(joiner)
+                self._seat(joiner)
+
+    def send_back(self, joiner: Joiner) -> None:
+        """It gives its blocks up, and each choice comes back to be prefilled by itself."""
+        self._joiners.release(joiner)
+        for sequence in (joiner.leader, *take_to_fork(joiner.leader)):
+            self._waiting.come_back(sequence)
+
+    def _seat(self, joiner: Joiner) -> None:
+        leader = self._residents.seat(joiner.leader, joiner.partition, joiner.blocks)
+        followers = self._enter_beside(leader, take_to_fork(joiner.leader))
+        for stay in (leader, *followers):
+            stay.phase, stay.num_computed = Phase.DECODE, len(joiner.leader.request.prompt)
+            self._load(stay)  # always: its input token was not sampled here
+        self.copy_tails((leader, follower) for follower in followers)
+
+    def _may_sit(self, sequence: Sequence, partition: int) -> bool:
+        """Whether a slot is free that no older one waits for."""
+        num_free, head = self._residents.num_free_slots(partition), self._waiting.head()
+        if num_free != 1 or head is None or sequence.order < head.order:
+            return num_free > 0
+        lacks_blocks = self._pool.num_free(partition) < self._num_blocks_to_admit(head)
+        return lacks_blocks and self._residents.is_empty(partition)
+
+    # ---- what the ways have in common
+
+    def _enter_beside(self, leader: Stay, sequences: list[Sequence]) -> list[Stay]:
+        """Those with room share the leader's full blocks of the prompt and own its tail; the others come back."""
+        partition, num_prompt = leader.slot.partition, len(leader.sequence.request.prompt)
+        shared = leader.blocks[: num_prompt // self._pool.block_size]
+        followers = []
+        for sequence in sequences:
+            has_slot = self._may_sit(sequence, partition)
+            num_blocks = self._pool.num_blocks_for(num_prompt)
+            stay = self._residents.enter(sequence, partition, num_blocks, shared) if has_slot else None
+            if stay is None:
+                self._waiting.come_back(sequence)
+            else:
+                followers.append(stay)
+        return followers
+
+    def _num_blocks_to_admit(self, sequence: Sequence) -> int:
+        return self._pool.num_blocks_for(sequence.num_tokens + 1)
+
+    def _load_where_needed(self, stay: Stay) -> None:
+        if needs_slot_state(stay.sequence.request):
+            self._load(stay)
+
+    def _load(self, stay: Stay) -> None:
+        self._launches.push(stay.load(self._launches.next_number()), [stay])
+
+
+def take_to_fork(leader: Sequence) -> list[Sequence]:
+    """The choices that waited for this one. They are taken once."""
+    accepted = leader.accepted
+    sequences, accepted.to_fork = accepted.to_fork, []
+    return sequences
