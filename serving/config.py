@@ -1,11 +1,12 @@
 """What a deployment is made of, as frozen dataclasses: the one configuration that every process is given.
 
 This file is the list of all keys: a key's name, type, bounds, default and meaning stand here and nowhere else, and the
-reader `config_file` walks these dataclasses. Left out: the model's own shape, which its folder's config.json tells.
+reader `config_file` walks these dataclasses. Left out: which values do not fit together (`config_faults`), and the
+model's own shape, which its folder's config.json tells.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +20,10 @@ Positive = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]  # 0: any free port
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Text = Annotated[str, Meta(min_length=1)]
+Stated = Annotated[str, Meta(pattern=r"\S")]  # more than white space
+ListenPort = Annotated[int, Meta(ge=1, le=65_535)]
+
+WorkerRole = Literal["both", "prefill", "decode"]  # both: aggregated
 
 
 class ConfigError(ValueError):
@@ -46,19 +51,29 @@ class GatewayConfig:
     host: Text = "127.0.0.1"
     port: Port = 8000  # HTTP
     grpc_port: Port = 50051
-    workers: tuple[Text, ...] = ()  # host:port; empty: the one at [worker]. `serve` starts its own
+    workers: tuple[Text, ...] = ()  # host:port; empty: `default_worker_addresses`. `serve` starts its own
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_queued_requests: Positive = 512
     queue_timeout_s: Seconds = 30.0
     drain_timeout_s: Seconds = 20.0  # how long running requests may take to finish after SIGTERM
+    worker_silence_s: Seconds = 10.0  # a worker from which nothing came for so long is treated as gone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingConfig:
+    """Which worker a request goes to, and what becomes of it when that one is lost."""
+
+    local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0  # prompts so short are prefilled where they are decoded
+    max_attempts: Positive = 3  # how often a request is begun or continued on other workers
+    failover_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 1.5  # of a request that lost its worker, for another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
-    """Where a worker started by hand listens; `serve` gives its workers free ports."""
+    """Where workers started by hand listen; `serve` gives its workers free ports."""
 
-    host: Text = "127.0.0.1"
-    port: Port = 50061
+    host: Text = "127.0.0.1"  # of a worker of any role
+    port: Port = 50061  # of an aggregated one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +81,10 @@ class PrefillConfig:
     """Prefill workers. In aggregated mode only `chunk_tokens` applies, to the workers of [decode]."""
 
     replicas: Positive = 1
+    port: Port = 50071
     mesh: MeshShape = field(default_factory=MeshShape)
     chunk_tokens: Positive = 512  # the most prompt tokens of one step
+    max_slots: Positive = 16  # rows whose first token one step can draw, over all partitions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,30 +92,55 @@ class DecodeConfig:
     """Decode workers; in aggregated mode, all the workers there are."""
 
     replicas: Positive = 1
+    port: Port = 50072  # unused in aggregated mode, which has `worker.port`
     mesh: MeshShape = field(default_factory=MeshShape)
     max_slots: Positive = 16  # sequences decoded at once by one worker, over all its partitions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvConfig:
-    """The KV cache."""
+    """The KV cache, and its way from prefill to decode: all keys after `num_blocks` are unused when aggregated."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64  # tokens
     num_blocks: Positive | None = None  # per partition; None: what memory allows
-    transport: Literal["mooncake", "grpc", "inproc"] = "mooncake"  # prefill to decode; unused when aggregated
+    transport: Literal["mooncake", "grpc", "inproc"] = "mooncake"
+    slab_bytes: Positive = 256 * 1024 * 1024  # of each worker's own: KV lands in it, or is staged in it
+    slots_per_handoff: Positive | None = None  # None: a quarter of the slab's slots, at least 1
+    lease_s: Seconds = 60.0  # after which a reservation that nobody has used ends
+    quarantine_s: Seconds = 60.0  # how long slots rest after a writer that may still write
+    transfer_timeout_s: Seconds = 5.0  # without any copy landing
+    host: Text | None = None  # the name by which peers reach this machine; None: worker.host
+    ports: tuple[ListenPort, ListenPort] | None = None  # first and last of Mooncake's handshake; None: its own choice
+    allow_unauthenticated: bool = False  # serve KV beyond loopback to whoever reaches it
+    network_fence: Stated | None = None  # how the KV plane's network is fenced, in words, for logs and records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TlsConfig:
+    """Mutual TLS between gateway and workers: PEM files, all or none. Workers and gateways each show `cert`."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None  # whom to believe: a peer's certificate must be signed by it
+
+    @property
+    def is_complete(self) -> bool:
+        return None not in (self.cert, self.key, self.ca)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """All of it."""
 
-    mode: Literal["aggregated", "disaggregated"] = "aggregated"
+    mode: Literal["aggregated", "disaggregated"] = "disaggregated"
     model: ModelConfig
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     kv: KvConfig = field(default_factory=KvConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
 
 
 def embedded_model_path() -> Path:
@@ -109,26 +151,40 @@ def embedded_model_path() -> Path:
     return path
 
 
-def joint_faults(config: Config) -> list[str]:
-    """What no bounds of a single value can tell: above all, keys that are valid alone and do not fit together."""
-    gateway, decode, kv = config.gateway, config.decode, config.kv
-    faults = [f"gateway.workers: expected host:port, got {w!r}" for w in gateway.workers if not _is_address(w)]
-    if config.mode == "disaggregated":
-        faults.append("mode: disaggregated is not served yet; use aggregated")
-    if gateway.port == gateway.grpc_port != 0:
-        faults.append(f"gateway.grpc_port: {gateway.grpc_port} is gateway.port too; HTTP and gRPC need one each")
-    if config.prefill.chunk_tokens % kv.block_size:
-        faults.append(
-            f"prefill.chunk_tokens: {config.prefill.chunk_tokens} is not a multiple of kv.block_size ({kv.block_size})"
-        )
-    if decode.max_slots % decode.mesh.num_partitions:
-        faults.append(
-            f"decode.max_slots: {decode.max_slots} cannot be shared out equally among the "
-            f"{decode.mesh.num_partitions} partitions (data x expert) of decode.mesh"
-        )
-    return faults
+def mesh_of(config: Config, role: WorkerRole) -> MeshShape:
+    return config.prefill.mesh if role == "prefill" else config.decode.mesh
 
 
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= 65_535
+def port_of(config: Config, role: WorkerRole) -> int:
+    """Where a worker of that role listens, at `worker.host`."""
+    return {"both": config.worker, "prefill": config.prefill, "decode": config.decode}[role].port
+
+
+def port_key(role: WorkerRole) -> str:
+    return "worker.port" if role == "both" else f"{role}.port"
+
+
+def with_worker_at(config: Config, role: WorkerRole, host: str, port: int) -> Config:
+    """The same for one worker of that role, at that place; the ports of the other roles are free ones."""
+    return replace(
+        config,
+        worker=replace(config.worker, host=host, port=port if role == "both" else 0),
+        prefill=replace(config.prefill, port=port if role == "prefill" else 0),
+        decode=replace(config.decode, port=port if role == "decode" else 0),
+    )
+
+
+def kv_host_of(config: Config) -> str:
+    """The name by which peers reach this machine's KV."""
+    return config.kv.host or config.worker.host
+
+
+def roles_of(config: Config) -> tuple[WorkerRole, ...]:
+    """Of the workers that the mode asks for."""
+    return ("both",) if config.mode == "aggregated" else ("prefill", "decode")
+
+
+def default_worker_addresses(config: Config) -> tuple[str, ...]:
+    """Where a gateway looks for workers that nobody has named: one of each role, at `worker.host`."""
+    host = f"[{config.worker.host}]" if ":" in config.worker.host else config.worker.host
+    return tuple(f"{host}:{port_of(config, role)}" for role in roles_of(config))

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from moonshard.serving.config import EMBEDDED_MODEL_NAME, Config, ConfigError, embedded_model_path, joint_faults
+from moonshard.serving.config import EMBEDDED_MODEL_NAME, Config, ConfigError, embedded_model_path
+from moonshard.serving.config_faults import joint_faults
 
-AUTO = "auto"  # how a file spells None: TOML has no null
+AUTO = "auto"
+UNSET = (AUTO, "none")  # how a file spells None: TOML has no null
 
 Tree = dict[str, object]
 
@@ -24,13 +26,14 @@ Tree = dict[str, object]
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read `path` (None: all defaults), then apply `overrides`: `dotted.key=value`, with a TOML value or a bare string.
 
-    A relative `model.path` in the file is relative to the file; in an override, to the working directory.
+    A relative path in the file is relative to the file; in an override, to the working directory.
     ConfigError names every fault at once.
     """
     tree = {} if path is None else _read(path)
     faults = [fault for text in overrides if (fault := _override(tree, text))]
     values = _walk(Config, tree, "", faults)
     _complete_model(values, faults)
+    faults += _unreadable(values.get("tls"))
     if faults:
         raise ConfigError(faults)
     config = _build(Config, values)
@@ -65,14 +68,17 @@ def _read(path: Path) -> Tree:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:  # its message names line and column
         raise ConfigError([f"--config {path}: {error}"]) from error
-    return _beside(path.parent, tree)
+    return _beside(path.parent, tree, Config)
 
 
-def _beside(folder: Path, tree: Tree) -> Tree:
-    """The tree with a relative `model.path` made relative to the folder of the file it was read from."""
-    model = tree.get("model")
-    if isinstance(model, dict) and isinstance(named := model.get("path"), str) and named:
-        model["path"] = str(folder / Path(named).expanduser())
+def _beside(folder: Path, tree: Tree, node: type) -> Tree:
+    """The tree with its relative paths made relative to the folder of the file it was read from."""
+    for name, hint in _keys(node):
+        value = tree.get(name)
+        if isinstance(value, dict) and is_dataclass(hint):
+            _beside(folder, value, _class(hint))
+        elif Path in (hint, *typing.get_args(hint)) and isinstance(value, str) and value not in ("", *UNSET):
+            tree[name] = str(folder / Path(value).expanduser())
     return tree
 
 
@@ -115,7 +121,7 @@ def _walk(node: type, tree: Tree, prefix: str, faults: list[str]) -> Tree:
 
 
 def _convert(key: str, hint: object, value: object, values: Tree, faults: list[str]) -> None:
-    if value == AUTO and type(None) in typing.get_args(hint):
+    if value in UNSET and type(None) in typing.get_args(hint):
         value = None
     elif value is None:
         faults.append(f"{key}: expected a value")
@@ -128,7 +134,7 @@ def _convert(key: str, hint: object, value: object, values: Tree, faults: list[s
 
 def _to_path(hint: type, value: object) -> object:
     if hint is Path and isinstance(value, str) and value:
-        return Path(value).expanduser()
+        return Path(value).expanduser().absolute()
     raise msgspec.ValidationError(f"expected a path, got {value!r}")
 
 
@@ -197,10 +203,22 @@ def _complete_model(values: Tree, faults: list[str]) -> None:
         except ConfigError as error:
             faults.extend(error.faults)
         return
-    model["path"] = path = Path(model["path"]).absolute()
+    path = Path(model["path"])
     model.setdefault("name", path.resolve().name)
     if not path.is_dir():
         faults.append(f"model.path: {path} is not a folder (checkpoints are read from disk, never downloaded)")
+
+
+def _unreadable(tls: object) -> list[str]:
+    """A fault for each file of [tls] that this process cannot read."""
+    faults = []
+    for name, path in tls.items() if isinstance(tls, dict) else ():
+        try:
+            if path is not None:
+                Path(path).read_bytes()
+        except OSError as error:
+            faults.append(f"tls.{name}: {path}: {error.strerror}")
+    return faults
 
 
 def _build[T](node: type[T], values: Mapping[str, object]) -> T:
@@ -211,6 +229,8 @@ def _build[T](node: type[T], values: Mapping[str, object]) -> T:
 def _toml_value(value: object) -> str:
     if value is None:
         return json.dumps(AUTO)
+    if isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, str | Path):  # a JSON string is a TOML string, but for DEL

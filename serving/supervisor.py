@@ -1,4 +1,4 @@
-"""Workers and one gateway as child processes: started together, restarted when they crash, ended together.
+"""Workers and one gateway as child processes: started together, restarted when they end by themselves, ended together.
 
 It knows processes and status events, neither models nor ports: `Commands` says what to run, `Reporter` takes the news.
 Ending is bounded: a drain that takes too long is cut off with SIGKILL, and nothing is left running.
@@ -37,12 +37,18 @@ class Limits:
     first_backoff_s: float = 0.25  # doubled with each restart in the window
 
 
+# An argument list, given what an earlier process of the role listened on: the next one must take its place.
+Command = Callable[[Mapping[str, object] | None], list[str]]
+
+
 class Commands(Protocol):
-    """What to run. `previous` is what an earlier process of the role listened on: the next one must take its place."""
+    """What to run."""
 
     @property
-    def num_workers(self) -> int: ...
-    def worker(self, index: int, previous: Mapping[str, object] | None) -> list[str]: ...
+    def workers(self) -> Mapping[str, Command]:
+        """By name, in the order in which the gateway is told of them."""
+        ...
+
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]: ...
 
 
@@ -69,7 +75,7 @@ class Supervisor:
 
         The gateway starts as soon as the workers' addresses are known: it binds its ports while models load.
         """
-        self._workers = [self._start_worker(index) for index in range(self._commands.num_workers)]
+        self._workers = [self._start_role(name, command) for name, command in self._commands.workers.items()]
         addresses = await self._unless_failed(_addresses(self._workers))
         gateway = self._start_role("gateway", lambda previous: self._commands.gateway(addresses, previous))
         self._gateway = gateway
@@ -108,10 +114,7 @@ class Supervisor:
     def _roles(self) -> list["Role"]:
         return [*self._workers, *([self._gateway] if self._gateway else [])]
 
-    def _start_worker(self, index: int) -> "Role":
-        return self._start_role(f"worker {index}", lambda previous: self._commands.worker(index, previous))
-
-    def _start_role(self, name: str, command: "Command") -> "Role":
+    def _start_role(self, name: str, command: Command) -> "Role":
         return Role(name, command, self._reporter, self._limits)
 
     async def _unless_failed[T](self, wanted: Coroutine[None, None, T]) -> T:
@@ -125,9 +128,6 @@ class Supervisor:
             return await task
         finally:
             task.cancel()
-
-
-Command = Callable[[Mapping[str, object] | None], list[str]]
 
 
 class Role:
@@ -144,6 +144,7 @@ class Role:
         self._signal: int | None = None  # the last one sent: a process that is just being started gets it too
         self._child: Child | None = None
         self._failure: tuple[str, int] | None = None  # what the current process said before it ended
+        self._has_served = False  # the current process was ready
         self.task = asyncio.create_task(self._run(), name=name)
 
     def retire(self) -> None:
@@ -160,13 +161,17 @@ class Role:
         crashes: deque[float] = deque()
         while not self._retired.is_set():
             code = await self._live()
-            if not self._retired.is_set():
+            if self._retired.is_set():
+                return
+            if code == 0 and self._has_served:
+                await self._after_drain()
+            else:
                 await self._after_crash(code, crashes)
 
     async def _live(self) -> int:
         """Run one process to its end."""
         previous = self.listening.result() if self.listening.done() else None
-        self._failure = None
+        self._failure, self._has_served = None, False
         self._child = await start_child(self._command(previous), on_event=self._on_event, on_line=self._on_line)
         try:
             if self._signal is not None:
@@ -175,6 +180,11 @@ class Role:
         finally:
             self._child.signal(signal.SIGKILL)  # only when cancelled does it still run
             self._child = None
+
+    async def _after_drain(self) -> None:
+        """Somebody else told the process to end, and it did so in order: that says nothing against the next one."""
+        self._reporter.note(f"{self.name} has drained and ended; starting it again")
+        await _wait_for(self._retired, timeout_s=self._limits.first_backoff_s)
 
     async def _after_crash(self, code: int, crashes: deque[float]) -> None:
         """Wait before the next process. ChildFailed if there should be none."""
@@ -194,6 +204,7 @@ class Role:
         if event == "listening" and not self.listening.done():
             self.listening.set_result(fields)
         elif event == "ready":
+            self._has_served = True
             self.ready.set()
         elif event == "failed":
             exit_code = fields.get("exit_code")

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping
 
-from moonshard.serving.config import Config, ConfigError
+from moonshard.serving.config import Config, ConfigError, WorkerRole, port_key, port_of
 
 
 def check_ports_are_free(config: Config) -> None:
@@ -12,9 +12,9 @@ def check_ports_are_free(config: Config) -> None:
     _check(gateway.host, {"gateway.port": gateway.port, "gateway.grpc_port": gateway.grpc_port})
 
 
-def check_worker_port_is_free(config: Config) -> None:
-    """The same for the worker's."""
-    _check(config.worker.host, {"worker.port": config.worker.port})
+def check_worker_port_is_free(config: Config, role: WorkerRole) -> None:
+    """The same for that of a worker."""
+    _check(config.worker.host, {port_key(role): port_of(config, role)})
 
 
 def _check(host: str, ports: Mapping[str, int]) -> None:

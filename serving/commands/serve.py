@@ -5,19 +5,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from moonshard.serving.commands.options import Configured
 from moonshard.serving.commands.ports import check_ports_are_free
-from moonshard.serving.config import Config
+from moonshard.serving.config import Config, WorkerRole, roles_of, with_worker_at
 from moonshard.serving.config_file import as_overrides
-from moonshard.serving.supervisor import Limits, supervise
+from moonshard.serving.supervisor import Command, Limits, supervise
 
 
 def serve(options: Configured) -> int:
-    """Serve a model: start decode.replicas workers and a gateway, and keep them running.
+    """Serve a model: start the workers and a gateway, and keep them running.
 
-    Prints one line when everything is ready. SIGTERM or Ctrl-C lets running requests finish and then ends; a second
-    Ctrl-C ends at once.
+    Prefill and decode workers, as prefill.replicas and decode.replicas say; with mode = "aggregated", decode.replicas
+    workers that do both. Prints one line when everything is ready. SIGTERM or Ctrl-C lets running requests finish and
+    then ends; a second Ctrl-C ends at once.
     """
     from moonshard.serving.terminal import TerminalReporter
 
@@ -48,6 +50,9 @@ def limits_of(config: Config) -> Limits:
     return Limits(gateway_drain_s=drain_s + 4, drain_s=drain_s + 7)
 
 
+_COMMAND: Mapping[WorkerRole, str] = {"both": "worker", "prefill": "prefill", "decode": "decode"}
+
+
 @dataclass(frozen=True, slots=True)
 class ChildCommands:
     """The command lines of the children. Each gets the whole configuration as `--set`, as a person could type it."""
@@ -55,14 +60,17 @@ class ChildCommands:
     config: Config
 
     @property
-    def num_workers(self) -> int:
-        return self.config.decode.replicas
+    def workers(self) -> dict[str, Command]:
+        return {
+            f"{_COMMAND[role]} {index}": partial(self.worker, role)
+            for role in roles_of(self.config)
+            for index in range(self.config.prefill.replicas if role == "prefill" else self.config.decode.replicas)
+        }
 
-    def worker(self, index: int, previous: Mapping[str, object] | None) -> list[str]:
+    def worker(self, role: WorkerRole, previous: Mapping[str, object] | None) -> list[str]:
         """A worker on a free port of loopback, or on that of the process it replaces."""
         port = _port(previous["address"]) if previous else 0
-        place = replace(self.config.worker, host="127.0.0.1", port=port)
-        return _argv("worker", replace(self.config, worker=place))
+        return _argv(_COMMAND[role], with_worker_at(self.config, role, "127.0.0.1", port))
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
         gateway = replace(self.config.gateway, workers=tuple(workers))

@@ -22,6 +22,7 @@ NUM_BLOCKS = 128
 BLOCK_SIZE = 16
 MAX_SLOTS = 4
 OVERRIDES = {
+    "mode": "aggregated",
     "gateway.port": 0,
     "gateway.grpc_port": 0,
     "gateway.queue_timeout_s": 20.0,

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from moonshard.serving import cli
-from moonshard.serving.commands.ports import check_ports_are_free, check_worker_port_is_free
+from moonshard.serving.commands.ports import check_ports_are_free
 from moonshard.serving.commands.serve import ChildCommands, limits_of
-from moonshard.serving.config import ConfigError
+from moonshard.serving.config import Config, ConfigError
 from moonshard.serving.config_file import load_config
 from moonshard.serving.startup import STARTUP_ERRORS, jax_environment, startup_message
 from moonshard.sharding.shape import MeshShape
@@ -56,7 +56,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
 def test_help_names_every_command_with_its_purpose(commands: dict[str, EntryPoint]):
     text = cli.help_text(commands)
     assert "  greet    Greet somebody.\n" in text
-    assert all(f"  {name} " in text for name in ("serve", "gateway", "worker", "chat", "score"))
+    assert all(f"  {name} " in text for name in ("serve", "gateway", "prefill", "decode", "worker", "chat", "score"))
 
 
 def test_an_installed_command_runs_with_its_arguments_and_gives_the_exit_code(
@@ -87,13 +87,13 @@ def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "moonshard: unknown command 'srve'; did you mean serve?\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "gateway", "worker"])
+@pytest.mark.parametrize("command", ["serve", "gateway", "prefill", "decode", "worker"])
 def test_configuration_faults_end_with_one_message_and_exit_code_2(command: str):
     ended = moonshard(command, "--set", "max_slots=1", "--set", "gateway.port=x")
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr == (
-        "moonshard: max_slots: unknown key; did you mean decode.max_slots?\n"
+        "moonshard: max_slots: unknown key; did you mean prefill.max_slots or decode.max_slots?\n"
         "           gateway.port: expected `int`, got 'x'\n"
     )
 
@@ -121,31 +121,79 @@ def test_a_port_in_use_is_refused_naming_the_key():
     check_ports_are_free(load_config(None, [f"gateway.grpc_port={port}", "gateway.port=0"]))  # free again
 
 
-def test_a_workers_port_in_use_is_refused_naming_the_key():
+@pytest.mark.parametrize(
+    ("command", "key"), [("worker", "worker.port"), ("prefill", "prefill.port"), ("decode", "decode.port")]
+)
+def test_a_workers_port_in_use_is_refused_naming_the_key(
+    command: str, key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    mode = "aggregated" if command == "worker" else "disaggregated"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"^worker\.port: cannot listen on 127\.0\.0\.1:{port}: "):
-            check_worker_port_is_free(load_config(None, [f"worker.port={port}"]))
+        assert cli.main([command, "--set", f"mode={mode}", "--set", f"{key}={port}"]) == 2
+    fault = f"moonshard: {key}: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert capsys.readouterr().err == fault
+
+
+@pytest.mark.parametrize(
+    ("command", "mode", "known"),
+    [
+        ("worker", "disaggregated", "prefill and decode"),
+        ("prefill", "aggregated", "worker"),
+        ("decode", "aggregated", "worker"),
+    ],
+)
+def test_a_worker_of_the_other_mode_is_refused(command: str, mode: str, known: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([command, "--set", f"mode={mode}"]) == 2
+    fault = f"moonshard: mode: in {mode} mode there are workers of `moonshard {known}` only\n"
+    assert capsys.readouterr().err == fault
+
+
+def test_serve_starts_the_workers_of_its_mode_in_the_order_of_their_roles():
+    counts = ["prefill.replicas=2", "decode.replicas=3"]
+    names = ["prefill 0", "prefill 1", "decode 0", "decode 1", "decode 2"]
+    assert list(ChildCommands(load_config(None, counts)).workers) == names
+    aggregated = ChildCommands(load_config(None, [*counts, "mode=aggregated"]))
+    assert list(aggregated.workers) == ["worker 0", "worker 1", "worker 2"]
 
 
 def test_a_child_is_given_the_whole_configuration_on_its_command_line():
-    config = load_config(None, ["decode.max_slots=5", "gateway.port=0", "worker.port=50099", "worker.host=0.0.0.0"])
+    fence = "kv.network_fence=a cable"
+    config = load_config(None, ["decode.max_slots=5", "gateway.port=0", "prefill.port=50099", fence])
     commands = ChildCommands(config)
-    worker = reread(commands.worker(0, None))
-    assert (worker.worker.host, worker.worker.port, worker.decode) == ("127.0.0.1", 0, config.decode)
-    gateway = reread(commands.gateway(["127.0.0.1:7", "127.0.0.1:8"], None))
+    for name, key in (("prefill 0", "prefill"), ("decode 0", "decode")):
+        worker = reread(commands.workers[name](None), key)
+        assert (worker.worker.host, getattr(worker, key).port) == ("127.0.0.1", 0)
+        assert (worker.decode.max_slots, worker.kv) == (5, config.kv)
+    gateway = reread(commands.gateway(["127.0.0.1:7", "127.0.0.1:8"], None), "gateway")
     assert (gateway.gateway.workers, gateway.gateway.port) == (("127.0.0.1:7", "127.0.0.1:8"), 0)
 
 
-def test_a_restarted_child_takes_the_place_of_the_one_before():
+@pytest.mark.parametrize(
+    ("mode", "name", "command", "key"),
+    [
+        ("aggregated", "worker 0", "worker", "worker"),
+        ("disaggregated", "prefill 0", "prefill", "prefill"),
+        ("disaggregated", "decode 0", "decode", "decode"),
+    ],
+)
+def test_a_restarted_child_takes_the_place_of_the_one_before(mode: str, name: str, command: str, key: str):
+    commands = ChildCommands(load_config(None, [f"mode={mode}"]))
+    config = reread(commands.workers[name]({"address": "127.0.0.1:7007"}), command)
+    assert getattr(config, key).port == 7007
+    gateway = reread(commands.gateway([], {"http": "http://127.0.0.1:7008", "grpc": "127.0.0.1:7009"}), "gateway")
+    assert (gateway.gateway.port, gateway.gateway.grpc_port) == (7008, 7009)
+
+
+def test_a_restarted_worker_may_have_been_given_the_default_port_of_another_role():
     commands = ChildCommands(load_config(None))
-    assert reread(commands.worker(0, {"address": "127.0.0.1:7007"})).worker.port == 7007
-    gateway = reread(commands.gateway([], {"http": "http://127.0.0.1:7008", "grpc": "127.0.0.1:7009"})).gateway
-    assert (gateway.port, gateway.grpc_port) == (7008, 7009)
+    port = load_config(None).decode.port
+    assert reread(commands.workers["prefill 0"]({"address": f"127.0.0.1:{port}"}), "prefill").prefill.port == port
 
 
-def reread(argv: list[str]):
-    assert argv[:3] == [sys.executable, "-m", "moonshard.serving.cli"]
+def reread(argv: list[str], command: str) -> Config:
+    assert argv[:4] == [sys.executable, "-m", "moonshard.serving.cli", command]
     assert argv[4::2] == ["--set"] * len(argv[4::2])
     return load_config(None, argv[5::2])
 

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.serving.config import EMBEDDED_MODEL_NAME, Config, ConfigError, embedded_model_path
+from moonshard.serving.config import (
+    EMBEDDED_MODEL_NAME,
+    Config,
+    ConfigError,
+    default_worker_addresses,
+    embedded_model_path,
+)
 from moonshard.serving.config_file import as_overrides, leaves, load_config
 from moonshard.sharding.shape import MeshShape
 
@@ -26,7 +32,7 @@ def test_every_key_has_a_default_and_the_embedded_model_is_served():
     config = load_config(None)
     assert config.model.path == embedded_model_path()
     assert config.model.name == EMBEDDED_MODEL_NAME
-    assert (config.mode, config.gateway.port, config.kv.num_blocks) == ("aggregated", 8000, None)
+    assert (config.mode, config.gateway.port, config.kv.num_blocks) == ("disaggregated", 8000, None)
 
 
 def test_a_file_sets_keys_and_overrides_win_over_it(tmp_path: Path):
@@ -60,7 +66,7 @@ def test_all_faults_are_reported_together(tmp_path: Path):
     assert faults(path, "decode.replicas=two", "nonsense") == (
         "--set nonsense: expected key=value, for example decode.max_slots=32",
         "mode: expected one of aggregated, disaggregated, got 'agregated'; did you mean aggregated?",
-        "max_slots: unknown key; did you mean decode.max_slots?",
+        "max_slots: unknown key; did you mean prefill.max_slots or decode.max_slots?",
         "gateway.port: expected `int` <= 65535, got 70000",
         "gateway.hots: unknown key; did you mean gateway.host?",
         "kv.num_blocks: expected `int` >= 1, got 0",
@@ -83,23 +89,87 @@ def test_all_faults_are_reported_together(tmp_path: Path):
         ("decode.max_slots.x=1", "decode.max_slots: expected `int`, got {'x': 1}"),
         ("decod.max_slots=1", "decod: unknown key; did you mean decode?"),
         ("worker.grpc_port=1", "worker.grpc_port: unknown key; did you mean gateway.grpc_port?"),
-        ("max_slot=1", "max_slot: unknown key; did you mean decode.max_slots?"),
+        ("max_slot=1", "max_slot: unknown key; did you mean prefill.max_slots or decode.max_slots?"),
         (
             "model.dtype=bf16",
             "model.dtype: expected one of auto, float32, bfloat16, got 'bf16'; did you mean bfloat16?",
         ),
         ("model.path=''", "model.path: expected a path, got ''"),
         ("kv.block_size=48", "prefill.chunk_tokens: 512 is not a multiple of kv.block_size (48)"),
-        ("mode=disaggregated", "mode: disaggregated is not served yet; use aggregated"),
+        ("gateway.workers=['a:1', 'b:2', 'a:1']", "gateway.workers: 'a:1' is named twice"),
+        ("gateway.worker_silence_s=0", "gateway.worker_silence_s: expected `float` > 0.0, got 0"),
+        (
+            "routing.local_prefill_max_tokens=-1",
+            "routing.local_prefill_max_tokens: expected `int` >= 0, got -1",
+        ),
+        ("routing.max_attempts=0", "routing.max_attempts: expected `int` >= 1, got 0"),
+        ("routing.failover_wait_s=-0.1", "routing.failover_wait_s: expected `float` >= 0.0, got -0.1"),
+        ("prefill.port=-1", "prefill.port: expected `int` >= 0, got -1"),
+        ("prefill.port=50072", "decode.port: 50072 is prefill.port too; they need one each"),
+        ("decode.port=65536", "decode.port: expected `int` <= 65535, got 65536"),
+        ("prefill.max_slots=0", "prefill.max_slots: expected `int` >= 1, got 0"),
+        ("kv.slab_bytes=0", "kv.slab_bytes: expected `int` >= 1, got 0"),
+        ("kv.slab_bytes=1e9", "kv.slab_bytes: expected `int`, got 1000000000.0"),
+        ("kv.slots_per_handoff=0", "kv.slots_per_handoff: expected `int` >= 1, got 0"),
+        ("kv.lease_s=0", "kv.lease_s: expected `float` > 0.0, got 0"),
+        ("kv.quarantine_s=-1", "kv.quarantine_s: expected `float` > 0.0, got -1"),
+        ("kv.transfer_timeout_s=1e9", "kv.transfer_timeout_s: expected `float` <= 86400.0, got 1000000000.0"),
+        ("kv.host=''", "kv.host: expected `str` of length >= 1, got ''"),
+        ("kv.ports=[17000]", "kv.ports: expected `array` of length 2, got [17000]"),
+        ("kv.ports=[17009, 17000]", "kv.ports: the first, 17009, is beyond the last, 17000"),
+        ("kv.ports=[0, 17000]", "kv.ports: expected `int` >= 1 - at `$[0]`, got [0, 17000]"),
+        ("kv.allow_unauthenticated=1", "kv.allow_unauthenticated: expected `bool`, got 1"),
+        ("kv.network_fence=' '", "kv.network_fence: expected `str` matching regex '\\\\S', got ' '"),
+        ("kv.transport=rdma", "kv.transport: expected one of mooncake, grpc, inproc, got 'rdma'"),
+        ("kv.transport=inproc", "kv.transport: inproc joins the workers of one process only; use mooncake or grpc"),
+        ("tls.cert=''", "tls.cert: expected a path, got ''"),
+        ("tls.cert=/nowhere/x.pem", "tls.cert: /nowhere/x.pem: No such file or directory"),
+        ("tls.ca=/", "tls.ca: /: Is a directory"),
+        ("tls.crt=x", "tls.crt: unknown key; did you mean tls.cert?"),
     ],
 )
 def test_a_bad_value_is_refused_naming_its_key(override: str, fault: str):
     assert faults(None, override) == (fault,)
 
 
-def test_slots_that_the_partitions_cannot_share_are_refused():
-    (fault,) = faults(None, "decode.mesh={data=3}")
-    assert fault.startswith("decode.max_slots: 16 cannot be shared out equally among the 3 partitions")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_slots_that_the_partitions_cannot_share_are_refused(role: str):
+    (fault,) = faults(None, f"{role}.mesh={{data=3}}")
+    assert fault.startswith(f"{role}.max_slots: 16 cannot be shared out equally among the 3 partitions")
+
+
+@pytest.mark.parametrize(
+    "override", ["prefill.mesh={data=3}", "prefill.port=50072", "kv.transport=inproc", "worker.host=0.0.0.0"]
+)
+def test_what_only_prefill_workers_need_binds_no_aggregated_deployment(override: str):
+    assert load_config(None, ["mode=aggregated", override]).mode == "aggregated"
+    assert faults(None, override)
+
+
+def test_files_of_tls_come_together(tmp_path: Path):
+    write(tmp_path, "x")
+    assert faults(None, f"tls.cert={tmp_path / 'moonshard.toml'}") == (
+        "tls.key: not set, but tls.cert is; [tls] needs all three files or none",
+        "tls.ca: not set, but tls.cert is; [tls] needs all three files or none",
+    )
+
+
+def test_every_path_of_a_file_starts_at_the_file_and_that_of_an_override_at_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        folder.mkdir()
+        (folder / "one.pem").touch()
+    path = write(there, "[tls]\ncert = 'one.pem'\nkey = 'one.pem'\nca = 'auto'\n")
+    monkeypatch.chdir(here)
+    tls = load_config(path, ["tls.ca=one.pem"]).tls
+    assert (tls.cert, tls.key, tls.ca) == (there / "one.pem", there / "one.pem", here / "one.pem")
+
+
+def test_none_is_no_name_and_no_statement():
+    config = load_config(None, ["tls.cert=none", "kv.network_fence=none", "kv.host=auto", "kv.ports=none"])
+    assert (config.tls.cert, config.kv.network_fence, config.kv.host, config.kv.ports) == (None, None, None, None)
 
 
 def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path):
@@ -123,8 +193,14 @@ def test_an_unreadable_file_is_one_clear_fault(tmp_path: Path, content: bytes | 
 def test_overrides_carry_a_whole_configuration_to_another_process(tmp_path: Path):
     odd = tmp_path / 'a "quoted" \\ \x7f [folder] = ü'
     odd.mkdir()
+    (tmp_path / "x.pem").touch()
     config = load_config(
-        None, [f"model.path={odd}", "decode.mesh={expert=2, tensor=4}", "gateway.workers=['h:1']", "kv.num_blocks=77"]
+        None,
+        [
+            *(f"model.path={odd}", "decode.mesh={expert=2, tensor=4}", "gateway.workers=['h:1']", "kv.num_blocks=77"),
+            *("kv.allow_unauthenticated=true", "kv.ports=[17000, 17009]", 'kv.network_fence=vlan "7", no route'),
+            *(f"tls.{name}={tmp_path / 'x.pem'}" for name in ("cert", "key", "ca")),
+        ],
     )
     config = replace(config, gateway=replace(config.gateway, queue_timeout_s=1e-7))
     assert load_config(None, as_overrides(config)) == config
@@ -143,7 +219,14 @@ def test_the_readme_lists_every_key_with_its_default():
         table, is_axis, _ = key.partition(".mesh.")
         row = rows[f"{table}.mesh" if is_axis else key]
         if isinstance(value, int | float) and not is_axis:
-            assert row.startswith(f"`{value}` |"), key
+            assert row.startswith(f"`{str(value).lower()}` |"), key
+
+
+def test_a_gateway_looks_for_one_worker_of_each_role_unless_told():
+    config = load_config(None, ["prefill.port=1", "decode.port=2", "worker.port=3"])
+    assert default_worker_addresses(config) == ("127.0.0.1:1", "127.0.0.1:2")
+    aggregated = load_config(None, ["mode=aggregated", "worker.port=3", "worker.host=::1"])
+    assert default_worker_addresses(aggregated) == ("[::1]:3",)
 
 
 def test_configurations_are_immutable():

@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from moonshard.serving.supervisor import ChildFailed, Limits, Supervisor, supervise
+from moonshard.serving.supervisor import ChildFailed, Command, Limits, Supervisor, supervise
 
 # A child obeys the letters of its script, then waits for signals. l: listening, r: ready, f: failed with exit code 2,
-# x: exit with code 3, d: drain (on SIGTERM say so, end on SIGUSR1), i: ignore SIGTERM, g: a grandchild that ignores it.
+# x: exit with code 3, z: with 0, d: drain (on SIGTERM say so, end on SIGUSR1), i: ignore SIGTERM,
+# g: a grandchild that ignores it.
 CHILD = r"""
 import json, os, signal, subprocess, sys
 script, name, address = sys.argv[1:4]
@@ -35,6 +37,7 @@ for letter in script:
     if letter == "r": tell("ready")
     if letter == "f": tell("failed", message="no such tensor", exit_code=2); sys.exit(2)
     if letter == "x": sys.exit(3)
+    if letter == "z": sys.exit(0)
     if letter == "d": signal.signal(signal.SIGTERM, drain)
     if letter == "i": signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if letter == "g":
@@ -55,10 +58,10 @@ class Scripted:
         self.calls: list[tuple[str, object]] = []
 
     @property
-    def num_workers(self) -> int:
-        return len(self._workers)
+    def workers(self) -> dict[str, Command]:
+        return {f"worker {index}": partial(self._worker, index) for index in range(len(self._workers))}
 
-    def worker(self, index: int, previous: Mapping[str, object] | None) -> list[str]:
+    def _worker(self, index: int, previous: Mapping[str, object] | None) -> list[str]:
         self.calls.append((f"worker {index}", previous and previous["address"]))
         return child(self._workers[index], f"worker-{index}", f"127.0.0.1:{7000 + index}")
 
@@ -185,6 +188,26 @@ async def test_a_child_that_keeps_crashing_is_given_up():
             await supervisor.watch()
         assert raised.value.exit_code == 1
         assert [name for name, _ in commands.calls].count("worker 0") == 4  # the first and three restarts
+
+
+async def test_a_worker_that_somebody_drains_is_started_again_in_its_place_as_often_as_that_happens():
+    commands = Scripted([["lr"]])
+    async with running(commands) as (supervisor, recorder):
+        await supervisor.start()
+        for times in range(1, 2 + PATIENCE.max_restarts):
+            await recorder.saw("worker 0", "worker-0 waiting", times=times)
+            os.kill(recorder.pids["worker 0"], signal.SIGTERM)
+            await recorder.saw("worker 0", "ready", times=times + 1)
+        assert commands.calls[2:] == [("worker 0", "127.0.0.1:7000")] * (PATIENCE.max_restarts + 1)
+        assert ("worker 0 has drained and ended; starting it again",) in recorder.news
+
+
+async def test_a_worker_that_ends_with_zero_before_it_serves_again_counts_as_crashed():
+    async with running(Scripted([["lr", "lz"]])) as (supervisor, recorder):
+        await supervisor.start()
+        os.kill(recorder.pids["worker 0"], signal.SIGKILL)
+        with pytest.raises(ChildFailed, match=r"worker 0 ended with exit code 0, 4 times within 60 s: giving up"):
+            await supervisor.watch()
 
 
 async def test_workers_are_told_to_end_only_after_the_gateway_has_drained():

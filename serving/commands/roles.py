@@ -1,0 +1,41 @@
+"""One worker as a process, whatever its role: what `moonshard worker`, `prefill` and `decode` have in common."""
+
+import logging
+
+from moonshard.serving.commands.ports import check_worker_port_is_free
+from moonshard.serving.config import Config, ConfigError, WorkerRole, mesh_of, port_key, roles_of
+from moonshard.serving.config_faults import kv_plane_note
+from moonshard.serving.startup import RunProcess, prepare_jax, run_process
+from moonshard.serving.status_pipe import Status
+
+logger = logging.getLogger(__name__)
+
+
+def start_worker(config: Config, role: WorkerRole, status_fd: int | None) -> int:
+    """Run it to its end; the exit code. ConfigError for a role that the mode does not have, or a port in use."""
+    _check_role(config, role)
+    check_worker_port_is_free(config, role)  # gRPC would say it in three lines of its own
+    prepare_jax(mesh_of(config, role))
+    if note := kv_plane_note(config):
+        logger.warning(note)
+    return run_process(lambda: _load(role), config, status_fd)
+
+
+def _check_role(config: Config, role: WorkerRole) -> None:
+    """A gateway of the other mode would not look for it, and the rules of the KV plane hold in one mode only."""
+    if role not in roles_of(config):
+        commands = " and ".join("worker" if known == "both" else known for known in roles_of(config))
+        raise ConfigError([f"mode: in {config.mode} mode there are workers of `moonshard {commands}` only"])
+
+
+def _load(role: WorkerRole) -> RunProcess:
+    from moonshard.rpc.server import PortInUse
+    from moonshard.serving.worker_process import run_worker
+
+    async def run(config: Config, *, status: Status) -> int:
+        try:
+            return await run_worker(config, role, status=status)
+        except PortInUse as error:
+            raise ConfigError([f"{port_key(role)}: {error}"]) from error
+
+    return run

@@ -1,0 +1,120 @@
+"""Values that are valid alone and do not fit together, each fault with the key to change.
+
+Apart from `config`, which says what there is, and from `config_file`, which reads it. What only a loaded model can tell
+(a slab smaller than one block, a context beyond the pool) is left to whoever loads it.
+"""
+
+import ipaddress
+from collections import Counter
+
+from moonshard.serving.config import Config, KvConfig, TlsConfig, kv_host_of
+
+
+def joint_faults(config: Config) -> list[str]:
+    """All of them; empty for a configuration that can be served."""
+    faults = [*_address_faults(config), *_size_faults(config), *_tls_faults(config.tls)]
+    if config.mode == "disaggregated":
+        faults += [*_handoff_faults(config), *_plane_faults(config)]
+    return faults
+
+
+def kv_plane_note(config: Config) -> str | None:
+    """What the logs say of a KV plane beyond loopback: who can reach it, in the words of the configuration."""
+    place = _beyond_loopback(config)
+    if config.mode == "aggregated" or place is None:
+        return None
+    _, host = place
+    if config.kv.transport == "mooncake" and config.kv.network_fence:
+        return f"the KV plane of {host} is not authenticated; its network is fenced: {config.kv.network_fence}"
+    if config.kv.allow_unauthenticated:
+        return f"the KV plane of {host} is open to whoever reaches it (kv.allow_unauthenticated)"
+    return None
+
+
+def _address_faults(config: Config) -> list[str]:
+    gateway = config.gateway
+    faults = [f"gateway.workers: expected host:port, got {w!r}" for w in gateway.workers if not _is_address(w)]
+    faults += [f"gateway.workers: {w!r} is named twice" for w, times in Counter(gateway.workers).items() if times > 1]
+    if gateway.port == gateway.grpc_port != 0:
+        faults.append(f"gateway.grpc_port: {gateway.grpc_port} is gateway.port too; HTTP and gRPC need one each")
+    return faults
+
+
+def _size_faults(config: Config) -> list[str]:
+    prefill, decode, kv = config.prefill, config.decode, config.kv
+    faults = []
+    if prefill.chunk_tokens % kv.block_size:
+        faults.append(
+            f"prefill.chunk_tokens: {prefill.chunk_tokens} is not a multiple of kv.block_size ({kv.block_size})"
+        )
+    roles = {"decode": decode} if config.mode == "aggregated" else {"prefill": prefill, "decode": decode}
+    faults += [
+        f"{name}.max_slots: {role.max_slots} cannot be shared out equally among the "
+        f"{role.mesh.num_partitions} partitions (data x expert) of {name}.mesh"
+        for name, role in roles.items()
+        if role.max_slots % role.mesh.num_partitions
+    ]
+    return faults
+
+
+def _tls_faults(tls: TlsConfig) -> list[str]:
+    files = {"tls.cert": tls.cert, "tls.key": tls.key, "tls.ca": tls.ca}
+    named = [key for key, path in files.items() if path is not None]
+    if not named or len(named) == len(files):
+        return []
+    missing = [key for key in files if key not in named]
+    return [f"{key}: not set, but {' and '.join(named)} is; [tls] needs all three files or none" for key in missing]
+
+
+def _handoff_faults(config: Config) -> list[str]:
+    faults = []
+    if config.kv.transport == "inproc":
+        faults.append("kv.transport: inproc joins the workers of one process only; use mooncake or grpc")
+    if config.prefill.port == config.decode.port != 0:
+        faults.append(f"decode.port: {config.decode.port} is prefill.port too; they need one each")
+    if kv_host_of(config) in ("0.0.0.0", "::"):
+        faults.append(f"kv.host: peers reach no machine at {kv_host_of(config)}; name this one")
+    if config.kv.ports and config.kv.ports[0] > config.kv.ports[1]:
+        faults.append(f"kv.ports: the first, {config.kv.ports[0]}, is beyond the last, {config.kv.ports[1]}")
+    return faults
+
+
+def _plane_faults(config: Config) -> list[str]:
+    """Whether KV would be served beyond loopback to whoever reaches it without the user having said so."""
+    place = _beyond_loopback(config)
+    if place is None or config.kv.allow_unauthenticated or _is_fenced(config.kv, config.tls):
+        return []
+    key, host = place
+    if config.kv.transport == "mooncake":
+        return [
+            f"{key}: {host} is not loopback, and Mooncake listens on all interfaces, without authentication: whoever "
+            "reaches its ports can write into and read from registered memory. Fence its network, say how in "
+            "kv.network_fence and set tls.cert, tls.key and tls.ca; or set kv.allow_unauthenticated = true"
+        ]
+    return [
+        f"{key}: {host} is not loopback, and gRPC without [tls] is plain text without authentication: set tls.cert, "
+        "tls.key and tls.ca; or set kv.allow_unauthenticated = true"
+    ]
+
+
+def _is_fenced(kv: KvConfig, tls: TlsConfig) -> bool:
+    return tls.is_complete and (kv.transport == "grpc" or kv.network_fence is not None)
+
+
+def _beyond_loopback(config: Config) -> tuple[str, str] | None:
+    """(key, host) of the first that other machines may reach; a name other than localhost may mean anything."""
+    hosts = {"worker.host": config.worker.host, "kv.host": config.kv.host}
+    return next(((key, host) for key, host in hosts.items() if host and not is_loopback(host)), None)
+
+
+def is_loopback(host: str) -> bool:
+    """Without asking a resolver: only addresses, and the one name that RFC 6761 reserves."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= 65_535
