@@ -83,6 +83,13 @@ class Timing:
     worker_prefill_ms: float
     worker_decode_ms: float
     wire_ms: float
+    # Of a request whose KV moved from a prefill to a decode worker; 0 otherwise. They lie inside the phases.
+    handoff_gap_ms: float = 0.0
+    transfer_ms: float = 0.0
+    exposed_transfer_ms: float = 0.0
+    land_ms: float = 0.0
+    join_ms: float = 0.0
+    num_retries: int = 0  # how often the request went on on another worker
 
     def phases(self) -> dict[str, float]:
         """The phases in the order they happen. They partition the request: their sum is `e2e_ms`."""

@@ -19,6 +19,7 @@ class ChoiceStream:
         self.index = index
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         self.is_worker_done = False  # the worker has sent its last output of this choice
+        self.token_ids: list[int] = []  # all that workers gave, until it ended; shown or not
         self._detokenizer = detokenizer
 
     @property
@@ -30,6 +31,7 @@ class ChoiceStream:
         self.is_worker_done = output.finish_reason != pb.FINISH_REASON_UNSPECIFIED
         if self.is_ended:
             return None
+        self.token_ids.extend(output.token_ids)
         delta = pb.Delta(choice=self.index, finish_reason=output.finish_reason)
         num_kept = len(output.token_ids)
         if self._detokenizer is not None:

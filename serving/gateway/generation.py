@@ -1,10 +1,11 @@
 """The pipeline behind both fronts: from a checked request to a stream of events.
 
 Knows neither HTTP nor the public gRPC service. Every request that is let in ends exactly once: with a Summary or with
-one error; however it ends, its reservation is released, its inbox closed, and the worker told unless it ended there.
+one error. Where it runs, and runs on when a worker is lost, is `attempts`'.
 """
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -12,14 +13,17 @@ from dataclasses import dataclass
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
-from moonshard.rpc.status import ContextLengthExceeded, InternalError, Overloaded, RequestError, Unavailable
+from moonshard.rpc.status import ContextLengthExceeded, InternalError, Overloaded, Unavailable
+from moonshard.serving.config import RoutingConfig
+from moonshard.serving.gateway.attempts import Attempts, Sent
 from moonshard.serving.gateway.choice import ChoiceStream
-from moonshard.serving.gateway.links import Arrival, Session
+from moonshard.serving.gateway.handoffs import Handoffs
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import ServedModel
 from moonshard.serving.gateway.parameters import GenerationRequest, check_parameters, check_token_ids, stop_tokens
 from moonshard.serving.gateway.pool import LinkPool, ModelLimits
 from moonshard.serving.gateway.record import RequestRecord
+from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
 
 type Event = pb.TokenIds | pb.Delta | pb.Summary
@@ -34,22 +38,32 @@ class Admission:
 
     request: GenerationRequest
     limits: ModelLimits
-    wire_id: bytes
+    number: int  # of this gateway
 
 
 class Gateway:
-    """Serves one model over a pool of workers."""
+    """Serves one model over a pool of workers. `lease_s`: how long a handoff may take before it decodes."""
 
     def __init__(
-        self, model: ServedModel, pool: LinkPool, metrics: GatewayMetrics, *, max_queued_requests: int
+        self,
+        model: ServedModel,
+        pool: LinkPool,
+        metrics: GatewayMetrics,
+        *,
+        max_queued_requests: int,
+        routing: RoutingConfig,
+        lease_s: float,
     ) -> None:
         self.model = model
         self.pool = pool
+        self.handoffs = Handoffs(pool, lease_s=lease_s)
         self.is_draining = False
         self._metrics = metrics
         self._max_queued_requests = max_queued_requests
-        self._running: set[bytes] = set()
-        self._waiting: set[bytes] = set()  # of the running: those without a first token
+        self._attempts = Attempts(pool, self.handoffs, metrics, routing, may_retry=lambda: not self.is_draining)
+        self._numbers = itertools.count()
+        self._running: set[int] = set()
+        self._waiting: set[int] = set()  # of the running: those without a first token
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -67,7 +81,7 @@ class Gateway:
     def limits(self) -> ModelLimits:
         """Unavailable until a worker has said."""
         if (limits := self.pool.limits) is None:
-            raise Unavailable("no worker is ready", retry_after_s=OVERLOADED_RETRY_AFTER_S)
+            raise self.pool.unavailable()
         return limits
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event]:
@@ -79,12 +93,9 @@ class Gateway:
             stamps = Stamps(received_ns=request.received_ns)
             prompt = await self.model.tokenize(request)
             run = self._make_run(admission, prompt)
-            with (
-                self.pool.reserve(len(prompt) + run.n * run.max_tokens) as route,
-                RequestRecord(self._metrics, run, stamps, route.worker_index) as record,
-            ):
-                async with aclosing(self._stream(admission, run, route.session, record)) as deltas:
-                    async for event in deltas:
+            with RequestRecord(self._metrics, run, stamps) as record:
+                async with aclosing(self._stream(admission, run, record)) as events:
+                    async for event in events:
                         yield event
                         if isinstance(event, pb.Delta) and stamps.delivered():
                             record.first_token()
@@ -110,48 +121,43 @@ class Gateway:
         if len(self._waiting) >= self._max_queued_requests:
             self._metrics.queue_rejections.inc()
             raise Overloaded(f"{len(self._waiting)} requests are waiting", retry_after_s=OVERLOADED_RETRY_AFTER_S)
-        admission = Admission(request=request, limits=limits, wire_id=secrets.token_bytes(16))
-        self._running.add(admission.wire_id)
-        self._waiting.add(admission.wire_id)
+        admission = Admission(request=request, limits=limits, number=next(self._numbers))
+        self._running.add(admission.number)
+        self._waiting.add(admission.number)
         self._idle.clear()
         try:
             yield admission
         finally:
-            self._waiting.discard(admission.wire_id)
-            self._running.discard(admission.wire_id)
+            self._waiting.discard(admission.number)
+            self._running.discard(admission.number)
             if not self._running:
                 self._idle.set()
 
     async def _stream(
-        self, admission: Admission, run: link_pb2.Run, session: Session, record: RequestRecord
+        self, admission: Admission, run: link_pb2.Run, record: RequestRecord
     ) -> AsyncGenerator[pb.TokenIds | pb.Delta]:
-        """Send the run; give back its prompt, and its deltas until every choice has ended."""
+        """The prompt as soon as it was sent; then deltas until every choice has ended."""
         choices = [ChoiceStream(i, self.model.detokenizer(admission.request)) for i in range(run.n)]
-        record.stamps.sent()
-        inbox = session.run(run)
-        is_worker_done = False
-        try:
-            yield pb.TokenIds(ids=run.prompt_tokens)
-            while not all(choice.is_ended for choice in choices):
-                item = await inbox.get()
-                if isinstance(item, RequestError):
-                    is_worker_done = True
-                    raise item
-                delta = _accept(choices, item)
-                record.arrived(item, delta)
-                self._waiting.discard(admission.wire_id)
-                is_worker_done = all(choice.is_worker_done for choice in choices)
+        async with aclosing(self._attempts.events(run, choices, record)) as events:
+            async for event in events:
+                if isinstance(event, Sent):
+                    if not event.num_failed:
+                        yield pb.TokenIds(ids=run.prompt_tokens)
+                    continue
+                delta = _accept(choices, event)
+                record.arrived(event, delta)
+                self._waiting.discard(admission.number)
                 if delta is not None:
                     yield delta
-        finally:
-            session.close(run.request_id, cancel=not is_worker_done)
 
     def _make_run(self, admission: Admission, prompt: Sequence[int]) -> link_pb2.Run:
-        """InvalidArgument where prompt and completion do not fit in the vocabulary and the context."""
+        """What the request asks, without an id.
+
+        InvalidArgument where prompt and completion do not fit in the vocabulary and the context.
+        """
         request, limits = admission.request, admission.limits
         check_token_ids(request, "prompt", prompt, limits.vocab_size)
         return link_pb2.Run(
-            request_id=admission.wire_id,
             prompt_tokens=prompt,
             sampling=self._sampling(request),
             stop_token_ids=stop_tokens(request, self.model.defaults, limits.vocab_size),

@@ -54,6 +54,15 @@ HELP = {
     "vllm:request_success": "Choices by how they ended; abort: with their request, by its client or by an error.",
     "vllm:admission_rejections": "Requests refused on arrival, by the limit reached; not those that a worker refused.",
     "moonshard_request_phase_seconds": "Per finished request: its end-to-end time in parts that add up to it.",
+    "moonshard_handoff_gap_seconds": (
+        "Per finished request whose KV moved: from its first token to its second, of its first choice."
+    ),
+    "moonshard_exposed_transfer_seconds": (
+        "Per finished request whose KV moved: how long it was still being sent when the first token was there."
+    ),
+    "moonshard_request_handoffs": "Begun between a prefill and a decode worker, those that failed included.",
+    "moonshard_local_prefills": "Prompts that a decode worker computed itself: short, or no prefill worker was there.",
+    "moonshard_request_retries": "Requests that went on elsewhere, by what they had lost there.",
     "moonshard_dropped_tokens": "Tokens that a worker sent and the client never got: what stood after a stop string.",
     "moonshard_requests": "Requests by how they ended: completed, cancelled, or the gRPC status of their error.",
     "moonshard_http_requests": "HTTP responses begun, by route and status.",
@@ -95,6 +104,11 @@ class GatewayMetrics:
         self.prefix_hits_tokens = self._counter("vllm:prefix_cache_hits")
         self.finished_choices = self._counter("vllm:request_success", "finished_reason")
         self.phase_s = self._histogram("moonshard_request_phase_seconds", TTFT_BUCKETS_S, "phase")
+        self.handoff_gap_s = self._histogram("moonshard_handoff_gap_seconds", TTFT_BUCKETS_S)
+        self.exposed_transfer_s = self._histogram("moonshard_exposed_transfer_seconds", TTFT_BUCKETS_S)
+        self.handoffs = self._counter("moonshard_request_handoffs")
+        self.local_prefills = self._counter("moonshard_local_prefills")
+        self.retries = self._counter("moonshard_request_retries", "cause")
         self.dropped_tokens = self._counter("moonshard_dropped_tokens")
         self.outcomes = self._counter("moonshard_requests", labels=("outcome",))
         self.http_requests = self._counter("moonshard_http_requests", labels=("route", "status"))

@@ -1,27 +1,40 @@
 """The account of one request: what it used and when, and from it the metrics.
 
-Made when the request is sent to a worker; a context manager, so that tokens of a request that was cut short are counted
-too (a client that leaves has still used them).
+A context manager, so that tokens of a request that was cut short are counted too (a client that leaves has still used
+them). A request that moves is the worker's that decodes it, one that goes on elsewhere the last one's.
 """
 
+from dataclasses import dataclass
 from types import TracebackType
+
+from prometheus_client import Counter, Histogram
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.codec import decode_finish_reason
-from moonshard.serving.gateway.links import Arrival
 from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
 
 _PHASES = ("gateway_queue", "first_token", "decode", "finish")
 
 
-class RequestRecord:
-    """Observes under the worker that got the request. `with` it around the request's time on that worker."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Worker:
+    """Whom a request was sent to, and the metrics of its tokens: looked up once, used per token."""
 
-    def __init__(self, metrics: GatewayMetrics, run: link_pb2.Run, stamps: Stamps, worker_index: int) -> None:
+    labels: tuple[str, str]
+    is_moving: bool
+    generation_tokens: Counter
+    inter_token_s: Histogram
+
+
+class RequestRecord:
+    """Observes under the worker that got the request last. `with` it around the request's time on workers."""
+
+    def __init__(self, metrics: GatewayMetrics, run: link_pb2.Run, stamps: Stamps) -> None:
         self._metrics = metrics
-        self._labels = (metrics.model_name, str(worker_index))
+        self._worker: _Worker | None = None  # until it is sent
         self._run = run
         self.stamps = stamps
         self._num_prompt = len(run.prompt_tokens)
@@ -30,16 +43,35 @@ class RequestRecord:
         self._num_tokens = [0] * run.n
         self._last_arrival_ns = [0] * run.n
         self._num_dropped = 0
-        self._generation_tokens = metrics.generation_tokens.labels(*self._labels)  # looked up once, used per token
-        self._inter_token_s = metrics.inter_token_s.labels(*self._labels)
 
     def __enter__(self) -> "RequestRecord":
         return self
 
     def __exit__(self, *_how: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._worker is None:
+            return
         if self._num_ended < self._run.n:
             self._metrics.finished_choices.labels(*self._labels, "abort").inc(self._run.n - self._num_ended)
         self._metrics.dropped_tokens.labels(*self._labels).inc(self._num_dropped)
+
+    def sent(self, worker_index: int, *, is_moving: bool) -> None:
+        """To that worker; `is_moving`: it will decode what another prefills."""
+        self.stamps.sent()
+        labels = (self._metrics.model_name, str(worker_index))
+        self._worker = _Worker(
+            labels=labels,
+            is_moving=is_moving,
+            generation_tokens=self._metrics.generation_tokens.labels(*labels),
+            inter_token_s=self._metrics.inter_token_s.labels(*labels),
+        )
+
+    def retried(self) -> None:
+        """Its worker or its handoff failed, and it is to go on elsewhere."""
+        self.stamps.retried()
+
+    def moved(self, transfer: link_pb2.TransferPhases) -> None:
+        """Its KV is with the worker that decodes it."""
+        self.stamps.transfer = transfer
 
     def arrived(self, arrival: Arrival, delta: pb.Delta | None) -> None:
         """A step's output, and what of it the client is told (None: nothing)."""
@@ -72,6 +104,9 @@ class RequestRecord:
         longest = max(self._num_tokens)
         if longest > 1:
             metrics.time_per_output_token_s.labels(*labels).observe(timing.decode_ms / 1e3 / (longest - 1))
+        if self.stamps.transfer is not None:
+            metrics.handoff_gap_s.labels(*labels).observe(timing.handoff_gap_ms / 1e3)
+            metrics.exposed_transfer_s.labels(*labels).observe(timing.exposed_transfer_ms / 1e3)
         for phase in _PHASES:
             metrics.phase_s.labels(*labels, phase).observe(getattr(timing, f"{phase}_ms") / 1e3)
 
@@ -80,19 +115,30 @@ class RequestRecord:
             prompt_tokens=self._num_prompt, completion_tokens=sum(self._num_tokens), cached_tokens=self._num_cached
         )
 
+    @property
+    def _sent_to(self) -> "_Worker":
+        if self._worker is None:
+            raise RuntimeError("nothing is known of a request that was not sent")
+        return self._worker
+
+    @property
+    def _labels(self) -> tuple[str, str]:
+        return self._sent_to.labels
+
     def _count_prompt(self) -> None:
         self._metrics.prompt_tokens.labels(*self._labels).inc(self._num_prompt)
         by_source = self._metrics.prompt_tokens_by_source
-        by_source.labels(*self._labels, "local_compute").inc(self._num_prompt - self._num_cached)
+        source = "external_kv_transfer" if self._sent_to.is_moving else "local_compute"
+        by_source.labels(*self._labels, source).inc(self._num_prompt - self._num_cached)
         by_source.labels(*self._labels, "local_cache_hit").inc(self._num_cached)
         self._metrics.prefix_queries_tokens.labels(*self._labels).inc(self._num_prompt)
         self._metrics.prefix_hits_tokens.labels(*self._labels).inc(self._num_cached)
 
     def _count_delta(self, delta: pb.Delta, arrived_ns: int) -> None:
         self._num_tokens[delta.choice] += len(delta.token_ids)
-        self._generation_tokens.inc(len(delta.token_ids))
+        self._sent_to.generation_tokens.inc(len(delta.token_ids))
         if previous_ns := self._last_arrival_ns[delta.choice]:
-            self._inter_token_s.observe((arrived_ns - previous_ns) / 1e9)
+            self._sent_to.inter_token_s.observe((arrived_ns - previous_ns) / 1e9)
         self._last_arrival_ns[delta.choice] = arrived_ns
         if (finish := decode_finish_reason(delta.finish_reason)) is not None:
             self._num_ended += 1

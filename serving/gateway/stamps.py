@@ -16,20 +16,40 @@ class Stamps:
     """Filled in as the request passes; a stamp is 0 until then."""
 
     received_ns: int
-    sent_ns: int = 0
+    sent_ns: int = 0  # the first time: what was lost with a worker is part of the wait
     first_arrival_ns: int = 0
     first_delivered_ns: int = 0
     last_arrival_ns: int = 0
+    first_two_ns: tuple[int, ...] = ()  # arrivals of choice 0's first two outputs
     phases: link_pb2.WorkerPhases = field(default_factory=link_pb2.WorkerPhases)
+    transfer: link_pb2.TransferPhases | None = None  # of a request whose KV moved
+    num_retries: int = 0
+    is_continued: bool = False  # from tokens that an earlier worker gave
 
     def sent(self) -> None:
-        self.sent_ns = time.perf_counter_ns()
+        self.sent_ns = self.sent_ns or time.perf_counter_ns()
+
+    def retried(self) -> None:
+        self.num_retries += 1
+        self.is_continued = bool(self.first_arrival_ns)
 
     def arrived(self, arrived_ns: int, output: link_pb2.SequenceOutput) -> None:
         self.first_arrival_ns = self.first_arrival_ns or arrived_ns
         self.last_arrival_ns = arrived_ns
+        if output.choice == 0 and len(self.first_two_ns) < 2:
+            self.first_two_ns += (arrived_ns,)
         if output.HasField("phases"):
-            self.phases.MergeFrom(output.phases)  # a later message repeats what it does not change
+            self._merge(output.phases)
+
+    def _merge(self, phases: link_pb2.WorkerPhases) -> None:
+        """A later message repeats what it does not change, or leaves it at 0, as a decode worker does with prefill's.
+
+        The queue and prefill of a continued request came after its first token: they are no part of the wait for it.
+        """
+        queue_ms, prefill_ms = self.phases.queue_ms, self.phases.prefill_ms
+        self.phases.MergeFrom(phases)
+        if self.is_continued:
+            self.phases.queue_ms, self.phases.prefill_ms = queue_ms, prefill_ms
 
     def delivered(self) -> bool:
         """Whether this was the first time that tokens left the gateway."""
@@ -46,7 +66,7 @@ class Stamps:
         ended_ns = time.perf_counter_ns()
         edges = (self.received_ns, self.sent_ns, self.first_arrival_ns, self.last_arrival_ns, ended_ns)
         phases_ms = [(end - start) / 1e6 for start, end in pairwise(edges)]
-        return inference_pb2.Timing(
+        timing = inference_pb2.Timing(
             e2e_ms=sum(phases_ms),
             ttft_ms=self.ttft_s() * 1e3,
             gateway_queue_ms=phases_ms[0],
@@ -57,4 +77,16 @@ class Stamps:
             worker_prefill_ms=self.phases.prefill_ms,
             worker_decode_ms=self.phases.decode_ms,
             wire_ms=phases_ms[1] - self.phases.queue_ms - self.phases.prefill_ms,
+            num_retries=self.num_retries,
         )
+        if self.transfer is not None:
+            self._add_handoff(timing, self.transfer)
+        return timing
+
+    def _add_handoff(self, timing: inference_pb2.Timing, transfer: link_pb2.TransferPhases) -> None:
+        """No gap where the first token was choice 0's last."""
+        timing.handoff_gap_ms = sum(end - start for start, end in pairwise(self.first_two_ns)) / 1e6
+        timing.transfer_ms = transfer.transfer_ms
+        timing.exposed_transfer_ms = transfer.exposed_ms
+        timing.land_ms = self.phases.land_ms
+        timing.join_ms = self.phases.join_ms

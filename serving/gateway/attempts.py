@@ -1,0 +1,193 @@
+"""The attempts at one request: begun on some workers and, when these are lost, gone on with on others.
+
+What the client is sent does not show it. A request without a token is begun anew; one that has tokens goes on from them
+on a worker that decodes, which prefills prompt and tokens itself. The seed travels with the request and noise is keyed
+by position, so that every token is the one it would have been. What may be tried again is `failures`'.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from moonshard.rpc import link_pb2
+from moonshard.rpc.link import REQUEST_ID_BYTES
+from moonshard.rpc.status import RequestError, Unavailable
+from moonshard.serving.config import RoutingConfig
+from moonshard.serving.gateway.choice import ChoiceStream
+from moonshard.serving.gateway.failures import Failures, final_error
+from moonshard.serving.gateway.handoffs import Handoff, Handoffs
+from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.pool import LinkPool, Route
+from moonshard.serving.gateway.record import RequestRecord
+from moonshard.serving.gateway.session import Arrival, Inbox, Session
+
+MAX_PREFILL_FAILURES = 2  # then the decode worker prefills
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """An attempt is on its way."""
+
+    num_failed: int  # attempts before it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attempt:
+    """What one attempt was sent as, and where. `choices` are those that had not ended before it."""
+
+    run: link_pb2.Run
+    choices: tuple[ChoiceStream, ...]
+    inbox: Inbox
+    route: Route
+    prefill: Session | None = None
+    handoff: Handoff | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return all(choice.is_ended for choice in self.choices)
+
+    @property
+    def is_worker_done(self) -> bool:
+        return all(choice.is_worker_done for choice in self.choices)
+
+    @property
+    def prefill_epoch(self) -> int | None:
+        return None if self.prefill is None else self.prefill.epoch
+
+    async def next(self) -> Arrival:
+        """Raises the error that ends the attempt."""
+        item = await self.inbox.get()
+        if isinstance(item, RequestError):
+            raise item
+        return item
+
+
+class Attempts:
+    """How a gateway gets requests done on its pool. Requests are not tried again once `may_retry` says no."""
+
+    def __init__(
+        self,
+        pool: LinkPool,
+        handoffs: Handoffs,
+        metrics: GatewayMetrics,
+        routing: RoutingConfig,
+        *,
+        may_retry: Callable[[], bool],
+    ) -> None:
+        self._pool = pool
+        self._handoffs = handoffs
+        self._metrics = metrics
+        self._routing = routing
+        self._may_retry = may_retry
+
+    async def events(
+        self, run: link_pb2.Run, choices: Sequence[ChoiceStream], record: RequestRecord
+    ) -> AsyncGenerator[Sent | Arrival]:
+        """What is sent and what workers send back, until every choice has ended. Close it (`aclosing`) to cancel.
+
+        The caller feeds each arrival to `choices` before it asks for the next. Raises RequestError where the request
+        can go on nowhere.
+        """
+        failures = Failures(max_attempts=self._routing.max_attempts)
+        while True:
+            with ExitStack() as held:
+                route = await self._decode_route(run, failures, held)
+                attempt = self._begin(run, choices, route, failures, held)
+                record.sent(route.worker_index, is_moving=attempt.handoff is not None)
+                held.callback(self._end, attempt, record)
+                try:
+                    yield Sent(failures.num_attempts)
+                    while not attempt.is_over:
+                        yield await attempt.next()
+                    return
+                except RequestError as error:
+                    self._failed(attempt, error, failures)
+                    record.retried()
+
+    async def _decode_route(self, run: link_pb2.Run, failures: Failures, held: ExitStack) -> Route:
+        """Where there is no worker, a request that lost its own waits a while for one; a new one does not."""
+        num_tokens = len(run.prompt_tokens) + run.n * run.max_tokens
+        clock = asyncio.get_running_loop()
+        end_s = clock.time() + self._routing.failover_wait_s
+        while True:
+            try:
+                return self._reserve_decode(num_tokens, failures, held)
+            except Unavailable:
+                if not failures.num_attempts or clock.time() >= end_s:
+                    raise
+            await self._pool.wait_changed(max(0.0, end_s - clock.time()))
+
+    def _reserve_decode(self, num_tokens: int, failures: Failures, held: ExitStack) -> Route:
+        """A worker that failed this request is better than none, but for one that has no room."""
+        try:
+            return held.enter_context(self._pool.reserve_decode(num_tokens, exclude=failures.epochs))
+        except Unavailable:
+            if failures.overloaded is not None:
+                raise final_error(failures.overloaded) from None
+            if not failures.epochs:
+                raise
+        return held.enter_context(self._pool.reserve_decode(num_tokens))
+
+    def _begin(
+        self,
+        run: link_pb2.Run,
+        choices: Sequence[ChoiceStream],
+        route: Route,
+        failures: Failures,
+        held: ExitStack,
+    ) -> _Attempt:
+        rest, going_on = rest_of(run, choices), tuple(choice for choice in choices if not choice.is_ended)
+        prefill_leg = held.enter_context(ExitStack())
+        prefill = None if rest.resumed else self._prefill_route(rest, route, failures, prefill_leg)
+        if prefill is None:
+            return _Attempt(run=rest, choices=going_on, inbox=route.session.run(rest), route=route)
+        self._metrics.handoffs.labels(*self._labels(route)).inc()
+        handoff = self._handoffs.begin(rest, prefill=prefill.session, decode=route.session, prefill_leg=prefill_leg)
+        return _Attempt(
+            run=rest, choices=going_on, inbox=handoff.inbox, route=route, prefill=prefill.session, handoff=handoff
+        )
+
+    def _prefill_route(self, run: link_pb2.Run, decode: Route, failures: Failures, leg: ExitStack) -> Route | None:
+        """None where the worker that decodes should prefill too: the prompt is short, or there is no other."""
+        if decode.session.role == "both":
+            return None
+        num_prompt = len(run.prompt_tokens)
+        if num_prompt > self._routing.local_prefill_max_tokens and failures.num_prefill < MAX_PREFILL_FAILURES:
+            for exclude in (failures.epochs, ()):
+                route = leg.enter_context(self._pool.reserve_prefill(num_prompt, exclude=exclude))
+                if route is not None:
+                    return route
+        self._metrics.local_prefills.labels(*self._labels(decode)).inc()
+        return None
+
+    def _failed(self, attempt: _Attempt, error: RequestError, failures: Failures) -> None:
+        """Raises where the request ends with it."""
+        if not self._may_retry():
+            raise final_error(error)
+        cause = failures.add(error, decode_epoch=attempt.route.session.epoch, prefill_epoch=attempt.prefill_epoch)
+        self._metrics.retries.labels(*self._labels(attempt.route), cause).inc()
+
+    def _end(self, attempt: _Attempt, record: RequestRecord) -> None:
+        session, handoff = attempt.route.session, attempt.handoff
+        if handoff is None:
+            session.close(attempt.run.request_id, cancel=not attempt.is_worker_done)
+            return
+        if handoff.transfer is not None:
+            record.moved(handoff.transfer)
+        self._handoffs.end(handoff, decode=session, is_finished=attempt.is_worker_done)
+
+    def _labels(self, route: Route) -> tuple[str, str]:
+        return self._metrics.model_name, str(route.worker_index)
+
+
+def rest_of(run: link_pb2.Run, choices: Sequence[ChoiceStream]) -> link_pb2.Run:
+    """What is left to do of a request, under an id of its own: what still comes for the last attempt is nobody's."""
+    rest = link_pb2.Run()
+    rest.CopyFrom(run)
+    rest.request_id = secrets.token_bytes(REQUEST_ID_BYTES)
+    if any(choice.token_ids for choice in choices):
+        going_on = (choice for choice in choices if not choice.is_ended)
+        rest.resumed.extend(link_pb2.Resumed(choice=choice.index, token_ids=choice.token_ids) for choice in going_on)
+    return rest
