@@ -9,6 +9,8 @@ from collections import Counter
 
 from moonshard.serving.config import Config, KvConfig, TlsConfig, kv_host_of
 
+PORTS_PER_WORKER = 2  # of Mooncake: one for its handshake, one for the data
+
 
 def joint_faults(config: Config) -> list[str]:
     """All of them; empty for a configuration that can be served."""
@@ -74,8 +76,9 @@ def _handoff_faults(config: Config) -> list[str]:
         faults.append(f"decode.port: {config.decode.port} is prefill.port too; they need one each")
     if kv_host_of(config) in ("0.0.0.0", "::"):
         faults.append(f"kv.host: peers reach no machine at {kv_host_of(config)}; name this one")
-    if config.kv.ports and config.kv.ports[0] > config.kv.ports[1]:
-        faults.append(f"kv.ports: the first, {config.kv.ports[0]}, is beyond the last, {config.kv.ports[1]}")
+    if config.kv.ports and config.kv.ports[1] - config.kv.ports[0] + 1 < PORTS_PER_WORKER:
+        first, last = config.kv.ports
+        faults.append(f"kv.ports: a worker listens at {PORTS_PER_WORKER} ports, {first} to {last} are fewer")
     return faults
 
 

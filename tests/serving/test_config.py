@@ -116,7 +116,8 @@ def test_all_faults_are_reported_together(tmp_path: Path):
         ("kv.transfer_timeout_s=1e9", "kv.transfer_timeout_s: expected `float` <= 86400.0, got 1000000000.0"),
         ("kv.host=''", "kv.host: expected `str` of length >= 1, got ''"),
         ("kv.ports=[17000]", "kv.ports: expected `array` of length 2, got [17000]"),
-        ("kv.ports=[17009, 17000]", "kv.ports: the first, 17009, is beyond the last, 17000"),
+        ("kv.ports=[17009, 17000]", "kv.ports: a worker listens at 2 ports, 17009 to 17000 are fewer"),
+        ("kv.ports=[17000, 17000]", "kv.ports: a worker listens at 2 ports, 17000 to 17000 are fewer"),
         ("kv.ports=[0, 17000]", "kv.ports: expected `int` >= 1 - at `$[0]`, got [0, 17000]"),
         ("kv.allow_unauthenticated=1", "kv.allow_unauthenticated: expected `bool`, got 1"),
         ("kv.network_fence=' '", "kv.network_fence: expected `str` matching regex '\\\\S', got ' '"),
@@ -165,6 +166,10 @@ def test_every_path_of_a_file_starts_at_the_file_and_that_of_an_override_at_the_
     monkeypatch.chdir(here)
     tls = load_config(path, ["tls.ca=one.pem"]).tls
     assert (tls.cert, tls.key, tls.ca) == (there / "one.pem", there / "one.pem", here / "one.pem")
+
+
+def test_two_ports_are_enough_for_a_worker():
+    assert load_config(None, ["kv.ports=[17000, 17001]"]).kv.ports == (17000, 17001)
 
 
 def test_none_is_no_name_and_no_statement():
