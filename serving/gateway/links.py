@@ -1,25 +1,30 @@
 """The gateway's end of a `Link`: one stream to one worker that carries all of its requests, for ever reconnected.
 
-Apart from the pool, so that this file knows nothing of routing and the pool nothing of gRPC. A step's message is taken
-apart here: each request waits on an inbox of its own, so that one slow client holds up no other. An inbox is bounded by
-its request (`n` times `max_tokens`). Losing the stream ends every request on it; none is continued elsewhere yet.
+Apart from the pool, so that this file knows nothing of routing and the pool nothing of gRPC. Losing the stream ends
+every request on it; whether one is continued elsewhere is decided where requests are. A worker from which nothing comes
+for a while (it speaks four times a second) is treated as lost: a stopped process keeps its connections.
 """
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.link import PROTOCOL_VERSION
-from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable, error_from_code
+from moonshard.rpc.status import FailedPrecondition, Unavailable
+from moonshard.serving.gateway import trouble
+from moonshard.serving.gateway.session import Arrival, Inbox, Session
+
+__all__ = ["LOST_RETRY_AFTER_S", "Arrival", "Inbox", "LinkConfig", "LinkEvents", "Session", "WorkerLink"]
 
 LOST_RETRY_AFTER_S = 1.0
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 2.0
+SILENT_TICKS = 8  # silence is counted in ticks: a stall of this process is one tick, and no silence of the worker's
+REFUSED_TIMEOUT_S = 1.0  # for a worker to hear why
 CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),  # a peer that vanished without a FIN is noticed within 15 s
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -34,150 +39,131 @@ CHANNEL_OPTIONS = (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request's share of a step, stamped when the step reached this process."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkConfig:
+    """What all links of a gateway have in common."""
 
-    arrived_ns: int
-    output: link_pb2.SequenceOutput
-
-
-type Inbox = asyncio.Queue[Arrival | RequestError]
+    gateway_epoch: bytes
+    silence_s: float  # then a worker is treated as lost
+    credentials: grpc.ChannelCredentials | None  # None: plain text
 
 
-@dataclass(slots=True)
-class Session:
-    """One life of the stream: from a worker's Welcome to the stream's end."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkEvents:
+    """What a link asks and tells. None of these may block."""
 
-    welcome: link_pb2.Welcome
-    load: link_pb2.WorkerLoad = field(default_factory=link_pb2.WorkerLoad)
-    outgoing: asyncio.Queue[link_pb2.GatewayMessage] = field(default_factory=asyncio.Queue)
-    inboxes: dict[bytes, Inbox] = field(default_factory=dict)
-
-    def run(self, run: link_pb2.Run) -> Inbox:
-        """Send a request. Whoever calls this calls `close` exactly once, however the request ends."""
-        inbox: Inbox = asyncio.Queue()
-        self.inboxes[run.request_id] = inbox
-        self.outgoing.put_nowait(link_pb2.GatewayMessage(run=run))
-        return inbox
-
-    def close(self, request_id: bytes, *, cancel: bool) -> None:
-        """Forget a request; `cancel` tells the worker to stop it. What still arrives for it is dropped."""
-        if self.inboxes.pop(request_id, None) is not None and cancel:
-            self.outgoing.put_nowait(link_pb2.GatewayMessage(cancel=link_pb2.Cancel(request_id=request_id)))
-
-    def fail_all(self, error: RequestError) -> None:
-        for inbox in self.inboxes.values():
-            inbox.put_nowait(error)
-
-    def receive(self, message: link_pb2.WorkerMessage) -> None:
-        match message.WhichOneof("message"):
-            case "step":
-                self.load = message.step.load
-                self._deliver(message.step)
-            case "load":
-                self.load = message.load
-            case "failed":
-                self._fail(message.failed)
-
-    def _deliver(self, step: link_pb2.StepOutput) -> None:
-        arrived_ns = time.perf_counter_ns()
-        for output in step.outputs:
-            if (inbox := self.inboxes.get(output.request_id)) is not None:
-                inbox.put_nowait(Arrival(arrived_ns, output))
-
-    def _fail(self, failed: link_pb2.Failed) -> None:
-        if (inbox := self.inboxes.get(failed.request_id)) is not None:
-            inbox.put_nowait(error_from_code(failed.code, failed.message, failed.field, failed.retry_after_s))
+    accept: Callable[[link_pb2.Welcome], FailedPrecondition | None]  # what does not fit
+    on_change: Callable[["WorkerLink"], None]  # `session` is another one, or none
+    on_load: Callable[["WorkerLink"], None]  # after each message of the worker
+    on_handoff: Callable[[Session, link_pb2.WorkerMessage], None]
+    on_lost: Callable[[Session], None]  # before its requests are failed
 
 
 class WorkerLink:
-    """Keeps a session with the worker at `address`. `session` is None while there is none.
+    """Keeps a session with the worker at `address`. `session` is None while there is none, and `trouble` says why."""
 
-    `accept` looks at a Welcome and names what does not fit (None: all does); `on_change` is called when `session`
-    changes, `on_load` after each message of a worker.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        *,
-        epoch: bytes,
-        accept: Callable[[link_pb2.Welcome], str | None],
-        on_change: Callable[["WorkerLink"], None],
-        on_load: Callable[["WorkerLink"], None],
-    ) -> None:
+    def __init__(self, address: str, config: LinkConfig, events: LinkEvents) -> None:
         self.address = address
         self.session: Session | None = None
+        self.trouble = "not connected yet"
         self.num_restarts = 0  # a Welcome with another epoch than the last one's
-        self.last_load = link_pb2.WorkerLoad()  # this and the next outlive the session, for the metrics
+        self.role = ""  # this and the next two outlive the session, for the metrics
+        self.last_load = link_pb2.WorkerLoad()
         self.num_blocks = 0  # per partition
-        self._hello = link_pb2.Hello(protocol_version=PROTOCOL_VERSION, gateway_epoch=epoch)
-        self._accept = accept
-        self._on_change = on_change
-        self._on_load = on_load
+        self._config = config
+        self._events = events
         self._worker_epoch = b""
-        self._trouble = ""  # why there is no session, as last logged
+        self._logged = ""  # the trouble that was logged last; empty after a session
+        self._retry_s = FIRST_RETRY_S
 
     async def run(self) -> None:
         """Connect, serve and connect again until cancelled."""
-        retry_s = FIRST_RETRY_S
         while True:
             try:
-                await self._serve_session()
+                try:
+                    await self._connect()
+                finally:
+                    self._lose()
             except Exception as error:  # whatever it was, the next attempt may succeed
-                reason = _reason(error)
-                if self.session is not None:
-                    retry_s = FIRST_RETRY_S
-                if reason != self._trouble:  # said once, not once per attempt
-                    logger.warning("worker %s: %s", self.address, reason, exc_info=_unexpected(error))
-                    self._trouble = reason
-            finally:
-                self._lose()
-            await asyncio.sleep(retry_s)
-            retry_s = min(2 * retry_s, MAX_RETRY_S)
+                self._note(error)
+            await asyncio.sleep(self._retry_s)
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
 
-    async def _serve_session(self) -> None:
+    async def _connect(self) -> None:
         """One session; returns or raises when it is over."""
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+        async with self._channel() as channel:
             call = link_pb2_grpc.WorkerStub(channel).Link()
-            await call.write(link_pb2.GatewayMessage(hello=self._hello))
-            session = Session(self._judge(await _read(call)))
-            self.session = session
-            if self._trouble:  # said as loudly as the trouble was
-                logger.warning("worker %s: connected again", self.address)
-                self._trouble = ""
-            self._on_change(self)
-            writer = asyncio.create_task(_write_all(call, session))
+            hello = link_pb2.Hello(protocol_version=PROTOCOL_VERSION, gateway_epoch=self._config.gateway_epoch)
+            await call.write(link_pb2.GatewayMessage(hello=hello))
+            welcome = (await _read(call)).welcome
+            if (fault := self._misfit(welcome)) is not None:
+                await _refuse(call, fault)
+                raise fault
+            session = self._begin(welcome)
+            tasks = [
+                asyncio.create_task(self._read_all(call, session)),
+                asyncio.create_task(_watch(session, self._config.silence_s)),
+                asyncio.create_task(_write_all(call, session)),
+            ]
             try:
-                while True:
-                    session.receive(await _read(call))
-                    self.last_load = session.load
-                    self._on_load(self)
+                ended, _ = await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
             finally:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _judge(self, message: link_pb2.WorkerMessage) -> link_pb2.Welcome:
-        welcome = message.welcome
+    def _channel(self) -> grpc.aio.Channel:
+        if self._config.credentials is None:
+            return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(self.address, self._config.credentials, options=CHANNEL_OPTIONS)
+
+    def _misfit(self, welcome: link_pb2.Welcome) -> FailedPrecondition | None:
         if welcome.protocol_version != PROTOCOL_VERSION:
-            raise FailedPrecondition(
-                f"speaks protocol version {welcome.protocol_version}, this gateway {PROTOCOL_VERSION}",
+            return FailedPrecondition(
+                f"speaks protocol_version {welcome.protocol_version}, this gateway {PROTOCOL_VERSION}",
                 field="protocol_version",
             )
-        if (mismatch := self._accept(welcome)) is not None:
-            raise FailedPrecondition(mismatch)
+        return self._events.accept(welcome)
+
+    def _begin(self, welcome: link_pb2.Welcome) -> Session:
         self.num_restarts += self._worker_epoch not in (b"", welcome.epoch)
-        self._worker_epoch, self.num_blocks = welcome.epoch, welcome.num_blocks
-        return welcome
+        self._worker_epoch, self.num_blocks, self.role = welcome.epoch, welcome.num_blocks, welcome.role
+        self._retry_s = FIRST_RETRY_S
+        if self._logged:  # said as loudly as the trouble was
+            logger.warning("worker %s: connected again", self.address)
+            self._logged = ""
+        self.session = Session(address=self.address, welcome=welcome, on_handoff=self._events.on_handoff)
+        self._events.on_change(self)
+        return self.session
+
+    async def _read_all(self, call: grpc.aio.StreamStreamCall, session: Session) -> None:
+        while True:
+            session.receive(await _read(call))
+            self.last_load = session.load
+            self._events.on_load(self)
 
     def _lose(self) -> None:
         """End the session, if there is one, and every request on it."""
         session, self.session = self.session, None
         if session is None:
             return
-        session.fail_all(Unavailable(f"the worker at {self.address} went away", retry_after_s=LOST_RETRY_AFTER_S))
-        self._on_change(self)
+        session.is_lost = True
+        self.trouble = "went away"
+        try:
+            self._events.on_lost(session)
+        finally:
+            session.fail_all(Unavailable(f"the worker at {self.address} went away", retry_after_s=LOST_RETRY_AFTER_S))
+            self._events.on_change(self)
+
+    def _note(self, error: Exception) -> None:
+        """Log why there is no session: once, not once per attempt."""
+        self.trouble = trouble.reason(error, has_tls=self._config.credentials is not None)
+        if self.trouble != self._logged:
+            cause = None if trouble.is_expected(error) else error
+            logger.warning("worker %s: %s", self.address, self.trouble, exc_info=cause)
+            self._logged = self.trouble
 
 
 async def _read(call: grpc.aio.StreamStreamCall) -> link_pb2.WorkerMessage:
@@ -193,12 +179,24 @@ async def _write_all(call: grpc.aio.StreamStreamCall, session: Session) -> None:
         await call.write(await session.outgoing.get())
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, RequestError):
-        return error.message
-    return (error.details() if isinstance(error, grpc.aio.AioRpcError) else None) or repr(error)
+async def _watch(session: Session, silence_s: float) -> None:
+    """Raises Unavailable when no message came for `silence_s`, or an eighth more."""
+    num_silent = 0
+    while num_silent < SILENT_TICKS:
+        num_seen = session.num_received
+        await asyncio.sleep(silence_s / SILENT_TICKS)
+        num_silent = num_silent + 1 if session.num_received == num_seen else 0
+    raise Unavailable(f"nothing came from it for {silence_s:g} s")
 
 
-def _unexpected(error: Exception) -> Exception | None:
-    """The error itself, for its traceback, unless it is one that a wire brings about."""
-    return None if isinstance(error, RequestError | grpc.RpcError | asyncio.InvalidStateError) else error
+async def _refuse(call: grpc.aio.StreamStreamCall, fault: FailedPrecondition) -> None:
+    """Say why and hang up; then wait for the worker's end of the stream, or a broken off call may swallow it."""
+    refused = link_pb2.Refused(field=fault.field or "", message=fault.message)
+    try:
+        async with asyncio.timeout(REFUSED_TIMEOUT_S):
+            await call.write(link_pb2.GatewayMessage(refused=refused))
+            await call.done_writing()
+            while isinstance(await call.read(), link_pb2.WorkerMessage):
+                pass
+    except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+        return  # it hears it at the next attempt

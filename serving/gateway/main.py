@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from moonshard.rpc.inference_pb2_grpc import add_InferenceServicer_to_server
 from moonshard.rpc.server import BoundServer, PortInUse, build_server
 from moonshard.rpc.status import Unavailable
-from moonshard.serving.config import Config, GatewayConfig
+from moonshard.serving.config import Config, GatewayConfig, default_worker_addresses
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S
 from moonshard.serving.gateway.generation import DRAINING_RETRY_AFTER_S, Gateway
 from moonshard.serving.gateway.http import HttpFront
@@ -30,6 +30,7 @@ from moonshard.serving.gateway.model import load_served_model
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
 from moonshard.serving.status_pipe import Status
+from moonshard.serving.transport_security import link_credentials
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
 BACKLOG = 2048
@@ -74,9 +75,21 @@ async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Asyn
     with contextlib.closing(bind_http(config.gateway.host, config.gateway.port)) as listener:
         model = load_served_model(config.model.path, config.model.name)
         metrics = GatewayMetrics(model.name)
-        pool = LinkPool(worker_addresses(config), on_load=StepObserver(metrics))
+        pool = LinkPool(
+            worker_addresses(config),
+            on_load=StepObserver(metrics),
+            silence_s=config.gateway.worker_silence_s,
+            credentials=link_credentials(config),
+        )
         metrics.registry.register(WorkerCollector(pool, model.name))
-        gateway = Gateway(model, pool, metrics, max_queued_requests=config.gateway.max_queued_requests)
+        gateway = Gateway(
+            model,
+            pool,
+            metrics,
+            max_queued_requests=config.gateway.max_queued_requests,
+            routing=config.routing,
+            lease_s=config.kv.lease_s,
+        )
         front = HttpFront(
             gateway,
             metrics,
@@ -107,7 +120,7 @@ def bind_http(host: str, port: int) -> socket.socket:
 
 
 def worker_addresses(config: Config) -> tuple[str, ...]:
-    return config.gateway.workers or (f"{config.worker.host}:{config.worker.port}",)
+    return config.gateway.workers or default_worker_addresses(config)
 
 
 async def drain(running: RunningGateway, timeout_s: float) -> None:

@@ -1,61 +1,79 @@
-"""The workers of a gateway: which are there, that they agree, and which of them takes a request.
+"""The workers of a gateway: which are there, that they agree, and which of them takes a request or a leg of one.
 
-Workers must serve the same checkpoint in the same dtype: otherwise a request's tokens would depend on where it ran. The
-first to be there sets the measure; one that differs is logged, not routed to, and asked again later.
+Workers must serve the same checkpoint in the same dtype and blocks: otherwise a request's tokens would depend on where
+it ran, and its KV could not move. The first to be there sets the measure; one that differs is told so, logged, not
+routed to, and asked again later.
 """
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+import grpc
+
 from moonshard.rpc import link_pb2
-from moonshard.rpc.status import RequestError, Unavailable
-from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, Session, WorkerLink
+from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable
+from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
+from moonshard.serving.gateway.session import Session
 from moonshard.serving.router import Router
+
+PREFILL_ROLES = frozenset({"prefill"})
+DECODE_ROLES = frozenset({"both", "decode"})
+_AGREED = ("fingerprint", "dtype", "vocab_size", "block_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelLimits:
-    """What every worker of the pool must agree on."""
+    """What the workers agree on, and the least of what each can hold."""
 
     fingerprint: str
     dtype: str
     vocab_size: int
+    block_size: int
     max_context_tokens: int
-
-
-def limits_of(welcome: link_pb2.Welcome) -> ModelLimits:
-    return ModelLimits(
-        fingerprint=welcome.fingerprint,
-        dtype=welcome.dtype,
-        vocab_size=welcome.vocab_size,
-        max_context_tokens=welcome.max_context_tokens,
-    )
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes."""
+    """Where a request goes, or a leg of it."""
 
     worker_index: int
     session: Session
 
 
 class LinkPool:
-    """Links to `addresses`, and the tokens reserved on each. `on_load(index, load)` is called after every message."""
+    """Links to `addresses`, and the tokens reserved on each. `on_load(index, load)` is called after every message.
 
-    def __init__(self, addresses: Sequence[str], *, on_load: Callable[[int, link_pb2.WorkerLoad], None]) -> None:
-        epoch = secrets.token_bytes(16)
+    `on_handoff` and `on_lost` are for whoever runs handoffs: what a worker says of one, and that a session ended. Set
+    them before `running`.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        on_load: Callable[[int, link_pb2.WorkerLoad], None],
+        silence_s: float,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.on_handoff: Callable[[Session, link_pb2.WorkerMessage], None] = lambda _session, _message: None
+        self.on_lost: Callable[[Session], None] = lambda _session: None
         self._on_load = on_load
         self._router = Router()
-        self._ready, self._not_ready = asyncio.Event(), asyncio.Event()
+        self._ready, self._not_ready, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._not_ready.set()
-        self.links = tuple(
-            WorkerLink(address, epoch=epoch, accept=self._mismatch, on_change=self._notice, on_load=self._link_loaded)
-            for address in addresses
+        self._seen_routable: tuple[Session, ...] = ()
+        config = LinkConfig(gateway_epoch=secrets.token_bytes(16), silence_s=silence_s, credentials=credentials)
+        events = LinkEvents(
+            accept=self._misfit,
+            on_change=self._notice,
+            on_load=self._link_loaded,
+            on_handoff=self._hand_over,
+            on_lost=self._lost,
         )
+        self.links = tuple(WorkerLink(address, config, events) for address in addresses)
         self._index = {link.address: index for index, link in enumerate(self.links)}
 
     @asynccontextmanager
@@ -72,14 +90,22 @@ class LinkPool:
     @property
     def limits(self) -> ModelLimits | None:
         """None while no worker is there."""
-        for link in self.links:
-            if link.session is not None:
-                return limits_of(link.session.welcome)
-        return None
+        welcomes = [session.welcome for session in self._sessions()]
+        if not welcomes:
+            return None
+        return ModelLimits(
+            **{name: getattr(welcomes[0], name) for name in _AGREED},
+            max_context_tokens=min(welcome.max_context_tokens for welcome in welcomes),
+        )
 
     @property
     def is_ready(self) -> bool:
-        return bool(self._routable())
+        """Whether requests can be served: a worker that decodes can prefill too."""
+        return any(session.role in DECODE_ROLES for session in self._routable())
+
+    @property
+    def has_prefill(self) -> bool:
+        return any(session.role in PREFILL_ROLES for session in self._routable())
 
     async def wait_ready(self) -> None:
         await self._ready.wait()
@@ -87,45 +113,110 @@ class LinkPool:
     async def wait_not_ready(self) -> None:
         await self._not_ready.wait()
 
+    async def wait_changed(self, timeout_s: float) -> bool:
+        """Until a worker can be routed to that could not be before, or no longer can; False when the time is over."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def in_flight_tokens(self, address: str) -> int:
         return self._router.in_flight_tokens(address)
 
+    def session_of(self, epoch: int) -> Session | None:
+        """The session with that process, if there is one now."""
+        return next((session for session in self._sessions() if session.epoch == epoch), None)
+
     @contextmanager
-    def reserve(self, num_tokens: int) -> Iterator[Route]:
-        """Hold `num_tokens` on the worker chosen for a request while the block runs. Unavailable without a worker."""
-        reservation = self._router.reserve(self._routable(), num_tokens)
+    def reserve_decode(self, num_tokens: int, *, exclude: Collection[int] = ()) -> Iterator[Route]:
+        """Hold `num_tokens` on the worker chosen to decode a request while the block runs.
+
+        `exclude` are the epochs that failed it. Unavailable where no other worker is left, saying why of each.
+        """
+        with self._reserve(DECODE_ROLES, num_tokens, exclude) as route:
+            if route is None:
+                raise self.unavailable(exclude)
+            yield route
+
+    @contextmanager
+    def reserve_prefill(self, num_tokens: int, *, exclude: Collection[int] = ()) -> Iterator[Route | None]:
+        """Likewise on a worker that prefills for others; None where there is none."""
+        with self._reserve(PREFILL_ROLES, num_tokens, exclude) as route:
+            yield route
+
+    def unavailable(self, exclude: Collection[int] = ()) -> Unavailable:
+        """The error of a request that no worker can take, with what is wrong with each."""
+        reasons = "; ".join(f"{link.address}: {_reason(link, exclude)}" for link in self.links)
+        return Unavailable(f"no worker is ready ({reasons})", retry_after_s=LOST_RETRY_AFTER_S)
+
+    def fail_all(self, error: RequestError) -> None:
+        for session in self._sessions():
+            session.fail_all(error)
+
+    @contextmanager
+    def _reserve(self, roles: Collection[str], num_tokens: int, exclude: Collection[int]) -> Iterator[Route | None]:
+        sessions = {s.address: s for s in self._routable() if s.role in roles and s.epoch not in exclude}
+        reservation = self._router.reserve(list(sessions), num_tokens)
         if reservation is None:
-            raise Unavailable("no worker is ready", retry_after_s=LOST_RETRY_AFTER_S)
-        index = self._index[reservation.worker]
-        session = self.links[index].session
-        assert session is not None  # routable, and nothing was awaited since
+            yield None
+            return
         try:
-            yield Route(index, session)
+            yield Route(self._index[reservation.worker], sessions[reservation.worker])
         finally:
             self._router.release(reservation)
 
-    def fail_all(self, error: RequestError) -> None:
-        for link in self.links:
-            if link.session is not None:
-                link.session.fail_all(error)
+    def _sessions(self) -> list[Session]:
+        return [link.session for link in self.links if link.session is not None]
 
-    def _routable(self) -> list[str]:
-        return [link.address for link in self.links if link.session is not None and not link.session.load.draining]
+    def _routable(self) -> list[Session]:
+        return [session for session in self._sessions() if not session.load.draining]
 
-    def _mismatch(self, welcome: link_pb2.Welcome) -> str | None:
-        expected, found = self.limits, limits_of(welcome)
-        if expected is None or expected == found:
+    def _misfit(self, welcome: link_pb2.Welcome) -> FailedPrecondition | None:
+        """Two addresses of one process would be two workers to the router, and one to a handoff."""
+        if welcome.role not in PREFILL_ROLES | DECODE_ROLES:
+            return FailedPrecondition(f"not routed to, role {welcome.role!r} is none", field="role")
+        expected = self.limits
+        if expected is None:
             return None
-        differing = [name for name in ModelLimits.__slots__ if getattr(expected, name) != getattr(found, name)]
-        return "not routed to, its model differs from the other workers': " + ", ".join(
-            f"{name} {getattr(found, name)!r} instead of {getattr(expected, name)!r}" for name in differing
-        )
+        for name in _AGREED:
+            found, wanted = getattr(welcome, name), getattr(expected, name)
+            if found != wanted:
+                message = f"not routed to, {name} is {found!r} where the other workers have {wanted!r}"
+                return FailedPrecondition(message, field=name)
+        if (double := self.session_of(int.from_bytes(welcome.epoch, "big"))) is not None:
+            return FailedPrecondition(f"not routed to, the same process as at {double.address}", field="epoch")
+        return None
+
+    def _hand_over(self, session: Session, message: link_pb2.WorkerMessage) -> None:
+        self.on_handoff(session, message)  # whoever has set it since
+
+    def _lost(self, session: Session) -> None:
+        self.on_lost(session)
 
     def _link_loaded(self, link: WorkerLink) -> None:
         self._notice(link)  # `draining` may have begun or ended
         self._on_load(self._index[link.address], link.last_load)
 
     def _notice(self, _link: WorkerLink) -> None:
+        routable = tuple(self._routable())
+        if routable == self._seen_routable:
+            return
+        self._seen_routable = routable
         became, was = (self._ready, self._not_ready) if self.is_ready else (self._not_ready, self._ready)
         became.set()
         was.clear()
+        self._changed.set()  # whoever waits now; the next change has an event of its own
+        self._changed = asyncio.Event()
+
+
+def _reason(link: WorkerLink, exclude: Collection[int]) -> str:
+    session = link.session
+    if session is None:
+        return link.trouble
+    if session.role not in DECODE_ROLES:
+        return "only prefills"
+    if session.load.draining:
+        return "draining"
+    return "failed this request" if session.epoch in exclude else "ready"

@@ -38,7 +38,7 @@ async def test_losing_a_worker_ends_its_requests_as_unavailable(
     whole = asyncio.create_task(http.post("/v1/completions", json=ASKED))
     call = asyncio.create_task(grpc_client.generate([1, 2]))
     await worker.seen(2)
-    worker.drop_link()
+    worker.die()
     answer = await whole
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     with pytest.raises(Unavailable) as caught:
@@ -51,7 +51,7 @@ async def test_losing_a_worker_in_a_stream_is_an_error_event(http: httpx.AsyncCl
     async with http.stream("POST", "/v1/completions", json=ASKED | {"stream": True}) as response:
         blocks = response.aiter_text()
         text = await anext(blocks)
-        worker.drop_link()
+        worker.die()
         text += "".join([block async for block in blocks])
     events = decoded(text.split("\n\n")[:-1])
     assert events[-1]["error"]["code"] == "service_unavailable"
@@ -126,7 +126,7 @@ async def wait_for_links(running: RunningGateway, num_links: int) -> None:
     [
         ({"fingerprint": "0" * 64}, "fingerprint"),
         ({"vocab_size": 7}, "vocab_size"),
-        ({"protocol_version": 9}, "protocol version 9"),
+        ({"protocol_version": 9}, "protocol_version 9"),
     ],
 )
 async def test_a_worker_that_does_not_fit_is_logged_and_not_routed_to(

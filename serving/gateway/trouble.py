@@ -1,0 +1,33 @@
+"""Why there is no session with a worker, in words for the log and for the client that finds no worker.
+
+gRPC tells a failed TLS handshake's reason only where this side failed it. Where the worker did, all that is seen is a
+connection that closes at once; then this says what that can mean.
+"""
+
+import asyncio
+
+import grpc
+
+from moonshard.rpc.status import RequestError
+
+_CLOSED_AT_ONCE = ("Socket closed", "Connection reset by peer")
+_BEFORE_REASON = "last error: "  # gRPC names the addresses that it tried before it
+
+
+def reason(error: Exception, *, has_tls: bool) -> str:
+    """One line."""
+    if isinstance(error, RequestError):
+        return error.message
+    details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
+    if not details:
+        return repr(error)
+    _, is_connecting, cause = details.rpartition(_BEFORE_REASON)
+    if is_connecting and cause.endswith(_CLOSED_AT_ONCE):
+        refusal = "refuses this gateway's certificate" if has_tls else "expects TLS"
+        return f"{cause} (a worker that {refusal} closes like this)"
+    return cause
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether a wire brings it about: no traceback is needed."""
+    return isinstance(error, RequestError | grpc.RpcError | asyncio.InvalidStateError)
