@@ -5,6 +5,7 @@ cancelled. What is queued for a gateway is bounded by what its requests may stil
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -15,6 +16,8 @@ from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestErr
 from moonshard.serving.worker import Worker
 
 LOAD_PERIOD_S = 0.25  # metrics and routing lag by no more where no step says how things are: after a cancel, above all
+
+logger = logging.getLogger(__name__)
 
 
 class LinkSession:
@@ -39,6 +42,7 @@ class LinkServicer(link_pb2_grpc.WorkerServicer):
         try:
             _check_hello(await anext(request_iterator, None))
         except RequestError as error:
+            logger.warning("a gateway at %s is refused: %s", context.peer(), error.message)
             await abort(context, error)
         worker, session = await asyncio.shield(self._worker), LinkSession()
         worker.open_link(session)
@@ -74,11 +78,7 @@ async def _read(messages: AsyncIterator[link_pb2.GatewayMessage], worker: Worker
     """Until the gateway ends its side or the stream breaks: either ends the session."""
     try:
         async for message in messages:
-            match message.WhichOneof("message"):
-                case "run":
-                    worker.run(message.run, session)
-                case "cancel":
-                    worker.cancel(message.cancel.request_id, session)
+            worker.receive(message, session)
     finally:
         session.outgoing.put_nowait(None)
 

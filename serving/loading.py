@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 
@@ -18,10 +19,13 @@ from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.spec import ModelError
 from moonshard.serving.config import Config
 from moonshard.serving.encoder import PoolShape
+from moonshard.serving.kv_endpoint import whole_blocks
 from moonshard.serving.programs import Programs
 from moonshard.serving.scheduler import SchedulerConfig
 from moonshard.serving.steps import StepShapes
+from moonshard.sharding.layout import Layout
 from moonshard.sharding.rules import MeshError, build_mesh
+from moonshard.sharding.shape import MeshShape
 
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 MAX_AUTO_POOL_BYTES = 2 << 30  # on CPU, where the pool shares memory with everything else
@@ -29,6 +33,7 @@ Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded t
 MAX_PREFILL_SEQUENCES = 8
 
 Progress = Callable[[str], None]
+type Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +47,15 @@ class LoadedModel:
     vocab_size: int
     dtype: str
     fingerprint: str
+    layout: Layout  # of a block on its way between workers
     load_s: float
     compile_s: float
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a whole block of all groups."""
+        blocks = [group.block for group in self.layout.groups]
+        return sum(b.num_layers * b.block_size * b.num_features * b.itemsize_bytes for b in blocks)
 
     def block_pool(self) -> BlockPool:
         return BlockPool(self.pool.num_partitions, self.pool.blocks_per_partition, self.block_size)
@@ -61,24 +73,32 @@ class LoadedModel:
 
 
 @contextmanager
-def _mesh_by_its_key() -> Iterator[None]:
+def _mesh_by_its_key(role: Role) -> Iterator[None]:
     """MeshErrors, which begin with `mesh`, under the configuration's name for it: `decode.mesh.tensor = 3 ...`."""
     try:
         yield
     except MeshError as error:
-        raise MeshError(f"decode.{error}") from error
+        raise MeshError(f"{'prefill' if role == 'prefill' else 'decode'}.{error}") from error
 
 
-@_mesh_by_its_key()
-def load_model(config: Config, progress: Progress) -> LoadedModel:
+def mesh_of(config: Config, role: Role) -> MeshShape:
+    return config.prefill.mesh if role == "prefill" else config.decode.mesh
+
+
+def load_model(config: Config, role: Role, progress: Progress) -> LoadedModel:
     """Reads and compiles.
 
     Raises:
         CheckpointError, ModelError, MeshError: the folder, the model or the mesh cannot be served; one message.
     """
+    with _mesh_by_its_key(role):
+        return _load_model(config, role, progress)
+
+
+def _load_model(config: Config, role: Role, progress: Progress) -> LoadedModel:
     started = time.perf_counter()
     dtype = resolve_dtype(config.model.dtype)
-    mesh = build_mesh(config.decode.mesh)
+    mesh = build_mesh(mesh_of(config, role))
     checkpoint, model = open_model(config.model.path)
     progress("loading weights")
     params = kimi.declare(model)
@@ -88,7 +108,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
     )
     jax.block_until_ready(loaded)
     load_s = time.perf_counter() - started
-    shapes, pool = choose_sizes(config, model, dtype)
+    shapes, pool = choose_sizes(config, model, dtype, role)
     programs = Programs(
         model,
         loaded,
@@ -109,6 +129,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
         vocab_size=model.vocab_size,
         dtype=dtype,
         fingerprint=checkpoint.fingerprint,
+        layout=whole_blocks(model.kv_groups(dtype), config.kv.block_size),
         load_s=load_s,
         compile_s=time.perf_counter() - started,
     )
@@ -135,14 +156,16 @@ def resolve_dtype(name: str) -> str:
     return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
 
 
-def choose_sizes(config: Config, model: kimi.KimiConfig, dtype: str) -> tuple[StepShapes, PoolShape]:
+def choose_sizes(
+    config: Config, model: kimi.KimiConfig, dtype: str, role: Role = "both"
+) -> tuple[StepShapes, PoolShape]:
     """The pool, and the context that it and the model allow.
 
     Raises:
         ModelError: the configured context is longer than the model's or than the pool.
     """
-    block_size, partitions = config.kv.block_size, config.decode.mesh.num_partitions
-    max_slots = config.decode.max_slots
+    block_size, partitions = config.kv.block_size, mesh_of(config, role).num_partitions
+    max_slots = config.prefill.max_slots if role == "prefill" else config.decode.max_slots
     (group,) = model.kv_groups(dtype)
     num_blocks = config.kv.num_blocks or max(1, _auto_blocks(group.bytes_per_token * block_size) // partitions)
     pool_tokens = num_blocks * block_size
@@ -158,6 +181,7 @@ def choose_sizes(config: Config, model: kimi.KimiConfig, dtype: str) -> tuple[St
         q_tile=Q_TILE,
         prefill_buckets=buckets(config.prefill.chunk_tokens, Q_TILE),
         decode_buckets=buckets(max_slots),
+        transfer_buckets=() if role == "both" else buckets(max(1, config.prefill.chunk_tokens // block_size)),
     )
     pool = PoolShape(
         num_partitions=partitions, slots_per_partition=max_slots // partitions, blocks_per_partition=num_blocks
@@ -179,10 +203,10 @@ def _auto_blocks(bytes_per_block: int) -> int:
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return max(1, (stats["bytes_limit"] - stats["bytes_in_use"]) // 2 // bytes_per_block)
-    return max(1, min(MAX_AUTO_POOL_BYTES, _free_memory_bytes() // 2) // bytes_per_block)
+    return max(1, min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2) // bytes_per_block)
 
 
-def _free_memory_bytes() -> int:
+def free_memory_bytes() -> int:
     """What the kernel would give without swapping (`MemAvailable` of proc(5))."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")

@@ -5,11 +5,13 @@ The gateway has checked what clients send; what is checked here protects the dev
 
 import math
 
+from moonshard.kv.blocks import BlockPool
 from moonshard.rpc import inference_pb2, link_pb2
 from moonshard.rpc.link import REQUEST_ID_BYTES
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
 from moonshard.serving.counters import Counters
 from moonshard.serving.engine import Emitted, Phases
+from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.request import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -76,6 +78,15 @@ def _check(run: link_pb2.Run, vocab_size: int) -> None:
             raise InvalidArgument(f"{field} of a Run message is out of range", field=field)
 
 
+def resumed_from(run: link_pb2.Run, vocab_size: int) -> dict[int, tuple[int, ...]] | None:
+    """The tokens that each choice goes on from; None where all begin. InvalidArgument as above."""
+    if not run.resumed:
+        return None
+    if any(token >= vocab_size for resumed in run.resumed for token in resumed.token_ids):
+        raise InvalidArgument("resumed of a Run message is out of range", field="resumed")
+    return {resumed.choice: tuple(resumed.token_ids) for resumed in run.resumed}
+
+
 def rejection(error: Rejected) -> RequestError:
     """The scheduler's refusal as an error of the request."""
     match error:
@@ -124,7 +135,34 @@ def _position_logprobs(token: int, logprobs: Logprobs) -> inference_pb2.Position
 def _phases(phases: Phases | None) -> link_pb2.WorkerPhases | None:
     if phases is None:
         return None
-    return link_pb2.WorkerPhases(queue_ms=phases.queue_ms, prefill_ms=phases.prefill_ms, decode_ms=phases.decode_ms)
+    return link_pb2.WorkerPhases(
+        queue_ms=phases.queue_ms,
+        prefill_ms=phases.prefill_ms,
+        decode_ms=phases.decode_ms,
+        land_ms=phases.land_ms,
+        join_ms=phases.join_ms,
+    )
+
+
+def kv_transfer_message(plane: KvPlane, slab: BlockPool, num_handoffs: int) -> link_pb2.KvTransfer:
+    """The KV plane as it is now, with the slab's slots summed over the partitions."""
+    counters = plane.counters
+    counts = [slab.counts(partition) for partition in range(slab.num_partitions)]
+    return link_pb2.KvTransfer(
+        num_handoffs=num_handoffs,
+        published_bytes=counters.num_bytes,
+        num_transfers=counters.num_transfers,
+        publish_s=counters.busy_s,
+        num_failures={cause.value: num for cause, num in counters.num_failures.items()},
+        landed_bytes=plane.num_landed_blocks * plane.block_bytes,
+        num_landed_blocks=plane.num_landed_blocks,
+        num_checksum_mismatches=plane.num_mismatches,
+        free_slab_slots=sum(count.free for count in counts),
+        used_slab_slots=sum(count.used for count in counts),
+        leased_slab_slots=sum(count.leased for count in counts),
+        quarantined_slab_slots=sum(count.quarantined for count in counts),
+        total_slab_slots=sum(count.total for count in counts),
+    )
 
 
 def load_message(counters: Counters, **rest: object) -> link_pb2.WorkerLoad:

@@ -1,23 +1,36 @@
-"""A worker: one engine behind gateway links, prefill and decode together.
+"""A worker: one engine behind gateway links, in one of three roles.
 
-It knows which link each request came over, and nothing of gRPC streams or processes.
+`both` prefills and decodes. `prefill` runs requests up to their first token and publishes their KV; `decode` takes KV
+and decodes, and prefills too where it is asked to. It knows which link each request came over, and nothing of gRPC
+streams or processes.
 """
 
+import asyncio
+import logging
 import resource
 import secrets
 from typing import Protocol
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import PROTOCOL_VERSION
-from moonshard.rpc.status import RequestError, Unavailable
-from moonshard.serving import wire
+from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestError, Unavailable
+from moonshard.serving import handoff_wire, wire
 from moonshard.serving.compilations import CompilationCounter
 from moonshard.serving.config import Config
+from moonshard.serving.decode_handoffs import DecodeHandoffConfig, DecodeHandoffs
 from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.engine import Engine, StepReport
-from moonshard.serving.loading import LoadedModel
+from moonshard.serving.kv_endpoint import endpoint_message
+from moonshard.serving.kv_plane import KvPlane
+from moonshard.serving.loading import LoadedModel, Role
+from moonshard.serving.plan import PrefillPlan
+from moonshard.serving.prefill_handoffs import PrefillHandoffs
 from moonshard.serving.scheduler import Scheduler
 from moonshard.serving.waiting import QueueTimeout, Rejected
+
+TICK_S = 0.1  # how late a lease's end or a place for a waiting reservation may be noticed
+
+logger = logging.getLogger(__name__)
 
 
 class Link(Protocol):
@@ -27,33 +40,123 @@ class Link(Protocol):
 
 
 class Worker:
-    """What is behind the link: the engine, and which link each request came over."""
+    """What is behind the link: the engine, the handoffs, and which link each request came over.
 
-    def __init__(self, config: Config, model: LoadedModel, compilations: CompilationCounter):
+    `plane` is that of a worker whose role has handoffs.
+    """
+
+    def __init__(
+        self, config: Config, role: Role, model: LoadedModel, compilations: CompilationCounter, plane: KvPlane | None
+    ):
+        self.role: Role = role
+        self.epoch = secrets.token_bytes(16)
+        self.is_draining = False
         self._config = config
         self._model = model
         self._compilations = compilations
+        self._plane = plane
         self._pool = model.block_pool()
         self._scheduler = Scheduler(model.scheduler_config(config), self._pool)
         self._open: set[Link] = set()
         self._links: dict[bytes, Link] = {}  # by request
-        self.epoch = secrets.token_bytes(16)
-        self.is_draining = False
         self.engine = Engine(
             scheduler=self._scheduler,
             executor=model.programs,
             encoder=StepEncoder(model.shapes, model.pool),
             on_step=self._on_step,
             on_expired=self._on_expired,
+            on_prefill=self._on_prefill,
         )
+        self._prefill = None if plane is None or role != "prefill" else self._prefill_handoffs(plane)
+        self._decode = None if plane is None or role != "decode" else self._decode_handoffs(plane)
+        self._ticking: asyncio.TimerHandle | None = None
+
+    def _prefill_handoffs(self, plane: KvPlane) -> PrefillHandoffs:
+        return PrefillHandoffs(
+            engine=self.engine,
+            pool=self._pool,
+            plane=plane,
+            epoch=handoff_wire.epoch_from(self.epoch),
+            quarantine_s=self._config.kv.quarantine_s,
+            on_fault=self.engine.fail,
+        )
+
+    def _decode_handoffs(self, plane: KvPlane) -> DecodeHandoffs:
+        kv, gateway, num_slots = self._config.kv, self._config.gateway, plane.endpoint.num_slots
+        config = DecodeHandoffConfig(
+            lease_s=kv.lease_s,
+            quarantine_s=kv.quarantine_s,
+            max_slots_per_handoff=kv.slots_per_handoff or max(1, num_slots // 4),
+            max_queued=gateway.max_queued_requests,
+            queue_timeout_s=gateway.queue_timeout_s,
+        )
+        return DecodeHandoffs(
+            config,
+            engine=self.engine,
+            pool=self._pool,
+            plane=plane,
+            epoch=handoff_wire.epoch_from(self.epoch),
+            on_join=self._links.__setitem__,
+            on_fault=self.engine.fail,
+        )
+
+    # ---- its life
+
+    def start(self) -> None:
+        self.engine.start()
+        self._tick()
+
+    async def wait_idle(self) -> None:
+        """Until no request and no handoff is left."""
+        await self.engine.wait_idle()
+        while self._num_handoffs:
+            await asyncio.sleep(TICK_S)
+            await self.engine.wait_idle()
+
+    async def close(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await self.engine.close()
+        if self._plane is not None:
+            await asyncio.to_thread(self._plane.close)
+
+    def begin_drain(self) -> None:
+        """Take no new requests, and tell the gateways at once, so that they send them elsewhere."""
+        self.is_draining = True
+        for link in self._open:
+            link.send(link_pb2.WorkerMessage(load=self.load()))
+
+    def _tick(self) -> None:
+        for handoffs in (self._prefill, self._decode):
+            if handoffs is not None:
+                self.engine.guard(handoffs.tick)
+        self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    # ---- links
+
+    def open_link(self, link: Link) -> None:
+        """Welcome a gateway. `close_link` undoes it."""
+        self._open.add(link)
+        link.send(link_pb2.WorkerMessage(welcome=self.welcome()))
+        link.send(link_pb2.WorkerMessage(load=self.load()))
+
+    def close_link(self, link: Link) -> None:
+        """End all that came over it."""
+        self._open.discard(link)
+        for request_id in [id for id, owner in self._links.items() if owner is link]:
+            self._end(request_id)
+        for handoffs in (self._prefill, self._decode):
+            if handoffs is not None:
+                handoffs.close_link(link)
 
     def welcome(self) -> link_pb2.Welcome:
         model = self._model
+        endpoint = None if self._decode is None or self._plane is None else endpoint_message(self._plane.endpoint)
         return link_pb2.Welcome(
             protocol_version=PROTOCOL_VERSION,
             epoch=self.epoch,
             fingerprint=model.fingerprint,
-            role="both",
+            role=self.role,
             dtype=model.dtype,
             vocab_size=model.vocab_size,
             max_context_tokens=model.shapes.max_context_tokens,
@@ -63,44 +166,91 @@ class Worker:
             max_slots=model.pool.num_slots,
             load_s=model.load_s,
             compile_s=model.compile_s,
+            endpoint=endpoint,
         )
 
-    def open_link(self, link: Link) -> None:
-        """Welcome a gateway. `close_link` undoes it."""
-        self._open.add(link)
-        link.send(link_pb2.WorkerMessage(welcome=self.welcome()))
-        link.send(link_pb2.WorkerMessage(load=self.load()))
-
-    def begin_drain(self) -> None:
-        """Take no new requests, and tell the gateways at once, so that they send them elsewhere."""
-        self.is_draining = True
-        for link in self._open:
-            link.send(link_pb2.WorkerMessage(load=self.load()))
-
-    def run(self, run: link_pb2.Run, link: Link) -> None:
-        """Accepts a request, or answers it with its error."""
+    def receive(self, message: link_pb2.GatewayMessage, link: Link) -> None:
+        """Do what a gateway says, or answer with the error of the request it names."""
+        name = message.WhichOneof("message")
         try:
-            if self.is_draining:
-                raise Unavailable("this worker is shutting down", retry_after_s=1.0)
-            request = wire.request_from(run, self._model.vocab_size)
-            self.engine.submit(request)
+            match name:
+                case "run" if message.run.HasField("target"):
+                    self._run_for(message.run, link)
+                case "run":
+                    self._run(message.run, link)
+                case "reserve":
+                    self._reserve(message.reserve, link)
+                case "cancel":
+                    self._cancel(message.cancel, link)
+                case "refused":
+                    logger.warning("a gateway refuses this worker: %s", message.refused.message)
+                case "landed" | "start" | "drained":
+                    self._to_decode(name, message, link)
+                case "credits":
+                    self._prefills().credits(message.credits)
         except Rejected as error:
-            link.send(wire.failed(run.request_id, wire.rejection(error)))
+            link.send(wire.failed(_request_id(message), wire.rejection(error)))
         except RequestError as error:
-            link.send(wire.failed(run.request_id, error))
-        else:
-            self._links[request.id] = link
+            if not isinstance(error, InvalidArgument | Unavailable):
+                logger.warning("%s: %s", name, error.message)
+            link.send(wire.failed(_request_id(message), error))
 
-    def cancel(self, request_id: bytes, link: Link) -> None:
-        """Ends a request that came over this link; any other is left alone."""
-        if self._links.get(request_id) is link:
-            del self._links[request_id]
-            self.engine.cancel(request_id)
+    def _run(self, run: link_pb2.Run, link: Link) -> None:
+        self._check_open()
+        request = wire.request_from(run, self._model.vocab_size)
+        self.engine.submit(request, wire.resumed_from(run, self._model.vocab_size))
+        self._links[request.id] = link
 
-    def close_link(self, link: Link) -> None:
-        self._open.discard(link)
-        for request_id in [id for id, owner in self._links.items() if owner is link]:
-            self.cancel(request_id, link)
+    def _run_for(self, run: link_pb2.Run, link: Link) -> None:
+        handoffs = self._prefills()
+        self._check_open()
+        handoffs.run(run, wire.request_from(run, self._model.vocab_size), link)
+
+    def _reserve(self, reserve: link_pb2.Reserve, link: Link) -> None:
+        handoffs = self._decodes()
+        self._check_open()
+        handoffs.reserve(reserve, wire.request_from(reserve.run, self._model.vocab_size), link)
+
+    def _to_decode(self, name: str, message: link_pb2.GatewayMessage, link: Link) -> None:
+        handoffs = self._decodes()
+        match name:
+            case "landed":
+                handoffs.landed(message.landed, link)
+            case "start":
+                handoffs.start(message.start, link)
+            case "drained":
+                handoffs.drained(message.drained)
+
+    def _cancel(self, cancel: link_pb2.Cancel, link: Link) -> None:
+        """End a request that came over this link, or a leg of a handoff; any other is left alone."""
+        if self._links.get(cancel.request_id) is link:
+            self._end(cancel.request_id)
+        elif self._decode is not None:
+            self._decode.cancel(cancel.request_id)
+        elif self._prefill is not None:
+            self._prefill.cancel(cancel.request_id, handoff_wire.epoch_from(cancel.target_epoch), link)
+
+    def _end(self, request_id: bytes) -> None:
+        del self._links[request_id]
+        self.engine.cancel(request_id)
+        if self._decode is not None:
+            self._decode.left(request_id)
+
+    def _check_open(self) -> None:
+        if self.is_draining:
+            raise Unavailable("this worker is shutting down", retry_after_s=1.0)
+
+    def _prefills(self) -> PrefillHandoffs:
+        if self._prefill is None:
+            raise FailedPrecondition(f"a worker of role {self.role} publishes no KV", field="role")
+        return self._prefill
+
+    def _decodes(self) -> DecodeHandoffs:
+        if self._decode is None:
+            raise FailedPrecondition(f"a worker of role {self.role} takes no KV", field="role")
+        return self._decode
+
+    # ---- what others may know
 
     def load(self) -> link_pb2.WorkerLoad:
         partitions = range(self._pool.num_partitions)
@@ -112,6 +262,7 @@ class Worker:
             overlapped_steps=self.engine.num_overlapped_steps,
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             draining=self.is_draining,
+            kv_transfer=self._kv_transfer(),
         )
 
     def inspect(self) -> link_pb2.Inspection:
@@ -120,6 +271,16 @@ class Worker:
             partitions=[self._partition_state(partition) for partition in range(self._pool.num_partitions)],
             load=self.load(),
         )
+
+    @property
+    def _num_handoffs(self) -> int:
+        return sum(handoffs.num_handoffs for handoffs in (self._prefill, self._decode) if handoffs is not None)
+
+    def _kv_transfer(self) -> link_pb2.KvTransfer | None:
+        handoffs = self._prefill or self._decode
+        if handoffs is None or self._plane is None:
+            return None
+        return wire.kv_transfer_message(self._plane, handoffs.slab, self._num_handoffs)
 
     def _partition_state(self, partition: int) -> link_pb2.PartitionState:
         counts = self._pool.counts(partition)
@@ -133,19 +294,53 @@ class Worker:
             total_slots=self._model.pool.slots_per_partition,
         )
 
+    # ---- what the engine says
+
+    def _on_prefill(self, plan: PrefillPlan) -> None:
+        if self._prefill is not None:
+            self._prefill.launched(plan)
+
     def _on_step(self, report: StepReport) -> None:
         """One message per link and step, whatever the number of its requests."""
         by_link: dict[Link, list[link_pb2.SequenceOutput]] = {}
         for item in report.emitted:
-            link = self._links[item.output.sequence.request_id]
-            by_link.setdefault(link, []).append(wire.sequence_output(item))
+            request_id = item.output.sequence.request_id
+            if self._prefill is not None and self._prefill.owns(request_id):
+                self._prefill.emitted(item)
+            else:
+                by_link.setdefault(self._links[request_id], []).append(wire.sequence_output(item))
         for request_id in report.ended:
-            del self._links[request_id]
-        load = self.load()
-        for link, outputs in by_link.items():
-            link.send(link_pb2.WorkerMessage(step=link_pb2.StepOutput(step=report.number, outputs=outputs, load=load)))
+            self._links.pop(request_id, None)
+            if self._decode is not None:
+                self._decode.left(request_id)
+        if by_link:
+            load = self.load()
+            for link, outputs in by_link.items():
+                step = link_pb2.StepOutput(step=report.number, outputs=outputs, load=load)
+                link.send(link_pb2.WorkerMessage(step=step))
 
     def _on_expired(self, request_id: bytes, error: QueueTimeout) -> None:
-        link = self._links.pop(request_id, None)
-        if link is not None:
-            link.send(wire.failed(request_id, wire.rejection(error)))
+        message = wire.failed(request_id, wire.rejection(error))
+        if self._prefill is not None and self._prefill.owns(request_id):
+            self._prefill.turned_down(request_id, message)
+        elif (link := self._links.pop(request_id, None)) is not None:
+            link.send(message)
+
+
+def _request_id(message: link_pb2.GatewayMessage) -> bytes:
+    """Of the request that a message is about."""
+    match message.WhichOneof("message"):
+        case "run":
+            return message.run.request_id
+        case "reserve":
+            return message.reserve.run.request_id
+        case "landed":
+            return message.landed.handoff
+        case "start":
+            return message.start.handoff
+        case "credits":
+            return message.credits.handoff
+        case "drained":
+            return message.drained.handoff
+        case _:
+            return b""

@@ -14,10 +14,12 @@ from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.server import BoundServer, build_server
 from moonshard.serving.compilations import CompilationCounter
 from moonshard.serving.config import Config
-from moonshard.serving.engine import Engine
+from moonshard.serving.kv_plane import KvPlane
+from moonshard.serving.kv_transports import KvTransports
 from moonshard.serving.link_service import LinkServicer
-from moonshard.serving.loading import load_model
+from moonshard.serving.loading import LoadedModel, Role, load_model
 from moonshard.serving.status_pipe import Status
+from moonshard.serving.transport_security import server_tls
 from moonshard.serving.worker import Worker
 
 SERVICE_NAME = link_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
@@ -33,29 +35,34 @@ class _Stopped(Exception):
     """The process was told to end while it was loading."""
 
 
-async def run_worker(config: Config, *, status: Status) -> int:
+async def run_worker(config: Config, role: Role, *, status: Status) -> int:
     """Serves until told to stop; the exit code.
 
     Raises:
-        PortInUse, CheckpointError, ModelError, MeshError: before anything is served.
+        PortInUse, CheckpointError, ModelError, MeshError, TransportUnavailable, SlabTooLarge: before it serves.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = _stop_on_signals()
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Worker] = loop.create_future()
+    transports = KvTransports(config)
     server = build_server(
         host=config.worker.host,
-        port=config.worker.port,
-        add_servicers=[lambda server: link_pb2_grpc.add_WorkerServicer_to_server(LinkServicer(ready), server)],
+        port=port_of(config, role),
+        add_servicers=[
+            lambda server: link_pb2_grpc.add_WorkerServicer_to_server(LinkServicer(ready), server),
+            transports.add_to,
+        ],
         service_names=[SERVICE_NAME],
+        tls=server_tls(config),
     )
     await server.start()
     status("listening", {"address": f"{config.worker.host}:{server.port}"})
     try:
-        worker = await _load(config, status, stop)
+        worker = await _load(config, role, transports, server.port, status, stop)
         if worker is None:
             return 0
-        worker.engine.start()
+        worker.start()
         ready.set_result(worker)
         await server.set_serving(True)
         status("ready", {})
@@ -72,7 +79,13 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _load(config: Config, status: Status, stop: asyncio.Event) -> Worker | None:
+def port_of(config: Config, role: Role) -> int:
+    return {"both": config.worker, "prefill": config.prefill, "decode": config.decode}[role].port
+
+
+async def _load(
+    config: Config, role: Role, transports: KvTransports, port: int, status: Status, stop: asyncio.Event
+) -> Worker | None:
     """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
     loop = asyncio.get_running_loop()
     compilations = CompilationCounter()
@@ -83,12 +96,15 @@ async def _load(config: Config, status: Status, stop: asyncio.Event) -> Worker |
             raise _Stopped  # a thread can only be asked to end
         loop.call_soon_threadsafe(status, "progress", {"message": message})
 
-    loading = asyncio.to_thread(load_model, config, progress)
+    def load() -> tuple[LoadedModel, KvPlane | None]:
+        model = load_model(config, role, progress)
+        return model, None if role == "both" else transports.open_plane(model, port)
+
     try:
-        model = await loading
+        model, plane = await asyncio.to_thread(load)
     except _Stopped:
         return None
-    worker = Worker(config, model, compilations)
+    worker = Worker(config, role, model, compilations, plane)
     compilations.mark_serving()
     return worker
 
@@ -101,20 +117,20 @@ async def _serve(
     stopping.cancel()
     if not worker.engine.failed.done():
         status("draining", {})
-        worker.begin_drain()
         await server.set_serving(False)
-        await _drain(worker.engine, drain_timeout_s)
+        worker.begin_drain()
+        await _drain(worker, drain_timeout_s)
     if worker.engine.failed.done():
         logger.error("the engine failed", exc_info=worker.engine.failed.exception())
         return 1
-    await worker.engine.close()
+    await worker.close()
     return 0
 
 
-async def _drain(engine: Engine, timeout_s: float) -> None:
+async def _drain(worker: Worker, timeout_s: float) -> None:
     """Until nothing runs any more, the engine fails, or the time is over."""
-    idle = asyncio.create_task(engine.wait_idle())
-    done, _ = await asyncio.wait({idle, engine.failed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    idle = asyncio.create_task(worker.wait_idle())
+    done, _ = await asyncio.wait({idle, worker.engine.failed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     idle.cancel()
     if not done:
         logger.warning("requests were still running after %g s and are cancelled", timeout_s)

@@ -93,6 +93,10 @@ class DecodeSide:
     def num_reservations(self) -> int:
         return len(self._reservations)
 
+    def knows(self, handoff: bytes) -> bool:
+        """Whether it is reserved or has joined."""
+        return handoff in self._reservations or handoff in self._joined
+
     # ---- the verbs of a handoff
 
     def reserve(

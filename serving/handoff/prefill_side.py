@@ -72,6 +72,14 @@ class PrefillSide:
     def num_runs(self) -> int:
         return len(self._runs) + len(self._aborted)
 
+    def knows(self, handoff: bytes) -> bool:
+        """Whether something of it is still to be published, or to be drained."""
+        return handoff in self._runs or handoff in self._aborted
+
+    def handoff_of(self, ticket: int) -> bytes:
+        """Whose piece is being staged or written."""
+        return self._publishing[ticket].run.target.handoff
+
     # ---- the verbs of a handoff
 
     def run(self, target: Target, partition: int, now_s: float) -> bool:

@@ -1,0 +1,240 @@
+"""A decode worker's half of its handoffs: the process around `handoff.decode_side`.
+
+The side decides; here slots are copied out and checked on a thread, what is intact is landed in the device's pages, and
+a request whose prompt has landed joins the engine's batch. Reservations that find no room wait here, first come first
+served, as requests wait in the scheduler. Left out: who may write the slab (`kv_plane`, and nobody can be kept out).
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.kv.transfer import ChecksumMismatch
+from moonshard.rpc import link_pb2
+from moonshard.rpc.status import NotFound
+from moonshard.serving import handoff_wire, wire
+from moonshard.serving.engine import Engine
+from moonshard.serving.handoff import messages as m
+from moonshard.serving.handoff.decode_side import DecodeSide, DecodeSideConfig
+from moonshard.serving.kv_plane import KvPlane
+from moonshard.serving.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    def send(self, message: link_pb2.WorkerMessage) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeHandoffConfig:
+    lease_s: float
+    quarantine_s: float
+    max_slots_per_handoff: int
+    max_queued: int  # reservations that wait for room
+    queue_timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Waiting:
+    """A reservation without room yet."""
+
+    reserve: m.Reserve
+    link: Link
+    arrived_s: float
+
+
+class DecodeHandoffs:
+    """All on the event loop. `on_join` is told the link of a request that joins, before its first output."""
+
+    def __init__(
+        self,
+        config: DecodeHandoffConfig,
+        *,
+        engine: Engine,
+        pool: BlockPool,
+        plane: KvPlane,
+        epoch: int,
+        on_join: Callable[[bytes, Link], None],
+        on_fault: Callable[[BaseException], None],
+    ):
+        self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_slots, 1)
+        self._config = config
+        self._engine = engine
+        self._pool = pool
+        self._plane = plane
+        self._on_join = on_join
+        self._on_fault = on_fault
+        side = DecodeSideConfig(
+            session=plane.endpoint.session,
+            lease_s=config.lease_s,
+            quarantine_s=config.quarantine_s,
+            retry_after_s=1.0,
+            max_slots_per_handoff=config.max_slots_per_handoff,
+        )
+        self._side = DecodeSide(side, epoch, pool, self.slab)
+        self._waiting: deque[_Waiting] = deque()
+        self._links: dict[bytes, Link] = {}  # of reservations
+        self._copies: dict[int, np.ndarray] = {}  # private ones that are intact, by ticket
+        self._started_s: dict[bytes, float] = {}
+        self._pieces: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_handoffs(self) -> int:
+        return len(self._waiting) + len(self._links)
+
+    # ---- what the gateway says
+
+    def reserve(self, reserve: link_pb2.Reserve, request: Request, link: Link) -> None:
+        """Answers with a Target now or when there is room, or with Failed.
+
+        Raises:
+            Rejected: the request can never be served here; nothing is kept.
+        """
+        self._engine.check(request)
+        message = handoff_wire.reserve_from(reserve, request)
+        if len(self._waiting) >= self._config.max_queued:
+            self._refuse(message.handoff, link)
+            return
+        self._waiting.append(_Waiting(reserve=message, link=link, arrived_s=time.perf_counter()))
+        self.admit()
+
+    def landed(self, manifest: link_pb2.Manifest, link: Link) -> None:
+        message = handoff_wire.manifest_from(manifest)
+        if self._is_known(message.handoff, link):
+            self._do(self._side.landed(message, time.perf_counter()))
+
+    def start(self, start: link_pb2.Start, link: Link) -> None:
+        message = handoff_wire.start_from(start)
+        if self._is_known(message.handoff, link):
+            now_s = time.perf_counter()
+            self._started_s[message.handoff] = now_s
+            self._do(self._side.start(message, now_s))
+
+    def drained(self, drained: link_pb2.Drained) -> None:
+        message = handoff_wire.drained_from(drained)
+        self._side.drained(message.handoff, message.writer_epoch)
+        self.admit()
+
+    def cancel(self, handoff: bytes) -> None:
+        """Give up a reservation. A request that has joined is the engine's."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.reserve.handoff != handoff)
+        if self._links.pop(handoff, None) is not None:
+            self._do(self._side.cancel(handoff, time.perf_counter()))
+            self._started_s.pop(handoff, None)
+            self.admit()
+
+    def left(self, handoff: bytes) -> None:
+        """A request that had joined has ended."""
+        self._side.left(handoff)
+        self.admit()
+
+    def close_link(self, link: Link) -> None:
+        waiting = [waiting.reserve.handoff for waiting in self._waiting if waiting.link is link]
+        for handoff in waiting + [handoff for handoff, owner in self._links.items() if owner is link]:
+            self.cancel(handoff)
+
+    def _is_known(self, handoff: bytes, link: Link) -> bool:
+        """A forged or replayed id is answered, so that whoever sent it by mistake hears of it."""
+        if self._side.knows(handoff):
+            return True
+        link.send(wire.failed(handoff, NotFound("there is no such handoff here", field="handoff")))
+        return False
+
+    # ---- room
+
+    def admit(self) -> None:
+        """Reserve for those who wait, in their order, as far as there is room."""
+        while self._waiting and self._admit(self._waiting[0]):
+            self._waiting.popleft()
+
+    def _admit(self, waiting: _Waiting) -> bool:
+        reserve = waiting.reserve
+        partition = max(range(self._pool.num_partitions), key=self._pool.num_free)
+        if not self._has_room(reserve.request, partition):
+            return False
+        answer = self._side.reserve(reserve, partition, (), time.perf_counter())
+        if isinstance(answer, m.Target):
+            self._links[reserve.handoff] = waiting.link
+            waiting.link.send(link_pb2.WorkerMessage(target=handoff_wire.target_message(answer)))
+        return not isinstance(answer, m.Overloaded)
+
+    def _has_room(self, request: Request, partition: int) -> bool:
+        """A block to grow into stays free for each running sequence: else they would be preempted for newcomers."""
+        num_spare = self._pool.num_free(partition) - self._pool.num_blocks_for(len(request.prompt))
+        return num_spare >= self._engine.num_sequences(partition)
+
+    def _refuse(self, handoff: bytes, link: Link) -> None:
+        failed = handoff_wire.failed_message(handoff, m.Cause.OVERLOADED, retry_after_s=1.0)
+        link.send(link_pb2.WorkerMessage(failed=failed))
+
+    # ---- time
+
+    def tick(self) -> None:
+        now_s = time.perf_counter()
+        while self._waiting and now_s - self._waiting[0].arrived_s > self._config.queue_timeout_s:
+            late = self._waiting.popleft()
+            self._refuse(late.reserve.handoff, late.link)
+        self._do(self._side.expire(now_s))
+        self.admit()
+
+    # ---- what the side asks
+
+    def _do(self, actions: tuple[m.DecodeAction, ...]) -> None:
+        for action in actions:
+            match action:
+                case m.Copy():
+                    self._spawn(self._copy(action))
+                case m.Land():
+                    self._engine.land(action.partition, action.blocks, self._copies.pop(action.ticket), lambda: None)
+                case m.Credits():
+                    self._tell(action.handoff, credits=handoff_wire.credits_message(action))
+                case m.Join():
+                    self._join(action)
+                case m.Failed():
+                    self._tell(action.handoff, failed=handoff_wire.failed_message(action.handoff, action.cause))
+                    self._forget(action.handoff)
+                case m.Leave():
+                    self._engine.cancel(action.handoff)
+
+    async def _copy(self, copy: m.Copy) -> None:
+        copied = await self._plane.copy_out(copy.partition, copy.slots, copy.checksums)
+        is_intact = not isinstance(copied, ChecksumMismatch)
+        if is_intact:
+            self._copies[copy.ticket] = copied
+        else:
+            logger.warning("a published block is not what its manifest says: %s", copied)
+        self._do(self._side.verified(copy.ticket, is_intact, time.perf_counter()))
+        self._copies.pop(copy.ticket, None)  # of a handoff that was given up meanwhile
+        self.admit()
+
+    def _join(self, join: m.Join) -> None:
+        link, started_s = self._links.pop(join.handoff), self._started_s.pop(join.handoff)
+        self._on_join(join.handoff, link)
+        land_ms = (time.perf_counter() - started_s) * 1e3
+        if not self._engine.join(join.request, join.partition, join.block_table, join.tokens, land_ms):
+            self._side.left(join.handoff)
+
+    def _tell(self, handoff: bytes, **message: Any) -> None:
+        self._links[handoff].send(link_pb2.WorkerMessage(**message))
+
+    def _forget(self, handoff: bytes) -> None:
+        del self._links[handoff]
+        self._started_s.pop(handoff, None)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        piece = asyncio.get_running_loop().create_task(work)
+        self._pieces.add(piece)
+        piece.add_done_callback(self._ended)
+
+    def _ended(self, piece: asyncio.Task[None]) -> None:
+        self._pieces.discard(piece)
+        if not piece.cancelled() and (error := piece.exception()) is not None:
+            self._on_fault(error)

@@ -1,0 +1,183 @@
+"""Where a decode worker's landing slab is and how KV lies in it, as it is announced, and what a writer makes of it.
+
+The writer intersects the announced layout with its own (`sharding.reshard`) and turns slots into addresses; whether the
+two fit is found here, before a byte moves. Left out: moving the bytes, and which slots may be written.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonshard.kv import transfer
+from moonshard.models.spec import KvGroup
+from moonshard.rpc import link_pb2
+from moonshard.rpc.status import FailedPrecondition
+from moonshard.sharding import reshard
+from moonshard.sharding.layout import (
+    BlockShape,
+    GroupLayout,
+    Layout,
+    LayoutMismatch,
+    ShardLayout,
+    Span,
+    Tile,
+    tile_group,
+)
+
+LAYOUT_VERSION = 1  # of the pages' format: block-major, [layers, tokens, features] within a shard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """One owner's part of a slab: where slot 0 begins, and how far it is to the next."""
+
+    address: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """A slab that KV is written from or into. Slot s of partition p is the `p * num_slots + s`-th of the slab."""
+
+    transport: str
+    session: str
+    num_slots: int  # per partition
+    regions: Mapping[int, Region]  # by owner
+    layout: Layout
+    fingerprint: str
+
+    def slots(self, partition: int, slots: Sequence[int]) -> np.ndarray:
+        """Slots of a partition as slots of the whole slab."""
+        return np.asarray(slots, np.int64) + partition * self.num_slots
+
+
+def whole_blocks(groups: Sequence[KvGroup], block_size: int) -> Layout:
+    """The layout of a slab whose slots hold whole blocks, whatever the mesh that they came from."""
+    blocks = [
+        BlockShape(
+            name=group.name,
+            dtype=group.dtype,
+            itemsize_bytes=group.bytes_per_token // (group.num_layers * group.num_features),
+            block_size=block_size,
+            num_layers=group.num_layers,
+            num_features=group.num_features,
+        )
+        for group in groups
+    ]
+    return Layout(version=LAYOUT_VERSION, groups=tuple(tile_group(block) for block in blocks))
+
+
+def plan_to(source: Endpoint, destination: Endpoint) -> reshard.Template:
+    """How a block goes from one slab to the other.
+
+    Raises:
+        FailedPrecondition: naming the field in which the two differ.
+    """
+    for field in ("transport", "fingerprint"):
+        ours, theirs = getattr(source, field), getattr(destination, field)
+        if ours != theirs:
+            raise FailedPrecondition(f"{field} is {theirs!r} there and {ours!r} here", field=field)
+    try:
+        return reshard.plan(source.layout, destination.layout)
+    except LayoutMismatch as error:
+        raise FailedPrecondition(str(error), field=error.field) from error
+
+
+def copies_between(
+    source: Endpoint,
+    source_slots: np.ndarray,
+    destination: Endpoint,
+    destination_slots: np.ndarray,
+    template: reshard.Template,
+) -> transfer.Copies:
+    """The address ranges that move slots of one slab to slots of the other, pairwise. ValueError as in `expand`."""
+    runs = reshard.expand(template, source_slots, destination_slots)
+    return transfer.Copies(
+        local_addresses=_bases(source, runs.source_owner) + runs.source_offset_bytes,
+        remote_addresses=_bases(destination, runs.destination_owner) + runs.destination_offset_bytes,
+        num_bytes=runs.num_bytes,
+    )
+
+
+def _bases(endpoint: Endpoint, owners: np.ndarray) -> np.ndarray:
+    return np.array([endpoint.regions[owner].address for owner in owners.tolist()], np.int64)
+
+
+# ---- on the wire
+
+
+def endpoint_message(endpoint: Endpoint) -> link_pb2.KvEndpoint:
+    return link_pb2.KvEndpoint(
+        transport=endpoint.transport,
+        session=endpoint.session,
+        num_slots=endpoint.num_slots,
+        regions=[
+            link_pb2.KvRegion(owner=owner, address=region.address, slot_bytes=region.slot_bytes)
+            for owner, region in endpoint.regions.items()
+        ],
+        layout=link_pb2.KvLayout(
+            version=endpoint.layout.version, groups=[_group_message(group) for group in endpoint.layout.groups]
+        ),
+        fingerprint=endpoint.fingerprint,
+    )
+
+
+def endpoint_from(message: link_pb2.KvEndpoint) -> Endpoint:
+    return Endpoint(
+        transport=message.transport,
+        session=message.session,
+        num_slots=message.num_slots,
+        regions={
+            region.owner: Region(address=region.address, slot_bytes=region.slot_bytes) for region in message.regions
+        },
+        layout=Layout(version=message.layout.version, groups=tuple(map(_group_from, message.layout.groups))),
+        fingerprint=message.fingerprint,
+    )
+
+
+def _group_message(group: GroupLayout) -> link_pb2.KvGroupLayout:
+    block = group.block
+    return link_pb2.KvGroupLayout(
+        name=block.name,
+        dtype=block.dtype,
+        itemsize_bytes=block.itemsize_bytes,
+        block_size=block.block_size,
+        num_layers=block.num_layers,
+        num_features=block.num_features,
+        shards=[_shard_message(shard) for shard in group.shards],
+    )
+
+
+def _shard_message(shard: ShardLayout) -> link_pb2.KvShardLayout:
+    tile = shard.tile
+    return link_pb2.KvShardLayout(
+        owner=shard.owner,
+        layer_start=tile.layers.start,
+        layer_stop=tile.layers.stop,
+        token_start=tile.tokens.start,
+        token_stop=tile.tokens.stop,
+        feature_start=tile.features.start,
+        feature_stop=tile.features.stop,
+    )
+
+
+def _group_from(group: link_pb2.KvGroupLayout) -> GroupLayout:
+    block = BlockShape(
+        name=group.name,
+        dtype=group.dtype,
+        itemsize_bytes=group.itemsize_bytes,
+        block_size=group.block_size,
+        num_layers=group.num_layers,
+        num_features=group.num_features,
+    )
+    return GroupLayout(block=block, shards=tuple(map(_shard_from, group.shards)))
+
+
+def _shard_from(shard: link_pb2.KvShardLayout) -> ShardLayout:
+    tile = Tile(
+        Span(shard.layer_start, shard.layer_stop),
+        Span(shard.token_start, shard.token_stop),
+        Span(shard.feature_start, shard.feature_stop),
+    )
+    return ShardLayout(owner=shard.owner, tile=tile)

@@ -1,0 +1,108 @@
+"""A worker's end of the KV plane: its slab, its transport, and the two copies between slab and pages' bytes.
+
+A prefill worker stages pages into its slab and publishes from it; a decode worker's slab is written by others, and what
+is landed from it is a private copy that matched its checksums. The copies run on threads of their own, since they take
+as long as the bytes are many, and the event loop must not wait. Left out: which slots are whose (`serving.handoff`),
+and the pages themselves.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax.numpy as jnp
+import numpy as np
+
+from moonshard.kv.slab import Slab
+from moonshard.kv.transfer import (
+    ChecksumMismatch,
+    PublishResult,
+    Transport,
+    TransportCounters,
+    checksums,
+    copy_verified,
+)
+from moonshard.serving.kv_endpoint import Endpoint, Region, copies_between, plan_to
+from moonshard.sharding.layout import Layout
+
+NUM_COPY_THREADS = 2
+
+
+class KvPlane:
+    """`slab` has the slots of all partitions, one after another; each holds a whole block."""
+
+    def __init__(
+        self, transport: Transport, slab: Slab, *, name: str, layout: Layout, fingerprint: str, num_partitions: int
+    ):
+        (group,) = layout.groups
+        self._transport = transport
+        self._slab = slab
+        self._block_shape = (group.block.num_layers, group.block.block_size, group.block.num_features)
+        self._dtype = jnp.dtype(group.block.dtype)
+        self._threads = ThreadPoolExecutor(NUM_COPY_THREADS, thread_name_prefix="kv-copy")
+        self.num_partitions = num_partitions
+        self.num_mismatches = 0
+        self.num_landed_blocks = 0
+        self.endpoint = Endpoint(
+            transport=name,
+            session=transport.session,
+            num_slots=slab.num_slots // num_partitions,
+            regions={0: Region(address=slab.address, slot_bytes=slab.slot_bytes)},
+            layout=layout,
+            fingerprint=fingerprint,
+        )
+        transport.register(slab)
+
+    @property
+    def counters(self) -> TransportCounters:
+        return self._transport.counters
+
+    @property
+    def block_bytes(self) -> int:
+        return self._slab.slot_bytes
+
+    async def stage(self, partition: int, slots: Sequence[int], pages: np.ndarray) -> tuple[int, ...]:
+        """Fill own slots with blocks' pages, [slots, layers, block_size, features]; the checksums of what they hold."""
+        return await self._on_thread(self._stage, self.endpoint.slots(partition, slots).tolist(), pages)
+
+    async def publish(
+        self, partition: int, slots: Sequence[int], to: Endpoint, to_partition: int, to_slots: Sequence[int]
+    ) -> PublishResult:
+        """Write own slots into slots of another's slab, pairwise. TransferFailed, and part may have landed."""
+        copies = copies_between(
+            self.endpoint,
+            self.endpoint.slots(partition, slots),
+            to,
+            to.slots(to_partition, to_slots),
+            plan_to(self.endpoint, to),
+        )
+        future: Future[PublishResult] = self._transport.publish(to.session, copies)
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    async def copy_out(
+        self, partition: int, slots: Sequence[int], expected: Sequence[int]
+    ) -> np.ndarray | ChecksumMismatch:
+        """A private copy of slots as pages, [slots, layers, block_size, features], or what is wrong with it."""
+        try:
+            copied = await self._on_thread(
+                copy_verified, self._slab, self.endpoint.slots(partition, slots).tolist(), expected
+            )
+        except ChecksumMismatch as mismatch:
+            self.num_mismatches += 1
+            return mismatch
+        self.num_landed_blocks += len(slots)
+        return copied.view(self._dtype).reshape(len(slots), *self._block_shape)
+
+    def close(self) -> None:
+        """Fails what is under way."""
+        self._transport.close()
+        self._threads.shutdown(wait=True)
+
+    def _stage(self, slots: list[int], pages: np.ndarray) -> tuple[int, ...]:
+        blocks = np.ascontiguousarray(pages).reshape(len(slots), -1).view(np.uint8)
+        for slot, block in zip(slots, blocks, strict=True):
+            self._slab.slot(slot)[:] = block
+        return checksums(self._slab, slots)
+
+    async def _on_thread[*Ts, T](self, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

@@ -1,0 +1,267 @@
+"""A prefill worker's half of its handoffs: the process around `handoff.prefill_side`.
+
+The side decides; here pages are exported right behind the step that computes them, copied into own slots, checksummed,
+written into the decode worker's slots, and told. A request for a handoff runs in the engine as one that ends with its
+first token. Whatever ends a handoff early ends its prefill too. Left out: how bytes travel (`kv_plane`).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.kv.transfer import TransferFailed
+from moonshard.rpc import inference_pb2, link_pb2
+from moonshard.rpc.status import FailedPrecondition
+from moonshard.serving import handoff_wire, wire
+from moonshard.serving.engine import Emitted, Engine
+from moonshard.serving.handoff import messages as m
+from moonshard.serving.handoff.prefill_side import PrefillSide
+from moonshard.serving.kv_endpoint import Endpoint, endpoint_from, plan_to
+from moonshard.serving.kv_plane import KvPlane
+from moonshard.serving.plan import PrefillChunk, PrefillPlan
+from moonshard.serving.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    def send(self, message: link_pb2.WorkerMessage) -> None: ...
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Task:
+    """One handoff on this worker, from Run until everything was published and told, or given up."""
+
+    link: Link
+    request: Request  # as the client asked; the engine is given one that ends with its first token
+    target: m.Target
+    remote: Endpoint
+    arrived_s: float
+    num_finished: int = 0  # blocks whose KV launched steps complete
+    outputs: dict[int, link_pb2.SequenceOutput] = field(default_factory=dict)  # by choice
+    staged_s: float | None = None  # when the first block was
+    first_tokens_s: float | None = None
+    is_published: bool = False
+    is_given_up: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_published and self.first_tokens_s is not None
+
+    def phases(self, now_s: float) -> link_pb2.TransferPhases:
+        staged_s = self.staged_s if self.staged_s is not None else now_s
+        exposed_s = 0.0 if self.first_tokens_s is None else now_s - max(staged_s, self.first_tokens_s)
+        return link_pb2.TransferPhases(transfer_ms=(now_s - staged_s) * 1e3, exposed_ms=exposed_s * 1e3)
+
+
+class PrefillHandoffs:
+    """All on the event loop. `on_fault` is told of an error in our own bookkeeping."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        pool: BlockPool,
+        plane: KvPlane,
+        epoch: int,
+        quarantine_s: float,
+        on_fault: Callable[[BaseException], None],
+    ):
+        self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_slots, 1)
+        self._engine = engine
+        self._pool = pool
+        self._plane = plane
+        self._epoch = epoch
+        self._on_fault = on_fault
+        self._side = PrefillSide(epoch, pool, self.slab, quarantine_s)
+        self._tasks: dict[bytes, _Task] = {}
+        self._checksums: dict[int, tuple[int, ...]] = {}  # of staged pieces, by ticket
+        self._pieces: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_handoffs(self) -> int:
+        return max(len(self._tasks), self._side.num_runs)
+
+    def owns(self, handoff: bytes) -> bool:
+        return handoff in self._tasks
+
+    # ---- what the gateway says
+
+    def run(self, run: link_pb2.Run, request: Request, link: Link) -> None:
+        """Prefill for a target.
+
+        Raises:
+            FailedPrecondition: the target is of a worker whose KV is not ours, or for another writer; nothing is kept.
+            Rejected: the scheduler turns the request down; likewise.
+        """
+        target, remote = handoff_wire.target_from(run.target), endpoint_from(run.endpoint)
+        plan_to(self._plane.endpoint, remote)
+        if target.handoff != request.id or target.writer_epoch != self._epoch:
+            raise FailedPrecondition("this target is for another handoff or another process", field="target")
+        if request.id in self._tasks:
+            return
+        self._tasks[request.id] = _Task(
+            link=link, request=request, target=target, remote=remote, arrived_s=time.perf_counter()
+        )
+        try:
+            self._engine.submit(replace(request, max_tokens=1))
+        except BaseException:
+            del self._tasks[request.id]
+            raise
+
+    def credits(self, credits: link_pb2.Credits) -> None:
+        self._do(self._side.credits(handoff_wire.credits_from(credits)))
+
+    def cancel(self, handoff: bytes, target_epoch: int, link: Link) -> None:
+        """Give up; says Drained when that is true, at once for a handoff that is not here."""
+        task = self._tasks.get(handoff)
+        if task is not None:
+            self._stop(task)
+        for action in self._side.cancel(handoff, target_epoch):
+            if isinstance(action, m.Drained) and task is None:
+                link.send(link_pb2.WorkerMessage(drained=handoff_wire.drained_message(action)))
+            else:
+                self._do((action,))
+        self._sweep()
+
+    def close_link(self, link: Link) -> None:
+        for handoff, task in tuple(self._tasks.items()):
+            if task.link is link:
+                self.cancel(handoff, task.target.epoch, link)
+
+    def turned_down(self, handoff: bytes, message: link_pb2.WorkerMessage) -> None:
+        """The queue was too long for a request of ours: nothing of it had begun."""
+        self._tasks.pop(handoff).link.send(message)
+
+    # ---- what the engine says
+
+    def launched(self, plan: PrefillPlan) -> None:
+        """A prefill step was launched: what it completes may be exported right behind it."""
+        for chunk in plan.chunks:
+            task = self._tasks.get(chunk.request.id)
+            if task is not None and not task.is_given_up and chunk.sequence.choice == 0:
+                self._launched(task, chunk)
+
+    def _launched(self, task: _Task, chunk: PrefillChunk) -> None:
+        handoff = task.target.handoff
+        if not task.num_finished and not self._side.knows(handoff):
+            now_s = time.perf_counter()
+            left = replace(task.target, lease_s=task.target.lease_s - (now_s - task.arrived_s))
+            self._side.run(left, chunk.slot.partition, now_s)
+        end = chunk.start + len(chunk.tokens)
+        num_finished = task.target.num_blocks if chunk.samples else end // self._pool.block_size
+        fresh = range(task.num_finished, num_finished)
+        task.num_finished = num_finished
+        self._do(self._side.finished(handoff, [(index, chunk.block_table[index]) for index in fresh]))
+
+    def emitted(self, emitted: Emitted) -> None:
+        """A first token; all of a request's are told together."""
+        task = self._tasks[emitted.output.sequence.request_id]
+        output = wire.sequence_output(emitted)
+        if emitted.output.finish is FinishReason.LENGTH and task.request.max_tokens > 1:
+            output.finish_reason = inference_pb2.FINISH_REASON_UNSPECIFIED
+        task.outputs[output.choice] = output
+        if len(task.outputs) == task.request.n and not task.is_given_up:
+            self._tell_first_tokens(task)
+
+    def _tell_first_tokens(self, task: _Task) -> None:
+        task.first_tokens_s = time.perf_counter()
+        first = m.FirstTokens(
+            handoff=task.target.handoff, writer_epoch=self._epoch, target_epoch=task.target.epoch, tokens=()
+        )
+        outputs = [task.outputs[choice] for choice in range(task.request.n)]
+        message = handoff_wire.first_tokens_message(first, outputs)
+        task.link.send(link_pb2.WorkerMessage(first_tokens=message))
+        self._sweep()
+
+    # ---- time
+
+    def tick(self) -> None:
+        self._do(self._side.expire(time.perf_counter()))
+        self._sweep()
+
+    # ---- what the side asks
+
+    def _do(self, actions: tuple[m.PrefillAction, ...]) -> None:
+        for action in actions:
+            match action:
+                case m.Stage():
+                    self._export(action)
+                case m.Write():
+                    self._spawn(self._write(action))
+                case m.Stop():
+                    self._stop(self._tasks[action.handoff])
+                case m.Manifest():
+                    self._tell_chunk(action)
+                case m.Drained():
+                    self._tell(action.handoff, drained=handoff_wire.drained_message(action))
+                case m.Failed():
+                    self._tell(action.handoff, failed=handoff_wire.failed_message(action.handoff, action.cause))
+                case m.FirstTokens():
+                    raise ValueError("first tokens come from the engine")
+
+    def _tell(self, handoff: bytes, **message: Any) -> None:
+        self._tasks[handoff].link.send(link_pb2.WorkerMessage(**message))
+
+    def _tell_chunk(self, manifest: m.Manifest) -> None:
+        task = self._tasks[manifest.handoff]
+        phases = task.phases(time.perf_counter()) if manifest.is_last else None
+        task.is_published = manifest.is_last
+        task.link.send(link_pb2.WorkerMessage(chunk=handoff_wire.manifest_message(manifest, phases)))
+        self._sweep()
+
+    def _stop(self, task: _Task) -> None:
+        task.is_given_up = True
+        self._engine.cancel(task.request.id)
+
+    def _export(self, stage: m.Stage) -> None:
+        """At once: the pages are read in launch order, before anything decided later can write them."""
+        blocks = [block for block, _ in stage.pairs]
+        self._engine.export(stage.partition, blocks, lambda pages: self._spawn(self._stage(stage, pages)))
+
+    async def _stage(self, stage: m.Stage, pages: np.ndarray) -> None:
+        slots = [slot for _, slot in stage.pairs]
+        handoff = self._side.handoff_of(stage.ticket)
+        if (task := self._tasks.get(handoff)) is not None and task.staged_s is None:
+            task.staged_s = time.perf_counter()
+        self._checksums[stage.ticket] = await self._plane.stage(stage.partition, slots, pages)
+        self._do(self._side.staged(stage.ticket))
+        self._sweep()
+
+    async def _write(self, write: m.Write) -> None:
+        remote = self._tasks[write.target.handoff].remote
+        to_slots = [grant.slot for grant in write.grants]
+        checksums = self._checksums.pop(write.ticket)
+        try:
+            await self._plane.publish(write.partition, write.slots, remote, write.target.partition, to_slots)
+        except TransferFailed as failure:
+            self._on_write_failed(write, failure)
+        else:
+            self._do(self._side.written(write.ticket, checksums))
+        self._sweep()
+
+    def _on_write_failed(self, write: m.Write, failure: TransferFailed) -> None:
+        logger.warning("handoff %s: %s", write.target.handoff.hex(), failure)
+        self._do(self._side.write_failed(write.ticket, time.perf_counter()))
+
+    def _sweep(self) -> None:
+        """Forget the handoffs that are over."""
+        for handoff, task in tuple(self._tasks.items()):
+            if (task.is_done or task.is_given_up) and not self._side.knows(handoff):
+                del self._tasks[handoff]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        piece = asyncio.get_running_loop().create_task(work)
+        self._pieces.add(piece)
+        piece.add_done_callback(self._ended)
+
+    def _ended(self, piece: asyncio.Task[None]) -> None:
+        self._pieces.discard(piece)
+        if not piece.cancelled() and (error := piece.exception()) is not None:
+            self._on_fault(error)
