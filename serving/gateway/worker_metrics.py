@@ -1,7 +1,8 @@
 """What the workers report of themselves, as metrics: read from the last message of each at the moment of a scrape.
 
 Counters are the worker's own, since its start: a restart shows as a counter reset, which Prometheus expects. Those of a
-worker that is gone stay; its gauges are 0, since nothing runs there.
+worker that is gone stay; its gauges are 0, since nothing runs there. `moonshard_worker_info` has what joins them to a
+role; vLLM's names are given for workers that decode, which is what its boards and autoscalers mean by an engine.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,10 +11,10 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonshard.rpc.link_pb2 import WorkerLoad
+from moonshard.rpc.link_pb2 import KvTransfer, WorkerLoad
 from moonshard.serving.gateway.links import WorkerLink
 from moonshard.serving.gateway.metrics import LABELS, GatewayMetrics
-from moonshard.serving.gateway.pool import LinkPool
+from moonshard.serving.gateway.pool import PREFILL_ROLES, LinkPool
 
 _COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
     "compilations": ("Programs compiled since the worker began.", lambda load: load.num_compilations),
@@ -40,6 +41,24 @@ _GAUGES: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
     "peak_memory_bytes": ("The most host memory that the process has held.", lambda load: load.peak_memory_bytes),
     "draining": ("1 while the worker takes no new requests.", lambda load: load.draining),
 }
+# Of the KV plane, by workers that have one.
+_TRANSFER_COUNTERS: dict[str, tuple[str, Callable[[KvTransfer], float]]] = {
+    "kv_published_bytes": ("Bytes of KV that prefill workers wrote to decode workers.", lambda kv: kv.published_bytes),
+    "kv_transfers": ("Single writes, one run of addresses each, that publishing KV took.", lambda kv: kv.num_transfers),
+    "kv_publish_seconds": ("Time spent in publishing KV, summed also where it overlaps.", lambda kv: kv.publish_s),
+    "kv_landed_bytes": ("Bytes of KV that were checked and taken into the cache.", lambda kv: kv.landed_bytes),
+    "kv_landed_blocks": ("Blocks of KV that were checked and taken into the cache.", lambda kv: kv.num_landed_blocks),
+    "kv_checksum_mismatches": (
+        "Pieces of KV that were not what their checksums said, and were not used.",
+        lambda kv: kv.num_checksum_mismatches,
+    ),
+}
+_SLAB_STATES: dict[str, Callable[[KvTransfer], int]] = {
+    "free": lambda kv: kv.free_slab_slots,
+    "used": lambda kv: kv.used_slab_slots,
+    "leased": lambda kv: kv.leased_slab_slots,
+    "quarantined": lambda kv: kv.quarantined_slab_slots,
+}
 
 
 class WorkerCollector(Collector):
@@ -61,8 +80,10 @@ class WorkerCollector(Collector):
         yield self._counter("worker_restarts", "Times that another process answered at the address.", restarts)
         reserved = ((link, self._pool.in_flight_tokens(link.address)) for link in links)
         yield self._gauge("reserved_tokens", "Tokens that requests sent there may still come to.", reserved)
+        yield self._info()
         yield from self._blocks()
         yield from self._start_times()
+        yield from self._transfers()
         yield from self._vllm()
 
     def _counter(self, name: str, text: str, samples: Iterable[tuple[WorkerLink, float]]) -> Metric:
@@ -70,6 +91,37 @@ class WorkerCollector(Collector):
 
     def _gauge(self, name: str, text: str, samples: Iterable[tuple[WorkerLink, float]]) -> Metric:
         return _by_worker(GaugeMetricFamily(f"moonshard_{name}", text, labels=("worker",)), samples)
+
+    def _info(self) -> Metric:
+        info = GaugeMetricFamily(
+            "moonshard_worker_info", "Always 1 for a worker that was ever there.", labels=("worker", "role")
+        )
+        for link in self._pool.links:
+            if link.role:
+                info.add_metric((link.address, link.role), 1)
+        return info
+
+    def _transfers(self) -> Iterator[Metric]:
+        """The KV plane, of workers that send or take handoffs."""
+        moving = [link for link in self._pool.links if link.last_load.HasField("kv_transfer")]
+        for name, (text, value) in _TRANSFER_COUNTERS.items():
+            yield self._counter(name, text, ((link, value(link.last_load.kv_transfer)) for link in moving))
+        failures = CounterMetricFamily(
+            "moonshard_kv_transfer_failures",
+            "Pieces of KV that could not be written to a decode worker.",
+            labels=("worker", "cause"),
+        )
+        slots = GaugeMetricFamily(
+            "moonshard_slab_slots", "Places for one block in the memory that peers reach.", labels=("worker", "state")
+        )
+        for link in moving:
+            for cause, num in sorted(link.last_load.kv_transfer.num_failures.items()):
+                failures.add_metric((link.address, cause), num)
+            for state, value in _SLAB_STATES.items():
+                slots.add_metric((link.address, state), value(_load_now(link).kv_transfer))
+        yield from (failures, slots)
+        handoffs = ((link, _load_now(link).kv_transfer.num_handoffs) for link in moving)
+        yield self._gauge("handoffs", "Prompts on their way from one worker to another, reserved or sent.", handoffs)
 
     def _blocks(self) -> Iterator[Metric]:
         labels = ("worker", "partition")
@@ -109,6 +161,8 @@ class WorkerCollector(Collector):
             labels=(*LABELS, "block_size", "num_gpu_blocks"),
         )
         for index, link in enumerate(self._pool.links):
+            if link.role in PREFILL_ROLES:
+                continue
             labels, load = (self._model_name, str(index)), _load_now(link)
             running.add_metric(labels, load.num_running)
             waiting.add_metric(labels, load.num_waiting)

@@ -1,7 +1,6 @@
 """Workers that go, come back, differ or are full."""
 
 import asyncio
-import logging
 import re
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -18,6 +17,7 @@ from tests.serving.gateway.fake_worker import FakeWorker
 from tests.serving.gateway.sse import decoded
 
 ASKED = {"model": "kimi", "prompt": [1, 2], "max_tokens": 4}
+LINKS_LOGGER = "moonshard.serving.gateway.links"
 
 
 @asynccontextmanager
@@ -122,37 +122,34 @@ async def wait_for_links(running: RunningGateway, num_links: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "field"),
     [
         ({"fingerprint": "0" * 64}, "fingerprint"),
+        ({"dtype": "bfloat16"}, "dtype"),
         ({"vocab_size": 7}, "vocab_size"),
-        ({"protocol_version": 9}, "protocol_version 9"),
+        ({"block_size": 7}, "block_size"),
+        ({"protocol_version": 9}, "protocol_version"),
+        ({"role": "judge"}, "role"),
+        ({"epoch": b"e" * 16}, "epoch"),  # another address of the same process
     ],
 )
-async def test_a_worker_that_does_not_fit_is_logged_and_not_routed_to(
-    gateway_config: GatewayConfig, kimi_folder, change: dict, named: str
+async def test_a_worker_that_does_not_fit_is_told_the_field_logged_once_and_not_routed_to(
+    gateway_config: GatewayConfig, kimi_folder, caplog: pytest.LogCaptureFixture, change: dict, field: str
 ):
     good, odd = FakeWorker(), FakeWorker(epoch=b"2" * 16)
-    logged = asyncio.Event()
-
-    class Watcher(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if named in record.getMessage():
-                logged.set()
-
-    logger = logging.getLogger("moonshard.serving.gateway.links")
-    watcher = Watcher()
-    logger.addHandler(watcher)
-    try:
-        for name, value in change.items():
-            setattr(odd.welcome, name, value)
-        async with fake_worker.serving(good) as port, fake_worker.serving(odd) as odd_port:
-            addresses = [f"127.0.0.1:{port}", f"127.0.0.1:{odd_port}"]
-            async with serving(make_config(gateway_config, kimi_folder, addresses)) as running:
-                await asyncio.wait_for(asyncio.gather(logged.wait(), running.gateway.pool.wait_ready()), 5)
-                assert sum(link.session is not None for link in running.gateway.pool.links) == 1
-    finally:
-        logger.removeHandler(watcher)
+    for name, value in change.items():
+        setattr(odd.welcome, name, value)
+    odd.fall_silent()  # until the good one has set the measure
+    async with asyncio.timeout(30), gateway_over(gateway_config, kimi_folder, good, odd) as running:
+        odd.speak()
+        while len(odd.refused) < 3:
+            await running.gateway.pool.wait_changed(0.05)
+        assert {refused.field for refused in odd.refused} == {field}
+        assert [link.session is not None for link in running.gateway.pool.links] == [True, False]
+        named = [record.getMessage() for record in caplog.records if record.name == LINKS_LOGGER]
+        assert len(named) == 1
+        assert odd.refused[0].message in named[0]
+        assert field in named[0] or field == "epoch"
 
 
 @pytest.mark.parametrize("gateway_config", [GatewayConfig(port=0, grpc_port=0, max_queued_requests=2)])
