@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import jax
 
@@ -17,7 +16,7 @@ from moonshard.kv.blocks import BlockPool
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.spec import ModelError
-from moonshard.serving.config import Config
+from moonshard.serving.config import Config, WorkerRole, mesh_of
 from moonshard.serving.encoder import PoolShape
 from moonshard.serving.kv_endpoint import whole_blocks
 from moonshard.serving.programs import Programs
@@ -25,7 +24,6 @@ from moonshard.serving.scheduler import SchedulerConfig
 from moonshard.serving.steps import StepShapes
 from moonshard.sharding.layout import Layout
 from moonshard.sharding.rules import MeshError, build_mesh
-from moonshard.sharding.shape import MeshShape
 
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 MAX_AUTO_POOL_BYTES = 2 << 30  # on CPU, where the pool shares memory with everything else
@@ -33,7 +31,6 @@ Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded t
 MAX_PREFILL_SEQUENCES = 8
 
 Progress = Callable[[str], None]
-type Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +70,7 @@ class LoadedModel:
 
 
 @contextmanager
-def _mesh_by_its_key(role: Role) -> Iterator[None]:
+def _mesh_by_its_key(role: WorkerRole) -> Iterator[None]:
     """MeshErrors, which begin with `mesh`, under the configuration's name for it: `decode.mesh.tensor = 3 ...`."""
     try:
         yield
@@ -81,11 +78,7 @@ def _mesh_by_its_key(role: Role) -> Iterator[None]:
         raise MeshError(f"{'prefill' if role == 'prefill' else 'decode'}.{error}") from error
 
 
-def mesh_of(config: Config, role: Role) -> MeshShape:
-    return config.prefill.mesh if role == "prefill" else config.decode.mesh
-
-
-def load_model(config: Config, role: Role, progress: Progress) -> LoadedModel:
+def load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedModel:
     """Reads and compiles.
 
     Raises:
@@ -95,7 +88,7 @@ def load_model(config: Config, role: Role, progress: Progress) -> LoadedModel:
         return _load_model(config, role, progress)
 
 
-def _load_model(config: Config, role: Role, progress: Progress) -> LoadedModel:
+def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedModel:
     started = time.perf_counter()
     dtype = resolve_dtype(config.model.dtype)
     mesh = build_mesh(mesh_of(config, role))
@@ -157,7 +150,7 @@ def resolve_dtype(name: str) -> str:
 
 
 def choose_sizes(
-    config: Config, model: kimi.KimiConfig, dtype: str, role: Role = "both"
+    config: Config, model: kimi.KimiConfig, dtype: str, role: WorkerRole = "both"
 ) -> tuple[StepShapes, PoolShape]:
     """The pool, and the context that it and the model allow.
 

@@ -16,13 +16,13 @@ from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestError, Unavailable
 from moonshard.serving import handoff_wire, wire
 from moonshard.serving.compilations import CompilationCounter
-from moonshard.serving.config import Config
+from moonshard.serving.config import Config, WorkerRole
 from moonshard.serving.decode_handoffs import DecodeHandoffConfig, DecodeHandoffs
 from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.engine import Engine, StepReport
 from moonshard.serving.kv_endpoint import endpoint_message
 from moonshard.serving.kv_plane import KvPlane
-from moonshard.serving.loading import LoadedModel, Role
+from moonshard.serving.loading import LoadedModel
 from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.prefill_handoffs import PrefillHandoffs
 from moonshard.serving.scheduler import Scheduler
@@ -46,9 +46,14 @@ class Worker:
     """
 
     def __init__(
-        self, config: Config, role: Role, model: LoadedModel, compilations: CompilationCounter, plane: KvPlane | None
+        self,
+        config: Config,
+        role: WorkerRole,
+        model: LoadedModel,
+        compilations: CompilationCounter,
+        plane: KvPlane | None,
     ):
-        self.role: Role = role
+        self.role: WorkerRole = role
         self.epoch = secrets.token_bytes(16)
         self.is_draining = False
         self._config = config

@@ -13,11 +13,11 @@ import sys
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.server import BoundServer, build_server
 from moonshard.serving.compilations import CompilationCounter
-from moonshard.serving.config import Config
+from moonshard.serving.config import Config, WorkerRole, port_of
 from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.kv_transports import KvTransports
 from moonshard.serving.link_service import LinkServicer
-from moonshard.serving.loading import LoadedModel, Role, load_model
+from moonshard.serving.loading import LoadedModel, load_model
 from moonshard.serving.status_pipe import Status
 from moonshard.serving.transport_security import server_tls
 from moonshard.serving.worker import Worker
@@ -35,7 +35,7 @@ class _Stopped(Exception):
     """The process was told to end while it was loading."""
 
 
-async def run_worker(config: Config, role: Role, *, status: Status) -> int:
+async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int:
     """Serves until told to stop; the exit code.
 
     Raises:
@@ -79,12 +79,8 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def port_of(config: Config, role: Role) -> int:
-    return {"both": config.worker, "prefill": config.prefill, "decode": config.decode}[role].port
-
-
 async def _load(
-    config: Config, role: Role, transports: KvTransports, port: int, status: Status, stop: asyncio.Event
+    config: Config, role: WorkerRole, transports: KvTransports, port: int, status: Status, stop: asyncio.Event
 ) -> Worker | None:
     """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
     loop = asyncio.get_running_loop()

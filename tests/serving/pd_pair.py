@@ -20,11 +20,11 @@ from moonshard.kv.transfer import Transport
 from moonshard.rpc import link_pb2
 from moonshard.serving import handoff_wire
 from moonshard.serving.compilations import CompilationCounter
-from moonshard.serving.config import Config, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
+from moonshard.serving.config import Config, DecodeConfig, KvConfig, ModelConfig, PrefillConfig, WorkerRole
 from moonshard.serving.handoff import messages as m
 from moonshard.serving.handoff.gateway_side import Deliver, GatewayAction, GatewaySide, Outcome, SendDecode, SendPrefill
 from moonshard.serving.kv_plane import KvPlane
-from moonshard.serving.loading import LoadedModel, Role, load_model
+from moonshard.serving.loading import LoadedModel, load_model
 from moonshard.serving.request import Request
 from moonshard.serving.worker import Worker
 from tests.agreement import FIXTURES
@@ -48,7 +48,7 @@ def pd_config(dtype: Dtype = "float32", **kv: object) -> Config:
 
 
 @cache
-def loaded(role: Role, dtype: Dtype = "float32") -> LoadedModel:
+def loaded(role: WorkerRole, dtype: Dtype = "float32") -> LoadedModel:
     return load_model(pd_config(dtype), role, lambda message: None)
 
 
@@ -231,7 +231,7 @@ async def running(
             worker.engine.failed.cancel()
 
 
-def _worker(config: Config, role: Role, transport: Transport, num_slab_slots: int, dtype: Dtype) -> Worker:
+def _worker(config: Config, role: WorkerRole, transport: Transport, num_slab_slots: int, dtype: Dtype) -> Worker:
     model = loaded(role, dtype)
     plane = KvPlane(
         transport,
