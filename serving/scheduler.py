@@ -179,13 +179,13 @@ class Scheduler:
         return True
 
     def _preempt_for(self, stay: Stay) -> bool:
-        """The youngest of the partition gives way. False where nobody is left who could."""
+        """The youngest of the partition gives way: joiners arrived last. False where it is this one, or alone here."""
         running = self._residents.running(stay.slot.partition)
         joiners = self._joiners.of(stay.slot.partition)
         if running == [stay] and not joiners:
             return False  # leases hold the rest: to begin anew would only lose what it has
         self._totals.num_preemptions += 1
-        if joiners and joiners[-1].leader.order > running[-1].sequence.order:
+        if joiners:
             self._seating.send_back(joiners[-1])
         else:
             self._leave(running[-1], Phase.PREEMPTED)

@@ -7,7 +7,8 @@ and from the residents, which keep the account. Left out: growth, preemption and
 
 A joiner needs no blocks to enter, so it would always be served before an older sequence that does. Hence the last free
 slot of a partition is left to an older one that waits for admission, unless that one could not use it: the partition is
-empty, and what blocks it lacks are held here, by the joiners themselves.
+empty, and what blocks it lacks are held here, by the joiners themselves. Since nobody younger passes a joiner, whoever
+waits with blocks is the youngest of its partition.
 """
 
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ class Seating:
 
     def admit(self) -> Stay | None:
         """The head of the line, where a slot and blocks for its tokens and one more are free. Nobody overtakes it."""
+        self.seat_joiners()  # a slot that was left to the one admitted before may be free still
         head, partition = self._waiting.head(), self._residents.roomiest()
         if head is None or partition is None:
             return None

@@ -1,5 +1,6 @@
 """A scheduler with its fake device and its clients: launches, delays and completes steps, and checks what must hold."""
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
 
@@ -23,13 +24,62 @@ class Bench:
         self.finished: dict[SequenceId, FinishReason] = {}
         self.ended: Counter[bytes] = Counter()  # by completion, cancel or expiry
         self.cut_short: set[bytes] = set()
+        self.numbers = itertools.count()  # of requests, whether they are accepted or not
+        self.reserved: dict[bytes, tuple[Request, int, tuple[int, ...]]] = {}  # id -> request, partition, leased blocks
+        self.joined: set[bytes] = set()
+        self.resumed: set[bytes] = set()
         self.num_forks = 0
+        self.num_join_loads = 0  # more than joined requests where choices were forked
+        self.num_joined_prefills = 0  # of joined requests that gave way, or of choices without room
+        self.num_waits_for_leases = 0
         self.num_plans = 0
         self.now_s = 0.0
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.now_s)
         self.requests[request.id] = request
+
+    def add_resumed(self, request: Request, num_generated: Mapping[int, int]) -> None:
+        """Some choices have as many tokens already, the others ended elsewhere."""
+        for choice in range(request.n):
+            tokens, reason = true_output(request, choice)
+            id = SequenceId(request.id, choice)
+            self.outputs[id] = tokens[: num_generated[choice]] if choice in num_generated else tokens
+            if choice not in num_generated:
+                self.finished[id] = reason
+        resumed = {choice: tuple(self.outputs[SequenceId(request.id, choice)]) for choice in num_generated}
+        self.scheduler.add(request, self.now_s, resumed)
+        self.requests[request.id] = request
+        self.resumed.add(request.id)
+
+    def reserve(self, request: Request, partition: int) -> bool:
+        """Blocks for the prompt, as the decode side of a handoff takes them."""
+        self.scheduler.check(request)
+        blocks = self.pool.lease(partition, self.pool.num_blocks_for(len(request.prompt)))
+        if blocks is not None:
+            self.reserved[request.id] = (request, partition, blocks)
+        return blocks is not None
+
+    def give_up(self, request_id: bytes) -> None:
+        _, partition, blocks = self.reserved.pop(request_id)
+        self.pool.land(partition, blocks)
+        self.pool.release(partition, blocks)
+
+    def join(self, request_id: bytes) -> None:
+        request, partition, blocks = self.reserved.pop(request_id)
+        self.pool.land(partition, blocks)
+        self.device.land(request, partition, blocks)
+        self.requests[request.id] = request
+        self.joined.add(request.id)
+        for choice in range(request.n):
+            id, (right, reason) = SequenceId(request.id, choice), true_output(request, choice)
+            self.outputs[id] = right[:1]
+            if len(right) == 1:
+                self.finished[id] = reason
+        tokens = tuple(self.outputs[SequenceId(request.id, choice)][0] for choice in range(request.n))
+        goes_on = self.scheduler.join(request, partition, blocks, tokens)
+        assert goes_on == any(SequenceId(request.id, choice) not in self.finished for choice in range(request.n))
+        self.ended[request.id] += not goes_on
 
     def cancel(self, request_id: bytes) -> None:
         was_live = self.scheduler.cancel(request_id)
@@ -50,7 +100,8 @@ class Bench:
     def launch(self) -> bool:
         plan = self.scheduler.schedule()
         if plan is None:
-            assert self.in_flight or not self.live, "nothing runs, and nothing will"
+            assert self.in_flight or not self.live or self.reserved, "nothing runs, and nothing will"
+            self.num_waits_for_leases += not self.in_flight and bool(self.live)
             return False
         assert plan.number == self.num_plans
         self.num_plans += 1
@@ -67,6 +118,9 @@ class Bench:
             assert len(plan.chunks) <= self.config.max_prefill_sequences
             assert all(chunk.tokens for chunk in plan.chunks)
             self.num_forks += sum(max(0, len(chunk.samples) - 1) for chunk in plan.chunks)
+            self.num_joined_prefills += sum(chunk.sequence.request_id in self.joined for chunk in plan.chunks)
+        elif isinstance(plan, LoadPlan):
+            self.num_join_loads += plan.sequence.request_id in self.joined and len(plan.history) == plan.num_prompt + 1
 
     def complete(self) -> None:
         plan, results = self.in_flight.popleft()
@@ -94,6 +148,9 @@ class Bench:
         return [request_id for request_id in self.requests if not self.ended[request_id]]
 
     def drain(self, depth: int) -> None:
+        for request_id in list(self.reserved):
+            self.join(request_id)
+            self.check()
         while not self.scheduler.is_idle:
             while len(self.in_flight) < depth and self.launch():
                 self.check()
@@ -112,8 +169,14 @@ class Bench:
             for index, block in enumerate(stay.blocks):
                 owner = (stay.sequence.id.request_id, index < num_full)
                 holders.setdefault((stay.slot.partition, block), []).append(owner)
+        for joiner in self.scheduler._joiners:
+            for block in joiner.blocks:
+                holders.setdefault((joiner.partition, block), []).append((joiner.leader.request.id, False))
         assert all(len(set(owners)) == 1 for owners in holders.values())
         assert all(is_full for owners in holders.values() if len(owners) > 1 for _, is_full in owners)
+        for joiner in self.scheduler._joiners:
+            running = [stay for stay in residents if stay.is_running and stay.slot.partition == joiner.partition]
+            assert all(stay.sequence.order < joiner.leader.order for stay in running)
         self.check_conservation(holders, slots)
         self.check_what_is_in_flight()
         self.check_counters()
@@ -123,6 +186,8 @@ class Bench:
             counts = self.scheduler.counts(partition)
             assert counts.total == self.pool.blocks_per_partition
             assert counts.used == sum(owner == partition for owner, _ in holders)
+            leases = [blocks for _, leased, blocks in self.reserved.values() if leased == partition]
+            assert counts.leased == sum(map(len, leases))
             for block in range(self.pool.blocks_per_partition):
                 assert self.pool.num_refs(partition, block) == len(holders.get((partition, block), ()))
             num_taken = sum(slot.partition == partition for slot in slots)

@@ -33,6 +33,28 @@ def a_request(
     )
 
 
+def lease(scheduler: Scheduler, num_blocks: int, partition: int = 0) -> tuple[int, ...]:
+    """Blocks that a handoff in progress holds."""
+    blocks = scheduler._pool.lease(partition, num_blocks)
+    assert blocks is not None
+    return blocks
+
+
+def give_back(scheduler: Scheduler, blocks: tuple[int, ...], partition: int = 0) -> None:
+    scheduler._pool.land(partition, blocks)
+    scheduler._pool.release(partition, blocks)
+
+
+def join(
+    scheduler: Scheduler, request: Request, tokens: tuple[int, ...] | None = None, partition: int = 0
+) -> tuple[int, ...]:
+    """A request whose prompt landed in fresh blocks, which are returned; without `tokens` all choices go on."""
+    blocks = lease(scheduler, -(-len(request.prompt) // BLOCK_SIZE), partition)
+    scheduler._pool.land(partition, blocks)
+    scheduler.join(request, partition, blocks, (7,) * request.n if tokens is None else tokens)
+    return blocks
+
+
 def drawn(plan: Plan) -> list[SequenceId]:
     match plan:
         case PrefillPlan():
