@@ -1,5 +1,6 @@
 """The public API's values and their messages say the same."""
 
+from dataclasses import fields
 from typing import cast
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.rpc import inference_pb2 as pb
-from moonshard.rpc.codec import collect, decode_delta, encode_generate, encode_tokenize
+from moonshard.rpc.codec import collect, decode_delta, decode_summary, encode_generate, encode_tokenize
 from moonshard.rpc.status import InternalError, InvalidArgument
 from moonshard.rpc.types import Choice, Delta, GenerateOptions, Summary, Timing, Usage
 
@@ -22,6 +23,12 @@ TIMING = Timing(
     worker_prefill_ms=1.5,
     worker_decode_ms=6.0,
     wire_ms=0.25,
+    handoff_gap_ms=2.5,
+    transfer_ms=1.75,
+    exposed_transfer_ms=0.75,
+    land_ms=0.125,
+    join_ms=0.375,
+    num_retries=2,
 )
 USAGE = Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=0)
 SUMMARY = Summary(request_id="r", model="m", seed=0, usage=USAGE, timing=TIMING)
@@ -165,6 +172,14 @@ def test_finish_reason_is_the_last_deltas():
     deltas = [Delta(text="a"), Delta(finish_reason="stop", stop_reason="b")]
     expected = Choice(text="a", token_ids=(), logprobs=(), finish_reason="stop", stop_reason="b")
     assert collect((), deltas, SUMMARY).choices == (expected,)
+
+
+def test_every_duration_of_a_summary_is_decoded():
+    told = {field.name: getattr(TIMING, field.name) for field in fields(Timing)}
+    assert set(told) == set(pb.Timing.DESCRIPTOR.fields_by_name)
+    message = pb.Summary(request_id="r", model="m", usage=pb.Usage(prompt_tokens=1, completion_tokens=2))
+    message.timing.MergeFrom(pb.Timing(**told))
+    assert decode_summary(message) == SUMMARY
 
 
 def test_phases_come_in_the_order_they_happen_and_sum_to_e2e():

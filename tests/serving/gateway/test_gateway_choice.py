@@ -50,6 +50,14 @@ def test_after_its_end_a_choice_says_nothing_and_knows_when_the_worker_is_done()
     assert ended.is_worker_done
 
 
+def test_a_choice_keeps_the_tokens_whose_text_is_held_back():
+    held = choice("abx")
+    held.accept(SequenceOutput(token_ids=LETTERS[:1]))
+    delta = held.accept(SequenceOutput(token_ids=LETTERS[1:2]))
+    assert delta is not None
+    assert (delta.text, held.token_ids) == ("", LETTERS[:2])
+
+
 def test_an_id_that_only_the_model_has_gives_no_text():
     delta = choice("zz").accept(SequenceOutput(token_ids=[LETTERS[0], 1_000_000, LETTERS[1]]))
     assert delta is not None
