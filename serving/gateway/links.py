@@ -16,9 +16,7 @@ from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, Unavailable
 from moonshard.serving.gateway import trouble
-from moonshard.serving.gateway.session import Arrival, Inbox, Session
-
-__all__ = ["LOST_RETRY_AFTER_S", "Arrival", "Inbox", "LinkConfig", "LinkEvents", "Session", "WorkerLink"]
+from moonshard.serving.gateway.session import Session
 
 LOST_RETRY_AFTER_S = 1.0
 FIRST_RETRY_S = 0.1

@@ -34,6 +34,19 @@ def test_idle_workers_take_turns():
     assert chosen == ["a", "b", "c"] * 2
 
 
+def test_legs_of_requests_do_not_take_the_turns_of_one_another():
+    router = Router()
+    chosen = []
+    for _ in range(4):
+        decode, prefill = router.reserve(["d1", "d2"], 100), router.reserve(["p1", "p2"], 7)
+        assert decode is not None
+        assert prefill is not None
+        chosen.append((decode.worker, prefill.worker))
+        router.release(prefill)
+    assert chosen == [("d1", "p1"), ("d2", "p2")] * 2
+    assert [router.in_flight_tokens(worker) for worker in ("d1", "d2", "p1", "p2")] == [200, 200, 0, 0]
+
+
 def test_a_reservation_is_released_once():
     router = Router()
     reservation = router.reserve(WORKERS, 5)

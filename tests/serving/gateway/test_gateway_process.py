@@ -14,8 +14,8 @@ import pytest
 
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.server import PortInUse
-from moonshard.serving.config import GatewayConfig
-from moonshard.serving.gateway.main import run_gateway
+from moonshard.serving.config import GatewayConfig, default_worker_addresses
+from moonshard.serving.gateway.main import run_gateway, worker_addresses
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
@@ -86,6 +86,14 @@ async def test_what_does_not_finish_in_time_ends_as_unavailable(
         gateway.terminate()
         assert (await running).status_code == 503
         assert await gateway.task == 0
+
+
+def test_workers_that_nobody_named_are_looked_for_where_they_listen_by_default(
+    gateway_config: GatewayConfig, kimi_folder: Path
+):
+    config = make_config(gateway_config, kimi_folder, [])
+    assert worker_addresses(config) == default_worker_addresses(config)
+    assert worker_addresses(make_config(gateway_config, kimi_folder, ["a:1", "b:2"])) == ("a:1", "b:2")
 
 
 @pytest.mark.parametrize("key", ["port", "grpc_port"])

@@ -9,8 +9,8 @@ import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import Unavailable
-from moonshard.serving.gateway.links import Arrival
 from moonshard.serving.gateway.pool import LinkPool
+from moonshard.serving.gateway.session import Arrival
 from tests.serving.gateway import fake_process
 from tests.serving.gateway.fake_worker import expected_tokens
 
