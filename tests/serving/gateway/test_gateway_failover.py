@@ -132,10 +132,13 @@ async def test_a_stop_string_is_found_across_the_loss_of_a_worker(form: Form):
         assert answer.num_billed == 5
 
 
-@pytest.mark.parametrize("cause", ["HANDOFF_CAUSE_CORRUPT", "HANDOFF_CAUSE_WRITE_FAILED", "HANDOFF_CAUSE_LEASE"])
-async def test_a_handoff_that_fails_twice_leaves_prefill_to_the_decode_worker(cause: str):
+@pytest.mark.parametrize(
+    "cause",
+    [link_pb2.HANDOFF_CAUSE_CORRUPT, link_pb2.HANDOFF_CAUSE_WRITE_FAILED, link_pb2.HANDOFF_CAUSE_LEASE],
+)
+async def test_a_handoff_that_fails_twice_leaves_prefill_to_the_decode_worker(cause: link_pb2.HandoffCause):
     prefill, decode = prefill_worker(), decode_worker()
-    failed = link_pb2.Failed(code=15, message="it failed", cause=link_pb2.HandoffCause.Value(cause))
+    failed = link_pb2.Failed(code=15, message="it failed", cause=cause)
     prefill.script.points.failures["chunk 1"] = failed
     async with fleet(prefill, decode) as running:
         answer = await ask(running, "grpc")

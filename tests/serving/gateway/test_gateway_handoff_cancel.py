@@ -43,7 +43,8 @@ async def test_both_workers_hear_that_the_client_left(form: Form, role: str, poi
         await prefill.cancel_seen.wait()
         await decode.cancel_seen.wait()
         (handoff,) = (reserve.run.request_id for reserve in decode.reserves)
-        assert prefill.cancelled == decode.cancelled == [handoff]
+        assert decode.cancelled == [handoff]
+        assert set(prefill.cancelled) == {handoff}  # told again for what was on its way
         await running.gateway.wait_idle()
         await until(lambda: not (prefill.num_running or decode.num_running or decode.leases))
         assert_nothing_left(running)
