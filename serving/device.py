@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from moonshard.serving.programs import Drawn, Launched
 from moonshard.serving.steps import Step, StepKind
 
@@ -21,16 +23,17 @@ class Executor(Protocol):
 
     def launch(self, step: Step) -> Launched: ...
 
-    def fetch(self, launched: Launched) -> Drawn | None: ...
+    def fetch(self, launched: Launched) -> Drawn | np.ndarray | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """A step whose tokens are on the host. Times are of this process's `perf_counter_ns`."""
+    """A step whose tokens or blocks are on the host. Times are of this process's `perf_counter_ns`."""
 
     number: int
     kind: StepKind
     drawn: Drawn | None
+    exported: np.ndarray | None  # of an export: [bucket, layers, block_size, features]
     launched_ns: int
     done_ns: int
     was_overlapped: bool  # launched before the previous step's tokens had reached the host
@@ -38,6 +41,8 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
+    """Keeps the step, whose payload the device may be reading."""
+
     step: Step
     launched: Launched
     launched_ns: int
@@ -90,13 +95,14 @@ class DeviceThread:
 
     def _fetch_all(self) -> None:
         while (flight := self._in_flight.get()) is not None:
-            drawn = self._executor.fetch(flight.launched)
+            fetched = self._executor.fetch(flight.launched)
             self._num_fetched += 1
             self._on_done(
                 StepDone(
                     number=flight.step.number,
                     kind=flight.step.kind,
-                    drawn=drawn,
+                    drawn=fetched if isinstance(fetched, Drawn) else None,
+                    exported=fetched if isinstance(fetched, np.ndarray) else None,
                     launched_ns=flight.launched_ns,
                     done_ns=time.perf_counter_ns(),
                     was_overlapped=flight.was_overlapped,

@@ -1,11 +1,13 @@
 """From plans to steps: positions, block tables and sampling parameters packed as a device program wants them.
 
+Exports and lands of blocks, which no plan asks for, are packed here too, since ids are made the worker's here.
+
 Apart from the scheduler, which knows no padding, and from the programs, which know no requests. A decode step differs
 from the one before in little more than its positions, so its rows are kept and only what changed is written again.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +41,7 @@ class PoolShape:
     def block(self, partition: int, block: int) -> int:
         return partition * self.blocks_per_partition + block
 
-    def blocks(self, partition: int, blocks: tuple[int, ...]) -> np.ndarray:
+    def blocks(self, partition: int, blocks: Sequence[int]) -> np.ndarray:
         return np.asarray(blocks, np.int32) + partition * self.blocks_per_partition
 
 
@@ -54,6 +56,11 @@ class StepEncoder:
         _, self._blank_rows = decode.blank()
         _, self._rows = decode.blank()
         self._written: list[tuple[SequenceId, tuple[int, ...]] | None] = [None] * pool.num_slots
+
+    @property
+    def max_transfer_blocks(self) -> int:
+        """Of one export or land. ValueError for a worker whose programs have neither."""
+        return max(self._shapes.transfer_buckets)
 
     def encode(self, plan: Plan) -> Step:
         match plan:
@@ -140,6 +147,24 @@ class StepEncoder:
             fields["source"][index] = self._pool.block(partition, source)
             fields["destination"][index] = self._pool.block(partition, destination)
         return Step(plan.number, StepKind.COPY, 0, packed)
+
+    def encode_export(self, number: int, partition: int, blocks: Sequence[int]) -> Step:
+        """Read blocks of one partition, at most as many as the largest transfer bucket."""
+        bucket = bucket_for(self._shapes.transfer_buckets, len(blocks))
+        packed, fields = self._layouts[StepKind.EXPORT, bucket].blank()
+        fields["source"][: len(blocks)] = self._pool.blocks(partition, blocks)
+        return Step(number, StepKind.EXPORT, bucket, packed)
+
+    def encode_land(self, number: int, partition: int, blocks: Sequence[int], payload: np.ndarray) -> Step:
+        """Overwrite them with `payload` [len(blocks), ...], which is copied only where the bucket has more room."""
+        bucket = bucket_for(self._shapes.transfer_buckets, len(blocks))
+        packed, fields = self._layouts[StepKind.LAND, bucket].blank()
+        fields["destination"][: len(blocks)] = self._pool.blocks(partition, blocks)
+        if bucket > len(blocks):
+            padded = np.zeros((bucket, *payload.shape[1:]), payload.dtype)
+            padded[: len(blocks)] = payload
+            payload = padded
+        return Step(number, StepKind.LAND, bucket, packed, payload)
 
 
 def _write_sampling(fields: Fields, row: int, request: Request, choice: int) -> None:

@@ -1,7 +1,8 @@
-"""The jitted programs of a worker: prefill, decode, and the small ones that load a slot and copy blocks.
+"""The jitted programs of a worker: prefill, decode, and the small ones that load a slot, copy, export and land blocks.
 
-Each takes the weights, the donated state and one packed array, and gives the state back. Programs are compiled for
-every bucket before the worker is ready; nothing compiles afterwards. No scheduler object comes here.
+Each takes the donated state and one packed array and gives the state back; an export only reads the pages, so that they
+stay where they are. Programs are compiled for every bucket before the worker is ready; nothing compiles afterwards. No
+scheduler object comes here.
 """
 
 import functools
@@ -15,7 +16,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
-from moonshard.kv.pages import Pages, allocate_pages, copy_blocks
+from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, gather_blocks, scatter_blocks
 from moonshard.models import kimi, moe, sampling
 from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.models.spec import matmul_precision
@@ -34,10 +35,15 @@ class DeviceState:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step in flight: its drawn tokens, still on the device. None for kinds that draw none."""
+    """A step in flight, and what it gives, still on the device.
+
+    Packed tokens; an export's blocks; of a land, one number that is there once the blocks are. None for the kinds whose
+    end nobody waits for.
+    """
 
     number: int
-    packed: jax.Array | None
+    kind: StepKind
+    result: jax.Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,9 @@ class Programs:
                 self._everywhere,
             ),
         )
-        self._programs = dict(_build(config, shapes, backend, matmul_precision(dtype)))
+        self._programs: dict[tuple[StepKind, int], Callable[..., Any]] = dict(
+            _build(config, shapes, backend, matmul_precision(dtype))
+        )
 
     @property
     def state(self) -> DeviceState:
@@ -94,28 +102,52 @@ class Programs:
         for done, (kind, bucket) in enumerate(self._programs):
             progress(done, len(self._programs))
             packed, _ = self.shapes.layout(kind, bucket).blank()
-            self.fetch(self.launch(Step(-1, kind, bucket, packed)))
+            payload = self._blank_payload(bucket) if kind is StepKind.LAND else None
+            self.fetch(self.launch(Step(-1, kind, bucket, packed, payload)))
         progress(len(self._programs), len(self._programs))
         jax.block_until_ready(self._state)
 
     def launch(self, step: Step) -> Launched:
         """Enqueues a step and returns without waiting for it."""
         program = self._programs[step.kind, step.bucket]
-        self._state, packed = program(self._weights, self._state, step.metadata)
-        return Launched(step.number, packed)
+        match step.kind:
+            case StepKind.EXPORT:
+                result = program(self._state.pages, step.metadata)
+            case StepKind.LAND:
+                self._state, result = program(self._state, step.metadata, step.payload)
+            case _:
+                self._state, result = program(self._weights, self._state, step.metadata)
+        return Launched(step.number, step.kind, result)
 
-    def fetch(self, launched: Launched) -> Drawn | None:
-        """Waits for a step's tokens. Steps that draw none give None at once."""
-        if launched.packed is None:
+    def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
+        """Waits for a step's tokens, or an export's blocks, or the end of a land. None where there is nothing to see.
+
+        The blocks are an array of their own, which no later step changes; on CPU it is the device's, not copied again.
+        """
+        if launched.result is None:
             return None
-        host = np.asarray(launched.packed)
-        top = (host.shape[1] - 2) // 2
-        return Drawn(
-            tokens=host[:, 0],
-            logprobs=np.ascontiguousarray(host[:, 1]).view(np.float32),
-            top_ids=host[:, 2 : 2 + top],
-            top_logprobs=np.ascontiguousarray(host[:, 2 + top :]).view(np.float32),
-        )
+        host = np.asarray(launched.result)
+        match launched.kind:
+            case StepKind.EXPORT:
+                return host
+            case StepKind.LAND:
+                return None
+            case _:
+                return _drawn(host)
+
+    def _blank_payload(self, bucket: int) -> np.ndarray:
+        pages = self._state.pages
+        return np.zeros((bucket, *pages.shape[1:]), pages.dtype)
+
+
+def _drawn(packed: np.ndarray) -> Drawn:
+    top = (packed.shape[1] - 2) // 2
+    return Drawn(
+        tokens=packed[:, 0],
+        logprobs=np.ascontiguousarray(packed[:, 1]).view(np.float32),
+        top_ids=packed[:, 2 : 2 + top],
+        top_logprobs=np.ascontiguousarray(packed[:, 2 + top :]).view(np.float32),
+    )
 
 
 def _build(config: kimi.KimiConfig, shapes: StepShapes, backend: moe.Backend, precision: str):
@@ -127,7 +159,14 @@ def _build(config: kimi.KimiConfig, shapes: StepShapes, backend: moe.Backend, pr
         StepKind.COPY: _copy,
     }
     for kind, bucket in shapes.programs:
-        yield (kind, bucket), _jitted(bodies[kind], shapes.layout(kind, bucket), precision)
+        layout = shapes.layout(kind, bucket)
+        match kind:
+            case StepKind.EXPORT:
+                yield (kind, bucket), _exporting(layout)
+            case StepKind.LAND:
+                yield (kind, bucket), _landing(layout)
+            case _:
+                yield (kind, bucket), _jitted(bodies[kind], layout, precision)
 
 
 def _jitted(body: Callable[..., Any], layout: StepLayout, precision: str) -> Callable[..., Any]:
@@ -135,6 +174,23 @@ def _jitted(body: Callable[..., Any], layout: StepLayout, precision: str) -> Cal
     def program(weights: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array | None]:
         with jax.default_matmul_precision(precision):
             return body(weights, state, layout.unpack(packed))
+
+    return program
+
+
+def _exporting(layout: StepLayout) -> Callable[[Pages, np.ndarray], jax.Array]:
+    @jax.jit
+    def program(pages: Pages, packed: jax.Array) -> jax.Array:
+        return gather_blocks(pages, layout.unpack(packed)["source"])
+
+    return program
+
+
+def _landing(layout: StepLayout) -> Callable[..., Any]:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def program(state: DeviceState, packed: jax.Array, payload: jax.Array) -> tuple[DeviceState, jax.Array]:
+        pages = scatter_blocks(state.pages, layout.unpack(packed)["destination"], payload)
+        return replace(state, pages=pages), jnp.int32(0)  # all that a step gives is there at once
 
     return program
 

@@ -1,4 +1,4 @@
-"""Steps: everything the device is ever told, as plain integers.
+"""Steps: everything the device is ever told, as plain integers, and the KV of blocks that come from elsewhere.
 
 A `Step` is a kind, a bucket and one packed int32 array, so it costs one transfer to launch and could cross a socket.
 The layouts here say what lies where, and what a field holds where a step asks for nothing; `blank` runs on the host
@@ -25,16 +25,22 @@ class StepKind(enum.Enum):
     DECODE = "decode"
     LOAD = "load"
     COPY = "copy"
+    EXPORT = "export"
+    LAND = "land"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One device launch."""
+    """One device launch.
+
+    The device may read `payload` where it lies, until the step is done: nobody writes to it after the step was made.
+    """
 
     number: int
     kind: StepKind
-    bucket: int  # padded tokens of a prefill, rows of a decode; 0 for the kinds that have one size
+    bucket: int  # padded tokens of a prefill, rows of a decode, blocks of a transfer; 0 for the kinds of one size
     metadata: np.ndarray  # [size of the layout], int32
+    payload: np.ndarray | None = None  # land only: [bucket, layers, block_size, features] in the pages' dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +96,16 @@ class StepShapes:
     q_tile: int  # queries per row of a prefill: a row belongs to one sequence
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
     decode_buckets: tuple[int, ...]  # rows, ascending, the last is num_slots
+    transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
 
     @property
     def programs(self) -> tuple[tuple[StepKind, int], ...]:
         """Every (kind, bucket) there is."""
         prefills = ((StepKind.PREFILL, bucket) for bucket in self.prefill_buckets)
         decodes = ((StepKind.DECODE, bucket) for bucket in self.decode_buckets)
-        return (*prefills, *decodes, (StepKind.LOAD, 0), (StepKind.COPY, 0))
+        exports = ((StepKind.EXPORT, bucket) for bucket in self.transfer_buckets)
+        lands = ((StepKind.LAND, bucket) for bucket in self.transfer_buckets)
+        return (*prefills, *decodes, (StepKind.LOAD, 0), (StepKind.COPY, 0), *exports, *lands)
 
     def layout(self, kind: StepKind, bucket: int = 0) -> StepLayout:
         """Works a layout out; whoever packs every step keeps it."""
@@ -109,6 +118,10 @@ class StepShapes:
                 return self._load()
             case StepKind.COPY:
                 return self._copy()
+            case StepKind.EXPORT:
+                return StepLayout((Field("source", (bucket,)),))
+            case StepKind.LAND:
+                return StepLayout((Field("destination", (bucket,), neutral=NOWHERE),))
 
     def _prefill(self, bucket: int) -> StepLayout:
         rows = bucket // self.q_tile

@@ -11,6 +11,7 @@ from moonshard.kv.blocks import BlockPool
 from moonshard.serving.encoder import PoolShape, StepEncoder
 from moonshard.serving.engine import Engine, StepReport
 from moonshard.serving.loading import MAX_PREFILL_SEQUENCES, buckets
+from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.programs import Programs
 from moonshard.serving.request import Logprobs, Request, SequenceId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
@@ -25,10 +26,19 @@ NUM_SLOTS = 4
 NUM_BLOCKS = 256
 MAX_CONTEXT_TOKENS = 2048
 Q_TILE = 16
+TRANSFER_BUCKETS = (1, 2, 4)
 
 
 @cache
-def programs(name: str = "kimi_k2") -> Programs:
+def programs(name: str = "kimi_k2", worker: int = 0) -> Programs:
+    """Compiled; another `worker` has pages of its own."""
+    compiled = uncompiled_programs(name)
+    compiled.compile()
+    return compiled
+
+
+def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32") -> Programs:
+    """For a test that launches few of them: each is compiled by its first launch."""
     model = reference(name)
     shapes = StepShapes(
         num_slots=NUM_SLOTS,
@@ -37,18 +47,17 @@ def programs(name: str = "kimi_k2") -> Programs:
         q_tile=Q_TILE,
         prefill_buckets=buckets(CHUNK_TOKENS, Q_TILE),
         decode_buckets=buckets(NUM_SLOTS),
+        transfer_buckets=TRANSFER_BUCKETS,
     )
-    compiled = Programs(
+    return Programs(
         model.config,
         model.weights,
         shapes,
         build_mesh(MeshShape()),
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        dtype="float32",
+        dtype=dtype,
     )
-    compiled.compile()
-    return compiled
 
 
 @dataclass
@@ -89,13 +98,40 @@ def serve(
 
     `on_step` is called after every step that gave tokens: to cancel, or to submit more.
     """
-    return asyncio.run(
-        _serve(requests, num_blocks, num_slots, programs(model), on_step, max_prefill_sequences, reference(model))
-    )
+    return asyncio.run(_serve(requests, num_blocks, num_slots, programs(model), on_step, max_prefill_sequences))
 
 
-async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences, model) -> Run:
+async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences) -> Run:
     run, blocks = Run(), BlockPool(1, num_blocks, BLOCK_SIZE)
+
+    def take(report: StepReport) -> None:
+        run.take(report)
+        on_step(engine, run)
+
+    engine = an_engine(executor, blocks, take, num_slots=num_slots, max_prefill_sequences=max_prefill_sequences)
+    engine.start()
+    for request in requests:
+        engine.submit(request)
+    await until_idle(engine)
+    totals = engine.counters().totals
+    run.num_preemptions, run.num_wasted_tokens = totals.num_preemptions, totals.wasted_tokens
+    run.num_prefill_steps = totals.num_prefill_steps
+    await engine.close()
+    engine.failed.cancel()
+    assert blocks.counts(0).free == num_blocks
+    return run
+
+
+def an_engine(
+    executor: Programs,
+    blocks: BlockPool,
+    on_step: Callable[[StepReport], None],
+    on_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
+    *,
+    num_slots: int = NUM_SLOTS,
+    max_prefill_sequences: int = MAX_PREFILL_SEQUENCES,
+) -> Engine:
+    """On the running event loop; not started."""
     config = SchedulerConfig(
         slots_per_partition=num_slots,
         chunk_tokens=CHUNK_TOKENS,
@@ -106,32 +142,22 @@ async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill
         queue_timeout_s=1000.0,
     )
     pool = PoolShape(num_partitions=1, slots_per_partition=NUM_SLOTS, blocks_per_partition=NUM_BLOCKS)
-
-    def take(report: StepReport) -> None:
-        run.take(report)
-        on_step(engine, run)
-
-    engine = Engine(
+    return Engine(
         scheduler=Scheduler(config, blocks),
         executor=executor,
         encoder=StepEncoder(executor.shapes, pool),
-        on_step=take,
+        on_step=on_step,
         on_expired=lambda request_id, error: None,
+        on_prefill=on_prefill,
     )
-    engine.start()
-    for request in requests:
-        engine.submit(request)
+
+
+async def until_idle(engine: Engine) -> None:
+    """Raises what failed the engine."""
     idle = asyncio.ensure_future(engine.wait_idle())
     await asyncio.wait({idle, engine.failed}, return_when=asyncio.FIRST_COMPLETED)
     if engine.failed.done():
         engine.failed.result()
-    totals = engine.counters().totals
-    run.num_preemptions, run.num_wasted_tokens = totals.num_preemptions, totals.wasted_tokens
-    run.num_prefill_steps = totals.num_prefill_steps
-    await engine.close()
-    engine.failed.cancel()
-    assert blocks.counts(0).free == num_blocks
-    return run
 
 
 _ids = iter(range(1, 1 << 60))

@@ -62,6 +62,7 @@ class FakeDevice:
                 assert list(plan.history) == true_tokens(plan.request, plan.sequence.choice, len(plan.history))
                 assert len(plan.history) >= plan.num_prompt
                 self.history[plan.slot] = list(plan.history)
+                self.last_token[plan.slot] = (plan.sequence, plan.history[-1])
                 return {}
             case CopyPlan():
                 for partition, source, target in plan.pairs:
@@ -86,6 +87,14 @@ class FakeDevice:
         self.write(row, row.position, token)
         self.check_kv(row, row.position + 1)
         return self.draw(row.request, row.sequence, row.slot, row.position + 1)
+
+    def land(self, request: Request, partition: int, block_table: tuple[int, ...]) -> None:
+        """The prompt's KV, prefilled elsewhere, into the blocks that a request joins with."""
+        for position, token in enumerate(request.prompt):
+            page = self.pages.setdefault(
+                (partition, block_table[position // self.block_size]), [None] * self.block_size
+            )
+            page[position % self.block_size] = token
 
     def write(self, item: PrefillChunk | DecodeRow, position: int, token: int) -> None:
         block = item.block_table[position // self.block_size]

@@ -17,6 +17,7 @@ SHAPES = StepShapes(
     q_tile=TILE,
     prefill_buckets=(4, 8, 16),
     decode_buckets=(1, 2, 4, 6),
+    transfer_buckets=(1, 2, 4),
 )
 EVERYTHING = Sampling(
     temperature=0.75,
@@ -260,3 +261,31 @@ def test_copies_name_blocks_of_the_whole_worker_and_the_rest_goes_nowhere(encode
     fields = fields_of(encoder.encode(CopyPlan(number=3, pairs=((0, 4, 6), (1, 4, 6)))))
     assert fields["source"][:2].tolist() == [4, BLOCKS + 4]
     assert fields["destination"].tolist() == [6, BLOCKS + 6] + [NOWHERE] * 4
+
+
+def payload_of(num_blocks: int) -> np.ndarray:
+    return np.arange(num_blocks * 6, dtype=np.float32).reshape(num_blocks, 1, 2, 3) + 1
+
+
+@pytest.mark.parametrize(("num_blocks", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4)])
+def test_an_export_names_blocks_of_the_whole_worker_in_the_smallest_bucket(encoder, num_blocks, bucket):
+    blocks = (9, 4, 30, 2)[:num_blocks]
+    step = encoder.encode_export(-5, 1, blocks)
+    assert (step.number, step.kind, step.bucket, step.payload) == (-5, StepKind.EXPORT, bucket, None)
+    assert fields_of(step)["source"][:num_blocks].tolist() == [BLOCKS + block for block in blocks]
+
+
+def test_a_land_that_fills_its_bucket_takes_the_payload_where_it_lies(encoder):
+    payload = payload_of(2)
+    step = encoder.encode_land(-7, 1, (8, 3), payload)
+    assert (step.number, step.kind, step.bucket) == (-7, StepKind.LAND, 2)
+    assert fields_of(step)["destination"].tolist() == [BLOCKS + 8, BLOCKS + 3]
+    assert step.payload is payload
+
+
+def test_a_land_in_a_larger_bucket_is_padded_with_blocks_that_go_nowhere(encoder):
+    payload = payload_of(3)
+    step = encoder.encode_land(-2, 0, (8, 3, 5), payload)
+    assert fields_of(step)["destination"].tolist() == [8, 3, 5, NOWHERE]
+    assert step.payload.shape == (4, 1, 2, 3)
+    np.testing.assert_array_equal(step.payload[:3], payload)

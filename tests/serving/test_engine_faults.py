@@ -6,63 +6,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from moonshard.kv.blocks import BlockPool
-from moonshard.serving.encoder import PoolShape, StepEncoder
-from moonshard.serving.engine import Engine, StepReport
-from moonshard.serving.programs import Drawn, Launched
+from moonshard.serving.encoder import StepEncoder
+from moonshard.serving.engine import Engine
 from moonshard.serving.request import Request
-from moonshard.serving.scheduler import Scheduler, SchedulerConfig
-from moonshard.serving.steps import Step, StepShapes
+from tests.serving.fake_executor import FakeExecutor, an_engine
 
-BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, CONTEXT_TOKENS, TILE = 16, 8, 2, 64, 16
 REQUEST = Request(id=b"r" * 16, prompt=(1, 2, 3), max_tokens=8)
 
 
 class Broken(Exception):
     """What the test made happen."""
-
-
-class FakeExecutor:
-    """Draws token 7 for every row of every step. `fetch` may be told to do otherwise."""
-
-    def __init__(self, fetch: Callable[[int], None] = lambda number: None):
-        self._fetch = fetch
-
-    def launch(self, step: Step) -> Launched:
-        return Launched(step.number, None)
-
-    def fetch(self, launched: Launched) -> Drawn | None:
-        self._fetch(launched.number)
-        empty = np.zeros((NUM_SLOTS, 0))
-        tokens = np.full(NUM_SLOTS, 7)
-        return Drawn(tokens, np.zeros(NUM_SLOTS), empty.astype(np.int32), empty)
-
-
-def an_engine(executor: FakeExecutor, on_step: Callable[[StepReport], None] = lambda report: None) -> Engine:
-    shapes = StepShapes(
-        num_slots=NUM_SLOTS,
-        blocks_per_sequence=CONTEXT_TOKENS // BLOCK_SIZE,
-        max_context_tokens=CONTEXT_TOKENS,
-        q_tile=TILE,
-        prefill_buckets=(TILE,),
-        decode_buckets=(1, NUM_SLOTS),
-    )
-    config = SchedulerConfig(
-        slots_per_partition=NUM_SLOTS,
-        chunk_tokens=TILE,
-        q_tile=TILE,
-        max_context_tokens=CONTEXT_TOKENS,
-        max_queued_requests=8,
-        queue_timeout_s=10.0,
-    )
-    pool = PoolShape(num_partitions=1, slots_per_partition=NUM_SLOTS, blocks_per_partition=NUM_BLOCKS)
-    return Engine(
-        scheduler=Scheduler(config, BlockPool(1, NUM_BLOCKS, BLOCK_SIZE)),
-        executor=executor,
-        encoder=StepEncoder(shapes, pool),
-        on_step=on_step,
-        on_expired=lambda request_id, error: None,
-    )
 
 
 async def failure_of(engine: Engine) -> BaseException:
@@ -104,6 +57,27 @@ async def test_a_fault_while_a_step_is_packed_fails_the_engine_and_not_the_link_
 ):
     monkeypatch.setattr(StepEncoder, "encode", lambda self, plan: breaking(1)(plan))
     engine = an_engine(FakeExecutor())
+    assert isinstance(await failure_of(engine), Broken)
+    await engine.close()
+
+
+async def test_a_fault_in_what_is_done_behind_a_prefill_fails_the_engine():
+    engine = an_engine(FakeExecutor(), on_prefill=breaking(1))
+    assert isinstance(await failure_of(engine), Broken)
+    await engine.close()
+
+
+@pytest.mark.parametrize("verb", ["export", "land"])
+async def test_a_fault_in_what_is_done_with_exported_or_landed_blocks_fails_the_engine(verb: str):
+    engine = an_engine(FakeExecutor())
+
+    def fail(*_exported: np.ndarray) -> None:
+        raise Broken
+
+    if verb == "export":
+        engine.export(0, [1], fail)
+    else:
+        engine.land(0, [1], np.zeros((1, 1, 1, 1), np.float32), fail)
     assert isinstance(await failure_of(engine), Broken)
     await engine.close()
 

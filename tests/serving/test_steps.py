@@ -1,15 +1,17 @@
 """What is packed on the host is what the device program unpacks, bit by bit."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonshard.serving.steps import Field, StepKind, StepLayout, StepShapes, bucket_for
+from moonshard.serving.steps import NOWHERE, Field, StepKind, StepLayout, StepShapes, bucket_for
 
 pytestmark = pytest.mark.xdist_group("jax")
-SHAPES = StepShapes(
+WITHOUT_HANDOFFS = StepShapes(
     num_slots=3,
     blocks_per_sequence=5,
     max_context_tokens=40,
@@ -17,6 +19,7 @@ SHAPES = StepShapes(
     prefill_buckets=(4, 8, 24),
     decode_buckets=(1, 3),
 )
+SHAPES = replace(WITHOUT_HANDOFFS, transfer_buckets=(1, 2, 4))
 MIXED = StepLayout(
     (
         Field("scalar", ()),
@@ -56,7 +59,15 @@ def test_special_floats_and_large_words_arrive_as_they_were():
 
 
 @pytest.mark.parametrize(
-    ("kind", "bucket"), [(StepKind.PREFILL, 8), (StepKind.DECODE, 3), (StepKind.LOAD, 0), (StepKind.COPY, 0)]
+    ("kind", "bucket"),
+    [
+        (StepKind.PREFILL, 8),
+        (StepKind.DECODE, 3),
+        (StepKind.LOAD, 0),
+        (StepKind.COPY, 0),
+        (StepKind.EXPORT, 4),
+        (StepKind.LAND, 2),
+    ],
 )
 def test_the_fields_of_a_step_fill_its_metadata_without_overlap(kind, bucket):
     layout = SHAPES.layout(kind, bucket)
@@ -85,6 +96,16 @@ def test_what_is_written_into_a_blank_step_does_not_reach_the_next_one():
     expected = packed.copy()
     packed[...] = 7
     np.testing.assert_array_equal(layout.blank()[0], expected)
+
+
+def test_a_blank_land_step_writes_nowhere():
+    _, land = SHAPES.layout(StepKind.LAND, 4).blank()
+    assert land["destination"].tolist() == [NOWHERE] * 4
+
+
+def test_a_worker_that_takes_no_part_in_handoffs_has_no_programs_for_them():
+    transfers = {(kind, bucket) for kind in (StepKind.EXPORT, StepKind.LAND) for bucket in (1, 2, 4)}
+    assert set(SHAPES.programs) - set(WITHOUT_HANDOFFS.programs) == transfers
 
 
 def test_layouts_follow_their_bucket():

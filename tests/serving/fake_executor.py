@@ -1,0 +1,81 @@
+"""An engine over a device that computes nothing: for faults, orders and callbacks, where tokens do not matter."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.encoder import PoolShape, StepEncoder
+from moonshard.serving.engine import Engine, StepReport
+from moonshard.serving.plan import PrefillPlan
+from moonshard.serving.programs import Drawn, Launched
+from moonshard.serving.scheduler import Scheduler, SchedulerConfig
+from moonshard.serving.steps import Step, StepKind, StepShapes
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, CONTEXT_TOKENS, TILE = 16, 8, 2, 64, 16
+
+
+class FakeExecutor:
+    """Draws token 7 for every row of every step, and exports each block as its own number.
+
+    `launched` are the steps in their order. `fetch` is called with each step's number, and may block or raise.
+    """
+
+    def __init__(self, fetch: Callable[[int], None] = lambda number: None):
+        self._fetch = fetch
+        self.launched: list[Step] = []
+
+    @property
+    def kinds(self) -> list[StepKind]:
+        return [step.kind for step in self.launched]
+
+    def launch(self, step: Step) -> Launched:
+        self.launched.append(step)
+        return Launched(step.number, step.kind, None)
+
+    def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
+        self._fetch(launched.number)
+        match launched.kind:
+            case StepKind.EXPORT:
+                step = next(step for step in self.launched if step.number == launched.number)
+                return step.metadata.astype(np.float32).reshape(-1, 1, 1, 1)
+            case StepKind.PREFILL | StepKind.DECODE:
+                empty = np.zeros((NUM_SLOTS, 0))
+                tokens = np.full(NUM_SLOTS, 7)
+                return Drawn(tokens, np.zeros(NUM_SLOTS), empty.astype(np.int32), empty)
+            case _:
+                return None
+
+
+def an_engine(
+    executor: FakeExecutor,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+    on_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
+    pool: BlockPool | None = None,
+) -> Engine:
+    shapes = StepShapes(
+        num_slots=NUM_SLOTS,
+        blocks_per_sequence=CONTEXT_TOKENS // BLOCK_SIZE,
+        max_context_tokens=CONTEXT_TOKENS,
+        q_tile=TILE,
+        prefill_buckets=(TILE,),
+        decode_buckets=(1, NUM_SLOTS),
+        transfer_buckets=(1, 4),
+    )
+    config = SchedulerConfig(
+        slots_per_partition=NUM_SLOTS,
+        chunk_tokens=TILE,
+        q_tile=TILE,
+        max_context_tokens=CONTEXT_TOKENS,
+        max_queued_requests=8,
+        queue_timeout_s=10.0,
+    )
+    sizes = PoolShape(num_partitions=1, slots_per_partition=NUM_SLOTS, blocks_per_partition=NUM_BLOCKS)
+    return Engine(
+        scheduler=Scheduler(config, pool or BlockPool(1, NUM_BLOCKS, BLOCK_SIZE)),
+        executor=executor,
+        encoder=StepEncoder(shapes, sizes),
+        on_step=on_step,
+        on_expired=lambda request_id, error: None,
+        on_prefill=on_prefill,
+    )
