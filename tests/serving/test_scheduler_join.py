@@ -244,6 +244,17 @@ def test_joiners_take_every_slot_but_one_while_an_older_request_lacks_blocks():
     assert scheduler.is_idle
 
 
+def test_a_joined_choice_leaves_the_last_slot_to_an_older_request_too():
+    scheduler = a_scheduler(num_blocks=8, slots_per_partition=2)
+    leased = lease(scheduler, 4)
+    scheduler.add(a_request("a", 80, max_tokens=2), 0.0)
+    join(scheduler, a_request("b", 10, max_tokens=3, n=2))
+    assert [names(plan) for plan in steps(scheduler) if names(plan)] == [["b"], ["b"]]
+    give_back(scheduler, leased)
+    pieces = [(piece.sequence.request_id, piece.sequence.choice) for piece in chunks(list(steps(scheduler)))]
+    assert pieces == [(b"a", 0), (b"a", 0), (b"b", 1)]
+
+
 def test_an_older_request_that_lacks_the_joiners_own_blocks_does_not_hold_them_up():
     scheduler = a_scheduler(num_blocks=9, slots_per_partition=1)
     scheduler.add(a_request("a", 100, max_tokens=2), 0.0)
@@ -270,13 +281,25 @@ def test_a_joiner_that_waits_gives_way_to_an_older_one_that_grows_and_is_prefill
     assert scheduler.is_idle
 
 
-def test_all_choices_of_a_joiner_that_gives_way_come_back():
+def test_of_two_joiners_the_younger_gives_way():
     scheduler = a_scheduler(num_blocks=3, slots_per_partition=1)
     scheduler.add(a_request("a", 15, max_tokens=3), 0.0)
     finish(scheduler, launch(scheduler))
-    join(scheduler, a_request("b", 20, max_tokens=2, n=3), (5, STOP, 6))
+    for name in "bc":
+        join(scheduler, a_request(name, 10, max_tokens=3))
+    pieces = chunks(list(steps(scheduler)))
+    assert [piece.sequence.request_id for piece in pieces] == [b"c"]
+
+
+def test_choices_of_a_joiner_that_gave_way_come_back_each_with_its_own_first_token():
+    scheduler = a_scheduler(num_blocks=4, slots_per_partition=2)
+    for name in "ab":
+        scheduler.add(a_request(name, 15, max_tokens=3), 0.0)
+    finish(scheduler, launch(scheduler))
+    join(scheduler, a_request("c", 20, max_tokens=2, n=3), (5, STOP, 6))
     pieces = chunks(list(steps(scheduler)))
     assert [(piece.sequence.choice, piece.tokens[-1]) for piece in pieces] == [(0, 5), (2, 6)]
+    assert [len(piece.samples) for piece in pieces] == [1, 1]
     assert scheduler.is_idle
 
 
