@@ -22,6 +22,7 @@ from tests.serving.gateway.fleet import (
     first_to_reach,
     fleet,
     prefill_worker,
+    until,
 )
 
 TOKENIZER = load_tokenizer(FIXTURE)
@@ -158,6 +159,24 @@ async def test_kv_that_arrived_corrupt_after_the_first_token_costs_no_token():
         assert answer.tokens == EXPECTED[:2]
         (rest,) = decode.runs
         assert [list(resumed.token_ids) for resumed in rest.resumed] == [tokens[:1] for tokens in EXPECTED[:2]]
+
+
+async def test_a_handoff_that_does_not_start_in_time_is_begun_anew_and_one_that_has_started_is_left_alone():
+    workers = [decode_worker(1), decode_worker(2)]
+    for worker in workers:
+        worker.script.points.hold("step 3")
+    async with fleet(prefill_worker(), *workers, lease_s=0.4) as running:
+        first = asyncio.create_task(ask(running, "grpc"))
+        started = await first_to_reach("step 3", workers)
+        stuck = next(worker for worker in workers if worker is not started)
+        stuck.script.points.hold("target")
+        second = asyncio.create_task(ask(running, "grpc"))
+        await stuck.script.points.reached("target")
+        await until(lambda: len(started.starts) == 2)  # a whole lease later
+        started.script.points.release()
+        assert (await first).tokens == (await second).tokens == EXPECTED[:2]
+        assert started.runs == stuck.runs == []
+        assert len(started.reserves) == 2
 
 
 async def test_attempts_are_not_without_end():

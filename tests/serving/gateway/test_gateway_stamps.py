@@ -1,0 +1,64 @@
+"""Durations of requests that move or go on elsewhere, from stamps that a test chooses."""
+
+import pytest
+
+from moonshard.rpc import link_pb2
+from moonshard.serving.gateway.stamps import Stamps
+
+MS = 1_000_000
+
+
+def output(choice: int = 0, **phases_ms: float) -> link_pb2.SequenceOutput:
+    phases = link_pb2.WorkerPhases(**phases_ms) if phases_ms else None
+    return link_pb2.SequenceOutput(choice=choice, token_ids=[1], phases=phases)
+
+
+def stamps() -> Stamps:
+    return Stamps(received_ns=0, sent_ns=1 * MS, first_delivered_ns=9 * MS)
+
+
+def test_the_gap_is_between_the_first_two_outputs_of_the_first_choice():
+    moved = stamps()
+    for at_ms, choice in ((4, 0), (5, 1), (6, 1), (10, 0), (30, 0)):
+        moved.arrived(at_ms * MS, output(choice))
+    moved.transfer = link_pb2.TransferPhases(transfer_ms=3, exposed_ms=1)
+    timing = moved.timing()
+    assert (timing.handoff_gap_ms, timing.transfer_ms, timing.exposed_transfer_ms) == (6, 3, 1)
+
+
+def test_a_request_that_did_not_move_has_no_gap():
+    stayed = stamps()
+    stayed.arrived(4 * MS, output())
+    stayed.arrived(10 * MS, output())
+    assert stayed.timing().handoff_gap_ms == 0
+
+
+def test_the_decode_workers_phases_leave_the_prefill_workers_alone():
+    moved = stamps()
+    moved.arrived(4 * MS, output(queue_ms=1, prefill_ms=2))
+    moved.arrived(8 * MS, output(land_ms=0.5, join_ms=0.25))
+    moved.arrived(9 * MS, output(decode_ms=4))
+    moved.transfer = link_pb2.TransferPhases()
+    timing = moved.timing()
+    assert (timing.worker_queue_ms, timing.worker_prefill_ms, timing.worker_decode_ms) == (1, 2, 4)
+    assert (timing.land_ms, timing.join_ms, timing.wire_ms) == (0.5, 0.25, 0)
+
+
+def test_what_another_worker_did_before_it_went_on_is_no_part_of_the_first_tokens_time():
+    lost = stamps()
+    lost.arrived(4 * MS, output(queue_ms=1, prefill_ms=2))
+    lost.retried()
+    lost.arrived(90 * MS, output(queue_ms=30, prefill_ms=40, decode_ms=5))
+    timing = lost.timing()
+    assert (timing.worker_queue_ms, timing.worker_prefill_ms, timing.worker_decode_ms) == (1, 2, 5)
+    assert (timing.wire_ms, timing.num_retries) == (0, 1)
+
+
+def test_a_request_begun_anew_before_its_first_token_has_the_phases_of_the_worker_that_gave_it():
+    lost = stamps()
+    lost.retried()
+    lost.sent()
+    lost.arrived(91 * MS, output(queue_ms=30, prefill_ms=40))
+    timing = lost.timing()
+    assert (timing.worker_queue_ms, timing.worker_prefill_ms) == (30, 40)
+    assert timing.first_token_ms == pytest.approx(90)
