@@ -22,17 +22,18 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from moonshard.kv.publishing import Publishing, closed
 from moonshard.kv.slab import Slab, find_slab
 from moonshard.kv.transfer import (
     Copies,
     FailureCause,
     PublishResult,
     TransferFailed,
-    TransferMeter,
     TransportCounters,
     TransportUnavailable,
 )
@@ -67,22 +68,23 @@ class _Engine(Protocol):
     def get_rpc_port(self) -> int: ...
     def register_memory(self, address: int, num_bytes: int, /) -> int: ...
     def transfer_submit_write(self, session: str, local: int, remote: int, num_bytes: int, /) -> int: ...
+    def batch_transfer_sync_write(
+        self, session: str, local: list[int], remote: list[int], num_bytes: list[int], /
+    ) -> int: ...
     def transfer_check_status(self, batch: int, /) -> int: ...
 
 
 class MooncakeTransport:
-    """One end; made by `start` alone. A thread per publish, so that a hung peer delays nobody else."""
+    """One end; made by `start` alone, which blocks for as long as the library loads."""
 
     def __init__(self, engine: _Engine, host: str, config: MooncakeConfig):
         self.session = f"{host}:{engine.get_rpc_port()}"
         self._engine = engine
         self._config = config
         self._slabs: list[Slab] = []
-        self._meter = TransferMeter()
+        self._publishing = Publishing("mooncake-publish")
         self._reached: set[str] = set()
-        self._lock = threading.Lock()  # of the three below
-        self._closing = threading.Event()
-        self._publishes: set[threading.Thread] = set()
+        self._lock = threading.Lock()  # of the one below
         self._stragglers: list[int] = []  # given up, not finished
 
     @classmethod
@@ -95,12 +97,14 @@ class MooncakeTransport:
         engine = _load_engine()
         code = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
         if code != 0:
-            raise TransportUnavailable(f"Mooncake does not start on {host}: initialize returned {code}")
+            ports = "" if config.ports is None else f"; is a port from {config.ports[0]} to {config.ports[1]} free?"
+            raise TransportUnavailable(f"Mooncake does not start on {host}: initialize returned {code}{ports}")
+        _check_port(engine.get_rpc_port(), config.ports)
         return cls(engine, host, config)
 
     @property
     def counters(self) -> TransportCounters:
-        return self._meter.read()
+        return self._publishing.counters
 
     def num_stragglers(self) -> int:
         """Writes that were given up and may still land."""
@@ -110,8 +114,8 @@ class MooncakeTransport:
 
     def register(self, slab: Slab) -> None:
         """See `Transport`. Fails with `bad_range` for a slab that is registered already."""
-        if self._closing.is_set():
-            raise _closed("register", may_still_land=False)
+        if self._publishing.closing.is_set():
+            raise closed("register", may_still_land=False)
         code = self._engine.register_memory(slab.address, slab.num_bytes)
         if code != 0:
             detail = f"register_memory returned {code}"
@@ -120,46 +124,16 @@ class MooncakeTransport:
 
     def publish(self, target_session: str, copies: Copies) -> Future[PublishResult]:
         """See `Transport`."""
-        future: Future[PublishResult] = Future()
-        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled under the thread
-        thread = threading.Thread(
-            target=self._publish, args=(target_session, copies, future), name="mooncake-publish", daemon=True
-        )
-        with self._lock:
-            if self._closing.is_set():
-                future.set_exception(_closed("publish", may_still_land=False))
-                return future
-            self._publishes.add(thread)
-            thread.start()
-        return future
+        return self._publishing.begin(copies, lambda copies: self._publish(target_session, copies))
 
     def close(self) -> None:
         """See `Transport`. The library keeps listening, and slabs stay alive, as long as this object does."""
-        with self._lock:
-            self._closing.set()
-            publishes = list(self._publishes)
-        for thread in publishes:
-            thread.join()
+        self._publishing.close()
 
-    def _publish(self, session: str, copies: Copies, future: Future[PublishResult]) -> None:
-        start_s = time.perf_counter()
-        try:
-            self._check_local(copies)
-            self._reach(session)
-            self._write(session, copies)
-        except TransferFailed as failure:
-            self._meter.add_failure(failure.cause, time.perf_counter() - start_s)
-            future.set_exception(failure)
-        else:
-            result = PublishResult(
-                num_bytes=int(copies.num_bytes.sum()),
-                num_transfers=len(copies.num_bytes),
-                duration_s=time.perf_counter() - start_s,
-            )
-            self._meter.add(result)
-            future.set_result(result)
-        with self._lock:
-            self._publishes.discard(threading.current_thread())
+    def _publish(self, session: str, copies: Copies) -> None:
+        self._check_local(copies)
+        self._reach(session)
+        self._write(session, copies)
 
     def _check_local(self, copies: Copies) -> None:
         for local, _, num_bytes in copies.rows():
@@ -220,13 +194,39 @@ class MooncakeTransport:
         deadline_s = time.perf_counter() + self._config.timeout_s
         pause_s = FIRST_PAUSE_S
         while (status := self._engine.transfer_check_status(batch)) == 0:
-            if self._closing.wait(pause_s):
-                raise _closed("publish", may_still_land=True)
+            if self._publishing.closing.wait(pause_s):
+                raise closed("publish", may_still_land=True)
             if time.perf_counter() > deadline_s:
                 detail = f"{session}: nothing landed for {self._config.timeout_s:g} s"
                 raise TransferFailed(FailureCause.TIMED_OUT, detail, may_still_land=True)
             pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
         return status
+
+
+def start_bare(host: str, slab: Slab) -> Callable[[str, list[int], list[int], list[int]], None]:
+    """The library's own batch write (session, local addresses, remote addresses, bytes): what ours is measured against.
+
+    Blocks, spinning, and checks nothing. Call it in a process whose `start` has set the library's settings.
+    """
+    engine = _load_engine()
+    engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
+    engine.register_memory(slab.address, slab.num_bytes)
+
+    def write(session: str, local: list[int], remote: list[int], num_bytes: list[int]) -> None:
+        code = engine.batch_transfer_sync_write(session, local, remote, num_bytes)
+        if code != 0:
+            raise TransferFailed(FailureCause.PEER_GONE, f"{session}: {code}", may_still_land=True)
+
+    return write
+
+
+def _check_port(port: int, ports: tuple[int, int] | None) -> None:
+    """The library takes any other port where it does not like the range, and says nothing."""
+    if ports is not None and not ports[0] <= port <= ports[1]:
+        raise TransportUnavailable(
+            f"Mooncake passed over the ports {ports[0]} to {ports[1]} and listens at {port}: it wants a range that "
+            "begins at 1024 or above, ends at 65535 or below, and is clear of net.ipv4.ip_local_port_range"
+        )
 
 
 def _load_engine() -> _Engine:
@@ -247,10 +247,6 @@ def _library_environment(config: MooncakeConfig) -> dict[str, str]:
     if config.ports is not None:
         settings |= {"MC_MIN_PRC_PORT": str(config.ports[0]), "MC_MAX_PRC_PORT": str(config.ports[1])}
     return settings
-
-
-def _closed(what: str, *, may_still_land: bool) -> TransferFailed:
-    return TransferFailed(FailureCause.CLOSED, f"{what} on a closed transport", may_still_land=may_still_land)
 
 
 def _failure(status: int, session: str) -> TransferFailed:

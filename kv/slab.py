@@ -15,12 +15,28 @@ ALIGNMENT_BYTES = 4096
 Bytes = NDArray[np.uint8]
 
 
+class SlabTooLarge(ValueError):
+    """A start-up error: the machine has not that much memory left."""
+
+    def __init__(self, num_slots: int, slot_bytes: int, available_bytes: int):
+        super().__init__(
+            f"a slab of {num_slots} slots of {slot_bytes} bytes takes {num_slots * slot_bytes / 1024**3:.2f} GiB, and "
+            f"{available_bytes / 1024**3:.2f} GiB are available: configure fewer slots"
+        )
+
+
 class Slab:
     """`num_slots` slots of `slot_bytes` each, zeroed, at one address for as long as the slab lives."""
 
-    def __init__(self, num_slots: int, slot_bytes: int):
+    def __init__(self, num_slots: int, slot_bytes: int, *, available_bytes: int | None = None):
+        """`available_bytes` is what the machine has left, where the caller knows; more raises `SlabTooLarge`.
+
+        Nothing else would: memory is promised here and taken when it is written to, when it is too late for an error.
+        """
         if num_slots < 1 or slot_bytes < 1:
             raise ValueError(f"a slab needs slots with bytes in them, got {num_slots} of {slot_bytes}")
+        if available_bytes is not None and num_slots * slot_bytes > available_bytes:
+            raise SlabTooLarge(num_slots, slot_bytes, available_bytes)
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.bytes = _aligned_zeros(num_slots * slot_bytes)

@@ -1,16 +1,17 @@
 """Moving KV bytes between processes: what every transport does, and how the receiver knows what it was sent.
 
 A transport writes ranges of the local slab into ranges of a remote one, one-sided: the receiver takes no part, and is
-told by the manifest, which travels on another way. Nothing fences such a write. Measured with Mooncake over TCP: bytes
+told by a manifest, which travels on another way. Nothing fences such a write. Measured with Mooncake over TCP: bytes
 of a writer that was killed, of a write that had timed out, and of a range that was no longer registered all landed
-later. So a slab is never trusted: `verify_copy` copies out first and checks the copy, which nobody else can reach.
-Left out: which slots are free and when a slot may be used again (the caller's), the transports, and who is told.
+later. So a slab is never trusted: `copy_verified` copies out first and checks the copy, which nobody else can
+reach. Left out: the manifest itself, which slots are free and when a slot may be used again (the caller's), the
+transports, and who is told.
 """
 
 import enum
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -20,8 +21,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from moonshard.kv.slab import Bytes, Slab
-
-ID_BYTES = 16
 
 Addresses = NDArray[np.int64]
 
@@ -43,20 +42,18 @@ class TransferFailed(Exception):
         self.may_still_land = may_still_land
 
 
-class TransportUnavailable(Exception):
+class TransportUnavailable(OSError):
     """A transport that cannot run on this machine, and what to do about it."""
 
 
 class ChecksumMismatch(Exception):
-    """A slot whose copied bytes are not those that the manifest names: overwritten, or not all there."""
+    """A slot whose copied bytes are not those that were staged: overwritten, or not all there."""
 
     def __init__(self, slot: int, expected: int, found: int):
         super().__init__(f"slot {slot}: expected checksum {expected:016x}, found {found:016x}")
         self.slot = slot
-
-
-class BadManifest(ValueError):
-    """A manifest that cannot be of this slab."""
+        self.expected = expected
+        self.found = found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,57 +155,27 @@ class TransferMeter:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockManifest:
-    """What one slot holds once its bytes have landed."""
-
-    slot: int
-    num_bytes: int  # from the slot's start
-    checksum: int  # of these bytes, as `checksum` tells
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
-    """What was published for one chunk of a handoff, and by which process: the receiver's only ground for landing it.
-
-    Handoff and epoch are for the caller to compare with what it reserved; the checksums do not cover them.
-    """
-
-    handoff: bytes  # 16 random bytes
-    epoch: bytes  # 16 random bytes: the writing process's
-    chunk: int
-    blocks: tuple[BlockManifest, ...]
-
-    def __post_init__(self):
-        for name, value in (("handoff", self.handoff), ("epoch", self.epoch)):
-            if len(value) != ID_BYTES:
-                raise BadManifest(f"{name}: expected {ID_BYTES} bytes, got {len(value)}")
-
-
 def checksum(data: Bytes) -> int:
     """xxh3, 64 bits: runs at memory speed, and guards against accidents, not against an attacker."""
     return xxhash.xxh3_64_intdigest(data.data)
 
 
-def describe_slot(slab: Slab, slot: int, num_bytes: int) -> BlockManifest:
-    """The manifest of a slot that was staged, made before it is published."""
-    return BlockManifest(slot=slot, num_bytes=num_bytes, checksum=checksum(slab.slot(slot)[:num_bytes]))
+def checksums(slab: Slab, slots: Sequence[int]) -> tuple[int, ...]:
+    """Those of whole slots, for the manifest: taken when they are staged, before they are published."""
+    return tuple(checksum(slab.slot(slot)) for slot in slots)
 
 
-def verify_copy(slab: Slab, manifest: Manifest) -> list[Bytes]:
-    """Private copies of the manifest's slots, in its order, each with the bytes that were sent.
+def copy_verified(slab: Slab, slots: Sequence[int], checksums: Sequence[int]) -> Bytes:
+    """One private copy [len(slots), slot_bytes] of these slots, with the bytes that were sent.
 
-    Copied before they are checked: a write may land between a check of the slab and a copy of it. All or nothing:
-    raises `ChecksumMismatch` for the first slot that differs, `BadManifest` for one that the slab does not have.
+    Copied before it is checked: a write may land between a check of the slab and a copy of it. All or nothing: raises
+    `ChecksumMismatch` for the first slot that differs, IndexError for one that the slab does not have.
     """
-    return [_verified_copy(slab, block) for block in manifest.blocks]
-
-
-def _verified_copy(slab: Slab, block: BlockManifest) -> Bytes:
-    if not (0 <= block.slot < slab.num_slots and 0 < block.num_bytes <= slab.slot_bytes):
-        raise BadManifest(f"slot {block.slot} with {block.num_bytes} bytes: not of this slab")
-    private = slab.slot(block.slot)[: block.num_bytes].copy()
-    found = checksum(private)
-    if found != block.checksum:
-        raise ChecksumMismatch(block.slot, block.checksum, found)
+    private = np.empty((len(slots), slab.slot_bytes), np.uint8)
+    for row, slot in zip(private, slots, strict=True):
+        row[:] = slab.slot(slot)
+    for row, slot, expected in zip(private, slots, checksums, strict=True):
+        found = checksum(row)
+        if found != expected:
+            raise ChecksumMismatch(slot, expected, found)
     return private

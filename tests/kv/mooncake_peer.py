@@ -4,15 +4,17 @@ import hashlib
 import json
 import sys
 
+import numpy as np
+
 from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
 from moonshard.kv.slab import Bytes, Slab
-from moonshard.kv.transfer import BlockManifest, ChecksumMismatch, Manifest, verify_copy
+from moonshard.kv.transfer import ChecksumMismatch, copy_verified
 
 
 class Peer:
     def __init__(self, num_slots: int, slot_bytes: int):
         self.slab = Slab(num_slots, slot_bytes)
-        self.private: list[Bytes] = []
+        self.private: Bytes = np.empty((0, slot_bytes), np.uint8)
         self.transport = MooncakeTransport.start("127.0.0.1", config=MooncakeConfig())
         self.transport.register(self.slab)
 
@@ -25,13 +27,10 @@ class Peer:
     def private_digests(self) -> list[str]:
         return [hashlib.sha256(copy.data).hexdigest() for copy in self.private]
 
-    def verify(self, blocks: list[dict[str, int]]) -> int | None:
-        """The slot that does not match, or None, and then the copies are kept."""
-        manifest = Manifest(
-            handoff=bytes(16), epoch=bytes(16), chunk=0, blocks=tuple(BlockManifest(**block) for block in blocks)
-        )
+    def verify(self, slots: list[int], checksums: list[int]) -> int | None:
+        """The slot that does not match, or None, and then the copy is kept."""
         try:
-            self.private = verify_copy(self.slab, manifest)
+            self.private = copy_verified(self.slab, slots, checksums)
         except ChecksumMismatch as mismatch:
             return mismatch.slot
         return None

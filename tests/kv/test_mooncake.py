@@ -4,13 +4,13 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from moonshard.kv.transfer import (
     PublishResult,
     TransferFailed,
     TransportUnavailable,
-    describe_slot,
+    checksums,
 )
 
 pytestmark = pytest.mark.xdist_group("mooncake")
@@ -145,12 +145,12 @@ def test_more_copies_than_may_be_in_flight_all_arrive(sender: Sender, peer: Remo
 
 
 def test_the_receiver_verifies_what_was_sent_and_names_a_slot_that_was_not(sender: Sender, peer: RemotePeer):
-    blocks = [asdict(describe_slot(sender.slab, slot, SLOT_BYTES)) for slot in range(2)]
+    sent = (0, 1), checksums(sender.slab, (0, 1))
     sender.publish(peer, (0, 0, 2 * SLOT_BYTES))
-    assert peer.ask("verify", blocks) is None
+    assert peer.ask("verify", *sent) is None
     assert peer.ask("private_digests") == [digest(sender.slab.slot(0)), digest(sender.slab.slot(1))]
     sender.publish(peer, (0, SLOT_BYTES + 77, 1000))
-    assert peer.ask("verify", blocks) == 1
+    assert peer.ask("verify", *sent) == 1
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_a_peer_killed_in_the_middle_is_an_error(sender: Sender, peer: RemotePee
 
 
 def test_late_bytes_of_a_timed_out_write_reach_the_slab_and_no_private_copy(sender: Sender, peer: RemotePeer):
-    blocks = [asdict(describe_slot(sender.slab, 0, SLOT_BYTES))]
+    sent = (0,), checksums(sender.slab, (0,))
     sender.publish(peer, (0, 0, SLOT_BYTES))
-    assert peer.ask("verify", blocks) is None
+    assert peer.ask("verify", *sent) is None
     landed, private = peer.ask("digest"), peer.ask("private_digests")
 
     peer.stop()
@@ -209,7 +209,7 @@ def test_late_bytes_of_a_timed_out_write_reach_the_slab_and_no_private_copy(send
         assert time.perf_counter() < deadline_s
     assert peer.ask("digest") != landed
     assert peer.ask("private_digests") == private == [digest(sender.slab.slot(0))]
-    assert peer.ask("verify", blocks) == 0
+    assert peer.ask("verify", *sent) == 0
 
 
 def test_a_stopped_peer_that_was_never_reached_times_out_and_delays_nobody_else(
@@ -274,3 +274,28 @@ def test_a_library_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("moonshard.kv.mooncake._load_engine", DeadEngine)
     with pytest.raises(TransportUnavailable, match="initialize returned -1"):
         MooncakeTransport.start("127.0.0.1", config=MooncakeConfig())
+
+
+def start_alone(first: int, last: int) -> str:
+    """What a process of its own says that starts with these ports: the library reads its settings once."""
+    script = f"""
+from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
+print("started", MooncakeTransport.start("127.0.0.1", config=MooncakeConfig(ports=({first}, {last}))).session)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    return ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (17_009, 17_000), (70_000, 70_010)])
+def test_ports_that_the_library_passes_over_in_silence_are_named(first: int, last: int):
+    said = start_alone(first, last)
+    assert f"Mooncake passed over the ports {first} to {last}" in said
+    assert "started" not in said
+
+
+def test_taken_ports_are_named():
+    with socket.create_server(("", 29_741)) as taken:
+        port = taken.getsockname()[1]
+        said = start_alone(port, port)
+    assert f"is a port from {port} to {port} free?" in said
+    assert "started" not in said

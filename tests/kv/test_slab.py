@@ -2,7 +2,7 @@
 
 import pytest
 
-from moonshard.kv.slab import ALIGNMENT_BYTES, Slab, find_slab
+from moonshard.kv.slab import ALIGNMENT_BYTES, Slab, SlabTooLarge, find_slab
 
 
 @pytest.mark.parametrize(("num_slots", "slot_bytes"), [(1, 1), (3, 100), (5, 4096), (7, 70_000)])
@@ -28,6 +28,12 @@ def test_a_slot_outside_is_refused(index: int):
 def test_a_slab_without_bytes_is_refused(num_slots: int, slot_bytes: int):
     with pytest.raises(ValueError, match="slots with bytes"):
         Slab(num_slots, slot_bytes)
+
+
+def test_a_slab_larger_than_the_memory_there_is_names_both():
+    assert Slab(4, 1000, available_bytes=4000).num_bytes == 4000
+    with pytest.raises(SlabTooLarge, match=r"3 slots of 1073741824 bytes takes 3\.00 GiB, and 2\.50 GiB"):
+        Slab(3, 1024**3, available_bytes=5 * 1024**3 // 2)
 
 
 @pytest.mark.parametrize(

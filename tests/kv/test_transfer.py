@@ -1,4 +1,4 @@
-"""Manifests against slabs that change, and the contract of a transport on the one inside a process."""
+"""Private copies of slabs that change, and the contract of a transport on the one inside a process."""
 
 import threading
 from concurrent.futures import Future
@@ -9,17 +9,15 @@ import pytest
 from moonshard.kv.inproc import InprocNetwork, InprocTransport
 from moonshard.kv.slab import Bytes, Slab
 from moonshard.kv.transfer import (
-    BadManifest,
-    BlockManifest,
     ChecksumMismatch,
     Copies,
     FailureCause,
-    Manifest,
     PublishResult,
     TransferFailed,
     Transport,
-    describe_slot,
-    verify_copy,
+    checksum,
+    checksums,
+    copy_verified,
 )
 
 
@@ -27,10 +25,6 @@ def random_slab(num_slots: int, slot_bytes: int) -> Slab:
     slab = Slab(num_slots, slot_bytes)
     slab.bytes[:] = np.random.default_rng(0).integers(0, 256, slab.num_bytes, np.uint8)
     return slab
-
-
-def manifest_of(*blocks: BlockManifest) -> Manifest:
-    return Manifest(handoff=bytes(range(16)), epoch=bytes(16), chunk=0, blocks=blocks)
 
 
 def copies_of(*rows: tuple[int, int, int]) -> Copies:
@@ -54,15 +48,17 @@ class Ends:
         return self.sender.publish(self.receiver.session, copies_of(row))
 
 
-def test_verified_copies_are_those_of_the_manifest_in_its_order():
+def test_a_verified_copy_has_the_slots_in_the_order_asked_for():
     slab = random_slab(4, 1000)
-    copies = verify_copy(slab, manifest_of(describe_slot(slab, 2, 1000), describe_slot(slab, 0, 1)))
-    assert [copy.tobytes() for copy in copies] == [slab.slot(2).tobytes(), slab.slot(0)[:1].tobytes()]
+    copy = copy_verified(slab, (2, 0, 2), checksums(slab, (2, 0, 2)))
+    assert copy.tolist() == [slab.slot(slot).tolist() for slot in (2, 0, 2)]
+    assert copy.flags.c_contiguous
+    assert copy_verified(slab, (), ()).shape == (0, 1000)
 
 
 def test_a_private_copy_does_not_change_with_the_slab():
     slab = random_slab(2, 64)
-    (copy,) = verify_copy(slab, manifest_of(describe_slot(slab, 1, 64)))
+    copy = copy_verified(slab, (1,), checksums(slab, (1,)))
     before = copy.tobytes()
     slab.bytes[:] = 0
     assert copy.tobytes() == before
@@ -70,43 +66,42 @@ def test_a_private_copy_does_not_change_with_the_slab():
 
 @pytest.mark.parametrize("position", [0, 499, 999])
 def test_one_changed_bit_names_its_slot(position: int):
-    slab = random_slab(3, 1000)
-    manifest = manifest_of(*(describe_slot(slab, slot, 1000) for slot in range(3)))
+    slab = random_slab(4, 1000)
+    sent = checksums(slab, (3, 1, 2))
     slab.slot(1)[position] ^= 1
+    slab.slot(2)[position] ^= 1
     with pytest.raises(ChecksumMismatch, match="slot 1") as mismatch:
-        verify_copy(slab, manifest)
-    assert mismatch.value.slot == 1
-
-
-def test_bytes_beyond_those_described_may_change():
-    slab = random_slab(1, 1000)
-    manifest = manifest_of(describe_slot(slab, 0, 600))
-    slab.slot(0)[600:] ^= 1
-    assert verify_copy(slab, manifest)[0].nbytes == 600
+        copy_verified(slab, (3, 1, 2), sent)
+    assert (mismatch.value.slot, mismatch.value.expected) == (1, sent[1])
+    assert mismatch.value.found == checksum(slab.slot(1))
 
 
 def test_what_is_checked_is_the_copy_and_not_the_slab(monkeypatch: pytest.MonkeyPatch):
-    slab = random_slab(1, 64)
-    manifest = manifest_of(describe_slot(slab, 0, 64))
-    sent = slab.slot(0).tobytes()
+    slab = random_slab(2, 64)
+    sent, expected = slab.bytes.reshape(2, 64).copy(), checksums(slab, (0, 1))
 
     def overwrite_then_digest(data: memoryview) -> int:
         slab.bytes[:] = 0  # a late write, at the worst moment
-        return manifest.blocks[0].checksum if bytes(data) == sent else 0
+        return expected[[row.tobytes() for row in sent].index(bytes(data))]
 
     monkeypatch.setattr("moonshard.kv.transfer.xxhash.xxh3_64_intdigest", overwrite_then_digest)
-    assert verify_copy(slab, manifest)[0].tobytes() == sent
+    assert copy_verified(slab, (0, 1), expected).tolist() == sent.tolist()
 
 
-@pytest.mark.parametrize(("slot", "num_bytes"), [(-1, 8), (2, 8), (0, 65), (0, 0), (0, -1)])
-def test_a_manifest_of_another_slab_is_refused(slot: int, num_bytes: int):
-    with pytest.raises(BadManifest, match=f"slot {slot} with {num_bytes} bytes"):
-        verify_copy(Slab(2, 64), manifest_of(BlockManifest(slot=slot, num_bytes=num_bytes, checksum=0)))
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_a_slot_that_the_slab_does_not_have_is_refused(slot: int):
+    slab = Slab(2, 64)
+    with pytest.raises(IndexError, match=f"slot {slot} of 2"):
+        copy_verified(slab, (0, slot), checksums(slab, (0, 1)))
+    with pytest.raises(IndexError, match=f"slot {slot} of 2"):
+        checksums(slab, (slot,))
 
 
-def test_ids_of_another_length_are_refused():
-    with pytest.raises(BadManifest, match="epoch: expected 16 bytes, got 15"):
-        Manifest(handoff=bytes(16), epoch=bytes(15), chunk=0, blocks=())
+def test_a_checksum_too_few_or_too_many_is_refused():
+    slab = Slab(2, 64)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match="argument"):
+            copy_verified(slab, (0, 1), (checksum(slab.slot(0)),) * count)
 
 
 def test_ragged_or_empty_copies_are_refused():
@@ -177,14 +172,14 @@ def test_a_late_write_reaches_the_slab_and_no_private_copy():
     ends = Ends(LateEnd)
     assert isinstance(ends.sender, LateEnd)
     ends.target.bytes[:] = 7
-    manifest = manifest_of(describe_slot(ends.target, 0, 1000))
+    staged = checksums(ends.target, (0,))
     with pytest.raises(TransferFailed) as failed:
         ends.publish(0, 1000).result()
-    (private,) = verify_copy(ends.target, manifest)
+    private = copy_verified(ends.target, (0,), staged)
     writer = threading.Thread(target=ends.sender.land)
     writer.start()
     writer.join()
     assert failed.value.may_still_land
     assert private.tobytes() == bytes([7]) * 1000
     with pytest.raises(ChecksumMismatch):
-        verify_copy(ends.target, manifest)
+        copy_verified(ends.target, (0,), staged)
