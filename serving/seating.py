@@ -6,9 +6,9 @@ joined request fork from its leader as it sits down. Stands apart from the sched
 and from the residents, which keep the account. Left out: growth, preemption and the steps themselves.
 
 A joiner needs no blocks to enter, so it would always be served before an older sequence that does. Hence the last free
-slot of a partition is left to an older one that waits for admission, unless that one could not use it: the partition is
-empty, and what blocks it lacks are held here, by the joiners themselves. Since nobody younger passes a joiner, whoever
-waits with blocks is the youngest of its partition.
+slot of a partition is left to an older one that waits for admission, unless that one could not use it: nobody runs
+there, and joiners or leases hold the blocks it lacks. Since nobody younger passes a joiner, those who wait with blocks
+are the youngest of their partition.
 """
 
 from collections.abc import Iterable
