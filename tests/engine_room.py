@@ -29,9 +29,14 @@ Q_TILE = 16
 TRANSFER_BUCKETS = (1, 2, 4)
 
 
-@cache
 def programs(name: str = "kimi_k2", worker: int = 0) -> Programs:
     """Compiled; another `worker` has pages of its own."""
+    return _compiled(name, worker)
+
+
+@cache
+def _compiled(name: str, worker: int) -> Programs:
+    del worker  # only tells one from another
     compiled = uncompiled_programs(name)
     compiled.compile()
     return compiled
