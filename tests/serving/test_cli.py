@@ -160,7 +160,7 @@ def test_serve_starts_the_workers_of_its_mode_in_the_order_of_their_roles():
 
 def test_a_child_is_given_the_whole_configuration_on_its_command_line():
     fence = "kv.network_fence=a cable"
-    config = load_config(None, ["decode.max_slots=5", "gateway.port=0", "prefill.port=50099", fence])
+    config = load_config(None, ["decode.max_slots=5", "gateway.port=0", "prefill.port=50099", "worker.host=::1", fence])
     commands = ChildCommands(config)
     for name, key in (("prefill 0", "prefill"), ("decode 0", "decode")):
         worker = reread(commands.workers[name](None), key)

@@ -9,6 +9,7 @@ from moonshard.serving.config import (
     EMBEDDED_MODEL_NAME,
     Config,
     ConfigError,
+    TlsConfig,
     default_worker_addresses,
     embedded_model_path,
 )
@@ -166,6 +167,7 @@ def test_every_path_of_a_file_starts_at_the_file_and_that_of_an_override_at_the_
     monkeypatch.chdir(here)
     tls = load_config(path, ["tls.ca=one.pem"]).tls
     assert (tls.cert, tls.key, tls.ca) == (there / "one.pem", there / "one.pem", here / "one.pem")
+    assert load_config(write(there, "[tls]\ncert = 'none'\nca = 'auto'\n")).tls == TlsConfig()
 
 
 def test_two_ports_are_enough_for_a_worker():

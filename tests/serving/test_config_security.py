@@ -95,7 +95,7 @@ def test_the_logs_say_why_a_kv_plane_beyond_loopback_is_allowed(tmp_path: Path):
     (tmp_path / "x").touch()
     tls = tls_of(*[tmp_path / "x"] * 3)
     assert kv_plane_note(load_config(None, [])) is None
-    assert kv_plane_note(load_config(None, ["mode=aggregated", "worker.host=10.0.0.1"])) is None
+    assert kv_plane_note(load_config(None, ["mode=aggregated", "worker.host=10.0.0.1", ALLOWED])) is None
     assert kv_plane_note(load_config(None, ["kv.host=a", "kv.transport=grpc", *tls])) is None
     fenced, opened = load_config(None, ["kv.host=a", FENCE, *tls]), load_config(None, ["kv.host=a", ALLOWED])
     assert kv_plane_note(fenced) == "the KV plane of a is not authenticated; its network is fenced: vlan 7"
