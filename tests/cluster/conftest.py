@@ -1,4 +1,8 @@
-"""One cluster of real processes for the whole run: `moonshard serve` on free ports, small enough that it preempts."""
+"""Real processes for the whole run: `moonshard serve` on free ports, so small that it preempts and its slabs fill up.
+
+`cluster` is what a user gets by default: a prefill worker, a decode worker, Mooncake between them. `aggregated` is the
+same model in one worker, started by the first test that compares the two.
+"""
 
 import re
 import signal
@@ -17,12 +21,15 @@ import pytest
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import Client
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 180.0
 NUM_BLOCKS = 128
 BLOCK_SIZE = 16
+BLOCK_BYTES = 4 * BLOCK_SIZE * (32 + 16) * 4  # layers, tokens, latent and rope features, float32
+NUM_SLAB_SLOTS = 48  # fewer than the longest prompts have blocks
 MAX_SLOTS = 4
+QUARANTINE_S = 1.0
 OVERRIDES = {
-    "mode": "aggregated",
+    "mode": "disaggregated",
     "gateway.port": 0,
     "gateway.grpc_port": 0,
     "gateway.queue_timeout_s": 20.0,
@@ -31,7 +38,10 @@ OVERRIDES = {
     "decode.max_slots": MAX_SLOTS,
     "kv.block_size": BLOCK_SIZE,
     "kv.num_blocks": NUM_BLOCKS,
+    "kv.slab_bytes": NUM_SLAB_SLOTS * BLOCK_BYTES,
+    "kv.quarantine_s": QUARANTINE_S,
 }
+AGGREGATED = {"mode": "aggregated"}
 
 
 @dataclass
@@ -49,18 +59,61 @@ class Cluster:
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.http_url, timeout=60)
 
-    def worker_address(self) -> str:
-        """Where the worker listens now: it says so on every start."""
-        found = [m for line in self.lines if (m := re.search(r"worker 0.*address=(\S+)", line))]
-        return found[-1].group(1)
+    @property
+    def workers(self) -> dict[tuple[str, int], str]:
+        """Where each worker listens, by its command and number. One that is started again listens there too."""
+        found = (re.search(r"(worker|prefill|decode) (\d+): listening address=(\S+)", line) for line in self.lines)
+        return {(m[1], int(m[2])): m[3] for m in found if m}
 
-    def inspect(self) -> link_pb2.Inspection:
-        with grpc.insecure_channel(self.worker_address()) as channel:
+    def inspect(self, role: str = "decode", index: int = 0) -> link_pb2.Inspection:
+        """`role` is the worker's command: `worker` is an aggregated one. RpcError where none answers."""
+        with grpc.insecure_channel(self.workers[role, index]) as channel:
             return link_pb2_grpc.WorkerStub(channel).Inspect(link_pb2.InspectRequest(), timeout=5)
 
     def is_as_it_began(self) -> bool:
-        state = self.inspect().partitions[0]
-        return (state.free_blocks, state.free_slots) == (NUM_BLOCKS, MAX_SLOTS)
+        """Nothing runs, waits or moves on any worker, and every block, slot and place in a slab is free."""
+        return all(_is_unused(self.inspect(*worker)) for worker in self.workers)
+
+    def pid(self, role: str, index: int = 0) -> int:
+        """Of the process that is this worker now. StopIteration where there is none."""
+        port = int(self.workers[role, index].rpartition(":")[2])
+        return next(pid for pid in self._children(role) if _listens(pid, port))
+
+    def gateway_pid(self) -> int:
+        return next(iter(self._children("gateway")))
+
+    def _children(self, command: str) -> list[int]:
+        """Of `serve`, those that run a command."""
+        children = subprocess.run(
+            ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
+            capture_output=True,
+            text=True,
+            check=False,  # 1: there are none
+        )
+        rows = [line.split() for line in children.stdout.splitlines()]
+        return [int(row[0]) for row in rows if command in row]
+
+
+def _is_unused(state: link_pb2.Inspection) -> bool:
+    load, kv = state.load, state.load.kv_transfer
+    return (
+        all(
+            (partition.free_blocks, partition.free_slots) == (partition.total_blocks, partition.total_slots)
+            for partition in state.partitions
+        )
+        and (load.num_running, load.num_waiting, kv.num_handoffs) == (0, 0, 0)
+        and kv.free_slab_slots == kv.total_slab_slots
+    )
+
+
+def _listens(pid: int, port: int) -> bool:
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = row.split()
+            if fields[3] == "0A" and fields[1].endswith(f":{port:04X}"):  # listening
+                sockets.add(f"socket:[{fields[9]}]")
+    return any(str(fd.readlink()) in sockets for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink())
 
 
 def start_cluster(**overrides: object) -> Cluster:
@@ -108,6 +161,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     started = start_cluster()
+    yield started
+    assert stop_cluster(started) == 0
+
+
+@pytest.fixture(scope="session")
+def aggregated() -> Iterator[Cluster]:
+    started = start_cluster(**AGGREGATED)
     yield started
     assert stop_cluster(started) == 0
 

@@ -8,7 +8,7 @@ import pytest
 
 from moonshard.serving.request import Sampling
 from tests.agreement import assert_drawn_from, reference
-from tests.cluster.conftest import wait_until
+from tests.cluster.conftest import QUARANTINE_S, wait_until
 from tests.engine_room import long_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(900)]
@@ -58,6 +58,8 @@ def test_a_soak_of_mixed_requests_loses_nothing_and_gives_the_reference_tokens(c
         assert each.num_read is not None or len(tokens) == each.max_tokens
         cut_short += assert_drawn_from(reference(), each.prompt, tokens, each.sampling)
     assert cut_short <= CUT_SHARE * NUM_REQUESTS
-    assert wait_until(cluster.is_as_it_began, timeout_s=1.5)
-    load = cluster.inspect().load
-    assert (load.num_running, load.num_waiting, load.num_compilations_while_serving) == (0, 0, 0)
+    assert wait_until(cluster.is_as_it_began, timeout_s=1.5 + QUARANTINE_S)
+    for worker in cluster.workers:
+        assert cluster.inspect(*worker).load.num_compilations_while_serving == 0
+    assert cluster.inspect("prefill").load.kv_transfer.published_bytes > 0
+    assert cluster.inspect("decode").load.kv_transfer.num_checksum_mismatches == 0
