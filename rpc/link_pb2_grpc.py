@@ -165,7 +165,8 @@ class KvStreamServicer:
     """
 
     def Write(self, request_iterator, context):
-        """The first message names the session; each has bytes for one address of a registered slab. Answered once, at the end.
+        """The first message names the session; each has bytes for one address of a registered slab. One without bytes announces
+        where the copy ends that begins with the next, so that a long copy is refused whole. Answered once, at the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,6 +25,7 @@ from moonshard.serving.handoff import messages as m
 from moonshard.serving.handoff.decode_side import DecodeSide, DecodeSideConfig
 from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.request import Request
+from moonshard.serving.waiting import Rejected
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,10 @@ class _Waiting:
 
 
 class DecodeHandoffs:
-    """All on the event loop. `on_join` is told the link of a request that joins, before its first output."""
+    """All on the event loop. `on_join` is told the link of a request that joins, before its first output.
+
+    `on_over`: such a request will have no output at all.
+    """
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class DecodeHandoffs:
         plane: KvPlane,
         epoch: int,
         on_join: Callable[[bytes, Link], None],
+        on_over: Callable[[bytes], None],
         on_fault: Callable[[BaseException], None],
     ):
         self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_slots, 1)
@@ -71,6 +76,7 @@ class DecodeHandoffs:
         self._pool = pool
         self._plane = plane
         self._on_join = on_join
+        self._on_over = on_over
         self._on_fault = on_fault
         side = DecodeSideConfig(
             session=plane.endpoint.session,
@@ -129,7 +135,7 @@ class DecodeHandoffs:
         if self._links.pop(handoff, None) is not None:
             self._do(self._side.cancel(handoff, time.perf_counter()))
             self._started_s.pop(handoff, None)
-            self.admit()
+            self._gave_back()
 
     def left(self, handoff: bytes) -> None:
         """A request that had joined has ended."""
@@ -166,10 +172,18 @@ class DecodeHandoffs:
             waiting.link.send(link_pb2.WorkerMessage(target=handoff_wire.target_message(answer)))
         return not isinstance(answer, m.Overloaded)
 
+    def _gave_back(self) -> None:
+        """Blocks or slots may have come back: for the engine's own line first, then for those who wait here."""
+        self._engine.wake()
+        self.admit()
+
     def _has_room(self, request: Request, partition: int) -> bool:
-        """A block to grow into stays free for each running sequence: else they would be preempted for newcomers."""
+        """What stays free: a block to grow into for each sequence, and what the next in the engine's own line needs.
+
+        Else those would be preempted for newcomers, and be overtaken for ever when they come back.
+        """
         num_spare = self._pool.num_free(partition) - self._pool.num_blocks_for(len(request.prompt))
-        return num_spare >= self._engine.num_sequences(partition)
+        return num_spare >= self._engine.num_sequences(partition) + self._engine.num_blocks_due
 
     def _refuse(self, handoff: bytes, link: Link) -> None:
         failed = handoff_wire.failed_message(handoff, m.Cause.OVERLOADED, retry_after_s=1.0)
@@ -183,7 +197,7 @@ class DecodeHandoffs:
             late = self._waiting.popleft()
             self._refuse(late.reserve.handoff, late.link)
         self._do(self._side.expire(now_s))
-        self.admit()
+        self._gave_back()
 
     # ---- what the side asks
 
@@ -213,13 +227,20 @@ class DecodeHandoffs:
             logger.warning("a published block is not what its manifest says: %s", copied)
         self._do(self._side.verified(copy.ticket, is_intact, time.perf_counter()))
         self._copies.pop(copy.ticket, None)  # of a handoff that was given up meanwhile
-        self.admit()
+        self._gave_back()
 
     def _join(self, join: m.Join) -> None:
         link, started_s = self._links.pop(join.handoff), self._started_s.pop(join.handoff)
         self._on_join(join.handoff, link)
         land_ms = (time.perf_counter() - started_s) * 1e3
-        if not self._engine.join(join.request, join.partition, join.block_table, join.tokens, land_ms):
+        try:
+            is_running = self._engine.join(join.request, join.partition, join.block_table, join.tokens, land_ms)
+        except Rejected as error:  # above all: another number of first tokens than of choices
+            self._pool.release(join.partition, join.block_table[::-1])
+            link.send(wire.failed(join.handoff, wire.rejection(error)))
+            is_running = False
+        if not is_running:
+            self._on_over(join.handoff)
             self._side.left(join.handoff)
 
     def _tell(self, handoff: bytes, **message: Any) -> None:

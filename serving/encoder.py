@@ -52,7 +52,7 @@ class StepEncoder:
         self._shapes = shapes
         self._pool = pool
         self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
-        decode = self._layouts[StepKind.DECODE, shapes.decode_buckets[-1]]
+        decode = shapes.layout(StepKind.DECODE, shapes.num_slots)
         _, self._blank_rows = decode.blank()
         _, self._rows = decode.blank()
         self._written: list[tuple[SequenceId, tuple[int, ...]] | None] = [None] * pool.num_slots

@@ -96,6 +96,11 @@ class Engine:
         """How many sequences of a partition may need a block for their next token."""
         return self._scheduler.num_sequences(partition)
 
+    @property
+    def num_blocks_due(self) -> int:
+        """How many blocks the next of those who wait for admission needs."""
+        return self._scheduler.num_blocks_due
+
     def submit(self, request: Request, resumed: Mapping[int, tuple[int, ...]] | None = None) -> None:
         """Accepts a request; `resumed`: only these choices, after these tokens. Raises what `Scheduler.add` raises."""
         self._scheduler.add(request, time.perf_counter(), resumed)

@@ -173,7 +173,7 @@ def choose_sizes(
         max_context_tokens=context,
         q_tile=Q_TILE,
         prefill_buckets=buckets(config.prefill.chunk_tokens, Q_TILE),
-        decode_buckets=buckets(max_slots),
+        decode_buckets=() if role == "prefill" else buckets(max_slots),
         transfer_buckets=() if role == "both" else buckets(max(1, config.prefill.chunk_tokens // block_size)),
     )
     pool = PoolShape(

@@ -232,6 +232,7 @@ class PrefillHandoffs:
             task.staged_s = time.perf_counter()
         self._checksums[stage.ticket] = await self._plane.stage(stage.partition, slots, pages)
         self._do(self._side.staged(stage.ticket))
+        self._engine.wake()  # the blocks that were staged may be free now
         self._sweep()
 
     async def _write(self, write: m.Write) -> None:

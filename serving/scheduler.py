@@ -310,6 +310,11 @@ class Scheduler:
         num_joined = sum(joiner.num_sequences for joiner in self._joiners.of(partition))
         return len(self._residents.running(partition)) + num_joined
 
+    @property
+    def num_blocks_due(self) -> int:
+        """What the next of those who wait here needs: whoever takes blocks from outside should leave as many."""
+        return self._seating.num_blocks_due
+
     def counters(self) -> Counters:
         """A snapshot; costs O(accepted requests)."""
         running = [stay for stay in self._residents if stay.is_running]

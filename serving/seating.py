@@ -68,6 +68,12 @@ class Seating:
             stays = dict.fromkeys(stay for tail in tails for stay in tail)
             self._launches.push(CopyPlan(number=self._launches.next_number(), pairs=pairs), list(stays))
 
+    @property
+    def num_blocks_due(self) -> int:
+        """Of the head of the line; 0 where nobody waits."""
+        head = self._waiting.head()
+        return 0 if head is None else self._num_blocks_to_admit(head)
+
     # ---- with KV that came from elsewhere
 
     def seat_joiners(self) -> None:

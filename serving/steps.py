@@ -95,7 +95,7 @@ class StepShapes:
     max_context_tokens: int
     q_tile: int  # queries per row of a prefill: a row belongs to one sequence
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
-    decode_buckets: tuple[int, ...]  # rows, ascending, the last is num_slots
+    decode_buckets: tuple[int, ...]  # rows, ascending, the last is num_slots; empty for a worker that only prefills
     transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
 
     @property

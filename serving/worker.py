@@ -102,6 +102,7 @@ class Worker:
             plane=plane,
             epoch=handoff_wire.epoch_from(self.epoch),
             on_join=self._links.__setitem__,
+            on_over=self._links.__delitem__,
             on_fault=self.engine.fail,
         )
 
@@ -202,6 +203,8 @@ class Worker:
 
     def _run(self, run: link_pb2.Run, link: Link) -> None:
         self._check_open()
+        if self.role == "prefill":
+            raise FailedPrecondition("a worker of role prefill does not decode; its runs have a target", field="role")
         request = wire.request_from(run, self._model.vocab_size)
         self.engine.submit(request, wire.resumed_from(run, self._model.vocab_size))
         self._links[request.id] = link

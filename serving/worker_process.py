@@ -57,7 +57,7 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int
         tls=server_tls(config),
     )
     await server.start()
-    status("listening", {"address": f"{config.worker.host}:{server.port}"})
+    status("listening", {"address": _address(config.worker.host, server.port)})
     try:
         worker = await _load(config, role, transports, server.port, status, stop)
         if worker is None:
@@ -70,6 +70,10 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int
     finally:
         ready.cancel()
         await server.stop(STOP_GRACE_S)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -42,7 +42,7 @@ def _measure(config: Config, job: Job) -> list[Measurement]:
     from moonshard.experiments.bench.engine_loop import measure_engine
     from moonshard.serving.loading import load_model
 
-    model = load_model(config, progress=lambda message: None)
+    model = load_model(config, "both", lambda message: None)
     found: list[Measurement] = []
     if "steps" in job.parts:
         found += measure_bare_steps(model, job.plan, job.seed)

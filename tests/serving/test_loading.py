@@ -80,19 +80,19 @@ def test_a_context_longer_than_model_or_pool_is_refused_by_key():
 
 def test_without_a_number_the_pool_takes_half_of_the_free_memory(monkeypatch):
     tokens_bytes = 4 * (32 + 16) * 4  # layers, features, float32
-    monkeypatch.setattr(loading, "_free_memory_bytes", lambda: 2 * 7 * BLOCK_SIZE * tokens_bytes + 1)
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 2 * 7 * BLOCK_SIZE * tokens_bytes + 1)
     assert size(config(num_blocks=None))[1].blocks_per_partition == 7
     halved = DecodeConfig(mesh=MeshShape(expert=2))
     assert size(config(num_blocks=None, decode=halved))[1].blocks_per_partition == 3
-    monkeypatch.setattr(loading, "_free_memory_bytes", lambda: 1 << 50)
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 1 << 50)
     most = loading.MAX_AUTO_POOL_BYTES // (BLOCK_SIZE * tokens_bytes)
     assert size(config(num_blocks=None))[1].blocks_per_partition == most
-    monkeypatch.setattr(loading, "_free_memory_bytes", lambda: 0)
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 0)
     assert size(config(num_blocks=None, decode=halved))[1].blocks_per_partition == 1
 
 
 def test_the_machine_tells_its_free_memory():
-    assert 1 << 20 < loading._free_memory_bytes() < 1 << 50
+    assert 1 << 20 < loading.free_memory_bytes() < 1 << 50
 
 
 def test_auto_is_float32_on_cpu_and_a_named_dtype_is_kept():
@@ -101,14 +101,14 @@ def test_auto_is_float32_on_cpu_and_a_named_dtype_is_kept():
 
 def test_a_start_that_cannot_succeed_fails_with_one_message():
     with pytest.raises(MeshError, match=r"^decode\.mesh\.pipe = 2"):
-        load_model(config(decode=DecodeConfig(mesh=MeshShape(pipe=2))), print)
+        load_model(config(decode=DecodeConfig(mesh=MeshShape(pipe=2))), "both", print)
     with pytest.raises(MeshError, match=r"^decode\.mesh\.tensor = 3 does not divide"):
-        load_model(config(decode=DecodeConfig(mesh=MeshShape(tensor=3))), print)
+        load_model(config(decode=DecodeConfig(mesh=MeshShape(tensor=3))), "decode", print)
     with pytest.raises(MeshError, match=r"^decode\.mesh \(.*expert=1000.*\) needs 1000 devices"):
-        load_model(config(decode=DecodeConfig(mesh=MeshShape(expert=1000))), print)
+        load_model(config(decode=DecodeConfig(mesh=MeshShape(expert=1000))), "both", print)
     missing = replace(config(), model=ModelConfig(path=FOLDER / "nowhere", name="tiny"))
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):
-        load_model(missing, print)
+        load_model(missing, "both", print)
 
 
 def test_a_faulty_configuration_is_named_by_the_path_of_its_file(tmp_path):

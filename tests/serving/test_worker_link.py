@@ -38,13 +38,13 @@ def config(**gateway) -> Config:
 
 @cache
 def model() -> LoadedModel:
-    return load_model(config(), lambda message: None)
+    return load_model(config(), "both", lambda message: None)
 
 
 @contextlib.asynccontextmanager
 async def serving(**gateway) -> AsyncIterator[tuple[Worker, link_pb2_grpc.WorkerStub]]:
-    worker = Worker(config(**gateway), model(), CompilationCounter())
-    worker.engine.start()
+    worker = Worker(config(**gateway), "both", model(), CompilationCounter(), None)
+    worker.start()
     ready: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
     ready.set_result(worker)
     server = build_server(
@@ -58,7 +58,7 @@ async def serving(**gateway) -> AsyncIterator[tuple[Worker, link_pb2_grpc.Worker
         yield worker, link_pb2_grpc.WorkerStub(channel)
     await server.stop(0)
     await worker.engine.wait_idle()
-    await worker.engine.close()
+    await worker.close()
     worker.engine.failed.cancel()
     state = worker.inspect().partitions[0]
     assert (state.free_blocks, state.free_slots) == (NUM_BLOCKS, 4)

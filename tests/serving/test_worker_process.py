@@ -9,20 +9,10 @@ from moonshard.serving.worker_process import _serve
 
 
 class FakeEngine:
-    """Neither idle nor failed until the test says so."""
+    """Not failed until the test says so."""
 
     def __init__(self):
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.idle = asyncio.Event()
-        self.asked_for_idle = asyncio.Event()
-        self.is_closed = False
-
-    async def wait_idle(self) -> None:
-        self.asked_for_idle.set()
-        await self.idle.wait()
-
-    async def close(self) -> None:
-        self.is_closed = True
 
 
 class FakeServer:
@@ -34,12 +24,24 @@ class FakeServer:
 
 
 class FakeWorker:
+    """Not idle until the test says so."""
+
     def __init__(self):
         self.engine = FakeEngine()
         self.is_draining = False
+        self.idle = asyncio.Event()
+        self.asked_for_idle = asyncio.Event()
+        self.is_closed = False
 
     def begin_drain(self) -> None:
         self.is_draining = True
+
+    async def wait_idle(self) -> None:
+        self.asked_for_idle.set()
+        await self.idle.wait()
+
+    async def close(self) -> None:
+        self.is_closed = True
 
 
 class Process:
@@ -55,7 +57,7 @@ class Process:
 
     async def drain(self) -> None:
         self.stop.set()
-        await self.worker.engine.asked_for_idle.wait()
+        await self.worker.asked_for_idle.wait()
 
 
 async def test_a_drain_refuses_what_is_new_waits_for_what_runs_and_ends_with_0():
@@ -64,9 +66,9 @@ async def test_a_drain_refuses_what_is_new_waits_for_what_runs_and_ends_with_0()
     assert process.worker.is_draining
     assert process.events == ["draining"]
     assert not process.server.is_serving
-    process.worker.engine.idle.set()
+    process.worker.idle.set()
     assert await asyncio.wait_for(process.exit_code, 5) == 0
-    assert process.worker.engine.is_closed
+    assert process.worker.is_closed
 
 
 async def test_a_drain_that_takes_too_long_is_cut_off(caplog: pytest.LogCaptureFixture):
