@@ -6,7 +6,7 @@ falls short of that choice by less than `NEAR_TIE`. The reference is the plain f
 which other tests hold against Hugging Face transformers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -80,20 +80,27 @@ def reference(name: str = "kimi_k2") -> Reference:
 
 
 def assert_drawn_from(
-    model: Reference, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling, choice: int = 0
+    model: Reference,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    sampling: Sampling,
+    choice: int = 0,
+    *,
+    stop_token_ids: Collection[int] = (),
+    min_tokens: int = 0,
 ) -> bool:
     """Every token is the one that the reference draws after the tokens before it, or all but ties with that one.
 
     A token may be another only after a router's near tie: then one path took another expert, and the rest of the
     sequence cannot be compared. Says whether that happened; tests with many sequences bound how often.
-    `sampling` may set temperature and seed only: cuts and penalties have tests of their own.
+    Cuts are not looked at: they have tests of their own.
     """
     logits, margin = model.observe([*prompt, *completion])
-    logits = logits[len(prompt) - 1 : -1]
-    scores = logits + 0.0
+    scores = adjusted(logits[len(prompt) - 1 : -1], prompt, completion, sampling)
+    scores[:min_tokens, list(stop_token_ids)] = -np.inf
     if sampling.temperature > 0:
-        scores = logits / sampling.temperature + noise(
-            sampling.seed, choice, range(len(prompt), len(prompt) + len(completion)), logits.shape[1]
+        scores = scores / sampling.temperature + noise(
+            sampling.seed, choice, range(len(prompt), len(prompt) + len(completion)), scores.shape[1]
         )
     chosen = scores[np.arange(len(completion)), completion]
     short = scores.max(axis=1) - chosen
@@ -113,6 +120,21 @@ def assert_same_tokens(
     if list(expected) != list(actual):
         assert_drawn_from(model, prompt, expected, sampling)
         assert_drawn_from(model, prompt, actual, sampling)
+
+
+def adjusted(logits: np.ndarray, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling) -> np.ndarray:
+    """A copy after penalties and bias: each position's by the tokens that stand before it."""
+    scores = logits + 0.0
+    counts = np.zeros(logits.shape[1], np.int32)
+    is_prompt = np.isin(np.arange(logits.shape[1]), prompt)
+    for row, token in zip(scores, completion, strict=True):
+        repeated = np.where(row > 0, row / sampling.repetition_penalty, row * sampling.repetition_penalty)
+        row[:] = np.where(is_prompt | (counts > 0), repeated, row)
+        row -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        counts[token] += 1
+    for token, value in sampling.logit_bias.items():
+        scores[:, token] += value
+    return scores
 
 
 def noise(seed: int, choice: int, positions: Sequence[int], vocab_size: int) -> np.ndarray:
