@@ -99,11 +99,13 @@ class DecodeHandoffs:
     # ---- what the gateway says
 
     def reserve(self, reserve: link_pb2.Reserve, request: Request, link: Link) -> None:
-        """Answers with a Target now or when there is room, or with Failed.
+        """Answers with a Target now or when there is room, or with Failed; not at all where it has joined already.
 
         Raises:
             Rejected: the request can never be served here; nothing is kept.
         """
+        if self._has_joined(request.id):
+            return
         self._engine.check(request)
         message = handoff_wire.reserve_from(reserve, request)
         if len(self._waiting) >= self._config.max_queued:
@@ -121,7 +123,8 @@ class DecodeHandoffs:
         message = handoff_wire.start_from(start)
         if self._is_known(message.handoff, link):
             now_s = time.perf_counter()
-            self._started_s[message.handoff] = now_s
+            if not self._has_joined(message.handoff):
+                self._started_s[message.handoff] = now_s
             self._do(self._side.start(message, now_s))
 
     def drained(self, drained: link_pb2.Drained) -> None:
@@ -146,6 +149,9 @@ class DecodeHandoffs:
         waiting = [waiting.reserve.handoff for waiting in self._waiting if waiting.link is link]
         for handoff in waiting + [handoff for handoff, owner in self._links.items() if owner is link]:
             self.cancel(handoff)
+
+    def _has_joined(self, handoff: bytes) -> bool:
+        return self._side.knows(handoff) and handoff not in self._links
 
     def _is_known(self, handoff: bytes, link: Link) -> bool:
         """A forged or replayed id is answered, so that whoever sent it by mistake hears of it."""

@@ -87,6 +87,12 @@ def resumed_from(run: link_pb2.Run, vocab_size: int) -> dict[int, tuple[int, ...
     return {resumed.choice: tuple(resumed.token_ids) for resumed in run.resumed}
 
 
+def check_first_tokens(start: link_pb2.Start, vocab_size: int) -> None:
+    """Raises InvalidArgument where one is no token of the model: it would be decoded from all the same."""
+    if any(token >= vocab_size for token in start.token_ids):
+        raise InvalidArgument("token_ids of a Start message is out of range", field="token_ids")
+
+
 def rejection(error: Rejected) -> RequestError:
     """The scheduler's refusal as an error of the request."""
     match error:

@@ -225,6 +225,7 @@ class Worker:
             case "landed":
                 handoffs.landed(message.landed, link)
             case "start":
+                wire.check_first_tokens(message.start, self._model.vocab_size)
                 handoffs.start(message.start, link)
             case "drained":
                 handoffs.drained(message.drained)
