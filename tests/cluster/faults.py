@@ -1,0 +1,279 @@
+"""A deployment of real processes, each started by itself, that a test stops, kills, cuts off and starts again.
+
+Apart from the cluster of `conftest`, which is one `moonshard serve`: here every process has its pid, its address and
+its log, a worker that was killed stays away until the test wants it back, and the gateway can be told any address.
+Left out: what clients ask of it (`streams`).
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import httpx
+
+from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.client import Client
+from tests.cluster.conftest import wait_until
+
+READY_TIMEOUT_S = 120.0
+EXIT_TIMEOUT_S = 40.0
+BLOCK_SIZE = 16
+QUARANTINE_S = 1.0
+SILENCE_S = 3.0
+# Quarantine begins when the link's loss is seen, and ends on a tick of the worker.
+AS_IT_BEGAN_WITHIN_S = QUARANTINE_S + 10.0
+SETTINGS: Mapping[str, object] = {
+    "model.max_context_tokens": 2000,
+    "gateway.port": 0,
+    "gateway.grpc_port": 0,
+    "gateway.worker_silence_s": SILENCE_S,
+    "prefill.port": 0,
+    "prefill.chunk_tokens": 64,
+    "decode.port": 0,
+    "decode.max_slots": 8,
+    "kv.block_size": BLOCK_SIZE,
+    "kv.num_blocks": 256,
+    "kv.quarantine_s": QUARANTINE_S,
+    "kv.lease_s": 20.0,
+    "kv.transfer_timeout_s": 2.0,
+}
+
+
+@dataclass
+class Process:
+    """One process of moonshard. `role` is the command that runs it."""
+
+    name: str
+    role: str
+    settings: dict[str, object]
+    log_path: Path
+    popen: subprocess.Popen[bytes] | None = None
+    exit_codes: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        argv = [sys.executable, "-m", "moonshard.serving.cli", self.role]
+        for key, value in self.settings.items():
+            argv += ["--set", f"{key}={value}"]
+        with self.log_path.open("wb") as log:  # the log is that of the present process
+            self.popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    @property
+    def running(self) -> subprocess.Popen[bytes]:
+        assert self.popen is not None, f"{self.name} was never started"
+        return self.popen
+
+    @property
+    def is_alive(self) -> bool:
+        return self.popen is not None and self.popen.poll() is None
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def said(self, name: str) -> str:
+        """What the process said it listens at."""
+        found = re.search(rf"moonshard listening.*\b{name}=(\S+)", self.log())
+        assert found, f"{self.name} does not listen:\n{self.log()}"
+        return found.group(1)
+
+    @property
+    def address(self) -> str:
+        return self.said("address")
+
+    def wait_for(self, text: str) -> None:
+        """Until it is in the log; a process that ends before has failed."""
+        is_said = wait_until(lambda: text in self.log() or not self.is_alive, READY_TIMEOUT_S)
+        assert is_said, f"{self.name} does not say {text!r}:\n{self.log()}"
+        assert text in self.log(), f"{self.name} ended:\n{self.log()}"
+
+    def signal(self, number: int) -> None:
+        self.running.send_signal(number)
+
+    def kill(self) -> None:
+        """As the machine would: at once, stopped or not."""
+        self.signal(signal.SIGKILL)
+        self.exit_codes.append(self.running.wait(EXIT_TIMEOUT_S))
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stands still for as long as the block runs; it may be killed meanwhile."""
+        self.signal(signal.SIGSTOP)
+        state = Path(f"/proc/{self.running.pid}/stat")
+        assert wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", 5)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+    def terminate(self) -> int:
+        """Asked to end in order; its exit code."""
+        self.signal(signal.SIGTERM)
+        return self.running.wait(EXIT_TIMEOUT_S)
+
+    def restart(self) -> None:
+        """Where it was before; returns when it serves."""
+        if self.role != "gateway":
+            self.settings[f"{self.role}.port"] = self.address.rpartition(":")[2]
+        self.start()
+        self.wait_for("moonshard ready")
+
+
+@dataclass
+class Fleet:
+    """Workers by name ("decode 0") and the gateway that serves over them."""
+
+    workers: dict[str, Process]
+    gateway: Process
+
+    def __getitem__(self, name: str) -> Process:
+        return self.gateway if name == "gateway" else self.workers[name]
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.workers.values(), self.gateway]
+
+    def client(self) -> Client:
+        return Client(self.gateway.said("grpc"), timeout_s=120)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.gateway.said("http"), timeout=120)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all samples of a metric that have these labels."""
+        with self.http() as http:
+            lines = http.get("/metrics").text.splitlines()
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        found = [
+            line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and all(w in line for w in wanted)
+        ]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    def restore(self) -> None:
+        """Start again what is not there, and wait until the gateway has a link to every worker."""
+        gone = [process for process in self.processes if not process.is_alive]
+        for process in gone:
+            process.restart()
+        assert wait_until(self._is_linked, 30), self.logs()
+
+    def _is_linked(self) -> bool:
+        return self.metric("moonshard_worker_up") == len(self.workers)
+
+    def assert_as_it_began(self) -> None:
+        """Every pool, slab, slot and count of every worker that is there."""
+        wait_until(lambda: not self.remains(), AS_IT_BEGAN_WITHIN_S)
+        assert not self.remains(), f"{self.remains()}\n{self.logs()}"
+
+    def remains(self) -> dict[str, str]:
+        """What is still held, by worker."""
+        held = {
+            worker.name: what_is_held(inspect(worker.address)) for worker in self.workers.values() if worker.is_alive
+        }
+        return {name: what for name, what in held.items() if what}
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {process.name}\n{process.log()[-6000:]}" for process in self.processes)
+
+
+def inspect(address: str) -> link_pb2.Inspection:
+    with grpc.insecure_channel(address) as channel:
+        return link_pb2_grpc.WorkerStub(channel).Inspect(link_pb2.InspectRequest(), timeout=10)
+
+
+def what_is_held(inspection: link_pb2.Inspection) -> str:
+    """Empty when the worker is as it began, but for what it has counted."""
+    held = [
+        f"partition: {state}"
+        for state in inspection.partitions
+        if (state.free_blocks, state.free_slots) != (state.total_blocks, state.total_slots)
+    ]
+    load, kv = inspection.load, inspection.load.kv_transfer
+    if load.num_running or load.num_waiting or load.queued_tokens or load.active_tokens:
+        held.append(f"load: {load}")
+    if kv.num_handoffs or kv.free_slab_slots != kv.total_slab_slots:
+        held.append(f"kv: {kv}")
+    return "; ".join(held)
+
+
+@contextmanager
+def running_fleet(
+    folder: Path,
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    gateway_of: Sequence[str] | None = None,
+    **settings: object,
+) -> Iterator[Fleet]:
+    """All of it serves inside the block, and nothing of it is left after. Settings are keys with _ for the dot's place.
+
+    `gateway_of`: the addresses that the gateway is told instead of the workers'.
+    """
+    chosen = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
+    names = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
+    workers = {
+        f"{role} {i}": Process(f"{role} {i}", role, dict(chosen), folder / f"{role}_{i}.log") for role, i in names
+    }
+    gateway = Process("gateway", "gateway", dict(chosen), folder / "gateway.log")
+    fleet = Fleet(workers, gateway)
+    try:
+        for worker in workers.values():
+            worker.start()
+        for worker in workers.values():
+            worker.wait_for("moonshard listening")
+        addresses = gateway_of or [worker.address for worker in workers.values()]
+        gateway.settings["gateway.workers"] = "[" + ", ".join(f'"{address}"' for address in addresses) + "]"
+        gateway.start()
+        for process in fleet.processes:
+            process.wait_for("moonshard ready")
+        gateway.settings |= {
+            "gateway.port": gateway.said("http").rpartition(":")[2],
+            "gateway.grpc_port": gateway.said("grpc").rpartition(":")[2],
+        }
+        yield fleet
+    finally:
+        _end(fleet)
+
+
+def _end(fleet: Fleet) -> None:
+    for process in fleet.processes:
+        if process.is_alive:
+            with suppress(ProcessLookupError):
+                os.kill(process.running.pid, signal.SIGKILL)
+    for process in fleet.processes:
+        if process.popen is not None:
+            process.popen.wait(EXIT_TIMEOUT_S)
+
+
+class Lateness:
+    """How long the gateway takes to say that it is there, at worst, while the block runs: the noise of this machine.
+
+    The control of every bound on how long something takes.
+    """
+
+    def __init__(self, fleet: Fleet):
+        self.longest_s = 0.0
+        self._fleet = fleet
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        with self._fleet.http() as http:
+            while not self._is_over.wait(0.05):
+                begun_s = time.monotonic()
+                http.get("/health")
+                self.longest_s = max(self.longest_s, time.monotonic() - begun_s)
+
+    def __enter__(self) -> "Lateness":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
