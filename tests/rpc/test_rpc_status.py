@@ -41,9 +41,10 @@ def facts(error: RequestError) -> tuple:
 
 
 def test_the_tree_has_no_class_outside_the_table():
+    """Elsewhere there may be errors that a process keeps to itself: they are translated before they reach an edge."""
     found, pending = set(), [RequestError]
     while pending:
-        kinds = pending.pop().__subclasses__()
+        kinds = [kind for kind in pending.pop().__subclasses__() if kind.__module__ == RequestError.__module__]
         found.update(kinds)
         pending += kinds
     assert set(ERRORS) == found
