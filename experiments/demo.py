@@ -1,7 +1,9 @@
 """`moonshard demo`: the whole system once, from nothing to a table of where each millisecond went.
 
-It serves the embedded model on free ports, with the same supervisor as `moonshard serve`, asks it over HTTP and over
-gRPC as any client would, shows both answers as they come, and takes everything down again.
+It serves the embedded model on free ports, with the same supervisor as `moonshard serve`: a gateway, a prefill and a
+decode worker, each a process, KV going from one to the other through Mooncake. It asks them over HTTP and over gRPC as
+any client would, shows the answers as they come, then sends a prompt so long that its KV goes over in several chunks,
+and takes everything down again.
 """
 
 import asyncio
@@ -9,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from random import Random
 
 import httpx
 from rich.console import Console
@@ -33,6 +36,9 @@ from moonshard.serving.terminal_chat import (
 )
 
 Row = tuple[str, float]  # what the time went to, milliseconds
+LONG_CHUNKS = 4  # of the long prompt, the last of them not full
+LONG_MAX_TOKENS = 16
+GRPC_METHOD = "moonshard.v1.Inference/Generate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +52,11 @@ class HttpTimes:
 
 
 def demo(prompt: str = "Where does the moon go in the morning?", max_tokens: int = 48) -> int:
-    """Serve the embedded model, send two requests, show where the time went.
+    """Serve the embedded model, send three requests, show where the time went.
 
     Args:
-        prompt: the user's message of both requests.
-        max_tokens: how long each answer may be.
+        prompt: the user's message of the first two requests; the third is a long one of random tokens.
+        max_tokens: how long each of their answers may be.
     """
     return asyncio.run(_demo(prompt, max_tokens))
 
@@ -80,9 +86,14 @@ async def _demo(prompt: str, max_tokens: int) -> int:
 def _show(config: Config, listening: Mapping[str, object], prompt: str, max_tokens: int) -> None:
     print(f"{config.model.name} has random weights, so what it says is gibberish.")
     http = ask_http(str(listening["http"]), config.model.name, prompt, max_tokens)
-    timing = ask_grpc(str(listening["grpc"]), prompt, max_tokens)
+    with Client(str(listening["grpc"])) as client:
+        short = ask_grpc(client, prompt, max_tokens)
+        long = ask_long(client, LONG_CHUNKS * config.prefill.chunk_tokens - config.kv.block_size)
     console = Console()
-    console.print(time_table("gRPC request, by the gateway's clock", grpc_rows(timing), timing.e2e_ms))
+    print()
+    for title, timing in (("gRPC request", short), ("gRPC request with the long prompt", long)):
+        console.print(time_table(f"{title}, by the gateway's clock", grpc_rows(timing), timing.e2e_ms))
+        console.print(handoff_table(timing))
     console.print(time_table("HTTP request, as its client saw it", http_rows(http), http.end_ms))
 
 
@@ -106,26 +117,53 @@ def ask_http(url: str, model: str, prompt: str, max_tokens: int) -> HttpTimes:
     )
 
 
-def ask_grpc(target: str, prompt: str, max_tokens: int) -> Timing:
+def ask_grpc(client: Client, prompt: str, max_tokens: int) -> Timing:
     """Stream one generation to the terminal; the gateway's account of its time. RequestError if it is refused."""
-    _announce(f"gRPC {target} moonshard.v1.Inference/Generate")
-    with Client(target) as client, client.stream([user(prompt)], max_tokens=max_tokens) as stream:
+    _announce(f"gRPC {GRPC_METHOD}")
+    with client.stream([user(prompt)], max_tokens=max_tokens) as stream:
         for delta in stream:
             _type(delta.text)
         _type("\n")
         return stream.summary.timing
 
 
+def ask_long(client: Client, num_tokens: int) -> Timing:
+    """The same for a prompt of random tokens, whose answer is not worth showing."""
+    vocab_size = client.model_info().vocab_size
+    random = Random(0)
+    prompt = [random.randrange(vocab_size) for _ in range(num_tokens)]
+    _announce(f"gRPC {GRPC_METHOD}, a prompt of {num_tokens:,} random tokens")
+    return client.generate(prompt, max_tokens=LONG_MAX_TOKENS, ignore_eos=True).timing
+
+
 def grpc_rows(timing: Timing) -> list[Row]:
-    """The gateway's phases, with the worker's share of the long ones apart. Their sum is `timing.e2e_ms`."""
+    """The gateway's phases, with the workers' shares of the long ones apart. Their sum is `timing.e2e_ms`.
+
+    The second wire may be below 0: the transfer's rest begins when the prefill worker has the first token, and the
+    gateway's phase when that token has arrived.
+    """
+    after_first = (timing.exposed_transfer_ms, timing.land_ms, timing.join_ms, timing.worker_decode_ms)
     return [
-        ("gateway: validate, template, tokenise, route", timing.gateway_queue_ms),
-        ("worker: wait for a step", timing.worker_queue_ms),
-        ("worker: prefill", timing.worker_prefill_ms),
+        ("gateway: queue (validate, template, tokenise, route)", timing.gateway_queue_ms),
+        ("prefill worker: wait for a step", timing.worker_queue_ms),
+        ("prefill worker: prefill", timing.worker_prefill_ms),
         ("wire: to the worker, and the first token back", timing.wire_ms),
-        ("worker: decode the other tokens", timing.worker_decode_ms),
-        ("wire: the other tokens", timing.decode_ms - timing.worker_decode_ms),
+        ("transfer: its rest after the first token (exposed)", timing.exposed_transfer_ms),
+        ("decode worker: land the last chunk", timing.land_ms),
+        ("decode worker: join the batch", timing.join_ms),
+        ("decode worker: decode the other tokens", timing.worker_decode_ms),
+        ("wire: between the workers, and the other tokens back", timing.decode_ms - sum(after_first)),
         ("gateway: finish the stream", timing.finish_ms),
+    ]
+
+
+def handoff_rows(timing: Timing) -> list[Row]:
+    """What a handoff is judged by. These lie inside the phases, so they add up to nothing."""
+    return [
+        ("TTFT: receipt to the first token sent", timing.ttft_ms),
+        ("handoff gap: the first token to the second", timing.handoff_gap_ms),
+        ("transfer in all", timing.transfer_ms),
+        ("of this, hidden behind the prefill", timing.transfer_ms - timing.exposed_transfer_ms),
     ]
 
 
@@ -145,6 +183,14 @@ def time_table(title: str, rows: Iterable[Row], total_ms: float) -> Table:
     for column, footer in zip(table.columns, ("end to end", f"{total_ms:.2f}", "100%"), strict=True):
         column.footer = footer
         column.justify = "left" if column is table.columns[0] else "right"
+    return table
+
+
+def handoff_table(timing: Timing) -> Table:
+    table = Table("beside", "ms", title="Its handoff", title_justify="left")
+    for name, elapsed_ms in handoff_rows(timing):
+        table.add_row(name, f"{elapsed_ms:.2f}")
+    table.columns[1].justify = "right"
     return table
 
 
