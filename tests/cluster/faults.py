@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc
 import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import Client
@@ -28,6 +29,7 @@ READY_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 40.0
 BLOCK_SIZE = 16
 QUARANTINE_S = 1.0
+ESTABLISHED = "01"  # of a connection, in /proc/net/tcp
 SILENCE_S = 3.0
 # Quarantine begins when the link's loss is seen, and ends on a tick of the worker.
 AS_IT_BEGAN_WITHIN_S = QUARANTINE_S + 10.0
@@ -156,6 +158,10 @@ class Fleet:
         ]
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
+    def label_of(self, worker: Process) -> str:
+        """How the gateway's metrics of requests call a worker: by its place among `gateway.workers`."""
+        return str(list(self.workers.values()).index(worker))
+
     def restore(self) -> None:
         """Start again what is not there, and wait until the gateway has a link to every worker."""
         gone = [process for process in self.processes if not process.is_alive]
@@ -185,6 +191,29 @@ class Fleet:
 def inspect(address: str) -> link_pb2.Inspection:
     with grpc.insecure_channel(address) as channel:
         return link_pb2_grpc.WorkerStub(channel).Inspect(link_pb2.InspectRequest(), timeout=10)
+
+
+def unread_bytes(process: Process) -> int:
+    """What peers have written to its KV plane and the process has not read: they land when it goes on, come what may."""
+    pid, own_port = process.running.pid, f":{int(process.address.rpartition(':')[2]):04X}"
+    sockets = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+    rows = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return sum(
+        int(queues.rpartition(":")[2], 16)
+        for _, local, _, state, queues, *_, inode in (row[:10] for row in rows)
+        if state == ESTABLISHED and f"socket:[{inode}]" in sockets and not local.endswith(own_port)
+    )
+
+
+def is_serving(address: str) -> bool:
+    """What health says of the process; one that does not answer is not."""
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        check = stub.Check  # pyright: ignore[reportAttributeAccessIssue]  # typeshed leaves it out
+        try:
+            return check(health_pb2.HealthCheckRequest(), timeout=5).status == health_pb2.HealthCheckResponse.SERVING
+        except grpc.RpcError:
+            return False
 
 
 def what_is_held(inspection: link_pb2.Inspection) -> str:
