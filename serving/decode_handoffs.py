@@ -132,10 +132,11 @@ class DecodeHandoffs:
         self._side.drained(message.handoff, message.writer_epoch)
         self.admit()
 
-    def cancel(self, handoff: bytes) -> None:
-        """Give up a reservation. A request that has joined is the engine's."""
-        self._waiting = deque(waiting for waiting in self._waiting if waiting.reserve.handoff != handoff)
-        if self._links.pop(handoff, None) is not None:
+    def cancel(self, handoff: bytes, link: Link) -> None:
+        """Give up a reservation that came over this link. A request that has joined is the engine's."""
+        self._waiting = deque(w for w in self._waiting if w.reserve.handoff != handoff or w.link is not link)
+        if self._links.get(handoff) is link:
+            del self._links[handoff]
             self._do(self._side.cancel(handoff, time.perf_counter()))
             self._started_s.pop(handoff, None)
             self._gave_back()
@@ -148,14 +149,14 @@ class DecodeHandoffs:
     def close_link(self, link: Link) -> None:
         waiting = [waiting.reserve.handoff for waiting in self._waiting if waiting.link is link]
         for handoff in waiting + [handoff for handoff, owner in self._links.items() if owner is link]:
-            self.cancel(handoff)
+            self.cancel(handoff, link)
 
     def _has_joined(self, handoff: bytes) -> bool:
         return self._side.knows(handoff) and handoff not in self._links
 
     def _is_known(self, handoff: bytes, link: Link) -> bool:
         """A forged or replayed id is answered, so that whoever sent it by mistake hears of it."""
-        if self._side.knows(handoff):
+        if self._links.get(handoff, link) is link and self._side.knows(handoff):
             return True
         link.send(wire.failed(handoff, NotFound("there is no such handoff here", field="handoff")))
         return False

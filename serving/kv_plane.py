@@ -1,9 +1,9 @@
 """A worker's end of the KV plane: its slab, its transport, and the two copies between slab and pages' bytes.
 
 A prefill worker stages pages into its slab and publishes from it; a decode worker's slab is written by others, and what
-is landed from it is a private copy that matched its checksums. The copies run on threads of their own, since they take
-as long as the bytes are many, and the event loop must not wait. Left out: which slots are whose (`serving.handoff`),
-and the pages themselves.
+is landed from it is a private copy that matched its checksums. Long copies run on threads of their own, since the event
+loop must not wait; short ones do not, since the way to a thread and back takes longer than they do. Left out: which
+slots are whose (`serving.handoff`), and the pages themselves.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from moonshard.serving.kv_endpoint import Endpoint, Region, copies_between, plan
 from moonshard.sharding.layout import Layout
 
 NUM_COPY_THREADS = 2
+MAX_BYTES_AT_ONCE = 256 * 1024  # copied and checksummed in some 0.05 ms
 
 
 class KvPlane:
@@ -63,7 +64,7 @@ class KvPlane:
 
     async def stage(self, partition: int, slots: Sequence[int], pages: np.ndarray) -> tuple[int, ...]:
         """Fill own slots with blocks' pages, [slots, layers, block_size, features]; the checksums of what they hold."""
-        return await self._on_thread(self._stage, self.endpoint.slots(partition, slots).tolist(), pages)
+        return await self._run(pages.nbytes, self._stage, self.endpoint.slots(partition, slots).tolist(), pages)
 
     async def publish(
         self, partition: int, slots: Sequence[int], to: Endpoint, to_partition: int, to_slots: Sequence[int]
@@ -84,9 +85,9 @@ class KvPlane:
     ) -> np.ndarray | ChecksumMismatch:
         """A private copy of slots as pages, [slots, layers, block_size, features], or what is wrong with it."""
         try:
-            copied = await self._on_thread(
-                copy_verified, self._slab, self.endpoint.slots(partition, slots).tolist(), expected
-            )
+            own_slots = self.endpoint.slots(partition, slots).tolist()
+            num_bytes = len(own_slots) * self.block_bytes
+            copied = await self._run(num_bytes, copy_verified, self._slab, own_slots, expected)
         except ChecksumMismatch as mismatch:
             self.num_mismatches += 1
             return mismatch
@@ -104,5 +105,7 @@ class KvPlane:
             self._slab.slot(slot)[:] = block
         return checksums(self._slab, slots)
 
-    async def _on_thread[*Ts, T](self, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    async def _run[*Ts, T](self, num_bytes: int, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        if num_bytes <= MAX_BYTES_AT_ONCE:
+            return work(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

@@ -17,7 +17,7 @@ import numpy as np
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.transfer import TransferFailed
 from moonshard.rpc import inference_pb2, link_pb2
-from moonshard.rpc.status import FailedPrecondition
+from moonshard.rpc.status import FailedPrecondition, NotFound
 from moonshard.serving import handoff_wire, wire
 from moonshard.serving.engine import Emitted, Engine
 from moonshard.serving.handoff import messages as m
@@ -115,12 +115,22 @@ class PrefillHandoffs:
             del self._tasks[request.id]
             raise
 
-    def credits(self, credits: link_pb2.Credits) -> None:
-        self._do(self._side.credits(handoff_wire.credits_from(credits)))
+    def credits(self, credits: link_pb2.Credits, link: Link) -> None:
+        """Raises NotFound for a handoff that did not come over this link, or is over."""
+        message = handoff_wire.credits_from(credits)
+        task = self._tasks.get(message.handoff)
+        if task is None or task.link is not link:
+            raise NotFound("there is no such handoff here", field="handoff")
+        self._do(self._side.credits(message))
 
     def cancel(self, handoff: bytes, target_epoch: int, link: Link) -> None:
-        """Give up; says Drained when that is true, at once for a handoff that is not here."""
+        """Give up; says Drained when that is true, at once for a handoff that is not here.
+
+        One that came over another link is left alone.
+        """
         task = self._tasks.get(handoff)
+        if task is not None and task.link is not link:
+            return
         if task is not None:
             self._stop(task)
         for action in self._side.cancel(handoff, target_epoch):

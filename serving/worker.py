@@ -193,7 +193,7 @@ class Worker:
                 case "landed" | "start" | "drained":
                     self._to_decode(name, message, link)
                 case "credits":
-                    self._prefills().credits(message.credits)
+                    self._prefills().credits(message.credits, link)
         except Rejected as error:
             link.send(wire.failed(_request_id(message), wire.rejection(error)))
         except RequestError as error:
@@ -235,7 +235,7 @@ class Worker:
         if self._links.get(cancel.request_id) is link:
             self._end(cancel.request_id)
         elif self._decode is not None:
-            self._decode.cancel(cancel.request_id)
+            self._decode.cancel(cancel.request_id, link)
         elif self._prefill is not None:
             self._prefill.cancel(cancel.request_id, handoff_wire.epoch_from(cancel.target_epoch), link)
 
