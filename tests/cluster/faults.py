@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,10 +194,11 @@ def inspect(address: str) -> link_pb2.Inspection:
 
 
 def unread_bytes(process: Process) -> int:
-    """What peers have written to its KV plane and the process has not read: they land when it goes on, come what may."""
+    """What peers have written to its KV plane and it has not read: that lands when it goes on, come what may."""
     pid, own_port = process.running.pid, f":{int(process.address.rpartition(':')[2]):04X}"
     sockets = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
-    rows = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table]
     return sum(
         int(queues.rpartition(":")[2], 16)
         for _, local, _, state, queues, *_, inode in (row[:10] for row in rows)
@@ -237,12 +238,12 @@ def running_fleet(
     *,
     num_prefill: int = 1,
     num_decode: int = 1,
-    gateway_of: Sequence[str] | None = None,
+    through: Callable[[str], str] = lambda address: address,
     **settings: object,
 ) -> Iterator[Fleet]:
-    """All of it serves inside the block, and nothing of it is left after. Settings are keys with _ for the dot's place.
+    """All of it serves inside the block, and nothing of it is left after. `settings`: keys, with __ for the dot.
 
-    `gateway_of`: the addresses that the gateway is told instead of the workers'.
+    `through`: what the gateway is told instead of a worker's address.
     """
     chosen = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
     names = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
@@ -256,7 +257,7 @@ def running_fleet(
             worker.start()
         for worker in workers.values():
             worker.wait_for("moonshard listening")
-        addresses = gateway_of or [worker.address for worker in workers.values()]
+        addresses = [through(worker.address) for worker in workers.values()]
         gateway.settings["gateway.workers"] = "[" + ", ".join(f'"{address}"' for address in addresses) + "]"
         gateway.start()
         for process in fleet.processes:
