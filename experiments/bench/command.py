@@ -1,7 +1,8 @@
 """`moonshard bench`: latency and throughput of the device side and the whole stack, beside Hugging Face transformers.
 
-A benchmark and not a test: it asserts nothing. Its parts take turns in rounds, so that what else happens on the machine
-hits all of them, and the server that a round loads is idle while the others run.
+A benchmark and not a test: it asserts nothing. The parts of a round take turns, so that what else happens on the
+machine hits all of them, and the servers that a round loads are idle while the others run. What needs a deployment of
+its own (handoffs, arrangements, failover) comes afterwards, one part at a time.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +22,10 @@ import msgspec
 import tyro
 from rich.console import Console
 
+from moonshard.experiments.bench.arrangements import measure_arrangements
 from moonshard.experiments.bench.device import Job, Part
+from moonshard.experiments.bench.failover import measure_failover
+from moonshard.experiments.bench.handoff import measure_handoffs
 from moonshard.experiments.bench.machine import describe_commit, describe_machine, describe_versions
 from moonshard.experiments.bench.measurement import QUICK, Measurement, Plan, merge
 from moonshard.experiments.bench.peer import peers_of, run_peer
@@ -28,21 +33,28 @@ from moonshard.experiments.bench.report import Report, footnotes, markdown, tabl
 from moonshard.experiments.bench.served import measure_after, measure_served
 from moonshard.experiments.bench.server import RunningServer, ServerFailed, serving
 from moonshard.experiments.bench.starts import measure_cold, measure_start, with_cache
+from moonshard.experiments.bench.transport_rows import measure_publishes
 from moonshard.serving.commands.options import Overrides
 from moonshard.serving.config import Config
 from moonshard.serving.config_file import as_overrides, leaves, load_config
 
-Section = Part | Literal["start", "served", "huggingface"]
+Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
+Apart = Literal["transports", "handoff", "arrangements", "failover"]  # each with processes of its own
+Section = Part | Whole | Apart | Literal["start", "huggingface"]
+Mode = Literal["aggregated", "disaggregated"]
+MODES: Mapping[Whole, Mode] = {"served": "aggregated", "disaggregated": "disaggregated"}
+SERVED: tuple[Whole, ...] = ("served", "disaggregated")
+APART: tuple[Apart, ...] = ("transports", "handoff", "arrangements", "failover")
 PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
-SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", "served", "huggingface")
+SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", *SERVED, "huggingface", *APART)
 
 
 def bench(
     model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results/bench"),
     quick: bool = False,
-    only: Annotated[tuple[Section, ...], tyro.conf.UseAppendAction] = (),
+    only: Annotated[str, tyro.conf.arg(metavar="PART,...")] = "",
     set: Overrides = (),
 ) -> int:
     """Measure latency and throughput, and print them beside Hugging Face transformers.
@@ -51,14 +63,20 @@ def bench(
         model: a checkpoint folder; without one the embedded model.
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
-        only: measure only this part. May be repeated.
+        only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
+            handoff, arrangements, failover.
         set: a key of the server's configuration, as for `moonshard serve`. May be repeated.
     """
+    try:
+        sections = sections_of(only)
+    except ValueError as error:
+        sys.stderr.write(f"moonshard bench: {error}\n")
+        return 2
     named = () if model is None else (f"model.path={model.resolve()}",)
     config = load_config(None, (*set, *named))
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     try:
-        report = run_bench(config, QUICK if quick else Plan(), only or SECTIONS, os.environ, console)
+        report = run_bench(config, QUICK if quick else Plan(), sections, os.environ, console)
     except (ServerFailed, subprocess.CalledProcessError) as error:
         sys.stderr.write(f"moonshard bench: {error}\n")
         return 1
@@ -68,6 +86,14 @@ def bench(
         console.print(note, soft_wrap=True)
     console.print(f"written: {write(report, out)}", soft_wrap=True)
     return 0
+
+
+def sections_of(only: str) -> tuple[Section, ...]:
+    """In the order in which they run; all of them for an empty string. ValueError for a part that does not exist."""
+    asked = [name.strip() for name in only.split(",") if name.strip()]
+    if unknown := [name for name in asked if name not in SECTIONS]:
+        raise ValueError(f"--only: there is no part {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    return tuple(section for section in SECTIONS if section in asked) if asked else SECTIONS
 
 
 def run_bench(
@@ -108,15 +134,37 @@ class _Run:
     def measure(self) -> None:
         if "start" in self.sections:
             self._starts()
-        if "served" in self.sections:
-            with serving(as_overrides(self._served_config()), self.environment) as server:
-                self._rounds(server)
-                self.found += measure_after(server)
-        else:
-            self._rounds(None)
+        if {*DEVICE_PARTS, *SERVED, "huggingface"}.intersection(self.sections):
+            with ExitStack() as stack:
+                servers: dict[Whole, RunningServer] = {
+                    level: self._serve(stack, level) for level in SERVED if level in self.sections
+                }
+                self._rounds(servers)
+                for level, server in servers.items():
+                    self.found += measure_after(server, level)
+        for section in APART:
+            if section in self.sections:
+                self._say(section)
+                self.found += self._apart(section)
+
+    def _serve(self, stack: ExitStack, level: Whole) -> RunningServer:
+        self._say(f"starting the whole stack, {level}")
+        return stack.enter_context(serving(as_overrides(self._served_config(MODES[level])), self.environment))
+
+    def _apart(self, section: Apart) -> list[Measurement]:
+        match section:
+            case "transports":
+                return measure_publishes(self.plan)
+            case "handoff":
+                with serving(as_overrides(self._served_config("disaggregated")), self.environment) as server:
+                    return measure_handoffs(server, self.plan)
+            case "arrangements":
+                return measure_arrangements(self.config, self.plan, self.environment)
+            case _:
+                return measure_failover(self.config, self.plan, self.environment)
 
     def _starts(self) -> None:
-        overrides = as_overrides(self._served_config())
+        overrides = as_overrides(self._served_config("aggregated"))
         for index in range(1, self.plan.cold_starts):
             self._say(f"cold start {index} of {self.plan.cold_starts}")
             self.found += measure_cold(overrides, self.environment)
@@ -130,12 +178,12 @@ class _Run:
         with serving(overrides, self.environment) as server:
             self.found += measure_start(server, cache)
 
-    def _rounds(self, server: RunningServer | None) -> None:
+    def _rounds(self, servers: Mapping[Whole, RunningServer]) -> None:
         for index in range(self.plan.rounds):
             where = f"round {index + 1} of {self.plan.rounds}"
-            if server is not None:
-                self._say(f"{where}: whole stack")
-                self.found += asyncio.run(measure_served(server, self.plan, index))
+            for level, server in servers.items():
+                self._say(f"{where}: whole stack, {MODES[level]}")
+                self.found += asyncio.run(measure_served(server, self.plan, index, level))
             parts: tuple[Part, ...] = tuple(part for part in DEVICE_PARTS if part in self.sections)
             if parts:
                 self._say(f"{where}: device level")
@@ -153,8 +201,8 @@ class _Run:
         )
         return msgspec.json.decode(ran.stdout, type=list[Measurement])
 
-    def _served_config(self) -> Config:
-        return replace(self.config, gateway=replace(self.config.gateway, port=0, grpc_port=0))
+    def _served_config(self, mode: Mode) -> Config:
+        return replace(self.config, mode=mode, gateway=replace(self.config.gateway, port=0, grpc_port=0))
 
     def _say(self, text: str) -> None:
         self.console.print(f"[dim]{text}[/dim]")

@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass, field
 from random import Random
 
+import numpy as np
+
 from moonshard.experiments.bench.measurement import Measurement, Plan
 from moonshard.serving.config import Config
 from moonshard.serving.encoder import StepEncoder
@@ -34,7 +36,7 @@ class Stamped:
             self.launched_ns[step.number] = time.perf_counter_ns()
         return launched
 
-    def fetch(self, launched: Launched) -> Drawn | None:
+    def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
         drawn = self.programs.fetch(launched)
         if launched.number in self.launched_ns:
             self.fetched_ns[launched.number] = time.perf_counter_ns()

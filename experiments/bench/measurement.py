@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Unit = Literal["ms", "us", "s", "MiB", "tokens/s", "share", "count"]
-Level = Literal["device", "start", "served"]
+Unit = Literal["ms", "us", "s", "MiB", "tokens/s", "GB/s", "share", "count"]
+Level = Literal["device", "start", "served", "disaggregated", "transports", "handoff", "arrangements", "failover"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +26,29 @@ class Plan:
     warm_starts: int = 3
     peer_repeats: int = 3
     peer_decode_steps: int = 32
+    transfer_bytes: tuple[int, ...] = (1 << 20, 16 << 20, 64 << 20)
+    copy_bytes: tuple[int, ...] = (64 << 10, 1 << 20)  # of one contiguous range
+    transfer_repeats: int = 7
+    handoff_tokens: tuple[int, ...] = (512, 2048, 8000)
+    handoff_repeats: int = 20
+    arrangement_rounds: int = 3
+    arrangement_s: float = 12.0  # of load on one arrangement in one round
+    num_streams: int = 8  # beside the long prompts of the arrangements, and under failover
+    long_prompt_tokens: int = 2048
+    long_prompt_every_s: float = 1.0
+    kills: int = 6
+    killed_tokens: int = 512  # each stream's, long enough to be there when its worker is killed
 
 
-QUICK = Plan(rounds=1, cold_starts=1, warm_starts=1, peer_repeats=2)
+QUICK = Plan(
+    rounds=1,
+    cold_starts=1,
+    warm_starts=1,
+    peer_repeats=2,
+    transfer_repeats=3,
+    arrangement_rounds=1,
+    kills=2,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,12 +3,14 @@
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 from moonshard.experiments.bench.machine import ROOT, num_cores
 from moonshard.experiments.bench.measurement import Level, Measurement, Plan, Unit
 
 PYTHON = ROOT / ".venv-oracle/bin/python"
+SERVED: tuple[Level, ...] = ("served", "disaggregated")
 SCRIPT = Path(__file__).with_name("huggingface.py")
 
 
@@ -39,11 +41,12 @@ def peers_of(reports: Sequence[Mapping[str, Mapping[str, float]]], plan: Plan) -
 
     for size in plan.prompt_tokens if reports else ():
         put("device", f"prefill, {size} tokens", "ms", "ttft_ms", size)
-        for protocol in ("gRPC", "HTTP"):
-            put("served", f"TTFT, {size} prompt tokens, {protocol}", "ms", "ttft_ms", size)
+        for level, protocol in product(SERVED, ("gRPC", "HTTP")):
+            put(level, f"TTFT, {size} prompt tokens, {protocol}", "ms", "ttft_ms", size)
     for size in plan.batches if reports else ():
         put("device", f"decode step, batch {size}, context {context}", "ms", "itl_ms", size)
         put("device", f"engine step, batch {size}", "ms", "itl_ms", size)
-        put("served", f"TPOT, batch {size}", "ms", "itl_ms", size)
-        put("served", f"output tokens, batch {size}", "tokens/s", "output_tokens_per_s", size)
+        for level in SERVED:
+            put(level, f"TPOT, batch {size}", "ms", "itl_ms", size)
+            put(level, f"output tokens, batch {size}", "tokens/s", "output_tokens_per_s", size)
     return found

@@ -1,18 +1,25 @@
 """The result of a run as a table for people and as JSON for programs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
+from moonshard.experiments.bench.arrangements import arrangement_grid
+from moonshard.experiments.bench.failover import failover_grid
+from moonshard.experiments.bench.grid import Grid, as_markdown, as_table, number, spread
+from moonshard.experiments.bench.handoff import handoff_grid
 from moonshard.experiments.bench.measurement import Measurement, Plan, as_json
+from moonshard.experiments.bench.transport_rows import transport_grid
 
 NOT_INSTALLED = "not installed"
 TITLES = {
     "device": "Device level, in one process",
-    "start": "Start of `moonshard serve`",
-    "served": "Whole stack, as clients see it",
+    "start": "Start of `moonshard serve`, aggregated",
+    "served": "Whole stack, aggregated, as clients see it",
+    "disaggregated": "Whole stack, disaggregated, as clients see it",
 }
+LAID_OUT = (transport_grid, handoff_grid, arrangement_grid, failover_grid)  # those whose figures stand side by side
 COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n", "Hugging Face", "times faster", "than their best")
 
 
@@ -47,7 +54,7 @@ class Report:
 def rows(report: Report, level: str) -> list[tuple[str, ...]]:
     """The cells of one level's table, as `COLUMNS`."""
     return [
-        (one.name, one.unit, _number(one.median), *_spread_cells(one), str(len(one.samples)), *_peer_cells(report, one))
+        (one.name, one.unit, number(one.median), *_spread_cells(one), str(len(one.samples)), *_peer_cells(report, one))
         for one in report.measurements
         if one.level == level
     ]
@@ -57,7 +64,7 @@ def _spread_cells(one: Measurement) -> tuple[str, str, str]:
     """A single sample has neither quantiles nor a range."""
     if len(one.samples) == 1:
         return "", "", ""
-    return _number(one.quantile(0.9)), _number(one.quantile(0.99)), _range(one)
+    return number(one.quantile(0.9)), number(one.quantile(0.99)), spread(one)
 
 
 def _peer_cells(report: Report, ours: Measurement) -> tuple[str, str, str]:
@@ -68,7 +75,7 @@ def _peer_cells(report: Report, ours: Measurement) -> tuple[str, str, str]:
     )
     if theirs is None or times is None or times_best is None:
         return "", "", ""
-    return f"{_number(theirs.median)} ({_range(theirs)})", f"{times:.2f}", f"{times_best:.2f}"
+    return f"{number(theirs.median)} ({spread(theirs)})", f"{times:.2f}", f"{times_best:.2f}"
 
 
 def _times(ours: Measurement, theirs: float) -> float:
@@ -76,27 +83,20 @@ def _times(ours: Measurement, theirs: float) -> float:
     return ours.median / theirs if ours.unit == "tokens/s" else theirs / ours.median
 
 
+def grids(report: Report) -> list[Grid]:
+    """A table for each part that was measured."""
+    plain = [Grid(title=title, columns=COLUMNS, rows=tuple(rows(report, level))) for level, title in TITLES.items()]
+    laid_out = [lay_out(report.measurements, report.plan) for lay_out in LAID_OUT]
+    return [grid for grid in (*plain, *laid_out) if grid.rows]
+
+
 def tables(report: Report) -> list[Table]:
-    found = []
-    for level, title in TITLES.items():
-        if cells := rows(report, level):
-            table = Table(title=title, title_justify="left")
-            for column in COLUMNS:
-                table.add_column(column, justify="left" if column == "what" else "right")
-            for row in cells:
-                table.add_row(*row)
-            found.append(table)
-    return found
+    return [as_table(grid) for grid in grids(report)]
 
 
 def markdown(report: Report) -> str:
     """The same tables for a README."""
-    parts = []
-    for level, title in TITLES.items():
-        if cells := rows(report, level):
-            head = [f"### {title}", "", _line(COLUMNS), _line("---" if c == "what" else "---:" for c in COLUMNS)]
-            parts.append("\n".join([*head, *map(_line, cells)]))
-    return "\n\n".join(parts)
+    return "\n\n".join(as_markdown(grid) for grid in grids(report))
 
 
 def footnotes(report: Report) -> list[str]:
@@ -108,7 +108,7 @@ def footnotes(report: Report) -> list[str]:
         f"load average before the run {report.machine['load_average_before']:.2f}; commit {report.commit}; "
         + ", ".join(f"{name} {version}" for name, version in report.versions.items()),
         f"Hugging Face: {peer}. It may use every core; so may our worker, gateway and load generator together.",
-        f"{report.plan.rounds} rounds in {report.elapsed_s:.0f} s, each: whole stack, device level, Hugging Face.",
+        f"{report.plan.rounds} rounds, each: whole stack, device level, Hugging Face; {report.elapsed_s:.0f} s in all.",
     ]
 
 
@@ -131,20 +131,3 @@ def _against_peer(report: Report, one: Measurement) -> dict[str, float | None]:
         "times_faster": report.times_faster(one),
         "times_faster_than_best_round": report.times_faster_than_best(one),
     }
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _range(one: Measurement) -> str:
-    return f"{_number(min(one.samples))} to {_number(max(one.samples))}"
-
-
-def _number(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    magnitude = abs(value)
-    if magnitude >= 100:
-        return f"{value:,.0f}"
-    digits = 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
-    return f"{value:.{digits}f}"

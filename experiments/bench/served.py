@@ -1,12 +1,16 @@
-"""The whole stack under load, as its clients see it: TTFT, ITL, throughput, and what the gateway adds to the worker."""
+"""The whole stack under load, as its clients see it: TTFT, ITL, throughput, and what the gateway adds to the workers.
+
+The level says how it is arranged: "served" is one aggregated worker, "disaggregated" a prefill and a decode worker.
+"""
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import httpx
 
-from moonshard.experiments.bench.measurement import Measurement, Plan, Unit
+from moonshard.experiments.bench.measurement import Level, Measurement, Plan, Unit
 from moonshard.experiments.bench.server import RunningServer
 from moonshard.experiments.bench.streams import Seen, ask_grpc, ask_http, closed_loop, random_prompt
 from moonshard.rpc.client import AsyncClient
@@ -14,7 +18,7 @@ from moonshard.rpc.client import AsyncClient
 TTFT_MAX_TOKENS = 2
 
 
-async def measure_served(server: RunningServer, plan: Plan, seed: int) -> list[Measurement]:
+async def measure_served(server: RunningServer, plan: Plan, seed: int, level: Level = "served") -> list[Measurement]:
     """One round. The first request of each kind warms up and does not count."""
     limits = httpx.Timeout(60.0)
     async with (
@@ -25,7 +29,7 @@ async def measure_served(server: RunningServer, plan: Plan, seed: int) -> list[M
         found = await _ttft(server, client, http, vocab_size, plan, seed)
         for batch in plan.batches:
             found += await _load(server, client, batch, vocab_size, plan, seed)
-        return found
+        return _at(level, found)
 
 
 async def _ttft(
@@ -109,11 +113,11 @@ def _costs(batch: int, seen: Sequence[Seen], spent_s: dict[str, float], elapsed_
 
 
 def _cpu_s(server: RunningServer) -> dict[str, float]:
-    return {role: server.cpu_s(role) for role in ("gateway", "worker")} | {"client": time.process_time()}
+    return {role: server.cpu_s(role) for role in server.pids} | {"client": time.process_time()}
 
 
 def _steps(batch: int, counted: dict[str, float]) -> list[Measurement]:
-    """By the worker's own count."""
+    """By the workers' own count."""
     num_steps = max(1.0, counted["moonshard_decode_steps_total"])
     overlapped = counted["moonshard_overlapped_steps_total"] / num_steps
     occupancy = counted["moonshard_decode_tokens_total"] / num_steps
@@ -127,10 +131,15 @@ def _served(name: str, unit: Unit, samples: Sequence[float]) -> Measurement:
     return Measurement(level="served", name=name, unit=unit, samples=tuple(samples))
 
 
-def measure_after(server: RunningServer) -> list[Measurement]:
+def measure_after(server: RunningServer, level: Level = "served") -> list[Measurement]:
     """What a served run leaves behind: memory, and that nothing was compiled."""
     compiled = server.counters()["moonshard_compilations_while_serving_total"]
-    return [
+    found = [
         _served("compilations while serving", "count", [compiled]),
-        *(_served(f"peak memory, {role}", "MiB", [server.peak_memory_mib(role)]) for role in ("gateway", "worker")),
+        *(_served(f"peak memory, {role}", "MiB", [server.peak_memory_mib(role)]) for role in server.pids),
     ]
+    return _at(level, found)
+
+
+def _at(level: Level, found: Sequence[Measurement]) -> list[Measurement]:
+    return [replace(one, level=level) for one in found]

@@ -36,7 +36,7 @@ class RunningServer:
     model: str
     begun_s: float  # of `time.perf_counter` when it was executed
     ready_s: float  # from its execution to its ready line
-    pids: Mapping[str, int]  # gateway, worker (the first)
+    pids: Mapping[str, int]  # the gateway's and each worker's, by what it is called
 
     def peak_memory_mib(self, role: str) -> float:
         """The high-water mark of resident memory (VmHWM of proc(5))."""

@@ -1,7 +1,8 @@
 """GB/s of the KV transports between two processes on loopback, beside Mooncake used bare and a plain copy in memory.
 
-Each way writes the same ranges into a slab of a second process, in interleaved rounds, so that what the machine does
-meanwhile falls on all of them. Run with `measure_transports`; the second process is this module run as a script.
+Each way writes the same ranges into a slab of a second process (the in-process transport: of its own), in interleaved
+rounds, so that what the machine does meanwhile falls on all of them. Run with `measure_transports`; the second process
+is this module run as a script.
 Left out: networks, and several publishes at once.
 """
 
@@ -18,6 +19,7 @@ from statistics import median
 import numpy as np
 import uvloop
 
+from moonshard.kv.inproc import InprocNetwork, InprocTransport
 from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport, start_bare
 from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import Copies, Transport
@@ -94,9 +96,20 @@ def _ways(source: Slab, receiver: Receiver) -> dict[str, Way]:
     return {
         "memcpy": _memory_copies(source),
         "mooncake, bare": _bare(source, receiver),
-        "mooncake": _through(mooncake, receiver.mooncake_session, source, receiver),
-        "grpc": _through(stream, receiver.grpc_session, source, receiver),
+        "mooncake": _through(mooncake, receiver.mooncake_session, source, receiver.address),
+        "grpc": _through(stream, receiver.grpc_session, source, receiver.address),
+        "inproc": _inproc(source),
     }
+
+
+def _inproc(source: Slab) -> Way:
+    """Both ends here: it joins workers of one process."""
+    network, target = InprocNetwork(), Slab(source.num_slots, source.slot_bytes)
+    target.bytes[:] = 1
+    near, far = InprocTransport(network), InprocTransport(network)
+    near.register(source)
+    far.register(target)
+    return _through(near, far.session, source, target.address)
 
 
 def _memory_copies(source: Slab) -> Way:
@@ -126,11 +139,11 @@ def _bare(source: Slab, receiver: Receiver) -> Way:
     return write
 
 
-def _through(transport: Transport, session: str, source: Slab, receiver: Receiver) -> Way:
+def _through(transport: Transport, session: str, source: Slab, target_address: int) -> Way:
     def write(rows: Sequence[tuple[int, int, int]]) -> None:
         local, remote, num_bytes = np.array(rows, np.int64).T
         copies = Copies(
-            local_addresses=local + source.address, remote_addresses=remote + receiver.address, num_bytes=num_bytes
+            local_addresses=local + source.address, remote_addresses=remote + target_address, num_bytes=num_bytes
         )
         transport.publish(session, copies).result(timeout=WAIT_S)
 
