@@ -33,10 +33,11 @@ async def test_a_handed_over_request_gives_the_reference_tokens_at_every_awkward
 
 async def test_choices_share_one_handoff():
     async with running() as pair:
-        each = run(long_text(50), 20, sampling={"temperature": 0.9, "seed": 3}, n=3)
+        each = run(long_text(50), 20, sampling={"temperature": 3.0, "seed": 3}, n=3)
         answer = await pair.ask(each)
+        assert len({tokens[0] for tokens in answer.tokens.values()}) == 3, "a mix-up of first tokens would not show"
         for choice in range(3):
-            drawn = Sampling(temperature=0.9, seed=3)
+            drawn = Sampling(temperature=3.0, seed=3)
             assert_drawn_from(reference(), each.prompt_tokens, answer.tokens[choice], drawn, choice)
         assert pair.decode.inspect().load.kv_transfer.num_landed_blocks == 4
 
