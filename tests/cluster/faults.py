@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 import httpx
@@ -29,7 +30,7 @@ READY_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 40.0
 BLOCK_SIZE = 16
 QUARANTINE_S = 1.0
-ESTABLISHED = "01"  # of a connection, in /proc/net/tcp
+HOLD_BYTES = ("01", "08")  # established, and closed by the peer: states of a connection in /proc/net/tcp
 SILENCE_S = 3.0
 # Quarantine begins when the link's loss is seen, and ends on a tick of the worker.
 AS_IT_BEGAN_WITHIN_S = QUARANTINE_S + 10.0
@@ -134,6 +135,7 @@ class Fleet:
 
     workers: dict[str, Process]
     gateway: Process
+    credentials: grpc.ChannelCredentials | None = None  # to ask the workers themselves
 
     def __getitem__(self, name: str) -> Process:
         return self.gateway if name == "gateway" else self.workers[name]
@@ -179,17 +181,17 @@ class Fleet:
 
     def remains(self) -> dict[str, str]:
         """What is still held, by worker."""
-        held = {
-            worker.name: what_is_held(inspect(worker.address)) for worker in self.workers.values() if worker.is_alive
-        }
+        alive = [worker for worker in self.workers.values() if worker.is_alive]
+        held = {worker.name: what_is_held(inspect(worker.address, self.credentials)) for worker in alive}
         return {name: what for name, what in held.items() if what}
 
     def logs(self) -> str:
         return "\n".join(f"--- {process.name}\n{process.log()[-6000:]}" for process in self.processes)
 
 
-def inspect(address: str) -> link_pb2.Inspection:
-    with grpc.insecure_channel(address) as channel:
+def inspect(address: str, credentials: grpc.ChannelCredentials | None = None) -> link_pb2.Inspection:
+    is_plain = credentials is None
+    with grpc.insecure_channel(address) if is_plain else grpc.secure_channel(address, credentials) as channel:
         return link_pb2_grpc.WorkerStub(channel).Inspect(link_pb2.InspectRequest(), timeout=10)
 
 
@@ -202,7 +204,7 @@ def unread_bytes(process: Process) -> int:
     return sum(
         int(queues.rpartition(":")[2], 16)
         for _, local, _, state, queues, *_, inode in (row[:10] for row in rows)
-        if state == ESTABLISHED and f"socket:[{inode}]" in sockets and not local.endswith(own_port)
+        if state in HOLD_BYTES and f"socket:[{inode}]" in sockets and not local.endswith(own_port)
     )
 
 
@@ -239,13 +241,13 @@ def running_fleet(
     num_prefill: int = 1,
     num_decode: int = 1,
     through: Callable[[str], str] = lambda address: address,
-    **settings: object,
+    settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[Fleet]:
-    """All of it serves inside the block, and nothing of it is left after. `settings`: keys, with __ for the dot.
+    """All of it serves inside the block, and nothing of it is left after. `settings` go before `SETTINGS`.
 
     `through`: what the gateway is told instead of a worker's address.
     """
-    chosen = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
+    chosen = {**SETTINGS, **settings}
     names = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
     workers = {
         f"{role} {i}": Process(f"{role} {i}", role, dict(chosen), folder / f"{role}_{i}.log") for role, i in names

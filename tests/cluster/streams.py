@@ -86,6 +86,10 @@ class Listeners:
     def num_tokens(self) -> int:
         return sum(len(heard.tokens) for heard in self.heard)
 
+    @property
+    def are_done(self) -> bool:
+        return all(end.done() for end in self._ends)
+
     def wait(self, timeout_s: float = 120.0) -> list[Heard]:
         deadline_s = time.monotonic() + timeout_s
         try:
