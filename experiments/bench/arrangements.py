@@ -38,8 +38,8 @@ QUANTITIES: dict[str, Unit] = {
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 COLUMNS = (
     *("what", "unit"),
-    *(f"{arrangement}, {q}" for arrangement in (APART, TOGETHER) for q in QUANTILES),
-    *(f"ratio, {q}" for q in QUANTILES),
+    *(f"{short} {q}" for short in ("PD", "agg.") for q in QUANTILES),
+    *(f"ratio {q}" for q in QUANTILES),
     "n",
 )
 
@@ -170,8 +170,8 @@ def arrangement_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
         f"Arrangements: two devices, each one core with one XLA thread; {plan.num_streams} streams without a pause "
         f"({plan.context_tokens[0]} prompt tokens, {plan.completion_tokens} generated) and a prompt of "
         f"{plan.long_prompt_tokens:,} tokens every {plan.long_prompt_every_s:g} s. Gateway and load generator are not "
-        "pinned. A ratio is disaggregated / aggregated: for milliseconds, below 1 is better for disaggregation. ITL "
-        "has the handoff gap in it.",
+        "pinned. PD is one prefill and one decode worker, agg. two workers that do both; a ratio is PD / agg.: for "
+        "milliseconds, PD is better below 1. ITL has the handoff gap in it.",
     )
     title = "Prefill and decode apart, and the same devices each doing both"
     return Grid(title=title, columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())

@@ -25,13 +25,14 @@ NUM_DECODE = 2
 UNDER_WAY_SHARE = 8  # a stream is under way with this part of its tokens
 STALL = "longest gap, streams that lost their worker"
 KEPT = "longest gap after a kill, streams that kept theirs"
+GONE = "SIGKILL to the end of the process"
 ALONE = "prefill of as many tokens, alone"
 AT_ONCE = "prefill of as many tokens, as many streams at once, until the last"
 LOST_TOKENS = "tokens whose KV was lost, per stream"
 LOST_STREAMS = "streams that lost their worker, per kill"
 FAILED = "streams that ended with an error, per kill"
 UNITS: dict[str, Unit] = {
-    **dict.fromkeys((STALL, KEPT, ALONE, AT_ONCE), "ms"),
+    **dict.fromkeys((STALL, KEPT, GONE, ALONE, AT_ONCE), "ms"),
     **dict.fromkeys((LOST_TOKENS, LOST_STREAMS, FAILED), "count"),
 }
 COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n")
@@ -84,12 +85,12 @@ async def _kill_once(deployment: Deployment, victim: str, plan: Plan, *, seed: i
             for stream in streams:
                 await stream.under_way.wait()
             killed_ns = time.perf_counter_ns()
-            deployment.workers[victim].running.kill()
+            await asyncio.to_thread(deployment.workers[victim].kill)
+            gone_ms = (time.perf_counter_ns() - killed_ns) / 1e6
         lost = [stream for stream in streams if stream.num_retries]
         num_tokens = sum(stream.num_lost(killed_ns) for stream in lost) // max(1, len(lost))
         again = await _prefills(client, random, vocab_size, num_tokens, len(lost)) if lost else []
-    deployment.workers[victim].kill()  # reaps it
-    return [*of_kill(streams, killed_ns), *again]
+    return [*of_kill(streams, killed_ns), _measured(GONE, [gone_ms]), *again]
 
 
 async def _listen(client: AsyncClient, stream: Stream, prompt: list[int], max_tokens: int) -> None:
@@ -143,7 +144,8 @@ def failover_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
     ]
     notes = (
         f"Failover: SIGKILL for one of {NUM_DECODE} decode workers under {plan.num_streams} streams of "
-        f"{plan.killed_tokens} tokens, {plan.kills} times; a prefill's figure is its TTFT at the client.",
+        f"{plan.killed_tokens} tokens, {plan.kills} times; a prefill's figure is its TTFT at the "
+        "client. Until the kernel has freed a killed process's memory, nobody sees its links close.",
     )
     return Grid(
         title="Streams whose decode worker is killed", columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ()

@@ -7,9 +7,10 @@ import os
 import pytest
 from rich.console import Console
 
-from moonshard.experiments.bench.command import DEVICE_PARTS, run_bench, write
+from moonshard.experiments.bench import arrangements, failover, handoff
+from moonshard.experiments.bench.command import APART, DEVICE_PARTS, run_bench, write
 from moonshard.experiments.bench.measurement import Measurement, Plan
-from moonshard.experiments.bench.report import Report, tables
+from moonshard.experiments.bench.report import Report, grids, tables
 from moonshard.serving.config_file import load_config
 
 MINIATURE = Plan(
@@ -21,37 +22,78 @@ MINIATURE = Plan(
     repeats=1,
     cold_starts=1,
     warm_starts=1,
+    transfer_bytes=(64 << 10,),
+    copy_bytes=(16 << 10,),
+    transfer_repeats=2,
+    handoff_tokens=(20, 100),
+    handoff_repeats=2,
+    arrangement_rounds=1,
+    arrangement_s=1.0,
+    num_streams=4,
+    long_prompt_tokens=100,
+    long_prompt_every_s=0.3,
+    kills=1,
+    killed_tokens=100,
 )
 SETTINGS = (
     *("model.max_context_tokens=128", "kv.num_blocks=64", "kv.block_size=16"),
-    *("prefill.chunk_tokens=32", "decode.max_slots=2"),
+    *("prefill.chunk_tokens=32", "decode.max_slots=4"),
 )
-MAY_BE_ZERO = ("compilations while serving", "device idle", "overlapped", "processor time", "load generator")
+MAY_BE_ZERO = (
+    "compilations while serving",
+    failover.FAILED,
+    "device idle",
+    "overlapped",
+    "processor time",
+    "load generator",
+)
 MAY_BE_NEGATIVE = ("overhead",)  # differences of two processes' clocks
+
+
+def run(sections) -> Report:
+    return run_bench(load_config(None, SETTINGS), MINIATURE, sections, os.environ, Console(quiet=True))
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    sections = (*DEVICE_PARTS, "start", "served")
-    return run_bench(load_config(None, SETTINGS), MINIATURE, sections, os.environ, Console(quiet=True))
+    return run((*DEVICE_PARTS, "start", "served"))
+
+
+@pytest.fixture(scope="module")
+def disaggregated() -> Report:
+    return run(("disaggregated",))
+
+
+@pytest.fixture(scope="module")
+def apart() -> Report:
+    return run(APART)
 
 
 def expected_names() -> set[str]:
     prompts, batches, contexts = MINIATURE.prompt_tokens, MINIATURE.batches, MINIATURE.context_tokens
-    of_batch = (
-        *("engine step", "device idle between engine steps", "overlapped decode steps, engine"),
-        *("ITL", "TPOT", "output tokens", "TTFT under load", "overlapped decode steps", "sequences in a decode step"),
-        *("overhead before the first token", "overhead per later token", "overhead after the last token"),
-        *(f"processor time per token, {role}" for role in ("gateway", "worker", "client")),
-        "load generator's share of a core",
-    )
+    of_batch = ("engine step", "device idle between engine steps", "overlapped decode steps, engine")
     return {
         *(f"prefill, {n} tokens" for n in prompts),
         *(f"decode step, batch {b}, context {c}" for b in batches for c in contexts),
-        *(f"TTFT, {n} prompt tokens, {protocol}" for n in prompts for protocol in ("gRPC", "HTTP")),
         *(f"{name}, batch {b}" for name in of_batch for b in batches),
         *(f"{what} after exec, {cache} cache" for what in ("ready", "first token") for cache in ("cold", "warm")),
-        *("compilations while serving", "peak memory, gateway", "peak memory, worker"),
+        *served_names(("gateway", "worker")),
+    }
+
+
+def served_names(roles: tuple[str, ...]) -> set[str]:
+    prompts, batches = MINIATURE.prompt_tokens, MINIATURE.batches
+    of_batch = (
+        *("ITL", "TPOT", "output tokens", "TTFT under load", "overlapped decode steps", "sequences in a decode step"),
+        *("overhead before the first token", "overhead per later token", "overhead after the last token"),
+        *(f"processor time per token, {role}" for role in (*roles, "client")),
+        "load generator's share of a core",
+    )
+    return {
+        *(f"TTFT, {n} prompt tokens, {protocol}" for n in prompts for protocol in ("gRPC", "HTTP")),
+        *(f"{name}, batch {b}" for name in of_batch for b in batches),
+        "compilations while serving",
+        *(f"peak memory, {role}" for role in roles),
     }
 
 
@@ -90,6 +132,43 @@ class TestMiniatureRun:
         assert written["config"]["decode.max_slots"] == "2"
         assert written["machine"]["cores"] >= 1
         assert written["versions"]["jax"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("bench")
+class TestMiniatureDisaggregated:
+    def test_the_twin_of_the_whole_stack_has_every_figure_of_it(self, disaggregated: Report):
+        found = {one.name for one in disaggregated.measurements if one.level == "disaggregated"}
+        assert found == served_names(("gateway", "prefill", "decode"))
+        assert [one for one in disaggregated.measurements if not all(map(_is_plausible(one), one.samples))] == []
+
+    def test_nothing_is_compiled_while_serving(self, disaggregated: Report):
+        (compiled,) = (one for one in disaggregated.measurements if one.name == "compilations while serving")
+        assert compiled.samples == (0.0,)
+
+    def test_each_part_with_processes_of_its_own_has_its_table(self, apart: Report):
+        titles = [grid.title for grid in grids(apart)]
+        assert len(titles) == len(set(titles)) == len(APART)
+        assert [one for one in apart.measurements if not all(map(_is_plausible(one), one.samples))] == []
+
+    def test_every_figure_of_theirs_is_present(self, apart: Report):
+        names = {level: {one.name for one in apart.measurements if one.level == level} for level in APART}
+        parts = (*handoff.PARTS, handoff.SHARE)
+        assert names["handoff"] == {f"{part}, {n} prompt tokens" for part in parts for n in MINIATURE.handoff_tokens}
+        both = {
+            f"{what}, {how}" for what in arrangements.QUANTITIES for how in (arrangements.APART, arrangements.TOGETHER)
+        }
+        assert names["arrangements"] == both - {f"handoff gap, streams, {arrangements.TOGETHER}"}
+        assert names["failover"] == set(failover.UNITS)
+        assert len(names["transports"]) == 5
+
+    def test_the_first_request_of_each_length_does_not_count(self, apart: Report):
+        samples = {len(one.samples) for one in apart.measurements if one.level == "handoff"}
+        assert samples == {MINIATURE.handoff_repeats}
+
+    def test_streams_that_lose_their_worker_all_end_well(self, apart: Report):
+        (failed,) = (one for one in apart.measurements if one.name == failover.FAILED)
+        assert failed.samples == (0.0,) * MINIATURE.kills
 
 
 def _is_plausible(one: Measurement):
