@@ -129,7 +129,7 @@ class TestMiniatureRun:
     def test_the_file_holds_what_the_tables_show(self, report: Report, tmp_path):
         written = json.loads(write(report, tmp_path).read_bytes())
         assert sum(table.row_count for table in tables(report)) == len(written["measurements"])
-        assert written["config"]["decode.max_slots"] == "2"
+        assert written["config"]["decode.max_slots"] == "4"
         assert written["machine"]["cores"] >= 1
         assert written["versions"]["jax"]
 
