@@ -5,13 +5,12 @@ a request whose prompt has landed joins the engine's batch. Reservations that fi
 served, as requests wait in the scheduler. Left out: who may write the slab (`kv_plane`, and nobody can be kept out).
 """
 
-import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,18 +19,16 @@ from moonshard.kv.transfer import ChecksumMismatch
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import NotFound
 from moonshard.serving import handoff_wire, wire
+from moonshard.serving.background import Background
 from moonshard.serving.engine import Engine
 from moonshard.serving.handoff import messages as m
 from moonshard.serving.handoff.decode_side import DecodeSide, DecodeSideConfig
 from moonshard.serving.kv_plane import KvPlane
+from moonshard.serving.link import Link
 from moonshard.serving.request import Request
 from moonshard.serving.waiting import Rejected
 
 logger = logging.getLogger(__name__)
-
-
-class Link(Protocol):
-    def send(self, message: link_pb2.WorkerMessage) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +74,6 @@ class DecodeHandoffs:
         self._plane = plane
         self._on_join = on_join
         self._on_over = on_over
-        self._on_fault = on_fault
         side = DecodeSideConfig(
             session=plane.endpoint.session,
             lease_s=config.lease_s,
@@ -90,7 +86,7 @@ class DecodeHandoffs:
         self._links: dict[bytes, Link] = {}  # of reservations
         self._copies: dict[int, np.ndarray] = {}  # private ones that are intact, by ticket
         self._started_s: dict[bytes, float] = {}
-        self._pieces: set[asyncio.Task[None]] = set()
+        self._background = Background(on_fault)
 
     @property
     def num_handoffs(self) -> int:
@@ -212,7 +208,7 @@ class DecodeHandoffs:
         for action in actions:
             match action:
                 case m.Copy():
-                    self._spawn(self._copy(action))
+                    self._background.spawn(self._copy(action))
                 case m.Land():
                     self._engine.land(action.partition, action.blocks, self._copies.pop(action.ticket), lambda: None)
                 case m.Credits():
@@ -256,13 +252,3 @@ class DecodeHandoffs:
     def _forget(self, handoff: bytes) -> None:
         del self._links[handoff]
         self._started_s.pop(handoff, None)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        piece = asyncio.get_running_loop().create_task(work)
-        self._pieces.add(piece)
-        piece.add_done_callback(self._ended)
-
-    def _ended(self, piece: asyncio.Task[None]) -> None:
-        self._pieces.discard(piece)
-        if not piece.cancelled() and (error := piece.exception()) is not None:
-            self._on_fault(error)

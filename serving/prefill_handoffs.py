@@ -5,12 +5,11 @@ written into the decode worker's slots, and told. A request for a handoff runs i
 first token. Whatever ends a handoff early ends its prefill too. Left out: how bytes travel (`kv_plane`).
 """
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,19 +18,17 @@ from moonshard.kv.transfer import TransferFailed
 from moonshard.rpc import inference_pb2, link_pb2
 from moonshard.rpc.status import FailedPrecondition, NotFound
 from moonshard.serving import handoff_wire, wire
+from moonshard.serving.background import Background
 from moonshard.serving.engine import Emitted, Engine
 from moonshard.serving.handoff import messages as m
 from moonshard.serving.handoff.prefill_side import PrefillSide
 from moonshard.serving.kv_endpoint import Endpoint, endpoint_from, plan_to
 from moonshard.serving.kv_plane import KvPlane
+from moonshard.serving.link import Link
 from moonshard.serving.plan import PrefillChunk, PrefillPlan
 from moonshard.serving.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
-
-
-class Link(Protocol):
-    def send(self, message: link_pb2.WorkerMessage) -> None: ...
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -78,11 +75,10 @@ class PrefillHandoffs:
         self._pool = pool
         self._plane = plane
         self._epoch = epoch
-        self._on_fault = on_fault
         self._side = PrefillSide(epoch, pool, self.slab, quarantine_s)
         self._tasks: dict[bytes, _Task] = {}
         self._checksums: dict[int, tuple[int, ...]] = {}  # of staged pieces, by ticket
-        self._pieces: set[asyncio.Task[None]] = set()
+        self._background = Background(on_fault)
 
     @property
     def num_handoffs(self) -> int:
@@ -204,7 +200,7 @@ class PrefillHandoffs:
                 case m.Stage():
                     self._export(action)
                 case m.Write():
-                    self._spawn(self._write(action))
+                    self._background.spawn(self._write(action))
                 case m.Stop():
                     self._stop(self._tasks[action.handoff])
                 case m.Manifest():
@@ -233,7 +229,7 @@ class PrefillHandoffs:
     def _export(self, stage: m.Stage) -> None:
         """At once: the pages are read in launch order, before anything decided later can write them."""
         blocks = [block for block, _ in stage.pairs]
-        self._engine.export(stage.partition, blocks, lambda pages: self._spawn(self._stage(stage, pages)))
+        self._engine.export(stage.partition, blocks, lambda pages: self._background.spawn(self._stage(stage, pages)))
 
     async def _stage(self, stage: m.Stage, pages: np.ndarray) -> None:
         slots = [slot for _, slot in stage.pairs]
@@ -266,13 +262,3 @@ class PrefillHandoffs:
         for handoff, task in tuple(self._tasks.items()):
             if (task.is_done or task.is_given_up) and not self._side.knows(handoff):
                 del self._tasks[handoff]
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        piece = asyncio.get_running_loop().create_task(work)
-        self._pieces.add(piece)
-        piece.add_done_callback(self._ended)
-
-    def _ended(self, piece: asyncio.Task[None]) -> None:
-        self._pieces.discard(piece)
-        if not piece.cancelled() and (error := piece.exception()) is not None:
-            self._on_fault(error)

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import resource
 import secrets
-from typing import Protocol
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import PROTOCOL_VERSION
@@ -22,6 +21,7 @@ from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.engine import Engine, StepReport
 from moonshard.serving.kv_endpoint import endpoint_message
 from moonshard.serving.kv_plane import KvPlane
+from moonshard.serving.link import Link, request_id_of
 from moonshard.serving.loading import LoadedModel
 from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.prefill_handoffs import PrefillHandoffs
@@ -31,12 +31,6 @@ from moonshard.serving.waiting import QueueTimeout, Rejected
 TICK_S = 0.1  # how late a lease's end or a place for a waiting reservation may be noticed
 
 logger = logging.getLogger(__name__)
-
-
-class Link(Protocol):
-    """The worker's end of a stream to a gateway."""
-
-    def send(self, message: link_pb2.WorkerMessage) -> None: ...
 
 
 class Worker:
@@ -195,11 +189,11 @@ class Worker:
                 case "credits":
                     self._prefills().credits(message.credits, link)
         except Rejected as error:
-            link.send(wire.failed(_request_id(message), wire.rejection(error)))
+            link.send(wire.failed(request_id_of(message), wire.rejection(error)))
         except RequestError as error:
             if not isinstance(error, InvalidArgument | Unavailable):
                 logger.warning("%s: %s", name, error.message)
-            link.send(wire.failed(_request_id(message), error))
+            link.send(wire.failed(request_id_of(message), error))
 
     def _run(self, run: link_pb2.Run, link: Link) -> None:
         self._check_open()
@@ -334,22 +328,3 @@ class Worker:
             self._prefill.turned_down(request_id, message)
         elif (link := self._links.pop(request_id, None)) is not None:
             link.send(message)
-
-
-def _request_id(message: link_pb2.GatewayMessage) -> bytes:
-    """Of the request that a message is about."""
-    match message.WhichOneof("message"):
-        case "run":
-            return message.run.request_id
-        case "reserve":
-            return message.reserve.run.request_id
-        case "landed":
-            return message.landed.handoff
-        case "start":
-            return message.start.handoff
-        case "credits":
-            return message.credits.handoff
-        case "drained":
-            return message.drained.handoff
-        case _:
-            return b""
