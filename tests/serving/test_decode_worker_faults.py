@@ -366,9 +366,11 @@ async def test_a_prefill_worker_takes_no_reservation(prefill, writer):
     assert (failed.code, failed.field) == (FAILED_PRECONDITION, "role")
 
 
-async def test_a_prefill_worker_says_of_a_handoff_it_does_not_have_that_it_is_drained(prefill):
+async def test_a_prefill_worker_finds_no_handoff_for_forged_credits_and_says_that_it_is_drained(prefill):
     forged, epoch = secrets.token_bytes(16), secrets.token_bytes(16)
     await prefill.send(credits=link_pb2.Credits(handoff=forged, target_epoch=epoch))
+    failed = await prefill.expect("failed", forged)
+    assert (failed.code, failed.field) == (NOT_FOUND, "handoff")
     await prefill.send(cancel=link_pb2.Cancel(request_id=forged, target_epoch=epoch))
     drained = await prefill.expect("drained", forged)
     assert (drained.writer_epoch, drained.target_epoch) == (prefill.welcome.epoch, epoch)
