@@ -28,7 +28,7 @@ class Plan:
     peer_decode_steps: int = 32
     transfer_bytes: tuple[int, ...] = (1 << 20, 16 << 20, 64 << 20)
     copy_bytes: tuple[int, ...] = (64 << 10, 1 << 20)  # of one contiguous range
-    transfer_repeats: int = 7
+    transfer_repeats: int = 21
     handoff_tokens: tuple[int, ...] = (512, 2048, 8000)
     handoff_repeats: int = 20
     arrangement_rounds: int = 3
@@ -45,7 +45,7 @@ QUICK = Plan(
     cold_starts=1,
     warm_starts=1,
     peer_repeats=2,
-    transfer_repeats=3,
+    transfer_repeats=7,
     arrangement_rounds=1,
     kills=2,
 )
