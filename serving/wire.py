@@ -5,13 +5,10 @@ The gateway has checked what clients send; what is checked here protects the dev
 
 import math
 
-from moonshard.kv.blocks import BlockPool
 from moonshard.rpc import inference_pb2, link_pb2
 from moonshard.rpc.link import REQUEST_ID_BYTES
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
-from moonshard.serving.counters import Counters
 from moonshard.serving.engine import Emitted, Phases
-from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.request import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -147,43 +144,4 @@ def _phases(phases: Phases | None) -> link_pb2.WorkerPhases | None:
         decode_ms=phases.decode_ms,
         land_ms=phases.land_ms,
         join_ms=phases.join_ms,
-    )
-
-
-def kv_transfer_message(plane: KvPlane, slab: BlockPool, num_handoffs: int) -> link_pb2.KvTransfer:
-    """The KV plane as it is now, with the slab's slots summed over the partitions."""
-    counters = plane.counters
-    counts = [slab.counts(partition) for partition in range(slab.num_partitions)]
-    return link_pb2.KvTransfer(
-        num_handoffs=num_handoffs,
-        published_bytes=counters.num_bytes,
-        num_transfers=counters.num_transfers,
-        publish_s=counters.busy_s,
-        num_failures={cause.value: num for cause, num in counters.num_failures.items()},
-        landed_bytes=plane.num_landed_blocks * plane.block_bytes,
-        num_landed_blocks=plane.num_landed_blocks,
-        num_checksum_mismatches=plane.num_mismatches,
-        free_slab_slots=sum(count.free for count in counts),
-        used_slab_slots=sum(count.used for count in counts),
-        leased_slab_slots=sum(count.leased for count in counts),
-        quarantined_slab_slots=sum(count.quarantined for count in counts),
-        total_slab_slots=sum(count.total for count in counts),
-    )
-
-
-def load_message(counters: Counters, **rest: object) -> link_pb2.WorkerLoad:
-    """`rest`: the fields of WorkerLoad that the scheduler does not know."""
-    totals = counters.totals
-    return link_pb2.WorkerLoad(
-        num_running=counters.num_running,
-        num_waiting=counters.num_waiting,
-        queued_tokens=counters.queued_tokens,
-        active_tokens=counters.active_tokens,
-        num_preemptions=totals.num_preemptions,
-        num_prefill_steps=totals.num_prefill_steps,
-        num_decode_steps=totals.num_decode_steps,
-        prefill_tokens=totals.prefill_tokens,
-        decode_tokens=totals.decode_tokens,
-        wasted_tokens=totals.wasted_tokens,
-        **rest,  # pyright: ignore[reportArgumentType]  # named by the caller, checked by protobuf
     )

@@ -11,7 +11,6 @@ import resource
 import secrets
 
 from moonshard.rpc import link_pb2
-from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestError, Unavailable
 from moonshard.serving import handoff_wire, wire
 from moonshard.serving.compilations import CompilationCounter
@@ -19,7 +18,6 @@ from moonshard.serving.config import Config, WorkerRole
 from moonshard.serving.decode_handoffs import DecodeHandoffConfig, DecodeHandoffs
 from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.engine import Engine, StepReport
-from moonshard.serving.kv_endpoint import endpoint_message
 from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.link import Link, request_id_of
 from moonshard.serving.loading import LoadedModel
@@ -27,6 +25,7 @@ from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.prefill_handoffs import PrefillHandoffs
 from moonshard.serving.scheduler import Scheduler
 from moonshard.serving.waiting import QueueTimeout, Rejected
+from moonshard.serving.worker_report import kv_transfer_message, load_message, partition_state, welcome_message
 
 TICK_S = 0.1  # how late a lease's end or a place for a waiting reservation may be noticed
 
@@ -68,6 +67,7 @@ class Worker:
         )
         self._prefill = None if plane is None or role != "prefill" else self._prefill_handoffs(plane)
         self._decode = None if plane is None or role != "decode" else self._decode_handoffs(plane)
+        self._handoffs = self._prefill or self._decode  # no role has both
         self._ticking: asyncio.TimerHandle | None = None
 
     def _prefill_handoffs(self, plane: KvPlane) -> PrefillHandoffs:
@@ -127,9 +127,8 @@ class Worker:
             link.send(link_pb2.WorkerMessage(load=self.load()))
 
     def _tick(self) -> None:
-        for handoffs in (self._prefill, self._decode):
-            if handoffs is not None:
-                self.engine.guard(handoffs.tick)
+        if self._handoffs is not None:
+            self.engine.guard(self._handoffs.tick)
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     # ---- links
@@ -145,29 +144,12 @@ class Worker:
         self._open.discard(link)
         for request_id in [id for id, owner in self._links.items() if owner is link]:
             self._end(request_id)
-        for handoffs in (self._prefill, self._decode):
-            if handoffs is not None:
-                handoffs.close_link(link)
+        if self._handoffs is not None:
+            self._handoffs.close_link(link)
 
     def welcome(self) -> link_pb2.Welcome:
-        model = self._model
-        endpoint = None if self._decode is None or self._plane is None else endpoint_message(self._plane.endpoint)
-        return link_pb2.Welcome(
-            protocol_version=PROTOCOL_VERSION,
-            epoch=self.epoch,
-            fingerprint=model.fingerprint,
-            role=self.role,
-            dtype=model.dtype,
-            vocab_size=model.vocab_size,
-            max_context_tokens=model.shapes.max_context_tokens,
-            block_size=model.block_size,
-            num_partitions=model.pool.num_partitions,
-            num_blocks=model.pool.blocks_per_partition,
-            max_slots=model.pool.num_slots,
-            load_s=model.load_s,
-            compile_s=model.compile_s,
-            endpoint=endpoint,
-        )
+        endpoint = None if self._decode is None or self._plane is None else self._plane.endpoint
+        return welcome_message(self._model, role=self.role, epoch=self.epoch, endpoint=endpoint)
 
     def receive(self, message: link_pb2.GatewayMessage, link: Link) -> None:
         """Do what a gateway says, or answer with the error of the request it names."""
@@ -257,7 +239,7 @@ class Worker:
 
     def load(self) -> link_pb2.WorkerLoad:
         partitions = range(self._pool.num_partitions)
-        return wire.load_message(
+        return load_message(
             self.engine.counters(),
             free_blocks=[self._pool.num_free(partition) for partition in partitions],
             num_compilations=self._compilations.num_compilations,
@@ -277,24 +259,18 @@ class Worker:
 
     @property
     def _num_handoffs(self) -> int:
-        return sum(handoffs.num_handoffs for handoffs in (self._prefill, self._decode) if handoffs is not None)
+        return 0 if self._handoffs is None else self._handoffs.num_handoffs
 
     def _kv_transfer(self) -> link_pb2.KvTransfer | None:
-        handoffs = self._prefill or self._decode
-        if handoffs is None or self._plane is None:
+        if self._handoffs is None or self._plane is None:
             return None
-        return wire.kv_transfer_message(self._plane, handoffs.slab, self._num_handoffs)
+        return kv_transfer_message(self._plane, self._handoffs.slab, self._handoffs.num_handoffs)
 
     def _partition_state(self, partition: int) -> link_pb2.PartitionState:
-        counts = self._pool.counts(partition)
-        return link_pb2.PartitionState(
-            free_blocks=counts.free,
-            used_blocks=counts.used,
-            leased_blocks=counts.leased,
-            quarantined_blocks=counts.quarantined,
-            total_blocks=counts.total,
-            free_slots=self._scheduler.num_free_slots(partition),
-            total_slots=self._model.pool.slots_per_partition,
+        return partition_state(
+            self._pool.counts(partition),
+            num_free_slots=self._scheduler.num_free_slots(partition),
+            num_slots=self._model.pool.slots_per_partition,
         )
 
     # ---- what the engine says
