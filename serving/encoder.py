@@ -1,9 +1,8 @@
 """From plans to steps: positions, block tables and sampling parameters packed as a device program wants them.
 
-Exports and lands of blocks, which no plan asks for, are packed here too, since ids are made the worker's here.
-
 Apart from the scheduler, which knows no padding, and from the programs, which know no requests. A decode step differs
 from the one before in little more than its positions, so its rows are kept and only what changed is written again.
+Exports and lands of blocks, which no plan asks for, are packed here too: here a partition's ids become the worker's.
 """
 
 import itertools

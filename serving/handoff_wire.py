@@ -1,8 +1,8 @@
-"""A handoff's messages on the Link and back, for all three sides, and the KV endpoint that a decode worker announces.
+"""A handoff's messages on the Link and back, for all three sides.
 
 Apart from `wire`, which translates requests and their outputs, because the gateway needs these too. Epochs are 16 bytes
 on the wire and integers inside. What comes over the wire is checked for what would otherwise fail far away: the length
-of ids, columns that do not pair up.
+of ids, columns that do not pair up. Left out: where KV is written to (`kv_endpoint`).
 """
 
 from collections.abc import Iterable

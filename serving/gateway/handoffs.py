@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError, Unavailable, error_from_code
-from moonshard.serving import handoff_wire as wire
+from moonshard.serving import handoff_wire
 from moonshard.serving.gateway.failures import HandoffFailed
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.session import Arrival, Inbox, Session
@@ -111,15 +111,15 @@ class Handoffs:
     def receive(self, session: Session, message: link_pb2.WorkerMessage) -> None:
         match message.WhichOneof("message"):
             case "target":
-                self._execute(self._side.target(wire.target_from(message.target)))
+                self._execute(self._side.target(handoff_wire.target_from(message.target)))
             case "credits":
-                self._execute(self._side.credits(wire.credits_from(message.credits)))
+                self._execute(self._side.credits(handoff_wire.credits_from(message.credits)))
             case "chunk":
                 self._chunk(message.chunk)
             case "first_tokens":
                 self._first_tokens(message.first_tokens)
             case "drained":
-                self._execute(self._side.drained(wire.drained_from(message.drained)))
+                self._execute(self._side.drained(handoff_wire.drained_from(message.drained)))
             case "failed":
                 self._failed(session, message.failed)
             case _:
@@ -129,14 +129,14 @@ class Handoffs:
         self._execute(self._side.peer_gone(session.epoch))
 
     def _chunk(self, chunk: link_pb2.Manifest) -> None:
-        self._execute(self._side.chunk(wire.manifest_from(chunk)))
+        self._execute(self._side.chunk(handoff_wire.manifest_from(chunk)))
         handoff = self._handoffs.get(chunk.handoff)
         if handoff is not None and chunk.is_last:
             handoff.transfer = chunk.phases
             self._close_prefill_leg(handoff)
 
     def _first_tokens(self, first: link_pb2.FirstTokens) -> None:
-        self._execute(self._side.first_tokens(wire.first_tokens_from(first)), first.outputs)
+        self._execute(self._side.first_tokens(handoff_wire.first_tokens_from(first)), first.outputs)
         if (handoff := self._handoffs.get(first.handoff)) is not None:
             handoff.has_first_tokens = True
             self._close_prefill_leg(handoff)
@@ -144,7 +144,7 @@ class Handoffs:
     def _failed(self, session: Session, failed: link_pb2.Failed) -> None:
         """A leg gave up, or turned its part down: then the request hears the worker's own words."""
         handoff = self._handoffs.get(failed.request_id)
-        cause = wire.cause_from(failed)
+        cause = handoff_wire.cause_from(failed)
         if handoff is not None:
             handoff.retry_after_s = failed.retry_after_s
         if cause is None:
@@ -190,21 +190,21 @@ class Handoffs:
         match message:
             case m.Reserve(handoff=handoff_id):
                 leased = replace(message, deadline_s=self._lease_s)
-                reserve = wire.reserve_message(leased, self._handoffs[handoff_id].run)
+                reserve = handoff_wire.reserve_message(leased, self._handoffs[handoff_id].run)
                 return link_pb2.GatewayMessage(reserve=reserve)
             case m.Run(target=target):
                 handoff = self._handoffs[target.handoff]
-                return link_pb2.GatewayMessage(run=wire.run_message(handoff.run, target, handoff.endpoint))
+                return link_pb2.GatewayMessage(run=handoff_wire.run_message(handoff.run, target, handoff.endpoint))
             case m.Manifest():
-                return link_pb2.GatewayMessage(landed=wire.manifest_message(message))
+                return link_pb2.GatewayMessage(landed=handoff_wire.manifest_message(message))
             case m.Start():
-                return link_pb2.GatewayMessage(start=wire.start_message(message))
+                return link_pb2.GatewayMessage(start=handoff_wire.start_message(message))
             case m.Credits():
-                return link_pb2.GatewayMessage(credits=wire.credits_message(message))
+                return link_pb2.GatewayMessage(credits=handoff_wire.credits_message(message))
             case m.Cancel():
-                return link_pb2.GatewayMessage(cancel=wire.cancel_message(message))
+                return link_pb2.GatewayMessage(cancel=handoff_wire.cancel_message(message))
             case m.Drained():
-                return link_pb2.GatewayMessage(drained=wire.drained_message(message))
+                return link_pb2.GatewayMessage(drained=handoff_wire.drained_message(message))
 
     def _over(self, handoff_id: bytes, cause: m.Cause | None) -> None:
         handoff = self._handoffs.get(handoff_id)
