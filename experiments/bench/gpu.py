@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from moonshard.experiments.bench.gpu_checks import MODELS, Check, MoeCase, check_models, check_sums
+from moonshard.experiments.bench.gpu_exchange import check_exchange, exchange_rows
 from moonshard.experiments.bench.gpu_rows import (
     Bench,
     Row,
@@ -154,8 +155,9 @@ def _run(
     loaded = jax.block_until_ready(draw_weights(scale.sizes.config, options.seed))
     _say(start, "drew the slice's weights")
     bench = Bench(sizes=scale.sizes, loaded=loaded, ceilings=ceilings, effort=scale.effort, seed=options.seed)
-    widths = [check_full_width(bench, count, backends) for count in (1, scale.sizes.batches[-1])]
-    if not _record_checks(report, widths, start):
+    checks = [check_full_width(bench, count, backends) for count in (1, scale.sizes.batches[-1])]
+    checks.append(check_exchange(draw_pages(scale.sizes, options.seed)))
+    if not _record_checks(report, checks, start):
         return False
     rows = []
     for row in _rows(options, bench, backends):
@@ -186,6 +188,7 @@ def _rows(options: argparse.Namespace, bench: Bench, backends: dict[str, moe.Bac
         yield from moe_rows(bench, num_tokens, backends)
         if options.sweep:
             yield from sweep_rows(bench, num_tokens, interpret=jax.devices()[0].platform != "gpu")
+    yield from exchange_rows(bench, draw_pages(bench.sizes, options.seed))
     pages = draw_pages(bench.sizes, options.seed)
     yield from attention_rows(bench, pages)
     yield from step_rows(bench, pages, backends["grouped"])

@@ -59,9 +59,11 @@ def test_the_whole_command_runs_where_only_jax_and_flax_are_installed(tmp_path):
     report = json.loads(out.read_text())
     assert report["environment"]["jax"] == jax.__version__
     assert all(check["passed"] for check in report["checks"])
-    assert {"kimi_k2 logits, grouped", "kimi_k2 logits, blocks"} <= {check["name"] for check in report["checks"]}
+    checks = {check["name"] for check in report["checks"]}
+    assert {"kimi_k2 logits, grouped", "kimi_k2 logits, blocks", "bytes that a handoff changes"} <= checks
     names = [row["name"] for row in report["rows"]]
-    for wanted in ("MoE layer, 1 tokens, grouped", "MoE layer, 1 tokens, blocks", "prefill, 2 layers"):
+    wanted_rows = ("MoE layer, 1 tokens, grouped", "MoE layer, 1 tokens, blocks", "prefill, 2 layers")
+    for wanted in (*wanted_rows, "export, 1 blocks, to the host", "land, 1 blocks, from the host"):
         assert wanted in names
     assert any(name.startswith("decode, 2 layers, batch 2, context") for name in names)
     assert all(row["median_ms"] > 0 and row["floor_ms"] > 0 for row in report["rows"])
