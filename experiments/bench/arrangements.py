@@ -29,6 +29,7 @@ QUANTITIES: dict[str, Unit] = {
     "TTFT, long prompts": "ms",
     "TTFT, streams": "ms",
     "ITL, streams": "ms",
+    "ITL from the second token on, streams": "ms",
     "handoff gap, streams": "ms",
     "output tokens, streams": "tokens/s",
     "a core's share, gateway": "share",
@@ -141,6 +142,7 @@ def of_load(arrangement: str, load: Load) -> list[Measurement]:
         "TTFT, long prompts": [seen.ttft_ms for seen in load.long],
         "TTFT, streams": [seen.ttft_ms for seen in load.streams],
         "ITL, streams": [gap_ms for seen in load.streams for gap_ms in seen.gaps_ms],
+        "ITL from the second token on, streams": [gap_ms for seen in load.streams for gap_ms in seen.gaps_ms[1:]],
         "handoff gap, streams": [timing.handoff_gap_ms for timing in timings if timing.handoff_gap_ms],
         "output tokens, streams": [num_tokens / load.elapsed_s],
         "a core's share, gateway": [load.cpu_s["gateway"] / load.elapsed_s],
@@ -171,7 +173,7 @@ def arrangement_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
         f"({plan.context_tokens[0]} prompt tokens, {plan.completion_tokens} generated) and a prompt of "
         f"{plan.long_prompt_tokens:,} tokens every {plan.long_prompt_every_s:g} s. Gateway and load generator are not "
         "pinned. PD is one prefill and one decode worker, agg. two workers that do both; a ratio is PD / agg.: for "
-        "milliseconds, PD is better below 1. ITL has the handoff gap in it.",
+        "milliseconds, PD is better below 1. the first gap of a stream is its handoff.",
     )
     title = "Prefill and decode apart, and the same devices each doing both"
     return Grid(title=title, columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())

@@ -130,6 +130,11 @@ class TestArrangements:
         assert rows["ITL, streams"]["ratio p99"] == "0.25"
         assert rows["output tokens, streams"]["ratio p50"] == "1.00"
 
+    def test_a_handoff_is_among_all_gaps_and_not_among_the_later_ones(self):
+        found = by_name(of_load(APART, self.load(1, TIMING)))
+        assert found[f"ITL, streams, {APART}"].samples == (2.0, 4.0) * 2
+        assert found[f"ITL from the second token on, streams, {APART}"].samples == (4.0,) * 2
+
     def test_what_did_not_move_has_no_handoff_gap(self):
         found = by_name(of_load(TOGETHER, self.load(1, replace(TIMING, handoff_gap_ms=0.0))))
         assert f"handoff gap, streams, {TOGETHER}" not in found
