@@ -138,3 +138,18 @@ def test_a_killed_decode_worker_comes_back_as_another_and_serves(one_p_two_d):
         assert_all_right(asks, Listeners(fleet, asks).wait())
     fleet.restore()
     fleet.assert_as_it_began()
+
+
+def test_where_nobody_decodes_new_requests_are_refused_with_retry_after_and_later_served(one_p_two_d):
+    fleet = one_p_two_d
+    for name in ("decode 0", "decode 1"):
+        fleet[name].kill()
+    assert wait_until(lambda: fleet.metric("moonshard_worker_up") == 1, 30)
+    for over in ("grpc", "http"):
+        refused = answer(fleet, Ask(prompt=[1, 2, 3], max_tokens=4, over=over))
+        assert (refused.failure, refused.tokens) == ("service_unavailable", [])
+        assert (refused.retry_after_s or 0) > 0
+    fleet.restore()
+    ask = Ask(prompt=long_text(100), max_tokens=20)
+    assert_right(ask, answer(fleet, ask))
+    fleet.assert_as_it_began()
