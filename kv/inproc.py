@@ -7,7 +7,7 @@ Stands apart so that whoever is written against `kv.transfer` runs without socke
 import time
 from concurrent.futures import Future
 
-from moonshard.kv.slab import Bytes, Slab, find_slab
+from moonshard.kv.slab import Bytes, Slab
 from moonshard.kv.transfer import (
     Copies,
     FailureCause,
@@ -15,6 +15,7 @@ from moonshard.kv.transfer import (
     TransferFailed,
     TransferMeter,
     TransportCounters,
+    registered_bytes,
 )
 
 
@@ -93,14 +94,6 @@ class InprocTransport:
         if target is None:
             raise TransferFailed(FailureCause.REFUSED, f"no {target_session}", may_still_land=False)
         return [
-            (_view(target._slabs, remote, num_bytes), _view(self._slabs, local, num_bytes))
+            (registered_bytes(target._slabs, remote, num_bytes), registered_bytes(self._slabs, local, num_bytes))
             for local, remote, num_bytes in copies.rows()
         ]
-
-
-def _view(slabs: list[Slab], address: int, num_bytes: int) -> Bytes:
-    slab = find_slab(slabs, address, num_bytes)
-    if slab is None:
-        detail = f"{num_bytes} bytes at {address:#x} are in no registered slab"
-        raise TransferFailed(FailureCause.BAD_RANGE, detail, may_still_land=False)
-    return slab.bytes[address - slab.address : address - slab.address + num_bytes]

@@ -40,14 +40,11 @@ class Slab:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.bytes = _aligned_zeros(num_slots * slot_bytes)
+        self.address = self.bytes.ctypes.data
 
     @property
     def num_bytes(self) -> int:
         return self.num_slots * self.slot_bytes
-
-    @property
-    def address(self) -> int:
-        return self.bytes.ctypes.data
 
     def slot(self, index: int) -> Bytes:
         """A view of one slot, never a copy. IndexError where there is no such slot: a negative one neither."""

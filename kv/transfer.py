@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from moonshard.kv.slab import Bytes, Slab
+from moonshard.kv.slab import Bytes, Slab, find_slab
 
 Addresses = NDArray[np.int64]
 
@@ -153,6 +153,15 @@ class TransferMeter:
                 busy_s=self._busy_s,
                 num_failures=dict(self._num_failures),
             )
+
+
+def registered_bytes(slabs: Sequence[Slab], address: int, num_bytes: int) -> Bytes:
+    """A view of a range of one of these slabs. Raises `TransferFailed` (bad range) where none holds all of it."""
+    slab = find_slab(slabs, address, num_bytes)
+    if slab is None:
+        detail = f"{num_bytes} bytes at {address:#x} are in no registered slab"
+        raise TransferFailed(FailureCause.BAD_RANGE, detail, may_still_land=False)
+    return slab.bytes[address - slab.address : address - slab.address + num_bytes]
 
 
 def checksum(data: Bytes) -> int:

@@ -23,7 +23,14 @@ import grpc
 
 from moonshard.kv.publishing import Publishing, closed
 from moonshard.kv.slab import Slab, find_slab
-from moonshard.kv.transfer import Copies, FailureCause, PublishResult, TransferFailed, TransportCounters
+from moonshard.kv.transfer import (
+    Copies,
+    FailureCause,
+    PublishResult,
+    TransferFailed,
+    TransportCounters,
+    registered_bytes,
+)
 from moonshard.rpc import kv_write, link_pb2
 from moonshard.rpc.status import InvalidArgument, NotFound, RequestError, abort
 
@@ -177,7 +184,7 @@ class _Outgoing(Iterator[bytes]):
 
     def __init__(self, session: str, slabs: Sequence[Slab], copies: Copies):
         """Raises TransferFailed for a range that is in none of the slabs."""
-        rows = [(_source(slabs, local, num_bytes), remote) for local, remote, num_bytes in copies.rows()]
+        rows = [(registered_bytes(slabs, local, num_bytes).data, remote) for local, remote, num_bytes in copies.rows()]
         self._messages = _messages(session, rows)
         self._num_taken = 0
         self.taken_s = time.perf_counter()  # when the last one was
@@ -191,14 +198,6 @@ class _Outgoing(Iterator[bytes]):
         self.taken_s = time.perf_counter()
         self._num_taken += 1
         return next(self._messages)
-
-
-def _source(slabs: Sequence[Slab], address: int, num_bytes: int) -> memoryview:
-    slab = find_slab(slabs, address, num_bytes)
-    if slab is None:
-        detail = f"{num_bytes} bytes at {address:#x} are in no registered slab"
-        raise TransferFailed(FailureCause.BAD_RANGE, detail, may_still_land=False)
-    return slab.bytes.data[address - slab.address : address - slab.address + num_bytes]
 
 
 def _messages(session: str, rows: Sequence[tuple[memoryview, int]]) -> Iterator[bytes]:

@@ -79,7 +79,7 @@ class Registry(CollectorRegistry):
 
 
 class GatewayMetrics:
-    """The metrics of one gateway. Observe through the children that `of_engine` gives."""
+    """The metrics of one gateway, each with what it counts in `HELP`."""
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name

@@ -150,7 +150,7 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """D to gateway: the request's last token was sent."""
+    """D to gateway: the request's last token was sent. On the wire its last output says so."""
 
     handoff: bytes
     epoch: int
