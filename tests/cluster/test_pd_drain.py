@@ -9,7 +9,7 @@ from tests.cluster.faults import Fleet, Process, is_serving, running_fleet
 from tests.cluster.streams import Ask, Listeners, assert_all_right
 from tests.engine_room import long_text
 
-pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
