@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class _Task:
-    """One handoff on this worker, from Run until everything was published and told, or given up."""
+class _Leg:
+    """One handoff's part here, from Run until everything was published and told, or given up."""
 
     link: Link
     request: Request  # as the client asked; the engine is given one that ends with its first token
@@ -76,16 +76,16 @@ class PrefillHandoffs:
         self._plane = plane
         self._epoch = epoch
         self._side = PrefillSide(epoch, pool, self.slab, quarantine_s)
-        self._tasks: dict[bytes, _Task] = {}
+        self._legs: dict[bytes, _Leg] = {}
         self._checksums: dict[int, tuple[int, ...]] = {}  # of staged pieces, by ticket
         self._background = Background(on_fault)
 
     @property
     def num_handoffs(self) -> int:
-        return max(len(self._tasks), self._side.num_runs)
+        return max(len(self._legs), self._side.num_runs)
 
     def owns(self, handoff: bytes) -> bool:
-        return handoff in self._tasks
+        return handoff in self._legs
 
     # ---- what the gateway says
 
@@ -100,22 +100,22 @@ class PrefillHandoffs:
         plan_to(self._plane.endpoint, remote)
         if target.handoff != request.id or target.writer_epoch != self._epoch:
             raise FailedPrecondition("this target is for another handoff or another process", field="target")
-        if request.id in self._tasks:
+        if request.id in self._legs:
             return
-        self._tasks[request.id] = _Task(
+        self._legs[request.id] = _Leg(
             link=link, request=request, target=target, remote=remote, arrived_s=time.perf_counter()
         )
         try:
             self._engine.submit(replace(request, max_tokens=1))
         except BaseException:
-            del self._tasks[request.id]
+            del self._legs[request.id]
             raise
 
     def credits(self, credits: link_pb2.Credits, link: Link) -> None:
         """Raises NotFound for a handoff that did not come over this link, or is over."""
         message = handoff_wire.credits_from(credits)
-        task = self._tasks.get(message.handoff)
-        if task is None or task.link is not link:
+        leg = self._legs.get(message.handoff)
+        if leg is None or leg.link is not link:
             raise NotFound("there is no such handoff here", field="handoff")
         self._do(self._side.credits(message))
 
@@ -124,66 +124,66 @@ class PrefillHandoffs:
 
         One that came over another link is left alone.
         """
-        task = self._tasks.get(handoff)
-        if task is not None and task.link is not link:
+        leg = self._legs.get(handoff)
+        if leg is not None and leg.link is not link:
             return
-        if task is not None:
-            self._stop(task)
+        if leg is not None:
+            self._stop(leg)
         for action in self._side.cancel(handoff, target_epoch):
-            if isinstance(action, m.Drained) and task is None:
+            if isinstance(action, m.Drained) and leg is None:
                 link.send(link_pb2.WorkerMessage(drained=handoff_wire.drained_message(action)))
             else:
                 self._do((action,))
         self._sweep()
 
     def close_link(self, link: Link) -> None:
-        for handoff, task in tuple(self._tasks.items()):
-            if task.link is link:
-                self.cancel(handoff, task.target.epoch, link)
+        for handoff, leg in tuple(self._legs.items()):
+            if leg.link is link:
+                self.cancel(handoff, leg.target.epoch, link)
 
     def turned_down(self, handoff: bytes, message: link_pb2.WorkerMessage) -> None:
         """The queue was too long for a request of ours: nothing of it had begun."""
-        self._tasks.pop(handoff).link.send(message)
+        self._legs.pop(handoff).link.send(message)
 
     # ---- what the engine says
 
     def launched(self, plan: PrefillPlan) -> None:
         """A prefill step was launched: what it completes may be exported right behind it."""
         for chunk in plan.chunks:
-            task = self._tasks.get(chunk.request.id)
-            if task is not None and not task.is_given_up and chunk.sequence.choice == 0:
-                self._launched(task, chunk)
+            leg = self._legs.get(chunk.request.id)
+            if leg is not None and not leg.is_given_up and chunk.sequence.choice == 0:
+                self._launched(leg, chunk)
 
-    def _launched(self, task: _Task, chunk: PrefillChunk) -> None:
-        handoff = task.target.handoff
-        if not task.num_finished and not self._side.knows(handoff):
+    def _launched(self, leg: _Leg, chunk: PrefillChunk) -> None:
+        handoff = leg.target.handoff
+        if not leg.num_finished and not self._side.knows(handoff):
             now_s = time.perf_counter()
-            left = replace(task.target, lease_s=task.target.lease_s - (now_s - task.arrived_s))
-            self._side.run(left, chunk.slot.partition, now_s)
+            target = replace(leg.target, lease_s=leg.target.lease_s - (now_s - leg.arrived_s))
+            self._side.run(target, chunk.slot.partition, now_s)
         end = chunk.start + len(chunk.tokens)
-        num_finished = task.target.num_blocks if chunk.samples else end // self._pool.block_size
-        fresh = range(task.num_finished, num_finished)
-        task.num_finished = num_finished
+        num_finished = leg.target.num_blocks if chunk.samples else end // self._pool.block_size
+        fresh = range(leg.num_finished, num_finished)
+        leg.num_finished = num_finished
         self._do(self._side.finished(handoff, [(index, chunk.block_table[index]) for index in fresh]))
 
     def emitted(self, emitted: Emitted) -> None:
         """A first token; all of a request's are told together."""
-        task = self._tasks[emitted.output.sequence.request_id]
+        leg = self._legs[emitted.output.sequence.request_id]
         output = wire.sequence_output(emitted)
-        if emitted.output.finish is FinishReason.LENGTH and task.request.max_tokens > 1:
+        if emitted.output.finish is FinishReason.LENGTH and leg.request.max_tokens > 1:
             output.finish_reason = inference_pb2.FINISH_REASON_UNSPECIFIED
-        task.outputs[output.choice] = output
-        if len(task.outputs) == task.request.n and not task.is_given_up:
-            self._tell_first_tokens(task)
+        leg.outputs[output.choice] = output
+        if len(leg.outputs) == leg.request.n and not leg.is_given_up:
+            self._tell_first_tokens(leg)
 
-    def _tell_first_tokens(self, task: _Task) -> None:
-        task.first_tokens_s = time.perf_counter()
+    def _tell_first_tokens(self, leg: _Leg) -> None:
+        leg.first_tokens_s = time.perf_counter()
         first = m.FirstTokens(
-            handoff=task.target.handoff, writer_epoch=self._epoch, target_epoch=task.target.epoch, tokens=()
+            handoff=leg.target.handoff, writer_epoch=self._epoch, target_epoch=leg.target.epoch, tokens=()
         )
-        outputs = [task.outputs[choice] for choice in range(task.request.n)]
+        outputs = [leg.outputs[choice] for choice in range(leg.request.n)]
         message = handoff_wire.first_tokens_message(first, outputs)
-        task.link.send(link_pb2.WorkerMessage(first_tokens=message))
+        leg.link.send(link_pb2.WorkerMessage(first_tokens=message))
         self._sweep()
 
     # ---- time
@@ -202,7 +202,7 @@ class PrefillHandoffs:
                 case m.Write():
                     self._background.spawn(self._write(action))
                 case m.Stop():
-                    self._stop(self._tasks[action.handoff])
+                    self._stop(self._legs[action.handoff])
                 case m.Manifest():
                     self._tell_chunk(action)
                 case m.Drained():
@@ -213,18 +213,18 @@ class PrefillHandoffs:
                     raise ValueError("first tokens come from the engine")
 
     def _tell(self, handoff: bytes, **message: Any) -> None:
-        self._tasks[handoff].link.send(link_pb2.WorkerMessage(**message))
+        self._legs[handoff].link.send(link_pb2.WorkerMessage(**message))
 
     def _tell_chunk(self, manifest: m.Manifest) -> None:
-        task = self._tasks[manifest.handoff]
-        phases = task.phases(time.perf_counter()) if manifest.is_last else None
-        task.is_published = manifest.is_last
-        task.link.send(link_pb2.WorkerMessage(chunk=handoff_wire.manifest_message(manifest, phases)))
+        leg = self._legs[manifest.handoff]
+        phases = leg.phases(time.perf_counter()) if manifest.is_last else None
+        leg.is_published = manifest.is_last
+        leg.link.send(link_pb2.WorkerMessage(chunk=handoff_wire.manifest_message(manifest, phases)))
         self._sweep()
 
-    def _stop(self, task: _Task) -> None:
-        task.is_given_up = True
-        self._engine.cancel(task.request.id)
+    def _stop(self, leg: _Leg) -> None:
+        leg.is_given_up = True
+        self._engine.cancel(leg.request.id)
 
     def _export(self, stage: m.Stage) -> None:
         """At once: the pages are read in launch order, before anything decided later can write them."""
@@ -234,15 +234,15 @@ class PrefillHandoffs:
     async def _stage(self, stage: m.Stage, pages: np.ndarray) -> None:
         slots = [slot for _, slot in stage.pairs]
         handoff = self._side.handoff_of(stage.ticket)
-        if (task := self._tasks.get(handoff)) is not None and task.staged_s is None:
-            task.staged_s = time.perf_counter()
+        if (leg := self._legs.get(handoff)) is not None and leg.staged_s is None:
+            leg.staged_s = time.perf_counter()
         self._checksums[stage.ticket] = await self._plane.stage(stage.partition, slots, pages)
         self._do(self._side.staged(stage.ticket))
         self._engine.wake()  # the blocks that were staged may be free now
         self._sweep()
 
     async def _write(self, write: m.Write) -> None:
-        remote = self._tasks[write.target.handoff].remote
+        remote = self._legs[write.target.handoff].remote
         to_slots = [grant.slot for grant in write.grants]
         checksums = self._checksums.pop(write.ticket)
         try:
@@ -259,6 +259,6 @@ class PrefillHandoffs:
 
     def _sweep(self) -> None:
         """Forget the handoffs that are over."""
-        for handoff, task in tuple(self._tasks.items()):
-            if (task.is_done or task.is_given_up) and not self._side.knows(handoff):
-                del self._tasks[handoff]
+        for handoff, leg in tuple(self._legs.items()):
+            if (leg.is_done or leg.is_given_up) and not self._side.knows(handoff):
+                del self._legs[handoff]

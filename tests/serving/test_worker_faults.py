@@ -1,4 +1,4 @@
-"""A decode worker's process against a gateway and a prefill worker that err, lie, repeat themselves or fall silent.
+"""A worker process against a gateway and another worker that err, lie, repeat themselves or fall silent.
 
 Whatever they do, it ends that handoff alone: nothing of it is decoded, everything it held comes back, and the next
 handoff is served.
