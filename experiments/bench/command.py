@@ -34,6 +34,7 @@ from moonshard.experiments.bench.served import measure_after, measure_served
 from moonshard.experiments.bench.server import RunningServer, ServerFailed, serving
 from moonshard.experiments.bench.starts import measure_cold, measure_start, with_cache
 from moonshard.experiments.bench.transport_rows import measure_publishes
+from moonshard.kv.transfer import TransportUnavailable
 from moonshard.serving.commands.options import Overrides
 from moonshard.serving.config import Config
 from moonshard.serving.config_file import as_overrides, leaves, load_config
@@ -77,7 +78,7 @@ def bench(
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     try:
         report = run_bench(config, QUICK if quick else Plan(), sections, os.environ, console)
-    except (ServerFailed, subprocess.CalledProcessError) as error:
+    except (ServerFailed, TransportUnavailable, subprocess.CalledProcessError) as error:
         sys.stderr.write(f"moonshard bench: {error}\n")
         return 1
     for table in tables(report):
@@ -99,7 +100,7 @@ def sections_of(only: str) -> tuple[Section, ...]:
 def run_bench(
     config: Config, plan: Plan, sections: Sequence[Section], environment: Mapping[str, str], console: Console
 ) -> Report:
-    """ServerFailed, or CalledProcessError of the device's or of Hugging Face's process."""
+    """ServerFailed, TransportUnavailable, or CalledProcessError of the device's or of Hugging Face's process."""
     begun_s, machine = time.perf_counter(), describe_machine()
     with TemporaryDirectory() as cache:
         run = _Run(config, plan, sections, with_cache(environment, Path(cache)), console)

@@ -36,7 +36,7 @@ class Plan:
     num_streams: int = 8  # beside the long prompts of the arrangements, and under failover
     long_prompt_tokens: int = 2048
     long_prompt_every_s: float = 1.0
-    kills: int = 6
+    kills: int = 4
     killed_tokens: int = 512  # each stream's, long enough to be there when its worker is killed
 
 

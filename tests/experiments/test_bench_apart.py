@@ -85,7 +85,7 @@ class TestTransports:
         assert (ratio, verdict) == expected
 
     def test_a_range_longer_than_the_publish_is_the_publish(self):
-        plan = replace(self.plan, copy_bytes=(1 << 20, 4 << 20))
+        plan = replace(self.plan, copy_bytes=(4 << 20,))
         found = [replace(one, copy_bytes=1 << 20) for one in self.throughputs(3.0)]
         assert [row[:2] for row in transport_grid(as_measurements(found), plan).rows] == [("1 MiB", "1 MiB")]
 
