@@ -108,8 +108,8 @@ def footnotes(report: Report) -> list[str]:
         f"load average before the run {report.machine['load_average_before']:.2f}; commit {report.commit}; "
         + ", ".join(f"{name} {version}" for name, version in report.versions.items()),
         f"Hugging Face: {peer}. It may use every core; so may our worker, gateway and load generator together.",
-        f"{report.plan.rounds} rounds of whole stack, device level and Hugging Face, then the other parts, as far as they "
-        f"were asked for; {report.elapsed_s:.0f} s in all.",
+        f"{report.plan.rounds} rounds of whole stack, device level and Hugging Face, then the other parts, as far as "
+        f"they were asked for; {report.elapsed_s:.0f} s in all.",
     ]
 
 
