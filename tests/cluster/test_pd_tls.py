@@ -1,6 +1,5 @@
 """A deployment whose processes know each other by certificate: it serves, and strangers are told why they are not."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,16 +9,16 @@ import pytest
 from moonshard.rpc.status import Unavailable
 from moonshard.rpc.tls import channel_credentials
 from moonshard.serving.config import TlsConfig
+from tests.certificates import Authority, needs_openssl
 from tests.cluster.conftest import wait_until
 from tests.cluster.faults import Fleet, Process, inspect, running_fleet
 from tests.cluster.streams import Ask, Listeners, assert_all_right
 from tests.engine_room import long_text
-from tests.serving.gateway.test_gateway_tls import Authority
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("cluster"),
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl"),
+    needs_openssl,
 ]
 
 

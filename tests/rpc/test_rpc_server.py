@@ -1,11 +1,8 @@
 """What every server of ours has: its own port, health that flips at once, reflection, TLS, keepalive."""
 
 import asyncio
-import shutil
 import socket
-import subprocess
 from functools import partial
-from pathlib import Path
 
 import grpc
 import pytest
@@ -18,10 +15,10 @@ from moonshard.rpc.inference_pb2_grpc import add_InferenceServicer_to_server
 from moonshard.rpc.server import BoundServer, PortInUse, build_server
 from moonshard.rpc.status import TooLarge, Unavailable
 from moonshard.rpc.tls import TlsFiles, channel_credentials
+from tests.certificates import needs_openssl, self_signed
 
 INFERENCE = "moonshard.v1.Inference"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
 
 
 def watch_health(channel: grpc.aio.Channel, service: str):
@@ -45,20 +42,6 @@ def bind(servicer, **options) -> BoundServer:
     add = partial(add_InferenceServicer_to_server, servicer)
     defaults = {"host": "127.0.0.1", "port": 0, "add_servicers": [add], "service_names": [INFERENCE]}
     return build_server(**defaults | options)
-
-
-@pytest.fixture
-def make_pair(tmp_path):
-    """Makes a self-signed certificate, its own authority, for 127.0.0.1."""
-
-    def make(name: str) -> tuple[Path, Path]:
-        cert, key = tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-        subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-        return cert, key
-
-    return make
 
 
 async def test_a_port_in_use_is_said_by_name(inference, server):
@@ -147,8 +130,8 @@ async def test_a_request_over_the_limit_is_too_large(inference):
 
 
 @needs_openssl
-async def test_tls_is_spoken_and_plain_text_refused(inference, make_pair):
-    cert, key = make_pair("server")
+async def test_tls_is_spoken_and_plain_text_refused(inference, tmp_path):
+    cert, key = self_signed(tmp_path, "server")
     server = bind(inference, tls=TlsFiles(cert=cert, key=key))
     await server.start()
     target = f"127.0.0.1:{server.port}"
@@ -161,8 +144,8 @@ async def test_tls_is_spoken_and_plain_text_refused(inference, make_pair):
 
 
 @needs_openssl
-async def test_mutual_tls_lets_in_only_who_shows_a_certificate(inference, make_pair):
-    (cert, key), (client_cert, client_key) = make_pair("server"), make_pair("client")
+async def test_mutual_tls_lets_in_only_who_shows_a_certificate(inference, tmp_path):
+    (cert, key), (client_cert, client_key) = self_signed(tmp_path, "server"), self_signed(tmp_path, "client")
     server = bind(inference, tls=TlsFiles(cert=cert, key=key, client_ca=client_cert))
     await server.start()
     target = f"127.0.0.1:{server.port}"

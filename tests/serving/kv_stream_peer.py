@@ -50,7 +50,7 @@ class Peer:
 async def main(num_bytes: int, port: int, tls_folder: str) -> None:
     receiver = StoppingReceiver()
     folder = Path(tls_folder)
-    tls = TlsFiles(cert=folder / "cert.pem", key=folder / "key.pem") if tls_folder else None
+    tls = TlsFiles(cert=folder / "peer.pem", key=folder / "peer.key") if tls_folder else None
     server = build_server(
         host="127.0.0.1", port=port, add_servicers=[receiver.add_to], service_names=[SERVICE_NAME], tls=tls
     )

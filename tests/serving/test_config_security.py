@@ -1,7 +1,5 @@
 """Who may reach the KV plane: nothing beyond loopback without the user having said so, and the files of [tls]."""
 
-import asyncio
-import subprocess
 from pathlib import Path
 
 import grpc
@@ -13,23 +11,10 @@ from moonshard.serving.config import Config, ConfigError
 from moonshard.serving.config_faults import is_loopback, kv_plane_note
 from moonshard.serving.config_file import load_config
 from moonshard.serving.transport_security import link_credentials, server_tls
+from tests.certificates import needs_openssl, openssl, self_signed
 
 ALLOWED = "kv.allow_unauthenticated=true"
 FENCE = "kv.network_fence=vlan 7"
-
-
-@pytest.fixture
-def make_pair(tmp_path: Path):
-    """Makes a self-signed certificate, its own authority, for 127.0.0.1: (certificate, key)."""
-
-    def make(name: str) -> tuple[Path, Path]:
-        cert, key = tmp_path / f"{name}.pem", tmp_path / f"{name}.key"
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-        subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-        return cert, key
-
-    return make
 
 
 def tls_of(cert: Path, key: Path, ca: Path) -> list[str]:
@@ -129,8 +114,9 @@ async def answers(server: Config, credentials: grpc.ChannelCredentials | None) -
         await bound.stop(0)
 
 
-async def test_a_worker_lets_in_only_whom_its_authority_has_signed(make_pair):
-    (cert, key), (other_cert, other_key) = make_pair("ours"), make_pair("other")
+@needs_openssl
+async def test_a_worker_lets_in_only_whom_its_authority_has_signed(tmp_path: Path):
+    (cert, key), (other_cert, other_key) = self_signed(tmp_path, "ours"), self_signed(tmp_path, "other")
     ours = load_config(None, tls_of(cert, key, cert))
     impostor = load_config(None, tls_of(other_cert, other_key, cert))  # believes us, is signed by another
     distrustful = load_config(None, tls_of(cert, key, other_cert))  # is signed by ours, believes another
@@ -140,10 +126,12 @@ async def test_a_worker_lets_in_only_whom_its_authority_has_signed(make_pair):
     assert not await answers(ours, None)
 
 
-async def test_files_that_cannot_serve_are_named_when_the_process_starts(make_pair, tmp_path: Path):
-    (cert, key), (other_cert, _) = make_pair("ours"), make_pair("other")
+@needs_openssl
+async def test_files_that_cannot_serve_are_named_when_the_process_starts(tmp_path: Path):
+    (cert, key), (other_cert, _) = self_signed(tmp_path, "ours"), self_signed(tmp_path, "other")
     (tmp_path / "text").write_text("no certificate")
-    await asyncio.to_thread(_encrypt, key, tmp_path / "secret.key")
+    encryption = ("-aes256", "-passout", "pass:secret")
+    openssl("ec", "-in", key, "-out", tmp_path / "secret.key", *encryption)
     mismatched = (other_cert, key, cert)
     for files, begin in (
         (mismatched, f"tls.cert, tls.key: {other_cert} and {key} are no matching PEM pair"),
@@ -155,8 +143,3 @@ async def test_files_that_cannot_serve_are_named_when_the_process_starts(make_pa
             with pytest.raises(ConfigError) as raised:
                 use(config)
             assert raised.value.faults[0].startswith(begin)
-
-
-def _encrypt(key: Path, encrypted: Path) -> None:
-    command = ["openssl", "ec", "-in", key, "-out", encrypted, "-aes256", "-passout", "pass:secret"]
-    subprocess.run(command, check=True, capture_output=True)

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from moonshard.kv.transfer import Copies, FailureCause, PublishResult, TransferF
 from moonshard.rpc.server import build_server
 from moonshard.rpc.tls import channel_credentials
 from moonshard.serving.kv_stream import MESSAGE_BYTES, SERVICE_NAME, GrpcTransport, KvStreamReceiver
+from tests.certificates import needs_openssl, self_signed
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
@@ -287,13 +287,10 @@ def test_two_receivers_never_share_a_session():
     assert KvStreamReceiver().id != KvStreamReceiver().id
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+@needs_openssl
 def test_bytes_arrive_over_tls_and_a_sender_without_it_is_refused(sender: Sender, tmp_path: Path):
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-    files = ["-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
-    subprocess.run([*command, *names, *files], check=True, capture_output=True)
-    peer, trusting = RemotePeer(tls_folder=tmp_path), Sender(ca=tmp_path / "cert.pem")
+    cert, _ = self_signed(tmp_path, "peer")
+    peer, trusting = RemotePeer(tls_folder=tmp_path), Sender(ca=cert)
     trusting.publish(peer, (0, 0, SLAB_BYTES))
     assert peer.ask("digest") == digest(trusting.slab.bytes)
     assert outcome(sender.failure(peer, (0, 0, 8))) == (FailureCause.REFUSED, False)

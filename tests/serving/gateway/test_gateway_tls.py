@@ -1,7 +1,6 @@
 """Links in mutual TLS, and what a client is told when certificates do not match."""
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,35 +12,13 @@ import pytest
 from moonshard.rpc.tls import TlsFiles, server_credentials
 from moonshard.serving.config import GatewayConfig, TlsConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
+from tests.certificates import Authority, needs_openssl
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker
 
+pytestmark = needs_openssl
 ASKED = {"model": "kimi", "prompt": [1, 2], "max_tokens": 4}
-NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-
-
-class Authority:
-    """Issues certificates, and its own."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
-        self.cert, self._key = folder / f"{name}.pem", folder / f"{name}.key"
-        openssl("req", "-x509", *NEW_KEY, "-keyout", self._key, "-out", self.cert, "-subj", f"/CN={name}")
-
-    def issue(self, name: str, *, address: str = "127.0.0.1") -> TlsConfig:
-        """A certificate for that address, to be used with this authority's own."""
-        cert, key, extensions = (self._folder / f"{name}.{end}" for end in ("pem", "key", "ext"))
-        request = cert.with_suffix(".csr")
-        openssl("req", *NEW_KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
-        extensions.write_text(f"subjectAltName=IP:{address}\n")
-        signing = ("-CA", self.cert, "-CAkey", self._key, "-CAcreateserial", "-extfile", extensions)
-        openssl("x509", "-req", "-in", request, *signing, "-out", cert)
-        return TlsConfig(cert=cert, key=key, ca=self.cert)
-
-
-def openssl(*arguments: str | Path) -> None:
-    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
