@@ -1,8 +1,8 @@
 """Which worker takes a request, or one leg of it: the one with the fewest tokens in flight.
 
 Pure: no clock, no I/O. A reservation is made at the moment of decision, for every token the request may come to hold,
-and released exactly once: counting requests, or counting when a stream begins, sends a burst to one worker. Roles are
-the caller's, who names the workers to choose among. What a worker itself reports, and prefix hits, are left out yet.
+and released exactly once: counting requests, or counting when a stream begins, sends a burst to one worker. Left out:
+roles, since the caller names the workers to choose among; what a worker itself reports; prefix hits.
 """
 
 from dataclasses import dataclass

@@ -79,9 +79,6 @@ class Cluster:
         port = int(self.workers[role, index].rpartition(":")[2])
         return next(pid for pid in self._children(role) if _listens(pid, port))
 
-    def gateway_pid(self) -> int:
-        return next(iter(self._children("gateway")))
-
     def _children(self, command: str) -> list[int]:
         """Of `serve`, those that run a command."""
         children = subprocess.run(
