@@ -24,9 +24,6 @@ class Residents:
     def __iter__(self) -> Iterator[Stay]:
         return iter(tuple(self._stays))
 
-    def __len__(self) -> int:
-        return len(self._stays)
-
     def num_free_slots(self, partition: int) -> int:
         return len(self._free_slots[partition])
 

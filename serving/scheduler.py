@@ -294,11 +294,6 @@ class Scheduler:
         """Nothing accepted and nothing in flight: every slot is free, and every block that was taken here."""
         return not (self._accepted or self._launches.has_decided or self._launches.num_in_flight)
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps handed out and not completed."""
-        return self._launches.num_in_flight
-
     def counts(self, partition: int) -> PartitionCounts:
         return self._pool.counts(partition)
 
