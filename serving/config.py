@@ -160,8 +160,13 @@ def port_of(config: Config, role: WorkerRole) -> int:
     return {"both": config.worker, "prefill": config.prefill, "decode": config.decode}[role].port
 
 
+def command_of(role: WorkerRole) -> str:
+    """The `moonshard` command that runs a worker of that role; its port is in the table of that name."""
+    return "worker" if role == "both" else role
+
+
 def port_key(role: WorkerRole) -> str:
-    return "worker.port" if role == "both" else f"{role}.port"
+    return f"{command_of(role)}.port"
 
 
 def with_worker_at(config: Config, role: WorkerRole, host: str, port: int) -> Config:

@@ -3,7 +3,7 @@
 import logging
 
 from moonshard.serving.commands.ports import check_worker_port_is_free
-from moonshard.serving.config import Config, ConfigError, WorkerRole, mesh_of, port_key, roles_of
+from moonshard.serving.config import Config, ConfigError, WorkerRole, command_of, mesh_of, port_key, roles_of
 from moonshard.serving.config_faults import kv_plane_note
 from moonshard.serving.startup import RunProcess, prepare_jax, run_process
 from moonshard.serving.status_pipe import Status
@@ -24,7 +24,7 @@ def start_worker(config: Config, role: WorkerRole, status_fd: int | None) -> int
 def _check_role(config: Config, role: WorkerRole) -> None:
     """A gateway of the other mode would not look for it, and the rules of the KV plane hold in one mode only."""
     if role not in roles_of(config):
-        commands = " and ".join("worker" if known == "both" else known for known in roles_of(config))
+        commands = " and ".join(map(command_of, roles_of(config)))
         raise ConfigError([f"mode: in {config.mode} mode there are workers of `moonshard {commands}` only"])
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from moonshard.serving.commands.options import Configured
 from moonshard.serving.commands.ports import check_ports_are_free
-from moonshard.serving.config import Config, WorkerRole, roles_of, with_worker_at
+from moonshard.serving.config import Config, WorkerRole, command_of, roles_of, with_worker_at
 from moonshard.serving.config_file import as_overrides
 from moonshard.serving.supervisor import Command, Limits, supervise
 
@@ -50,9 +50,6 @@ def limits_of(config: Config) -> Limits:
     return Limits(gateway_drain_s=drain_s + 4, drain_s=drain_s + 7)
 
 
-_COMMAND: Mapping[WorkerRole, str] = {"both": "worker", "prefill": "prefill", "decode": "decode"}
-
-
 @dataclass(frozen=True, slots=True)
 class ChildCommands:
     """The command lines of the children. Each gets the whole configuration as `--set`, as a person could type it."""
@@ -62,7 +59,7 @@ class ChildCommands:
     @property
     def workers(self) -> dict[str, Command]:
         return {
-            f"{_COMMAND[role]} {index}": partial(self.worker, role)
+            f"{command_of(role)} {index}": partial(self.worker, role)
             for role in roles_of(self.config)
             for index in range(self.config.prefill.replicas if role == "prefill" else self.config.decode.replicas)
         }
@@ -70,7 +67,7 @@ class ChildCommands:
     def worker(self, role: WorkerRole, previous: Mapping[str, object] | None) -> list[str]:
         """A worker on a free port of loopback, or on that of the process it replaces."""
         port = _port(previous["address"]) if previous else 0
-        return _argv(_COMMAND[role], with_worker_at(self.config, role, "127.0.0.1", port))
+        return _argv(command_of(role), with_worker_at(self.config, role, "127.0.0.1", port))
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
         gateway = replace(self.config.gateway, workers=tuple(workers))
