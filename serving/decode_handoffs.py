@@ -50,10 +50,7 @@ class _Waiting:
 
 
 class DecodeHandoffs:
-    """All on the event loop. `on_join` is told the link of a request that joins, before its first output.
-
-    `on_over`: such a request will have no output at all.
-    """
+    """All on the event loop. `on_join` is told the link of a request that joins, before its first output."""
 
     def __init__(
         self,
@@ -64,7 +61,6 @@ class DecodeHandoffs:
         plane: KvPlane,
         epoch: int,
         on_join: Callable[[bytes, Link], None],
-        on_over: Callable[[bytes], None],
         on_fault: Callable[[BaseException], None],
     ):
         self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_slots, 1)
@@ -73,7 +69,6 @@ class DecodeHandoffs:
         self._pool = pool
         self._plane = plane
         self._on_join = on_join
-        self._on_over = on_over
         side = DecodeSideConfig(
             session=plane.endpoint.session,
             lease_s=config.lease_s,
@@ -166,8 +161,9 @@ class DecodeHandoffs:
 
     def _admit(self, waiting: _Waiting) -> bool:
         reserve = waiting.reserve
-        partition = max(range(self._pool.num_partitions), key=self._pool.num_free)
-        if not self._has_room(reserve.request, partition):
+        with_slot = (partition for partition in range(self._pool.num_partitions) if self.slab.num_free(partition))
+        partition = max(with_slot, key=self._pool.num_free, default=None)
+        if partition is None or not self._has_room(reserve.request, partition):
             return False
         answer = self._side.reserve(reserve, partition, (), time.perf_counter())
         if isinstance(answer, m.Target):
@@ -234,7 +230,6 @@ class DecodeHandoffs:
 
     def _join(self, join: m.Join) -> None:
         link, started_s = self._links.pop(join.handoff), self._started_s.pop(join.handoff)
-        self._on_join(join.handoff, link)
         land_ms = (time.perf_counter() - started_s) * 1e3
         try:
             is_running = self._engine.join(join.request, join.partition, join.block_table, join.tokens, land_ms)
@@ -242,8 +237,9 @@ class DecodeHandoffs:
             self._pool.release(join.partition, join.block_table[::-1])
             link.send(wire.failed(join.handoff, wire.rejection(error)))
             is_running = False
-        if not is_running:
-            self._on_over(join.handoff)
+        if is_running:
+            self._on_join(join.handoff, link)
+        else:
             self._side.left(join.handoff)
 
     def _tell(self, handoff: bytes, **message: Any) -> None:

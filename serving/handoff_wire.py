@@ -16,7 +16,10 @@ from moonshard.serving.request import Request
 _CAUSES = {link_pb2.HandoffCause.Value(f"HANDOFF_CAUSE_{cause.name}"): cause for cause in m.Cause}
 
 
-def epoch_from(epoch: bytes) -> int:
+def epoch_from(epoch: bytes, field: str = "epoch") -> int:
+    """Raises InvalidArgument naming `field` for one that is too long to be sent on."""
+    if len(epoch) > EPOCH_BYTES:
+        raise InvalidArgument(f"an epoch has {EPOCH_BYTES} bytes, not {len(epoch)}", field=field)
     return int.from_bytes(epoch, "big")
 
 
@@ -42,7 +45,7 @@ def reserve_from(reserve: link_pb2.Reserve, request: Request) -> m.Reserve:
         handoff=request.id,
         request=request,
         block_hashes=tuple(reserve.block_hashes),
-        writer_epoch=epoch_from(reserve.writer_epoch),
+        writer_epoch=epoch_from(reserve.writer_epoch, "writer_epoch"),
         deadline_s=reserve.deadline_s,
     )
 
@@ -89,7 +92,7 @@ def target_from(target: link_pb2.Target) -> m.Target:
     return m.Target(
         handoff=_handoff(target.handoff),
         epoch=epoch_from(target.epoch),
-        writer_epoch=epoch_from(target.writer_epoch),
+        writer_epoch=epoch_from(target.writer_epoch, "writer_epoch"),
         session=target.session,
         partition=target.partition,
         num_blocks=target.num_blocks,
@@ -110,7 +113,7 @@ def credits_message(credits: m.Credits) -> link_pb2.Credits:
 def credits_from(credits: link_pb2.Credits) -> m.Credits:
     return m.Credits(
         handoff=_handoff(credits.handoff),
-        target_epoch=epoch_from(credits.target_epoch),
+        target_epoch=epoch_from(credits.target_epoch, "target_epoch"),
         grants=_grants(credits.grants),
     )
 
@@ -136,8 +139,8 @@ def manifest_from(manifest: link_pb2.Manifest) -> m.Manifest:
         raise InvalidArgument("blocks, grants and checksums of a manifest do not pair up", field="blocks")
     return m.Manifest(
         handoff=_handoff(manifest.handoff),
-        writer_epoch=epoch_from(manifest.writer_epoch),
-        target_epoch=epoch_from(manifest.target_epoch),
+        writer_epoch=epoch_from(manifest.writer_epoch, "writer_epoch"),
+        target_epoch=epoch_from(manifest.target_epoch, "target_epoch"),
         blocks=tuple(manifest.blocks),
         grants=_grants(manifest.grants),
         checksums=tuple(manifest.checksums),
@@ -161,8 +164,8 @@ def first_tokens_from(first: link_pb2.FirstTokens) -> m.FirstTokens:
         raise InvalidArgument("each choice has one first token", field="outputs")
     return m.FirstTokens(
         handoff=_handoff(first.handoff),
-        writer_epoch=epoch_from(first.writer_epoch),
-        target_epoch=epoch_from(first.target_epoch),
+        writer_epoch=epoch_from(first.writer_epoch, "writer_epoch"),
+        target_epoch=epoch_from(first.target_epoch, "target_epoch"),
         tokens=tuple(output.token_ids[0] for output in first.outputs),
         is_finished=all(output.finish_reason for output in first.outputs),
     )
@@ -179,8 +182,8 @@ def drained_message(drained: m.Drained) -> link_pb2.Drained:
 def drained_from(drained: link_pb2.Drained) -> m.Drained:
     return m.Drained(
         handoff=_handoff(drained.handoff),
-        writer_epoch=epoch_from(drained.writer_epoch),
-        target_epoch=epoch_from(drained.target_epoch),
+        writer_epoch=epoch_from(drained.writer_epoch, "writer_epoch"),
+        target_epoch=epoch_from(drained.target_epoch, "target_epoch"),
     )
 
 

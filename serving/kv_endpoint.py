@@ -91,11 +91,18 @@ def copies_between(
     destination_slots: np.ndarray,
     template: reshard.Template,
 ) -> transfer.Copies:
-    """The address ranges that move slots of one slab to slots of the other, pairwise. ValueError as in `expand`."""
+    """The address ranges that move slots of one slab to slots of the other, pairwise.
+
+    Raises what `expand` raises; for an endpoint that does not hold together KeyError, OverflowError or ValueError: it
+    has no region for an owner, or one that reaches beyond 63 bits.
+    """
     runs = reshard.expand(template, source_slots, destination_slots)
+    remote_addresses = _bases(destination, runs.destination_owner) + runs.destination_offset_bytes
+    if (remote_addresses < 0).any():
+        raise ValueError("an address is beyond 63 bits")
     return transfer.Copies(
         local_addresses=_bases(source, runs.source_owner) + runs.source_offset_bytes,
-        remote_addresses=_bases(destination, runs.destination_owner) + runs.destination_offset_bytes,
+        remote_addresses=remote_addresses,
         num_bytes=runs.num_bytes,
     )
 

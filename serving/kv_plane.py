@@ -16,7 +16,10 @@ import numpy as np
 from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import (
     ChecksumMismatch,
+    Copies,
+    FailureCause,
     PublishResult,
+    TransferFailed,
     Transport,
     TransportCounters,
     checksums,
@@ -70,13 +73,7 @@ class KvPlane:
         self, partition: int, slots: Sequence[int], to: Endpoint, to_partition: int, to_slots: Sequence[int]
     ) -> PublishResult:
         """Write own slots into slots of another's slab, pairwise. TransferFailed, and part may have landed."""
-        copies = copies_between(
-            self.endpoint,
-            self.endpoint.slots(partition, slots),
-            to,
-            to.slots(to_partition, to_slots),
-            plan_to(self.endpoint, to),
-        )
+        copies = self._copies(partition, slots, to, to_partition, to_slots)
         future: Future[PublishResult] = self._transport.publish(to.session, copies)
         return await asyncio.shield(asyncio.wrap_future(future))
 
@@ -98,6 +95,19 @@ class KvPlane:
         """Fails what is under way."""
         self._transport.close()
         self._threads.shutdown(wait=True)
+
+    def _copies(
+        self, partition: int, slots: Sequence[int], to: Endpoint, to_partition: int, to_slots: Sequence[int]
+    ) -> Copies:
+        """TransferFailed where the other's slots are at no addresses, or two of them at one."""
+        own_slots = self.endpoint.slots(partition, slots)
+        try:
+            return copies_between(
+                self.endpoint, own_slots, to, to.slots(to_partition, to_slots), plan_to(self.endpoint, to)
+            )
+        except (ValueError, KeyError, OverflowError) as error:
+            detail = f"slots {list(to_slots)} of partition {to_partition} at {to.session}: {error}"
+            raise TransferFailed(FailureCause.BAD_RANGE, detail, may_still_land=False) from error
 
     def _stage(self, slots: list[int], pages: np.ndarray) -> tuple[int, ...]:
         blocks = np.ascontiguousarray(pages).reshape(len(slots), -1).view(np.uint8)

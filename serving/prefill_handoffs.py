@@ -100,6 +100,9 @@ class PrefillHandoffs:
         plan_to(self._plane.endpoint, remote)
         if target.handoff != request.id or target.writer_epoch != self._epoch:
             raise FailedPrecondition("this target is for another handoff or another process", field="target")
+        num_blocks = self._pool.num_blocks_for(len(request.prompt))
+        if target.num_blocks != num_blocks or target.num_blocks_held >= num_blocks:
+            raise FailedPrecondition(f"this target is not for a prompt of {num_blocks} blocks", field="target")
         if request.id in self._legs:
             return
         self._legs[request.id] = _Leg(
@@ -236,8 +239,11 @@ class PrefillHandoffs:
         handoff = self._side.handoff_of(stage.ticket)
         if (leg := self._legs.get(handoff)) is not None and leg.staged_s is None:
             leg.staged_s = time.perf_counter()
-        self._checksums[stage.ticket] = await self._plane.stage(stage.partition, slots, pages)
-        self._do(self._side.staged(stage.ticket))
+        checksums = await self._plane.stage(stage.partition, slots, pages)
+        actions = self._side.staged(stage.ticket)
+        if any(isinstance(action, m.Write) for action in actions):  # else it was given up meanwhile
+            self._checksums[stage.ticket] = checksums
+        self._do(actions)
         self._engine.wake()  # the blocks that were staged may be free now
         self._sweep()
 

@@ -11,7 +11,7 @@ import resource
 import secrets
 
 from moonshard.rpc import link_pb2
-from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestError, Unavailable
+from moonshard.rpc.status import FailedPrecondition, InvalidArgument, NotFound, RequestError, Unavailable
 from moonshard.serving import handoff_wire, wire
 from moonshard.serving.compilations import CompilationCounter
 from moonshard.serving.config import Config, WorkerRole
@@ -96,7 +96,6 @@ class Worker:
             plane=plane,
             epoch=handoff_wire.epoch_from(self.epoch),
             on_join=self._links.__setitem__,
-            on_over=self._links.__delitem__,
             on_fault=self.engine.fail,
         )
 
@@ -140,12 +139,12 @@ class Worker:
         link.send(link_pb2.WorkerMessage(load=self.load()))
 
     def close_link(self, link: Link) -> None:
-        """End all that came over it."""
+        """End all that came over it. Its handoffs first: room that a request leaves is none of theirs any more."""
         self._open.discard(link)
-        for request_id in [id for id, owner in self._links.items() if owner is link]:
-            self._end(request_id)
         if self._handoffs is not None:
             self._handoffs.close_link(link)
+        for request_id in [id for id, owner in self._links.items() if owner is link]:
+            self._end(request_id)
 
     def welcome(self) -> link_pb2.Welcome:
         endpoint = None if self._decode is None or self._plane is None else self._plane.endpoint
@@ -173,7 +172,7 @@ class Worker:
         except Rejected as error:
             link.send(wire.failed(request_id_of(message), wire.rejection(error)))
         except RequestError as error:
-            if not isinstance(error, InvalidArgument | Unavailable):
+            if not isinstance(error, InvalidArgument | NotFound | Unavailable):
                 logger.warning("%s: %s", name, error.message)
             link.send(wire.failed(request_id_of(message), error))
 
@@ -213,7 +212,7 @@ class Worker:
         elif self._decode is not None:
             self._decode.cancel(cancel.request_id, link)
         elif self._prefill is not None:
-            self._prefill.cancel(cancel.request_id, handoff_wire.epoch_from(cancel.target_epoch), link)
+            self._prefill.cancel(cancel.request_id, handoff_wire.epoch_from(cancel.target_epoch, "target_epoch"), link)
 
     def _end(self, request_id: bytes) -> None:
         del self._links[request_id]

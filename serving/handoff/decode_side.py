@@ -137,9 +137,10 @@ class DecodeSide:
         reservation = self._reservations.get(manifest.handoff)
         if reservation is None or not reservation.accepts(manifest):
             return ()
-        if not reservation.missing.issuperset(manifest.blocks) or len(set(manifest.blocks)) != len(manifest.grants):
-            return self._fail(reservation, Cause.CORRUPT, now_s)
         slots = tuple(grant.slot for grant in manifest.grants)
+        is_paired = 0 < len(slots) == len(set(slots)) == len(set(manifest.blocks))
+        if not is_paired or not reservation.missing.issuperset(manifest.blocks):
+            return self._fail(reservation, Cause.CORRUPT, now_s)
         for slot in slots:
             del reservation.granted[slot]
         partition = reservation.target.partition
