@@ -24,31 +24,31 @@ class Stamps:
     phases: link_pb2.WorkerPhases = field(default_factory=link_pb2.WorkerPhases)
     transfer: link_pb2.TransferPhases | None = None  # of a request whose KV moved
     num_retries: int = 0
-    is_continued: bool = False  # from tokens that an earlier worker gave
 
     def sent(self) -> None:
         self.sent_ns = self.sent_ns or time.perf_counter_ns()
 
     def retried(self) -> None:
         self.num_retries += 1
-        self.is_continued = bool(self.first_arrival_ns)
 
     def arrived(self, arrived_ns: int, output: link_pb2.SequenceOutput) -> None:
+        is_first = not self.first_arrival_ns
         self.first_arrival_ns = self.first_arrival_ns or arrived_ns
         self.last_arrival_ns = arrived_ns
         if output.choice == 0 and len(self.first_two_ns) < 2:
             self.first_two_ns += (arrived_ns,)
         if output.HasField("phases"):
-            self._merge(output.phases)
+            self._merge(output.phases, is_first=is_first)
 
-    def _merge(self, phases: link_pb2.WorkerPhases) -> None:
-        """A later message repeats what it does not change, or leaves it at 0, as a decode worker does with prefill's.
+    def _merge(self, phases: link_pb2.WorkerPhases, *, is_first: bool) -> None:
+        """A later message repeats what it does not change, or leaves it at 0.
 
-        The queue and prefill of a continued request came after its first token: they are no part of the wait for it.
+        The queue and prefill are those of the first token, and a part of the wait for it: not those of a request that
+        goes on elsewhere, nor of a choice that had to wait for a slot of its own.
         """
         queue_ms, prefill_ms = self.phases.queue_ms, self.phases.prefill_ms
         self.phases.MergeFrom(phases)
-        if self.is_continued:
+        if not is_first:
             self.phases.queue_ms, self.phases.prefill_ms = queue_ms, prefill_ms
 
     def delivered(self) -> bool:

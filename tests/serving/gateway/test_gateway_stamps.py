@@ -54,6 +54,14 @@ def test_what_another_worker_did_before_it_went_on_is_no_part_of_the_first_token
     assert (timing.wire_ms, timing.num_retries) == (0, 1)
 
 
+def test_a_choice_that_waited_for_a_slot_of_its_own_is_no_part_of_the_first_tokens_time():
+    both = stamps()
+    both.arrived(4 * MS, output(queue_ms=1, prefill_ms=2))
+    both.arrived(90 * MS, output(1, queue_ms=1, prefill_ms=88))
+    timing = both.timing()
+    assert (timing.worker_queue_ms, timing.worker_prefill_ms, timing.wire_ms) == (1, 2, 0)
+
+
 def test_a_request_begun_anew_before_its_first_token_has_the_phases_of_the_worker_that_gave_it():
     lost = stamps()
     lost.retried()
