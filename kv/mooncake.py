@@ -265,6 +265,10 @@ def _await_answer(session: str, timeout_s: float) -> None:
     The library's own `send_probe` takes 60 s for that. Raises OSError, which TimeoutError is one of.
     """
     host, _, port = session.rpartition(":")
+    try:
+        host.encode("idna")  # as connecting does, where the error would be none of the system's
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is no name of a host") from error
     if not (port.isascii() and port.isdigit() and int(port) < 65_536):
         raise OSError("not host:port")
     with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:

@@ -35,7 +35,10 @@ class Publishing:
         return self._meter.read()
 
     def begin(self, copies: Copies, write: Callable[[Copies], None]) -> Future[PublishResult]:
-        """Calls `write`, which blocks until all has landed or raises TransferFailed, and returns before it does."""
+        """Calls `write`, which blocks until all has landed or raises TransferFailed, and returns before it does.
+
+        Any other error of `write` is the future's too.
+        """
         future: Future[PublishResult] = Future()
         future.set_running_or_notify_cancel()  # from here on it cannot be cancelled under the thread
         thread = threading.Thread(target=self._run, args=(copies, write, future), name=self._thread_name, daemon=True)
@@ -62,6 +65,8 @@ class Publishing:
         except TransferFailed as failure:
             self._meter.add_failure(failure.cause, time.perf_counter() - start_s)
             future.set_exception(failure)
+        except Exception as error:  # a fault of ours, and whoever waits would never hear of it
+            future.set_exception(error)
         else:
             result = PublishResult(
                 num_bytes=int(copies.num_bytes.sum()),

@@ -175,6 +175,15 @@ def test_a_dead_peer_is_an_error_known_or_not(sender: Sender, peer: RemotePeer):
     other.transport.close()
 
 
+@pytest.mark.parametrize("session", ["nobody", "nobody:port", f"{'long' * 20}:80", "two..dots:80"])
+def test_a_session_that_is_no_address_is_refused(sender: Sender, session: str):
+    one = np.ones(1, np.int64)
+    copies = Copies(local_addresses=one * sender.slab.address, remote_addresses=one, num_bytes=one)
+    failure = sender.transport.publish(session, copies).exception(timeout=20)
+    assert isinstance(failure, TransferFailed)
+    assert (failure.cause, failure.may_still_land) == (FailureCause.REFUSED, False)
+
+
 def test_a_peer_killed_in_the_middle_is_an_error(sender: Sender, peer: RemotePeer):
     sender.publish(peer, (0, 0, 8))
     peer.stop()
