@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
+import httpx
 import numpy as np
 
 from moonshard.rpc.status import RequestError
@@ -104,7 +105,10 @@ class Listeners:
 
 def listen(fleet: Fleet, ask: Ask, heard: Heard) -> None:
     listeners: dict[str, Callable[[Fleet, Ask, Heard], None]] = {"grpc": _listen_grpc, "http": _listen_http}
-    listeners[ask.over](fleet, ask, heard)
+    try:
+        listeners[ask.over](fleet, ask, heard)
+    except httpx.TransportError as error:  # the gateway itself is gone
+        heard.failure = repr(error)
     heard.ended_s = time.monotonic()
 
 
