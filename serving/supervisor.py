@@ -188,9 +188,11 @@ class Role:
 
     async def _after_crash(self, code: int, crashes: deque[float]) -> None:
         """Wait before the next process. ChildFailed if there should be none."""
-        message, exit_code = self._failure or (f"{self.name} ended with exit code {code}", code if code > 0 else 1)
+        message, exit_code = self._failure or (f"{self.name} {_ending(code)}", code if code > 0 else 1)
         if not self.ready.is_set():
             raise ChildFailed(message if self._failure else f"{message} before it was ready", exit_code)
+        if self._failure:
+            message = f"{self.name}: {message}"  # at a start all are about to fail alike; later, one does
         now, limits = asyncio.get_running_loop().time(), self._limits
         crashes.append(now)
         while crashes[0] <= now - limits.restart_window_s:
@@ -229,7 +231,7 @@ async def supervise(
         task.cancel()
     await asyncio.wait((serving, asked))
     if failure is None:
-        reporter.note("draining")
+        reporter.note(f"draining for at most {limits.drain_s:g} s; a second Ctrl-C ends at once")
     await supervisor.stop()
     if isinstance(failure, ChildFailed):
         reporter.note(failure.message)
@@ -264,6 +266,13 @@ class _Interrupts:
         self.first.set()
         if self.is_impatient:
             self._on_second()
+
+
+def _ending(code: int) -> str:
+    """How a process ended, by its exit code as asyncio gives it: negative for a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was ended by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
 
 
 async def _addresses(workers: Sequence[Role]) -> list[str]:

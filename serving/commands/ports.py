@@ -4,6 +4,7 @@ import socket
 from collections.abc import Mapping
 
 from moonshard.serving.config import Config, ConfigError, WorkerRole, port_key, port_of
+from moonshard.serving.config_faults import PORTS_PER_WORKER
 
 
 def check_ports_are_free(config: Config) -> None:
@@ -15,6 +16,17 @@ def check_ports_are_free(config: Config) -> None:
 def check_worker_port_is_free(config: Config, role: WorkerRole) -> None:
     """The same for that of a worker."""
     _check(config.worker.host, {port_key(role): port_of(config, role)})
+
+
+def check_kv_ports_suffice(config: Config, *, num_workers: int) -> None:
+    """ConfigError where so many workers on one machine find too few in `kv.ports`: the last would try for a minute."""
+    ports, num_needed = config.kv.ports, num_workers * PORTS_PER_WORKER
+    if ports is None or config.mode == "aggregated" or config.kv.transport != "mooncake":
+        return
+    if (num_ports := ports[1] - ports[0] + 1) < num_needed:
+        raise ConfigError(
+            [f"kv.ports: {num_workers} workers need {num_needed} ports, {ports[0]} to {ports[1]} are {num_ports}"]
+        )
 
 
 def _check(host: str, ports: Mapping[str, int]) -> None:

@@ -24,8 +24,10 @@ def start_worker(config: Config, role: WorkerRole, status_fd: int | None) -> int
 def _check_role(config: Config, role: WorkerRole) -> None:
     """A gateway of the other mode would not look for it, and the rules of the KV plane hold in one mode only."""
     if role not in roles_of(config):
-        commands = " and ".join(map(command_of, roles_of(config)))
-        raise ConfigError([f"mode: in {config.mode} mode there are workers of `moonshard {commands}` only"])
+        commands = " and ".join(f"`moonshard {command_of(known)}`" for known in roles_of(config))
+        other = "aggregated" if role == "both" else "disaggregated"
+        fault = f"`moonshard {command_of(role)}` is for {other}; the workers of {config.mode} are {commands}"
+        raise ConfigError([f"mode: {fault}"])
 
 
 def _load(role: WorkerRole) -> RunProcess:

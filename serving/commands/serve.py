@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from moonshard.serving.commands.options import Configured
-from moonshard.serving.commands.ports import check_ports_are_free
+from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.config import Config, WorkerRole, command_of, roles_of, with_worker_at
 from moonshard.serving.config_file import as_overrides
 from moonshard.serving.supervisor import Command, Limits, supervise
@@ -25,6 +25,8 @@ def serve(options: Configured) -> int:
 
     begun_s = time.perf_counter()
     config = options.load()
+    commands = ChildCommands(config)
+    check_kv_ports_suffice(config, num_workers=len(commands.workers))
     check_ports_are_free(config)
     reporter = TerminalReporter()
 
@@ -34,7 +36,7 @@ def serve(options: Configured) -> int:
         sys.stdout.flush()
 
     try:
-        return asyncio.run(supervise(ChildCommands(config), reporter, limits_of(config), on_ready=on_ready))
+        return asyncio.run(supervise(commands, reporter, limits_of(config), on_ready=on_ready))
     finally:
         reporter.finish()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moonshard.serving import cli
-from moonshard.serving.commands.ports import check_ports_are_free
+from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.commands.serve import ChildCommands, limits_of
 from moonshard.serving.config import Config, ConfigError
 from moonshard.serving.config_file import load_config
@@ -121,6 +121,20 @@ def test_a_port_in_use_is_refused_naming_the_key():
     check_ports_are_free(load_config(None, [f"gateway.grpc_port={port}", "gateway.port=0"]))  # free again
 
 
+def test_a_range_of_kv_ports_too_short_for_the_workers_of_one_machine_is_refused():
+    short = ["kv.ports=[20100, 20104]"]
+    with pytest.raises(ConfigError, match=r"kv\.ports: 3 workers need 6 ports, 20100 to 20104 are 5"):
+        check_kv_ports_suffice(load_config(None, short), num_workers=3)
+    check_kv_ports_suffice(load_config(None, short), num_workers=2)
+    for unused in ('mode="aggregated"', 'kv.transport="grpc"'):
+        check_kv_ports_suffice(load_config(None, [*short, unused]), num_workers=3)
+
+
+def test_serve_says_that_the_kv_ports_are_too_few_before_it_starts_a_worker(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["serve", "--set", "kv.ports=[20100, 20102]", "--set", "gateway.port=0"]) == 2
+    assert capsys.readouterr().err == "moonshard: kv.ports: 2 workers need 4 ports, 20100 to 20102 are 3\n"
+
+
 @pytest.mark.parametrize(
     ("command", "key"), [("worker", "worker.port"), ("prefill", "prefill.port"), ("decode", "decode.port")]
 )
@@ -137,17 +151,29 @@ def test_a_workers_port_in_use_is_refused_naming_the_key(
 
 
 @pytest.mark.parametrize(
-    ("command", "mode", "known"),
+    ("command", "mode", "fault"),
     [
-        ("worker", "disaggregated", "prefill and decode"),
-        ("prefill", "aggregated", "worker"),
-        ("decode", "aggregated", "worker"),
+        (
+            "worker",
+            "disaggregated",
+            "`moonshard worker` is for aggregated; "
+            "the workers of disaggregated are `moonshard prefill` and `moonshard decode`",
+        ),
+        (
+            "prefill",
+            "aggregated",
+            "`moonshard prefill` is for disaggregated; the workers of aggregated are `moonshard worker`",
+        ),
+        (
+            "decode",
+            "aggregated",
+            "`moonshard decode` is for disaggregated; the workers of aggregated are `moonshard worker`",
+        ),
     ],
 )
-def test_a_worker_of_the_other_mode_is_refused(command: str, mode: str, known: str, capsys: pytest.CaptureFixture[str]):
+def test_a_worker_of_the_other_mode_is_refused(command: str, mode: str, fault: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main([command, "--set", f"mode={mode}"]) == 2
-    fault = f"moonshard: mode: in {mode} mode there are workers of `moonshard {known}` only\n"
-    assert capsys.readouterr().err == fault
+    assert capsys.readouterr().err == f"moonshard: mode: {fault}\n"
 
 
 def test_serve_starts_the_workers_of_its_mode_in_the_order_of_their_roles():

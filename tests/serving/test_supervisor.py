@@ -176,7 +176,7 @@ async def test_a_crashed_worker_is_restarted_in_the_same_place():
         os.kill(recorder.pids["worker 0"], signal.SIGKILL)
         await recorder.saw("worker 0", "ready", times=2)
         assert commands.calls == [("worker 0", None), ("gateway", ["127.0.0.1:7000"]), ("worker 0", "127.0.0.1:7000")]
-        assert ("worker 0 ended with exit code -9; restarting it",) in recorder.news
+        assert ("worker 0 was ended by SIGKILL; restarting it",) in recorder.news
 
 
 async def test_a_child_that_keeps_crashing_is_given_up():
@@ -188,6 +188,15 @@ async def test_a_child_that_keeps_crashing_is_given_up():
             await supervisor.watch()
         assert raised.value.exit_code == 1
         assert [name for name, _ in commands.calls].count("worker 0") == 4  # the first and three restarts
+
+
+async def test_a_worker_whose_restart_fails_is_named_with_its_reason():
+    async with running(Scripted([["lr", "f"]])) as (supervisor, recorder):
+        await supervisor.start()
+        os.kill(recorder.pids["worker 0"], signal.SIGKILL)
+        with pytest.raises(ChildFailed, match=r"worker 0: no such tensor, 4 times within 60 s: giving up"):
+            await supervisor.watch()
+        assert ("worker 0: no such tensor; restarting it",) in recorder.news
 
 
 async def test_a_worker_that_somebody_drains_is_started_again_in_its_place_as_often_as_that_happens():
