@@ -12,6 +12,7 @@ from moonshard.rpc.status import RequestError
 
 _CLOSED_AT_ONCE = ("Socket closed", "Connection reset by peer")
 _BEFORE_REASON = "last error: "  # gRPC names the addresses that it tried before it
+_BEFORE_ERRNO = "Failed to connect to remote host: "  # and once more, which whoever tells the reason does too
 
 
 def reason(error: Exception, *, has_tls: bool) -> str:
@@ -25,7 +26,7 @@ def reason(error: Exception, *, has_tls: bool) -> str:
     if is_connecting and cause.endswith(_CLOSED_AT_ONCE):
         refusal = "refuses this gateway's certificate" if has_tls else "expects TLS"
         return f"{cause} (a worker that {refusal} closes like this)"
-    return cause
+    return cause.rpartition(_BEFORE_ERRNO)[2]
 
 
 def is_expected(error: Exception) -> bool:

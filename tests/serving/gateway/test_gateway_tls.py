@@ -97,4 +97,4 @@ async def test_a_gateway_with_tls_before_a_plain_worker_is_unavailable_for_that_
 
 async def test_where_nobody_listens_the_client_is_told_so(gateway_config: GatewayConfig, kimi_folder: Path):
     async with asyncio.timeout(60), serving(make_config(gateway_config, kimi_folder, ["127.0.0.1:1"])) as running:
-        assert "Connection refused" in await told(running)
+        assert await told(running) == "no worker is ready (127.0.0.1:1: Connection refused)"
