@@ -72,6 +72,11 @@ def _handoff_faults(config: Config) -> list[str]:
     faults = []
     if config.kv.transport == "inproc":
         faults.append("kv.transport: inproc joins the workers of one process only; use mooncake or grpc")
+    if config.kv.lease_s <= config.gateway.queue_timeout_s:
+        faults.append(
+            f"kv.lease_s: {config.kv.lease_s:g} includes the wait for a decode worker, and must be more than "
+            f"gateway.queue_timeout_s ({config.gateway.queue_timeout_s:g})"
+        )
     if config.prefill.port == config.decode.port != 0:
         faults.append(f"decode.port: {config.decode.port} is prefill.port too; they need one each")
     if kv_host_of(config) in ("0.0.0.0", "::"):

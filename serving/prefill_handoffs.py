@@ -192,7 +192,11 @@ class PrefillHandoffs:
     # ---- time
 
     def tick(self) -> None:
-        self._do(self._side.expire(time.perf_counter()))
+        actions = self._side.expire(time.perf_counter())
+        for action in actions:  # before the first of them frees the engine to launch another's next chunk
+            if isinstance(action, m.Stop):
+                self._legs[action.handoff].is_given_up = True
+        self._do(actions)
         self._sweep()
 
     # ---- what the side asks

@@ -38,6 +38,7 @@ SETTINGS: Mapping[str, object] = {
     "model.max_context_tokens": 2000,
     "gateway.port": 0,
     "gateway.grpc_port": 0,
+    "gateway.queue_timeout_s": 15.0,
     "gateway.worker_silence_s": SILENCE_S,
     "prefill.port": 0,
     "prefill.chunk_tokens": 64,

@@ -113,6 +113,10 @@ def test_all_faults_are_reported_together(tmp_path: Path):
         ("kv.slab_bytes=1e9", "kv.slab_bytes: expected `int`, got 1000000000.0"),
         ("kv.slots_per_handoff=0", "kv.slots_per_handoff: expected `int` >= 1, got 0"),
         ("kv.lease_s=0", "kv.lease_s: expected `float` > 0.0, got 0"),
+        (
+            "kv.lease_s=30",
+            "kv.lease_s: 30 includes the wait for a decode worker, and must be more than gateway.queue_timeout_s (30)",
+        ),
         ("kv.quarantine_s=-1", "kv.quarantine_s: expected `float` > 0.0, got -1"),
         ("kv.transfer_timeout_s=1e9", "kv.transfer_timeout_s: expected `float` <= 86400.0, got 1000000000.0"),
         ("kv.host=''", "kv.host: expected `str` of length >= 1, got ''"),
