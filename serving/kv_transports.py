@@ -7,7 +7,7 @@ loaded, since only then the size of a block is known.
 import grpc
 
 from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
-from moonshard.kv.slab import Slab
+from moonshard.kv.slab import Slab, SlabTooLarge
 from moonshard.kv.transfer import Transport
 from moonshard.serving.config import Config, ConfigError
 from moonshard.serving.kv_plane import KvPlane
@@ -32,8 +32,7 @@ class KvTransports:
         """Allocate the slab and start the transport. Blocks for some milliseconds.
 
         Raises:
-            ConfigError: the slab has not one slot per partition.
-            SlabTooLarge: the machine has not that much memory left.
+            ConfigError: the slab has not one slot per partition, or the machine has not that much memory left.
             TransportUnavailable: it cannot be loaded, or does not start.
         """
         num_partitions, block_bytes = model.pool.num_partitions, model.block_bytes
@@ -45,7 +44,10 @@ class KvTransports:
                     f"for each of {num_partitions} partitions"
                 ]
             )
-        slab = Slab(num_slots, block_bytes, available_bytes=free_memory_bytes())
+        try:
+            slab = Slab(num_slots, block_bytes, available_bytes=free_memory_bytes())
+        except SlabTooLarge as error:
+            raise ConfigError([f"kv.slab_bytes: {error}"]) from error
         return KvPlane(
             self._start(port),
             slab,

@@ -16,7 +16,7 @@ from moonshard.kv.blocks import BlockPool
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.spec import ModelError
-from moonshard.serving.config import Config, WorkerRole, mesh_of
+from moonshard.serving.config import Config, ConfigError, WorkerRole, mesh_of
 from moonshard.serving.encoder import PoolShape
 from moonshard.serving.kv_endpoint import whole_blocks
 from moonshard.serving.programs import Programs
@@ -156,11 +156,15 @@ def choose_sizes(
 
     Raises:
         ModelError: the configured context is longer than the model's or than the pool.
+        ConfigError: the pool is larger than the memory there is.
     """
     block_size, partitions = config.kv.block_size, mesh_of(config, role).num_partitions
     max_slots = config.prefill.max_slots if role == "prefill" else config.decode.max_slots
     (group,) = model.kv_groups(dtype)
-    num_blocks = config.kv.num_blocks or max(1, _auto_blocks(group.bytes_per_token * block_size) // partitions)
+    block_bytes = group.bytes_per_token * block_size
+    if config.kv.num_blocks is not None:
+        _check_pool_fits(config.kv.num_blocks, partitions, block_bytes)
+    num_blocks = config.kv.num_blocks or max(1, _auto_blocks(block_bytes) // partitions)
     pool_tokens = num_blocks * block_size
     wanted = config.model.max_context_tokens
     for limit, what in ((model.max_position_embeddings, "max_position_embeddings"), (pool_tokens, "the KV pool")):
@@ -193,10 +197,29 @@ def buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
 
 def _auto_blocks(bytes_per_block: int) -> int:
     """Half of the free memory: the device's, or the machine's up to `MAX_AUTO_POOL_BYTES`."""
+    device_bytes = _free_device_bytes()
+    half_bytes = min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2) if device_bytes is None else device_bytes // 2
+    return max(1, half_bytes // bytes_per_block)
+
+
+def _check_pool_fits(num_blocks: int, num_partitions: int, block_bytes: int) -> None:
+    """ConfigError where it cannot: the allocation itself would fail in XLA's words, or be promised and then killed."""
+    device_bytes = _free_device_bytes()
+    free_bytes = free_memory_bytes() if device_bytes is None else device_bytes
+    pool_bytes = num_blocks * num_partitions * block_bytes
+    if pool_bytes > free_bytes:
+        raise ConfigError(
+            [
+                f"kv.num_blocks: {num_blocks} blocks of {block_bytes} bytes for each of {num_partitions} partitions "
+                f"take {pool_bytes / 1024**3:.2f} GiB, and {free_bytes / 1024**3:.2f} GiB are available"
+            ]
+        )
+
+
+def _free_device_bytes() -> int | None:
+    """None for a device that lives in the machine's memory."""
     stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return max(1, (stats["bytes_limit"] - stats["bytes_in_use"]) // 2 // bytes_per_block)
-    return max(1, min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2) // bytes_per_block)
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
 
 
 def free_memory_bytes() -> int:

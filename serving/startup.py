@@ -17,7 +17,6 @@ from moonshard.sharding.shape import MeshShape
 STARTUP_EXIT_CODE = 2
 STARTUP_ERRORS = frozenset(
     {
-        ("moonshard.kv.slab", "SlabTooLarge"),
         ("moonshard.kv.transfer", "TransportUnavailable"),
         ("moonshard.models.checkpoint", "CheckpointError"),
         ("moonshard.models.generation", "GenerationConfigError"),

@@ -39,7 +39,7 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int
     """Serves until told to stop; the exit code.
 
     Raises:
-        PortInUse, CheckpointError, ModelError, MeshError, TransportUnavailable, SlabTooLarge: before it serves.
+        PortInUse, CheckpointError, ModelError, MeshError, TransportUnavailable, ConfigError: before it serves.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stop = _stop_on_signals()

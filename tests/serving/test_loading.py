@@ -13,7 +13,7 @@ from moonshard.models.checkpoint import CheckpointError
 from moonshard.models.score import score
 from moonshard.models.spec import ModelError
 from moonshard.serving import loading
-from moonshard.serving.config import Config, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
+from moonshard.serving.config import Config, ConfigError, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
 from moonshard.serving.loading import DEFAULT_MAX_CONTEXT_TOKENS, Q_TILE, buckets, load_model, open_model, resolve_dtype
 from moonshard.sharding.rules import MeshError
 from moonshard.sharding.shape import MeshShape
@@ -60,6 +60,17 @@ def test_partitions_share_the_slots_and_have_a_pool_each():
     shapes, pool = size(config(decode=DecodeConfig(max_slots=6, mesh=MeshShape(expert=2))))
     assert (pool.num_partitions, pool.slots_per_partition, pool.blocks_per_partition) == (2, 3, 64)
     assert shapes.num_slots == pool.num_slots == 6
+
+
+def test_a_pool_beyond_the_memory_there_is_is_refused_with_all_its_partitions(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 2**30)
+    meshes = DecodeConfig(max_slots=6, mesh=MeshShape(expert=2))
+    block_bytes = 49152  # 64 tokens of the tiny model in float32
+    fitting = 2**30 // block_bytes // 2
+    assert size(config(num_blocks=fitting, decode=meshes))[1].blocks_per_partition == fitting
+    message = f"kv.num_blocks: {fitting + 1} blocks of {block_bytes} bytes for each of 2 partitions take 1.00 GiB"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        size(config(num_blocks=fitting + 1, decode=meshes))
 
 
 def test_a_context_is_the_least_of_model_pool_and_default_unless_configured():
