@@ -69,6 +69,7 @@ class Worker:
         self._decode = None if plane is None or role != "decode" else self._decode_handoffs(plane)
         self._handoffs = self._prefill or self._decode  # no role has both
         self._ticking: asyncio.TimerHandle | None = None
+        self._refusal: str | None = None  # the last one
 
     def _prefill_handoffs(self, plane: KvPlane) -> PrefillHandoffs:
         return PrefillHandoffs(
@@ -164,7 +165,7 @@ class Worker:
                 case "cancel":
                     self._cancel(message.cancel, link)
                 case "refused":
-                    logger.warning("a gateway refuses this worker: %s", message.refused.message)
+                    self._refused(message.refused.message)
                 case "landed" | "start" | "drained":
                     self._to_decode(name, message, link)
                 case "credits":
@@ -175,6 +176,12 @@ class Worker:
             if not isinstance(error, InvalidArgument | NotFound | Unavailable):
                 logger.warning("%s: %s", name, error.message)
             link.send(wire.failed(request_id_of(message), error))
+
+    def _refused(self, reason: str) -> None:
+        """Log why a gateway does not route here: once, for it knocks again every second."""
+        if reason != self._refusal:
+            logger.warning("a gateway refuses this worker: %s", reason)
+        self._refusal = reason
 
     def _run(self, run: link_pb2.Run, link: Link) -> None:
         self._check_open()

@@ -150,6 +150,19 @@ async def test_another_protocol_version_is_refused_by_name():
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
+async def test_a_gateway_that_refuses_again_and_again_is_logged_once_per_reason(caplog: pytest.LogCaptureFixture):
+    async with serving() as (_, stub):
+        for reason in ("another dtype", "another dtype", "another checkpoint"):
+            gateway = Gateway(stub)
+            await gateway.hello()
+            await gateway.call.write(link_pb2.GatewayMessage(refused=link_pb2.Refused(message=reason)))
+            await gateway.run(1, [1], max_tokens=1)
+            await gateway.outputs(num_ended=1)  # so what came before the run has been read
+            await gateway.call.done_writing()
+    refusals = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
+    assert refusals == [f"a gateway refuses this worker: another {what}" for what in ("dtype", "checkpoint")]
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
