@@ -19,7 +19,7 @@ def check_worker_port_is_free(config: Config, role: WorkerRole) -> None:
 
 
 def check_kv_ports_suffice(config: Config, *, num_workers: int) -> None:
-    """ConfigError where so many workers on one machine find too few in `kv.ports`: the last would try for a minute."""
+    """ConfigError where the workers of one machine find too few: the last would fail once all have compiled."""
     ports, num_needed = config.kv.ports, num_workers * PORTS_PER_WORKER
     if ports is None or config.mode == "aggregated" or config.kv.transport != "mooncake":
         return
