@@ -18,6 +18,7 @@ Left out: reads, RDMA devices, and fencing of writes, which there is none of (se
 Source: Mooncake (Qin et al. 2025, FAST), https://github.com/kvcache-ai/Mooncake.
 """
 
+import contextlib
 import math
 import os
 import socket
@@ -45,6 +46,9 @@ FIRST_PAUSE_S = 1e-4
 LONGEST_PAUSE_S = 2e-3
 PROBE_TIMEOUT_S = 1.0
 LIBRARY_MIN_TIMEOUT_S = 5
+NUM_PORTS = 2  # that one process listens at
+PORTS_REST_S = 75.0  # Linux remembers a closed connection for 60 s
+PORTS_PAUSE_S = 1.0
 
 INSTALL = (
     "Mooncake cannot be loaded ({error}). It needs the system library libibverbs1 (apt-get install libibverbs1) and "
@@ -94,14 +98,11 @@ class MooncakeTransport:
     def start(cls, host: str, *, config: MooncakeConfig) -> "MooncakeTransport":
         """Starts the library. `host` is the name that peers find this machine by.
 
-        Raises `TransportUnavailable` where it cannot be loaded or does not start.
+        Blocks for a minute at most where `config.ports` are those of a process that was just killed. Raises
+        `TransportUnavailable` where it cannot be loaded or does not start.
         """
         os.environ.update(_library_environment(config))
-        engine = _load_engine()
-        code = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
-        if code != 0:
-            ports = "" if config.ports is None else f"; is a port from {config.ports[0]} to {config.ports[1]} free?"
-            raise TransportUnavailable(f"Mooncake does not start on {host}: initialize returned {code}{ports}")
+        engine = _initialized(host, config)
         _check_port(engine.get_rpc_port(), config.ports)
         return cls(engine, host, config)
 
@@ -216,6 +217,38 @@ def start_bare(host: str, slab: Slab) -> Callable[[str, list[int], list[int], li
             raise TransferFailed(FailureCause.PEER_GONE, f"{session}: {code}", may_still_land=True)
 
     return write
+
+
+def _initialized(host: str, config: MooncakeConfig) -> _Engine:
+    """The library, started. It takes no port whose last connections the system still remembers: that is awaited."""
+    deadline_s = time.perf_counter() + PORTS_REST_S
+    while True:
+        engine = _load_engine()
+        code = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
+        if code == 0:
+            return engine
+        if config.ports is None:
+            raise TransportUnavailable(f"Mooncake does not start on {host}: initialize returned {code}")
+        first, last = config.ports
+        if not has_unheard_ports(first, last) or time.perf_counter() > deadline_s:
+            raise TransportUnavailable(
+                f"Mooncake does not start on {host}: initialize returned {code}; "
+                f"are {NUM_PORTS} ports from {first} to {last} free?"
+            )
+        time.sleep(PORTS_PAUSE_S)
+
+
+def has_unheard_ports(first: int, last: int) -> bool:
+    """Whether nobody listens at enough of these ports for one process, though they may not be free yet."""
+    num_unheard = 0
+    for port in range(first, last + 1):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            num_unheard += 1
+        if num_unheard == NUM_PORTS:
+            return True
+    return False
 
 
 def _check_port(port: int, ports: tuple[int, int] | None) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
+from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport, has_unheard_ports
 from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import (
     Copies,
@@ -306,5 +306,27 @@ def test_taken_ports_are_named():
     with socket.create_server(("", 29_741)) as taken:
         port = taken.getsockname()[1]
         said = start_alone(port, port)
-    assert f"is a port from {port} to {port} free?" in said
+    assert f"are 2 ports from {port} to {port} free?" in said
     assert "started" not in said
+
+
+def leave_at_rest(port: int) -> None:
+    """A connection to this port ends as those of a killed process do: the system remembers it for a minute."""
+    with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)) as client:
+        server.accept()[0].close()
+        assert client.recv(1) == b""
+
+
+def test_ports_at_rest_are_told_from_ports_that_somebody_listens_at():
+    leave_at_rest(29_751)
+    leave_at_rest(29_752)
+    assert has_unheard_ports(29_751, 29_752)
+    with socket.create_server(("", 29_752)):
+        assert not has_unheard_ports(29_751, 29_752)
+
+
+@pytest.mark.slow
+def test_a_process_waits_for_the_ports_of_one_that_was_killed():
+    leave_at_rest(29_761)
+    leave_at_rest(29_762)
+    assert "started 127.0.0.1:2976" in start_alone(29_761, 29_762)
