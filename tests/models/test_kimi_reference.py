@@ -17,7 +17,7 @@ from moonshard.models.score import observe, score
 from moonshard.models.spec import ModelError
 from moonshard.serving.encoder import PoolShape, StepEncoder
 from moonshard.serving.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
-from moonshard.serving.programs import Programs
+from moonshard.serving.programs import Drawn, Programs
 from moonshard.serving.request import Request, Sampling, SequenceId, SlotId
 from moonshard.serving.steps import StepShapes
 from moonshard.sharding.rules import build_mesh, replicated
@@ -194,8 +194,8 @@ def test_the_programs_serve_in_bfloat16():
     first = programs.fetch(programs.launch(encoder.encode(PrefillPlan(number=0, chunks=(chunk,)))))
     decode = DecodePlan(number=1, rows=(DecodeRow(position=20, **of),))
     second = programs.fetch(programs.launch(encoder.encode(decode)))
-    assert first is not None
-    assert second is not None
+    assert isinstance(first, Drawn)
+    assert isinstance(second, Drawn)
     assert programs.state.pages.dtype == jnp.bfloat16
     drawn = [int(first.tokens[0]), int(second.tokens[0])]
     exact = dense_only_logits("float32", np.asarray([*prompt, drawn[0], *[0] * 27]))[19:21]
