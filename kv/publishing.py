@@ -1,8 +1,8 @@
 """The publishes of one transport: each on a thread to itself, so that a hung peer delays nobody else.
 
 Stands apart because every transport whose writes block needs it, whatever it writes with. Threads that are done take
-the next publish: whoever starts one waits until it runs, which in a busy process was a third of a small publish. Left
-out: how a write is made, and how one under way is made to fail when `closing` is set.
+the next publish: whoever starts one waits until it runs (0.2 ms for a start and a join, measured). Left out: how a
+write is made, and how one under way is made to fail when `closing` is set.
 """
 
 import threading

@@ -1,6 +1,6 @@
 """A decode worker's half of its handoffs: the process around `handoff.decode_side`.
 
-The side decides; here slots are copied out and checked on a thread, what is intact is landed in the device's pages, and
+The side decides; here slots are copied out and checked, what is intact is landed in the device's pages, and
 a request whose prompt has landed joins the engine's batch. Reservations that find no room wait here, first come first
 served, as requests wait in the scheduler. Left out: who may write the slab (`kv_plane`, and nobody can be kept out).
 """

@@ -9,7 +9,7 @@ import grpc
 from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
 from moonshard.kv.slab import Slab, SlabTooLarge
 from moonshard.kv.transfer import Transport
-from moonshard.serving.config import Config, ConfigError
+from moonshard.serving.config import Config, ConfigError, kv_host_of
 from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.kv_stream import GrpcTransport, KvStreamReceiver
 from moonshard.serving.loading import LoadedModel, free_memory_bytes
@@ -29,7 +29,7 @@ class KvTransports:
             self._receiver.add_to(server)
 
     def open_plane(self, model: LoadedModel, port: int) -> KvPlane:
-        """Allocate the slab and start the transport. Blocks for some milliseconds.
+        """Allocate the slab and start the transport. Blocks: for the longest where Mooncake's ports are at rest.
 
         Raises:
             ConfigError: the slab has not one slot per partition, or the machine has not that much memory left.
@@ -58,8 +58,7 @@ class KvTransports:
         )
 
     def _start(self, port: int) -> Transport:
-        kv = self._config.kv
-        host = kv.host or self._config.worker.host
+        kv, host = self._config.kv, kv_host_of(self._config)
         if self._receiver is not None:
             return GrpcTransport(
                 self._receiver,
