@@ -13,7 +13,7 @@ transformers' DeepseekV3ForCausalLM; YaRN (arXiv 2309.00071).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -506,6 +506,41 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "d"], eps: float) -> 
     return weight * normal.astype(x.dtype)
 
 
+@runtime_checkable
+class Attend(Protocol):
+    """How absorbed queries meet keys: over pages when serving; `models.training` has the one that is differentiated."""
+
+    def __call__(
+        self,
+        queries: Float[Array, "n t h f"],
+        features: Float[Array, "n t f"],
+        pages: Pages,
+        layer: Int[Array, ""],
+        batch: Batch,
+        *,
+        value_rank: int,
+        scale: float,
+    ) -> tuple[Float[Array, "n t h r"], Pages]: ...
+
+
+def attend_paged(
+    queries: Float[Array, "n t h f"],
+    features: Float[Array, "n t f"],
+    pages: Pages,
+    layer: Int[Array, ""],
+    batch: Batch,
+    *,
+    value_rank: int,
+    scale: float,
+) -> tuple[Float[Array, "n t h r"], Pages]:
+    """Writes the tokens' latents, then attends over everything written."""
+    pages = write_tokens(pages, layer, batch.block_tables, batch.positions, features)
+    mixed = latent_attention(
+        queries, pages, layer, batch.block_tables, batch.positions, value_rank=value_rank, scale=scale
+    )
+    return mixed, pages
+
+
 def _attend(
     config: KimiConfig,
     w: Attention[Array],
@@ -514,8 +549,8 @@ def _attend(
     layer: Int[Array, ""],
     batch: Batch,
     rotary: tuple[Array, Array],
+    attend: Attend,
 ) -> tuple[Float[Array, "n t d"], Pages]:
-    """Writes the tokens' latents, then attends over everything written."""
     cos, sin = rotary
     r, nope = config.kv_lora_rank, config.qk_nope_head_dim
     x = rms_norm(x, w.norm, config.rms_norm_eps)
@@ -526,16 +561,8 @@ def _attend(
     latent = rms_norm(kv[..., :r], w.kv_a_norm, config.lora_norm_eps)
     k_rope = rotate(kv[..., r:], cos, sin, config.rope_interleave)
     features = jnp.concatenate([latent, k_rope], axis=-1)
-    pages = write_tokens(pages, layer, batch.block_tables, batch.positions, features)
-    mixed = latent_attention(
-        jnp.concatenate([q_latent, q_rope], axis=-1),
-        pages,
-        layer,
-        batch.block_tables,
-        batch.positions,
-        value_rank=r,
-        scale=softmax_scale(config),
-    )
+    queries = jnp.concatenate([q_latent, q_rope], axis=-1)
+    mixed, pages = attend(queries, features, pages, layer, batch, value_rank=r, scale=softmax_scale(config))
     values = jnp.einsum("nthr,hvr->nthv", mixed, w.v_up)
     out = jnp.einsum("nthv,dhv->ntd", values, w.out)
     return out + (w.out_bias if w.out_bias is not None else 0), pages
@@ -591,6 +618,7 @@ def forward(
     batch: Batch,
     *,
     backend: moe.Backend = moe.blocks,
+    attend: Attend = attend_paged,
     observe: bool = False,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
     """Runs all layers over a batch of rows, writing their latents into the pages.
@@ -608,7 +636,7 @@ def forward(
             x, pages = carry
             w, index = inputs
             with jax.named_scope("attention"):
-                attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary)
+                attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary, attend)
             x = x + attended
             with jax.named_scope("feed_forward"):
                 added, routing = _feed_forward(config, w, experts, x, index, valid, backend)
