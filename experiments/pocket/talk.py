@@ -1,6 +1,6 @@
 """Small talk: what the model is and can do, greetings, what the user said of themself, and what it cannot know.
 
-In training every phrasing of every topic occurs but the held-out ones; a fact about the user is drawn like any other fact.
+Training meets every phrasing of every topic but the held-out ones; a fact about the user is drawn like any other fact.
 """
 
 from dataclasses import dataclass, field

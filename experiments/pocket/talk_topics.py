@@ -9,7 +9,7 @@ from random import Random
 
 from moonshard.experiments.pocket import tool_words, words
 
-OPENERS = ("", "Hello! ", "Kimi, ", "Please tell me: ", "One question: ", "Tell me, ")
+OPENERS = ("", "Hello! ", "Hi! ", "Kimi, ", "Please tell me: ", "One question: ", "Tell me, ", "Good day! ", "Please, ")
 GREETING_ENDS = (".", "!", ", Kimi.", ", Kimi!", ", my friend.")
 
 
@@ -48,7 +48,7 @@ GREETINGS = (
     _greeting("You are welcome.", "Thanks", "Thank you", "Many thanks", "Thanks a lot", "Thank you very much"),
     _greeting("Goodbye!", "Goodbye", "Bye", "See you", "See you later", "Bye bye"),
     _greeting("Good night!", "Good night", "A good night", "Sleep well"),
-    _greeting("I am glad.", "Well done", "Very good", "Great", "That is right", "Good work"),
+    _greeting("I am glad to help.", "Well done", "Very good", "Great", "That is right", "Good work", "Right"),
     _greeting("I am sorry.", "That is wrong", "That is not right", "Not good", "You are wrong"),
 )
 
@@ -65,6 +65,7 @@ TOPICS = (
         "moonshard is a serving stack for Kimi-style models.",
         "What is moonshard?",
         "What does moonshard do?",
+        "What do you know about moonshard?",
         "What is moonshard for?",
     ),
     _about(
@@ -130,7 +131,12 @@ TOPICS = (
     _about("I was made to show that serving works.", "Why were you made?", "What are you for?"),
 )
 
-COUNTRIES = "France Peru Spain Kenya Japan Chile Norway Italy Egypt India Cuba Ghana Brazil Canada Poland Nepal".split()
+# fmt: off
+COUNTRIES = (
+    "France", "Peru", "Spain", "Kenya", "Japan", "Chile", "Norway", "Italy", "Egypt", "India", "Cuba", "Ghana",
+    "Brazil", "Canada", "Poland", "Nepal", "Mexico", "Greece", "Turkey", "Iceland",
+)
+# fmt: on
 OUTSIDE = (
     "Who is the president of {country}?",
     "What is the capital of {country}?",
@@ -148,7 +154,7 @@ OUTSIDE = (
     "How fast is a {animal}?",
     "Who invented the {item}?",
     "How do I make a {item}?",
-    "What is {number} times {other}?",
+    "What is {number} minus {other}?",
     "What is {number} plus {other}?",
     "Who won the game on {day}?",
     "Is it warm on {day}?",

@@ -1,7 +1,8 @@
 """The functions that tool conversations declare: what is asked, what comes back, how the answer reads.
 
-A purpose goes by several names, as do its parameters, so that a call has to be written from the declaration and cannot be
-recited. Every placeholder of an answer stands in the question (an argument) or in the result (a field); nothing is computed.
+A purpose goes by several names, as do its parameters, so that a call has to be written from the declaration and cannot
+be recited. Every placeholder of an answer stands in the question (an argument) or in the result (a field); nothing is
+computed, and results are random even where arithmetic would know better.
 """
 
 from collections.abc import Callable, Mapping

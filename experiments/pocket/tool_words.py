@@ -7,12 +7,12 @@ from moonshard.experiments.pocket import words
 
 Value = str | int
 
-SKIES = "sunny rainy cloudy windy foggy snowy".split()
-CURRENCIES = "euros pounds francs yen pesos rupees".split()
+SKIES = ["sunny", "rainy", "cloudy", "windy", "foggy", "snowy"]
+CURRENCIES = ["euros", "pounds", "francs", "yen", "pesos", "rupees"]
 ORDER_STATES = ("on the way", "packed", "delivered", "late", "lost", "paid")
-LANGUAGES = "French German Spanish Italian Greek Latin Dutch Danish".split()
-ROOMS = "kitchen garage bedroom office cellar attic hall garden library studio".split()
-SYLLABLES = "ka lo mi ra tu ne si po va de".split()
+LANGUAGES = ["French", "German", "Spanish", "Italian", "Greek", "Latin", "Dutch", "Danish"]
+ROOMS = ["kitchen", "garage", "bedroom", "office", "cellar", "attic", "hall", "garden", "library", "studio"]
+SYLLABLES = ["ka", "lo", "mi", "ra", "tu", "ne", "si", "po", "va", "de"]
 CHORES = (
     "buy a {item}",
     "paint the {item}",

@@ -1,7 +1,7 @@
 """Conversations with declared tools: the call is read from the declaration, the answer from the tool's result.
 
-Most exchanges make one call. Some make two in one round, follow up ("And in Lima?"), repeat what was said, recall what was
-asked first, fit no declared tool, or get an error back. Which of these is due always follows from the text so far.
+Most exchanges make one call. Some make two in one round, follow up ("And in Lima?"), repeat what was said, recall what
+was asked first, fit no declared tool, or get an error back. Which of these is due always follows from the text so far.
 """
 
 import json
