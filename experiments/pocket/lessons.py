@@ -1,0 +1,44 @@
+"""The corpus as the trainer asks for it: rows by stage and step, and the fixed held-out rows of each skill."""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+
+from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, random_of
+from moonshard.experiments.pocket.corpus import SKILLS, Text, batch, lesson
+from moonshard.experiments.pocket.recipe import Rows, Stage
+
+NUM_HELD_OUT_ROWS = 16  # of a skill
+NUM_HELD_OUT_TOKENS = 512
+
+
+class PocketLessons:
+    """Generated conversations, rendered and cut into rows."""
+
+    def __init__(self, text: Text, seed: int):
+        self._text, self._seed = text, seed
+
+    def rows(self, stage: Stage, step: int) -> Rows:
+        return batch(TRAIN, self._seed, step, stage, self._text)
+
+    def held_out(self) -> Mapping[str, Rows]:
+        return self._held_out
+
+    @cached_property
+    def _held_out(self) -> Mapping[str, Rows]:
+        return {skill: self._rows_of(skill) for skill in SKILLS}
+
+    def _rows_of(self, skill: str) -> Rows:
+        """Positions without gaps, as they are when the model serves."""
+        generator, _ = SKILLS[skill]
+        drawn = [random_of(HELD_OUT, self._seed, "measure", skill, row) for row in range(NUM_HELD_OUT_ROWS)]
+        made = [
+            lesson(self._text, generator(random, HELD_OUT, NUM_HELD_OUT_TOKENS), NUM_HELD_OUT_TOKENS)
+            for random in drawn
+        ]
+        return Rows(
+            tokens=np.stack([tokens for tokens, _ in made]),
+            weights=np.stack([weights for _, weights in made]),
+            positions=np.tile(np.arange(NUM_HELD_OUT_TOKENS, dtype=np.int32), (NUM_HELD_OUT_ROWS, 1)),
+        )

@@ -1,0 +1,82 @@
+"""Muon for matrices, AdamW for the rest, and how fast both go at each step.
+
+Muon makes the update of every matrix orthogonal, so it must be told which axes of a stacked leaf are one matrix's rows and
+columns: heads and their features together are one side, as in the checkpoint; layers, experts, gate and up are
+matrices of their own. Sources: Muon is Scalable for LLM Training (arXiv 2502.16982), section 2.2, for the scale that lets
+both share a learning rate; optax.contrib.muon for the iteration.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+
+from moonshard.experiments.pocket.recipe import DECAY_SHARE, Recipe
+from moonshard.models import kimi
+from moonshard.models.spec import Param
+from moonshard.models.weights import is_param
+
+CONSISTENT_RMS = 0.2  # of an update, as AdamW's typically is
+ADAM_B1, ADAM_B2 = 0.9, 0.95
+PLAIN = MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # [... out in]
+HEADS_OUT = MuonDimensionNumbers(reduction_axis=-1, output_axis=(-3, -2))  # [... h k in]
+HEADS_IN = MuonDimensionNumbers(reduction_axis=(-2, -1), output_axis=-3)  # [... out h v]
+MATRICES = {
+    "q_a": PLAIN,
+    "q_b": HEADS_OUT,
+    "kv_a": PLAIN,
+    "k_up": HEADS_OUT,
+    "v_up": HEADS_OUT,
+    "out": HEADS_IN,
+    "gate_up": PLAIN,
+    "down": PLAIN,
+}
+
+
+def matrices(params: kimi.Weights[Param]) -> kimi.Weights[MuonDimensionNumbers | None]:
+    """Which axes of each leaf make a matrix; None: none do (norms), or it is a table or a gate, left to AdamW."""
+
+    def dimensions(path: tuple[Any, ...], _: Param) -> MuonDimensionNumbers | None:
+        return MATRICES.get(path[-1].name)
+
+    return jax.tree_util.tree_map_with_path(dimensions, params, is_leaf=is_param)
+
+
+def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTransformation:
+    """Clips, then updates; only matrices decay. What it says of the router's bias is to be ignored."""
+    dimensions = matrices(kimi.declare(config))
+    rate = learning_rate(recipe)
+    if recipe.optimiser == "muon":
+        update = muon(
+            rate,
+            weight_decay=recipe.weight_decay,
+            adam_b1=ADAM_B1,
+            adam_b2=ADAM_B2,
+            muon_weight_dimension_numbers=dimensions,
+            consistent_rms=CONSISTENT_RMS,
+        )
+    else:
+        is_matrix = jax.tree.map(lambda leaf: leaf is not None, dimensions, is_leaf=_is_dimensions)
+        update = optax.adamw(rate, b1=ADAM_B1, b2=ADAM_B2, weight_decay=recipe.weight_decay, mask=is_matrix)
+    return optax.chain(optax.clip_by_global_norm(recipe.max_gradient_norm), update)
+
+
+def _is_dimensions(leaf: object) -> bool:
+    return leaf is None or isinstance(leaf, MuonDimensionNumbers)
+
+
+def learning_rate(recipe: Recipe) -> optax.Schedule:
+    """By step, counted from 0: warm-up, constant, then linearly to 0."""
+    warmup = max(1, recipe.num_warmup_steps)
+    return lambda step: recipe.learning_rate * jnp.minimum(1.0, (step + 1) / warmup) * remaining(recipe, step)
+
+
+def balance_speed(recipe: Recipe) -> optax.Schedule:
+    return lambda step: recipe.balance_speed * remaining(recipe, step)
+
+
+def remaining(recipe: Recipe, step: Any) -> jax.Array:
+    """1, and over the last steps linearly to 0."""
+    return jnp.clip((recipe.num_steps - step) / max(1.0, DECAY_SHARE * recipe.num_steps), 0.0, 1.0)

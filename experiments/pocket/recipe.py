@@ -1,0 +1,119 @@
+"""What a training run is made of: stages of rows, the schedule over them, and how the optimiser is set.
+
+Plain data and arithmetic, so that a run can be planned, compared and resumed without a device. Sources: Kimi K2 (arXiv
+2507.20534) and MiniCPM (arXiv 2404.06395), section 4, for a constant rate with a decay at the end; DeepSeek-V3 (arXiv
+2412.19437), section 2.1.2, for balancing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+import numpy as np
+
+DECAY_SHARE = 0.25  # of all steps: the last ones
+Schedule = Callable[[int], float]
+
+
+class RunFailed(Exception):
+    """A run that cannot go on; the message is for the person who started it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Part of a recipe: so many steps of so many rows of so many tokens."""
+
+    name: str
+    num_tokens: int
+    num_rows: int
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """What one step learns from."""
+
+    tokens: np.ndarray  # [n, t + 1] int32
+    weights: np.ndarray  # [n, t] float32, of predicting tokens[:, 1:]; 1: an answer's; 0 at the end of a row: padding
+    positions: np.ndarray  # [n, t] int32, increasing
+
+
+class Lessons(Protocol):
+    """Where rows come from. They depend on the arguments alone: a resumed run sees what the killed one would have."""
+
+    def rows(self, stage: Stage, step: int) -> Rows: ...
+
+    def held_out(self) -> Mapping[str, Rows]:
+        """Rows to measure on, by skill; the same ones each time."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Everything that decides what the weights become, apart from the model's shape and the lessons."""
+
+    stages: tuple[Stage, ...]
+    seed: int = 0
+    optimiser: Literal["muon", "adamw"] = "muon"
+    learning_rate: float = 4e-3
+    weight_decay: float = 0.1
+    num_warmup_steps: int = 100
+    max_gradient_norm: float = 1.0
+    balance_speed: float = 1e-3  # by how much a step moves the router's bias
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; weights are float32
+    rows_at_once: int = 1  # see models.training.attend_causal
+
+    @property
+    def num_steps(self) -> int:
+        return sum(stage.num_steps for stage in self.stages)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(stage.num_steps * stage.num_rows * stage.num_tokens for stage in self.stages)
+
+    def stage_of(self, step: int) -> Stage:
+        """The stage of a step, counted from 0. IndexError beyond the last."""
+        first = 0
+        for stage in self.stages:
+            first += stage.num_steps
+            if 0 <= step < first:
+                return stage
+        raise IndexError(f"step {step} of {self.num_steps}")
+
+    def tokens_until(self, step: int) -> int:
+        """Tokens in all steps before this one, padding included."""
+        total = 0
+        for stage in self.stages:
+            taken = min(step, stage.num_steps)
+            total += taken * stage.num_rows * stage.num_tokens
+            step -= taken
+        return total
+
+
+CPU = Recipe(
+    stages=(
+        Stage(name="short", num_tokens=256, num_rows=32, num_steps=800),
+        Stage(name="medium", num_tokens=512, num_rows=16, num_steps=3600),
+        Stage(name="long", num_tokens=1024, num_rows=8, num_steps=400),
+        Stage(name="longest", num_tokens=2048, num_rows=4, num_steps=200),
+    )
+)
+GPU = Recipe(
+    stages=(
+        Stage(name="short", num_tokens=256, num_rows=256, num_steps=1000),
+        Stage(name="medium", num_tokens=512, num_rows=128, num_steps=4000),
+        Stage(name="long", num_tokens=2048, num_rows=32, num_steps=800),
+        Stage(name="longest", num_tokens=4096, num_rows=16, num_steps=400),
+    ),
+    dtype="bfloat16",
+    rows_at_once=16,
+)
+TINY = Recipe(
+    stages=(
+        Stage(name="short", num_tokens=64, num_rows=8, num_steps=20),
+        Stage(name="medium", num_tokens=128, num_rows=8, num_steps=20),
+    ),
+    num_warmup_steps=5,
+)
+RECIPES: Mapping[str, Recipe] = MappingProxyType({"cpu": CPU, "gpu": GPU, "tiny": TINY})
