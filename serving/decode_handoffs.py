@@ -161,8 +161,9 @@ class DecodeHandoffs:
 
     def _admit(self, waiting: _Waiting) -> bool:
         reserve = waiting.reserve
-        with_slot = (partition for partition in range(self._pool.num_partitions) if self.slab.num_free(partition))
-        partition = max(with_slot, key=self._pool.num_free, default=None)
+        partitions = range(self._pool.num_partitions)
+        with_place = (partition for partition in partitions if self._has_place(partition))
+        partition = max(with_place, key=self._pool.num_free, default=None)
         if partition is None or not self._has_room(reserve.request, partition):
             return False
         answer = self._side.reserve(reserve, partition, (), time.perf_counter())
@@ -175,6 +176,15 @@ class DecodeHandoffs:
         """Blocks or slots may have come back: for the engine's own line first, then for those who wait here."""
         self._engine.wake()
         self.admit()
+
+    def _has_place(self, partition: int) -> bool:
+        """Whether KV can land there, and at most one would then wait for a slot: who waits with KV waits for ever.
+
+        One may come ahead of its slot, so that none stands empty for a whole handoff, and so that the engine's own line
+        does not take every slot before one can be reserved for.
+        """
+        num_seats = self._engine.num_free_seats(partition) - self._side.num_choices_reserved(partition)
+        return num_seats >= 0 and self.slab.num_free(partition) > 0
 
     def _has_room(self, request: Request, partition: int) -> bool:
         """What stays free: a block to grow into for each sequence, and what the next in the engine's own line needs.

@@ -300,6 +300,11 @@ class Scheduler:
     def num_free_slots(self, partition: int) -> int:
         return self._residents.num_free_slots(partition)
 
+    def num_free_seats(self, partition: int) -> int:
+        """The free slots that are left once all who have joined there sit; below 0 where they lack some."""
+        num_joined = sum(joiner.num_sequences for joiner in self._joiners.of(partition))
+        return self._residents.num_free_slots(partition) - num_joined
+
     def num_sequences(self, partition: int) -> int:
         """Those that may need another block of the partition: what runs there, and what has joined there."""
         num_joined = sum(joiner.num_sequences for joiner in self._joiners.of(partition))

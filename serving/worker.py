@@ -298,6 +298,8 @@ class Worker:
             self._links.pop(request_id, None)
             if self._decode is not None:
                 self._decode.left(request_id)
+        if self._decode is not None:
+            self._decode.admit()  # the one ahead may sit now, or one of several choices has left its slot
         if by_link:
             load = self.load()
             for link, outputs in by_link.items():

@@ -93,6 +93,11 @@ class DecodeSide:
     def num_reservations(self) -> int:
         return len(self._reservations)
 
+    def num_choices_reserved(self, partition: int) -> int:
+        """How many sequences may join there of what is reserved now."""
+        reservations = (r for r in self._reservations.values() if r.target.partition == partition)
+        return sum(r.reserve.request.n for r in reservations)
+
     def knows(self, handoff: bytes) -> bool:
         """Whether it is reserved or has joined."""
         return handoff in self._reservations or handoff in self._joined

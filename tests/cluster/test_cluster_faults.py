@@ -1,13 +1,15 @@
 """Clients that leave, workers that die, requests that do not fit: nothing is lost and nobody hangs."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 
-import httpx
 import pytest
 
 from moonshard.rpc.status import Overloaded, RequestError, Unavailable
@@ -16,10 +18,14 @@ from tests.engine_room import long_text
 
 pytestmark = pytest.mark.xdist_group("cluster")
 FREED_WITHIN_S = 1.5 + QUARANTINE_S  # one second, a step, and the look; then slots that a writer may still touch
+ONE_SLOT = {"decode.max_slots": 1, "model.max_context_tokens": 8000, "kv.num_blocks": 512}
+HOLDS_THE_SLOT = {"max_tokens": 7800, "ignore_eos": True}  # for seconds, until its client leaves
+QUEUE_TIMEOUT_S = 0.3
 
 
 @pytest.mark.parametrize("num_tokens_read", [0, 1, 10])
 def test_a_grpc_client_that_leaves_frees_its_slot_and_blocks(cluster, num_tokens_read):
+    num_before = _num_ended(cluster, "cancelled")
     with cluster.client() as client:
         stream = client.stream(long_text(1200), max_tokens=700, ignore_eos=True)
         for _ in range(num_tokens_read):
@@ -28,14 +34,28 @@ def test_a_grpc_client_that_leaves_frees_its_slot_and_blocks(cluster, num_tokens
             assert wait_until(lambda: not cluster.is_as_it_began(), 5)
         stream.cancel()
         assert wait_until(cluster.is_as_it_began, FREED_WITHIN_S)
+    assert _num_ended(cluster, "cancelled") == num_before + 1, "it had ended before its client left"
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_an_http_client_that_leaves_frees_its_slot_and_blocks(cluster, is_streamed):
+    num_before = _num_ended(cluster, "cancelled")
     body = {"prompt": long_text(1200), "max_tokens": 700, "ignore_eos": True, "stream": is_streamed}
-    with cluster.http() as http, contextlib.suppress(httpx.ReadTimeout):
-        http.post("/v1/completions", json=body, timeout=0.2)
+    connection = HTTPConnection(cluster.http_url.rpartition("/")[2])
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    assert wait_until(lambda: cluster.inspect().load.num_running == 1, 30)
+    connection.close()
     assert wait_until(cluster.is_as_it_began, FREED_WITHIN_S)
+    assert _num_ended(cluster, "cancelled") == num_before + 1, "it had ended before its client left"
+
+
+def _num_ended(cluster, outcome: str) -> float:
+    """How many requests ended in this way, as the gateway counts."""
+    with cluster.http() as http:
+        lines = http.get("/metrics").text.splitlines()
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if f'moonshard_requests_total{{outcome="{outcome}"' in line
+    )
 
 
 def test_a_request_that_could_never_fit_is_refused_by_name(cluster):
@@ -54,10 +74,11 @@ def test_a_killed_worker_ends_its_streams_with_503_and_is_replaced():
 
 
 def _kill_mid_stream(cluster) -> None:
+    pid = cluster.pid("worker")  # before: the stream does not wait for the look
     with cluster.client() as client:
         stream = client.stream(long_text(50), max_tokens=1900, ignore_eos=True)
         next(iter(stream))
-        os.kill(cluster.pid("worker"), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         with pytest.raises(Unavailable) as caught:
             for _ in stream:
                 pass
@@ -73,24 +94,37 @@ def _serves(client) -> bool:
 
 
 def test_what_does_not_fit_now_waits_and_then_gets_429_with_retry_after():
-    cluster = start_cluster(**{"gateway.queue_timeout_s": 0.05, "decode.max_slots": 1})
+    cluster = start_cluster(**ONE_SLOT, **{"gateway.queue_timeout_s": QUEUE_TIMEOUT_S})
     try:
-        with ThreadPoolExecutor(6) as threads:
-            answers = list(threads.map(lambda _: _answer(cluster), range(6)))
+        with cluster.client() as client, client.stream(long_text(100), **HOLDS_THE_SLOT) as running:
+            next(running)
+            next(running)  # the second token is the decode worker's own: the slot is taken
+            with client.stream(long_text(100), **HOLDS_THE_SLOT) as ahead:
+                next(ahead)  # one is prefilled ahead of its slot, and waits
+                for refusal in (_refusal_over_grpc, _refusal_over_http):
+                    asked_s = time.monotonic()
+                    assert refusal(cluster) > 0
+                    assert time.monotonic() - asked_s >= QUEUE_TIMEOUT_S
+                assert not _num_ended(cluster, "completed"), "the slot was not held all the time"
+        assert wait_until(cluster.is_as_it_began, FREED_WITHIN_S)
+        with cluster.client() as client:
+            assert _serves(client)
     finally:
         assert stop_cluster(cluster) == 0
-    refused = [answer for answer in answers if isinstance(answer, Overloaded)]
-    assert refused
-    assert len(refused) < 6
-    assert all(error.retry_after_s for error in refused)
 
 
-def _answer(cluster):
-    with cluster.client() as client:
-        try:
-            return client.generate(long_text(100), max_tokens=1500, ignore_eos=True)
-        except Overloaded as error:
-            return error
+def _refusal_over_grpc(cluster) -> float:
+    """After how many seconds its client should try again."""
+    with cluster.client() as client, pytest.raises(Overloaded) as caught:
+        client.generate(long_text(100), max_tokens=5)
+    return caught.value.retry_after_s or 0.0
+
+
+def _refusal_over_http(cluster) -> float:
+    with cluster.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": long_text(100), "max_tokens": 5})
+    assert answer.status_code == 429
+    return float(answer.headers["retry-after"])
 
 
 def test_a_second_server_on_the_same_port_is_refused_before_anything_loads(cluster):

@@ -17,7 +17,7 @@ from moonshard.rpc.types import Completion
 from moonshard.serving.request import Sampling
 from tests.agreement import LOGIT_TOLERANCE, assert_drawn_from, reference
 from tests.cluster.conftest import Cluster, wait_until
-from tests.cluster.test_cluster_tokens import SIZES, http_completion, http_stream
+from tests.cluster.test_cluster_tokens import SIZES, http_completion, http_stream, preempted
 from tests.engine_room import long_text
 
 pytestmark = pytest.mark.xdist_group("cluster")
@@ -168,19 +168,17 @@ def test_a_request_that_its_first_token_ends_is_never_decoded(cluster, aggregate
 
 
 def test_all_kinds_and_lengths_at_once_get_the_reference_tokens_though_decode_preempts(cluster):
-    before = cluster.inspect("decode").load.num_preemptions
     asked = [
         (long_text(n, seed=n + number), KINDS[kind], (over_grpc, over_http, over_http_streamed)[number % 3])
         for number, (n, kind) in enumerate(zip([*SIZES, 200, 210, 220, 230, 240, 250], cycle(KINDS)))
     ]
-    with ThreadPoolExecutor(len(asked)) as threads:
+    with preempted(cluster), ThreadPoolExecutor(len(asked)) as threads:
         answers = list(threads.map(lambda each: each[2](cluster, each[0], each[1]), asked))
     cut_short = 0
     for (prompt, sampling, _), tokens in zip(asked, answers, strict=True):
         assert len(tokens) == 4 * NUM_TOKENS
         cut_short += assert_drawn_from(reference(), prompt, tokens, Sampling(**sampling))
     assert cut_short <= 1
-    assert cluster.inspect("decode").load.num_preemptions > before
     assert wait_until(cluster.is_as_it_began, IDLE_WITHIN_S)
 
 

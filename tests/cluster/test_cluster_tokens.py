@@ -1,18 +1,21 @@
 """Through real processes in their default arrangement, over HTTP and gRPC, a prompt gets the reference's tokens."""
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from moonshard.serving.request import Sampling
 from tests.agreement import assert_drawn_from, reference
-from tests.cluster.conftest import wait_until
+from tests.cluster.conftest import MAX_SLOTS, wait_until
 from tests.engine_room import long_text
 
 pytestmark = pytest.mark.xdist_group("cluster")
 SIZES = [15, 16, 17, 63, 64, 65, 300, 1500]
+NUM_OUTGROWING = 600  # tokens of each of `MAX_SLOTS` choices: more than the pool's blocks hold
 
 
 def http_completion(cluster, prompt, **fields) -> dict:
@@ -28,6 +31,31 @@ def http_stream(cluster, prompt, **fields) -> list[dict]:
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     return [json.loads(event) for event in events[:-1]]
+
+
+@contextmanager
+def preempted(cluster) -> Iterator[None]:
+    """A request runs beside the block whose choices outgrow the pool, however the block's own overlap."""
+    sampling, prompt, before = Sampling(temperature=1.0, seed=5), long_text(300, seed=5), num_preemptions(cluster)
+    options = {"temperature": 1.0, "top_p": 1.0, "seed": 5, "ignore_eos": True}
+    choices: list[list[int]] = [[] for _ in range(MAX_SLOTS)]
+    with cluster.client() as client:
+        stream = client.stream(prompt, max_tokens=NUM_OUTGROWING, n=MAX_SLOTS, **options)
+        for delta in stream:
+            choices[delta.choice] += delta.token_ids
+            if min(map(len, choices)) >= 2:
+                break  # all of them decode
+        yield
+        for delta in stream:
+            choices[delta.choice] += delta.token_ids
+    assert num_preemptions(cluster) > before
+    assert [len(tokens) for tokens in choices] == [NUM_OUTGROWING] * MAX_SLOTS
+    cut_short = sum(assert_drawn_from(reference(), prompt, tokens, sampling, i) for i, tokens in enumerate(choices))
+    assert cut_short <= 1
+
+
+def num_preemptions(cluster) -> int:
+    return cluster.inspect("decode").load.num_preemptions
 
 
 def test_greedy_tokens_over_http_and_grpc_are_those_of_hugging_face(cluster, fixture_references):
@@ -52,7 +80,6 @@ def test_the_long_reference_is_reproduced(cluster, fixture_references):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "seeded"])
 def test_concurrent_requests_of_all_sizes_get_the_reference_tokens_though_the_pool_is_small(cluster, temperature):
-    before = cluster.inspect().load.num_preemptions
     sampling = Sampling(temperature=temperature, seed=78)
     prompts = [long_text(n, seed=n) for n in [*SIZES, 200, 210, 220, 230, 240, 250]]
 
@@ -61,14 +88,13 @@ def test_concurrent_requests_of_all_sizes_get_the_reference_tokens_though_the_po
             options = {"temperature": temperature, "top_p": 1.0, "seed": 78, "ignore_eos": True}
             return client.generate(prompt, max_tokens=300, **options)
 
-    with ThreadPoolExecutor(len(prompts)) as threads:
+    with preempted(cluster), ThreadPoolExecutor(len(prompts)) as threads:
         done = list(threads.map(generate, prompts))
     cut_short = 0
     for prompt, completion in zip(prompts, done, strict=True):
         assert len(completion.choices[0].token_ids) == 300
         cut_short += assert_drawn_from(reference(), prompt, completion.choices[0].token_ids, sampling)
     assert cut_short <= 1
-    assert cluster.inspect().load.num_preemptions > before
     assert wait_until(cluster.is_as_it_began, 1.5)  # the client has its last token before the workers let go
 
 

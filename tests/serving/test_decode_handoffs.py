@@ -1,4 +1,4 @@
-"""Where a decode worker reserves, with an engine of which nothing is asked but how many run there."""
+"""Where and when a decode worker reserves, with an engine of which nothing is asked but how many run there."""
 
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.request import Request
 
 NUM_PARTITIONS = 4
+NUM_SEATS = 4
 BLOCK_SIZE = 16
 GROUP = KvGroup(name="kv", kind="full", num_layers=1, num_features=2, dtype="float32")
 
@@ -20,11 +21,17 @@ GROUP = KvGroup(name="kv", kind="full", num_layers=1, num_features=2, dtype="flo
 class QuietEngine:
     num_blocks_due = 0
 
+    def __init__(self, num_free_seats: int):
+        self.seats = num_free_seats
+
     def check(self, request: Request) -> None:
         pass
 
     def num_sequences(self, partition: int) -> int:
         return 0
+
+    def num_free_seats(self, partition: int) -> int:
+        return self.seats
 
     def wake(self) -> None:
         pass
@@ -38,33 +45,42 @@ class Gateway:
         self.heard.append(message)
 
 
-def handoffs() -> DecodeHandoffs:
+def handoffs(
+    num_partitions: int = NUM_PARTITIONS, num_free_seats: int = NUM_SEATS, queue_timeout_s: float = 20.0
+) -> tuple[DecodeHandoffs, QuietEngine]:
     layout = whole_blocks([GROUP], BLOCK_SIZE)
     slab = Slab(2 * NUM_PARTITIONS, GROUP.bytes_per_token * BLOCK_SIZE)
     plane = KvPlane(
-        InprocTransport(InprocNetwork()), slab, name="inproc", layout=layout, fingerprint="", num_partitions=4
+        InprocTransport(InprocNetwork()),
+        slab,
+        name="inproc",
+        layout=layout,
+        fingerprint="",
+        num_partitions=num_partitions,
     )
     config = DecodeHandoffConfig(
-        lease_s=20.0, quarantine_s=60.0, max_slots_per_handoff=2, max_queued=4, queue_timeout_s=20.0
+        lease_s=20.0, quarantine_s=60.0, max_slots_per_handoff=2, max_queued=4, queue_timeout_s=queue_timeout_s
     )
-    return DecodeHandoffs(
+    engine = QuietEngine(num_free_seats)
+    decode = DecodeHandoffs(
         config,
-        engine=cast(Any, QuietEngine()),
-        pool=BlockPool(NUM_PARTITIONS, 4, BLOCK_SIZE),
+        engine=cast(Any, engine),
+        pool=BlockPool(num_partitions, 4, BLOCK_SIZE),
         plane=plane,
         epoch=1,
         on_join=lambda handoff, link: None,
         on_fault=lambda error: None,
     )
+    return decode, engine
 
 
-def reserve(handoffs: DecodeHandoffs, number: int, gateway: Gateway) -> None:
-    request = Request(id=bytes([number]) * 16, prompt=(0,), max_tokens=1)
+def reserve(handoffs: DecodeHandoffs, number: int, gateway: Gateway, n: int = 1) -> None:
+    request = Request(id=bytes([number]) * 16, prompt=(0,), max_tokens=1, n=n)
     handoffs.reserve(link_pb2.Reserve(deadline_s=20.0), request, gateway)
 
 
 def test_a_partition_whose_slots_are_in_quarantine_is_passed_over_for_one_that_has_some():
-    decode, gateway = handoffs(), Gateway()
+    (decode, _), gateway = handoffs(), Gateway()
     for partition in range(NUM_PARTITIONS - 1):
         decode.slab.quarantine(partition, decode.slab.lease(partition, 2) or ())
     reserve(decode, 1, gateway)
@@ -73,3 +89,36 @@ def test_a_partition_whose_slots_are_in_quarantine_is_passed_over_for_one_that_h
     reserve(decode, 2, gateway)
     reserve(decode, 3, gateway)  # the control: now no partition has a slot
     assert len(gateway.heard) == 2
+
+
+def test_of_those_without_a_slot_one_is_reserved_for_and_the_others_are_refused_in_time():
+    (decode, _), gateway = handoffs(1, num_free_seats=0, queue_timeout_s=1e-9), Gateway()
+    for number in range(3):
+        reserve(decode, number, gateway)
+    assert what(gateway) == ["target"]
+    decode.tick()
+    assert what(gateway) == ["target", "failed", "failed"]
+    assert all(message.failed.retry_after_s for message in gateway.heard[1:])
+
+
+def test_who_waits_is_reserved_for_as_slots_come_free():
+    (decode, engine), gateway = handoffs(1, num_free_seats=0), Gateway()
+    for number in range(4):
+        reserve(decode, number, gateway)
+    for num_free in range(4):
+        engine.seats = num_free
+        decode.admit()
+        assert what(gateway) == ["target"] * (1 + num_free)
+
+
+def test_every_choice_of_a_reservation_counts_as_one_that_needs_a_slot():
+    (decode, _), gateway = handoffs(1, num_free_seats=2), Gateway()
+    reserve(decode, 1, gateway, n=3)
+    reserve(decode, 2, gateway)
+    assert what(gateway) == ["target"]
+    decode.cancel(bytes([1]) * 16, gateway)
+    assert what(gateway) == ["target"] * 2
+
+
+def what(gateway: Gateway) -> list[str | None]:
+    return [message.WhichOneof("message") for message in gateway.heard]

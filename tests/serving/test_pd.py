@@ -8,7 +8,7 @@ import pytest
 from moonshard.serving.handoff import messages as m
 from moonshard.serving.request import Sampling
 from tests.agreement import assert_drawn_from, reference
-from tests.engine_room import long_text
+from tests.engine_room import NUM_SLOTS, long_text
 from tests.serving.pd_pair import BLOCK_SIZE, run, running, until_as_it_began
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -71,6 +71,51 @@ async def test_first_tokens_do_not_wait_for_the_transfer():
         assert answer.first_tokens_came_before_last_chunk
         assert answer.phases.prefill_ms > 0
         assert answer.phases.decode_ms > 0
+
+
+async def test_a_crowd_is_prefilled_no_faster_than_slots_come_free_and_none_waits_for_the_clock():
+    async with running(num_slab_slots=64) as pair:
+        decode = pair.decode._decode
+        assert decode is not None
+        decode.tick = lambda: None
+        most = 0
+
+        def note(message, link, forward=pair.to_decode):
+            nonlocal most
+            forward(message, link)
+            begun = [answer for answer in pair.answers.values() if answer.tokens and not answer.is_over.is_set()]
+            most = max(most, len(begun))
+
+        pair.to_decode = note
+        runs = [run(long_text(40, seed=number), 60) for number in range(16)]
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*(pair.ask(each) for each in runs))
+        assert [len(answer.tokens[0]) for answer in answers] == [60] * 16
+        assert most == NUM_SLOTS + 1
+
+
+async def test_the_next_is_prefilled_as_soon_as_the_one_ahead_of_its_slot_sits():
+    async with running(num_slab_slots=64) as pair:
+        decode = pair.decode._decode
+        assert decode is not None
+        decode.tick = lambda: None
+        prompt = long_text(40)
+        stop = (await pair.ask(run(prompt, 20))).tokens[0][-1]  # it ends while its next step is under way
+        pair.begin(run(prompt, 500, stop_token_ids=[stop]))
+        others = [pair.begin(run(long_text(40, seed=number), 500)) for number in range(NUM_SLOTS)]
+        last, is_prefilling = run(long_text(40, seed=9), 5), asyncio.Event()
+
+        def note(message, link, forward=pair.to_prefill):
+            forward(message, link)
+            if message.run.request_id == last.request_id:
+                is_prefilling.set()
+
+        pair.to_prefill = note
+        pair.begin(last)
+        async with asyncio.timeout(60):
+            await is_prefilling.wait()
+            assert not any(other.is_over.is_set() for other in others)
+            await asyncio.gather(*(answer.is_over.wait() for answer in pair.answers.values()))
 
 
 async def test_a_cancel_at_any_moment_leaves_nothing():

@@ -185,6 +185,19 @@ def test_a_joined_choice_without_room_comes_back_with_its_first_token():
     assert scheduler.counts(0).free == 64
 
 
+def test_free_seats_are_the_free_slots_that_joiners_leave_over():
+    scheduler = a_scheduler(slots_per_partition=2)
+    assert scheduler.num_free_seats(0) == 2
+    join(scheduler, a_request("a", 20, max_tokens=2))
+    join(scheduler, a_request("b", 20, max_tokens=2, n=2), (5, 6))
+    assert scheduler.num_free_seats(0) == -1
+    plan = launch(scheduler)
+    assert scheduler.num_free_seats(0) == 0  # both leaders sit; the choice without a slot stands in the line
+    finish(scheduler, plan)
+    list(steps(scheduler))
+    assert scheduler.num_free_seats(0) == 2
+
+
 @pytest.mark.parametrize("is_seated", [False, True])
 def test_cancelling_a_joined_request_gives_its_blocks_back(is_seated: bool):
     scheduler = a_scheduler(slots_per_partition=4 if is_seated else 1)
