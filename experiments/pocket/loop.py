@@ -1,7 +1,7 @@
 """The run: step after step, telling how it goes, saving what it has, going on where it was killed.
 
-The next rows are made in a thread while the devices work. Whoever starts it decides what stops it: `is_stopping` is asked
-after every step, and a checkpoint is the last thing a stopped run does.
+The next rows are made in a thread while the devices work. Whoever starts it decides what stops it: `is_stopping` is
+asked after every step, and a checkpoint is the last thing a stopped run does.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Teacher-forced accuracy: with the true tokens before it, is each token of an answer the likeliest?
 
-Cheap enough to be taken while training, and never worse than what free generation would get: an answer is wholly right here
-exactly if greedy decoding from its first token on would have given it. How well the model serves is `eval`'s business.
+Cheap enough to be taken while training, and no guess: an answer is wholly right here exactly if greedy decoding from
+its first token on gives it. How well the model serves is the evaluation's business.
 """
 
 from collections.abc import Callable, Mapping

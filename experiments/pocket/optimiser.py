@@ -1,11 +1,12 @@
 """Muon for matrices, AdamW for the rest, and how fast both go at each step.
 
-Muon makes the update of every matrix orthogonal, so it must be told which axes of a stacked leaf are one matrix's rows and
-columns: heads and their features together are one side, as in the checkpoint; layers, experts, gate and up are
-matrices of their own. Sources: Muon is Scalable for LLM Training (arXiv 2502.16982), section 2.2, for the scale that lets
-both share a learning rate; optax.contrib.muon for the iteration.
+Muon makes the update of every matrix orthogonal, so it must be told which axes of a stacked leaf are one matrix's rows
+and columns: heads and their features together are one side, as in the checkpoint; layers, experts, gate and up are
+matrices of their own. Sources: Muon is Scalable for LLM Training (arXiv 2502.16982), section 2.2, for the scale that
+lets both share a learning rate; optax.contrib.muon for the iteration.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from moonshard.models import kimi
 from moonshard.models.spec import Param
 from moonshard.models.weights import is_param
 
+Schedule = Callable[[Any], jax.Array]  # by step, counted from 0
 CONSISTENT_RMS = 0.2  # of an update, as AdamW's typically is
 ADAM_B1, ADAM_B2 = 0.9, 0.95
 PLAIN = MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # [... out in]
@@ -46,7 +48,7 @@ def matrices(params: kimi.Weights[Param]) -> kimi.Weights[MuonDimensionNumbers |
 
 def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTransformation:
     """Clips, then updates; only matrices decay. What it says of the router's bias is to be ignored."""
-    dimensions = matrices(kimi.declare(config))
+    dimensions: Any = matrices(kimi.declare(config))
     rate = learning_rate(recipe)
     if recipe.optimiser == "muon":
         update = muon(
@@ -67,13 +69,13 @@ def _is_dimensions(leaf: object) -> bool:
     return leaf is None or isinstance(leaf, MuonDimensionNumbers)
 
 
-def learning_rate(recipe: Recipe) -> optax.Schedule:
-    """By step, counted from 0: warm-up, constant, then linearly to 0."""
+def learning_rate(recipe: Recipe) -> Schedule:
+    """Warm-up, constant, then linearly to 0."""
     warmup = max(1, recipe.num_warmup_steps)
     return lambda step: recipe.learning_rate * jnp.minimum(1.0, (step + 1) / warmup) * remaining(recipe, step)
 
 
-def balance_speed(recipe: Recipe) -> optax.Schedule:
+def balance_speed(recipe: Recipe) -> Schedule:
     return lambda step: recipe.balance_speed * remaining(recipe, step)
 
 

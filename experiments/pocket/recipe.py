@@ -5,7 +5,7 @@ Plain data and arithmetic, so that a run can be planned, compared and resumed wi
 2412.19437), section 2.1.2, for balancing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Protocol
@@ -13,7 +13,6 @@ from typing import Literal, Protocol
 import numpy as np
 
 DECAY_SHARE = 0.25  # of all steps: the last ones
-Schedule = Callable[[int], float]
 
 
 class RunFailed(Exception):

@@ -1,7 +1,7 @@
 """Checkpoints of a run: written whole or not at all, the last two kept, the newest whole one found again.
 
-Orbax writes into a folder of another name and renames it when everything is there. Leaves are stored by their path in the
-state, so that neither the order of fields nor the number of devices matters. Left out: what a run was told to do
+Orbax writes into a folder of another name and renames it when everything is there. Leaves are stored by their path in
+the state, so that neither the order of fields nor the number of devices matters. Left out: what a run was told to do
 (`journal`), and the model folder that people use (`export`).
 """
 

@@ -1,12 +1,13 @@
 """One step of training: the loss, its gradient over all devices, the update, the router's balance.
 
-Data-parallel: every device holds all weights and takes its share of the rows; gradients and loads are summed over all, so
-that the update is the one a single device would make. The forward pass is the one that serves.
+Data-parallel: every device holds all weights and takes its share of the rows; gradients and loads are summed over all,
+so that the update is the one a single device would make. The forward pass is the one that serves.
 Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2: the router's bias follows the load and has no gradient.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -72,8 +73,9 @@ def first_state(recipe: Recipe, config: kimi.KimiConfig, mesh: Mesh) -> TrainSta
 
 def place(rows: Rows, mesh: Mesh) -> Lesson:
     """A share of the rows on each device. ValueError if they cannot be shared out evenly."""
-    lesson = Lesson(tokens=rows.tokens, weights=rows.weights, positions=rows.positions)
-    return jax.device_put(lesson, NamedSharding(mesh, PER_DEVICE))
+    share = NamedSharding(mesh, PER_DEVICE)
+    tokens, weights, positions = (jax.device_put(part, share) for part in (rows.tokens, rows.weights, rows.positions))
+    return Lesson(tokens=tokens, weights=weights, positions=positions)
 
 
 def build_step(
@@ -95,8 +97,10 @@ def build_step(
     def step(state: TrainState, lesson: Lesson) -> tuple[TrainState, Report]:
         sums, gradient = gradient_of(state.weights, lesson)
         gradient = jax.tree.map(lambda leaf: leaf / jnp.maximum(sums.weight, 1.0), gradient)
-        updates, inner = optimiser.update(gradient, state.optimiser, state.weights)
-        weights = _balance(state.weights, optax.apply_updates(state.weights, updates), sums.loads, speed(state.step))
+        before: Any = state.weights  # to optax, any tree of arrays
+        updates, inner = optimiser.update(gradient, state.optimiser, before)
+        weights: Any = optax.apply_updates(before, updates)
+        weights = _balance(state.weights, weights, sums.loads, speed(state.step))
         report = Report(sums=sums, gradient_norm=optax.global_norm(gradient), learning_rate=rate(state.step))
         return TrainState(weights=weights, optimiser=inner, step=state.step + 1), report
 
@@ -171,4 +175,5 @@ def _balance(before: Weights, after: Weights, loads: Float[Array, "l e"], speed:
     if before.sparse is None or before.sparse.router is None or after.sparse is None or after.sparse.router is None:
         return after
     bias = before.sparse.router.bias + speed * jnp.sign(loads.mean(axis=1, keepdims=True) - loads)
-    return after.replace(sparse=after.sparse.replace(router=after.sparse.router.replace(bias=bias)))
+    router = replace(after.sparse.router, bias=bias)
+    return replace(after, sparse=replace(after.sparse, router=router))
