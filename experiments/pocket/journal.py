@@ -51,6 +51,14 @@ def tell(folder: Path, recipe: Recipe, shape: Mapping[str, Any]) -> None:
         raise RunFailed(f"{path}: this run was started with another {', '.join(differing)}; give --out another folder")
 
 
+def read_shape(folder: Path) -> dict[str, Any]:
+    """The model's config.json, as the run was told it. RunFailed where no run is."""
+    try:
+        return json.loads((folder / TOLD).read_text())["shape"]
+    except OSError as error:
+        raise RunFailed(f"{folder / TOLD}: {error.strerror or error}") from error
+
+
 def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines() if path.exists() else []
 

@@ -28,6 +28,7 @@ from moonshard.sharding.shape import MeshShape
 
 NUM_STEPS_AHEAD = 2  # whose rows are made before they are asked for
 CHECKPOINTS = "checkpoints"  # in a run's folder
+WEIGHTS = "weights"  # in a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +89,7 @@ def train(
                     journal.append(record)
                 say(accuracy_line(step, found))
             if is_end or time.monotonic() - saved_s >= rhythm.seconds_per_checkpoint:
-                checkpoints.save(step, state)
+                checkpoints.save(step, _parts(state))
                 saved_s = time.monotonic()
             if is_end:
                 return step
@@ -104,7 +105,15 @@ def _create(folder: Path) -> None:
 
 def _resume(state: TrainState, checkpoints: Checkpoints, mesh: Mesh) -> TrainState:
     step = checkpoints.newest()
-    return state if step is None else jax.device_put(checkpoints.restore(step, state), replicated(mesh))
+    if step is None:
+        return state
+    parts = jax.device_put(checkpoints.restore(step, _parts(state)), replicated(mesh))
+    return TrainState(weights=parts[WEIGHTS], **parts["progress"])
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    """Weights apart, so that they can be taken out alone."""
+    return {WEIGHTS: state.weights, "progress": {"optimiser": state.optimiser, "step": state.step}}
 
 
 def _predictor(program: Callable[..., Any], mesh: Mesh) -> Callable[[Any, Rows], np.ndarray]:

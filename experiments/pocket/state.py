@@ -1,10 +1,11 @@
 """Checkpoints of a run: written whole or not at all, the last two kept, the newest whole one found again.
 
-Orbax writes into a folder of another name and renames it when everything is there. Leaves are stored by their path in
-the state, so that neither the order of fields nor the number of devices matters. Left out: what a run was told to do
-(`journal`), and the model folder that people use (`export`).
+Orbax writes into a folder of another name and renames it when everything is there. A checkpoint has parts that can be
+read alone, and leaves are stored by their path in a part, so that neither the order of fields nor the number of devices
+matters. Left out: what a run was told to do (`journal`), and the model folder that people use (`export`).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +16,58 @@ import orbax.checkpoint as ocp
 from moonshard.experiments.pocket.recipe import RunFailed
 
 NUM_KEPT = 2
+Parts = Mapping[str, Any]  # pytrees by name
 
 
 class Checkpoints:
     """The checkpoints of one run's folder, by step."""
 
     def __init__(self, folder: Path):
+        """What a killed run left half-written is removed. RunFailed where the folder cannot be made."""
+        self._folder = folder.absolute()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=NUM_KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
-        self._folder = folder.absolute()
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        try:
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
+        except OSError as error:
+            raise RunFailed(f"{self._folder}: {_first_line(error)}") from error
 
     def newest(self) -> int | None:
         """The last step of which everything was written."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, parts: Parts) -> None:
         """Nothing happens if the step is there already. RunFailed if it cannot be written; older ones stay whole."""
         if step in self._manager.all_steps():
             return
+        saved = {name: ocp.args.StandardSave(_by_path(jax.device_get(part))) for name, part in parts.items()}
         try:
-            self._manager.save(step, args=ocp.args.StandardSave(_by_path(jax.device_get(state))), force=True)
+            self._manager.save(step, args=ocp.args.Composite(**saved), force=True)
         except (OSError, ValueError) as error:
             raise RunFailed(f"{self._folder}: step {step} could not be saved: {_first_line(error)}") from error
 
-    def restore(self, step: int, like: Any) -> Any:
-        """The state of a step as numpy arrays, in the shape of `like`. RunFailed if it is another model's."""
-        wanted = _by_path(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like))
+    def restore(self, step: int, like: Parts) -> dict[str, Any]:
+        """The parts of a step that `like` names, in its shapes, as numpy arrays. RunFailed if they cannot be read."""
+        wanted = {name: ocp.args.StandardRestore(_by_path(_zeros(part))) for name, part in like.items()}
         try:
-            found = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+            found = self._manager.restore(step, args=ocp.args.Composite(**wanted))
         except (KeyError, ValueError, OSError) as error:
             raise RunFailed(f"{self._folder}: step {step} cannot be read: {_first_line(error)}") from error
-        return jax.tree_util.tree_map_with_path(lambda path, _: found[jax.tree_util.keystr(path)], like)
+        return {name: _from_paths(part, found[name]) for name, part in like.items()}
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)
 
 
 def _by_path(tree: Any) -> dict[str, np.ndarray]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _from_paths(like: Any, found: Mapping[str, np.ndarray]) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[jax.tree_util.keystr(path)], like)
 
 
 def _first_line(error: BaseException) -> str:

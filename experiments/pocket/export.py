@@ -1,0 +1,97 @@
+"""`python -m moonshard.experiments.pocket.export`: the newest checkpoint of a run, as the model folder that is served.
+
+Writes weights (bfloat16; what is declared float32 stays so), config.json and generation_config.json. The tokenizer and
+the chat template of the folder are not touched: the weights were trained on them.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from moonshard.experiments.pocket import loop
+from moonshard.experiments.pocket.corpus import POCKET
+from moonshard.experiments.pocket.journal import read_shape
+from moonshard.experiments.pocket.recipe import RunFailed
+from moonshard.experiments.pocket.shape import IM_END
+from moonshard.experiments.pocket.state import Checkpoints
+from moonshard.experiments.pocket.train import RUN_FOLDER
+from moonshard.models import kimi
+from moonshard.models.checkpoint import CONFIG, WEIGHTS, write_checkpoint
+from moonshard.models.spec import Param
+from moonshard.models.weights import is_param
+
+GENERATION = "generation_config.json"
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+
+
+def tensors_of(params: kimi.Weights[Param], weights: kimi.Weights[np.ndarray]) -> dict[str, np.ndarray]:
+    """Every tensor under its name in a checkpoint, by writing through the view that loading reads through."""
+    whole: dict[str, np.ndarray] = {}
+    for param, leaf in zip(jax.tree.leaves(params, is_leaf=is_param), jax.tree.leaves(weights), strict=True):
+        for place in itertools.product(*(range(size) for size in param.shape[: param.stacked])):
+            shape = param.tensor_shape or param.shape[param.stacked :]
+            tensor = whole.setdefault(param.source(*place), np.full(shape, np.nan, DTYPES[param.dtype or "bfloat16"]))
+            param.view(tensor)[...] = leaf[place]
+    return dict(sorted(whole.items()))
+
+
+def export(run: Path, out: Path) -> int:
+    """Replaces weights and configuration of the folder `out` by those of the run's newest checkpoint.
+
+    Returns the checkpoint's step. RunFailed if there is none, or if its values are not finite.
+    """
+    shape = read_shape(run)
+    params = kimi.declare(kimi.KimiConfig.from_hugging_face(shape))
+    checkpoints = Checkpoints(run / loop.CHECKPOINTS)
+    step = checkpoints.newest()
+    if step is None:
+        raise RunFailed(f"{run}: no checkpoint")
+    like = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, np.float32), params, is_leaf=is_param)
+    tensors = tensors_of(params, checkpoints.restore(step, {loop.WEIGHTS: like})[loop.WEIGHTS])
+    if broken := [name for name, tensor in tensors.items() if not np.isfinite(tensor.astype(np.float32)).all()]:
+        raise RunFailed(f"{run}: step {step}: tensor {broken[0]!r} is not finite")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".export-") as folder:
+        write_checkpoint(folder, shape, tensors)
+        (Path(folder) / GENERATION).write_text(json.dumps(generation_config(shape), indent=2, sort_keys=True) + "\n")
+        for name in (WEIGHTS, GENERATION, CONFIG):
+            os.replace(Path(folder) / name, out / name)
+    return step
+
+
+def generation_config(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Greedy, until the assistant's turn ends."""
+    return {
+        "bos_token_id": shape["bos_token_id"],
+        "do_sample": False,
+        "eos_token_id": [IM_END, shape["eos_token_id"]],
+        "pad_token_id": shape["pad_token_id"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m moonshard.experiments.pocket.export", description=__doc__)
+    parser.add_argument("--run", type=Path, default=RUN_FOLDER, metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=POCKET, metavar="DIR", help="default: the embedded model's folder")
+    options = parser.parse_args()
+    try:
+        step = export(options.run, options.out)
+    except (RunFailed, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.out}: the weights of step {step}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
