@@ -54,6 +54,8 @@ class ChatTemplate:
         self._environment.from_string(source)  # parsing alone would let an unknown filter pass
         self._source = source
         self._variables = variables
+        names = self._environment.parse(source).find_all(nodes.Name)  # of its variables
+        self.takes_tools = any(name.name == "tools" for name in names)
         self._marked = lru_cache(maxsize=4)(self._mark)  # by the tokenizer's special names: in practice one
 
     def encode_chat(

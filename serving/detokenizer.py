@@ -2,14 +2,15 @@
 
 Two things must wait: bytes that do not make a character yet, and characters that may still become a stop string. Each
 stop string is matched by its own Knuth-Morris-Pratt automaton, one step per character, so the work per token does not
-grow with the text. Pure: no clock, no I/O. Leaves out stop tokens (the worker ends on them) and parsing of tool calls.
+grow with the text. Pure: no clock, no I/O. Leaves out stop tokens (the worker ends on them) and parsing of tool calls:
+for that, `marks` names tokens that are to be told from text that spells them.
 
 Which stop string: the one that is complete first; the longest when several are complete at the same character. The text
 ends before it. This does not depend on how tokens are grouped into pushes.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -27,13 +28,24 @@ class Piece:
 
 @final
 class Detokenizer:
-    """`min_tokens`: a stop string counts only if the token completing it is at least that many-th (1 is the first)."""
+    """`min_tokens`: a stop string counts only if the token completing it is at least that many-th (1 is the first).
+
+    `marks`: by token id, a character that no text holds (a lone surrogate). It stands for the token, hidden or not, and
+    no stop string reaches across it.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special: bool = True, stop: Sequence[str] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        marks: Mapping[int, str] | None = None,
     ):
         self._tokenizer = tokenizer
         self._hidden_ids = tokenizer.hidden_ids if skip_special else frozenset[int]()
+        self._marks = marks or {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = [StopMatcher(string) for string in stop]
         self._min_tokens = min_tokens
@@ -56,7 +68,7 @@ class Detokenizer:
                 break
             num_tokens += 1
             self._num_tokens += 1
-            texts.append(self._settle(self._utf8.decode(self._bytes(token_id))))
+            texts.append(self._settle(self._decode(token_id)))
         return Piece(text="".join(texts), stop_string=self._stop_string, num_tokens=num_tokens)
 
     def finish(self) -> str:
@@ -66,6 +78,13 @@ class Detokenizer:
         text = self._settle(self._utf8.decode(b"", final=True)) + self._held
         self._held = ""
         return text
+
+    def _decode(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        if (mark := self._marks.get(token_id)) is None:
+            return self._utf8.decode(self._bytes(token_id))
+        self._is_first = False
+        return self._utf8.decode(b"", final=True) + mark  # a character that a marker cuts in two is none
 
     def _bytes(self, token_id: int) -> bytes:
         if token_id in self._hidden_ids:

@@ -16,7 +16,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import ContextLengthExceeded, InternalError, Overloaded, Unavailable
 from moonshard.serving.config import RoutingConfig
 from moonshard.serving.gateway.attempts import Attempts, Sent
-from moonshard.serving.gateway.choice import ChoiceStream
+from moonshard.serving.gateway.choice import CallsMade, ChoiceStream
 from moonshard.serving.gateway.handoffs import Handoffs
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import ServedModel
@@ -26,7 +26,7 @@ from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
 
-type Event = pb.TokenIds | pb.Delta | pb.Summary
+type Event = pb.TokenIds | CallsMade | pb.Delta | pb.Summary
 
 DRAINING_RETRY_AFTER_S = 5.0
 OVERLOADED_RETRY_AFTER_S = 1.0
@@ -85,7 +85,7 @@ class Gateway:
         return limits
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event]:
-        """TokenIds (the prompt), then Deltas, then one Summary. Close it (`aclosing`) to cancel.
+        """TokenIds (the prompt), then CallsMade and Deltas, then one Summary. Close it (`aclosing`) to cancel.
 
         Raises RequestError, before the first event for what is wrong with the request itself.
         """
@@ -135,9 +135,10 @@ class Gateway:
 
     async def _stream(
         self, admission: Admission, run: link_pb2.Run, record: RequestRecord
-    ) -> AsyncGenerator[pb.TokenIds | pb.Delta]:
+    ) -> AsyncGenerator[pb.TokenIds | CallsMade | pb.Delta]:
         """The prompt as soon as it was sent; then deltas until every choice has ended."""
-        choices = [ChoiceStream(i, self.model.detokenizer(admission.request)) for i in range(run.n)]
+        model, request = self.model, admission.request
+        choices = [ChoiceStream(i, model.detokenizer(request), model.call_parser(request)) for i in range(run.n)]
         async with aclosing(self._attempts.events(run, choices, record)) as events:
             async for event in events:
                 if isinstance(event, Sent):
@@ -147,8 +148,11 @@ class Gateway:
                 delta = _accept(choices, event)
                 record.arrived(event, delta)
                 self._waiting.discard(admission.number)
-                if delta is not None:
-                    yield delta
+                if delta is None:
+                    continue
+                if (made := choices[delta.choice].take_calls()) is not None:
+                    yield made
+                yield delta
 
     def _make_run(self, admission: Admission, prompt: Sequence[int]) -> link_pb2.Run:
         """What the request asks, without an id.

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InternalError, InvalidArgument, Unavailable, openai_error
 from moonshard.serving.gateway import openai_requests as requests
+from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.disconnect import until_disconnect
 from moonshard.serving.gateway.edge import (
     Edge,
@@ -29,6 +30,7 @@ from moonshard.serving.gateway.edge import (
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S, EventStream
 from moonshard.serving.gateway.generation import Gateway
 from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.openai_body import decode
 from moonshard.serving.gateway.openai_responses import (
     DONE,
     ChatFormat,
@@ -39,7 +41,7 @@ from moonshard.serving.gateway.openai_responses import (
     Whole,
     error_event,
 )
-from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt
+from moonshard.serving.gateway.parameters import GenerationRequest, TextPrompt
 
 READY_RETRY_AFTER_S = 1.0
 _CHAT = msgspec.json.Decoder(requests.ChatBody)
@@ -86,13 +88,13 @@ class HttpFront:
 
     async def _chat(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
-        body = requests.decode(_CHAT, await read_body(request, self._max_body_bytes))
+        body = decode(_CHAT, await read_body(request, self._max_body_bytes))
         asked = requests.chat_request(body, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
         return await self._respond(request, body, asked, ChatFormat(self._gateway.model.tokenizer))
 
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
-        body = requests.decode(_COMPLETION, await read_body(request, self._max_body_bytes))
+        body = decode(_COMPLETION, await read_body(request, self._max_body_bytes))
         asked = requests.completion_request(body, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
         return await self._respond(request, body, asked, CompletionFormat(self._gateway.model.tokenizer))
 
@@ -122,6 +124,8 @@ class HttpFront:
             async for event in events:
                 if isinstance(event, pb.Delta):
                     yield chunks.delta(event)
+                elif isinstance(event, CallsMade):
+                    yield chunks.calls(event)
                 elif isinstance(event, pb.TokenIds):
                     chunks.set_prompt(event)
                 else:
@@ -136,22 +140,20 @@ class HttpFront:
         raise InternalError("the pipeline ended without a summary")
 
     async def _tokenize(self, request: Request) -> Response:
-        body = requests.decode(_TOKENIZE, await read_body(request, self._max_body_bytes))
+        body = decode(_TOKENIZE, await read_body(request, self._max_body_bytes))
         self._gateway.model.check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give either prompt or messages", field="prompt")
         if body.messages is None:
-            prompt, spelling = TextPrompt(body.prompt or ""), {}
+            asked = GenerationRequest(request_id="", received_ns=0, prompt=TextPrompt(body.prompt or ""))
         else:
-            kwargs, messages = body.chat_template_kwargs or {}, requests.chat_messages(body.messages)
-            prompt, spelling = ChatPrompt(messages, kwargs, body.add_generation_prompt), {"prompt": "messages"}
-        asked = GenerationRequest(request_id="", received_ns=0, prompt=prompt, spelling=spelling)
+            asked = requests.chat_to_tokenize(body, body.messages)
         tokens = list(await self._gateway.model.tokenize(asked))
         max_model_len = self._gateway.limits().max_context_tokens
         return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = requests.decode(_DETOKENIZE, await read_body(request, self._max_body_bytes))
+        body = decode(_DETOKENIZE, await read_body(request, self._max_body_bytes))
         self._gateway.model.check_name(body.model)
         return json_response({"prompt": await self._gateway.model.detokenize(body.tokens, field="tokens")})
 

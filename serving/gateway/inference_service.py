@@ -57,7 +57,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     await context.write(pb.GenerateResponse(delta=event))
                 elif isinstance(event, pb.TokenIds):
                     await context.write(pb.GenerateResponse(prompt=event))
-                else:
+                elif isinstance(event, pb.Summary):  # no request of this API has tools, so no answer has calls
                     await context.write(pb.GenerateResponse(summary=event))
 
     async def _model_info(self, request: pb.GetModelInfoRequest) -> pb.ModelInfo:
@@ -118,7 +118,7 @@ def _prompt(request: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPromp
             return TokenPrompt(list(request.tokens.ids))
 
 
-def _messages(chat: pb.ChatPrompt) -> list[dict[str, str]]:
+def _messages(chat: pb.ChatPrompt) -> list[dict[str, object]]:
     return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 

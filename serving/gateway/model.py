@@ -15,6 +15,7 @@ from moonshard.rpc.status import InvalidArgument, NotFound
 from moonshard.serving.chat import ChatTemplate, TemplateError, load_chat_template
 from moonshard.serving.detokenizer import Detokenizer
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+from moonshard.serving.tool_calls import ToolCallParser, call_marks
 
 LONG_TEXT_CHARS = 20_000  # from here on tokenising would hold up every other request's tokens
 MESSAGE_CHARS = 50  # rendering one more message takes as long as tokenising that many characters
@@ -43,6 +44,7 @@ class ServedModel:
         return self._encode(request)
 
     def detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
+        """Of one choice. With tools, the markers of their calls are marks in the text: they are a parser's to read."""
         if self.tokenizer is None:
             return None
         return Detokenizer(
@@ -50,7 +52,14 @@ class ServedModel:
             skip_special=request.skip_special_tokens,
             stop=tuple(request.stop),
             min_tokens=request.min_tokens,
+            marks=None if request.tool_use is None else call_marks(self.tokenizer.special_tokens),
         )
+
+    def call_parser(self, request: GenerationRequest) -> ToolCallParser | None:
+        """Of one choice; None where the request has no tools."""
+        if request.tool_use is None:
+            return None
+        return ToolCallParser(request.tool_use.functions, request.tool_use.call_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, field: str) -> str:
         """The text of token ids, specials left out; of many, in a thread. InvalidArgument naming `field`."""
@@ -71,6 +80,8 @@ class ServedModel:
                 case ChatPrompt(messages, template_kwargs, add_generation_prompt):
                     if self.template is None:
                         raise request.invalid("prompt", "the model has no chat template")
+                    if request.tool_use is not None:
+                        self._check_tools(request, self.tokenizer, self.template)
                     return self.template.encode_chat(
                         self.tokenizer,
                         messages,
@@ -84,15 +95,24 @@ class ServedModel:
         except (TemplateError, TextError) as error:
             raise request.invalid("prompt", str(error)) from error
 
+    @staticmethod
+    def _check_tools(request: GenerationRequest, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        """A model that is not told of its tools, or whose calls nobody can read, would seem to decide against them."""
+        if not template.takes_tools:
+            raise request.invalid("tools", "the model's chat template takes no tools")
+        if not call_marks(tokenizer.special_tokens):
+            raise request.invalid("tools", "the model's tokenizer has no tokens for tool calls")
+
 
 def _may_be_long(prompt: TextPrompt | ChatPrompt) -> bool:
     """Whether the texts are many characters, or the template was given something nested, which may be of any size."""
     if isinstance(prompt, TextPrompt):
         return len(prompt.text) > LONG_TEXT_CHARS
-    if any(isinstance(value, Mapping | list) for value in prompt.template_kwargs.values()):
+    values = [value for message in prompt.messages for value in message.values()]
+    values += prompt.template_kwargs.values()
+    if any(isinstance(value, Mapping | list) for value in values):
         return True
-    texts = [text for message in prompt.messages for text in message.values()]
-    texts += [value for value in prompt.template_kwargs.values() if isinstance(value, str)]
+    texts = [value for value in values if isinstance(value, str)]
     return sum(map(len, texts)) + MESSAGE_CHARS * len(prompt.messages) > LONG_TEXT_CHARS
 
 

@@ -4,15 +4,14 @@ Every parameter is accepted, or refused by name: none is ignored. A parameter th
 the values that ask for nothing (`NO_OPS`), since clients send those. Bounds are checked later; types and shapes, here.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from moonshard.rpc.status import InvalidArgument
-from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-
-ROLES = ("system", "developer", "user", "assistant")
+from moonshard.serving.gateway.openai_messages import Message, chat_messages
+from moonshard.serving.gateway.openai_tools import Tool, offer
+from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
 
 # Parameters of OpenAI and vLLM that are not served, with the values that ask for nothing.
 NO_OPS: Mapping[str, Sequence[object]] = {
@@ -24,7 +23,6 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "length_penalty": (None, 1),
     "metadata": (None, {}),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "prompt_logprobs": (None,),
     "reasoning_effort": (None,),
@@ -32,45 +30,21 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "use_beam_search": (None, False),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-_UNSERVED_OF_MESSAGE = (
-    *("tool_calls", "tool_call_id", "function_call"),
-    *("refusal", "audio", "annotations", "reasoning_content"),
-)
-_FIELD = re.compile(r"unknown field `(?P<unknown>[^`]*)`|required field `(?P<missing>[^`]*)`")
-_PATH = re.compile(r"`\$(?:\.(?P<path>[^`]+))?`")
+# Served in chats.
+COMPLETION_NO_OPS: Mapping[str, Sequence[object]] = {
+    "parallel_tool_calls": (None, True, False),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+}
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool | None = None
-
-
-class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: str
-    text: str | None = None
-    image_url: object = None
-    input_audio: object = None
-    video_url: object = None
-    file: object = None
-
-
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: object = None
-    tool_call_id: object = None
-    function_call: object = None
-    refusal: object = None
-    audio: object = None
-    annotations: object = None
-    reasoning_content: object = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -109,7 +83,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     length_penalty: object = None
     metadata: object = None
     modalities: object = None
-    parallel_tool_calls: object = None
     prediction: object = None
     prompt_logprobs: object = None
     reasoning_effort: object = None
@@ -117,8 +90,6 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: object = None
     store: object = None
     suffix: object = None
-    tool_choice: object = None
-    tools: object = None
     use_beam_search: object = None
     verbosity: object = None
     web_search_options: object = None
@@ -134,17 +105,24 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: object = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
+    tools: object = None
+    tool_choice: object = None
+    parallel_tool_calls: object = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str = ""
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool = True  # this tokenizer adds none of its own: either value asks for the same
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, object] | None = None
@@ -153,18 +131,6 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str = ""
     tokens: list[int]
-
-
-def decode[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """InvalidArgument with the parameter's name, where one is at fault."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(str(error), field=_field_of(str(error))) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise InvalidArgument("the body is nested too deeply") from error
 
 
 def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> GenerationRequest:
@@ -177,15 +143,24 @@ def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> Genera
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    prompt = ChatPrompt(chat_messages(body.messages), body.chat_template_kwargs or {})
+    _refuse_unserved(body, NO_OPS)
+    offered = offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     return _request(
-        body, prompt, max_tokens, num_logprobs, spelling=spelling, request_id=request_id, received_ns=received_ns
+        body,
+        chat_prompt(body.messages, offered.tools, body.chat_template_kwargs),
+        max_tokens,
+        num_logprobs,
+        tool_use=offered.use(body.messages),
+        spelling=spelling,
+        request_id=request_id,
+        received_ns=received_ns,
     )
 
 
 def completion_request(body: CompletionBody, *, request_id: str, received_ns: int) -> GenerationRequest:
     """InvalidArgument where the body asks for what is not served."""
     spelling = {"num_logprobs": "logprobs"}
+    _refuse_unserved(body, {**NO_OPS, **COMPLETION_NO_OPS})
     max_tokens = 16 if body.max_tokens is None else body.max_tokens  # OpenAI's default on this route
     return _request(
         body,
@@ -198,15 +173,34 @@ def completion_request(body: CompletionBody, *, request_id: str, received_ns: in
     )
 
 
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as chat templates take them: content is one string. InvalidArgument for what is no text."""
-    if not messages:
-        raise InvalidArgument("messages: is empty", field="messages")
-    return [
-        {"role": _role(message, index), "content": _content(message, index)}
-        | ({} if message.name is None else {"name": message.name})
-        for index, message in enumerate(messages)
-    ]
+def chat_to_tokenize(body: TokenizeBody, messages: Sequence[Message]) -> GenerationRequest:
+    """What a chat with these messages would prefill. InvalidArgument as there."""
+    offered = offer(body.tools)
+    return GenerationRequest(
+        request_id="",
+        received_ns=0,
+        prompt=chat_prompt(
+            messages, offered.tools, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+        ),
+        tool_use=offered.use(messages),
+        spelling={"prompt": "messages"},
+    )
+
+
+def chat_prompt(
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    template_kwargs: Mapping[str, object] | None,
+    *,
+    add_generation_prompt: bool = True,
+) -> ChatPrompt:
+    """InvalidArgument for what is no text, and for tools that come twice."""
+    kwargs = dict(template_kwargs or {})
+    if tools and "tools" in kwargs:
+        name = "chat_template_kwargs.tools"
+        raise InvalidArgument(f"{name}: there are tools in the request already", field=name)
+    kwargs |= {"tools": list(tools)} if tools else {}
+    return ChatPrompt(chat_messages(messages), kwargs, add_generation_prompt)
 
 
 def _request(
@@ -215,11 +209,11 @@ def _request(
     max_tokens: int | None,
     num_logprobs: int | None,
     *,
+    tool_use: ToolUse | None = None,
     spelling: Mapping[str, str],
     request_id: str,
     received_ns: int,
 ) -> GenerationRequest:
-    _refuse_unserved(body)
     return GenerationRequest(
         request_id=body.request_id or request_id,
         received_ns=received_ns,
@@ -242,12 +236,13 @@ def _request(
         n=1 if body.n is None else body.n,
         num_logprobs=num_logprobs,
         skip_special_tokens=body.skip_special_tokens,
+        tool_use=tool_use,
         spelling=spelling,
     )
 
 
-def _refuse_unserved(body: GenerationBody) -> None:
-    for name, accepted in NO_OPS.items():
+def _refuse_unserved(body: GenerationBody, no_ops: Mapping[str, Sequence[object]]) -> None:
+    for name, accepted in no_ops.items():
         if not any(_is_same(getattr(body, name), value) for value in accepted):
             raise InvalidArgument(f"{name} is not supported", field=name)
     if body.best_of not in (None, 1 if body.n is None else body.n):
@@ -275,36 +270,5 @@ def _completion_prompt(prompt: str | list[int | str | list[int]]) -> TextPrompt 
     return TokenPrompt(token_ids)
 
 
-def _role(message: Message, index: int) -> str:
-    if message.role not in ROLES:
-        raise InvalidArgument(
-            f"messages[{index}].role: {message.role!r} is not supported; use one of {', '.join(ROLES)}",
-            field=f"messages[{index}].role",
-        )
-    for name in _UNSERVED_OF_MESSAGE:
-        if getattr(message, name) not in (None, []):
-            raise InvalidArgument(f"messages[{index}].{name} is not supported", field=f"messages[{index}].{name}")
-    return "system" if message.role == "developer" else message.role
-
-
-def _content(message: Message, index: int) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    if message.content is None:
-        raise InvalidArgument(f"messages[{index}].content is missing", field=f"messages[{index}].content")
-    for number, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
-            where = f"messages[{index}].content[{number}]"
-            raise InvalidArgument(f"{where}: only text parts are supported, not {part.type!r}", field=where)
-    return "".join(part.text or "" for part in message.content)
-
-
 def _strings(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else value or []
-
-
-def _field_of(message: str) -> str | None:
-    """The parameter that a msgspec error speaks of: `$.a[0].b` and an unknown or missing field of it."""
-    path = match["path"] if (match := _PATH.search(message)) else None
-    field = (match["unknown"] or match["missing"]) if (match := _FIELD.search(message)) else None
-    return ".".join(part for part in (path, field) if part) or None

@@ -1,7 +1,8 @@
 """The pipeline's events as OpenAI's response objects: whole ones and stream chunks, of chats and of completions.
 
 A chunk's constant part is encoded once per request and only the choice per token. `stop_reason`, `token_ids` and
-`prompt_token_ids` are vLLM's additions.
+`prompt_token_ids` are vLLM's additions. A choice with tool calls that ends as the model meant it to ends with
+`tool_calls`; cut off after them, it keeps `length`: more calls might have come.
 """
 
 import time
@@ -14,7 +15,9 @@ import msgspec
 from moonshard.models.tokenizer import Tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.codec import decode_finish_reason, decode_stop_reason
+from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.openai_logprobs import chat_logprobs, completion_logprobs
+from moonshard.serving.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT_CHARS = 12
@@ -118,10 +121,13 @@ class Whole:
         self._form = form
         self._prompt: Sequence[int] = ()
         self._deltas: dict[int, list[pb.Delta]] = {}
+        self._calls: dict[int, list[ToolCall]] = {}
 
-    def add(self, event: pb.TokenIds | pb.Delta) -> None:
+    def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
         if isinstance(event, pb.TokenIds):
             self._prompt = event.ids
+        elif isinstance(event, CallsMade):
+            self._calls.setdefault(event.choice, []).extend(event.calls)
         else:
             self._deltas.setdefault(event.choice, []).append(event)
 
@@ -140,6 +146,8 @@ class Whole:
             whole.MergeFrom(delta)  # scalars: the last one said; token ids and log-probabilities: joined
         logprobs = self._form.logprobs(whole.logprobs, 0) if self._envelope.has_logprobs else None
         choice = self._form.choice(whole, logprobs)
+        if calls := self._calls.get(whole.choice):
+            choice = _with_calls(choice, whole.text, calls)
         return choice | {"token_ids": list(whole.token_ids)} if self._envelope.has_token_ids else choice
 
 
@@ -155,6 +163,7 @@ class Chunks:
         self._first_tail = self._tail
         self._opened: set[int] = set()
         self._offsets: dict[int, int] = {}
+        self._num_calls: dict[int, int] = {}
 
     def set_prompt(self, prompt: pb.TokenIds) -> None:
         """The first chunk will say it, where it was asked for."""
@@ -165,8 +174,23 @@ class Chunks:
         choice = self._form.chunk_choice(delta, self._logprobs(delta))
         if self._envelope.has_token_ids:
             choice["token_ids"] = list(delta.token_ids)
-        chunk = self._chunk(choice) if delta.choice in self._opened else self._first_chunks(delta.choice, choice)
-        return chunk
+        if delta.choice in self._num_calls:
+            choice = _with_calls_finish(choice)
+        return self._opening(delta.choice) + self._chunk(choice)
+
+    def calls(self, made: CallsMade) -> bytes:
+        """Two chunks a call, as clients expect them: who is called, then with what."""
+        first = self._num_calls.get(made.choice, 0)
+        self._num_calls[made.choice] = first + len(made.calls)
+        chunks = [self._opening(made.choice)]
+        for index, call in enumerate(made.calls, start=first):
+            whole = _call_object(call)
+            begun = whole | {"index": index, "function": {"name": call.name, "arguments": ""}}
+            chunks += (
+                self._chunk(_call_choice(made.choice, part))
+                for part in (begun, {"index": index, "function": {"arguments": call.arguments}})
+            )
+        return b"".join(chunks)
 
     def usage(self, usage: pb.Usage) -> bytes:
         """The last chunk; empty where usage was not asked for."""
@@ -178,10 +202,13 @@ class Chunks:
         tail, self._first_tail = self._first_tail, self._tail
         return self._head + _encoder.encode(choice) + tail
 
-    def _first_chunks(self, index: int, choice: dict[str, object]) -> bytes:
+    def _opening(self, index: int) -> bytes:
+        """What comes before the first chunk of a choice."""
+        if index in self._opened:
+            return b""
         self._opened.add(index)
         opening = self._form.opening(index)
-        return (b"" if opening is None else self._chunk(opening)) + self._chunk(choice)
+        return b"" if opening is None else self._chunk(opening)
 
     def _logprobs(self, delta: pb.Delta) -> dict | None:
         if not self._envelope.has_logprobs:
@@ -205,6 +232,24 @@ def usage_object(usage: pb.Usage) -> dict[str, object]:
 def error_event(body: dict) -> bytes:
     """An error after the stream began: the status line is gone."""
     return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+def _call_object(call: ToolCall) -> dict[str, object]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _with_calls(choice: dict[str, object], text: str, calls: Sequence[ToolCall]) -> dict[str, object]:
+    """A whole choice of a chat that makes calls."""
+    message = {"role": "assistant", "content": text or None, "refusal": None}
+    return _with_calls_finish(choice) | {"message": message | {"tool_calls": list(map(_call_object, calls))}}
+
+
+def _call_choice(index: int, call: dict[str, object]) -> dict[str, object]:
+    return {"index": index, "delta": {"tool_calls": [call]}, "logprobs": None, "finish_reason": None}
+
+
+def _with_calls_finish(choice: dict[str, object]) -> dict[str, object]:
+    return choice | {"finish_reason": "tool_calls"} if choice["finish_reason"] == "stop" else choice
 
 
 def _finish(delta: pb.Delta) -> dict[str, object]:

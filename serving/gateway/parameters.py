@@ -29,9 +29,17 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, object]]
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
     add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolUse:
+    """The functions that the answer may call; `call_ids`: of the conversation's calls so far."""
+
+    functions: frozenset[str]
+    call_ids: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +67,7 @@ class GenerationRequest:
     n: int = 1
     num_logprobs: int | None = None
     skip_special_tokens: bool = True
+    tool_use: ToolUse | None = None  # None: calls in the answer are not looked for
     spelling: Mapping[str, str] = field(default_factory=dict)
 
     def invalid(self, name: str, problem: str, kind: type[InvalidArgument] = InvalidArgument) -> InvalidArgument:

@@ -153,6 +153,36 @@ def test_special_tokens_show_only_where_asked(tokenizer: Tokenizer):
     assert shown.push([*bytes_to_ids(b"a"), END]).stop_string == "<|im_end|>"
 
 
+MARKS = {END: "\ud800", ASSISTANT: "\ud801"}
+
+
+@given(
+    ids=token_ids,
+    sizes=st.lists(st.integers(0, 5), max_size=30),
+    stop=st.lists(stop_texts, max_size=3),
+    skip=st.booleans(),
+)
+@example(ids=[*bytes_to_ids(b"\xe4\xbd"), END, *bytes_to_ids(b"\xa0")], sizes=[], stop=[], skip=True)
+@example(ids=[*bytes_to_ids(b"a"), END, *bytes_to_ids(b"b")], sizes=[], stop=["ab"], skip=True)
+@example(ids=[*bytes_to_ids(b"ab"), END], sizes=[2], stop=["abc"], skip=True)
+def test_a_marked_token_stands_as_its_mark_between_the_texts_around_it(
+    tokenizer: Tokenizer, ids: list[int], sizes: list[int], stop: list[str], skip: bool
+):
+    pieces: list[list[int]] = [[]]
+    whole = ""
+    for token_id in ids:
+        if token_id in MARKS:
+            whole += tokenizer.decode(pieces[-1], skip_special=skip) + MARKS[token_id]
+            pieces.append([])
+        else:
+            pieces[-1].append(token_id)
+    whole += tokenizer.decode(pieces[-1], skip_special=skip)
+    cut = first_stop(whole, stop)
+    detokenizer = Detokenizer(tokenizer, stop=stop, skip_special=skip, marks=MARKS)
+    text = "".join(detokenizer.push(chunk).text for chunk in chunked(ids, sizes)) + detokenizer.finish()
+    assert text == (whole if cut is None else whole[: cut[0]])
+
+
 def test_an_unknown_id_is_named(tokenizer: Tokenizer):
     with pytest.raises(TokenIdError, match="no token 2048 "):
         Detokenizer(tokenizer).push([2048])

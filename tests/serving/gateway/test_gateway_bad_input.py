@@ -13,6 +13,20 @@ from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, VOCAB_SIZE, Fa
 
 PROMPT = {"prompt": [1, 2, 3]}
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
+FUNCTION = {"name": "f"}
+TOOLS = MESSAGES | {"tools": [{"type": "function", "function": FUNCTION}]}
+CALL = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def after_hi(*messages: dict) -> dict:
+    return {"messages": [*MESSAGES["messages"], *messages]}
+
+
+def turn(**call: object) -> dict:
+    """An assistant's call with something else about it."""
+    return after_hi({"role": "assistant", "content": None, "tool_calls": [CALL, CALL | call]})
+
+
 NESTED = "[" * 50_000
 
 COMPLETIONS = [
@@ -66,6 +80,8 @@ COMPLETIONS = [
     (PROMPT | {"suffix": "x"}, "suffix"),
     (PROMPT | {"stream_options": {"include_usage": True}}, "stream_options"),
     (PROMPT | {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    (PROMPT | {"tools": TOOLS["tools"]}, "tools"),
+    (PROMPT | {"tool_choice": "required"}, "tool_choice"),
     (PROMPT | {"temprature": 1}, "temprature"),
     ([], None),
 ]
@@ -74,13 +90,49 @@ CHATS = [
     ({"messages": "hi"}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "messages"),
-    (MESSAGES | {"tools": [{"type": "function"}]}, "tools"),
+    (MESSAGES | {"tools": [{"type": "function"}]}, "tools[0].function"),
+    (TOOLS | {"tools": {}}, "tools"),
+    (TOOLS | {"tools": ["f"]}, "tools[0]"),
+    (TOOLS | {"tools": [{"function": FUNCTION}]}, "tools[0].type"),
+    (TOOLS | {"tools": [{"type": "custom", "function": FUNCTION}]}, "tools[0].type"),
+    (TOOLS | {"tools": [*TOOLS["tools"], {"type": "function", "function": {}}]}, "tools[1].function.name"),
+    (TOOLS | {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+    (TOOLS | {"tools": [{"type": "function", "function": {"name": 1}}]}, "tools[0].function.name"),
+    (
+        TOOLS | {"tools": [{"type": "function", "function": FUNCTION | {"parameters": []}}]},
+        "tools[0].function.parameters",
+    ),
+    (
+        TOOLS | {"tools": [{"type": "function", "function": FUNCTION | {"strict": True}}]},
+        "tools[0].function.strict",
+    ),
+    (TOOLS | {"tools": [{"type": "function"}], "tool_choice": "none"}, "tools[0].function"),
+    (TOOLS | {"tool_choice": "required"}, "tool_choice"),
+    (TOOLS | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     (MESSAGES | {"tool_choice": "required"}, "tool_choice"),
+    (TOOLS | {"parallel_tool_calls": False}, "parallel_tool_calls"),
+    (TOOLS | {"parallel_tool_calls": 0}, "parallel_tool_calls"),
+    (TOOLS | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    (TOOLS | {"functions": [FUNCTION]}, "functions"),
+    (after_hi({"role": "tool", "content": "x"}), "messages[1].tool_call_id"),
+    (after_hi({"role": "tool", "content": "x", "tool_call_id": ""}), "messages[1].tool_call_id"),
+    (after_hi({"role": "tool", "content": "x", "tool_call_id": 1}), "messages[1].tool_call_id"),
+    (after_hi({"role": "tool", "content": None, "tool_call_id": "functions.f:0"}), "messages[1].content"),
+    (after_hi({"role": "user", "content": "x", "tool_call_id": "functions.f:0"}), "messages[1].tool_call_id"),
+    (after_hi({"role": "user", "content": "x", "tool_calls": [CALL]}), "messages[1].tool_calls"),
+    (after_hi({"role": "assistant", "content": None, "tool_calls": []}), "messages[1].content"),
+    (after_hi({"role": "assistant", "content": None, "tool_calls": "f"}), "messages[1].tool_calls"),
+    (turn(id=None), "messages[1].tool_calls[1].id"),
+    (turn(type="custom"), "messages[1].tool_calls[1].type"),
+    (turn(function={"name": "f"}), "messages[1].tool_calls[1].function.arguments"),
+    (turn(function={"name": "f", "arguments": {}}), "messages[1].tool_calls[1].function.arguments"),
+    (turn(function={"arguments": "{}"}), "messages[1].tool_calls[1].function.name"),
+    (turn(arguments="{}"), "messages[1].tool_calls[1].arguments"),
     (MESSAGES | {"response_format": {"type": "json_object"}}, "response_format"),
     (MESSAGES | {"modalities": ["audio"]}, "modalities"),
     (MESSAGES | {"store": True}, "store"),
@@ -102,7 +154,7 @@ NO_OPS = {
     "tools": [],
     "tool_choice": "none",
     "response_format": {"type": "text"},
-    "parallel_tool_calls": True,
+    "parallel_tool_calls": False,
     "store": False,
     "user": "me",
     "safety_identifier": "x",
