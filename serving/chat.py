@@ -11,29 +11,41 @@ template that looks for a special name inside a message does not find it. Whethe
 the template's own affair.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn, final
+from typing import final
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moonshard.models.json_file import read_json_object
 from moonshard.models.tokenizer import Tokenizer, check_text
 from moonshard.models.vocabulary import name_pattern
+from moonshard.serving.template_budget import Budget, allowed_units
+from moonshard.serving.template_sandbox import BUDGET, TemplateSandbox
 
-MAX_RENDERED_CHARS = 32 * 2**20
+MAX_MESSAGE_CHARS = 1000  # of what a template says when it fails
 FIRST_MARK, MAX_MARKS = 0xD800, 0x800  # the surrogates
 MARK = re.compile(f"([{chr(FIRST_MARK)}-{chr(FIRST_MARK + MAX_MARKS - 1)}])")
 OWN_VARIABLES = frozenset({"messages", "add_generation_prompt"})
+
+# what Jinja lets through from the expressions of a template, and from its parser and Python's compiler
+RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+SOURCE_ERRORS = (*RENDER_ERRORS, SyntaxError)
 
 
 class TemplateFileError(ValueError):
@@ -49,9 +61,9 @@ class ChatTemplate:
     """A parsed template. May be used from several threads."""
 
     def __init__(self, source: str, variables: Mapping[str, str]):
-        """`variables`: what the folder lets the template name, such as bos_token. Raises jinja2.TemplateSyntaxError."""
-        self._environment = _environment()
-        self._environment.from_string(source)  # parsing alone would let an unknown filter pass
+        """`variables`: what the folder lets the template name, such as bos_token. Raises SOURCE_ERRORS."""
+        self._environment = TemplateSandbox()
+        self._environment.compile_tree(self._environment.parse(source))  # parsing alone would pass an unknown filter
         self._source = source
         self._variables = variables
         names = self._environment.parse(source).find_all(nodes.Name)  # of its variables
@@ -73,26 +85,13 @@ class ChatTemplate:
         kwargs = dict(template_kwargs or {})
         if clash := OWN_VARIABLES & kwargs.keys():
             raise TemplateError(f"the template's variable {min(clash)!r} cannot be set")
-        _check_texts([list(messages), kwargs])
+        budget = _checked_budget([list(messages), kwargs])
         marked = self._marked(frozenset(tokenizer.special_tokens))
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return marked.encode(tokenizer, marked.render({**kwargs, **own}))
+        return marked.encode(tokenizer, marked.render({**kwargs, **own}, budget))
 
     def _mark(self, special_names: frozenset[str]) -> "MarkedTemplate":
         return MarkedTemplate(self._environment, self._source, self._variables, special_names)
-
-
-# what Jinja lets through from the expressions of a template
-RENDER_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 
 
 @final
@@ -100,7 +99,7 @@ class MarkedTemplate:
     """The template with every special name of its own replaced by a mark; `names` gives the name of each mark."""
 
     def __init__(
-        self, environment: jinja2.Environment, source: str, variables: Mapping[str, str], special_names: frozenset[str]
+        self, environment: TemplateSandbox, source: str, variables: Mapping[str, str], special_names: frozenset[str]
     ):
         self._specials = name_pattern(special_names)
         self._mark_of: dict[str, str] = {}
@@ -110,7 +109,7 @@ class MarkedTemplate:
         for constant in tree.find_all(nodes.Const):
             if isinstance(constant.value, str):
                 constant.value = self._mark(constant.value)
-        self._template = environment.from_string(tree)
+        self._template = environment.compile_tree(tree)
         # transformers always defines these two
         self._variables: dict[str, object] = {"tools": None, "documents": None}
         self._variables.update((name, self._mark(text)) for name, text in variables.items())
@@ -124,14 +123,17 @@ class MarkedTemplate:
             raise TemplateError(f"the chat template names more than {MAX_MARKS} special tokens")
         return self._mark_of.setdefault(name, chr(FIRST_MARK + len(self._mark_of)))
 
-    def render(self, variables: Mapping[str, object]) -> str:
+    def render(self, variables: Mapping[str, object], budget: Budget) -> str:
         """The text, in which a special token is its mark. Raises TemplateError."""
         try:
-            return _joined(self._template.generate({**self._variables, **variables}))
-        except TemplateError:
-            raise
+            parts: list[str] = []
+            for part in self._template.generate({**self._variables, **variables, BUDGET: budget}):
+                budget.extend_prompt(part)
+                parts.append(part)
+            return "".join(parts)
         except RENDER_ERRORS as cause:
-            message = "".join(self._names.get(char, char) for char in str(cause) or type(cause).__name__)
+            said = str(cause) or type(cause).__name__
+            message = "".join(self._names.get(char, char) for char in said[:MAX_MESSAGE_CHARS])
             raise TemplateError(f"the model's chat template failed: {message}") from cause
 
     def encode(self, tokenizer: Tokenizer, rendered: str) -> list[int]:
@@ -152,29 +154,25 @@ class MarkedTemplate:
         return ids
 
 
-def _joined(parts: Iterator[str]) -> str:
-    kept: list[str] = []
-    num_chars = 0
-    for part in parts:
-        num_chars += len(part)
-        if num_chars > MAX_RENDERED_CHARS:
-            raise TemplateError(f"the prompt is longer than {MAX_RENDERED_CHARS} characters")
-        kept.append(part)
-    return "".join(kept)
+def _checked_budget(values: Sequence[object]) -> Budget:
+    """What these values allow, after a look at every string of them, keys included.
 
-
-def _check_texts(values: Sequence[object]) -> None:
-    """Every string in these values, keys included. Without recursion: a client chooses how deep they are nested."""
+    Without recursion: a client chooses how deep they are nested.
+    """
     pending = list(values)
+    num_chars = num_nodes = 0
     while pending:
         value = pending.pop()
+        num_nodes += 1
         if isinstance(value, str):
             check_text(value)
+            num_chars += len(value)
         elif isinstance(value, Mapping):
             pending += value.keys()
             pending += value.values()
         elif isinstance(value, list | tuple):
             pending += value
+    return Budget(allowed_units(num_chars, num_nodes))
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
@@ -186,7 +184,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         return None
     try:
         return ChatTemplate(source, _token_variables(config))
-    except (jinja2.TemplateSyntaxError, RecursionError, SyntaxError) as cause:
+    except SOURCE_ERRORS as cause:
         line = f" line {cause.lineno}:" if isinstance(cause, jinja2.TemplateSyntaxError) else ""
         raise TemplateFileError(f"{path}:{line} {cause}") from cause
 
@@ -220,43 +218,3 @@ def _token_variables(config: Mapping[str, object]) -> dict[str, str]:
         if key.endswith("_token")
     }
     return {key: content for key, content in contents.items() if isinstance(content, str)}
-
-
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks the model's turns for training: here only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own filter: no HTML escapes, keys in their order."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)

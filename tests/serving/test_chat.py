@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moonshard.models.tokenizer import TextError, Tokenizer, load_tokenizer
-from moonshard.serving import chat
 from moonshard.serving.chat import ChatTemplate, TemplateError, TemplateFileError, load_chat_template
 
 KIMI = Path(__file__).parents[1] / "fixtures" / "kimi_k2"
@@ -143,12 +142,13 @@ def test_a_special_name_in_a_message_hides_no_name_of_the_template(tokenizer: To
         ("{{ ''.__class__.__mro__ }}", "unsafe|undefined"),
         ("{{ messages.append(1) }}", "not safely callable|immutable|unsafe"),
         ("{{ range(10000000) }}", "[Rr]ange"),
-        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "longer than"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "messages of this size"),
         ("{{ 1 / 0 }}", "division"),
         ("{{ 'a' + 1 }}", "str"),
         ("{{ {}['a'].b }}", "no attribute"),
         ("{{ undefined_name() }}", "undefined"),
-        ("{{ raise_exception | tojson }}", "JSON serializable"),
+        ("{{ raise_exception | tojson }}", "a function can be neither"),
+        ("{{ messages.x | tojson }}", "JSON serializable"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{% set a, b = 'abc' %}", "unpack"),
     ],
@@ -156,15 +156,7 @@ def test_a_special_name_in_a_message_hides_no_name_of_the_template(tokenizer: To
 def test_a_template_that_fails_says_why(tokenizer: Tokenizer, source: str, message: str):
     with pytest.raises(TemplateError, match=message) as caught:
         ChatTemplate(source, {}).encode_chat(tokenizer, [{"role": "user"}])
-    assert str(caught.value).startswith(("the model's chat template failed: ", "the prompt is longer than"))
-
-
-def test_a_prompt_that_never_ends_is_cut_off(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chat, "MAX_RENDERED_CHARS", 5)
-    template = ChatTemplate("{% for m in messages %}ab{% endfor %}", {})
-    assert template.encode_chat(tokenizer, [{}] * 2) == tokenizer.encode("abab")
-    with pytest.raises(TemplateError, match="longer than 5 characters"):
-        template.encode_chat(tokenizer, [{}] * 3)
+    assert str(caught.value).startswith("the model's chat template failed: ")
 
 
 @pytest.mark.parametrize(
