@@ -31,7 +31,7 @@ class PocketLessons:
 
     def _rows_of(self, skill: str) -> Rows:
         """Positions without gaps, as they are when the model serves."""
-        generator, _ = SKILLS[skill]
+        generator = SKILLS[skill].generator
         drawn = [random_of(HELD_OUT, self._seed, "measure", skill, row) for row in range(NUM_HELD_OUT_ROWS)]
         made = [
             lesson(self._text, generator(random, HELD_OUT, NUM_HELD_OUT_TOKENS), NUM_HELD_OUT_TOKENS)

@@ -92,10 +92,12 @@ class Recipe:
 
 CPU = Recipe(
     stages=(
-        Stage(name="short", num_tokens=256, num_rows=32, num_steps=800),
-        Stage(name="medium", num_tokens=512, num_rows=16, num_steps=3600),
-        Stage(name="long", num_tokens=1024, num_rows=8, num_steps=400),
-        Stage(name="longest", num_tokens=2048, num_rows=4, num_steps=200),
+        Stage(name="first", num_tokens=128, num_rows=32, num_steps=1000),
+        Stage(name="short", num_tokens=256, num_rows=24, num_steps=1500),
+        Stage(name="medium", num_tokens=512, num_rows=16, num_steps=2400),
+        Stage(name="long", num_tokens=1024, num_rows=8, num_steps=500),
+        Stage(name="longer", num_tokens=2048, num_rows=4, num_steps=400),
+        Stage(name="longest", num_tokens=4096, num_rows=2, num_steps=100),
     )
 )
 GPU = Recipe(

@@ -1,0 +1,142 @@
+"""Rows of tokens to train on, each a conversation as the chat template renders it.
+
+What a step sees depends on split, seed and step alone, so that a run that was killed goes on with the same data. Only what
+the assistant says is the lesson; the rest counts a little, for the sake of the embeddings. Positions have gaps (PoSE, arXiv
+2309.10400, section 3): a row of 512 tokens meets the distances of the whole context, which a row of 8,192 would pay for.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from moonshard.experiments.pocket.agents import agent_conversation
+from moonshard.experiments.pocket.conversation import Conversation, random_of
+from moonshard.experiments.pocket.recall import recall_conversation
+from moonshard.experiments.pocket.recipe import Rows, Stage
+from moonshard.experiments.pocket.shape import MAX_POSITIONS
+from moonshard.experiments.pocket.talk import talk_conversation
+from moonshard.experiments.pocket.tools import tool_conversation
+from moonshard.models.tokenizer import Tokenizer, load_tokenizer
+from moonshard.serving.chat import ChatTemplate, load_chat_template
+
+Generator = Callable[[Random, str, int], Conversation]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skill:
+    generator: Generator
+    share: float  # of the rows
+    min_tokens: int  # of a row that it fits into: declarations of tools are long
+
+
+SKILLS: dict[str, Skill] = {
+    "recall": Skill(generator=recall_conversation, share=0.60, min_tokens=0),
+    "tools": Skill(generator=tool_conversation, share=0.24, min_tokens=256),
+    "agents": Skill(generator=agent_conversation, share=0.10, min_tokens=512),
+    "talk": Skill(generator=talk_conversation, share=0.06, min_tokens=0),
+}
+CONTEXT_WEIGHT = 0.1  # of tokens that are not the assistant's
+GAPPED_SHARE = 0.7  # of rows
+POCKET = Path(__file__).resolve().parents[2] / "models" / "pocket"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """What turns conversations into tokens."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    def encode(self, conversation: Conversation) -> list[int]:
+        tools = list(conversation.tools) or None
+        return self.template.encode_chat(
+            self.tokenizer, conversation.messages(), template_kwargs={"tools": tools}, add_generation_prompt=False
+        )
+
+
+@cache
+def pocket_text() -> Text:
+    """The embedded model's tokenizer and template."""
+    tokenizer, template = load_tokenizer(POCKET), load_chat_template(POCKET)
+    if tokenizer is None or template is None:
+        raise ValueError(f"{POCKET}: no tokenizer or no chat template")
+    return Text(tokenizer=tokenizer, template=template)
+
+
+def draw(random: Random, split: str, num_tokens: int) -> Conversation:
+    """A conversation of a random skill among those that fit."""
+    skills = [skill for skill in SKILLS.values() if skill.min_tokens <= num_tokens]
+    skill = random.choices(skills, [skill.share for skill in skills])[0]
+    return skill.generator(random, split, num_tokens)
+
+
+def texts_of(conversation: Conversation) -> Iterator[str]:
+    """Every piece of text that the template renders between special tokens."""
+    if conversation.tools:
+        yield from ("tool_declare", json.dumps(conversation.tools, ensure_ascii=False, separators=(",", ":")))
+    for message in conversation.messages():
+        yield message["role"]
+        content = message["content"] or ""
+        yield f"## Return of {message['tool_call_id']}\n{content}" if message["role"] == "tool" else content
+        for call in message.get("tool_calls", ()):
+            yield from (call["id"], call["function"]["arguments"])
+
+
+def batch(split: str, seed: int, step: int, stage: Stage, text: Text | None = None) -> Rows:
+    """The rows of one step."""
+    text = text or pocket_text()
+    made = [_row(random_of(split, seed, step, row), split, stage.num_tokens, text) for row in range(stage.num_rows)]
+    return Rows(
+        tokens=np.stack([tokens for tokens, _, _ in made]),
+        weights=np.stack([weights for _, weights, _ in made]),
+        positions=np.stack([positions for _, _, positions in made]),
+    )
+
+
+def _row(random: Random, split: str, num_tokens: int, text: Text) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens, weights = lesson(text, draw(random, split, num_tokens), num_tokens)
+    return tokens, weights, _positions(random, num_tokens)
+
+
+def lesson(text: Text, conversation: Conversation, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """A conversation's tokens [num_tokens + 1], cut or padded, and the weight of each prediction [num_tokens]."""
+    ids = np.array(text.encode(conversation)[: num_tokens + 1], np.int32)
+    weights = np.where(spoken(ids, text.tokenizer), 1.0, CONTEXT_WEIGHT).astype(np.float32)[1:]
+    missing = num_tokens + 1 - len(ids)
+    pad = text.tokenizer.special_tokens["[PAD]"]
+    return np.pad(ids, (0, missing), constant_values=pad), np.pad(weights, (0, missing))
+
+
+def spoken(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Which tokens the assistant says: what follows its <|im_middle|>, up to and with <|im_end|>."""
+    specials = tokenizer.special_tokens
+    start, middle, end = specials["<|im_assistant|>"], specials["<|im_middle|>"], specials["<|im_end|>"]
+    found = np.zeros(len(ids), bool)
+    is_assistant = speaks = False
+    for index, token in enumerate(ids.tolist()):
+        found[index] = speaks
+        if token == start:
+            is_assistant = True
+        elif token == middle:
+            speaks = is_assistant
+        elif token == end:
+            is_assistant = speaks = False
+    return found
+
+
+def _positions(random: Random, num_tokens: int) -> np.ndarray:
+    positions = np.arange(num_tokens, dtype=np.int32)
+    room = MAX_POSITIONS - num_tokens
+    if random.random() >= GAPPED_SHARE or room <= 0:
+        return positions
+    num_gaps = random.randrange(1, 4)
+    span = int(room * random.random() ** 2)  # short spans more often
+    cuts = sorted(random.randrange(span + 1) for _ in range(num_gaps))
+    for at, until, since in zip(sorted(random.sample(range(1, num_tokens), num_gaps)), cuts, [0, *cuts], strict=False):
+        positions[at:] += until - since
+    return positions
