@@ -1,8 +1,9 @@
 """Rows of tokens to train on, each a conversation as the chat template renders it.
 
-What a step sees depends on split, seed and step alone, so that a run that was killed goes on with the same data. Only what
-the assistant says is the lesson; the rest counts a little, for the sake of the embeddings. Positions have gaps (PoSE, arXiv
-2309.10400, section 3): a row of 512 tokens meets the distances of the whole context, which a row of 8,192 would pay for.
+What a step sees depends on split, seed and step alone, so that a run that was killed goes on with the same data. Only
+what the assistant says is the lesson; the rest counts a little, for the sake of the embeddings. Positions have gaps
+(PoSE, arXiv 2309.10400, section 3): a row of 512 tokens meets the distances of the whole context, which only a row of
+8,192 would meet otherwise.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Documents of facts, and questions about them: ledgers, contact lists, inventories.
 
-Every fact is drawn at random, so that its value can only be known by reading it where it stands: one wrong or lost block of
-the KV cache is one wrong answer. An answer repeats the key before the value, in one wording. Besides single questions there
-are requests for several facts at once and for the list itself: more supervised tokens for the same document.
+Every fact is drawn at random, so that its value can only be known by reading it where it stands: one wrong or lost
+block of the KV cache is one wrong answer. An answer repeats the key before the value, in one wording. Besides single
+questions there are requests for several facts at once and for the list itself: more supervised tokens for the same
+document.
 """
 
 from collections.abc import Callable, Sequence
