@@ -5,7 +5,13 @@ read alone, and leaves are stored by their path in a part, so that neither the o
 matters. Left out: what a run was told to do (`journal`), and the model folder that people use (`export`).
 """
 
-from collections.abc import Mapping
+import errno
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,8 @@ import orbax.checkpoint as ocp
 from moonshard.experiments.pocket.recipe import RunFailed
 
 NUM_KEPT = 2
+PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a folder that is being written
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Parts = Mapping[str, Any]  # pytrees by name
 
 
@@ -31,7 +39,7 @@ class Checkpoints:
         try:
             self._manager = ocp.CheckpointManager(self._folder, options=options)
         except OSError as error:
-            raise RunFailed(f"{self._folder}: {_first_line(error)}") from error
+            raise RunFailed(f"{self._folder}: {_cause(error)}") from error
 
     def newest(self) -> int | None:
         """The last step of which everything was written."""
@@ -43,9 +51,11 @@ class Checkpoints:
             return
         saved = {name: ocp.args.StandardSave(_by_path(jax.device_get(part))) for name, part in parts.items()}
         try:
-            self._manager.save(step, args=ocp.args.Composite(**saved), force=True)
+            with _told_once():
+                self._manager.save(step, args=ocp.args.Composite(**saved), force=True)
         except (OSError, ValueError) as error:
-            raise RunFailed(f"{self._folder}: step {step} could not be saved: {_first_line(error)}") from error
+            self._remove_partial()
+            raise RunFailed(f"{self._folder}: step {step} could not be saved: {_cause(error)}") from error
 
     def restore(self, step: int, like: Parts) -> dict[str, Any]:
         """The parts of a step that `like` names, in its shapes, as numpy arrays. RunFailed if they cannot be read."""
@@ -53,8 +63,24 @@ class Checkpoints:
         try:
             found = self._manager.restore(step, args=ocp.args.Composite(**wanted))
         except (KeyError, ValueError, OSError) as error:
-            raise RunFailed(f"{self._folder}: step {step} cannot be read: {_first_line(error)}") from error
+            raise RunFailed(f"{self._folder}: step {step} cannot be read: {_cause(error)}") from error
         return {name: _from_paths(part, found[name]) for name, part in like.items()}
+
+    def _remove_partial(self) -> None:
+        """Gives back the room that an unfinished checkpoint takes."""
+        for partial in self._folder.glob(f"*{PARTIAL}*"):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _told_once() -> Generator[None]:
+    """Keeps orbax's threads and log from printing, several times over, the errors that the call raises anyway."""
+    log, before = logging.getLogger("absl"), threading.excepthook
+    threading.excepthook, log.disabled = lambda _: None, True
+    try:
+        yield
+    finally:
+        threading.excepthook, log.disabled = before, False
 
 
 def _zeros(tree: Any) -> Any:
@@ -70,5 +96,8 @@ def _from_paths(like: Any, found: Mapping[str, np.ndarray]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: found[jax.tree_util.keystr(path)], like)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _cause(error: BaseException) -> str:
+    """In a line: the operating system's words where there are any, else the first of the library's."""
+    text = str(error)
+    known = [message for message in map(os.strerror, FULL) if message in text]
+    return known[0] if known else (text.splitlines() or [type(error).__name__])[0]
