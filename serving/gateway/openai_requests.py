@@ -147,7 +147,7 @@ def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> Genera
     offered = offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     return _request(
         body,
-        chat_prompt(body.messages, offered.tools, body.chat_template_kwargs),
+        _chat_prompt(body.messages, offered.tools, body.chat_template_kwargs),
         max_tokens,
         num_logprobs,
         tool_use=offered.use(body.messages),
@@ -179,7 +179,7 @@ def chat_to_tokenize(body: TokenizeBody, messages: Sequence[Message]) -> Generat
     return GenerationRequest(
         request_id="",
         received_ns=0,
-        prompt=chat_prompt(
+        prompt=_chat_prompt(
             messages, offered.tools, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
         ),
         tool_use=offered.use(messages),
@@ -187,7 +187,7 @@ def chat_to_tokenize(body: TokenizeBody, messages: Sequence[Message]) -> Generat
     )
 
 
-def chat_prompt(
+def _chat_prompt(
     messages: Sequence[Message],
     tools: Sequence[Tool],
     template_kwargs: Mapping[str, object] | None,

@@ -200,6 +200,8 @@ def test_a_sentence_piece_stream_drops_its_leading_space_once(tmp_path: Path):
     assert tokenizer is not None
     detokenizer = Detokenizer(tokenizer)
     assert [detokenizer.push([token_id]).text for token_id in (2, 0, 0, 1)] == ["", "a", " a", "b"]
+    marked = Detokenizer(tokenizer, marks={2: "\ud800"})  # a mark is the text's beginning, as a shown token is
+    assert [marked.push([token_id]).text for token_id in (2, 0)] == ["\ud800", " a"]
 
 
 SENTENCE_PIECE = """{

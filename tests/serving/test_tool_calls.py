@@ -190,6 +190,12 @@ def test_an_id_is_the_models_own_and_never_one_that_is_taken(
     assert [made.id for made in parse(section(*map(call, written)), call_ids=call_ids).calls] == ids
 
 
+def test_white_space_between_markers_is_nobodys():
+    text = section("\n", call(" functions.get_weather:0\n", '\n{"a": " b "} '), "\n\n")
+    (made,) = parse(text).calls
+    assert (made.id, made.arguments) == ("functions.get_weather:0", '{"a": " b "}')
+
+
 def test_a_function_may_be_declared_with_the_prefix_in_its_name():
     parser = ToolCallParser(["functions.x"])
     assert [made.name for made in parser.push(section(call("functions.x:0", "{}"))).calls] == ["functions.x"]
