@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from tokenizers import Tokenizer
 
@@ -18,6 +18,7 @@ from moonshard.models.vocabulary import Encoder, TextError, TokenizerError, Voca
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 ALL_SPACES = 1 << 30
+MAX_TOKEN_ID = 1 << 24
 
 ToBytes = Callable[[str], bytes]
 
@@ -45,7 +46,32 @@ def load_json(path: Path) -> tuple[Vocabulary, Encoder]:
     with foreign_errors(TokenizerError, str(path)):
         definition = path.read_text("utf-8")
         spec = json.loads(definition)
-        return _vocabulary(_without_limits(definition), spec.get("decoder")), JsonEncoder(definition)
+        _check_ids(spec)  # first: the tables are as long as the largest id
+        tokenizer = _without_limits(definition)
+        _check_added_ids(spec, tokenizer)
+        return _vocabulary(tokenizer, spec.get("decoder")), JsonEncoder(definition)
+
+
+def _check_ids(spec: Mapping[str, Any]) -> None:
+    """Raises unless every id is one token's and none is so large that it must be damaged."""
+    vocab = spec["model"]["vocab"]
+    tokens = list(vocab.items()) if isinstance(vocab, dict) else []
+    # Unigram lists its tokens: their place is their id
+    tokens += [(token["content"], token["id"]) for token in spec.get("added_tokens") or ()]
+    token_of = dict(enumerate(token for token, _ in vocab)) if isinstance(vocab, list) else {}
+    for token, token_id in tokens:
+        if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise TokenizerError(f"the token {token!r} has the id {token_id!r}")
+        if token_of.setdefault(token_id, token) != token:
+            raise TokenizerError(f"the tokens {token_of[token_id]!r} and {token!r} have the same id {token_id}")
+
+
+def _check_added_ids(spec: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Raises where the library gives an added token another id than the file, as it does to one that leaves a gap."""
+    for token in spec.get("added_tokens") or ():
+        name, token_id = token["content"], token["id"]
+        if tokenizer.token_to_id(name) != token_id:
+            raise TokenizerError(f"the id of the added token {name!r} is {token_id}, which does not follow the others")
 
 
 def _without_limits(definition: str) -> Tokenizer:

@@ -54,6 +54,7 @@ KIMI_NAMES = {
     -1: "[PAD]",
 }  # by offset from the first special token, negative ones from the end
 NUM_KIMI_SPECIALS = 256
+MAX_SPECIALS = 1 << 16
 MAX_TEXT_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 
@@ -155,10 +156,15 @@ def _kimi_names(num_specials: int) -> dict[int, str]:
 def _listed_names(path: Path, ids: range) -> tuple[dict[int, str], frozenset[int]]:
     names: dict[int, str] = {}
     shown: set[int] = set()
-    for key, token in sub_object(read_json_object(path, TokenizerError), "added_tokens_decoder").items():
+    listed = read_json_object(path, TokenizerError).get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise TokenizerError(f"{path}: added_tokens_decoder is no object")
+    for key, token in listed.items():
         name = token.get("content") if isinstance(token, dict) else None
         if not key.isdecimal() or int(key) not in ids or not isinstance(name, str) or not name:
             raise TokenizerError(f"{path}: added_tokens_decoder[{key!r}] names none of {ids.start} to {ids.stop - 1}")
+        if int(key) in names:
+            raise TokenizerError(f"{path}: added_tokens_decoder names {int(key)} twice")
         names[int(key)] = name
         if isinstance(token, dict) and token.get("special") is False:
             shown.add(int(key))
@@ -171,6 +177,8 @@ def _num_specials(path: Path, num_ranks: int) -> int:
     vocab_size = sub_object(config, "text_config").get("vocab_size", config.get("vocab_size"))
     if vocab_size is None:
         return NUM_KIMI_SPECIALS
-    if not isinstance(vocab_size, int) or vocab_size < num_ranks:
-        raise TokenizerError(f"{path}: a vocabulary of {vocab_size} has no room for the {num_ranks} ranks")
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < num_ranks:
+        raise TokenizerError(f"{path}: a vocabulary of {vocab_size!r} has no room for the {num_ranks} ranks")
+    if vocab_size - num_ranks > MAX_SPECIALS:
+        raise TokenizerError(f"{path}: a vocabulary of {vocab_size} is too large for {num_ranks} ranks")
     return vocab_size - num_ranks

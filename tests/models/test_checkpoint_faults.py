@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moonshard.models.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 
@@ -156,6 +158,30 @@ def test_an_entry_that_is_no_object(folder):
 def test_bytes_that_belong_to_no_tensor(folder):
     write_raw(folder / FILE, GOOD, data_bytes=30)
     assert fault(folder) == f"{folder / FILE}: 6 bytes at the end belong to no tensor"
+
+
+@settings(max_examples=400, deadline=None)
+@given(changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=3))
+def test_any_damaged_byte_of_a_header_is_a_checkpoint_or_its_one_error(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]
+):
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "config.json").write_text("{}")
+    write_raw(folder / FILE, GOOD)
+    content = bytearray((folder / FILE).read_bytes())
+    for at, byte in changes:
+        content[at % len(content)] = byte
+    (folder / FILE).write_bytes(content)
+    try:
+        checkpoint = Checkpoint.open(folder)
+        arrays = [checkpoint.tensor(name) for name in checkpoint.names]
+    except CheckpointError as error:
+        message = str(error)
+        assert message.startswith(f"{folder / FILE}: "), message
+        assert "\n" not in message
+        return
+    assert sum(array.nbytes for array in arrays) == checkpoint.num_bytes
+    assert checkpoint.fingerprint
 
 
 def test_an_unknown_tensor_is_named(folder):

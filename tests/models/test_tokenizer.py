@@ -1,5 +1,6 @@
 """Tokenizers: both file formats alike, no special token out of user text, exact bytes, and faults with names."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -186,6 +188,53 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str):
         load_tokenizer(tmp_path)
 
 
+def with_ids(spec: dict[str, Any], ids: dict[str, object]) -> dict[str, Any]:
+    vocab = {token: ids.get(token, token_id) for token, token_id in spec["model"]["vocab"].items()}
+    added = [{**token, "id": ids.get(token["content"], token["id"])} for token in spec["added_tokens"]]
+    return {**spec, "model": {**spec["model"], "vocab": vocab}, "added_tokens": added}
+
+
+@pytest.mark.parametrize(
+    ("ids", "cause"),
+    [
+        ({"&": 5, "!": 5}, "have the same id 5"),
+        ({"[EOS]": 5}, r"'\[EOS\]' have the same id 5"),
+        ({"[EOS]": 2016}, r"'\[BOS\]' and '\[EOS\]' have the same id 2016"),
+        ({"[EOS]": 9000}, r"added token '\[EOS\]' is 9000, which does not follow"),
+        ({"&": 2**32 - 1}, "'&' has the id 4294967295"),
+        ({"&": -1}, "'&' has the id -1"),
+        ({"&": True}, "'&' has the id True"),
+        ({"[EOS]": 2.5}, r"'\[EOS\]' has the id 2.5"),
+    ],
+)
+def test_ids_that_are_doubled_missing_or_out_of_range_are_named(tmp_path: Path, ids: dict[str, object], cause: str):
+    spec = with_ids(json.loads((KIMI / "tokenizer.json").read_text()), ids)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(TokenizerError, match=f"tokenizer.json: .*{cause}"):
+        load_tokenizer(tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(["tokenizer.json", "tiktoken.model"]), data=st.data())
+def test_any_damaged_bytes_are_a_tokenizer_or_its_one_error(
+    tiktoken_folder: Path, tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
+):
+    content = bytearray((KIMI / name).read_bytes())
+    for at in data.draw(st.lists(st.integers(0, len(content) - 1) | st.integers(0, 6000), min_size=1, max_size=3)):
+        content[at] = data.draw(st.integers(0, 255))
+    folder = Path(shutil.copytree(tiktoken_folder, tmp_path_factory.mktemp("damaged"), dirs_exist_ok=True))
+    (folder / name).write_bytes(content[: data.draw(st.just(len(content)) | st.integers(0, len(content)))])
+    try:
+        tokenizer = load(folder)
+    except TokenizerError as error:
+        message = str(error)
+        one_line = "\n" not in message
+        assert one_line and name in message, message  # noqa: PT018
+        return
+    with contextlib.suppress(TextError):
+        tokenizer.decode(tokenizer.encode("a wörld <|im_end|> 你好", allow_special=True))
+
+
 @pytest.mark.parametrize(
     ("damage", "cause"),
     [
@@ -208,7 +257,11 @@ def test_a_damaged_rank_table_is_refused(tmp_path: Path, damage: Callable[[list[
         ("config.json", "{"),
         ("config.json", "[]"),
         ("config.json", '{"vocab_size": 2015}'),
+        ("config.json", '{"vocab_size": true}'),
+        ("config.json", '{"vocab_size": 1000000000000}'),
         ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [7]}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"2016": {"content": "x"}, "02016": {"content": "y"}}}'),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"7": {"content": "x"}}}'),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"2016": {"content": "x"}, "2017": {"content": "x"}}}'),
     ],
