@@ -1,8 +1,7 @@
 """The pipeline's events as OpenAI's response objects: whole ones and stream chunks, of chats and of completions.
 
 A chunk's constant part is encoded once per request and only the choice per token. `stop_reason`, `token_ids` and
-`prompt_token_ids` are vLLM's additions. A choice with tool calls that ends as the model meant it to ends with
-`tool_calls`; cut off after them, it keeps `length`: more calls might have come.
+`prompt_token_ids` are vLLM's additions.
 """
 
 import time
@@ -16,6 +15,7 @@ from moonshard.models.tokenizer import Tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.codec import decode_finish_reason, decode_stop_reason
 from moonshard.serving.gateway.choice import CallsMade
+from moonshard.serving.gateway.openai_calls import chunk_choices, with_calls, with_finish
 from moonshard.serving.gateway.openai_logprobs import chat_logprobs, completion_logprobs
 from moonshard.serving.tool_calls import ToolCall
 
@@ -147,7 +147,7 @@ class Whole:
         logprobs = self._form.logprobs(whole.logprobs, 0) if self._envelope.has_logprobs else None
         choice = self._form.choice(whole, logprobs)
         if calls := self._calls.get(whole.choice):
-            choice = _with_calls(choice, whole.text, calls)
+            choice = with_calls(choice, whole.text, calls)
         return choice | {"token_ids": list(whole.token_ids)} if self._envelope.has_token_ids else choice
 
 
@@ -175,22 +175,14 @@ class Chunks:
         if self._envelope.has_token_ids:
             choice["token_ids"] = list(delta.token_ids)
         if delta.choice in self._num_calls:
-            choice = _with_calls_finish(choice)
+            choice = with_finish(choice)
         return self._opening(delta.choice) + self._chunk(choice)
 
     def calls(self, made: CallsMade) -> bytes:
-        """Two chunks a call, as clients expect them: who is called, then with what."""
         first = self._num_calls.get(made.choice, 0)
         self._num_calls[made.choice] = first + len(made.calls)
-        chunks = [self._opening(made.choice)]
-        for index, call in enumerate(made.calls, start=first):
-            whole = _call_object(call)
-            begun = whole | {"index": index, "function": {"name": call.name, "arguments": ""}}
-            chunks += (
-                self._chunk(_call_choice(made.choice, part))
-                for part in (begun, {"index": index, "function": {"arguments": call.arguments}})
-            )
-        return b"".join(chunks)
+        choices = chunk_choices(made.choice, made.calls, first)
+        return self._opening(made.choice) + b"".join(map(self._chunk, choices))
 
     def usage(self, usage: pb.Usage) -> bytes:
         """The last chunk; empty where usage was not asked for."""
@@ -232,24 +224,6 @@ def usage_object(usage: pb.Usage) -> dict[str, object]:
 def error_event(body: dict) -> bytes:
     """An error after the stream began: the status line is gone."""
     return b"data: " + _encoder.encode(body) + b"\n\n"
-
-
-def _call_object(call: ToolCall) -> dict[str, object]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _with_calls(choice: dict[str, object], text: str, calls: Sequence[ToolCall]) -> dict[str, object]:
-    """A whole choice of a chat that makes calls."""
-    message = {"role": "assistant", "content": text or None, "refusal": None}
-    return _with_calls_finish(choice) | {"message": message | {"tool_calls": list(map(_call_object, calls))}}
-
-
-def _call_choice(index: int, call: dict[str, object]) -> dict[str, object]:
-    return {"index": index, "delta": {"tool_calls": [call]}, "logprobs": None, "finish_reason": None}
-
-
-def _with_calls_finish(choice: dict[str, object]) -> dict[str, object]:
-    return choice | {"finish_reason": "tool_calls"} if choice["finish_reason"] == "stop" else choice
 
 
 def _finish(delta: pb.Delta) -> dict[str, object]:
