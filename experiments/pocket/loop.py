@@ -70,6 +70,7 @@ def train(
     first = int(state.step)
     say(f"{recipe.num_steps} steps, {recipe.num_tokens:,} tokens, on {mesh.size} device(s); {first} steps are done")
     journal = Journal(folder, first)
+    held_out = lessons.held_out()
     predict = _predictor(build_predict(recipe, config, mesh), mesh)
     taken: list[Taken] = []
     saved_s = time.monotonic()
@@ -83,14 +84,14 @@ def train(
                 journal.append(record)
                 say(line(record))
                 taken.clear()
-            if step % rhythm.steps_per_measurement == 0 or is_last:
-                found = measure(lambda rows, weights=state.weights: predict(weights, rows), lessons.held_out())
-                for record in accuracy_records(step, found):
-                    journal.append(record)
-                say(accuracy_line(step, found))
             if is_end or time.monotonic() - saved_s >= rhythm.seconds_per_checkpoint:
                 checkpoints.save(step, _parts(state))
                 saved_s = time.monotonic()
+            if step % rhythm.steps_per_measurement == 0 or is_last:
+                found = measure(lambda rows, weights=state.weights: predict(weights, rows), held_out)
+                for record in accuracy_records(step, found):
+                    journal.append(record)
+                say(accuracy_line(step, found))
             if is_end:
                 return step
     return first
