@@ -109,6 +109,7 @@ class HttpFront:
             has_logprobs=asked.num_logprobs is not None,
             has_token_ids=bool(body.return_token_ids),
             has_usage=body.is_usage_streamed,
+            has_timing=bool(body.return_timing),
         )
         if body.stream:
             return EventStream(
@@ -129,13 +130,13 @@ class HttpFront:
                 elif isinstance(event, pb.TokenIds):
                     chunks.set_prompt(event)
                 else:
-                    yield chunks.usage(event.usage) + DONE
+                    yield chunks.summary(event) + DONE
 
     async def _whole(self, asked: GenerationRequest, whole: Whole) -> bytes:
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Summary):
-                    return whole.body(event.usage)
+                    return whole.body(event)
                 whole.add(event)
         raise InternalError("the pipeline ended without a summary")
 

@@ -70,6 +70,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_timing: bool | None = None
     skip_special_tokens: bool = True
     request_id: str | None = None
     user: str | None = None

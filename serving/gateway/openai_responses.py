@@ -1,7 +1,7 @@
 """The pipeline's events as OpenAI's response objects: whole ones and stream chunks, of chats and of completions.
 
 A chunk's constant part is encoded once per request and only the choice per token. `stop_reason`, `token_ids` and
-`prompt_token_ids` are vLLM's additions.
+`prompt_token_ids` are vLLM's additions, `timing` is ours: what gRPC's summary says.
 """
 
 import time
@@ -35,6 +35,7 @@ class Envelope:
     has_logprobs: bool
     has_token_ids: bool
     has_usage: bool = False  # streams only
+    has_timing: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, kind: str) -> dict[str, object]:
@@ -131,12 +132,14 @@ class Whole:
         else:
             self._deltas.setdefault(event.choice, []).append(event)
 
-    def body(self, usage: pb.Usage) -> bytes:
+    def body(self, summary: pb.Summary) -> bytes:
         body = self._envelope.head(self._form.kind)
         body["choices"] = [self._choice(self._deltas[index]) for index in sorted(self._deltas)]
-        body["usage"] = usage_object(usage)
+        body["usage"] = usage_object(summary.usage)
         if self._envelope.has_token_ids:
             body["prompt_token_ids"] = list(self._prompt)
+        if self._envelope.has_timing:
+            body["timing"] = timing_object(summary.timing)
         return _encoder.encode(body)
 
     def _choice(self, deltas: list[pb.Delta]) -> dict[str, object]:
@@ -184,11 +187,14 @@ class Chunks:
         choices = chunk_choices(made.choice, made.calls, first)
         return self._opening(made.choice) + b"".join(map(self._chunk, choices))
 
-    def usage(self, usage: pb.Usage) -> bytes:
-        """The last chunk; empty where usage was not asked for."""
-        if not self._envelope.has_usage:
-            return b""
-        return self._head + b'],"usage":' + _encoder.encode(usage_object(usage)) + b"}\n\n"
+    def summary(self, summary: pb.Summary) -> bytes:
+        """The last chunk; empty where neither usage nor timing was asked for."""
+        asked: dict[str, object] = {}
+        if self._envelope.has_usage:
+            asked["usage"] = usage_object(summary.usage)
+        if self._envelope.has_timing:
+            asked["timing"] = timing_object(summary.timing)
+        return self._head + b"]," + _encoder.encode(asked)[1:] + b"\n\n" if asked else b""
 
     def _chunk(self, choice: dict[str, object]) -> bytes:
         tail, self._first_tail = self._first_tail, self._tail
@@ -219,6 +225,11 @@ def usage_object(usage: pb.Usage) -> dict[str, object]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def timing_object(timing: pb.Timing) -> dict[str, object]:
+    """Every duration of inference.proto's Timing under its name there, also those that are 0."""
+    return {name: getattr(timing, name) for name in pb.Timing.DESCRIPTOR.fields_by_name}
 
 
 def error_event(body: dict) -> bytes:

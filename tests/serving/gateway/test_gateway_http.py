@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from dataclasses import fields
 
 import httpx
 import pytest
 
 from moonshard.models.tokenizer import load_tokenizer
 from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.types import Timing
 from moonshard.serving.gateway.main import RunningGateway
 from tests.serving.gateway.conftest import FIXTURE
 from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, FakeWorker, expected_tokens
@@ -71,6 +73,28 @@ async def test_without_asking_no_event_has_usage(http: httpx.AsyncClient):
     events = events_of((await http.post("/v1/completions", json=BASE | {"stream": True})).text)
     assert len(events) == 8
     assert not any("usage" in event for event in events)
+
+
+@pytest.mark.parametrize("is_usage_asked", [False, True])
+async def test_timing_comes_with_the_last_event_and_its_phases_are_the_whole(
+    http: httpx.AsyncClient, is_usage_asked: bool
+):
+    asked = BASE | {"stream": True, "return_timing": True}
+    if is_usage_asked:
+        asked["stream_options"] = {"include_usage": True}
+    *events, last = events_of((await http.post("/v1/completions", json=asked)).text)
+    assert not any("timing" in event for event in events)
+    assert (last["choices"], "usage" in last) == ([], is_usage_asked)
+    timing = Timing(**last["timing"])
+    assert sum(timing.phases().values()) == pytest.approx(timing.e2e_ms)
+    assert timing.worker_prefill_ms > 0
+
+
+async def test_a_whole_answer_has_the_timing_a_stream_has_and_only_where_it_was_asked_for(http: httpx.AsyncClient):
+    whole = (await http.post("/v1/chat/completions", json=CHAT | {"return_timing": True})).json()
+    assert whole["timing"].keys() == {field.name for field in fields(Timing)}
+    assert 0 < whole["timing"]["ttft_ms"] <= whole["timing"]["e2e_ms"]
+    assert "timing" not in (await http.post("/v1/chat/completions", json=CHAT)).json()
 
 
 async def test_http_and_grpc_give_the_same_tokens_and_text(http: httpx.AsyncClient, grpc_client: AsyncClient):
