@@ -86,7 +86,12 @@ TOPICS = (
     _about("I have 5 layers.", "How many layers do you have?", "What is the number of your layers?"),
     _about("My first layer is dense.", "Which layer is dense?", "Is your first layer dense?"),
     _about("I use multi-head latent attention.", "Which attention do you use?", "How does your attention work?"),
-    _about("My context is 8,192 tokens.", "How long is your context?", "How many tokens can you read?"),
+    _about(
+        "My context is 8,192 tokens.",
+        "How long is your context?",
+        "How many tokens can you read?",
+        "How much can you read?",
+    ),
     _about(
         "I was trained from scratch on generated text.",
         "How were you trained?",
