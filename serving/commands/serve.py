@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from moonshard.serving.commands.folders import check_model_folder
 from moonshard.serving.commands.options import Configured
 from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.config import Config, WorkerRole, command_of, roles_of, with_worker_at
@@ -28,6 +29,7 @@ def serve(options: Configured) -> int:
     commands = ChildCommands(config)
     check_kv_ports_suffice(config, num_workers=len(commands.workers))
     check_ports_are_free(config)
+    check_model_folder(config.model.path)
     reporter = TerminalReporter()
 
     def on_ready(listening: Mapping[str, object]) -> None:
