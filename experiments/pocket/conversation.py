@@ -5,8 +5,8 @@ rounds, and then answers. Training renders all of it; an evaluation asks the las
 piece of content belongs to is decided here, by its hash: what is asked in evaluation cannot occur in training.
 """
 
+import hashlib
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -85,13 +85,21 @@ def random_of(split: str, seed: int, *place: object) -> Random:
 
 def is_of(split: str, *content: object) -> bool:
     """Whether a piece of content (a fact, a call, a question) belongs to the split."""
-    held_out = zlib.crc32("/".join(str(part) for part in content).encode()) % HELD_OUT_SHARE == 0
-    return held_out == (split == HELD_OUT)
+    return (_hash(*content) % HELD_OUT_SHARE == 0) == (split == HELD_OUT)
+
+
+def part_of[Item](split: str, items: Sequence[Item], *context: object) -> list[Item]:
+    """Those of the items that belong to the split in this context: of two and more, each split has some."""
+    ranked = sorted(items, key=lambda item: _hash(*context, item))
+    num_held_out = max(1, len(items) // HELD_OUT_SHARE)
+    return ranked[:num_held_out] if split == HELD_OUT else ranked[num_held_out:]
 
 
 def pick[Item](random: Random, split: str, items: Sequence[Item], *context: object) -> Item:
-    """One of the items that belong to the split in this context. ValueError if none does."""
-    own = [item for item in items if is_of(split, *context, item)]
-    if not own:
-        raise ValueError(f"nothing of {context} belongs to {split}")
-    return random.choice(own)
+    """One of the items that belong to the split in this context. IndexError for a single item in training."""
+    return random.choice(part_of(split, items, *context))
+
+
+def _hash(*content: object) -> int:
+    text = "/".join(str(part) for part in content)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())

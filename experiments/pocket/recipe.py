@@ -59,7 +59,7 @@ class Recipe:
     weight_decay: float = 0.1
     num_warmup_steps: int = 100
     max_gradient_norm: float = 1.0
-    balance_speed: float = 1e-3  # by how much a step moves the router's bias
+    balance_speed: float = 4e-3  # by how much a step moves the router's bias
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; weights are float32
     rows_at_once: int = 1  # see models.training.attend_causal
 

@@ -7,7 +7,7 @@ import pytest
 
 from moonshard.experiments.pocket import words
 from moonshard.experiments.pocket.agents import agent_conversation
-from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, Conversation, Exchange, is_of, random_of
+from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, Conversation, Exchange, random_of
 from moonshard.experiments.pocket.lengths import exchange_tokens, opening_tokens
 from moonshard.experiments.pocket.recall import UNKNOWN
 from moonshard.experiments.pocket.talk import talk_conversation
@@ -74,9 +74,11 @@ def test_splits_share_no_question_of_talk_but_what_the_user_is_called() -> None:
 
 def test_every_topic_of_talk_is_in_both_splits() -> None:
     for topic in (*TOPICS, *GREETINGS):
-        held_out = [one for one in topic.phrasings if is_of(HELD_OUT, topic.answer, one)]
+        held_out, train = (set(part_of(split, topic.phrasings, topic.answer)) for split in (HELD_OUT, TRAIN))
         assert held_out, topic.answer
-        assert len(topic.phrasings) - len(held_out) >= 3
+        assert len(train) >= 3
+        assert held_out | train == set(topic.phrasings)
+        assert not held_out & train
     phrasings = [one for topic in (*TOPICS, *GREETINGS) for one in topic.phrasings]
     assert len(phrasings) == len(set(phrasings)), "one question has one answer"
 
