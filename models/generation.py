@@ -36,8 +36,8 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
     generation_path, config_path = folder / "generation_config.json", folder / "config.json"
     generation = read_json_object(generation_path, GenerationConfigError)
     config = read_json_object(config_path, GenerationConfigError)
-    # transformers ignores these when it does not sample
-    sampling = {} if generation.get("do_sample") is False else generation
+    # transformers takes the likeliest token then and ignores the rest
+    sampling = {"temperature": 0.0} if generation.get("do_sample") is False else generation
     top_k = _number(sampling, "top_k", generation_path, least=-1.0)
     return GenerationDefaults(
         stop_token_ids=_token_ids(generation, generation_path)

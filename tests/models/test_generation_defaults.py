@@ -40,12 +40,12 @@ def test_a_folder_without_files_says_nothing(tmp_path: Path):
     assert load_generation_defaults(tmp_path) == GenerationDefaults()
 
 
-def test_sampling_values_are_ignored_where_the_folder_does_not_sample(tmp_path: Path):
+def test_a_folder_that_does_not_sample_is_greedy_whatever_else_it_says(tmp_path: Path):
     sampling = {"temperature": 0.6, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "repetition_penalty": 1.1}
     found = defaults(tmp_path, generation_config=sampling)
     assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.6, 0.9, 40, 0.1)
     found = defaults(tmp_path, generation_config={"do_sample": False, **sampling})
-    assert found == GenerationDefaults(repetition_penalty=1.1)
+    assert found == GenerationDefaults(temperature=0.0, repetition_penalty=1.1)
 
 
 @pytest.mark.parametrize("name", ["generation_config", "config"])
