@@ -7,7 +7,7 @@ import pytest
 
 from moonshard.experiments.pocket import words
 from moonshard.experiments.pocket.agents import agent_conversation
-from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, Conversation, Exchange, random_of
+from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, Conversation, Exchange, part_of, random_of
 from moonshard.experiments.pocket.lengths import exchange_tokens, opening_tokens
 from moonshard.experiments.pocket.recall import UNKNOWN
 from moonshard.experiments.pocket.talk import talk_conversation
