@@ -52,7 +52,7 @@ def export(run: Path, out: Path) -> int:
     """
     shape = read_shape(run)
     params = kimi.declare(kimi.KimiConfig.from_hugging_face(shape))
-    checkpoints = Checkpoints(run / loop.CHECKPOINTS, is_read_only=True)
+    checkpoints = Checkpoints(run / loop.CHECKPOINTS, is_writer=False)
     step = checkpoints.newest()
     if step is None:
         raise RunFailed(f"{run}: no checkpoint")

@@ -30,16 +30,14 @@ Parts = Mapping[str, Any]  # pytrees by name
 class Checkpoints:
     """The checkpoints of one run's folder, by step."""
 
-    def __init__(self, folder: Path, *, is_read_only: bool = False):
-        """What a killed run left half-written is removed, unless the folder is only read: then a run may be writing.
+    def __init__(self, folder: Path, *, is_writer: bool = True):
+        """The one writer removes what a killed run left half-written; a reader leaves a run's folder alone.
 
         RunFailed where the folder cannot be made.
         """
         self._folder = folder.absolute()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=NUM_KEPT, enable_async_checkpointing=False, read_only=is_read_only, create=not is_read_only
-        )
-        if not is_read_only:
+        options = ocp.CheckpointManagerOptions(max_to_keep=NUM_KEPT, enable_async_checkpointing=False, create=is_writer)
+        if is_writer:
             self._remove_partial()
         try:
             self._manager = ocp.CheckpointManager(self._folder, options=options)

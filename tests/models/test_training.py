@@ -1,0 +1,128 @@
+"""What training puts in the place of pages and of the expert loop gives the same values, and the right gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moonshard.models import kimi, moe, training
+from moonshard.models.weights import initialise
+from moonshard.sharding.rules import build_mesh
+from moonshard.sharding.shape import MeshShape
+from tests.experiments.pocket.rehearsal import SHAPE
+
+pytestmark = pytest.mark.xdist_group("jax")
+CONFIG = kimi.KimiConfig.from_hugging_face(SHAPE)
+BLOCK_SIZE, RANK, SCALE = 16, 8, 0.3
+NUM_EXPERTS, EMBED, WIDTH, LAYERS = 4, 8, 12, 2
+RNG = np.random.default_rng(1)
+EXPERTS = moe.Experts(
+    gate_up=RNG.normal(size=(LAYERS, NUM_EXPERTS, 2, WIDTH, EMBED)).astype(np.float32) * 0.3,
+    down=RNG.normal(size=(LAYERS, NUM_EXPERTS, EMBED, WIDTH)).astype(np.float32) * 0.3,
+)
+
+
+def batch_of(num_rows, num_tokens):
+    """Rows from position 0 on, each with blocks of its own."""
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    positions = jnp.tile(jnp.arange(num_tokens), (num_rows, 1))
+    tokens = jax.random.randint(jax.random.key(0), (num_rows, num_tokens), 0, CONFIG.vocab_size)
+    tables = jnp.arange(num_rows * num_blocks).reshape(num_rows, num_blocks)
+    return kimi.Batch(tokens=tokens, positions=positions, block_tables=tables)
+
+
+def draw(num_rows, num_tokens, seed=0):
+    rng = np.random.default_rng(seed)
+    queries = 2 * rng.normal(size=(num_rows, num_tokens, 2, 12)).astype(np.float32)
+    return jnp.asarray(queries), jnp.asarray(rng.normal(size=(num_rows, num_tokens, 12)).astype(np.float32))
+
+
+def attend(how, queries, features, pages, batch, **options):
+    with jax.default_matmul_precision("highest"):
+        run = jax.jit(lambda *given: how(*given, jnp.int32(0), batch, value_rank=RANK, scale=SCALE, **options)[0])
+        return np.asarray(run(queries, features, pages))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 128, 300, training.LONG_ROW_TOKENS])
+@pytest.mark.parametrize("rows_at_once", [1, 2])
+def test_causal_rows_are_what_pages_give(num_tokens, rows_at_once):
+    (queries, features), batch = draw(3, num_tokens), batch_of(3, num_tokens)
+    pages = jnp.zeros((batch.block_tables.size, 1, BLOCK_SIZE, 12))
+    paged = attend(kimi.attend_paged, queries, features, pages, batch)
+    causal = attend(training.attend_causal, queries, features, training.no_pages(), batch, rows_at_once=rows_at_once)
+    np.testing.assert_allclose(causal, paged, atol=2e-5)
+
+
+def test_a_token_sees_what_stands_before_it_and_not_what_its_position_says():
+    (queries, features), batch = draw(2, 200), batch_of(2, 200)
+    clean = attend(training.attend_causal, queries, features, training.no_pages(), batch)
+    gapped = kimi.Batch(tokens=batch.tokens, positions=batch.positions * 37 - 500, block_tables=batch.block_tables)
+    np.testing.assert_array_equal(attend(training.attend_causal, queries, features, training.no_pages(), gapped), clean)
+    later = features.at[:, 150:].add(100.0)
+    changed = attend(training.attend_causal, queries, later, training.no_pages(), batch)
+    np.testing.assert_array_equal(changed[:, :150], clean[:, :150])
+    assert (np.abs(changed[:, 150:] - clean[:, 150:]) > 1e-3).any(axis=(2, 3)).all()
+
+
+@pytest.mark.parametrize("num_tokens", [130, training.LONG_ROW_TOKENS])
+def test_the_gradient_of_causal_rows_is_that_of_plain_softmax(num_tokens):
+    queries, features = draw(2, num_tokens)
+    batch = batch_of(2, num_tokens)
+
+    def plain(queries, features):
+        scores = jnp.einsum("nthf,nsf->nhts", queries, features) * SCALE
+        scores = jnp.where(jnp.tril(jnp.ones((num_tokens, num_tokens), bool)), scores, -jnp.inf)
+        return jnp.einsum("nhts,nsr->nthr", jax.nn.softmax(scores), features[..., :RANK])
+
+    def causal(queries, features):
+        pages, layer = training.no_pages(), jnp.int32(0)
+        return training.attend_causal(queries, features, pages, layer, batch, value_rank=RANK, scale=SCALE)[0]
+
+    with jax.default_matmul_precision("highest"):
+        gradients = [
+            jax.jit(jax.grad(lambda q, f, how=how: (how(q, f) ** 2).sum(), argnums=(0, 1)))(queries, features)
+            for how in (causal, plain)
+        ]
+    for ours, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("skew", ["none", "one expert", "invalid"])
+@pytest.mark.parametrize("num_tokens", [1, 150, 600])
+def test_all_blocks_give_the_values_and_gradients_of_all_experts(num_tokens, skew):
+    rng = np.random.default_rng(num_tokens)
+    chosen = np.stack([rng.permutation(NUM_EXPERTS)[:2] for _ in range(num_tokens)])
+    chosen = np.tile(chosen[:1], (num_tokens, 1)) if skew == "one expert" else chosen
+    valid = jnp.asarray(rng.random(num_tokens) < (0.5 if skew == "invalid" else 1.1))
+    x, weights = rng.normal(size=(num_tokens, EMBED)), rng.random((num_tokens, 2))
+    target = rng.normal(size=(num_tokens, EMBED)).astype(np.float32)
+
+    def loss(backend, x, weights, experts):
+        routing = moe.Routing(weights=weights, experts=jnp.asarray(chosen), margin=jnp.zeros(num_tokens))
+        out = backend(x, routing, valid, experts, jnp.int32(1))
+        return (jnp.where(valid[:, None], out, 0) * target).sum(), out
+
+    with jax.default_matmul_precision("highest"):
+        (_, ours), ours_back = jax.jit(
+            jax.value_and_grad(lambda *a: loss(training.all_blocks, *a), argnums=(0, 1, 2), has_aux=True)
+        )(x.astype(np.float32), weights.astype(np.float32), EXPERTS)
+        (_, expected), expected_back = jax.jit(
+            jax.value_and_grad(lambda *a: loss(moe.dense, *a), argnums=(0, 1, 2), has_aux=True)
+        )(x.astype(np.float32), weights.astype(np.float32), EXPERTS)
+    np.testing.assert_allclose(ours[np.asarray(valid)], expected[np.asarray(valid)], atol=1e-4)
+    for one, other in zip(jax.tree.leaves(ours_back), jax.tree.leaves(expected_back), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-3)
+
+
+def test_the_pass_that_trains_is_the_pass_that_serves():
+    weights = initialise(kimi.declare(CONFIG), 0, "float32", build_mesh(MeshShape()))
+    batch = batch_of(2, 140)
+    pages = jnp.zeros((batch.block_tables.size, CONFIG.num_hidden_layers, BLOCK_SIZE, CONFIG.latent_size))
+    with jax.default_matmul_precision("highest"):
+        served, _, _ = jax.jit(lambda w, p, b: kimi.forward(CONFIG, w, p, b))(weights, pages, batch)
+        trained, _, _ = jax.jit(
+            lambda w, b: kimi.forward(
+                CONFIG, w, training.no_pages(), b, backend=training.all_blocks, attend=training.attend_causal
+            )
+        )(weights, batch)
+    np.testing.assert_allclose(trained, served, atol=1e-4)
