@@ -6,12 +6,9 @@ matters. Left out: what a run was told to do (`journal`), and the model folder t
 """
 
 import errno
-import logging
 import os
 import shutil
-import threading
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +51,7 @@ class Checkpoints:
             return
         saved = {name: ocp.args.StandardSave(_by_path(jax.device_get(part))) for name, part in parts.items()}
         try:
-            with _told_once():
-                self._manager.save(step, args=ocp.args.Composite(**saved), force=True)
+            self._manager.save(step, args=ocp.args.Composite(**saved), force=True)
         except (OSError, ValueError) as error:
             self._remove_partial()
             raise RunFailed(f"{self._folder}: step {step} could not be saved: {_cause(error)}") from error
@@ -73,17 +69,6 @@ class Checkpoints:
         """Gives back the room that an unfinished checkpoint takes."""
         for partial in self._folder.glob(f"*{PARTIAL}*"):
             shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _told_once() -> Generator[None]:
-    """Keeps orbax's threads and log from printing, several times over, the errors that the call raises anyway."""
-    log, before = logging.getLogger("absl"), threading.excepthook
-    threading.excepthook, log.disabled = lambda _: None, True
-    try:
-        yield
-    finally:
-        threading.excepthook, log.disabled = before, False
 
 
 def _zeros(tree: Any) -> Any:

@@ -101,7 +101,7 @@ def build_step(
         updates, inner = optimiser.update(gradient, state.optimiser, before)
         weights: Any = optax.apply_updates(before, updates)
         weights = _balance(state.weights, weights, sums.loads, speed(state.step))
-        report = Report(sums=sums, gradient_norm=optax.global_norm(gradient), learning_rate=rate(state.step))
+        report = Report(sums=sums, gradient_norm=optax.tree.norm(gradient), learning_rate=rate(state.step))
         return TrainState(weights=weights, optimiser=inner, step=state.step + 1), report
 
     return step

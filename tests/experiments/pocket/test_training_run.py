@@ -1,0 +1,158 @@
+"""A run that is killed, stopped or out of room goes on from its last whole checkpoint as if nothing had happened."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moonshard.experiments.pocket import loop
+from moonshard.experiments.pocket.export import export
+from moonshard.experiments.pocket.state import Checkpoints
+from moonshard.models import kimi
+from moonshard.models.checkpoint import Checkpoint
+from tests.experiments.pocket.rehearsal import RECIPE
+
+pytestmark = pytest.mark.xdist_group("jax")
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 120
+ROOM_BYTES = 20_000  # per file, once the disk is "full": enough for the journal, not for weights
+
+
+def start(folder: Path, seconds_per_checkpoint: float = 0.0) -> subprocess.Popen[str]:
+    """The rehearsal as a process; by default it saves after every step."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device
+    command = [sys.executable, "-m", "tests.experiments.pocket.rehearsal", folder, str(seconds_per_checkpoint)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, out, err
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in (folder / loop.CHECKPOINTS).glob("*") if path.name.isdigit())
+
+
+def wait_until_saved(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while (saved_steps(folder) or [0])[-1] < step:
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise AssertionError(f"step {step} was not saved: {finish(process)}")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step; the tokens of the steps since the last line are in it, so a resumed run's first line may differ."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == sorted(set(steps)), "a step stands twice"
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def tensors(folder: Path, out: Path) -> dict[str, np.ndarray]:
+    assert export(folder, out) == RECIPE.num_steps
+    opened = Checkpoint.open(out)
+    kimi.KimiConfig.of(opened)
+    return {name: opened.tensor(name).astype(np.float32) for name in opened.names}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert finish(start(folder, 1e9))[0] == 0
+    return folder
+
+
+def assert_went_the_same_way(folder: Path, whole: Path, tmp_path: Path) -> None:
+    assert losses(folder)[RECIPE.num_steps] == losses(whole)[RECIPE.num_steps]
+    ours, expected = tensors(folder, tmp_path / "ours"), tensors(whole, tmp_path / "whole")
+    assert ours.keys() == expected.keys()
+    for name, values in ours.items():
+        np.testing.assert_array_equal(values, expected[name])
+
+
+def test_a_run_killed_again_and_again_ends_with_the_weights_of_one_that_was_not(tmp_path: Path, whole: Path):
+    folder = tmp_path / "run"
+    for step in (1, 13):
+        process = start(folder)
+        wait_until_saved(process, folder, step)
+        process.kill()
+        finish(process)
+    code, out, err = finish(start(folder))
+    assert code == 0, err
+    assert f"; {RECIPE.num_steps} steps, " not in out
+    assert_went_the_same_way(folder, whole, tmp_path)
+    assert saved_steps(folder) == [RECIPE.num_steps - 1, RECIPE.num_steps]
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path: Path, whole: Path):
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_until_saved(process, folder, 2)
+    while not (partial := sorted((folder / loop.CHECKPOINTS).glob("*tmp*"))):
+        assert process.poll() is None
+    process.kill()
+    finish(process)
+    if not partial[0].exists():
+        pytest.skip("it was done before the kill")
+    before = saved_steps(folder)[-1]
+    code, out, err = finish(start(folder))
+    assert code == 0, err
+    assert f"; {before} steps are done" in out
+    assert not list((folder / loop.CHECKPOINTS).glob("*tmp*"))
+    assert_went_the_same_way(folder, whole, tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_run_told_to_stop_saves_first(tmp_path: Path, whole: Path, number: signal.Signals):
+    folder = tmp_path / "run"
+    process = start(folder, 1e9)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step"):
+        assert process.poll() is None
+    process.send_signal(number)
+    code, _, err = finish(process)
+    assert code == 128 + number
+    assert err == f"stopped after {saved_steps(folder)[-1]} steps; the same command goes on from there\n"
+    code, _, err = finish(start(folder, 1e9))
+    assert code == 0, err
+    assert_went_the_same_way(folder, whole, tmp_path)
+
+
+def test_a_full_disk_stops_the_run_with_a_line_and_the_last_checkpoint_whole(tmp_path: Path, whole: Path):
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_until_saved(process, folder, 2)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (ROOM_BYTES, ROOM_BYTES))
+    code, _, err = finish(process)
+    assert code == 1
+    assert len(err.splitlines()) == 1
+    assert err.startswith(f"error: {folder / loop.CHECKPOINTS}: step ")
+    assert "could not be saved: File too large" in err
+    assert not list((folder / loop.CHECKPOINTS).glob("*tmp*"))
+    assert Checkpoints(folder / loop.CHECKPOINTS, is_writer=False).newest() == saved_steps(folder)[-1]
+    assert finish(start(folder))[0] == 0
+    assert_went_the_same_way(folder, whole, tmp_path)
+
+
+def test_a_run_is_not_continued_with_another_recipe(tmp_path: Path, whole: Path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    told = json.loads((whole / "run.json").read_text())
+    told["recipe"]["learning_rate"] = 5.0
+    (folder / "run.json").write_text(json.dumps(told))
+    code, _, err = finish(start(folder))
+    assert code == 1
+    assert "another recipe.learning_rate" in err
+    assert len(err.splitlines()) == 1
