@@ -35,8 +35,7 @@ class ChatOptions:
 
 def run_chat(url: str, options: ChatOptions, *, source: TextIO = sys.stdin, sink: TextIO = sys.stdout) -> int:
     """Talk until /exit or the end of input. ConfigError where no server answers at `url`."""
-    root = url.removesuffix("/").removesuffix("/v1")  # the ready line's URL, which is what OpenAI's clients take, too
-    with httpx.Client(base_url=root, timeout=TIMEOUT, trust_env=False) as http:
+    with httpx.Client(base_url=root_of(url), timeout=TIMEOUT, trust_env=False) as http:
         model = options.model or first_model(http)
         sink.write(f"{model} at {url}. /exit or Ctrl-D leaves, Ctrl-C stops an answer.\n")
         history: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
@@ -45,6 +44,11 @@ def run_chat(url: str, options: ChatOptions, *, source: TextIO = sys.stdin, sink
                 history = _turn(http, request_body(model, options), [*history, user(text)], sink)
     sink.write("\n")
     return 0
+
+
+def root_of(url: str) -> str:
+    """The server's root, of it or of the ready line's URL, which is what OpenAI's clients take."""
+    return url.removesuffix("/").removesuffix("/v1")
 
 
 def first_model(http: httpx.Client) -> str:
@@ -72,17 +76,23 @@ def stream_chat(http: httpx.Client, body: Mapping[str, object]) -> Generator[dic
     try:
         with http.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:
-                raise ServerError(_error_text(response.read(), response.status_code))
+                raise ServerError(error_text(response.read(), response.status_code))
             for line in response.iter_lines():
-                data = line.removeprefix("data: ")
-                if data == line or data == "[DONE]":  # comments and blank lines keep the connection alive
-                    continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ServerError(chunk["error"]["message"])
-                yield chunk
+                if (chunk := chunk_of(line)) is not None:
+                    yield chunk
     except httpx.TransportError as error:
         raise ServerError(f"the connection to the server broke: {error}") from error
+
+
+def chunk_of(line: str) -> dict | None:
+    """The chunk that a line of the stream is. ServerError for an error in its place."""
+    data = line.removeprefix("data: ")
+    if data == line or data == "[DONE]":  # comments and blank lines keep the connection alive
+        return None
+    chunk = json.loads(data)
+    if "error" in chunk:
+        raise ServerError(chunk["error"]["message"])
+    return chunk
 
 
 def chunk_text(chunk: Mapping) -> str:
@@ -90,7 +100,8 @@ def chunk_text(chunk: Mapping) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
 
 
-def _error_text(body: bytes, status: int) -> str:
+def error_text(body: bytes, status: int) -> str:
+    """Of a refusal: what it says, or its status where it says nothing that can be read."""
     try:
         return json.loads(body)["error"]["message"]
     except (ValueError, LookupError, TypeError):

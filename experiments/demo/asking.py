@@ -1,0 +1,169 @@
+"""A chat over OpenAI's HTTP API: a stream is shown as it comes, tools are run here and their results sent back.
+
+Asynchronous where the terminal chat is not, so that Ctrl-C ends a running request at once and with it the server.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import httpx
+import msgspec
+
+from moonshard.experiments.demo.tables import Account
+from moonshard.experiments.demo.toolbox import declarations, run_tool
+from moonshard.experiments.pocket.conversation import Call, Message
+from moonshard.rpc.types import Timing
+from moonshard.serving.terminal_chat import ServerError, chunk_of, error_text
+
+CHAT_PATH = "/v1/chat/completions"
+MAX_ROUNDS = 3  # of calls for one question: a model may call for ever
+Show = Callable[[str], None]  # takes text as it arrives
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeCall:
+    """A call as it came: its arguments are the text that the model wrote."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def parsed(self) -> Call:
+        """The gateway has seen to it that the arguments are an object."""
+        return Call(name=self.name, arguments=msgspec.json.decode(self.arguments))
+
+    def message(self) -> Message:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """One streamed response: words, or calls, or first words and then calls."""
+
+    text: str
+    calls: tuple[MadeCall, ...]
+    account: Account
+
+    def message(self) -> Message:
+        """As it is sent back when the session goes on."""
+        if not self.calls:
+            return {"role": "assistant", "content": self.text}
+        return {
+            "role": "assistant",
+            "content": self.text or None,
+            "tool_calls": [call.message() for call in self.calls],
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """All that came of one question."""
+
+    calls: tuple[MadeCall, ...]  # of every round
+    answer: str
+    accounts: tuple[Account, ...]  # of every request
+
+
+class Session:
+    """A conversation that resends what was said, as OpenAI's API has it. With tools, they are declared each time."""
+
+    def __init__(self, http: httpx.AsyncClient, body: Mapping[str, object], show: Show, *, has_tools: bool) -> None:
+        self._http = http
+        self._body = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_timing": True}
+        if has_tools:
+            self._body["tools"] = declarations()
+        self._show = show
+        self._messages: list[Message] = []
+
+    async def ask(self, question: str, title: str) -> Turn:
+        """Answered in words, after as many calls as the model makes in `MAX_ROUNDS` rounds. ServerError if refused.
+
+        `title` is the account's; those of further requests, after calls, are "answer".
+        """
+        self._messages.append({"role": "user", "content": question})
+        replies = [await self._request(title)]
+        while replies[-1].calls and len(replies) <= MAX_ROUNDS:
+            self._messages += [_result(call, self._show) for call in replies[-1].calls]
+            replies.append(await self._request("answer"))
+        return Turn(
+            calls=tuple(call for reply in replies for call in reply.calls),
+            answer=replies[-1].text,
+            accounts=tuple(reply.account for reply in replies),
+        )
+
+    async def _request(self, title: str) -> Reply:
+        reply = await _read(_stream(self._http, {**self._body, "messages": self._messages}), title, self._show)
+        self._messages.append(reply.message())
+        self._show("\n")
+        return reply
+
+
+def _result(call: MadeCall, show: Show) -> Message:
+    """Runs the tool."""
+    result = run_tool(call.parsed())
+    show(f"{call.name} returns {result}\n")
+    return {"role": "tool", "tool_call_id": call.id, "content": result}
+
+
+async def _stream(http: httpx.AsyncClient, body: Mapping[str, object]) -> AsyncGenerator[dict]:
+    """The chunks of one response. ServerError for whatever the server refuses, also midway."""
+    try:
+        async with http.stream("POST", CHAT_PATH, json=body) as response:
+            if response.is_error:
+                raise ServerError(error_text(await response.aread(), response.status_code))
+            async for line in response.aiter_lines():
+                if (chunk := chunk_of(line)) is not None:
+                    yield chunk
+    except httpx.TransportError as error:
+        raise ServerError(f"the connection to the server broke: {error}") from error
+
+
+async def _read(stream: AsyncGenerator[dict], title: str, show: Show) -> Reply:
+    text, calls, last = "", list[MadeCall](), {}
+    async with aclosing(stream) as chunks:
+        async for chunk in chunks:
+            for choice in chunk["choices"]:
+                said = choice["delta"].get("content") or ""
+                show(said)
+                text += said
+                for part in choice["delta"].get("tool_calls") or ():
+                    if "name" in part["function"] and (text or calls):
+                        show("\n")
+                    _add(calls, part, show)
+            last = chunk
+    return Reply(text=text, calls=tuple(calls), account=_account(title, last))
+
+
+def _add(calls: list[MadeCall], part: Mapping, show: Show) -> None:
+    """A part that has a name begins a call, the others go on with the arguments of the one at their index."""
+    said = part["function"]
+    if "name" in said:
+        calls.append(MadeCall(id=part["id"], name=said["name"], arguments=""))
+        show(f"calls {said['name']} ")
+    call = calls[part["index"]]
+    calls[part["index"]] = replace(call, arguments=call.arguments + said.get("arguments", ""))
+    show(said.get("arguments", ""))
+
+
+def _account(title: str, last: Mapping) -> Account:
+    """From a stream's last chunk. ServerError where it says nothing of usage and time."""
+    if "timing" not in last or "usage" not in last:
+        raise ServerError("the stream ended without its summary")
+    return Account(
+        title=title,
+        num_prompt_tokens=last["usage"]["prompt_tokens"],
+        num_completion_tokens=last["usage"]["completion_tokens"],
+        timing=Timing(**last["timing"]),
+    )
+
+
+async def count_tokens(http: httpx.AsyncClient, text: str) -> int:
+    """As the served model counts them."""
+    try:
+        response = await http.post("/tokenize", json={"prompt": text})
+    except httpx.TransportError as error:
+        raise ServerError(f"the connection to the server broke: {error}") from error
+    if response.is_error:
+        raise ServerError(error_text(response.content, response.status_code))
+    return response.json()["count"]
