@@ -48,7 +48,8 @@ def matrices(params: kimi.Weights[Param]) -> kimi.Weights[MuonDimensionNumbers |
 
 def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTransformation:
     """Clips, then updates; only matrices decay. What it says of the router's bias is to be ignored."""
-    dimensions: Any = matrices(kimi.declare(config))
+    params = kimi.declare(config)
+    dimensions: Any = matrices(params)
     rate = learning_rate(recipe)
     if recipe.optimiser == "muon":
         update = muon(
@@ -60,13 +61,11 @@ def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTr
             consistent_rms=CONSISTENT_RMS,
         )
     else:
-        is_matrix = jax.tree.map(lambda leaf: leaf is not None, dimensions, is_leaf=_is_dimensions)
+        is_matrix = jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].name in MATRICES, params, is_leaf=is_param
+        )
         update = optax.adamw(rate, b1=ADAM_B1, b2=ADAM_B2, weight_decay=recipe.weight_decay, mask=is_matrix)
     return optax.chain(optax.clip_by_global_norm(recipe.max_gradient_norm), update)
-
-
-def _is_dimensions(leaf: object) -> bool:
-    return leaf is None or isinstance(leaf, MuonDimensionNumbers)
 
 
 def learning_rate(recipe: Recipe) -> Schedule:
