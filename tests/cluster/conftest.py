@@ -1,7 +1,7 @@
 """Real processes for the whole run: `moonshard serve` on free ports, so small that it preempts and its slabs fill up.
 
-`cluster` is what a user gets by default: a prefill worker, a decode worker, Mooncake between them. `aggregated` is the
-same model in one worker, started by the first test that compares the two.
+`cluster` is arranged as a user gets it by default, with a model of random weights: a prefill worker, a decode worker,
+Mooncake between them. `aggregated` is the same model in one worker, started by the first test that compares the two.
 """
 
 import re
@@ -22,6 +22,7 @@ from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import Client
 
 READY_TIMEOUT_S = 180.0
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "kimi_k2"
 NUM_BLOCKS = 128
 BLOCK_SIZE = 16
 BLOCK_BYTES = 4 * BLOCK_SIZE * (32 + 16) * 4  # layers, tokens, latent and rope features, float32
@@ -30,6 +31,7 @@ MAX_SLOTS = 4
 QUARANTINE_S = 1.0
 OVERRIDES = {
     "mode": "disaggregated",
+    "model.path": FIXTURE,
     "gateway.port": 0,
     "gateway.grpc_port": 0,
     "gateway.queue_timeout_s": 20.0,
@@ -171,4 +173,4 @@ def aggregated() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def fixture_references() -> Path:
-    return Path(__file__).parents[1] / "fixtures" / "kimi_k2"
+    return FIXTURE

@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import Client
-from tests.cluster.conftest import wait_until
+from tests.cluster.conftest import FIXTURE, wait_until
 
 READY_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 40.0
@@ -35,6 +35,7 @@ SILENCE_S = 3.0
 # Quarantine begins when the link's loss is seen, and ends on a tick of the worker.
 AS_IT_BEGAN_WITHIN_S = QUARANTINE_S + 10.0
 SETTINGS: Mapping[str, object] = {
+    "model.path": FIXTURE,
     "model.max_context_tokens": 2000,
     "gateway.port": 0,
     "gateway.grpc_port": 0,
