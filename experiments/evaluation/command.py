@@ -1,0 +1,150 @@
+"""`moonshard eval`: held-out questions, asked of the model in this process or of a running server, and the table."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from moonshard.experiments.evaluation.figures import RECALL_TOKENS, ROWS, TOOL_ROWS
+from moonshard.experiments.evaluation.interview import Outcome, interview
+from moonshard.experiments.evaluation.replies import Answerer
+from moonshard.experiments.evaluation.report import Evaluation, footnotes, table, to_json
+from moonshard.experiments.evaluation.served import Served
+from moonshard.experiments.pocket.corpus import POCKET, Text
+from moonshard.experiments.pocket.tasks import Task, recall_tasks, talk_tasks, tool_tasks
+from moonshard.models.tokenizer import load_tokenizer
+from moonshard.serving.chat import load_chat_template
+from moonshard.serving.config import ConfigError
+from moonshard.serving.startup import prepare_jax
+from moonshard.sharding.shape import MeshShape
+
+INTERRUPTED = 130
+Dtype = Literal["float32", "bfloat16"]
+
+
+def evaluate(
+    model: Path = POCKET,
+    url: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
+    seed: int = 0,
+    num: int = 200,
+    rows: Annotated[str, tyro.conf.arg(metavar="A,B")] = "",
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
+    dtype: Dtype = "float32",
+) -> int:
+    """Ask held-out questions with known answers and print the shares that were right.
+
+    Args:
+        model: the checkpoint's folder; by default the embedded model. With --url only its tokenizer and template count.
+        url: a running server's HTTP API, to be asked instead of the model in this process.
+        seed: another one asks other questions.
+        num: questions of each row, at least 1; of tools a quarter as many more that take no call.
+        rows: some of recall_512, recall_2048, recall_4000, tool_json, tool_call, tool_answer; by default all.
+        json_file: where to write shares and details.
+        dtype: what to compute in, without --url.
+    """
+    if num < 1:
+        raise ConfigError([f"--num {num}: at least 1"])
+    wanted = read_rows(rows)
+    if json_file is not None:
+        _check_writable(json_file)
+    text = text_of(model)
+    with answering(model, url, text, dtype) as answerer:
+        evaluation = run(answerer, question_sets(text, seed, num, wanted), seed, num)
+    show(evaluation)
+    if json_file is not None:
+        json_file.write_text(json.dumps(to_json(evaluation), indent=1) + "\n")
+    return INTERRUPTED if evaluation.is_interrupted else 0
+
+
+def read_rows(text: str) -> tuple[str, ...]:
+    """In the table's order. ConfigError at a name that is no row's."""
+    named = [word.strip() for word in text.split(",") if word.strip()]
+    if unknown := [name for name in named if name not in ROWS]:
+        raise ConfigError([f"--rows: there is no row {unknown[0]!r}; there are {', '.join(ROWS)}"])
+    return tuple(row for row in ROWS if row in named) or ROWS
+
+
+def text_of(folder: Path) -> Text:
+    """What renders and counts the prompts. ConfigError for a folder without; TokenizerError, TemplateFileError."""
+    tokenizer, template = load_tokenizer(folder), load_chat_template(folder)
+    if tokenizer is None or template is None:
+        raise ConfigError([f"--model {folder}: no {'tokenizer' if tokenizer is None else 'chat template'} there"])
+    return Text(tokenizer=tokenizer, template=template)
+
+
+def question_sets(text: Text, seed: int, num: int, rows: tuple[str, ...]) -> Mapping[str, Callable[[], list[Task]]]:
+    """What is asked for these rows, in order: the three rows of tools share their questions. Made when they are due.
+
+    Small talk is no row: it is asked along with all of them.
+    """
+    found: dict[str, Callable[[], list[Task]]] = {}
+    for row, num_tokens in RECALL_TOKENS.items():
+        if row in rows:
+            found[row] = lambda num_tokens=num_tokens: recall_tasks(text, seed, num_tokens, num)
+    if any(row in rows for row in TOOL_ROWS):
+        found["tools"] = lambda: tool_tasks(seed, num)
+    if rows == ROWS:
+        found["talk"] = lambda: talk_tasks(seed, -(-num // 4))
+    return found
+
+
+@contextmanager
+def answering(model: Path, url: str | None, text: Text, dtype: Dtype) -> Iterator[Answerer]:
+    """The model in this process, or the server at `url`. Raises what a bad folder or a missing server raises."""
+    if url is not None:
+        with Served(url) as server:
+            yield server
+        return
+    prepare_jax(MeshShape())
+    from moonshard.experiments.evaluation.in_process import InProcess
+
+    yield InProcess(model, text, dtype)
+
+
+def run(answerer: Answerer, sets: Mapping[str, Callable[[], list[Task]]], seed: int, num: int) -> Evaluation:
+    """Asks everything. Ctrl-C ends it with the outcomes there are."""
+    outcomes: list[Outcome] = []
+    seconds: dict[str, float] = {}
+    is_interrupted = False
+    console = Console(stderr=True, highlight=False)
+    try:
+        for name, make in sets.items():
+            begun_s = time.perf_counter()
+            with console.status(f"{name}: making the questions") as status:
+                tasks = make()
+                for done, outcome in enumerate(interview(answerer, tasks)):
+                    outcomes.append(outcome)
+                    status.update(f"{name}: {done + 1} of {len(tasks)}")
+            seconds[name] = time.perf_counter() - begun_s
+            console.print(f"{name}: {len(tasks)} questions in {seconds[name]:.0f} s")
+    except KeyboardInterrupt:
+        is_interrupted = True
+    return Evaluation(
+        identity=answerer.identity,
+        seed=seed,
+        num=num,
+        outcomes=outcomes,
+        seconds=seconds,
+        router_load=answerer.router_load(),
+        is_interrupted=is_interrupted,
+    )
+
+
+def show(evaluation: Evaluation) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table(evaluation))
+    for note in footnotes(evaluation):
+        console.print(note, markup=False)
+
+
+def _check_writable(out: Path) -> None:
+    """Better known before the questions than after them."""
+    place = out if out.exists() else out.parent
+    if out.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+        raise ConfigError([f"--json {out}: cannot be written"])

@@ -1,0 +1,97 @@
+"""From outcomes to the six figures, their intervals, and what stands beside them.
+
+A row that nothing was asked for has no figure: None, not 0.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from moonshard.experiments.evaluation.interview import Outcome
+from moonshard.experiments.pocket.tasks import NUM_DEPTHS
+
+RECALL_TOKENS = {"recall_512": 512, "recall_2048": 2048, "recall_4000": 4000}
+TOOL_ROWS = ("tool_json", "tool_call", "tool_answer")
+ROWS = (*RECALL_TOKENS, *TOOL_ROWS)
+TOOL_KINDS = ("tools", "agents")
+Z_95 = 1.959964  # of the normal distribution, two-sided
+MAX_ERRORS = 5  # shown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    num_right: int
+    num: int
+
+    @property
+    def value(self) -> float | None:
+        return self.num_right / self.num if self.num else None
+
+    def interval(self) -> tuple[float, float]:
+        """Wilson's, at 95 %; all of [0, 1] without any question. Wilson 1927, equation 4 in Brown et al. 2001."""
+        if not self.num:
+            return 0.0, 1.0
+        share, spread = self.num_right / self.num, Z_95**2 / self.num
+        middle = (share + spread / 2) / (1 + spread)
+        half = Z_95 / (1 + spread) * sqrt(share * (1 - share) / self.num + spread / (4 * self.num))
+        return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def row_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
+    """Each row's share, by its name.
+
+    tool_json: of the turns in which calls were due or tried, those whose every call is complete; a turn without the
+    call that was due is none. tool_call: of all questions that declare tools, those with the right calls in every turn,
+    or none where none is due. tool_answer: of the questions that take calls, those with the right answer in the end.
+    """
+    by_kind: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        by_kind[outcome.task.kind].append(outcome)
+    with_tools = [outcome for kind in TOOL_KINDS for outcome in by_kind[kind]]
+    calling = [outcome for outcome in with_tools if outcome.task.rounds]
+    return {
+        **{row: answered(by_kind[row]) for row in RECALL_TOKENS},
+        "tool_json": Share(
+            num_right=sum(outcome.num_whole_call_turns for outcome in with_tools),
+            num=sum(outcome.num_call_turns for outcome in with_tools),
+        ),
+        "tool_call": Share(num_right=sum(outcome.has_right_calls for outcome in with_tools), num=len(with_tools)),
+        "tool_answer": answered(calling),
+    }
+
+
+def answered(outcomes: Sequence[Outcome]) -> Share:
+    return Share(num_right=sum(outcome.has_right_answer for outcome in outcomes), num=len(outcomes))
+
+
+def side_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
+    """Right answers where they are no row of their own, and how the tool questions divide."""
+    kinds = {
+        "unknown": [outcome for outcome in outcomes if outcome.task.kind == "unknown"],
+        "talk": [outcome for outcome in outcomes if outcome.task.kind == "talk"],
+        **{f"{kind}_answer": [outcome for outcome in outcomes if outcome.task.kind == kind] for kind in TOOL_KINDS},
+        "no_tool_answer": [
+            outcome for outcome in outcomes if outcome.task.kind in TOOL_KINDS and not outcome.task.rounds
+        ],
+        "two_round_answer": [outcome for outcome in outcomes if len(outcome.task.rounds) > 1],
+    }
+    return {name: answered(some) for name, some in kinds.items() if some}
+
+
+def depth_shares(outcomes: Sequence[Outcome]) -> dict[str, list[float | None]]:
+    """Of each recall row, the share by where the fact stands: the document's first fifth, its second, ..."""
+    return {
+        row: [
+            answered([o for o in outcomes if o.task.kind == row and o.task.depth == depth]).value
+            for depth in range(NUM_DEPTHS)
+        ]
+        for row in RECALL_TOKENS
+        if any(outcome.task.kind == row for outcome in outcomes)
+    }
+
+
+def errors(outcomes: Sequence[Outcome]) -> tuple[int, list[str]]:
+    """How many tasks got no reply, and the commonest reasons."""
+    found = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
+    return found.total(), [f"{number} x {text}" for text, number in found.most_common(MAX_ERRORS)]

@@ -1,0 +1,88 @@
+"""Whether a turn is right: text by text, calls by their parsed JSON.
+
+Strict: an answer is right when it is the expected text, but for white space around it. Of calls neither their order
+within a turn nor how their JSON is spelt matters; everything else does.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+from moonshard.experiments.evaluation.replies import Reply, WrittenCall
+from moonshard.experiments.pocket.conversation import Call, Round
+from moonshard.serving.tool_calls import ARGUMENTS_BEGIN, CALL_BEGIN, CALL_END, NAMES, SECTION_BEGIN, SECTION_END
+
+_BEGIN, _CALL, _ARGUMENTS, _CALL_END, _END = (
+    re.escape(NAMES[mark]) for mark in (SECTION_BEGIN, CALL_BEGIN, ARGUMENTS_BEGIN, CALL_END, SECTION_END)
+)
+_ONE_CALL = re.compile(rf"\s*{_CALL}(?:(?!<\|tool_call).)*{_ARGUMENTS}((?:(?!<\|tool_call).)*){_CALL_END}", re.DOTALL)
+_SECTION = re.compile(rf"{_BEGIN}((?:{_ONE_CALL.pattern})+)\s*{_END}", re.DOTALL)
+
+
+def is_answer(reply: Reply, expected: str) -> bool:
+    return not reply.calls and reply.content.strip() == expected.strip()
+
+
+def attempts_calls(reply: Reply) -> bool:
+    """Whether there is a call in it, or any piece of one."""
+    return bool(reply.calls) or any(name in reply.content for name in NAMES.values())
+
+
+def has_whole_calls(reply: Reply) -> bool:
+    """Whether there are calls, and each is complete with a JSON object as its arguments.
+
+    A section that calls a function nobody declared comes back as text; its JSON may be sound all the same.
+    """
+    sections = _SECTION.findall(reply.content)
+    rest = _SECTION.sub("", reply.content)
+    written = [call.arguments for call in reply.calls]
+    written += [arguments for section, _ in sections for arguments in _ONE_CALL.findall(section)]
+    return (
+        bool(written)
+        and not any(name in rest for name in NAMES.values())
+        and all(parsed_object(arguments) is not None for arguments in written)
+    )
+
+
+def parsed_object(text: str) -> dict[str, object] | None:
+    """None where it is no JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def results_of(reply: Reply, expected: Round) -> list[str] | None:
+    """What each of the reply's calls returns, in its order; None unless they are exactly the expected ones."""
+    pending = list(zip(expected.calls, expected.results, strict=True))
+    results: list[str] = []
+    for written in reply.calls:
+        found = next((pair for pair in pending if _is_call(written, pair[0])), None)
+        if found is None:
+            return None
+        pending.remove(found)
+        results.append(found[1])
+    return None if pending or _says_calls(reply) else results
+
+
+def _is_call(written: WrittenCall, expected: Call) -> bool:
+    return written.name == expected.name and _same(parsed_object(written.arguments), dict(expected.arguments))
+
+
+def _same(one: object, other: object) -> bool:
+    """JSON values alike in value and type: 1 is neither true nor 1.0."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _says_calls(reply: Reply) -> bool:
+    """Whether pieces of calls are left in the text, beside calls that are valid."""
+    return any(name in reply.content for name in NAMES.values())
+
+
+def tool_messages(reply: Reply, results: Sequence[str]) -> list[dict[str, object]]:
+    """The results, as the client sends them."""
+    return [
+        {"role": "tool", "tool_call_id": call.id, "content": result}
+        for call, result in zip(reply.calls, results, strict=True)
+    ]

@@ -1,0 +1,197 @@
+"""Greedy answers to many prompts at once, in this process: the forward pass that serves, without the machinery.
+
+Nothing of scheduler, engine or transfer is here, so that what they serve can be held against it. Prompts that begin
+alike share their whole blocks of KV: these are computed once, and stay until the pages are full.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moonshard.kv.pages import allocate_pages
+from moonshard.models import kimi, weights
+from moonshard.models.spec import ModelError, matmul_precision
+from moonshard.serving.loading import backend_for, open_model
+from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.shape import MeshShape
+
+BLOCK_SIZE = 64  # tokens, and the queries of a row
+NUM_ROWS = 16  # of a prefill step
+NUM_SLOTS = 48  # sequences decoded together
+ROOT = -1  # the block before the first
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """A prompt with its blocks, of which the first `num_known` hold its beginning already."""
+
+    tokens: Sequence[int]
+    blocks: tuple[int, ...]
+    num_known: int
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """Which blocks are free, and which hold what: by the block before it and its own tokens."""
+
+    num_blocks: int
+    known: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+
+    def forget(self) -> None:
+        self.known.clear()
+        self.free = list(range(self.num_blocks))
+
+    def place(self, tokens: Sequence[int], num_tokens: int) -> _Sequence:
+        """Blocks for a prompt that may grow to `num_tokens`. Its own whole blocks are known from now on.
+
+        Those that the last token lies in are not: it has to be computed to see what follows it.
+        """
+        blocks: list[int] = []
+        num_known = 0
+        for start in range(0, (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE):
+            key = (blocks[-1] if blocks else ROOT, tuple(tokens[start : start + BLOCK_SIZE]))
+            num_known += key in self.known
+            if key not in self.known:
+                self.known[key] = self.free.pop()
+            blocks.append(self.known[key])
+        blocks += [self.free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE) - len(blocks))]
+        return _Sequence(tokens, tuple(blocks), num_known)
+
+    def release(self, sequence: _Sequence) -> None:
+        """The blocks that nobody else can know."""
+        self.free += sequence.blocks[(len(sequence.tokens) - 1) // BLOCK_SIZE :]
+
+
+class GreedyModel:
+    """A loaded model and its pages."""
+
+    def __init__(self, folder: Path, dtype: str, max_context_tokens: int):
+        """Raises CheckpointError or ModelError for a folder that cannot be used, also where its context is shorter."""
+        checkpoint, config = open_model(folder)
+        if config.max_position_embeddings < max_context_tokens:
+            raise ModelError(
+                f"{folder}: a context of {config.max_position_embeddings} tokens; the tasks take {max_context_tokens}"
+            )
+        mesh = build_mesh(MeshShape())
+        params = kimi.declare(config)
+        weights.check_shapes(params, checkpoint)
+        self.fingerprint = checkpoint.fingerprint
+        self.num_computed_tokens = 0  # of prompts
+        self.expert_loads = np.zeros((config.num_moe_layers, config.n_routed_experts or 1), np.int64)
+        self._max_tokens = max_context_tokens
+        self._width = -(-max_context_tokens // BLOCK_SIZE)
+        self._blocks = _Blocks(NUM_SLOTS * self._width)
+        self._blocks.forget()
+        self._weights = weights.load(params, checkpoint, dtype, mesh)
+        self._pages = allocate_pages(
+            self._blocks.num_blocks,
+            config.num_hidden_layers,
+            BLOCK_SIZE,
+            config.latent_size,
+            dtype=dtype,
+            sharding=replicated(mesh),
+        )
+        backend = backend_for(mesh.devices.flat[0].platform, mesh.size)
+        precision = matmul_precision(dtype)
+
+        def step(weights, pages, batch, last):
+            """The likeliest token after the `last` of each row, the pages, and each expert's number of tokens."""
+            with jax.default_matmul_precision(precision):
+                hidden, pages, seen = kimi.forward(config, weights, pages, batch, backend=backend, observe=True)
+                tokens = kimi.unembed(weights, hidden[jnp.arange(len(last)), last]).argmax(axis=-1)
+            loads = jnp.zeros(self.expert_loads.shape, jnp.int32)
+            if seen is not None and seen.experts is not None:
+                layers = jnp.arange(len(seen.experts))[:, None, None]
+                loads = loads.at[layers, seen.experts].add((batch.positions.reshape(-1) >= 0)[:, None])
+            return tokens, pages, loads
+
+        self._step = jax.jit(step, donate_argnums=1)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Collection[int]
+    ) -> list[tuple[int, ...]]:
+        """Each prompt's continuation up to a stop token, which is left out, or `max_tokens`.
+
+        ModelError for a prompt that leaves no room for so many.
+        """
+        for prompt in prompts:
+            if not prompt or len(prompt) + max_tokens > self._max_tokens:
+                raise ModelError(
+                    f"a prompt of {len(prompt)} tokens, and {max_tokens} to follow it: at most {self._max_tokens}"
+                )
+        found: list[tuple[int, ...]] = []
+        for first in range(0, len(prompts), NUM_SLOTS):
+            found += self._together(prompts[first : first + NUM_SLOTS], max_tokens, frozenset(stops))
+        return found
+
+    def _together(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: frozenset[int]
+    ) -> list[tuple[int, ...]]:
+        if len(self._blocks.free) < sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts):
+            self._blocks.forget()
+        placed = [self._blocks.place(prompt, len(prompt) + max_tokens) for prompt in prompts]
+        first = self._prefill(placed)
+        answers = self._decode(placed, first, max_tokens, stops)
+        for sequence in placed:
+            self._blocks.release(sequence)
+        return answers
+
+    def _prefill(self, placed: Sequence[_Sequence]) -> list[int]:
+        """Computes what is not known yet, in order; the first token of each answer."""
+        rows = [
+            (number, start)
+            for number, sequence in enumerate(placed)
+            for start in range(sequence.num_known * BLOCK_SIZE, len(sequence.tokens), BLOCK_SIZE)
+        ]
+        first = [0] * len(placed)
+        for begin in range(0, len(rows), NUM_ROWS):
+            some = rows[begin : begin + NUM_ROWS]
+            tokens, positions, tables = self._blank(NUM_ROWS, BLOCK_SIZE)
+            last = np.zeros(NUM_ROWS, np.int32)
+            for row, (number, start) in enumerate(some):
+                part = placed[number].tokens[start : start + BLOCK_SIZE]
+                tokens[row, : len(part)] = part
+                positions[row, : len(part)] = np.arange(start, start + len(part))
+                tables[row, : len(placed[number].blocks)] = placed[number].blocks
+                last[row] = len(part) - 1
+                self.num_computed_tokens += len(part)
+            drawn = self._launch(tokens, positions, tables, last)
+            for row, (number, _) in enumerate(some):
+                first[number] = int(drawn[row])  # of a prompt's several rows the last one stays
+        return first
+
+    def _decode(
+        self, placed: Sequence[_Sequence], first: Sequence[int], max_tokens: int, stops: frozenset[int]
+    ) -> list[tuple[int, ...]]:
+        answers: list[list[int]] = [[] for _ in placed]
+        drawn = {number: token for number, token in enumerate(first) if token not in stops}
+        while drawn:
+            tokens, positions, tables = self._blank(NUM_SLOTS, 1)
+            for number, token in drawn.items():
+                answers[number].append(token)
+                if len(answers[number]) < max_tokens:
+                    tokens[number] = token
+                    positions[number] = len(placed[number].tokens) + len(answers[number]) - 1
+                    tables[number, : len(placed[number].blocks)] = placed[number].blocks
+            running = [number for number in drawn if positions[number] >= 0]
+            following = self._launch(tokens, positions, tables, np.zeros(NUM_SLOTS, np.int32)) if running else ()
+            drawn = {number: int(following[number]) for number in running if following[number] not in stops}
+        return [tuple(answer) for answer in answers]
+
+    def _blank(self, num_rows: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, positions and block tables of padding."""
+        shape = (num_rows, num_tokens)
+        return np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros((num_rows, self._width), np.int32)
+
+    def _launch(self, tokens: np.ndarray, positions: np.ndarray, tables: np.ndarray, last: np.ndarray) -> np.ndarray:
+        batch = kimi.Batch(
+            tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), block_tables=jnp.asarray(tables)
+        )
+        drawn, self._pages, loads = self._step(self._weights, self._pages, batch, last)
+        self.expert_loads += np.asarray(loads)
+        return np.asarray(drawn)

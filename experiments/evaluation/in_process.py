@@ -1,0 +1,60 @@
+"""The model answers in this process: template, tokens and calls as the gateway makes them, greedy decoding."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from moonshard.experiments.evaluation.greedy import GreedyModel
+from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply, WrittenCall
+from moonshard.experiments.pocket.corpus import Text
+from moonshard.experiments.pocket.tasks import MAX_ANSWER_TOKENS, MAX_CONTEXT_TOKENS, prompt_tokens
+from moonshard.models.generation import load_generation_defaults
+from moonshard.models.tokenizer import TokenIdError
+from moonshard.serving.detokenizer import Detokenizer
+from moonshard.serving.tool_calls import ToolCallParser, call_marks
+
+
+class InProcess:
+    """Raises, when made, what a folder that cannot be served raises."""
+
+    def __init__(self, folder: Path, text: Text, dtype: str):
+        self._model = GreedyModel(folder, dtype, MAX_CONTEXT_TOKENS)
+        self._text = text
+        self._stops = load_generation_defaults(folder).stop_token_ids
+        self.identity = Identity(model=str(folder), fingerprint=self._model.fingerprint, dtype=dtype)
+
+    def router_load(self) -> list[float]:
+        loads = self._model.expert_loads
+        return [float(load) for load in loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1)]
+
+    def answer(self, asked: Sequence[Asked]) -> list[Reply | NoReply]:
+        prompts = [prompt_tokens(self._text, each.messages, each.tools) for each in asked]
+        answers = self._model.generate(prompts, MAX_ANSWER_TOKENS, self._stops)
+        return [read(self._text, each, tokens) for each, tokens in zip(asked, answers, strict=True)]
+
+
+def read(text: Text, asked: Asked, tokens: Sequence[int]) -> Reply:
+    """The tokens as a client would see them."""
+    marks = call_marks(text.tokenizer.special_tokens) if asked.tools else None
+    detokenizer = Detokenizer(text.tokenizer, marks=marks)
+    pieces: list[str] = []
+    for token in tokens:
+        with suppress(TokenIdError):  # an id that the model has and the tokenizer has not
+            pieces.append(detokenizer.push((token,)).text)
+    content = "".join(pieces) + detokenizer.finish()
+    if not marks:
+        return Reply(content=content)
+    parser = ToolCallParser(_functions(asked), _call_ids(asked))
+    parsed = parser.push(content)
+    calls = tuple(WrittenCall(id=call.id, name=call.name, arguments=call.arguments) for call in parsed.calls)
+    return Reply(content=parsed.content + parser.finish(), calls=calls)
+
+
+def _functions(asked: Asked) -> frozenset[str]:
+    return frozenset(tool["function"]["name"] for tool in asked.tools)
+
+
+def _call_ids(asked: Asked) -> frozenset[str]:
+    return frozenset(call["id"] for message in asked.messages for call in message.get("tool_calls", ()))

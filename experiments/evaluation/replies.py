@@ -1,0 +1,77 @@
+"""What is asked and what comes back, whoever answers: the model in this process, or a server over HTTP.
+
+A reply is what an OpenAI client sees: text, and calls that were taken out of it. Both answerers get their calls from
+the same parser, so that their replies can be compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moonshard.experiments.pocket.conversation import Message, Tool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A conversation that waits for the assistant's next turn."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenCall:
+    """A call as the assistant wrote it; its arguments are JSON that nobody has read yet."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """One turn. A section of calls that is not valid stands in `content`, its markers spelt out."""
+
+    content: str
+    calls: tuple[WrittenCall, ...] = ()
+
+    def message(self) -> Message:
+        """As the client sends it back."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
+        ]
+        said: Message = {"role": "assistant", "content": self.content or None}
+        return said | {"tool_calls": calls} if calls else said
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoReply:
+    """Why there is none."""
+
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Who answers. What a server does not tell is None."""
+
+    model: str
+    url: str | None = None
+    fingerprint: str | None = None
+    dtype: str | None = None
+
+
+class Answerer(Protocol):
+    """Takes turns, greedily."""
+
+    @property
+    def identity(self) -> Identity: ...
+
+    def router_load(self) -> list[float] | None:
+        """Of each layer with experts, the busiest one's tokens so far over the mean. None where it is not known."""
+        ...
+
+    def answer(self, asked: Sequence[Asked]) -> list[Reply | NoReply]:
+        """One for each, in order. What is asked together may run together."""
+        ...

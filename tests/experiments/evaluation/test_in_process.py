@@ -1,0 +1,73 @@
+"""Tokens are read as a client of the gateway would see them."""
+
+import pytest
+
+from moonshard.experiments.evaluation.in_process import read
+from moonshard.experiments.evaluation.replies import Asked, WrittenCall
+from moonshard.experiments.pocket.conversation import round_messages
+from moonshard.experiments.pocket.corpus import pocket_text
+from moonshard.experiments.pocket.tasks import prompt_tokens, tool_tasks
+
+TEXT = pocket_text()
+
+
+def said_by(task, number: int = 0) -> list[int]:
+    """The tokens of a task's true calls, without the end of the turn."""
+    message = round_messages(task.rounds[0], number)[0]
+    before = prompt_tokens(TEXT, task.messages, task.tools)
+    whole = TEXT.template.encode_chat(
+        TEXT.tokenizer,
+        [*task.messages, message],
+        template_kwargs={"tools": list(task.tools)},
+        add_generation_prompt=False,
+    )
+    assert whole[: len(before)] == before
+    return whole[len(before) : -1]
+
+
+def num_calls_before(task) -> int:
+    return sum(len(message.get("tool_calls", ())) for message in task.messages)
+
+
+@pytest.mark.parametrize("task", tool_tasks(0, 8)[:8])
+def test_calls_are_taken_out_and_sent_back_they_are_the_tokens_that_were_generated(task):
+    tokens = said_by(task, num_calls_before(task))
+    asked = Asked(messages=task.messages, tools=task.tools)
+    reply = read(TEXT, asked, tokens)
+    assert reply.content == ""
+    assert [(call.name, call.arguments) for call in reply.calls] == [
+        (call.name, call.arguments_json()) for call in task.rounds[0].calls
+    ]
+    again = prompt_tokens(TEXT, [*task.messages, reply.message()], task.tools)
+    before = prompt_tokens(TEXT, task.messages, task.tools)
+    assert again[len(before) : len(before) + len(tokens)] == tokens
+
+
+def test_a_section_that_is_cut_off_is_text_with_its_markers():
+    task = tool_tasks(0, 1)[0]
+    reply = read(TEXT, Asked(messages=task.messages, tools=task.tools), said_by(task)[:-1])
+    assert not reply.calls
+    assert reply.content.startswith("<|tool_calls_section_begin|><|tool_call_begin|>functions.")
+
+
+def test_without_tools_markers_are_hidden_as_other_specials_are():
+    task = tool_tasks(0, 1)[0]
+    reply = read(TEXT, Asked(messages=task.messages), said_by(task))
+    assert not reply.calls
+    assert "<|" not in reply.content
+
+
+def test_an_id_without_a_token_is_no_text():
+    reply = read(TEXT, Asked(messages=()), [*TEXT.tokenizer.encode("Yes."), TEXT.tokenizer.vocab_size + 5])
+    assert reply.content == "Yes."
+
+
+def test_a_reply_is_sent_back_as_an_openai_client_does():
+    call = WrittenCall(id="functions.add:0", name="add", arguments="{}")
+    said = read(TEXT, Asked(messages=()), TEXT.tokenizer.encode("Yes."))
+    assert said.message() == {"role": "assistant", "content": "Yes."}
+    assert type(said)(content="", calls=(call,)).message() == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+    }
