@@ -32,7 +32,7 @@ $(BIN)/uv: locks/bootstrap.txt
 
 setup: .venv/.ready  ## make .venv with everything, leaving .venv/bin/moonshard
 
-demo: setup  ## serve the embedded model, send three requests, show where the time went
+demo: setup  ## serve the embedded model, ask three questions, show where the time went
 	@$(BIN)/moonshard demo
 
 serve: setup  ## the same server, left running
