@@ -55,6 +55,13 @@ def test_prompts_that_begin_alike_get_the_tokens_of_the_scorer_and_compute_the_b
     assert again == answers[:1]
 
 
+def test_a_block_of_the_same_tokens_after_another_beginning_is_another_block():
+    beginnings, middle, end = (prompt(BLOCK_SIZE, seed=50), prompt(BLOCK_SIZE, seed=51)), prompt(BLOCK_SIZE, 52), [7, 8]
+    prompts = [[*beginning, *middle, *end] for beginning in beginnings]
+    for tokens, answer in zip(prompts, model().generate(prompts, NUM_TOKENS, ()), strict=True):
+        assert_greedy(tokens, answer)
+
+
 def test_a_prompt_that_ends_with_a_known_block_is_answered_from_its_last_token():
     longer = prompt(2 * BLOCK_SIZE + 5, seed=6)
     model().generate([longer], 2, ())
