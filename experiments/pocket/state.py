@@ -20,6 +20,7 @@ from moonshard.experiments.pocket.recipe import RunFailed
 
 NUM_KEPT = 2
 PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a folder that is being written
+SPARE_BYTES = 1 << 20  # what a checkpoint holds beside the values
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Parts = Mapping[str, Any]  # pytrees by name
 
@@ -49,8 +50,10 @@ class Checkpoints:
         """Nothing happens if the step is there already. RunFailed if it cannot be written; older ones stay whole."""
         if step in self._manager.all_steps():
             return
-        saved = {name: ocp.args.StandardSave(_by_path(jax.device_get(part))) for name, part in parts.items()}
+        leaves = {name: _by_path(jax.device_get(part)) for name, part in parts.items()}
+        saved = {name: ocp.args.StandardSave(part) for name, part in leaves.items()}
         try:
+            self._check_room(sum(leaf.nbytes for part in leaves.values() for leaf in part.values()))
             self._manager.save(step, args=ocp.args.Composite(**saved), force=True)
         except (OSError, ValueError) as error:
             self._remove_partial()
@@ -64,6 +67,11 @@ class Checkpoints:
         except (KeyError, ValueError, OSError) as error:
             raise RunFailed(f"{self._folder}: step {step} cannot be read: {_cause(error)}") from error
         return {name: _from_paths(part, found[name]) for name, part in like.items()}
+
+    def _check_room(self, num_bytes: int) -> None:
+        """OSError where that much will not fit. Asked before, since orbax tells of a full disk at great length."""
+        if shutil.disk_usage(self._folder).free < num_bytes + SPARE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _remove_partial(self) -> None:
         """Gives back the room that an unfinished checkpoint takes."""

@@ -6,10 +6,8 @@ when the recipe is done, 1 when the run cannot go on, 128 and the signal's numbe
 
 import argparse
 import dataclasses
-import logging
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -53,8 +51,7 @@ def read_options(arguments: Sequence[str]) -> tuple[Recipe, Path]:
 
 
 def run(training: Callable[[StopSignal], int]) -> int:
-    """Runs it as all that this process does, under the signals that stop it. Returns the exit code."""
-    _silence_orbax()
+    """Runs it under the signals that stop it. Returns the exit code."""
     stop = StopSignal()
     stop.listen()
     try:
@@ -66,12 +63,6 @@ def run(training: Callable[[StopSignal], int]) -> int:
         print(f"stopped after {num_steps} steps; the same command goes on from there", file=sys.stderr)
         return 128 + stop.received
     return 0
-
-
-def _silence_orbax() -> None:
-    """Its threads log and print, several times over and even after the call, the errors that the call raises."""
-    logging.getLogger("absl").disabled = True
-    threading.excepthook = lambda _: None
 
 
 def say(line: str) -> None:
