@@ -17,6 +17,7 @@ import numpy as np
 
 from moonshard.experiments.pocket.agents import agent_conversation
 from moonshard.experiments.pocket.conversation import Conversation, random_of
+from moonshard.experiments.pocket.copying import copy_conversation
 from moonshard.experiments.pocket.recall import recall_conversation
 from moonshard.experiments.pocket.recipe import Rows, Stage
 from moonshard.experiments.pocket.shape import MAX_POSITIONS
@@ -32,17 +33,18 @@ Generator = Callable[[Random, str, int], Conversation]
 class Skill:
     generator: Generator
     share: float  # of the rows
-    min_tokens: int  # of a row that it fits into: declarations of tools are long
+    min_tokens: int = 0  # of a row that it fits into: declarations of tools are long
+    max_tokens: int = MAX_POSITIONS  # of a row that it still teaches something
 
 
 SKILLS: dict[str, Skill] = {
-    "recall": Skill(generator=recall_conversation, share=0.60, min_tokens=0),
+    "recall": Skill(generator=recall_conversation, share=0.60),
     "tools": Skill(generator=tool_conversation, share=0.24, min_tokens=256),
     "agents": Skill(generator=agent_conversation, share=0.10, min_tokens=512),
-    "talk": Skill(generator=talk_conversation, share=0.06, min_tokens=0),
+    "talk": Skill(generator=talk_conversation, share=0.06),
+    "copying": Skill(generator=copy_conversation, share=0.66, max_tokens=128),
 }
 CONTEXT_WEIGHT = 0.1  # of tokens that are not the assistant's
-GAPPED_SHARE = 0.7  # of rows
 POCKET = Path(__file__).resolve().parents[2] / "models" / "pocket"
 
 
@@ -71,7 +73,7 @@ def pocket_text() -> Text:
 
 def draw(random: Random, split: str, num_tokens: int) -> Conversation:
     """A conversation of a random skill among those that fit."""
-    skills = [skill for skill in SKILLS.values() if skill.min_tokens <= num_tokens]
+    skills = [skill for skill in SKILLS.values() if skill.min_tokens <= num_tokens <= skill.max_tokens]
     skill = random.choices(skills, [skill.share for skill in skills])[0]
     return skill.generator(random, split, num_tokens)
 
@@ -91,7 +93,7 @@ def texts_of(conversation: Conversation) -> Iterator[str]:
 def batch(split: str, seed: int, step: int, stage: Stage, text: Text | None = None) -> Rows:
     """The rows of one step."""
     text = text or pocket_text()
-    made = [_row(random_of(split, seed, step, row), split, stage.num_tokens, text) for row in range(stage.num_rows)]
+    made = [_row(random_of(split, seed, step, row), split, stage, text) for row in range(stage.num_rows)]
     return Rows(
         tokens=np.stack([tokens for tokens, _, _ in made]),
         weights=np.stack([weights for _, weights, _ in made]),
@@ -99,9 +101,10 @@ def batch(split: str, seed: int, step: int, stage: Stage, text: Text | None = No
     )
 
 
-def _row(random: Random, split: str, num_tokens: int, text: Text) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    tokens, weights = lesson(text, draw(random, split, num_tokens), num_tokens)
-    return tokens, weights, _positions(random, num_tokens)
+def _row(random: Random, split: str, stage: Stage, text: Text) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens, weights = lesson(text, draw(random, split, stage.num_tokens), stage.num_tokens)
+    is_gapped = random.random() < stage.gapped_share
+    return tokens, weights, _positions(random, stage.num_tokens, is_gapped)
 
 
 def lesson(text: Text, conversation: Conversation, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -130,10 +133,10 @@ def spoken(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     return found
 
 
-def _positions(random: Random, num_tokens: int) -> np.ndarray:
+def _positions(random: Random, num_tokens: int, is_gapped: bool) -> np.ndarray:
     positions = np.arange(num_tokens, dtype=np.int32)
     room = MAX_POSITIONS - num_tokens
-    if random.random() >= GAPPED_SHARE or room <= 0:
+    if not is_gapped or room <= 0:
         return positions
     num_gaps = random.randrange(1, 4)
     span = int(room * random.random() ** 2)  # short spans more often

@@ -27,6 +27,7 @@ class Stage:
     num_tokens: int
     num_rows: int
     num_steps: int
+    gapped_share: float = 0.0  # of rows: with gaps between positions, which slow the first lessons down
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,7 @@ class Recipe:
     stages: tuple[Stage, ...]
     seed: int = 0
     optimiser: Literal["muon", "adamw"] = "muon"
-    learning_rate: float = 4e-3
+    learning_rate: float = 1e-2
     weight_decay: float = 0.1
     num_warmup_steps: int = 100
     max_gradient_norm: float = 1.0
@@ -94,9 +95,9 @@ CPU = Recipe(
     stages=(
         Stage(name="first", num_tokens=128, num_rows=32, num_steps=1000),
         Stage(name="short", num_tokens=256, num_rows=24, num_steps=1500),
-        Stage(name="medium", num_tokens=512, num_rows=16, num_steps=2400),
-        Stage(name="long", num_tokens=1024, num_rows=8, num_steps=500),
-        Stage(name="longer", num_tokens=2048, num_rows=4, num_steps=400),
+        Stage(name="medium", num_tokens=512, num_rows=16, num_steps=2400, gapped_share=0.3),
+        Stage(name="long", num_tokens=1024, num_rows=8, num_steps=500, gapped_share=0.5),
+        Stage(name="longer", num_tokens=2048, num_rows=4, num_steps=400, gapped_share=0.5),
         Stage(name="longest", num_tokens=4096, num_rows=2, num_steps=100),
     )
 )
