@@ -34,7 +34,7 @@ OVERRIDES = {
     "model.path": FIXTURE,
     "gateway.port": 0,
     "gateway.grpc_port": 0,
-    "gateway.queue_timeout_s": 20.0,
+    "gateway.queue_timeout_s": 50.0,  # where nothing is compiled yet, a place among 15 comes late
     "model.max_context_tokens": 2000,
     "prefill.chunk_tokens": 64,
     "decode.max_slots": MAX_SLOTS,
@@ -56,10 +56,10 @@ class Cluster:
     lines: list[str] = field(default_factory=list)  # of stderr
 
     def client(self) -> Client:
-        return Client(self.grpc_address, timeout_s=60)
+        return Client(self.grpc_address, timeout_s=120)
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.http_url, timeout=60)
+        return httpx.Client(base_url=self.http_url, timeout=120)
 
     @property
     def workers(self) -> dict[tuple[str, int], str]:
