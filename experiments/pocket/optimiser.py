@@ -22,6 +22,7 @@ from moonshard.models.weights import is_param
 Schedule = Callable[[Any], jax.Array]  # by step, counted from 0
 CONSISTENT_RMS = 0.2  # of an update, as AdamW's typically is
 ADAM_B1, ADAM_B2 = 0.9, 0.95
+GATE, GATE_SLOWNESS = "gate", 0.2
 PLAIN = MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)  # [... out in]
 HEADS_OUT = MuonDimensionNumbers(reduction_axis=-1, output_axis=(-3, -2))  # [... h k in]
 HEADS_IN = MuonDimensionNumbers(reduction_axis=(-2, -1), output_axis=-3)  # [... out h v]
@@ -47,16 +48,20 @@ def matrices(params: kimi.Weights[Param]) -> kimi.Weights[MuonDimensionNumbers |
 
 
 def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTransformation:
-    """Clips, then updates; only matrices decay. What it says of the router's bias is to be ignored."""
+    """Clips, then updates; only matrices decay. What it says of the router's bias is to be ignored.
+
+    Gates go slowest: faster ones outrun the bias that balances them.
+    """
     params = kimi.declare(config)
     dimensions: Any = matrices(params)
-    rate = learning_rate(recipe)
+    rate, slowness = learning_rate(recipe), recipe.other_learning_rate / recipe.learning_rate
     if recipe.optimiser == "muon":
         update = muon(
             rate,
             weight_decay=recipe.weight_decay,
             adam_b1=ADAM_B1,
             adam_b2=ADAM_B2,
+            adam_learning_rate=lambda step: rate(step) * slowness,
             muon_weight_dimension_numbers=dimensions,
             consistent_rms=CONSISTENT_RMS,
         )
@@ -65,7 +70,9 @@ def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTr
             lambda path, _: path[-1].name in MATRICES, params, is_leaf=is_param
         )
         update = optax.adamw(rate, b1=ADAM_B1, b2=ADAM_B2, weight_decay=recipe.weight_decay, mask=is_matrix)
-    return optax.chain(optax.clip_by_global_norm(recipe.max_gradient_norm), update)
+    is_gate = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name == GATE, params, is_leaf=is_param)
+    slow_gates = optax.masked(optax.scale(GATE_SLOWNESS), is_gate)
+    return optax.chain(optax.clip_by_global_norm(recipe.max_gradient_norm), update, slow_gates)
 
 
 def learning_rate(recipe: Recipe) -> Schedule:

@@ -56,11 +56,12 @@ class Recipe:
     stages: tuple[Stage, ...]
     seed: int = 0
     optimiser: Literal["muon", "adamw"] = "muon"
-    learning_rate: float = 1e-2
+    learning_rate: float = 1e-2  # of matrices
+    other_learning_rate: float = 2e-3  # of tables, gates and norms
     weight_decay: float = 0.1
     num_warmup_steps: int = 100
     max_gradient_norm: float = 1.0
-    balance_speed: float = 4e-3  # by how much a step moves the router's bias
+    balance_speed: float = 1e-2  # by how much a step moves the router's bias
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; weights are float32
     rows_at_once: int = 1  # see models.training.attend_causal
 
@@ -93,12 +94,12 @@ class Recipe:
 
 CPU = Recipe(
     stages=(
-        Stage(name="first", num_tokens=128, num_rows=32, num_steps=1000),
-        Stage(name="short", num_tokens=256, num_rows=24, num_steps=1500),
-        Stage(name="medium", num_tokens=512, num_rows=16, num_steps=2400, gapped_share=0.3),
-        Stage(name="long", num_tokens=1024, num_rows=8, num_steps=500, gapped_share=0.5),
-        Stage(name="longer", num_tokens=2048, num_rows=4, num_steps=400, gapped_share=0.5),
-        Stage(name="longest", num_tokens=4096, num_rows=2, num_steps=100),
+        Stage(name="first", num_tokens=128, num_rows=32, num_steps=250),
+        Stage(name="short", num_tokens=256, num_rows=16, num_steps=700),
+        Stage(name="medium", num_tokens=512, num_rows=8, num_steps=1400, gapped_share=0.3),
+        Stage(name="long", num_tokens=1024, num_rows=4, num_steps=400, gapped_share=0.5),
+        Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=300, gapped_share=0.5),
+        Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=120),
     )
 )
 GPU = Recipe(

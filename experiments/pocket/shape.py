@@ -26,7 +26,7 @@ HUGGING_FACE_CONFIG: dict[str, Any] = {
     "hidden_size": 256,
     "initializer_range": 0.02,
     "intermediate_size": 768,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 128,
     "max_position_embeddings": MAX_POSITIONS,
     "moe_intermediate_size": 64,
     "moe_layer_freq": 1,

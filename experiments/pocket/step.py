@@ -16,10 +16,11 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moonshard.experiments.pocket.beginning import first_weights
 from moonshard.experiments.pocket.optimiser import balance_speed, build_optimiser, learning_rate
 from moonshard.experiments.pocket.recipe import Recipe, Rows
 from moonshard.models import kimi, training
-from moonshard.models.weights import initialise, is_param
+from moonshard.models.weights import is_param
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.rules import replicated
 
@@ -65,13 +66,8 @@ class Report:
 
 
 def first_state(recipe: Recipe, config: kimi.KimiConfig, mesh: Mesh) -> TrainState:
-    """Random weights, by the recipe's seed.
-
-    Embeddings have unit variance: smaller ones drown in what the first layers add, and copying, which needs to know the
-    token before, is learned four times later or not at all (measured on repeated random tokens, README).
-    """
-    weights = initialise(kimi.declare(config), recipe.seed, "float32", mesh)
-    weights = replace(weights, embed=weights.embed * config.hidden_size**0.5)
+    """The first weights, by the recipe's seed, and nothing moved yet."""
+    weights = first_weights(config, recipe.seed, mesh)
     optimiser = jax.jit(build_optimiser(recipe, config).init, out_shardings=replicated(mesh))(weights)
     return TrainState(weights=weights, optimiser=optimiser, step=jax.device_put(jnp.int32(0), replicated(mesh)))
 
