@@ -96,10 +96,10 @@ CPU = Recipe(
     stages=(
         Stage(name="first", num_tokens=128, num_rows=32, num_steps=250),
         Stage(name="short", num_tokens=256, num_rows=16, num_steps=700),
-        Stage(name="medium", num_tokens=512, num_rows=8, num_steps=1400, gapped_share=0.3),
-        Stage(name="long", num_tokens=1024, num_rows=4, num_steps=400, gapped_share=0.5),
-        Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=300, gapped_share=0.5),
-        Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=120),
+        Stage(name="medium", num_tokens=512, num_rows=8, num_steps=3400, gapped_share=0.3),
+        Stage(name="long", num_tokens=1024, num_rows=4, num_steps=900, gapped_share=0.5),
+        Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=700, gapped_share=0.5),
+        Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=350),
     )
 )
 GPU = Recipe(
