@@ -160,6 +160,7 @@ def _logits(
         backend=training.all_blocks,
         attend=functools.partial(training.attend_causal, rows_at_once=recipe.rows_at_once),
         observe=True,
+        unrolled=True,
     )
     return kimi.unembed(weights, hidden.reshape(-1, hidden.shape[-1])), _loads(config, seen, is_real)
 
