@@ -63,7 +63,7 @@ def _lay_in(config: kimi.KimiConfig, weights: kimi.Weights[Any], random: np.rand
     return replace(weights, head=weights.embed / config.hidden_size**0.5)
 
 
-def _make_small(weights: kimi.Weights[Any]) -> None:
+def _make_small(weights: Any) -> None:
     for stack in (weights.dense, weights.sparse):
         stack.attention.out[:] *= SMALL_ATTENTION
         stack.mlp.down[:] *= SMALL_FEED_FORWARD
