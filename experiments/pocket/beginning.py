@@ -42,24 +42,34 @@ def first_weights(config: kimi.KimiConfig, seed: int, mesh: Mesh) -> kimi.Weight
     Raises:
         ValueError: the shape has no room for the circuit.
     """
+    _check_room(config)
     weights = jax.device_get(initialise(kimi.declare(config), seed, "float32", mesh))
     weights = _lay_in(config, jax.tree.map(np.array, weights), np.random.default_rng(seed))
     return jax.device_put(weights, replicated(mesh))
 
 
-def _lay_in(config: kimi.KimiConfig, weights: kimi.Weights[Any], random: np.random.Generator) -> kimi.Weights[Any]:
-    dense, sparse = weights.dense, weights.sparse
-    width = min(config.kv_lora_rank // 2, config.v_head_dim)
-    own = np.arange(1 + width, config.hidden_size)  # features that say which token this is
-    if dense is None or sparse is None or len(own) < width or config.num_attention_heads < len(OFFSETS):
+def _check_room(config: kimi.KimiConfig) -> None:
+    has_layers = config.num_dense_layers > 0 and config.num_moe_layers > 0
+    has_features = config.hidden_size - 1 >= 2 * _width(config)
+    if not has_layers or not has_features or config.num_attention_heads < len(OFFSETS):
         raise ValueError("the circuit needs a dense and a sparse layer, three heads and half the embedding's features")
+
+
+def _width(config: kimi.KimiConfig) -> int:
+    """Of what the heads tell one another: a half of the latent for what is looked for, a half for what is said."""
+    return min(config.kv_lora_rank // 2, config.v_head_dim)
+
+
+def _lay_in(config: kimi.KimiConfig, weights: Any, random: np.random.Generator) -> kimi.Weights[Any]:
+    width = _width(config)
+    own = np.arange(1 + width, config.hidden_size)  # features that say which token this is
     _make_small(weights)
     weights.embed[:] *= config.hidden_size**0.5
     weights.embed[:, 0] = CONSTANT
     weights.embed[:, 1 : 1 + width] = 0.0
     seen, said = (_reading(random, own, width, config.hidden_size) for _ in range(2))
-    _look_back(config, dense.attention, seen, width)
-    _match(config, sparse.attention, seen, said, width, random)
+    _look_back(config, weights.dense.attention, seen, width)
+    _match(config, weights.sparse.attention, seen, said, width, random)
     return replace(weights, head=weights.embed / config.hidden_size**0.5)
 
 
