@@ -4,7 +4,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 ORACLE := .venv-oracle
 PROTOS := rpc/inference.proto rpc/link.proto
-# A step allocates the same gigabyte again and again: without a heap that keeps it, an eighth of the time goes to the kernel.
+# A step allocates the same memory again and again: without a heap that keeps it, a tenth of the tokens per second is lost.
 KEEP_MEMORY := GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000
 PYTEST := $(BIN)/python -m pytest --durations=20
 

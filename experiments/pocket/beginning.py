@@ -31,8 +31,8 @@ OFFSETS = (1, 2, 3)  # how far back the first layer's heads look; only head 0 ha
 SHARPNESS = 5.0  # of a look back: logits per pair of rotary features
 NUM_SHARP_PAIRS = 4  # the fastest rotations tell near positions apart
 NUM_MATCHING_HEADS = 2
-MATCH_GAIN = 3.0  # a match stands out of some thousand random tokens
-LOUDNESS = 4.0  # of what was found, beside the current token, which the head would say otherwise
+MATCH_GAIN = 3.0  # among 96 random tokens a match then gets 0.8 of the weight; 0.6 with 2
+LOUDNESS = 4.0  # of what was found, beside the current token, which the head says with 1
 QUIET_ROPE = 0.3  # matching is by content
 
 

@@ -54,14 +54,14 @@ def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTr
     """
     params = kimi.declare(config)
     dimensions: Any = matrices(params)
-    rate, slowness = learning_rate(recipe), recipe.other_learning_rate / recipe.learning_rate
+    rate = learning_rate(recipe)
     if recipe.optimiser == "muon":
         update = muon(
             rate,
             weight_decay=recipe.weight_decay,
             adam_b1=ADAM_B1,
             adam_b2=ADAM_B2,
-            adam_learning_rate=lambda step: rate(step) * slowness,
+            adam_learning_rate=_scheduled(recipe, recipe.other_learning_rate),
             muon_weight_dimension_numbers=dimensions,
             consistent_rms=CONSISTENT_RMS,
         )
@@ -77,8 +77,12 @@ def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTr
 
 def learning_rate(recipe: Recipe) -> Schedule:
     """Warm-up, constant, then linearly to 0."""
+    return _scheduled(recipe, recipe.learning_rate)
+
+
+def _scheduled(recipe: Recipe, rate: float) -> Schedule:
     warmup = max(1, recipe.num_warmup_steps)
-    return lambda step: recipe.learning_rate * jnp.minimum(1.0, (step + 1) / warmup) * remaining(recipe, step)
+    return lambda step: rate * jnp.minimum(1.0, (step + 1) / warmup) * remaining(recipe, step)
 
 
 def balance_speed(recipe: Recipe) -> Schedule:

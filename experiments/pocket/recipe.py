@@ -56,8 +56,8 @@ class Recipe:
     stages: tuple[Stage, ...]
     seed: int = 0
     optimiser: Literal["muon", "adamw"] = "muon"
-    learning_rate: float = 1e-2  # of matrices
-    other_learning_rate: float = 2e-3  # of tables, gates and norms
+    learning_rate: float = 1e-2
+    other_learning_rate: float = 2e-3  # of what Muon does not move; AdamW moves all at `learning_rate`
     weight_decay: float = 0.1
     num_warmup_steps: int = 100
     max_gradient_norm: float = 1.0

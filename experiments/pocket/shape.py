@@ -1,4 +1,4 @@
-"""The model's shape, as its config.json says it: 6.1 million parameters, of which 3.0 million work on a token.
+"""The model's shape, as its config.json says it: 6.4 million parameters, of which 4.0 million work on a token.
 
 Small enough to be trained on two cores and to lie in the package; everything that makes Kimi K2 what it is, is there:
 latent attention, a first dense layer, a shared expert beside the routed ones, sigmoid routing with a selection bias,

@@ -122,7 +122,13 @@ def test_the_pass_that_trains_is_the_pass_that_serves():
         served, _, _ = jax.jit(lambda w, p, b: kimi.forward(CONFIG, w, p, b))(weights, pages, batch)
         trained, _, _ = jax.jit(
             lambda w, b: kimi.forward(
-                CONFIG, w, training.no_pages(), b, backend=training.all_blocks, attend=training.attend_causal
+                CONFIG,
+                w,
+                training.no_pages(),
+                b,
+                backend=training.all_blocks,
+                attend=training.attend_causal,
+                unrolled=True,
             )
         )(weights, batch)
     np.testing.assert_allclose(trained, served, atol=1e-4)

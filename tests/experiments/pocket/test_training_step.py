@@ -116,6 +116,13 @@ def test_every_matrix_of_the_checkpoint_gets_an_orthogonal_update_of_its_own():
     assert len(names) == 7
 
 
+def test_gates_go_a_fifth_as_far_as_tables(stepped):
+    before, after, _ = stepped
+    table = np.abs(after.weights.head - before.weights.head).max()  # Adam's first step takes every entry as far
+    gate = np.abs(after.weights.sparse.router.gate - before.weights.sparse.router.gate).max()
+    np.testing.assert_allclose(gate, table / 5, rtol=1e-3)
+
+
 def test_every_leaf_is_a_matrix_a_table_a_norm_or_a_gate():
     params, dimensions = kimi.declare(CONFIG), matrices(kimi.declare(CONFIG))
     left = {
