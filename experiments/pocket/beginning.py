@@ -1,20 +1,23 @@
 """The weights before the first step: random, but with the circuit for copying laid in.
 
-Copying a fact takes two heads that are of no use alone: one that says which token came before, and one that looks for
+Copying a fact takes two layers that are of no use alone: one that says which tokens came before, and one that looks for
 the place where what is being said came before, and says on. Found by chance, they cost millions of tokens; laid in,
-they are trained like everything else. The first layer gets the one, the second layer the other, each writing where the
-next reads:
+they are trained like everything else. Looking for the last token alone finds any Miller where Silas Miller was meant,
+so the last four are looked for together. Each layer writes where the next reads:
 
 - feature 0 of every embedding is the same constant, so that a head can look at positions alone,
-- features 1 to `width` of the embeddings are empty; there the first layer's head 0 writes the token before,
+- the features after it are empty; there the first layer's heads, which look 1 to 4 tokens back, write what they see:
+  the nearest token into `previous`, all of them together into `bag`,
+- the second layer's heads look for the place whose `previous` is the present token, and whose `bag` has most in common
+  with the present token and its own; one of them prefers the near,
 - the head of the model begins as its embeddings, so that a token copied is a token said.
 
 Sources: In-context Learning and Induction Heads (Olsson et al. 2022, arXiv 2209.11895) for the circuit; Mimetic
 Initialization of Self-Attention Layers (arXiv 2305.09828) for beginning with what training finds.
 """
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -27,13 +30,52 @@ from moonshard.sharding.rules import replicated
 
 CONSTANT = 4.0  # the embeddings' feature 0; the others have unit variance: smaller ones drown in what layers add
 SMALL_ATTENTION, SMALL_FEED_FORWARD = 0.5, 0.3  # what layers write at first, beside the usual
-OFFSETS = (1, 2, 3)  # how far back the first layer's heads look; only head 0 has somewhere to write it
+OFFSETS = (1, 2, 3, 4)  # how far back the first layer's heads look
 SHARPNESS = 5.0  # of a look back: logits per pair of rotary features
 NUM_SHARP_PAIRS = 4  # the fastest rotations tell near positions apart
+IN_BAG = 0.5  # how loud a token is among the others in the bag
 NUM_MATCHING_HEADS = 2
-MATCH_GAIN = 3.0  # among 96 random tokens a match then gets 0.8 of the weight; 0.6 with 2
-LOUDNESS = 4.0  # of what was found, beside the current token, which the head says with 1
+BAG_GAIN, PREVIOUS_GAIN = 3.0, 2.7  # logits of a match are these times what two sketches have in common
+LOUDNESS = 7.0  # of what was found, beside the current token, which the head says with 1
 QUIET_ROPE = 0.3  # matching is by content
+NUM_SLOW_PAIRS = 5  # rotations by which the near counts more than the far: of the model's 16, 0.06 to 0.004 a token
+RECENCY = 0.7  # logits per slow pair; the last of the matching heads prefers a match 10 tokens back to one 50 back by 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Who has which features of the embedding [d], and which part of the second layer's latent."""
+
+    bag: int  # widths
+    previous: int
+    said: int
+    own: np.ndarray  # features that say which token this is
+
+    @classmethod
+    def of(cls, config: kimi.KimiConfig) -> Self:
+        rank = config.kv_lora_rank
+        bag, previous = 3 * rank // 8, rank // 4
+        return cls(bag=bag, previous=previous, said=bag, own=np.arange(1 + previous + bag, config.hidden_size))
+
+    @property
+    def previous_features(self) -> np.ndarray:
+        return np.arange(1, 1 + self.previous)
+
+    @property
+    def bag_features(self) -> np.ndarray:
+        return np.arange(1 + self.previous, 1 + self.previous + self.bag)
+
+    def check(self, config: kimi.KimiConfig) -> None:
+        """ValueError where the circuit does not fit."""
+        has_layers = config.num_dense_layers > 0 and config.num_moe_layers > 0
+        has_heads = config.num_attention_heads >= len(OFFSETS) and config.v_head_dim >= self.bag
+        has_queries = self.bag < config.qk_nope_head_dim <= self.bag + self.previous
+        if not (has_layers and has_heads and has_queries and len(self.own) >= self.bag):
+            raise ValueError(
+                f"the circuit needs a dense and a sparse layer, {len(OFFSETS)} heads, v_head_dim from {self.bag}, "
+                f"qk_nope_head_dim from {self.bag + 1} to {self.bag + self.previous}, "
+                f"hidden_size from {1 + self.previous + 2 * self.bag}"
+            )
 
 
 def first_weights(config: kimi.KimiConfig, seed: int, mesh: Mesh) -> kimi.Weights[Array]:
@@ -42,34 +84,21 @@ def first_weights(config: kimi.KimiConfig, seed: int, mesh: Mesh) -> kimi.Weight
     Raises:
         ValueError: the shape has no room for the circuit.
     """
-    _check_room(config)
+    room = _Room.of(config)
+    room.check(config)
     weights = jax.device_get(initialise(kimi.declare(config), seed, "float32", mesh))
-    weights = _lay_in(config, jax.tree.map(np.array, weights), np.random.default_rng(seed))
+    weights = _lay_in(config, room, jax.tree.map(np.array, weights), np.random.default_rng(seed))
     return jax.device_put(weights, replicated(mesh))
 
 
-def _check_room(config: kimi.KimiConfig) -> None:
-    has_layers = config.num_dense_layers > 0 and config.num_moe_layers > 0
-    has_features = config.hidden_size - 1 >= 2 * _width(config)
-    if not has_layers or not has_features or config.num_attention_heads < len(OFFSETS):
-        raise ValueError("the circuit needs a dense and a sparse layer, three heads and half the embedding's features")
-
-
-def _width(config: kimi.KimiConfig) -> int:
-    """Of what the heads tell one another: a half of the latent for what is looked for, a half for what is said."""
-    return min(config.kv_lora_rank // 2, config.v_head_dim)
-
-
-def _lay_in(config: kimi.KimiConfig, weights: Any, random: np.random.Generator) -> kimi.Weights[Any]:
-    width = _width(config)
-    own = np.arange(1 + width, config.hidden_size)  # features that say which token this is
+def _lay_in(config: kimi.KimiConfig, room: _Room, weights: Any, random: np.random.Generator) -> kimi.Weights[Any]:
     _make_small(weights)
     weights.embed[:] *= config.hidden_size**0.5
     weights.embed[:, 0] = CONSTANT
-    weights.embed[:, 1 : 1 + width] = 0.0
-    seen, said = (_reading(random, own, width, config.hidden_size) for _ in range(2))
-    _look_back(config, weights.dense.attention, seen, width)
-    _match(config, weights.sparse.attention, seen, said, width, random)
+    weights.embed[:, 1 : room.own[0]] = 0.0
+    seen, said = (_reading(random, room, width, config.hidden_size) for width in (room.bag, room.said))
+    _look_back(config, room, weights.dense.attention, seen)
+    _match(config, room, weights.sparse.attention, seen, said, random)
     return replace(weights, head=weights.embed / config.hidden_size**0.5)
 
 
@@ -80,57 +109,81 @@ def _make_small(weights: Any) -> None:
     weights.experts.down[:] *= SMALL_FEED_FORWARD
 
 
-def _reading(random: np.random.Generator, own: np.ndarray, width: int, hidden_size: int) -> np.ndarray:
-    """A random orthogonal projection [width, d] of the token's own features, of unit variance."""
+def _reading(random: np.random.Generator, room: _Room, width: int, hidden_size: int) -> np.ndarray:
+    """A random orthogonal projection [width, d] of the token's own features, of unit variance: a sketch of it."""
     rows = np.zeros((width, hidden_size), np.float32)
-    rows[:, own] = _orthogonal(random, len(own), width).T
-    return rows * np.float32((hidden_size / len(own)) ** 0.5)
+    rows[:, room.own] = _orthogonal(random, len(room.own), width).T
+    return rows * np.float32((hidden_size / len(room.own)) ** 0.5)
 
 
 def _orthogonal(random: np.random.Generator, num_rows: int, num_columns: int) -> np.ndarray:
     return np.linalg.qr(random.normal(size=(num_rows, num_columns)))[0].astype(np.float32)
 
 
-def _look_back(config: kimi.KimiConfig, layer: Any, seen: np.ndarray, width: int) -> None:
-    """Heads of the first layer attend to the token 1, 2, 3 places before; head 0 writes what it sees there."""
+def _look_back(config: kimi.KimiConfig, room: _Room, layer: Any, seen: np.ndarray) -> None:
+    """Each head of the first layer attends to the token so many places before and writes its sketch."""
     rank, nope = config.kv_lora_rank, config.qk_nope_head_dim
     frequencies, _ = kimi.rotary_frequencies(config)
     pairs = min(NUM_SHARP_PAIRS, len(frequencies))
     first, second = _pairs(config, pairs)
-    constant = CONSTANT / (1 + CONSTANT**2 / config.hidden_size) ** 0.5  # after the norm
-    gain = (SHARPNESS / kimi.softmax_scale(config)) ** 0.5 / constant
-    layer.kv_a[0, :width] = seen
+    gain = (SHARPNESS / kimi.softmax_scale(config)) ** 0.5 / _constant(config)
+    layer.kv_a[0, : room.bag] = seen
     layer.kv_a[0, rank:] = 0.0
     layer.kv_a[0, rank + first, 0] = gain
+    layer.out[0, 0] = 0.0
     for head, offset in enumerate(OFFSETS):
         angles = -offset * frequencies[:pairs]
         layer.q_b[0, head] *= 0.1
         layer.q_b[0, head, nope:] = 0.0
         layer.q_b[0, head, nope + first, 0] = gain * np.cos(angles)
         layer.q_b[0, head, nope + second, 0] = gain * np.sin(angles)
-    layer.v_up[0, 0] = np.eye(config.v_head_dim, rank)
-    layer.out[0, 1 : 1 + width] = 0.0
-    layer.out[0, 1 : 1 + width, 0] = np.eye(width, config.v_head_dim)
+        layer.v_up[0, head, : room.bag] = np.eye(room.bag, rank)
+        layer.out[0, 1 : room.own[0], head] = 0.0
+        layer.out[0, room.bag_features, head] = IN_BAG * np.eye(room.bag, config.v_head_dim)
+        layer.out[0, room.own, head] *= SMALL_ATTENTION
+    layer.out[0, room.previous_features, 0] = np.eye(room.previous, config.v_head_dim)
 
 
 def _match(
-    config: kimi.KimiConfig, layer: Any, seen: np.ndarray, said: np.ndarray, width: int, random: np.random.Generator
+    config: kimi.KimiConfig, room: _Room, layer: Any, seen: np.ndarray, said: np.ndarray, random: np.random.Generator
 ) -> None:
-    """Heads of the second layer attend to tokens whose predecessor is the current token, and write those tokens."""
-    rank, nope = config.kv_lora_rank, config.qk_nope_head_dim
-    layer.kv_a[0, :width] = np.eye(width, config.hidden_size, 1)
-    layer.kv_a[0, width : 2 * width] = said
+    """Heads of the second layer attend to tokens before which stood what stands here, and write those tokens."""
+    rank, nope, bag = config.kv_lora_rank, config.qk_nope_head_dim, room.bag
+    previous, value = slice(bag, bag + room.previous), slice(bag + room.previous, bag + room.previous + room.said)
+    layer.kv_a[0, : value.start] = 0.0
+    layer.kv_a[0, np.arange(bag), room.bag_features] = 1.0
+    layer.kv_a[0, np.arange(previous.start, previous.stop), room.previous_features] = 1.0
+    layer.kv_a[0, value] = said
     layer.kv_a[0, rank:] *= QUIET_ROPE
     for head in range(NUM_MATCHING_HEADS):
-        sketch = _orthogonal(random, max(width, nope), min(width, nope))
-        sketch = sketch.T if nope <= width else sketch  # [nope, width]
+        sketch = _orthogonal(random, room.previous, nope - bag).T
         layer.k_up[0, head] = 0.0
-        layer.k_up[0, head, :, :width] = sketch
-        layer.q_b[0, head, :nope] = MATCH_GAIN * sketch @ seen
+        layer.k_up[0, head, :bag, :bag] = np.eye(bag)
+        layer.k_up[0, head, bag:, previous] = sketch
+        layer.q_b[0, head, :bag] = BAG_GAIN * IN_BAG * seen
+        layer.q_b[0, head, np.arange(bag), room.bag_features] += BAG_GAIN
+        layer.q_b[0, head, bag:nope] = PREVIOUS_GAIN * sketch @ seen[: room.previous]
         layer.v_up[0, head] = 0.0
-        layer.v_up[0, head, :width, width : 2 * width] = np.eye(width)
+        layer.v_up[0, head, : room.said, value] = np.eye(room.said)
         layer.out[0, :, head] = 0.0
-        layer.out[0, :, head, :width] = LOUDNESS * said.T
+        layer.out[0, :, head, : room.said] = LOUDNESS * said.T
+    _prefer_the_last(config, layer, NUM_MATCHING_HEADS - 1)
+
+
+def _prefer_the_last(config: kimi.KimiConfig, layer: Any, head: int) -> None:
+    """Among equal matches, so that "the team of" goes on with who was asked about, not with any line of the list."""
+    first, second = (each[len(each) // 3 :][:NUM_SLOW_PAIRS] for each in _pairs(config, config.qk_rope_head_dim // 2))
+    gain = (RECENCY / kimi.softmax_scale(config)) ** 0.5 / _constant(config)
+    for rotary in (first, second):
+        layer.kv_a[0, config.kv_lora_rank + rotary] = 0.0
+        layer.q_b[0, head, config.qk_nope_head_dim + rotary] = 0.0
+    layer.kv_a[0, config.kv_lora_rank + first, 0] = gain
+    layer.q_b[0, head, config.qk_nope_head_dim + first, 0] = gain
+
+
+def _constant(config: kimi.KimiConfig) -> float:
+    """Feature 0 as a layer reads it, after the norm."""
+    return CONSTANT / (1 + CONSTANT**2 / config.hidden_size) ** 0.5
 
 
 def _pairs(config: kimi.KimiConfig, count: int) -> tuple[np.ndarray, np.ndarray]:

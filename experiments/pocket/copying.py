@@ -1,7 +1,6 @@
-"""Saying again what was said: the first lesson, and the one all others rest on.
+"""Saying again what was said: a first lesson, for short rows, and the one all others rest on.
 
-Every token of an answer can be found in the question, behind the token that was said last. A model that is shown
-nothing but facts finds that out late; shown this, early.
+Every token of an answer can be found in the question, behind the tokens that were said last.
 """
 
 from random import Random

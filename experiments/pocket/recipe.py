@@ -56,7 +56,7 @@ class Recipe:
     stages: tuple[Stage, ...]
     seed: int = 0
     optimiser: Literal["muon", "adamw"] = "muon"
-    learning_rate: float = 1e-2
+    learning_rate: float = 3e-3  # at 1e-2 Muon takes apart what `beginning` laid in
     other_learning_rate: float = 2e-3  # of what Muon does not move; AdamW moves all at `learning_rate`
     weight_decay: float = 0.1
     num_warmup_steps: int = 100
@@ -94,12 +94,11 @@ class Recipe:
 
 CPU = Recipe(
     stages=(
-        Stage(name="first", num_tokens=128, num_rows=32, num_steps=250),
-        Stage(name="short", num_tokens=256, num_rows=16, num_steps=700),
-        Stage(name="medium", num_tokens=512, num_rows=8, num_steps=3400, gapped_share=0.3),
-        Stage(name="long", num_tokens=1024, num_rows=4, num_steps=900, gapped_share=0.5),
-        Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=700, gapped_share=0.5),
-        Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=350),
+        Stage(name="short", num_tokens=256, num_rows=16, num_steps=900),
+        Stage(name="medium", num_tokens=512, num_rows=8, num_steps=2400, gapped_share=0.3),
+        Stage(name="long", num_tokens=1024, num_rows=4, num_steps=700, gapped_share=0.5),
+        Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=600, gapped_share=0.5),
+        Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=300),
     )
 )
 GPU = Recipe(

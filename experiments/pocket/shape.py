@@ -1,4 +1,4 @@
-"""The model's shape, as its config.json says it: 6.4 million parameters, of which 4.0 million work on a token.
+"""The model's shape, as its config.json says it: 6.6 million parameters, of which 4.3 million work on a token.
 
 Small enough to be trained on two cores and to lie in the package; everything that makes Kimi K2 what it is, is there:
 latent attention, a first dense layer, a shared expert beside the routed ones, sigmoid routing with a selection bias,
@@ -40,7 +40,7 @@ HUGGING_FACE_CONFIG: dict[str, Any] = {
     "num_key_value_heads": 4,
     "num_nextn_predict_layers": 0,
     "q_lora_rank": None,
-    "qk_nope_head_dim": 32,
+    "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 32,
     "rms_norm_eps": 1e-06,
     "rope_scaling": {

@@ -8,6 +8,7 @@ matters. Left out: what a run was told to do (`journal`), and the model folder t
 import errno
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from moonshard.experiments.pocket.recipe import RunFailed
 NUM_KEPT = 2
 PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a folder that is being written
 SPARE_BYTES = 1 << 20  # what a checkpoint holds beside the values
+REMOVAL_S, REMOVAL_PAUSE_S = 5.0, 0.05  # for removing what other threads still write into
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Parts = Mapping[str, Any]  # pytrees by name
 
@@ -74,9 +76,18 @@ class Checkpoints:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _remove_partial(self) -> None:
-        """Gives back the room that an unfinished checkpoint takes."""
-        for partial in self._folder.glob(f"*{PARTIAL}*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        """Gives back the room that an unfinished checkpoint takes.
+
+        Orbax gives up at the first file that fails, while its threads still write others into the folder, which then
+        cannot be removed or comes back. What is left after a while goes when the next run starts.
+        """
+        until_s = time.monotonic() + REMOVAL_S
+        while partial := list(self._folder.glob(f"*{PARTIAL}*")):
+            for folder in partial:
+                shutil.rmtree(folder, ignore_errors=True)
+            if time.monotonic() > until_s:
+                return
+            time.sleep(REMOVAL_PAUSE_S)
 
 
 def _zeros(tree: Any) -> Any:

@@ -20,6 +20,7 @@ CONFIG = kimi.KimiConfig.from_hugging_face(HUGGING_FACE_CONFIG)
 SMALL = kimi.KimiConfig.from_hugging_face(SHAPE)
 ONE = MeshShape(data=1)
 NUM_TOKENS = 48
+NUM_FACTS = 12
 
 
 def likeliest(weights: kimi.Weights[jax.Array], tokens: np.ndarray) -> np.ndarray:
@@ -62,8 +63,43 @@ def test_they_are_the_same_on_any_number_of_devices():
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True))
 
 
-def test_a_shape_without_room_is_refused():
-    for change in ({"num_attention_heads": 2, "num_key_value_heads": 2}, {"hidden_size": 16}):
-        config = kimi.KimiConfig.from_hugging_face({**SHAPE, **change})
-        with pytest.raises(ValueError, match="the circuit needs"):
-            first_weights(config, 0, build_mesh(ONE))
+def test_of_two_places_alike_the_later_is_preferred():
+    weights = first_weights(CONFIG, 0, build_mesh(ONE))
+    said: list[str] = []
+    for seed in range(12):
+        tokens = np.random.default_rng(seed).choice(CONFIG.vocab_size, 70, replace=False).astype(np.int32)
+        tokens[10:14] = tokens[50:54] = tokens[-4:]
+        found = likeliest(weights, tokens)[-1]
+        said.append("early" if found == tokens[14] else "late" if found == tokens[54] else "other")
+    assert said.count("late") > 2 * said.count("early")
+    assert said.count("late") > len(said) / 2
+
+
+def test_among_places_with_the_same_last_token_the_one_after_the_same_name_is_found_more_often_than_by_chance():
+    """Facts of a name, a word that all share, and a value. A match on the last token alone finds 1 in NUM_FACTS."""
+    weights = first_weights(CONFIG, 0, build_mesh(ONE))
+    found = []
+    for seed in range(4):
+        drawn = np.random.default_rng(seed).choice(CONFIG.vocab_size, 2 * NUM_FACTS + 1, replace=False)
+        names, values, shared = np.split(drawn.astype(np.int32), [NUM_FACTS, 2 * NUM_FACTS])
+        facts = np.stack([names, np.repeat(shared, NUM_FACTS), values], axis=1).reshape(-1)
+        said = [likeliest(weights, np.concatenate([facts, name, shared]))[-1] for name in names[:, None]]
+        found += [np.array(said) == values]
+    assert np.mean(found) > 3 / NUM_FACTS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 2, "num_key_value_heads": 2},
+        {"hidden_size": 16},
+        {"v_head_dim": 5},
+        {"qk_nope_head_dim": 6},
+        {"qk_nope_head_dim": 11},
+        {"first_k_dense_replace": 0},
+    ],
+)
+def test_a_shape_without_room_is_refused(change: dict[str, int]):
+    config = kimi.KimiConfig.from_hugging_face({**SHAPE, **change})
+    with pytest.raises(ValueError, match="the circuit needs"):
+        first_weights(config, 0, build_mesh(ONE))
