@@ -411,9 +411,12 @@ def _declare_experts(config: KimiConfig, first: int) -> moe.Experts[Param]:
 
     return moe.Experts(
         gate_up=Param(
-            shape=(layers, e, 2, f, d), axes=("layers", "experts", None, "ffw", "embed"), source=gate_up, stacked=3
+            shape=(layers, e, 2, f, d),
+            axes=("layers", "experts", None, "expert_ffw", "embed"),
+            source=gate_up,
+            stacked=3,
         ),
-        down=Param(shape=(layers, e, d, f), axes=("layers", "experts", "embed", "ffw"), source=down, stacked=2),
+        down=Param(shape=(layers, e, d, f), axes=("layers", "experts", "embed", "expert_ffw"), source=down, stacked=2),
     )
 
 

@@ -15,7 +15,7 @@ from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.spec import ModelError, matmul_precision
-from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
 ROW_TOKENS = 64  # queries per row

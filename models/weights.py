@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moonshard.models.spec import ModelError, Param
-from moonshard.sharding.rules import BOTH, Rules, sharding_of
+from moonshard.sharding.mesh import sharding_of
+from moonshard.sharding.rules import PREFILL, Rules
 
 
 @runtime_checkable
@@ -28,7 +29,7 @@ def is_param(leaf: Any) -> bool:
     return isinstance(leaf, Param)
 
 
-def abstract(params: Any, dtype: str, mesh: Mesh, rules: Rules = BOTH) -> Any:
+def abstract(params: Any, dtype: str, mesh: Mesh, rules: Rules = PREFILL) -> Any:
     """The tree as shapes, dtypes and shardings: enough to lower a program without weights."""
 
     def leaf(param: Param) -> jax.ShapeDtypeStruct:
@@ -43,7 +44,7 @@ def load(
     source: TensorSource,
     dtype: str,
     mesh: Mesh,
-    rules: Rules = BOTH,
+    rules: Rules = PREFILL,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Any:
     """Reads every parameter onto its devices, converted to `dtype`.
@@ -98,7 +99,7 @@ def _view(param: Param, source: TensorSource, index: Sequence[int]) -> np.ndarra
     return param.view(tensor)
 
 
-def initialise(params: Any, seed: int, dtype: str, mesh: Mesh, rules: Rules = BOTH) -> Any:
+def initialise(params: Any, seed: int, dtype: str, mesh: Mesh, rules: Rules = PREFILL) -> Any:
     """Random weights with the declared shapes: fan-in scaled normals, and the declared constants."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_param)
     keys = jax.random.split(jax.random.key(seed), len(leaves))

@@ -23,7 +23,8 @@ from moonshard.serving.programs import Programs
 from moonshard.serving.scheduler import SchedulerConfig
 from moonshard.serving.steps import StepShapes
 from moonshard.sharding.layout import Layout
-from moonshard.sharding.rules import MeshError, build_mesh
+from moonshard.sharding.mesh import build_mesh
+from moonshard.sharding.rules import MeshError
 
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 MAX_AUTO_POOL_BYTES = 2 << 30  # on CPU, where the pool shares memory with everything else

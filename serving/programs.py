@@ -22,7 +22,7 @@ from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.models.spec import matmul_precision
 from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, Logprobs
 from moonshard.serving.steps import Step, StepKind, StepLayout, StepShapes
-from moonshard.sharding.rules import replicated
+from moonshard.sharding.mesh import replicated
 
 
 @struct.dataclass

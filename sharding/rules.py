@@ -1,72 +1,107 @@
 """Logical axes to mesh axes: one table per role, and nothing else decides where a slice lives.
 
-A mesh axis of size 1 costs nothing, so the same table serves one device and many.
-Source: the logical-axis rules of T5X and MaxText.
+A table is plain data, checked once and without a device, so that a configuration, a budget and a program read the same
+one. Tokens are not in it: a worker's partitions are its `data x expert` places, and every partition has its own. An
+axis of size 1 costs nothing, so the same table serves one device and many. Left out: `pipe`, whose stages are each a
+mesh of their own.
+Sources: the logical-axis rules of T5X and MaxText; which table suits which role after DeepSeek-V3 (arXiv 2412.19437),
+section 3.4.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from moonshard.sharding.shape import MeshShape
-
-MESH_AXES = ("data", "expert", "tensor")
-Rules = Mapping[str, str | None]
-
-BOTH: Rules = MappingProxyType(
-    {
-        "layers": None,
-        "embed": None,
-        "heads": "tensor",
-        "kv_lora": None,
-        "experts": "expert",
-        "ffw": "tensor",
-        "vocab": "tensor",
-    }
-)
+MeshAxis = Literal["data", "expert", "tensor"]
+MESH_AXES: tuple[MeshAxis, ...] = ("data", "expert", "tensor")
+PARTITION_AXES: tuple[MeshAxis, ...] = ("data", "expert")
+WHOLE = ("layers", "embed", "kv_lora")  # logical axes that are never cut
 
 
 class MeshError(ValueError):
-    """A mesh that this machine or this model cannot have; the message begins with `mesh` and names the axis."""
+    """A mesh or a table that this machine or this model cannot have.
+
+    The message begins with `mesh` or `rules` and names the axis.
+    """
 
 
-def build_mesh(shape: MeshShape) -> Mesh:
-    """The first `shape.num_devices` devices as a mesh with axes `data, expert, tensor`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """Over which mesh axes each logical axis is cut, major first; whole on every device where there is none."""
 
-    Nothing is mapped to `data` yet: its devices repeat one another's work.
+    heads: tuple[Literal["tensor"], ...] = ("tensor",)
+    ffw: tuple[Literal["tensor"], ...] = ("tensor",)  # of dense layers and shared experts
+    vocab: tuple[Literal["tensor"], ...] = ("tensor",)
+    experts: tuple[Literal["expert", "tensor"], ...] = ("expert",)
+    expert_ffw: tuple[Literal["tensor"], ...] = ("tensor",)  # of each routed expert
+    kv_tokens: tuple[Literal["tensor"], ...] = ()  # the tokens of a block of KV: context parallel
+
+    def of(self, axis: str | None) -> tuple[MeshAxis, ...]:
+        """The mesh axes of a logical axis. AttributeError for one that no table knows."""
+        return () if axis is None or axis in WHOLE else getattr(self, axis)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRules(Rules):
+    """Few tokens to an expert: whole experts over all devices, so that each device reads few of them, and in long runs.
+
+    `Rules` itself is the table for prefill: with many tokens to an expert, a part of every expert on each device is
+    evenly loaded, whatever the router does.
+    """
+
+    experts: tuple[Literal["expert", "tensor"], ...] = ("expert", "tensor")
+    expert_ffw: tuple[Literal["tensor"], ...] = ()
+
+
+PREFILL, DECODE = Rules(), DecodeRules()
+
+
+def check_rules(rules: Rules) -> None:
+    """MeshError for a table that cuts one array twice along the same mesh axis."""
+    for field in fields(rules):
+        mesh_axes = getattr(rules, field.name)
+        if twice := [axis for axis in mesh_axes if mesh_axes.count(axis) > 1]:
+            raise MeshError(f"rules.{field.name} names {twice[0]} twice")
+    if shared := set(rules.experts) & set(rules.expert_ffw):
+        raise MeshError(f"rules.expert_ffw: {min(shared)} is in rules.experts too, and cuts the same arrays")
+
+
+def spec(
+    axes: Sequence[str | None], shape: Sequence[int], sizes: Mapping[str, int], rules: Rules
+) -> list[tuple[MeshAxis, ...]]:
+    """The mesh axes that cut each dimension of an array with these logical axes.
+
+    Args:
+        sizes: of the mesh axes.
 
     Raises:
-        MeshError: more devices are asked for than there are, or an axis is not served yet.
+        MeshError: a dimension does not divide, with the numbers of parts next to it that would.
     """
-    if shape.pipe != 1:
-        raise MeshError(f"mesh.pipe = {shape.pipe}: only pipe = 1 is served in this version")
-    devices = jax.devices()
-    if shape.num_devices > len(devices):
-        raise MeshError(f"mesh ({shape}) needs {shape.num_devices} devices, {devices[0].platform} has {len(devices)}")
-    return jax.make_mesh(
-        (shape.data, shape.expert, shape.tensor), MESH_AXES, devices=devices[: shape.num_devices], axis_types=_AUTO
+    found = [rules.of(axis) for axis in axes]
+    for dimension, axis, cut_by in zip(shape, axes, found, strict=True):
+        num_parts = math.prod(sizes[each] for each in cut_by)
+        if dimension % num_parts:
+            names = " x ".join(f"mesh.{each}" for each in cut_by)
+            near = " or ".join(map(str, nearest_divisors(dimension, num_parts)))
+            raise MeshError(
+                f"{names} = {num_parts} does not divide the model's {axis} dimension {dimension}; {near} would"
+            )
+    return found
+
+
+def shard_shape(
+    axes: Sequence[str | None], shape: Sequence[int], sizes: Mapping[str, int], rules: Rules
+) -> tuple[int, ...]:
+    """What one device holds of such an array. Raises as `spec` does."""
+    cuts = spec(axes, shape, sizes, rules)
+    return tuple(
+        dimension // math.prod(sizes[each] for each in cut_by) for dimension, cut_by in zip(shape, cuts, strict=True)
     )
 
 
-_AUTO = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-
-
-def sharding_of(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules = BOTH) -> NamedSharding:
-    """Where a leaf with these logical axes lies.
-
-    Raises:
-        MeshError: a dimension does not divide by the mesh axis it is mapped to.
-    """
-    spec = tuple(rules[axis] if axis is not None else None for axis in axes)
-    for dimension, axis, mesh_axis in zip(shape, axes, spec, strict=True):
-        if mesh_axis is not None and dimension % mesh.shape[mesh_axis]:
-            raise MeshError(
-                f"mesh.{mesh_axis} = {mesh.shape[mesh_axis]} does not divide the model's {axis} dimension {dimension}"
-            )
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
+def nearest_divisors(dimension: int, wanted: int) -> list[int]:
+    """The divisors of `dimension` next to `wanted`, below and above."""
+    divisors = [size for size in range(1, dimension + 1) if dimension % size == 0]
+    below, above = ([size for size in divisors if is_side(size)] for is_side in (wanted.__ge__, wanted.__le__))
+    return sorted({*below[-1:], *above[:1]})

@@ -16,7 +16,7 @@ from moonshard.serving.programs import Programs
 from moonshard.serving.request import Logprobs, Request, SequenceId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.steps import StepShapes
-from moonshard.sharding.rules import build_mesh
+from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import reference
 

@@ -56,7 +56,7 @@ def _measure(config: Config, job: Job) -> list[Measurement]:
 def _measure_writes(config: Config, model: "LoadedModel", plan: Plan) -> list[Measurement]:
     from moonshard.experiments.bench.kv_write import measure_writes
     from moonshard.serving.loading import open_model
-    from moonshard.sharding.rules import build_mesh, replicated
+    from moonshard.sharding.mesh import build_mesh, replicated
 
     _, kimi_config = open_model(config.model.path)
     (group,) = kimi_config.kv_groups(model.dtype)

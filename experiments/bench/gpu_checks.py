@@ -16,7 +16,7 @@ import numpy as np
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
-from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
 LOGIT_TOLERANCE = 2e-4  # absolute, float32 against the recorded float32 logits

@@ -15,7 +15,7 @@ import numpy as np
 
 from moonshard.kv.pages import Pages, allocate_pages
 from moonshard.models import kimi, moe, weights
-from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
 DTYPE, ITEM_BYTES = "bfloat16", 2

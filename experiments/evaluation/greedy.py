@@ -16,7 +16,7 @@ from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, weights
 from moonshard.models.spec import ModelError, matmul_precision
 from moonshard.serving.loading import backend_for, open_model
-from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
 BLOCK_SIZE = 64  # tokens, and the queries of a row

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from moonshard.models import kimi
 from moonshard.models.weights import initialise
 from moonshard.sharding.arrays import Array
-from moonshard.sharding.rules import replicated
+from moonshard.sharding.mesh import replicated
 
 CONSTANT = 4.0  # the embeddings' feature 0; the others have unit variance: smaller ones drown in what layers add
 SMALL_ATTENTION, SMALL_FEED_FORWARD = 0.5, 0.3  # what layers write at first, beside the usual

@@ -23,7 +23,7 @@ from moonshard.experiments.pocket.recipe import Lessons, Recipe, Rows, RunFailed
 from moonshard.experiments.pocket.state import Checkpoints
 from moonshard.experiments.pocket.step import TrainState, build_predict, build_step, first_state, place
 from moonshard.models.kimi import KimiConfig
-from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
 NUM_STEPS_AHEAD = 2  # whose rows are made before they are asked for

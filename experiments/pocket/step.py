@@ -22,7 +22,7 @@ from moonshard.experiments.pocket.recipe import Recipe, Rows
 from moonshard.models import kimi, training
 from moonshard.models.weights import is_param
 from moonshard.sharding.arrays import Array, Float, Int
-from moonshard.sharding.rules import replicated
+from moonshard.sharding.mesh import replicated
 
 Weights = kimi.Weights[Array]
 PER_DEVICE = PartitionSpec("data")

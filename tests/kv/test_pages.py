@@ -15,7 +15,7 @@ from moonshard.kv.pages import (
     scatter_blocks,
     write_tokens,
 )
-from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
 pytestmark = pytest.mark.xdist_group("jax")

@@ -20,7 +20,7 @@ from moonshard.serving.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillP
 from moonshard.serving.programs import Drawn, Programs
 from moonshard.serving.request import Request, Sampling, SequenceId, SlotId
 from moonshard.serving.steps import StepShapes
-from moonshard.sharding.rules import build_mesh, replicated
+from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE, ROUTER_NEAR_TIE, reference
 

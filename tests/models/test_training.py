@@ -7,7 +7,7 @@ import pytest
 
 from moonshard.models import kimi, moe, training
 from moonshard.models.weights import initialise
-from moonshard.sharding.rules import build_mesh
+from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.experiments.pocket.rehearsal import SHAPE
 

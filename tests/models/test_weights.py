@@ -11,7 +11,8 @@ from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, weights
 from moonshard.models.checkpoint import Checkpoint, CheckpointError
 from moonshard.models.spec import ModelError, Param
-from moonshard.sharding.rules import MeshError, build_mesh, replicated
+from moonshard.sharding.mesh import build_mesh, replicated
+from moonshard.sharding.rules import MeshError
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE, reference
 

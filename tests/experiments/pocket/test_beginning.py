@@ -11,7 +11,7 @@ from moonshard.experiments.pocket.beginning import first_weights
 from moonshard.experiments.pocket.shape import HUGGING_FACE_CONFIG
 from moonshard.models import kimi, training
 from moonshard.models.weights import initialise
-from moonshard.sharding.rules import build_mesh
+from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.experiments.pocket.rehearsal import SHAPE
 

@@ -12,7 +12,7 @@ from moonshard.experiments.pocket.recipe import Recipe, Rows, Stage
 from moonshard.experiments.pocket.step import Report, TrainState, build_step, first_state, place
 from moonshard.models import kimi
 from moonshard.models.weights import is_param
-from moonshard.sharding.rules import build_mesh
+from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.experiments.pocket.rehearsal import RECIPE, SHAPE, Repeats
 

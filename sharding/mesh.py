@@ -1,0 +1,44 @@
+"""Device meshes, and where an array lies on one: the tables of `rules` in jax's words."""
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from moonshard.sharding.rules import MESH_AXES, PREFILL, MeshError, Rules, spec
+from moonshard.sharding.shape import MeshShape
+
+
+def build_mesh(shape: MeshShape) -> Mesh:
+    """The first `shape.num_devices` devices as a mesh with axes `data, expert, tensor`.
+
+    Nothing is mapped to `data` yet: its devices repeat one another's work.
+
+    Raises:
+        MeshError: more devices are asked for than there are, or an axis is not served yet.
+    """
+    if shape.pipe != 1:
+        raise MeshError(f"mesh.pipe = {shape.pipe}: only pipe = 1 is served in this version")
+    devices = jax.devices()
+    if shape.num_devices > len(devices):
+        raise MeshError(f"mesh ({shape}) needs {shape.num_devices} devices, {devices[0].platform} has {len(devices)}")
+    return jax.make_mesh(
+        (shape.data, shape.expert, shape.tensor), MESH_AXES, devices=devices[: shape.num_devices], axis_types=_AUTO
+    )
+
+
+_AUTO = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
+
+
+def partition_spec(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], rules: Rules) -> PartitionSpec:
+    """MeshError where a dimension does not divide."""
+    return PartitionSpec(*(cut_by or None for cut_by in spec(axes, shape, mesh.shape, rules)))
+
+
+def sharding_of(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], rules: Rules = PREFILL) -> NamedSharding:
+    """Where a leaf with these logical axes lies. MeshError where a dimension does not divide."""
+    return NamedSharding(mesh, partition_spec(mesh, axes, shape, rules))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
