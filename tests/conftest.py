@@ -1,11 +1,14 @@
 """What jax is told before anything imports it: eight CPU devices, and a cache of compilations kept between runs.
 
 It is told through the environment, so that processes started by tests are told the same. A caller's own settings win.
+Hypothesis is told that no example has a deadline: on a shared machine that would measure the neighbours.
 """
 
 import os
 import sys
 from pathlib import Path
+
+from hypothesis import settings
 
 NUM_DEVICES = 8
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -23,3 +26,5 @@ def _prepare_jax() -> None:
 
 
 _prepare_jax()
+settings.register_profile("moonshard", deadline=None)
+settings.load_profile("moonshard")
