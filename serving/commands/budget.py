@@ -1,0 +1,176 @@
+"""`moonshard budget`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from moonshard.serving.config import ConfigError
+from moonshard.sharding.budget import Budget, all_meshes, ranked
+from moonshard.sharding.budget import budget as budget_of
+from moonshard.sharding.rules import DECODE, PREFILL, Rules
+from moonshard.sharding.shape import MeshShape
+
+GIB, MIB = 2**30, 2**20
+DEVICES = {  # MiB, as nvidia-smi tells them
+    "a100-40gb": 40_960,
+    "a100-80gb": 81_920,
+    "h100-80gb": 81_559,
+    "h200-141gb": 143_771,
+    "l40s-48gb": 46_068,
+}
+MAX_DEVICES = 1024
+
+
+def budget(
+    model: str,
+    device: Annotated[str, tyro.conf.arg(metavar="NAME:COUNT")],
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "",
+    role: Literal["prefill", "decode"] = "decode",
+    weights: Literal["native", "bf16", "fp8", "int4-experts"] = "native",
+    chunk_tokens: int = 512,
+    max_slots: int = 64,
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
+) -> int:
+    """Compute what a mesh leaves for the KV cache: bytes per device and unique tokens, from shapes alone.
+
+    Args:
+        model: a known model's name, or a Hugging Face folder, of which only config.json is read.
+        device: what there is, for example h100-80gb:8, or 64gib:4 for four devices of 64 GiB.
+        mesh: one mesh, for example expert=2,tensor=4. Without it all meshes of that many devices, ranked.
+        role: whose table of rules.
+        weights: their format in memory; native: that of the hub.
+        chunk_tokens: of a prefill step, per partition.
+        max_slots: sequences that a worker decodes at once, over all partitions.
+        json_file: also write the figures here.
+    """
+    device_bytes, num_devices = _parse_device(device)
+    shapes = [_parse_mesh(mesh, num_devices)] if mesh else list(all_meshes(num_devices))
+    _check_sizes(chunk_tokens, max_slots)
+    from moonshard.models.footprint import StepSize, context_parallel, pieces, workspace_bytes
+
+    config, native = _find_model(model)
+    weight_format = native if weights == "native" else weights
+    whole = pieces(config, weight_format)
+
+    def workspace(mesh: MeshShape, rules: Rules) -> int:
+        rows = max_slots // mesh.num_partitions or 1
+        step = StepSize(num_tokens=chunk_tokens if role == "prefill" else rows, num_logits=rows)
+        return workspace_bytes(config, step, mesh, rules)
+
+    rules = PREFILL if role == "prefill" else DECODE
+    found = ranked([budget_of(whole, shape, rules, device_bytes, workspace) for shape in shapes])
+    split = [budget_of(whole, each.mesh, context_parallel(rules), device_bytes, workspace) for each in found]
+    title = f"{model}: {whole.num_bytes / GIB:.1f} GiB of weights ({weight_format}) on {device}, rules for {role}"
+    sys.stdout.write(f"{title}\n{_table(found, split)}\n")
+    if json_file is not None:
+        _write(json_file, [_record(*pair) for pair in zip(found, split, strict=True)])
+    return 0
+
+
+def _parse_device(text: str) -> tuple[int, int]:
+    name, _, count = text.partition(":")
+    known = DEVICES.get(name, 0) * MIB or _gib(name)
+    if known is None:
+        raise ConfigError([f"--device {text}: unknown device {name!r} (known: {', '.join(DEVICES)}, or 64gib)"])
+    if not count.isdecimal() or not 1 <= int(count) <= MAX_DEVICES:
+        raise ConfigError([f"--device {text}: expected a number of devices from 1 to {MAX_DEVICES} after the colon"])
+    return known, int(count)
+
+
+def _gib(name: str) -> int | None:
+    number = name.removesuffix("gib")
+    try:
+        size = float(number) if number != name else 0.0
+    except ValueError:
+        return None
+    return int(size * GIB) if 0 < size < 1e6 else None
+
+
+def _parse_mesh(text: str, num_devices: int) -> MeshShape:
+    axes = [field.name for field in fields(MeshShape)]
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in axes or not size.isdecimal() or int(size) < 1:
+            raise ConfigError([f"--mesh {part.strip()}: expected axis=size with an axis of {', '.join(axes)}"])
+        if axis in sizes:
+            raise ConfigError([f"--mesh {text}: names {axis} twice"])
+        sizes[axis] = int(size)
+    mesh = MeshShape(**sizes)
+    if mesh.num_devices != num_devices:
+        raise ConfigError([f"--mesh {text}: has {mesh.num_devices} devices, --device names {num_devices}"])
+    return mesh
+
+
+def _check_sizes(chunk_tokens: int, max_slots: int) -> None:
+    for option, value in (("--chunk-tokens", chunk_tokens), ("--max-slots", max_slots)):
+        if value < 1:
+            raise ConfigError([f"{option} {value}: expected at least 1"])
+
+
+def _find_model(name: str) -> tuple[Any, Any]:
+    """The configuration of a known model or of a folder, and the format of its weights."""
+    from moonshard.models.checkpoint import Checkpoint
+    from moonshard.models.kimi import KimiConfig
+    from moonshard.models.shapes import KNOWN
+
+    if (known := KNOWN.get(name)) is not None:
+        return KimiConfig.from_hugging_face(known.config), known.native
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ConfigError([f"--model {name}: neither a folder nor a known model ({', '.join(KNOWN)})"])
+    return KimiConfig.of(Checkpoint.open(folder)), "bf16"
+
+
+def _table(found: Sequence[Budget], split: Sequence[Budget]) -> str:
+    """One line per mesh, totals over all devices unless it says otherwise; then those that cannot be cut so."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    table.add_column("mesh", no_wrap=True)
+    for name in ("GiB a device", "repeated GiB", "KV GiB", "tokens", "tokens, context parallel", "layers"):
+        table.add_column(name, justify="right", no_wrap=True)
+    refused = []
+    for whole, parted in zip(found, split, strict=True):
+        if not whole.stages:
+            refused.append(f"{whole.mesh}: {whole.reason}")
+            continue
+        table.add_row(
+            str(whole.mesh),
+            f"{max(stage.weight_bytes for stage in whole.stages) / GIB:.1f}",
+            f"{whole.repeated_bytes / GIB:.1f}",
+            f"{whole.headroom_bytes / GIB:.1f}",
+            f"{whole.num_tokens:,}" if whole.reason is None else "does not fit",
+            f"{parted.num_tokens:,}" if parted.reason is None else "",
+            "+".join(str(stage.num_layers) for stage in whole.stages),
+        )
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join([capture.get().rstrip(), *refused])
+
+
+def _record(whole: Budget, parted: Budget) -> dict[str, object]:
+    return {
+        "mesh": asdict(whole.mesh),
+        "reason": whole.reason,
+        "stages": [asdict(stage) for stage in whole.stages],
+        "repeated_bytes": whole.repeated_bytes,
+        "headroom_bytes": whole.headroom_bytes,
+        "num_tokens": whole.num_tokens,
+        "num_tokens_context_parallel": parted.num_tokens,
+    }
+
+
+def _write(path: Path, records: Sequence[dict[str, object]]) -> None:
+    try:
+        path.write_text(json.dumps(records, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError([f"--json {path}: {error.strerror}"]) from error

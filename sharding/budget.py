@@ -1,0 +1,140 @@
+"""What a mesh leaves for the KV cache: bytes per device, from shapes and rules alone.
+
+No array is made and no device is asked, so that a laptop can say what eight GPUs hold. A model is given as the pieces
+of its layers; what a program needs besides, while it runs, is given as a function of the mesh. Left out: fragmentation,
+and what the driver and the compiler keep for themselves.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from moonshard.sharding.rules import MeshError, Rules, check_rules, shard_shape
+from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.stages import split_layers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A weight, with the bits that one value takes, scales included."""
+
+    axes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    bits: float
+
+    @property
+    def num_bytes(self) -> float:
+        return math.prod(self.shape) * self.bits / 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPieces:
+    """All weights of a model, by where a pipeline may be cut."""
+
+    first: tuple[Piece, ...]  # before the layers
+    layers: tuple[tuple[Piece, ...], ...]
+    last: tuple[Piece, ...]  # behind the layers
+    kv_bytes_per_token: int  # of one layer
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(piece.num_bytes for piece in itertools.chain(self.first, *self.layers, self.last))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageBudget:
+    """One device of one stage. The devices of a stage hold equally much."""
+
+    num_layers: int
+    weight_bytes: float
+    workspace_bytes: int
+    headroom_bytes: float  # for KV; below 0 where the weights alone do not fit
+    kv_bytes_per_token: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """What a mesh holds, or why the model cannot be cut so."""
+
+    mesh: MeshShape
+    rules: Rules
+    stages: tuple[StageBudget, ...] = ()
+    repeated_bytes: float = 0.0  # over all devices: weights that another device holds as well
+    reason: str | None = None  # why it does not fit
+
+    @property
+    def headroom_bytes(self) -> float:
+        """For KV, over all devices."""
+        per_stage = self.mesh.num_devices // self.mesh.pipe
+        return per_stage * math.fsum(stage.headroom_bytes for stage in self.stages)
+
+    @property
+    def num_tokens(self) -> int:
+        """Unique tokens that every stage can hold, in all partitions, however many devices repeat their latents."""
+        if self.reason is not None:
+            return 0
+        per_partition = min(int(stage.headroom_bytes // stage.kv_bytes_per_token) for stage in self.stages)
+        return self.mesh.num_partitions * per_partition
+
+
+Workspace = Callable[[MeshShape, Rules], int]  # bytes per device
+
+
+def budget(model: ModelPieces, mesh: MeshShape, rules: Rules, device_bytes: int, workspace: Workspace) -> Budget:
+    """What each device of the mesh holds. A mesh that does not fit says why instead of raising."""
+    try:
+        check_rules(rules)
+        stages = _stages(model, mesh, rules, device_bytes, workspace(mesh, rules))
+    except (MeshError, ValueError) as error:
+        return Budget(mesh=mesh, rules=rules, reason=str(error))
+    per_stage = mesh.num_devices // mesh.pipe
+    repeated = per_stage * sum(stage.weight_bytes for stage in stages) - model.num_bytes
+    found = Budget(mesh=mesh, rules=rules, stages=stages, repeated_bytes=repeated)
+    short = -min(stage.headroom_bytes for stage in stages)
+    return (
+        replace(found, reason=f"weights and workspace exceed a device by {short / 2**30:.1f} GiB")
+        if short > 0
+        else found
+    )
+
+
+def all_meshes(num_devices: int) -> Iterator[MeshShape]:
+    """Every mesh of exactly so many devices."""
+    sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    for data, expert, tensor in itertools.product(sizes, repeat=3):
+        if num_devices % (data * expert * tensor) == 0:
+            yield MeshShape(data=data, expert=expert, tensor=tensor, pipe=num_devices // (data * expert * tensor))
+
+
+def ranked(budgets: Sequence[Budget]) -> list[Budget]:
+    """Most unique tokens first; those that do not fit last, by how near they come."""
+    return sorted(budgets, key=lambda each: (each.reason is not None, -each.num_tokens, -each.headroom_bytes))
+
+
+def _stages(
+    model: ModelPieces, mesh: MeshShape, rules: Rules, device_bytes: int, workspace_bytes: int
+) -> tuple[StageBudget, ...]:
+    sizes = {"data": mesh.data, "expert": mesh.expert, "tensor": mesh.tensor}
+
+    def on_a_device(pieces: Sequence[Piece]) -> float:
+        return math.fsum(math.prod(shard_shape(p.axes, p.shape, sizes, rules)) * p.bits / 8 for p in pieces)
+
+    layers = [on_a_device(layer) for layer in model.layers]
+    before, after = on_a_device(model.first), on_a_device(model.last)
+    num_token_shards = math.prod(sizes[axis] for axis in rules.kv_tokens)
+    counts = split_layers(layers, mesh.pipe, before=before, after=after)
+    stages, start = [], 0
+    for index, count in enumerate(counts):
+        weights = sum(layers[start : start + count]) + before * (index == 0) + after * (index == mesh.pipe - 1)
+        stages.append(
+            StageBudget(
+                num_layers=count,
+                weight_bytes=weights,
+                workspace_bytes=workspace_bytes,
+                headroom_bytes=device_bytes - weights - workspace_bytes,
+                kv_bytes_per_token=count * model.kv_bytes_per_token / num_token_shards,
+            )
+        )
+        start += count
+    return tuple(stages)

@@ -1,0 +1,130 @@
+"""A budget is what counting every device's arrays gives, and gives the figures worked out by hand for real models."""
+
+import math
+from dataclasses import replace
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonshard.models import kimi
+from moonshard.models.footprint import context_parallel, pieces
+from moonshard.models.shapes import KNOWN
+from moonshard.models.weights import abstract, is_param
+from moonshard.sharding.budget import Budget, ModelPieces, Piece, all_meshes, budget, ranked
+from moonshard.sharding.mesh import build_mesh
+from moonshard.sharding.rules import DECODE, PREFILL, Rules
+from moonshard.sharding.shape import MeshShape
+
+pytestmark = pytest.mark.xdist_group("jax")
+GIB = 2**30
+H100_BYTES = 81_559 * 2**20
+K25 = pieces(kimi.KimiConfig.from_hugging_face(KNOWN["kimi-k2.5"].config), "int4-experts")
+
+
+def of(mesh: MeshShape, model: ModelPieces = K25, rules: Rules = DECODE, device_bytes: int = H100_BYTES) -> Budget:
+    return budget(model, mesh, rules, device_bytes, lambda mesh, rules: 0)
+
+
+def test_the_weights_of_kimi_k25_take_what_its_files_take():
+    """554.3 GiB with the vision tower and the shapes of the packed experts, which are left out here."""
+    assert 552.9 < K25.num_bytes / GIB < 554.3
+
+
+@pytest.mark.parametrize(
+    ("mesh", "by_hand_gib"),
+    [
+        (MeshShape(tensor=8), 84),
+        (MeshShape(expert=2, tensor=4), 62),
+        (MeshShape(expert=4, tensor=2), 18),
+        (MeshShape(expert=8), -69),
+    ],
+)
+def test_headroom_is_the_one_by_hand_less_the_projections_that_tensor_devices_repeat(
+    mesh: MeshShape, by_hand_gib: float
+):
+    """By hand, all that is no expert is cut `tensor` times. The low-rank projections, routers and norms are not."""
+    uncut = sum(
+        piece.num_bytes
+        for layer in K25.layers
+        for piece in layer
+        if not {"heads", "ffw", "experts", "vocab"} & set(piece.axes)
+    )
+    repeated = uncut * (mesh.num_devices - mesh.expert)
+    found = of(mesh)
+    assert (found.headroom_bytes + repeated) / GIB == pytest.approx(by_hand_gib, abs=0.6)
+    assert (found.reason is None) == (by_hand_gib > 0)
+
+
+def test_the_meshes_that_leave_more_than_30_gib():
+    enough = {str(mesh) for mesh in all_meshes(8) if mesh.pipe == 1 and of(mesh).headroom_bytes > 30 * GIB}
+    assert enough == {"tensor=8", "expert=2 tensor=4"}
+
+
+def test_a_latent_on_every_tensor_device_costs_what_context_parallel_gives_back():
+    mesh = MeshShape(tensor=8)
+    whole, parted = of(mesh), of(mesh, rules=context_parallel(DECODE))
+    assert whole.headroom_bytes == parted.headroom_bytes
+    assert parted.num_tokens // whole.num_tokens == 8
+    assert whole.num_tokens == int(whole.stages[0].headroom_bytes // (61 * 576 * 2))
+
+
+@pytest.mark.parametrize("rules", [PREFILL, DECODE])
+@pytest.mark.parametrize("mesh", [MeshShape(expert=2, tensor=2), MeshShape(data=2, expert=4), MeshShape(tensor=4)])
+def test_the_bytes_of_a_device_are_those_of_its_arrays(mesh: MeshShape, rules: Rules):
+    small = dict(KNOWN["moonlight-16b"].config) | {"hidden_size": 64, "moe_intermediate_size": 16, "vocab_size": 128}
+    config = kimi.KimiConfig.from_hugging_face(small | {"num_hidden_layers": 3, "intermediate_size": 96})
+    leaves = jax.tree.leaves(abstract(kimi.declare(config), "bfloat16", build_mesh(mesh), rules))
+    on_a_device = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    found = of(mesh, pieces(config, "bf16"), rules)
+    assert found.stages[0].weight_bytes == on_a_device
+
+
+def test_every_parameter_is_counted_once():
+    config = kimi.KimiConfig.from_hugging_face(KNOWN["deepseek-v3"].config)
+    declared = sum(math.prod(param.shape) for param in jax.tree.leaves(kimi.declare(config), is_leaf=is_param))
+    counted = pieces(config, "bf16")
+    every = [*counted.first, *counted.last, *(piece for layer in counted.layers for piece in layer)]
+    assert sum(math.prod(piece.shape) for piece in every) == declared
+    assert declared / 1e9 == pytest.approx(671, abs=0.5)  # DeepSeek-V3 (arXiv 2412.19437), section 1, without MTP
+
+
+def test_a_mesh_that_cannot_be_cut_says_why_and_comes_last():
+    meshes = [of(mesh) for mesh in all_meshes(6)]
+    last = ranked(meshes)[-1]
+    assert not last.stages or last.headroom_bytes < 0
+    assert any(each.reason and "does not divide" in each.reason for each in meshes)
+    tokens = [each.num_tokens for each in ranked(meshes)]
+    assert tokens == sorted(tokens, reverse=True)
+
+
+@given(st.integers(1, 24))
+def test_all_meshes_are_all_of_them(num_devices: int):
+    found = list(all_meshes(num_devices))
+    assert len(set(found)) == len(found)
+    assert all(mesh.num_devices == num_devices for mesh in found)
+    sizes = range(1, num_devices + 1)
+    num = sum(a * b * c * d == num_devices for a in sizes for b in sizes for c in sizes for d in _divisors(num_devices))
+    assert len(found) == num
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def test_stages_hold_as_many_tokens_as_the_tightest_of_them():
+    layer = (Piece(axes=("embed",), shape=(1000,), bits=8.0),)
+    model = ModelPieces(first=layer, layers=(layer,) * 4, last=(), kv_bytes_per_token=10)
+    found = of(MeshShape(pipe=2), model, device_bytes=4000)
+    assert [stage.num_layers for stage in found.stages] == [2, 2]
+    assert [stage.weight_bytes for stage in found.stages] == [3000, 2000]
+    assert found.num_tokens == min(1000 // 20, 2000 // 20)
+    assert found.headroom_bytes == 3000
+
+
+def test_the_workspace_is_taken_from_the_headroom():
+    mesh = MeshShape(tensor=8)
+    small = budget(K25, mesh, DECODE, H100_BYTES, lambda mesh, rules: 10**9)
+    assert of(mesh).headroom_bytes - small.headroom_bytes == pytest.approx(8e9)
+    assert replace(small, stages=of(mesh).stages).num_tokens == of(mesh).num_tokens
