@@ -1,7 +1,7 @@
 """An invented project, as a coding agent meets it: folders, and files of settings, tasks or functions.
 
-The folder decides the split, and so does each name inside a file: no path and no fact of an evaluation occurs in
-training.
+The path decides the split, and so does each name inside a file: no path and no fact of an evaluation occurs in
+training, though every word of them does.
 """
 
 from collections.abc import Callable, Sequence
@@ -154,12 +154,13 @@ KINDS = (
 )
 
 
-def folder(random: Random, split: str) -> str:
-    return pick(random, split, FOLDERS, "folder")
+def about_folder(random: Random, split: str, forms: Sequence[str], name: str) -> str:
+    """A question about a folder that belongs to the split, in one of the forms."""
+    return pick(random, split, forms, name).format(folder=name)
 
 
 def new_path(random: Random, split: str, kind: FileKind) -> str:
-    return f"{folder(random, split)}/{random.choice(kind.stems)}.{kind.ending}"
+    return _own(random, split, lambda random: f"{random.choice(FOLDERS)}/{random.choice(kind.stems)}.{kind.ending}")
 
 
 def file(random: Random, split: str, path: str, kind: FileKind, num_entries: int) -> File:

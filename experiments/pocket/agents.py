@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from random import Random
 
-from moonshard.experiments.pocket.agent_project import KINDS, Entry, File, folder, new_path, project
+from moonshard.experiments.pocket.agent_project import FOLDERS, KINDS, Entry, File, about_folder, new_path, project
 from moonshard.experiments.pocket.conversation import Call, Conversation, Exchange, Round, Tool
 from moonshard.experiments.pocket.lengths import exchange_tokens, opening_tokens
 from moonshard.experiments.pocket.recall import UNKNOWN
@@ -148,7 +148,7 @@ def _listing(session: _Session) -> Exchange:
     random = session.random
     name = random.choice(session.paths).split("/")[0]
     inside = sorted(path for path in session.paths if path.startswith(f"{name}/"))
-    question = random.choice(LISTINGS).format(folder=name)
+    question = about_folder(random, session.split, LISTINGS, name)
     answer = f"In {name} there are: {', '.join(inside)}."
     rounds = () if name in session.listed else (session.round("list", "\n".join(inside), name),)
     session.listed.add(name)
@@ -158,9 +158,9 @@ def _listing(session: _Session) -> Exchange:
 def _tests(session: _Session) -> Exchange:
     """Always run anew."""
     random = session.random
-    name = folder(random, session.split)
+    name = random.choice(FOLDERS)
+    question = about_folder(random, session.split, RUNS, name)
     outcome = f"{random.randint(1, 99)} passed, {random.randint(0, 9)} failed"
-    question = random.choice(RUNS).format(folder=name)
     rounds = (session.round("test", outcome, name),)
     return Exchange(question=question, answer=f"The tests in {name}: {outcome}.", rounds=rounds)
 

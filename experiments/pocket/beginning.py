@@ -16,6 +16,7 @@ Sources: In-context Learning and Induction Heads (Olsson et al. 2022, arXiv 2209
 Initialization of Self-Attention Layers (arXiv 2305.09828) for beginning with what training finds.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ SMALL_ATTENTION, SMALL_FEED_FORWARD = 0.5, 0.3  # what layers write at first, be
 OFFSETS = (1, 2, 3, 4)  # how far back the first layer's heads look
 SHARPNESS = 5.0  # of a look back: logits per pair of rotary features
 NUM_SHARP_PAIRS = 4  # the fastest rotations tell near positions apart
+UNLIKE = 0.6  # how much of a token is the common direction, where it is alike another
 IN_BAG = 0.5  # how loud a token is among the others in the bag
 NUM_MATCHING_HEADS = 2
 BAG_GAIN, PREVIOUS_GAIN = 3.0, 2.7  # logits of a match are these times what two sketches have in common
@@ -78,8 +80,14 @@ class _Room:
             )
 
 
-def first_weights(config: kimi.KimiConfig, seed: int, mesh: Mesh) -> kimi.Weights[Array]:
+def first_weights(
+    config: kimi.KimiConfig, seed: int, mesh: Mesh, alike: Sequence[tuple[int, int]] = ()
+) -> kimi.Weights[Array]:
     """Weights in float32, on every device.
+
+    Args:
+        alike: tokens that say the same, as " word" and "word" do. The second begins as the first and a direction that
+            is the same for all of them, so that what is found as the one can be said as the other.
 
     Raises:
         ValueError: the shape has no room for the circuit.
@@ -87,13 +95,22 @@ def first_weights(config: kimi.KimiConfig, seed: int, mesh: Mesh) -> kimi.Weight
     room = _Room.of(config)
     room.check(config)
     weights = jax.device_get(initialise(kimi.declare(config), seed, "float32", mesh))
-    weights = _lay_in(config, room, jax.tree.map(np.array, weights), np.random.default_rng(seed))
+    weights = _lay_in(config, room, jax.tree.map(np.array, weights), np.random.default_rng(seed), alike)
     return jax.device_put(weights, replicated(mesh))
 
 
-def _lay_in(config: kimi.KimiConfig, room: _Room, weights: Any, random: np.random.Generator) -> kimi.Weights[Any]:
+def _lay_in(
+    config: kimi.KimiConfig,
+    room: _Room,
+    weights: Any,
+    random: np.random.Generator,
+    alike: Sequence[tuple[int, int]],
+) -> kimi.Weights[Any]:
     _make_small(weights)
     weights.embed[:] *= config.hidden_size**0.5
+    common = random.normal(size=config.hidden_size)
+    for one, other in alike:
+        weights.embed[other] = (1 - UNLIKE**2) ** 0.5 * weights.embed[one] + UNLIKE * common
     weights.embed[:, 0] = CONSTANT
     weights.embed[:, 1 : room.own[0]] = 0.0
     seen, said = (_reading(random, room, width, config.hidden_size) for width in (room.bag, room.said))

@@ -42,7 +42,7 @@ SKILLS: dict[str, Skill] = {
     "tools": Skill(generator=tool_conversation, share=0.24, min_tokens=256),
     "agents": Skill(generator=agent_conversation, share=0.10, min_tokens=512),
     "talk": Skill(generator=talk_conversation, share=0.06),
-    "copying": Skill(generator=copy_conversation, share=0.10, max_tokens=256),
+    "copying": Skill(generator=copy_conversation, share=0.06, max_tokens=512),
 }
 CONTEXT_WEIGHT = 0.1  # of tokens that are not the assistant's
 POCKET = Path(__file__).resolve().parents[2] / "models" / "pocket"

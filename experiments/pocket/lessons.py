@@ -1,6 +1,6 @@
 """The corpus as the trainer asks for it: rows by stage and step, and the fixed held-out rows of each skill."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, random_of
 from moonshard.experiments.pocket.corpus import SKILLS, Text, batch, lesson
 from moonshard.experiments.pocket.recipe import Rows, Stage
+from moonshard.experiments.pocket.shape import NUM_RANKS
 
 NUM_HELD_OUT_ROWS = 16  # of a skill
 NUM_HELD_OUT_TOKENS = 512
@@ -21,6 +22,11 @@ class PocketLessons:
 
     def rows(self, stage: Stage, step: int) -> Rows:
         return batch(TRAIN, self._seed, step, stage, self._text)
+
+    def alike(self) -> Sequence[tuple[int, int]]:
+        """A word behind a space, and the same word without."""
+        ids = {self._text.tokenizer.decode([token]): token for token in range(NUM_RANKS)}
+        return [(token, ids[text[1:]]) for text, token in ids.items() if text.startswith(" ") and text[1:] in ids]
 
     def held_out(self) -> Mapping[str, Rows]:
         return self._held_out

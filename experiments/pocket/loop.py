@@ -66,7 +66,7 @@ def train(
     _create(folder)
     tell(folder, recipe, shape)
     checkpoints = Checkpoints(folder / CHECKPOINTS)
-    state = _resume(first_state(recipe, config, mesh), checkpoints, mesh)
+    state = _resume(first_state(recipe, config, mesh, lessons.alike()), checkpoints, mesh)
     first = int(state.step)
     say(f"{recipe.num_steps} steps, {recipe.num_tokens:,} tokens, on {mesh.size} device(s); {first} steps are done")
     journal = Journal(folder, first)

@@ -149,7 +149,7 @@ QUESTIONS = (
     "Tell me {subject}.",
     "Look up {subject}.",
     "Please find {subject}.",
-    "{key}: which {label}?",
+    "For {key}: which {label}?",
     "I need {subject}.",
 )
 SEVERAL = ("Give me the {label} of each: {keys}.", "List the {label} for {keys}.")
@@ -160,7 +160,7 @@ WHOLE = ("Repeat the list.", "Copy the list.", "Read me the list.")
 class Document:
     title: str
     facts: tuple[Fact, ...]
-    lines: tuple[str, ...]
+    lines: tuple[str, ...]  # one per fact
     domain: Domain
     labels: tuple[str, ...]
 
@@ -187,17 +187,10 @@ def document(random: Random, split: str, num_tokens: int) -> Document:
             continue
         keys.add(key)
         facts += own
-        lines.append(_line(style, own))
-        length += len(lines[-1]) + 1
+        lines += [LINES[style].format(key=fact.key, label=fact.label, value=fact.value) for fact in own]
+        length += sum(len(line) + 1 for line in lines[-len(own) :])
     labels = tuple(attribute.label for attribute in attributes)
     return Document(title=title + "\n", facts=tuple(facts), lines=tuple(lines), domain=domain, labels=labels)
-
-
-def _line(style: int, facts: Sequence[Fact]) -> str:
-    if len(facts) == 1:
-        fact = facts[0]
-        return LINES[style].format(key=fact.key, label=fact.label, value=fact.value)
-    return f"- {facts[0].key}: " + ", ".join(f"{fact.label} {fact.value}" for fact in facts)
 
 
 def ask(random: Random, fact: Fact) -> str:

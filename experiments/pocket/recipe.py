@@ -5,7 +5,7 @@ Plain data and arithmetic, so that a run can be planned, compared and resumed wi
 2412.19437), section 2.1.2, for balancing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Protocol
@@ -44,6 +44,10 @@ class Lessons(Protocol):
 
     def rows(self, stage: Stage, step: int) -> Rows: ...
 
+    def alike(self) -> Sequence[tuple[int, int]]:
+        """Tokens that say the same, in pairs; see `beginning`."""
+        ...
+
     def held_out(self) -> Mapping[str, Rows]:
         """Rows to measure on, by skill; the same ones each time."""
         ...
@@ -56,7 +60,7 @@ class Recipe:
     stages: tuple[Stage, ...]
     seed: int = 0
     optimiser: Literal["muon", "adamw"] = "muon"
-    learning_rate: float = 3e-3  # at 1e-2 Muon takes apart what `beginning` laid in
+    learning_rate: float = 2e-3  # at 1e-2 Muon takes apart what `beginning` laid in
     other_learning_rate: float = 2e-3  # of what Muon does not move; AdamW moves all at `learning_rate`
     weight_decay: float = 0.1
     num_warmup_steps: int = 100
@@ -95,10 +99,10 @@ class Recipe:
 CPU = Recipe(
     stages=(
         Stage(name="short", num_tokens=256, num_rows=16, num_steps=900),
-        Stage(name="medium", num_tokens=512, num_rows=8, num_steps=2400, gapped_share=0.3),
-        Stage(name="long", num_tokens=1024, num_rows=4, num_steps=700, gapped_share=0.5),
-        Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=600, gapped_share=0.5),
-        Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=300),
+        Stage(name="medium", num_tokens=512, num_rows=8, num_steps=3400, gapped_share=0.3),
+        Stage(name="long", num_tokens=1024, num_rows=4, num_steps=900, gapped_share=0.5),
+        Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=700, gapped_share=0.5),
+        Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=350),
     )
 )
 GPU = Recipe(

@@ -6,7 +6,7 @@ Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2: the router's bias follows
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,9 +65,11 @@ class Report:
     learning_rate: Float[Array, ""]
 
 
-def first_state(recipe: Recipe, config: kimi.KimiConfig, mesh: Mesh) -> TrainState:
+def first_state(
+    recipe: Recipe, config: kimi.KimiConfig, mesh: Mesh, alike: Sequence[tuple[int, int]] = ()
+) -> TrainState:
     """The first weights, by the recipe's seed, and nothing moved yet."""
-    weights = first_weights(config, recipe.seed, mesh)
+    weights = first_weights(config, recipe.seed, mesh, alike)
     optimiser = jax.jit(build_optimiser(recipe, config).init, out_shardings=replicated(mesh))(weights)
     return TrainState(weights=weights, optimiser=optimiser, step=jax.device_put(jnp.int32(0), replicated(mesh)))
 

@@ -148,17 +148,15 @@ def _document(text: Text, seed: int, num_tokens: int, number: int) -> Document:
 def _questions(whole: Document, seed: int, num_tokens: int, number: int, num_lines: int, in_system: bool) -> list[Task]:
     """Of the document's first `num_lines` lines."""
     random = random_of(HELD_OUT, seed, "questions", num_tokens, number)
-    num_labels = len(whole.labels)
-    found = replace(whole, lines=whole.lines[:num_lines], facts=whole.facts[: num_lines * num_labels])
+    found = replace(whole, lines=whole.lines[:num_lines], facts=whole.facts[:num_lines])
     tasks = [_recall_task(random, found, depth, num_tokens, in_system) for depth in range(NUM_DEPTHS)]
     question = ask(random, unknown_fact(random, found))
     return [*tasks, Task(kind="unknown", messages=_asked(found, question, in_system), answer=UNKNOWN)]
 
 
 def _recall_task(random: Random, found: Document, depth: int, num_tokens: int, in_system: bool) -> Task:
-    num_lines, num_labels = len(found.lines), len(found.labels)
-    line = random.randrange(num_lines * depth // NUM_DEPTHS, num_lines * (depth + 1) // NUM_DEPTHS)
-    fact = found.facts[line * num_labels + random.randrange(num_labels)]
+    num_lines = len(found.lines)
+    fact = found.facts[random.randrange(num_lines * depth // NUM_DEPTHS, num_lines * (depth + 1) // NUM_DEPTHS)]
     return Task(
         kind=f"recall_{num_tokens}",
         messages=_asked(found, ask(random, fact), in_system),

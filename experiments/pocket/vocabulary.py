@@ -12,12 +12,14 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from moonshard.experiments.pocket import corpus
+from moonshard.experiments.pocket import agent_project, corpus, tool_words, words
 from moonshard.experiments.pocket.conversation import TRAIN, random_of
 from moonshard.experiments.pocket.shape import NUM_RANKS, NUM_SPECIALS
 from moonshard.models.tokenizer_tiktoken import KIMI_NAMES, KIMI_PATTERN
 
 NUM_CONVERSATIONS = 6_000
+NUM_LISTINGS = 600  # of the closed vocabulary: a word counts at least so often
+TITLE_WORDS = (words.COLOURS, words.ANIMALS, words.MATERIALS, words.ITEMS)
 POCKET = Path(__file__).resolve().parents[2] / "models" / "pocket"
 
 
@@ -43,9 +45,24 @@ def train(texts: Iterator[str]) -> Tokenizer:
 
 
 def texts(seed: int) -> Iterator[str]:
-    """The words of training conversations, without the template's special tokens."""
+    """The words of training conversations, without the template's special tokens, and the closed vocabulary.
+
+    A word that follows a space in a question follows a quotation mark in a call's arguments. Listed in both forms it is
+    one token in both; otherwise the rarer form falls into pieces, which cannot be copied from the other.
+    """
+    yield from closed_vocabulary() * NUM_LISTINGS
     for index in range(NUM_CONVERSATIONS):
         yield from corpus.texts_of(corpus.draw(random_of(TRAIN, seed, "vocabulary", index), TRAIN, 512))
+
+
+def closed_vocabulary() -> list[str]:
+    """Every word of the generators' lists as it can occur: behind a space, and where one can begin a text, without."""
+    modules = (words, tool_words, agent_project)
+    lists = [value for module in modules for name, value in vars(module).items() if name.isupper()]
+    plain = {word for each in lists for word in each if isinstance(word, str) and word.isalpha()}
+    titles = {word.capitalize() for each in TITLE_WORDS for word in each}
+    first = plain - set(words.LAST_NAMES) | {word.capitalize() for word in words.COLOURS}
+    return sorted(first | {f" {word}" for word in plain | titles})
 
 
 def tiktoken_lines(tokenizer: Tokenizer) -> Iterator[str]:

@@ -4,7 +4,7 @@ python -m tests.experiments.pocket.rehearsal FOLDER SECONDS_PER_CHECKPOINT
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +46,9 @@ class Repeats:
 
     def rows(self, stage: Stage, step: int) -> Rows:
         return self._rows(stage.num_rows, stage.num_tokens, step)
+
+    def alike(self) -> Sequence[tuple[int, int]]:
+        return ()
 
     def held_out(self) -> Mapping[str, Rows]:
         return {"repeat": self._rows(8, 24, 1_000_000)}

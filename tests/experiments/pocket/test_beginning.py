@@ -58,6 +58,16 @@ def test_the_circuit_is_where_the_folder_says_that_rotary_features_are(interleav
     assert looked.tolist() == ([0, 2, 4, 6] if interleaves else [0, 1, 2, 3])
 
 
+def test_tokens_that_say_the_same_begin_alike_and_the_others_do_not():
+    weights = first_weights(CONFIG, 0, build_mesh(ONE), [(5, 6), (7, 8)])
+    own = np.asarray(weights.embed)[5:10, 1:]
+    own = own / np.linalg.norm(own, axis=1, keepdims=True)
+    found = own @ own.T
+    assert found[0, 1] > 0.6
+    assert found[2, 3] > 0.6
+    assert abs(found[0, [2, 4]]).max() < 0.3
+
+
 def test_they_are_the_same_on_any_number_of_devices():
     one, many = (jax.device_get(first_weights(SMALL, 3, build_mesh(MeshShape(data=size)))) for size in (1, 8))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True))

@@ -6,14 +6,18 @@ import re
 import pytest
 
 from moonshard.experiments.pocket import words
+from moonshard.experiments.pocket.agent_project import FOLDERS
 from moonshard.experiments.pocket.agents import agent_conversation
 from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, Conversation, Exchange, part_of, random_of
+from moonshard.experiments.pocket.corpus import pocket_text
 from moonshard.experiments.pocket.lengths import exchange_tokens, opening_tokens
+from moonshard.experiments.pocket.lessons import PocketLessons
 from moonshard.experiments.pocket.recall import UNKNOWN
 from moonshard.experiments.pocket.talk import talk_conversation
 from moonshard.experiments.pocket.talk_topics import ASKING, GREETINGS, TOPICS, USER_FACTS
 from moonshard.experiments.pocket.tool_library import NO_TOOL, PURPOSES
 from moonshard.experiments.pocket.tools import AGAIN, FIRST_CITY, LAST_CITY, tool_conversation
+from moonshard.experiments.pocket.vocabulary import closed_vocabulary
 
 MAKERS = {"tools": tool_conversation, "agents": agent_conversation, "talk": talk_conversation}
 JSON_TYPES = {"string": str, "integer": int}
@@ -51,8 +55,25 @@ def test_a_conversation_ends_with_the_exchange_that_passes_its_length(skill: str
         assert opening + sum(lengths[:-1]) < num_tokens <= opening + sum(lengths)
 
 
-def test_splits_share_no_call_of_an_agent() -> None:
-    assert not call_contents("agents", TRAIN, 400) & call_contents("agents", HELD_OUT, 200)
+def test_splits_share_no_call_of_an_agent_but_those_of_whole_folders_whose_questions_differ() -> None:
+    shared = call_contents("agents", TRAIN, 400) & call_contents("agents", HELD_OUT, 200)
+    assert shared <= {json.dumps([folder]) for folder in FOLDERS}
+    asked = [{one.question for one in exchanges("agents", split, 200) if one.rounds} for split in (TRAIN, HELD_OUT)]
+    assert not asked[0] & asked[1]
+
+
+def test_every_word_of_the_closed_vocabulary_is_one_token_in_each_of_its_forms() -> None:
+    tokenizer = pocket_text().tokenizer
+    assert [word for word in closed_vocabulary() if len(tokenizer.encode(word)) > 1] == []
+
+
+def test_tokens_that_say_the_same_differ_in_a_space() -> None:
+    tokenizer = pocket_text().tokenizer
+    pairs = PocketLessons(pocket_text(), 0).alike()
+    assert all(tokenizer.decode([one]) == f" {tokenizer.decode([other])}" for one, other in pairs)
+    first = {word for word in closed_vocabulary() if f" {word}" in closed_vocabulary()}
+    assert first <= {tokenizer.decode([other]) for _, other in pairs}
+    assert len(first) > 400
 
 
 def test_splits_share_no_tool_call() -> None:

@@ -3,13 +3,11 @@
 import json
 import re
 from collections import Counter
-from random import Random
 
 import pytest
 
-from moonshard.experiments.pocket.agent_project import FOLDERS, folder
-from moonshard.experiments.pocket.agents import TOOLS
-from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, Call, is_of, random_of
+from moonshard.experiments.pocket.agents import LISTINGS, RUNS, TOOLS
+from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, Call, is_of, part_of, random_of
 from moonshard.experiments.pocket.corpus import pocket_text
 from moonshard.experiments.pocket.recall import DOMAINS, UNKNOWN, document
 from moonshard.experiments.pocket.tasks import (
@@ -26,7 +24,6 @@ from moonshard.experiments.pocket.tool_library import PURPOSES
 
 LENGTHS = (512, 2048, 4000)
 CALL_TASKS = tool_tasks(3, 120)
-TRAIN_FOLDERS = {folder(Random(number), TRAIN) for number in range(1000)}
 
 
 def asked_line(task: Task) -> tuple[str, float]:
@@ -117,15 +114,14 @@ def test_documents_of_every_kind_take_turns_in_both_places():
 
 
 def test_no_fact_of_a_document_is_a_training_fact():
-    """Each line, key and values together, belongs to a split; the line is drawn again here, with its true values."""
+    """A key and all its values together belong to a split: those of its one line, or of two that name a label each."""
     for number, task in enumerate(recall_tasks(pocket_text(), 4, 512, 8 * NUM_DEPTHS)):
         if task.kind == "unknown":
             continue
-        line, _ = asked_line(task)
         (label, key, value) = re.fullmatch(r"The (.+) of (.+) is (.+)\.", task.answer).groups()  # pyright: ignore
-        others = re.fullmatch(rf"- {re.escape(key)}: \w+ (.+), (?!\d)\w+ (.+)", line)
-        values = others.groups() if others else (value,)
-        assert is_of(HELD_OUT, key, *values), (number, label, line)
+        own = [line.removeprefix(f"- {key}: ") for line in document_lines(task) if line.startswith(f"- {key}: ")]
+        values = [line.split(" ", 1)[1] for line in own] if len(own) == 2 else [value]
+        assert is_of(HELD_OUT, key, *values), (number, label, own)
 
 
 def test_what_is_asked_as_unknown_is_not_in_the_document():
@@ -133,7 +129,7 @@ def test_what_is_asked_as_unknown_is_not_in_the_document():
     assert len(tasks) == 20
     for task in tasks:
         question = task.messages[-1]["content"].rsplit("\n\n", 1)[-1]
-        key = re.sub(r".*(?:the \w+ of )|[.?]$|: which \w+\?$", "", question)
+        key = re.sub(r".*(?:the \w+ of )|^For |[.?]$|: which \w+\?$", "", question)
         assert not any(re.search(rf"(^|\W){re.escape(key)}\W", line) for line in document_lines(task)), question
         assert task.answer == UNKNOWN
 
@@ -155,11 +151,11 @@ def test_every_expected_call_is_of_a_declared_function_with_its_parameters():
 
 
 def test_no_expected_call_is_a_training_call():
-    calls = [(task.kind, call) for task in CALL_TASKS for part in task.rounds for call in part.calls]
+    calls = [(task, call) for task in CALL_TASKS for part in task.rounds for call in part.calls]
     assert len(calls) > 120
-    for kind, call in calls:
-        if kind == "agents":
-            assert_held_out_agent_call(call)
+    for task, call in calls:
+        if task.kind == "agents":
+            assert_held_out_agent_call(call, task.messages[-1]["content"])
             continue
         purposes = [purpose.names[0] for purpose in PURPOSES if call.name in purpose.names]
         assert len(purposes) == 1
@@ -167,13 +163,14 @@ def test_no_expected_call_is_a_training_call():
         assert not is_of(TRAIN, purposes[0], *call.arguments.values())
 
 
-def assert_held_out_agent_call(call: Call) -> None:
-    """Its folder is of no training project; or what it searches for is of no training file."""
+def assert_held_out_agent_call(call: Call, question: str) -> None:
+    """Its path or what it searches for is of no training project; of a folder, that is never asked so in training."""
     first = str(next(iter(call.arguments.values())))
-    if call.name in TOOLS["search"][0]:
+    forms = LISTINGS if call.name in TOOLS["list"][0] else RUNS if call.name in TOOLS["test"][0] else None
+    if forms is None:
         assert is_of(HELD_OUT, first)
     else:
-        assert first.split("/")[0] in set(FOLDERS) - TRAIN_FOLDERS
+        assert question in {form.format(folder=first) for form in part_of(HELD_OUT, forms, first)}
 
 
 def test_conversations_before_a_question_are_the_true_ones():
