@@ -68,6 +68,7 @@ def test_tokens_that_say_the_same_begin_alike_and_the_others_do_not():
     assert abs(found[0, [2, 4]]).max() < 0.3
 
 
+@pytest.mark.slow
 def test_they_are_the_same_on_any_number_of_devices():
     one, many = (jax.device_get(first_weights(SMALL, 3, build_mesh(MeshShape(data=size)))) for size in (1, 8))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True))

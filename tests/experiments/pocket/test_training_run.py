@@ -187,6 +187,7 @@ def test_a_full_disk_stops_the_run_with_a_line_and_the_last_checkpoint_whole(
     assert_went_the_same_way(folder, whole, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_one_before(
     tmp_path: Path, whole: Path, start: Start
 ):
