@@ -1,6 +1,7 @@
 """Models known by name, for questions that need their shape and not their weights.
 
-The values are those of each model's config.json on the hub, under its names; what serving does not read is left out.
+The values are those of each model's config.json on the hub, under its names. What has no shape is left out, as the
+scaling of positions: none of them can be served from here.
 """
 
 from collections.abc import Mapping

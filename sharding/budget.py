@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from moonshard.sharding.rules import MeshError, Rules, check_rules, shard_shape
+from moonshard.sharding.rules import Rules, check_rules, shard_shape
 from moonshard.sharding.shape import MeshShape
 from moonshard.sharding.stages import split_layers
 
@@ -86,17 +86,15 @@ def budget(model: ModelPieces, mesh: MeshShape, rules: Rules, device_bytes: int,
     try:
         check_rules(rules)
         stages = _stages(model, mesh, rules, device_bytes, workspace(mesh, rules))
-    except (MeshError, ValueError) as error:
+    except ValueError as error:  # a MeshError, or more stages than layers
         return Budget(mesh=mesh, rules=rules, reason=str(error))
     per_stage = mesh.num_devices // mesh.pipe
     repeated = per_stage * sum(stage.weight_bytes for stage in stages) - model.num_bytes
     found = Budget(mesh=mesh, rules=rules, stages=stages, repeated_bytes=repeated)
-    short = -min(stage.headroom_bytes for stage in stages)
-    return (
-        replace(found, reason=f"weights and workspace exceed a device by {short / 2**30:.1f} GiB")
-        if short > 0
-        else found
-    )
+    least = min(stage.headroom_bytes for stage in stages)
+    if least < 0:
+        return replace(found, reason=f"weights and workspace exceed a device by {-least / 2**30:.1f} GiB")
+    return found
 
 
 def all_meshes(num_devices: int) -> Iterator[MeshShape]:

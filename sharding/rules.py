@@ -4,8 +4,7 @@ A table is plain data, checked once and without a device, so that a configuratio
 one. Tokens are not in it: a worker's partitions are its `data x expert` places, and every partition has its own. An
 axis of size 1 costs nothing, so the same table serves one device and many. Left out: `pipe`, whose stages are each a
 mesh of their own.
-Sources: the logical-axis rules of T5X and MaxText; which table suits which role after DeepSeek-V3 (arXiv 2412.19437),
-section 3.4.
+Source: the logical-axis rules of T5X and MaxText.
 """
 
 import math
@@ -15,7 +14,6 @@ from typing import Literal
 
 MeshAxis = Literal["data", "expert", "tensor"]
 MESH_AXES: tuple[MeshAxis, ...] = ("data", "expert", "tensor")
-PARTITION_AXES: tuple[MeshAxis, ...] = ("data", "expert")
 WHOLE = ("layers", "embed", "kv_lora")  # logical axes that are never cut
 
 
@@ -44,10 +42,10 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRules(Rules):
-    """Few tokens to an expert: whole experts over all devices, so that each device reads few of them, and in long runs.
+    """The table for decode: whole experts over all devices, which suits few tokens to an expert.
 
-    `Rules` itself is the table for prefill: with many tokens to an expert, a part of every expert on each device is
-    evenly loaded, whatever the router does.
+    `Rules` itself is the table for prefill: a part of every expert on each device is evenly loaded, whatever the router
+    does. Which is the faster was not measured. Workers of both roles still place their weights by the latter.
     """
 
     experts: tuple[Literal["expert", "tensor"], ...] = ("expert", "tensor")

@@ -38,12 +38,15 @@ def budget(
 ) -> int:
     """Compute what a mesh leaves for the KV cache: bytes per device and unique tokens, from shapes alone.
 
+    It counts meshes, rules and formats that this version does not serve yet, too: stages (pipe), the rules for decode,
+    context parallel, fp8 and int4 weights.
+
     Args:
         model: a known model's name, or a Hugging Face folder, of which only config.json is read.
         device: what there is, for example h100-80gb:8, or 64gib:4 for four devices of 64 GiB.
         mesh: one mesh, for example expert=2,tensor=4. Without it all meshes of that many devices, ranked.
         role: whose table of rules.
-        weights: their format in memory; native: that of the hub.
+        weights: their format in memory; native: a known model's on the hub, bf16 for a folder.
         chunk_tokens: of a prefill step, per partition.
         max_slots: sequences that a worker decodes at once, over all partitions.
         json_file: also write the figures here.
@@ -115,16 +118,21 @@ def _check_sizes(chunk_tokens: int, max_slots: int) -> None:
 
 def _find_model(name: str) -> tuple[Any, Any]:
     """The configuration of a known model or of a folder, and the format of its weights."""
-    from moonshard.models.checkpoint import Checkpoint
+    from moonshard.models.json_file import read_json_object
     from moonshard.models.kimi import KimiConfig
     from moonshard.models.shapes import KNOWN
+    from moonshard.models.spec import ModelError
 
     if (known := KNOWN.get(name)) is not None:
         return KimiConfig.from_hugging_face(known.config), known.native
     folder = Path(name)
     if not folder.is_dir():
         raise ConfigError([f"--model {name}: neither a folder nor a known model ({', '.join(KNOWN)})"])
-    return KimiConfig.of(Checkpoint.open(folder)), "bf16"
+    raw = read_json_object(folder / "config.json", ModelError)
+    try:
+        return KimiConfig.from_hugging_face(raw), "bf16"
+    except ModelError as error:
+        raise ModelError(f"{folder}/{error}") from error
 
 
 def _table(found: Sequence[Budget], split: Sequence[Budget]) -> str:

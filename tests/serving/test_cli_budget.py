@@ -29,9 +29,15 @@ def test_all_meshes_are_ranked_with_the_reason_of_those_that_do_not_fit(capsys, 
     assert "exceed a device by 8." in misfit["reason"]
 
 
-def test_a_folder_is_looked_at_like_a_known_model(capsys):
-    assert run("--model", str(FOLDER), "--device", "1gib:2", "--mesh", "tensor=2", "--role", "prefill") == 0
+def test_of_a_folder_only_the_configuration_is_needed(capsys, tmp_path: Path):
+    (tmp_path / "config.json").write_bytes((FOLDER / "config.json").read_bytes())
+    assert run("--model", str(tmp_path), "--device", "1gib:2", "--mesh", "tensor=2", "--role", "prefill") == 0
     assert "(bf16) on 1gib:2, rules for prefill" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_configuration_is_refused_by_its_name(capsys, tmp_path: Path):
+    assert run("--model", str(tmp_path), "--device", "1gib:2") == 2
+    assert f"{tmp_path}/config.json: model_type is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A budget is what counting every device's arrays gives, and gives the figures worked out by hand for real models."""
 
 import math
-from dataclasses import replace
 
 import jax
 import pytest
@@ -127,4 +126,4 @@ def test_the_workspace_is_taken_from_the_headroom():
     mesh = MeshShape(tensor=8)
     small = budget(K25, mesh, DECODE, H100_BYTES, lambda mesh, rules: 10**9)
     assert of(mesh).headroom_bytes - small.headroom_bytes == pytest.approx(8e9)
-    assert replace(small, stages=of(mesh).stages).num_tokens == of(mesh).num_tokens
+    assert of(mesh).num_tokens - small.num_tokens == pytest.approx(1e9 / (61 * 576 * 2), abs=1)
