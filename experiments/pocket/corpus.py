@@ -7,7 +7,7 @@ what the assistant says is the lesson; the rest counts a little, for the sake of
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -71,11 +71,12 @@ def pocket_text() -> Text:
     return Text(tokenizer=tokenizer, template=template)
 
 
-def draw(random: Random, split: str, num_tokens: int) -> Conversation:
-    """A conversation of a random skill among those that fit."""
-    skills = [skill for skill in SKILLS.values() if skill.min_tokens <= num_tokens <= skill.max_tokens]
-    skill = random.choices(skills, [skill.share for skill in skills])[0]
-    return skill.generator(random, split, num_tokens)
+def draw(random: Random, split: str, num_tokens: int, shares: Mapping[str, float] | None = None) -> Conversation:
+    """A conversation of a random skill among those that fit; `shares` by name instead of the skills' own."""
+    shares = shares or {name: skill.share for name, skill in SKILLS.items()}
+    fitting = [name for name in shares if SKILLS[name].min_tokens <= num_tokens <= SKILLS[name].max_tokens]
+    name = random.choices(fitting, [shares[name] for name in fitting])[0]
+    return SKILLS[name].generator(random, split, num_tokens)
 
 
 def texts_of(conversation: Conversation) -> Iterator[str]:
@@ -102,7 +103,7 @@ def batch(split: str, seed: int, step: int, stage: Stage, text: Text | None = No
 
 
 def _row(random: Random, split: str, stage: Stage, text: Text) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    tokens, weights = lesson(text, draw(random, split, stage.num_tokens), stage.num_tokens)
+    tokens, weights = lesson(text, draw(random, split, stage.num_tokens, dict(stage.shares)), stage.num_tokens)
     is_gapped = random.random() < stage.gapped_share
     return tokens, weights, _positions(random, stage.num_tokens, is_gapped)
 

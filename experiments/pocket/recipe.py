@@ -28,6 +28,7 @@ class Stage:
     num_rows: int
     num_steps: int
     gapped_share: float = 0.0  # of rows: with gaps between positions, which slow the first lessons down
+    shares: tuple[tuple[str, float], ...] = ()  # of rows, by skill; where there are none, the skills' own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,13 +97,18 @@ class Recipe:
         return total
 
 
+# Recall is learned first, and needs less from then on; at great lengths it is what is new.
+MOSTLY_TOOLS = (("recall", 0.20), ("tools", 0.54), ("agents", 0.16), ("talk", 0.04), ("copying", 0.06))
+MORE_TOOLS = (("recall", 0.36), ("tools", 0.40), ("agents", 0.20), ("talk", 0.04))
+MORE_RECALL = (("recall", 0.54), ("tools", 0.24), ("agents", 0.18), ("talk", 0.04))
 CPU = Recipe(
     stages=(
         Stage(name="short", num_tokens=256, num_rows=16, num_steps=900),
-        Stage(name="medium", num_tokens=512, num_rows=8, num_steps=3400, gapped_share=0.3),
-        Stage(name="long", num_tokens=1024, num_rows=4, num_steps=900, gapped_share=0.5),
-        Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=700, gapped_share=0.5),
-        Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=350),
+        Stage(name="medium", num_tokens=512, num_rows=8, num_steps=1363, gapped_share=0.3),
+        Stage(name="tools", num_tokens=512, num_rows=8, num_steps=2037, gapped_share=0.3, shares=MOSTLY_TOOLS),
+        Stage(name="long", num_tokens=1024, num_rows=4, num_steps=900, gapped_share=0.5, shares=MORE_TOOLS),
+        Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=700, gapped_share=0.5, shares=MORE_RECALL),
+        Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=350, shares=MORE_RECALL),
     )
 )
 GPU = Recipe(

@@ -1,0 +1,62 @@
+"""Which skills a stage's rows practise, and how often."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from moonshard.experiments.pocket import corpus
+from moonshard.experiments.pocket.conversation import TRAIN, Conversation
+from moonshard.experiments.pocket.corpus import SKILLS, Skill
+from moonshard.experiments.pocket.recipe import RECIPES
+
+NUM_DRAWS = 2000
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts what `corpus.draw` draws; the conversations themselves are not made."""
+    counter: Counter[str] = Counter()
+
+    def counting(name: str) -> Skill:
+        def generate(random: Random, split: str, num_tokens: int) -> Conversation:
+            counter[name] += 1
+            return Conversation(exchanges=())
+
+        skill = SKILLS[name]
+        return Skill(generator=generate, share=skill.share, min_tokens=skill.min_tokens, max_tokens=skill.max_tokens)
+
+    monkeypatch.setattr(corpus, "SKILLS", {name: counting(name) for name in SKILLS})
+    return counter
+
+
+def draw(num_tokens: int, shares: dict[str, float]) -> None:
+    random = Random(0)
+    for _ in range(NUM_DRAWS):
+        corpus.draw(random, TRAIN, num_tokens, shares)
+
+
+def test_a_stage_s_shares_go_before_those_of_the_skills(drawn: Counter[str]) -> None:
+    draw(512, {"tools": 3.0, "talk": 1.0})
+    assert set(drawn) == {"tools", "talk"}
+    assert drawn["tools"] / NUM_DRAWS == pytest.approx(0.75, abs=0.04)
+
+
+def test_without_shares_of_a_stage_the_skills_own_decide(drawn: Counter[str]) -> None:
+    draw(512, {})
+    total = sum(skill.share for skill in SKILLS.values())
+    for name, skill in SKILLS.items():
+        assert drawn[name] / NUM_DRAWS == pytest.approx(skill.share / total, abs=0.04)
+
+
+def test_what_does_not_fit_is_not_drawn_whatever_its_share(drawn: Counter[str]) -> None:
+    draw(128, {"tools": 0.9, "agents": 0.05, "talk": 0.05})
+    assert set(drawn) == {"talk"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_share_of_a_recipe_is_a_skill_s_and_fits_its_rows(name: str) -> None:
+    for stage in RECIPES[name].stages:
+        for skill, share in stage.shares:
+            assert share > 0
+            assert SKILLS[skill].min_tokens <= stage.num_tokens <= SKILLS[skill].max_tokens
