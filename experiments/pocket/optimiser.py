@@ -7,14 +7,14 @@ lets both share a learning rate; optax.contrib.muon for the iteration.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from moonshard.experiments.pocket.recipe import DECAY_SHARE, Recipe
+from moonshard.experiments.pocket.recipe import DECAY_SHARE, Recipe, Restart
 from moonshard.models import kimi
 from moonshard.models.spec import Param
 from moonshard.models.weights import is_param
@@ -76,19 +76,48 @@ def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTr
 
 
 def learning_rate(recipe: Recipe) -> Schedule:
-    """Warm-up, constant, then linearly to 0."""
+    """Warm-up, constant, then linearly to 0; the same again, lower, at each restart."""
     return _scheduled(recipe, recipe.learning_rate)
 
 
 def _scheduled(recipe: Recipe, rate: float) -> Schedule:
     warmup = max(1, recipe.num_warmup_steps)
-    return lambda step: rate * jnp.minimum(1.0, (step + 1) / warmup) * remaining(recipe, step)
+
+    def of_cycle(cycle: _Cycle, step: Any) -> jax.Array:
+        return rate * cycle.rate * jnp.minimum(1.0, (step - cycle.start + 1) / warmup) * cycle.remaining(step)
+
+    return _by_cycle(recipe, of_cycle)
 
 
 def balance_speed(recipe: Recipe) -> Schedule:
-    return lambda step: recipe.balance_speed * remaining(recipe, step)
+    def of_cycle(cycle: _Cycle, step: Any) -> jax.Array:
+        return recipe.balance_speed * jnp.maximum(cycle.remaining(step), cycle.least_balance)
+
+    return _by_cycle(recipe, of_cycle)
 
 
-def remaining(recipe: Recipe, step: Any) -> jax.Array:
-    """1, and over the last steps linearly to 0."""
-    return jnp.clip((recipe.num_steps - step) / max(1.0, DECAY_SHARE * recipe.num_steps), 0.0, 1.0)
+class _Cycle(NamedTuple):
+    """Steps from one beginning of the schedule to the next."""
+
+    start: int
+    stop: int
+    rate: float
+    least_balance: float
+
+    def remaining(self, step: Any) -> jax.Array:
+        """1, and over the last steps linearly to 0."""
+        return jnp.clip((self.stop - step) / max(1.0, DECAY_SHARE * (self.stop - self.start)), 0.0, 1.0)
+
+
+def _by_cycle(recipe: Recipe, of_cycle: Callable[[_Cycle, Any], jax.Array]) -> Schedule:
+    begun = [Restart(step=0, rate=1.0, least_balance=0.0), *recipe.restarts]
+    stops = [*(restart.step for restart in recipe.restarts), recipe.num_steps]
+    cycles = [_Cycle(one.step, stop, one.rate, one.least_balance) for one, stop in zip(begun, stops, strict=True)]
+
+    def value(step: Any) -> jax.Array:
+        found = of_cycle(cycles[0], step)
+        for cycle in cycles[1:]:
+            found = jnp.where(step >= cycle.start, of_cycle(cycle, step), found)
+        return found
+
+    return value

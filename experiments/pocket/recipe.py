@@ -32,6 +32,15 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Restart:
+    """From this step on the schedule begins anew: warm-up, constant rate, decay. Source: SGDR (arXiv 1608.03983)."""
+
+    step: int
+    rate: float  # of the recipe's rates
+    least_balance: float  # of the recipe's balancing speed, which does not decay below it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
     """What one step learns from."""
 
@@ -59,6 +68,7 @@ class Recipe:
     """Everything that decides what the weights become, apart from the model's shape and the lessons."""
 
     stages: tuple[Stage, ...]
+    restarts: tuple[Restart, ...] = ()  # in the order of their steps
     seed: int = 0
     optimiser: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 2e-3  # at 1e-2 Muon takes apart what `beginning` laid in
@@ -99,6 +109,7 @@ class Recipe:
 
 # Recall is learned first, and needs less from then on; at great lengths it is what is new.
 MOSTLY_TOOLS = (("recall", 0.20), ("tools", 0.54), ("agents", 0.16), ("talk", 0.04), ("copying", 0.06))
+TOOLS_AGAIN = (("recall", 0.14), ("tools", 0.62), ("agents", 0.16), ("talk", 0.04), ("copying", 0.04))
 MORE_TOOLS = (("recall", 0.36), ("tools", 0.40), ("agents", 0.20), ("talk", 0.04))
 MORE_RECALL = (("recall", 0.54), ("tools", 0.24), ("agents", 0.18), ("talk", 0.04))
 CPU = Recipe(
@@ -109,7 +120,12 @@ CPU = Recipe(
         Stage(name="long", num_tokens=1024, num_rows=4, num_steps=900, gapped_share=0.5, shares=MORE_TOOLS),
         Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=700, gapped_share=0.5, shares=MORE_RECALL),
         Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=350, shares=MORE_RECALL),
-    )
+        Stage(name="tools again", num_tokens=512, num_rows=8, num_steps=3000, gapped_share=0.3, shares=TOOLS_AGAIN),
+        Stage(name="long again", num_tokens=1024, num_rows=4, num_steps=300, gapped_share=0.3, shares=MORE_TOOLS),
+        Stage(name="longer again", num_tokens=2048, num_rows=2, num_steps=300, gapped_share=0.3, shares=MORE_RECALL),
+        Stage(name="longest again", num_tokens=4096, num_rows=1, num_steps=200, shares=MORE_RECALL),
+    ),
+    restarts=(Restart(step=6250, rate=0.5, least_balance=0.2),),
 )
 GPU = Recipe(
     stages=(

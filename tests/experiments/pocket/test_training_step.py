@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moonshard.experiments.pocket.optimiser import learning_rate, matrices
-from moonshard.experiments.pocket.recipe import Recipe, Rows, Stage
+from moonshard.experiments.pocket.optimiser import balance_speed, learning_rate, matrices
+from moonshard.experiments.pocket.recipe import Recipe, Restart, Rows, Stage
 from moonshard.experiments.pocket.step import Report, TrainState, build_step, first_state, place
 from moonshard.models import kimi
 from moonshard.models.weights import is_param
@@ -143,6 +143,19 @@ def test_the_learning_rate_warms_up_stays_and_ends_at_nothing():
     recipe = Recipe(stages=(Stage(name="all", num_tokens=1, num_rows=1, num_steps=400),), num_warmup_steps=100)
     rates = np.asarray(jax.vmap(learning_rate(recipe))(jnp.arange(401))) / recipe.learning_rate
     np.testing.assert_allclose(rates[[0, 49, 99, 299, 300, 350, 400]], [0.01, 0.5, 1, 1, 1, 0.5, 0], atol=1e-6)
+
+
+def test_a_restart_begins_the_schedule_anew_lower_and_keeps_on_balancing():
+    stages = (Stage(name="all", num_tokens=1, num_rows=1, num_steps=600),)
+    restart = Restart(step=400, rate=0.5, least_balance=0.2)
+    once = Recipe(stages=(replace(stages[0], num_steps=400),), num_warmup_steps=20)
+    again = replace(once, stages=stages, restarts=(restart,))
+    steps = jnp.arange(601)
+    rates = np.asarray(jax.vmap(learning_rate(again))(steps)) / again.learning_rate
+    speeds = np.asarray(jax.vmap(balance_speed(again))(steps)) / again.balance_speed
+    np.testing.assert_array_equal(rates[:400], np.asarray(jax.vmap(learning_rate(once))(steps))[:400] / 2e-3)
+    np.testing.assert_allclose(rates[[400, 409, 419, 550, 575, 600]], [0.025, 0.25, 0.5, 0.5, 0.25, 0], atol=1e-6)
+    np.testing.assert_allclose(speeds[[350, 399, 400, 575, 590, 600]], [0.5, 0.01, 1, 0.5, 0.2, 0.2], atol=1e-6)
 
 
 def test_stages_follow_one_another_and_count_their_tokens():
