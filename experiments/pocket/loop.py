@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from moonshard.experiments.pocket.journal import Journal, tell
@@ -71,7 +70,7 @@ def train(
     say(f"{recipe.num_steps} steps, {recipe.num_tokens:,} tokens, on {mesh.size} device(s); {first} steps are done")
     journal = Journal(folder, first)
     held_out = lessons.held_out()
-    predict = _predictor(build_predict(recipe, config, mesh), mesh)
+    predict = build_predict(recipe, config, mesh)
     taken: list[Taken] = []
     saved_s = time.monotonic()
     with _steps(recipe, config, lessons, mesh, state) as steps:
@@ -115,10 +114,6 @@ def _resume(state: TrainState, checkpoints: Checkpoints, mesh: Mesh) -> TrainSta
 def _parts(state: TrainState) -> dict[str, Any]:
     """Weights apart, so that they can be taken out alone."""
     return {WEIGHTS: state.weights, "progress": {"optimiser": state.optimiser, "step": state.step}}
-
-
-def _predictor(program: Callable[..., Any], mesh: Mesh) -> Callable[[Any, Rows], np.ndarray]:
-    return lambda weights, rows: np.asarray(program(weights, place(rows, mesh)))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from moonshard.experiments.pocket.optimiser import balance_speed, learning_rate, matrices
 from moonshard.experiments.pocket.recipe import Recipe, Restart, Rows, Stage
-from moonshard.experiments.pocket.step import Report, TrainState, build_step, first_state, place
+from moonshard.experiments.pocket.step import Report, TrainState, build_predict, build_step, first_state, place
 from moonshard.models import kimi
 from moonshard.models.weights import is_param
 from moonshard.sharding.mesh import build_mesh
@@ -19,6 +19,7 @@ from tests.experiments.pocket.rehearsal import RECIPE, SHAPE, Repeats
 pytestmark = pytest.mark.xdist_group("jax")
 CONFIG = kimi.KimiConfig.from_hugging_face(SHAPE)
 PADDING = 2  # tokens at the end of each of the rehearsal's rows
+ADAMW = replace(RECIPE, optimiser="adamw")  # Newton-Schulz and Adam's first step magnify rounding: moments are compared
 
 
 def take_step(rows: Rows, recipe: Recipe = RECIPE, num_devices: int = 1) -> tuple[TrainState, TrainState, Report]:
@@ -34,6 +35,11 @@ def take_step(rows: Rows, recipe: Recipe = RECIPE, num_devices: int = 1) -> tupl
 @pytest.fixture(scope="module")
 def rows() -> Rows:
     return Repeats().rows(RECIPE.stages[0], 0)
+
+
+@pytest.fixture(scope="module")
+def three_rows() -> Rows:
+    return Repeats().rows(replace(RECIPE.stages[0], num_rows=3), 0)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +62,31 @@ def assert_same(ours: object, expected: object, atol: float) -> None:
 def test_many_devices_take_the_step_that_one_would(rows, stepped):
     _, after, report = take_step(rows, num_devices=8)
     assert_same(report.sums, stepped[2].sums, 1e-3)
-    adamw = replace(RECIPE, optimiser="adamw")  # Newton-Schulz and Adam's first step magnify rounding: compare moments
-    one, many = take_step(rows, adamw)[1], take_step(rows, adamw, num_devices=8)[1]
+    one, many = take_step(rows, ADAMW)[1], take_step(rows, ADAMW, num_devices=8)[1]
     assert_same(many.optimiser, one.optimiser, 1e-5)
     assert_same(bias_of(after), bias_of(stepped[1]), 1e-7)
+
+
+def test_rows_that_do_not_divide_by_the_devices_make_the_step_that_one_device_would(three_rows):
+    _, one, expected = take_step(three_rows, ADAMW)
+    for num_devices in (2, 8):  # one row of padding, and devices that get nothing else
+        _, many, report = take_step(three_rows, ADAMW, num_devices=num_devices)
+        assert report.sums.num_answer_tokens == (three_rows.weights >= 1).sum()
+        assert_same(report.sums, expected.sums, 1e-3)
+        assert_same(many.optimiser, one.optimiser, 1e-5)
+        assert_same(bias_of(many), bias_of(one), 1e-7)
+
+
+def test_rows_that_do_not_divide_by_the_devices_are_predicted_as_on_one(three_rows):
+    def predict(num_devices: int) -> np.ndarray:
+        mesh = build_mesh(MeshShape(data=num_devices))
+        weights = first_state(RECIPE, CONFIG, mesh).weights
+        with jax.default_matmul_precision("highest"):
+            return build_predict(RECIPE, CONFIG, mesh)(weights, three_rows)
+
+    one = predict(1)
+    assert one.shape == three_rows.positions.shape
+    np.testing.assert_array_equal(predict(2), one)
 
 
 def test_loads_count_each_choice_of_a_real_token_once(rows, stepped):
