@@ -19,15 +19,14 @@ import ml_dtypes
 import numpy as np
 
 from moonshard.experiments.pocket import loop
+from moonshard.experiments.pocket.checkpoints import Checkpoints
 from moonshard.experiments.pocket.corpus import POCKET
-from moonshard.experiments.pocket.journal import read_shape
+from moonshard.experiments.pocket.journal import RUN_FOLDER, TOLD, read_shape
 from moonshard.experiments.pocket.recipe import RunFailed
 from moonshard.experiments.pocket.shape import IM_END
-from moonshard.experiments.pocket.state import Checkpoints
-from moonshard.experiments.pocket.train import RUN_FOLDER
 from moonshard.models import kimi
 from moonshard.models.checkpoint import CONFIG, WEIGHTS, write_checkpoint
-from moonshard.models.spec import Param
+from moonshard.models.spec import ModelError, Param
 from moonshard.models.weights import is_param
 
 GENERATION = "generation_config.json"
@@ -48,10 +47,19 @@ def tensors_of(params: kimi.Weights[Param], weights: kimi.Weights[np.ndarray]) -
 def export(run: Path, out: Path) -> int:
     """Replaces weights and configuration of the folder `out` by those of the run's newest checkpoint.
 
-    Returns the checkpoint's step. RunFailed if there is none, or if its values are not finite.
+    Returns:
+        The checkpoint's step.
+
+    Raises:
+        RunFailed: there is no run or no checkpoint, either cannot be read, or a value is not finite.
     """
     shape = read_shape(run)
-    params = kimi.declare(kimi.KimiConfig.from_hugging_face(shape))
+    try:
+        params, generation = kimi.declare(kimi.KimiConfig.from_hugging_face(shape)), generation_config(shape)
+    except KeyError as error:
+        raise RunFailed(f"{run / TOLD}: damaged: there is no {error} in its shape") from error
+    except ModelError as error:
+        raise RunFailed(f"{run / TOLD}: damaged: {error}") from error
     checkpoints = Checkpoints(run / loop.CHECKPOINTS, is_writer=False)
     step = checkpoints.newest()
     if step is None:
@@ -63,14 +71,14 @@ def export(run: Path, out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".export-") as folder:
         write_checkpoint(folder, shape, tensors)
-        (Path(folder) / GENERATION).write_text(json.dumps(generation_config(shape), indent=2, sort_keys=True) + "\n")
+        (Path(folder) / GENERATION).write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
         for name in (WEIGHTS, GENERATION, CONFIG):
             os.replace(Path(folder) / name, out / name)
     return step
 
 
 def generation_config(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Greedy, until the assistant's turn ends."""
+    """Greedy, until the assistant's turn ends. KeyError for a shape that does not name its special tokens."""
     return {
         "bos_token_id": shape["bos_token_id"],
         "do_sample": False,

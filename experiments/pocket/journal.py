@@ -13,7 +13,9 @@ from typing import Any
 
 from moonshard.experiments.pocket.recipe import Recipe, RunFailed
 
+RUN_FOLDER = Path("results/pocket/run")  # where a run lies, unless it is told otherwise
 TOLD, METRICS = "run.json", "metrics.jsonl"
+RECIPE, SHAPE = "recipe", "shape"  # the parts of what a run is told
 
 
 class Journal:
@@ -34,33 +36,50 @@ class Journal:
 
 
 def tell(folder: Path, recipe: Recipe, shape: Mapping[str, Any]) -> None:
-    """Notes what the run is told, or compares with what it was told before. RunFailed if that was something else."""
-    told = json.loads(json.dumps({"recipe": dataclasses.asdict(recipe), "shape": dict(shape)}))
+    """Notes what the run is told, or compares with what it was told before.
+
+    RunFailed if that was something else, or cannot be read or written.
+    """
+    told = json.loads(json.dumps({RECIPE: dataclasses.asdict(recipe), SHAPE: dict(shape)}))
     path = folder / TOLD
     if not path.exists():
         _replace(path, json.dumps(told, indent=2, sort_keys=True) + "\n")
         return
-    before = json.loads(path.read_text())
+    before = _read_told(path)
     differing = [
         f"{part}.{name}"
         for part in told
-        for name in {**told[part], **before.get(part, {})}
-        if told[part].get(name) != before.get(part, {}).get(name)
+        for name in {**told[part], **before[part]}
+        if told[part].get(name) != before[part].get(name)
     ]
     if differing:
         raise RunFailed(f"{path}: this run was started with another {', '.join(differing)}; give --out another folder")
 
 
 def read_shape(folder: Path) -> dict[str, Any]:
-    """The model's config.json, as the run was told it. RunFailed where no run is."""
+    """The model's config.json, as the run was told it. RunFailed where no run is, or its file is damaged."""
+    return _read_told(folder / TOLD)[SHAPE]
+
+
+def _read_told(path: Path) -> dict[str, dict[str, Any]]:
+    """By part. RunFailed unless it can be read and both parts are there."""
     try:
-        return json.loads((folder / TOLD).read_text())["shape"]
+        told = json.loads(path.read_text())
     except OSError as error:
-        raise RunFailed(f"{folder / TOLD}: {error.strerror or error}") from error
+        raise RunFailed(f"{path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RunFailed(f"{path}: damaged: {error}") from error
+    for part in (RECIPE, SHAPE):
+        if not isinstance(told, dict) or not isinstance(told.get(part), dict):
+            raise RunFailed(f"{path}: damaged: there is no {part} in it")
+    return told
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines() if path.exists() else []
+    try:
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        raise RunFailed(f"{path}: {error.strerror or error}") from error
 
 
 def _step_of(line: str) -> float:

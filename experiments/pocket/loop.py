@@ -1,26 +1,29 @@
 """The run: step after step, telling how it goes, saving what it has, going on where it was killed.
 
 The next rows are made in a thread while the devices work. Whoever starts it decides what stops it: `is_stopping` is
-asked after every step, and a checkpoint is the last thing a stopped run does.
+asked after every step. Of what is due after a step a checkpoint is the last: a run killed before it comes to that step
+again, and does again what was due, so that a run that is done lacks no line and no measurement.
 """
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
+from moonshard.experiments.pocket.checkpoints import Checkpoints
+from moonshard.experiments.pocket.folder import claim
 from moonshard.experiments.pocket.journal import Journal, tell
 from moonshard.experiments.pocket.measure import measure
 from moonshard.experiments.pocket.progress import Taken, accuracy_line, accuracy_records, line, summarise
-from moonshard.experiments.pocket.recipe import Lessons, Recipe, Rows, RunFailed
-from moonshard.experiments.pocket.state import Checkpoints
-from moonshard.experiments.pocket.step import TrainState, build_predict, build_step, first_state, place
+from moonshard.experiments.pocket.recipe import Lessons, Recipe, Rows
+from moonshard.experiments.pocket.step import TrainState, Weights, build_predict, build_step, first_state, place
 from moonshard.models.kimi import KimiConfig
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
@@ -59,55 +62,78 @@ def train(
         How many steps are done and saved.
 
     Raises:
-        RunFailed: the folder cannot be written, or holds a run of another kind.
+        RunFailed: the folder cannot be written, is another run's just now, or holds a run of another kind or one of
+            which nothing can be read.
     """
-    config, mesh = KimiConfig.from_hugging_face(shape), build_mesh(MeshShape(data=jax.device_count()))
-    _create(folder)
-    tell(folder, recipe, shape)
-    checkpoints = Checkpoints(folder / CHECKPOINTS)
-    state = _resume(first_state(recipe, config, mesh, lessons.alike()), checkpoints, mesh)
-    first = int(state.step)
-    say(f"{recipe.num_steps} steps, {recipe.num_tokens:,} tokens, on {mesh.size} device(s); {first} steps are done")
-    journal = Journal(folder, first)
-    held_out = lessons.held_out()
-    predict = build_predict(recipe, config, mesh)
-    taken: list[Taken] = []
-    saved_s = time.monotonic()
-    with _steps(recipe, config, lessons, mesh, state) as steps:
-        for step, state, each in steps:
-            taken.append(each)
-            is_last = step == recipe.num_steps
-            is_end = is_last or is_stopping()
-            if step % rhythm.steps_per_line == 0 or is_end:
-                record = summarise(recipe, step, taken)
-                journal.append(record)
-                say(line(record))
-                taken.clear()
-            if is_end or time.monotonic() - saved_s >= rhythm.seconds_per_checkpoint:
-                checkpoints.save(step, _parts(state))
-                saved_s = time.monotonic()
-            if step % rhythm.steps_per_measurement == 0 or is_last:
-                found = measure(lambda rows, weights=state.weights: predict(weights, rows), held_out)
-                for record in accuracy_records(step, found):
-                    journal.append(record)
-                say(accuracy_line(step, found))
-            if is_end:
-                return step
-    return first
+    with claim(folder):
+        tell(folder, recipe, shape)
+        config, mesh = KimiConfig.from_hugging_face(shape), build_mesh(MeshShape(data=jax.device_count()))
+        checkpoints = Checkpoints(folder / CHECKPOINTS)
+        state = _resume(first_state(recipe, config, mesh, lessons.alike()), checkpoints, mesh, say)
+        first = int(state.step)
+        say(f"{recipe.num_steps} steps, {recipe.num_tokens:,} tokens, on {mesh.size} device(s); {first} steps are done")
+        duties = _Duties(
+            recipe=recipe,
+            rhythm=rhythm,
+            journal=Journal(folder, first),
+            checkpoints=checkpoints,
+            predict=build_predict(recipe, config, mesh),
+            held_out=lessons.held_out(),
+            say=say,
+        )
+        with _steps(recipe, config, lessons, mesh, state) as steps:
+            for step, state, taken in steps:
+                is_end = step == recipe.num_steps or is_stopping()
+                duties.after(step, state, taken, is_end=is_end)
+                if is_end:
+                    return step
+        return first  # no step was left: the run had come to its end before
 
 
-def _create(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunFailed(f"{folder}: {error.strerror or error}") from error
+@dataclass(kw_only=True, slots=True)
+class _Duties:
+    """What is due after a step, besides the next one."""
+
+    recipe: Recipe
+    rhythm: Rhythm
+    journal: Journal
+    checkpoints: Checkpoints
+    predict: Callable[[Weights, Rows], np.ndarray]
+    held_out: Mapping[str, Rows]
+    say: Callable[[str], None]
+    since_line: list[Taken] = field(default_factory=list)  # the steps since the last line
+    saved_s: float = field(default_factory=time.monotonic)
+
+    def after(self, step: int, state: TrainState, taken: Taken, *, is_end: bool) -> None:
+        """A line, a measurement, a checkpoint, as far as they are due; a run that ends has a line and a checkpoint."""
+        self.since_line.append(taken)
+        if step % self.rhythm.steps_per_line == 0 or is_end:
+            self._tell(step)
+        if step % self.rhythm.steps_per_measurement == 0 or step == self.recipe.num_steps:
+            self._measure(step, state.weights)
+        if time.monotonic() - self.saved_s >= self.rhythm.seconds_per_checkpoint or is_end:
+            self.checkpoints.save(step, _parts(state))
+            self.saved_s = time.monotonic()
+
+    def _tell(self, step: int) -> None:
+        record = summarise(self.recipe, step, self.since_line)
+        self.journal.append(record)
+        self.say(line(record))
+        self.since_line.clear()
+
+    def _measure(self, step: int, weights: Weights) -> None:
+        found = measure(lambda rows: self.predict(weights, rows), self.held_out)
+        for record in accuracy_records(step, found):
+            self.journal.append(record)
+        self.say(accuracy_line(step, found))
 
 
-def _resume(state: TrainState, checkpoints: Checkpoints, mesh: Mesh) -> TrainState:
-    step = checkpoints.newest()
-    if step is None:
+def _resume(state: TrainState, checkpoints: Checkpoints, mesh: Mesh, say: Callable[[str], None]) -> TrainState:
+    """The state of the last checkpoint that can be read; where there is none, the given one."""
+    found = checkpoints.restore_newest(_parts(state), say)
+    if found is None:
         return state
-    parts = jax.device_put(checkpoints.restore(step, _parts(state)), replicated(mesh))
+    parts = jax.device_put(found, replicated(mesh))
     return TrainState(weights=parts[WEIGHTS], **parts["progress"])
 
 

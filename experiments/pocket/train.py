@@ -13,12 +13,11 @@ from pathlib import Path
 from types import FrameType
 
 from moonshard.experiments.pocket.corpus import pocket_text
+from moonshard.experiments.pocket.journal import RUN_FOLDER
 from moonshard.experiments.pocket.lessons import PocketLessons
 from moonshard.experiments.pocket.loop import Rhythm, train
 from moonshard.experiments.pocket.recipe import RECIPES, Recipe, RunFailed
 from moonshard.experiments.pocket.shape import HUGGING_FACE_CONFIG
-
-RUN_FOLDER = Path("results/pocket/run")
 
 
 class StopSignal:

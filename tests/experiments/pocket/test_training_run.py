@@ -16,6 +16,7 @@ import pytest
 
 from moonshard.experiments.pocket import loop
 from moonshard.experiments.pocket.export import export
+from moonshard.experiments.pocket.folder import claim
 from moonshard.experiments.pocket.journal import METRICS, Journal, tell
 from moonshard.experiments.pocket.recipe import RunFailed
 from moonshard.models import kimi
@@ -128,6 +129,32 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path
     assert f"; {before} steps are done" in out
     assert not list((folder / loop.CHECKPOINTS).glob("*tmp*"))
     assert_went_the_same_way(folder, whole, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    tmp_path: Path, whole: Path, start: Start
+):
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_until_saved(process, folder, 3)
+    process.kill()
+    finish(process)
+    before, newest = saved_steps(folder)[-2:]
+    for manifest in (folder / loop.CHECKPOINTS / str(newest)).rglob("manifest.ocdbt"):
+        manifest.unlink()
+    code, out, err = finish(start(folder, NEVER_S))
+    assert code == 0, err
+    assert f"step {newest} cannot be read" in out
+    assert f"; {before} steps are done" in out
+    assert_went_the_same_way(folder, whole, tmp_path)
+
+
+def test_a_second_process_in_a_folder_ends_with_a_line(tmp_path: Path, start: Start):
+    with claim(tmp_path):
+        code, out, err = finish(start(tmp_path))
+    assert (code, out) == (1, "")
+    assert err == f"error: {tmp_path}: another run is at work in this folder; give --out another one\n"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written whole or not at all, the last two kept, the newest whole one found again.
+"""Checkpoints of a run: written whole or not at all, the last two kept, the last one that can be read found again.
 
 Orbax writes into a folder of another name and renames it when everything is there. A checkpoint has parts that can be
 read alone, and leaves are stored by their path in a part, so that neither the order of fields nor the number of devices
@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a folder that is being writt
 SPARE_BYTES = 1 << 20  # what a checkpoint holds beside the values
 REMOVAL_S, REMOVAL_PAUSE_S = 5.0, 0.05  # for removing what other threads still write into
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MALFORMED = (KeyError, TypeError, AttributeError)  # what orbax trips over in metadata that are JSON, but not its own
 Parts = Mapping[str, Any]  # pytrees by name
 
 
@@ -66,9 +67,37 @@ class Checkpoints:
         wanted = {name: ocp.args.StandardRestore(_by_path(_zeros(part))) for name, part in like.items()}
         try:
             found = self._manager.restore(step, args=ocp.args.Composite(**wanted))
-        except (KeyError, ValueError, OSError) as error:
+        except (OSError, ValueError, *MALFORMED) as error:
             raise RunFailed(f"{self._folder}: step {step} cannot be read: {_cause(error)}") from error
         return {name: _from_paths(part, found[name]) for name, part in like.items()}
+
+    def restore_newest(self, like: Parts, say: Callable[[str], None]) -> dict[str, Any] | None:
+        """As `restore`, of the last step that can be read; None where nothing was saved.
+
+        Later ones are told of and removed: the run comes to those steps again, and what is there is not written anew.
+
+        Raises:
+            RunFailed: there are steps, and none can be read. They are left as they are.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for place, step in enumerate(steps):
+            try:
+                found = self.restore(step, like)
+            except RunFailed as error:
+                if step == steps[-1]:
+                    raise
+                say(f"{error}; trying step {steps[place + 1]}")
+            else:
+                self._remove(steps[:place])
+                return found
+        return None
+
+    def _remove(self, steps: Sequence[int]) -> None:
+        try:
+            for step in steps:
+                self._manager.delete(step)
+        except OSError as error:
+            raise RunFailed(f"{self._folder}: {_cause(error)}") from error
 
     def _check_room(self, num_bytes: int) -> None:
         """OSError where that much will not fit. Asked before, since orbax tells of a full disk at great length."""
