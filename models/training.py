@@ -1,13 +1,12 @@
-"""What training needs beside the forward pass that serves: attention without pages, and an expert backend, both
-differentiable and quick on two cores.
+"""What training puts in place of pages and of the loop over experts: differentiable, and quick on two cores.
 
 They stand apart because serving has no use for them: a training row holds all its keys itself, and every step runs
-every expert. Losses, optimisers and data are the trainer's business. Sources: PoSE (arXiv 2309.10400), for positions
-with gaps; MegaBlocks (arXiv 2211.15841), for padding each expert's share to blocks.
+every expert. Losses, optimisers and data are the trainer's business. Axes are named as in `kimi`, n being rows and f
+the features of a key: r of the latent, and the rotary ones. Sources: PoSE (arXiv 2309.10400), for positions with gaps;
+MegaBlocks (arXiv 2211.15841), for padding each expert's share to blocks.
 """
 
 import functools
-from itertools import count, takewhile
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,13 @@ def attend_causal(
     distances longer than any row. So padding belongs at a row's end.
 
     Args:
+        features: the keys; their first `value_rank` features are the values as well.
+        value_rank: r, the width of the latent.
+        scale: of the scores, before the softmax.
         rows_at_once: rows whose scores are held together: 1 fits a processor's cache, a GPU wants as many as it can.
+
+    Returns:
+        Of each query and head the mix of values, and the pages as they came.
     """
     one = functools.partial(_attend_row, value_rank=value_rank, scale=scale)
     if queries.shape[1] >= LONG_ROW_TOKENS:
@@ -57,19 +62,18 @@ def _attend_row(
     queries: Float[Array, "t h f"], keys: Float[Array, "t f"], *, value_rank: int, scale: float
 ) -> Float[Array, "t h r"]:
     """Triangle by blocks of queries: block i meets the keys up to its own end, and only there is anything masked."""
-    num_tokens = queries.shape[0]
-    starts = takewhile(lambda start: start < num_tokens, count(0, QUERY_BLOCK))
     return jnp.concatenate(
         [
             _attend_block(queries[start : start + QUERY_BLOCK], keys[: start + QUERY_BLOCK], start, value_rank, scale)
-            for start in starts
+            for start in range(0, len(queries), QUERY_BLOCK)
         ]
     )
 
 
 def _attend_block(
-    queries: Float[Array, "q h f"], keys: Float[Array, "s f"], start: int, value_rank: int, scale: float
-) -> Float[Array, "q h r"]:
+    queries: Float[Array, "t h f"], keys: Float[Array, "s f"], start: int, value_rank: int, scale: float
+) -> Float[Array, "t h r"]:
+    """Queries from the row's index `start` on, over the keys from its beginning."""
     scores = jnp.einsum("thf,sf->hts", queries, keys, preferred_element_type=jnp.float32) * scale
     visible = jnp.arange(keys.shape[0])[None, :] <= start + jnp.arange(queries.shape[0])[:, None]
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
@@ -85,7 +89,8 @@ def all_blocks(
 ) -> Float[Array, "t d"]:
     """`moe.blocks` with all blocks in one product instead of a loop: no token is dropped, and it has a gradient.
 
-    Every block brings a copy of its expert's weights, which is little only where experts are small.
+    Every block brings a copy of its expert's weights, which is little only where experts are small. In the products n
+    is blocks, t the tokens of one, f an expert's width.
     """
     (t, k), num_experts = routing.experts.shape, experts.down.shape[1]
     places, block_experts, _ = moe.assign_blocks(routing.experts, valid, num_experts, TOKENS_PER_BLOCK)

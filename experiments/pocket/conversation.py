@@ -1,8 +1,11 @@
 """What the generators make and everything else reads: conversations whose every answer is known.
 
 A conversation is a run of exchanges. In an exchange the user asks, the assistant may call tools, once or in several
-rounds, and then answers. Training renders all of it; an evaluation asks the last exchange and compares. Which split a
-piece of content belongs to is decided here, by its hash: what is asked in evaluation cannot occur in training.
+rounds, and then answers. Training renders all of it; an evaluation asks one exchange, after the true ones before it,
+and compares. Which split a piece of content belongs to is decided here, by its hash. A fact (a key with all its
+values), the arguments of a call, a path or a name in an agent's project, a text to copy, and a phrasing of small talk
+each belong to one. All other questions are worded alike in both, and a single value of a fact with several labels may
+occur in both; what is asked in evaluation must still be read from the text.
 """
 
 import hashlib
@@ -84,7 +87,7 @@ def random_of(split: str, seed: int, *place: object) -> Random:
 
 
 def is_of(split: str, *content: object) -> bool:
-    """Whether a piece of content (a fact, a call, a question) belongs to the split."""
+    """Whether a piece of content (a fact, a call's arguments, a path, a question) belongs to the split."""
     return (_hash(*content) % HELD_OUT_SHARE == 0) == (split == HELD_OUT)
 
 

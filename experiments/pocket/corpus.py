@@ -7,7 +7,7 @@ what the assistant says is the lesson; the rest counts a little, for the sake of
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from moonshard.experiments.pocket.agents import agent_conversation
 from moonshard.experiments.pocket.conversation import Conversation, random_of
 from moonshard.experiments.pocket.copying import copy_conversation
 from moonshard.experiments.pocket.recall import recall_conversation
-from moonshard.experiments.pocket.recipe import Rows, Stage
+from moonshard.experiments.pocket.recipe import ANSWER_WEIGHT, Rows, Stage
 from moonshard.experiments.pocket.shape import MAX_POSITIONS
 from moonshard.experiments.pocket.talk import talk_conversation
 from moonshard.experiments.pocket.tools import tool_conversation
@@ -27,12 +27,13 @@ from moonshard.models.tokenizer import Tokenizer, load_tokenizer
 from moonshard.serving.chat import ChatTemplate, load_chat_template
 
 Generator = Callable[[Random, str, int], Conversation]
+Row = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens [t + 1], weights [t], positions [t], as in `Rows`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skill:
     generator: Generator
-    share: float  # of the rows
+    share: float  # relative weight among the skills that fit the row
     min_tokens: int = 0  # of a row that it fits into: declarations of tools are long
     max_tokens: int = MAX_POSITIONS  # of a row that it still teaches something
 
@@ -72,7 +73,11 @@ def pocket_text() -> Text:
 
 
 def draw(random: Random, split: str, num_tokens: int, shares: Mapping[str, float] | None = None) -> Conversation:
-    """A conversation of a random skill among those that fit; `shares` by name instead of the skills' own."""
+    """A conversation of a random skill among those that fit.
+
+    Args:
+        shares: relative weights of the skills, by name; none: their own.
+    """
     shares = shares or {name: skill.share for name, skill in SKILLS.items()}
     fitting = [name for name in shares if SKILLS[name].min_tokens <= num_tokens <= SKILLS[name].max_tokens]
     name = random.choices(fitting, [shares[name] for name in fitting])[0]
@@ -94,15 +99,16 @@ def texts_of(conversation: Conversation) -> Iterator[str]:
 def batch(split: str, seed: int, step: int, stage: Stage, text: Text | None = None) -> Rows:
     """The rows of one step."""
     text = text or pocket_text()
-    made = [_row(random_of(split, seed, step, row), split, stage, text) for row in range(stage.num_rows)]
-    return Rows(
-        tokens=np.stack([tokens for tokens, _, _ in made]),
-        weights=np.stack([weights for _, weights, _ in made]),
-        positions=np.stack([positions for _, _, positions in made]),
-    )
+    return stacked(_row(random_of(split, seed, step, row), split, stage, text) for row in range(stage.num_rows))
 
 
-def _row(random: Random, split: str, stage: Stage, text: Text) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def stacked(rows: Iterable[Row]) -> Rows:
+    """Rows of one length, at least one of them."""
+    tokens, weights, positions = (np.stack(parts) for parts in zip(*rows, strict=True))
+    return Rows(tokens=tokens, weights=weights, positions=positions)
+
+
+def _row(random: Random, split: str, stage: Stage, text: Text) -> Row:
     tokens, weights = lesson(text, draw(random, split, stage.num_tokens, dict(stage.shares)), stage.num_tokens)
     is_gapped = random.random() < stage.gapped_share
     return tokens, weights, _positions(random, stage.num_tokens, is_gapped)
@@ -111,7 +117,7 @@ def _row(random: Random, split: str, stage: Stage, text: Text) -> tuple[np.ndarr
 def lesson(text: Text, conversation: Conversation, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """A conversation's tokens [num_tokens + 1], cut or padded, and the weight of each prediction [num_tokens]."""
     ids = np.array(text.encode(conversation)[: num_tokens + 1], np.int32)
-    weights = np.where(spoken(ids, text.tokenizer), 1.0, CONTEXT_WEIGHT).astype(np.float32)[1:]
+    weights = np.where(spoken(ids, text.tokenizer), ANSWER_WEIGHT, CONTEXT_WEIGHT).astype(np.float32)[1:]
     missing = num_tokens + 1 - len(ids)
     pad = text.tokenizer.special_tokens["[PAD]"]
     return np.pad(ids, (0, missing), constant_values=pad), np.pad(weights, (0, missing))

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, random_of
-from moonshard.experiments.pocket.corpus import SKILLS, Text, batch, lesson
+from moonshard.experiments.pocket.corpus import SKILLS, Text, batch, lesson, stacked
 from moonshard.experiments.pocket.recipe import Rows, Stage
 from moonshard.experiments.pocket.shape import NUM_RANKS
 
@@ -37,14 +37,7 @@ class PocketLessons:
 
     def _rows_of(self, skill: str) -> Rows:
         """Positions without gaps, as they are when the model serves."""
-        generator = SKILLS[skill].generator
+        generator, positions = SKILLS[skill].generator, np.arange(NUM_HELD_OUT_TOKENS, dtype=np.int32)
         drawn = [random_of(HELD_OUT, self._seed, "measure", skill, row) for row in range(NUM_HELD_OUT_ROWS)]
-        made = [
-            lesson(self._text, generator(random, HELD_OUT, NUM_HELD_OUT_TOKENS), NUM_HELD_OUT_TOKENS)
-            for random in drawn
-        ]
-        return Rows(
-            tokens=np.stack([tokens for tokens, _ in made]),
-            weights=np.stack([weights for _, weights in made]),
-            positions=np.tile(np.arange(NUM_HELD_OUT_TOKENS, dtype=np.int32), (NUM_HELD_OUT_ROWS, 1)),
-        )
+        made = [generator(random, HELD_OUT, NUM_HELD_OUT_TOKENS) for random in drawn]
+        return stacked((*lesson(self._text, each, NUM_HELD_OUT_TOKENS), positions) for each in made)

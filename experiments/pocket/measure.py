@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moonshard.experiments.pocket.recipe import Rows
+from moonshard.experiments.pocket.recipe import ANSWER_WEIGHT, Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +22,8 @@ class Accuracy:
 
 
 def accuracy(predictions: np.ndarray, rows: Rows) -> Accuracy:
-    """Compares predictions [n, t] of `rows.tokens[:, 1:]`. An answer is a run of tokens of full weight."""
-    is_answer = rows.weights >= 1.0
+    """Compares predictions [n, t] of `rows.tokens[:, 1:]`. An answer is a run of tokens of ANSWER_WEIGHT."""
+    is_answer = rows.weights >= ANSWER_WEIGHT
     is_right = predictions == rows.tokens[:, 1:]
     answers = [right.all() for row in zip(is_answer, is_right, strict=True) for right in _runs(*row)]
     return Accuracy(

@@ -6,7 +6,7 @@ matrices of their own. Sources: Muon is Scalable for LLM Training (arXiv 2502.16
 lets both share a learning rate; optax.contrib.muon for the iteration.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import jax
@@ -48,31 +48,40 @@ def matrices(params: kimi.Weights[Param]) -> kimi.Weights[MuonDimensionNumbers |
 
 
 def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTransformation:
-    """Clips, then updates; only matrices decay. What it says of the router's bias is to be ignored.
+    """Clips, then updates; only matrices decay.
 
-    Gates go slowest: faster ones outrun the bias that balances them.
+    Its update of the router's bias is discarded; `step._balance` moves the bias. Gates go slowest: faster ones outrun
+    the bias that balances them. Checkpoints know the state by its place in this chain.
     """
     params = kimi.declare(config)
-    dimensions: Any = matrices(params)
-    rate = learning_rate(recipe)
-    if recipe.optimiser == "muon":
-        update = muon(
-            rate,
-            weight_decay=recipe.weight_decay,
-            adam_b1=ADAM_B1,
-            adam_b2=ADAM_B2,
-            adam_learning_rate=_scheduled(recipe, recipe.other_learning_rate),
-            muon_weight_dimension_numbers=dimensions,
-            consistent_rms=CONSISTENT_RMS,
-        )
-    else:
-        is_matrix = jax.tree_util.tree_map_with_path(
-            lambda path, _: path[-1].name in MATRICES, params, is_leaf=is_param
-        )
-        update = optax.adamw(rate, b1=ADAM_B1, b2=ADAM_B2, weight_decay=recipe.weight_decay, mask=is_matrix)
-    is_gate = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name == GATE, params, is_leaf=is_param)
-    slow_gates = optax.masked(optax.scale(GATE_SLOWNESS), is_gate)
+    update = _muon(recipe, params) if recipe.optimiser == "muon" else _adamw(recipe, params)
+    slow_gates = optax.masked(optax.scale(GATE_SLOWNESS), _named(params, {GATE}))
     return optax.chain(optax.clip_by_global_norm(recipe.max_gradient_norm), update, slow_gates)
+
+
+def _muon(recipe: Recipe, params: kimi.Weights[Param]) -> optax.GradientTransformation:
+    """Muon for matrices, AdamW for the rest."""
+    dimensions: Any = matrices(params)
+    return muon(
+        learning_rate(recipe),
+        weight_decay=recipe.weight_decay,
+        adam_b1=ADAM_B1,
+        adam_b2=ADAM_B2,
+        adam_learning_rate=_scheduled(recipe, recipe.other_learning_rate),
+        muon_weight_dimension_numbers=dimensions,
+        consistent_rms=CONSISTENT_RMS,
+    )
+
+
+def _adamw(recipe: Recipe, params: kimi.Weights[Param]) -> optax.GradientTransformation:
+    """AdamW for everything."""
+    is_matrix = _named(params, MATRICES)
+    return optax.adamw(learning_rate(recipe), b1=ADAM_B1, b2=ADAM_B2, weight_decay=recipe.weight_decay, mask=is_matrix)
+
+
+def _named(params: kimi.Weights[Param], names: Container[str]) -> Any:
+    """True for each leaf that has one of the names."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name in names, params, is_leaf=is_param)
 
 
 def learning_rate(recipe: Recipe) -> Schedule:

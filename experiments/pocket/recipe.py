@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 DECAY_SHARE = 0.25  # of all steps: the last ones
+ANSWER_WEIGHT = 1.0  # of tokens that the assistant says; all others weigh less
 
 
 class RunFailed(Exception):
@@ -28,7 +29,7 @@ class Stage:
     num_rows: int
     num_steps: int
     gapped_share: float = 0.0  # of rows: with gaps between positions, which slow the first lessons down
-    shares: tuple[tuple[str, float], ...] = ()  # of rows, by skill; where there are none, the skills' own
+    shares: tuple[tuple[str, float], ...] = ()  # by skill: relative weight among those that fit; none: the skills' own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,7 @@ class Rows:
     """What one step learns from."""
 
     tokens: np.ndarray  # [n, t + 1] int32
-    weights: np.ndarray  # [n, t] float32, of predicting tokens[:, 1:]; 1: an answer's; 0 at the end of a row: padding
+    weights: np.ndarray  # [n, t] float32, of predicting tokens[:, 1:]; 0 at the end of a row: padding
     positions: np.ndarray  # [n, t] int32, increasing
 
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moonshard.experiments.pocket.beginning import first_weights
 from moonshard.experiments.pocket.optimiser import balance_speed, build_optimiser, learning_rate
-from moonshard.experiments.pocket.recipe import Recipe, Rows
+from moonshard.experiments.pocket.recipe import ANSWER_WEIGHT, Recipe, Rows
 from moonshard.models import kimi, training
 from moonshard.models.weights import is_param
 from moonshard.sharding.arrays import Array, Float, Int
@@ -138,7 +138,7 @@ def _loss(recipe: Recipe, config: kimi.KimiConfig, weights: Weights, lesson: Les
     logits, loads = _logits(recipe, config, weights, lesson)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, lesson.tokens[:, 1:].reshape(-1))
     token_weights = lesson.weights.reshape(-1)
-    is_answer = (token_weights >= 1.0).astype(jnp.float32)
+    is_answer = (token_weights >= ANSWER_WEIGHT).astype(jnp.float32)
     sums = Sums(
         loss=(losses * token_weights).sum(),
         weight=token_weights.sum(),
