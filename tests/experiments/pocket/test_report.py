@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moonshard.experiments.pocket import report
@@ -53,7 +54,7 @@ def test_dashed_lines_mark_where_a_stage_ends_and_a_line_being_written_is_left_o
     assert [record["step"] for record in steps] == [20, 40, 60, 80, 100, 120]
     assert {skill: len(records) for skill, records in skills.items()} == {"recall": 2, "tools": 2}
     for axes in report.draw(steps, skills).axes:
-        dashed = [list(map(float, one.get_xdata())) for one in axes.lines if one.get_linestyle() == "--"]
+        dashed = [np.asarray(one.get_xdata()).tolist() for one in axes.lines if one.get_linestyle() == "--"]
         assert dashed == [[60 * 4096 / 1e6] * 2]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moonshard.experiments.pocket import export, loop
-from moonshard.experiments.pocket.checkpoints import PARTIAL, Checkpoints
+from moonshard.experiments.pocket.checkpoints import PARTIAL, Checkpoints, Parts
 from moonshard.experiments.pocket.folder import claim
 from moonshard.experiments.pocket.journal import METRICS, TOLD, read_shape, tell
 from moonshard.experiments.pocket.loop import Rhythm, train
@@ -72,7 +72,7 @@ def test_a_run_killed_while_it_measures_its_last_step_measures_it_again(
     assert len((tmp_path / METRICS).read_text().splitlines()) == len(records)
 
 
-def parts_of(step: int) -> dict[str, dict[str, np.ndarray]]:
+def parts_of(step: int) -> Parts:
     values = np.random.default_rng(step).normal(size=(100, 100)).astype(np.float32)
     return {"weights": {"table": values}, "progress": {"moment": values + 1, "step": np.int32(step)}}
 
