@@ -37,7 +37,7 @@ MINIATURE = Plan(
     killed_tokens=100,
 )
 SETTINGS = (
-    f"model.path={Path(__file__).parents[1] / 'fixtures' / 'kimi_k2'}",
+    f"model.path={Path(__file__).parents[2] / 'fixtures' / 'kimi_k2'}",
     *("model.max_context_tokens=128", "kv.num_blocks=64", "kv.block_size=16"),
     *("prefill.chunk_tokens=32", "decode.max_slots=4"),
 )

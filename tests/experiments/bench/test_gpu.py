@@ -27,7 +27,7 @@ from moonshard.experiments.bench.gpu_work import (
 from moonshard.models import kimi, moe, moe_grouped
 
 pytestmark = pytest.mark.xdist_group("jax")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 K2 = kimi_k2_slice(60)
 TRIAL = gpu.trial_scale(2)
 ABSENT_ON_A_BARE_MACHINE = (
