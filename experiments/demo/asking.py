@@ -13,6 +13,7 @@ import msgspec
 from moonshard.experiments.demo.tables import Account
 from moonshard.experiments.demo.toolbox import declarations, run_tool
 from moonshard.experiments.pocket.conversation import Call, Message
+from moonshard.experiments.turns import WrittenCall, assistant_message, result_message
 from moonshard.rpc.types import Timing
 from moonshard.serving.terminal_chat import ServerError, chunk_of, error_text
 
@@ -22,45 +23,19 @@ Show = Callable[[str], None]  # takes text as it arrives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MadeCall:
-    """A call as it came: its arguments are the text that the model wrote."""
-
-    id: str
-    name: str
-    arguments: str
-
-    def parsed(self) -> Call:
-        """The gateway has seen to it that the arguments are an object."""
-        return Call(name=self.name, arguments=msgspec.json.decode(self.arguments))
-
-    def message(self) -> Message:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
     """One streamed response: words, or calls, or first words and then calls."""
 
     text: str
-    calls: tuple[MadeCall, ...]
+    calls: tuple[WrittenCall, ...]
     account: Account
-
-    def message(self) -> Message:
-        """As it is sent back when the session goes on."""
-        if not self.calls:
-            return {"role": "assistant", "content": self.text}
-        return {
-            "role": "assistant",
-            "content": self.text or None,
-            "tool_calls": [call.message() for call in self.calls],
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """All that came of one question."""
 
-    calls: tuple[MadeCall, ...]  # of every round
+    calls: tuple[WrittenCall, ...]  # of every round
     answer: str
     accounts: tuple[Account, ...]  # of every request
 
@@ -79,6 +54,7 @@ class Session:
     async def ask(self, question: str, title: str) -> Turn:
         """Answered in words, after as many calls as the model makes in `MAX_ROUNDS` rounds. ServerError if refused.
 
+        A model that goes on calling is asked no more: the answer is what it said beside its last calls, perhaps "".
         `title` is the account's; those of further requests, after calls, are "answer".
         """
         self._messages.append({"role": "user", "content": question})
@@ -94,16 +70,21 @@ class Session:
 
     async def _request(self, title: str) -> Reply:
         reply = await _read(_stream(self._http, {**self._body, "messages": self._messages}), title, self._show)
-        self._messages.append(reply.message())
+        self._messages.append(assistant_message(reply.text, reply.calls))
         self._show("\n")
         return reply
 
 
-def _result(call: MadeCall, show: Show) -> Message:
+def parsed(call: WrittenCall) -> Call:
+    """The gateway has seen to it that the arguments are an object."""
+    return Call(name=call.name, arguments=msgspec.json.decode(call.arguments))
+
+
+def _result(call: WrittenCall, show: Show) -> Message:
     """Runs the tool."""
-    result = run_tool(call.parsed())
+    result = run_tool(parsed(call))
     show(f"{call.name} returns {result}\n")
-    return {"role": "tool", "tool_call_id": call.id, "content": result}
+    return result_message(call, result)
 
 
 async def _stream(http: httpx.AsyncClient, body: Mapping[str, object]) -> AsyncGenerator[dict]:
@@ -120,7 +101,7 @@ async def _stream(http: httpx.AsyncClient, body: Mapping[str, object]) -> AsyncG
 
 
 async def _read(stream: AsyncGenerator[dict], title: str, show: Show) -> Reply:
-    text, calls, last = "", list[MadeCall](), {}
+    text, calls, last = "", list[WrittenCall](), {}
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             for choice in chunk["choices"]:
@@ -135,11 +116,11 @@ async def _read(stream: AsyncGenerator[dict], title: str, show: Show) -> Reply:
     return Reply(text=text, calls=tuple(calls), account=_account(title, last))
 
 
-def _add(calls: list[MadeCall], part: Mapping, show: Show) -> None:
+def _add(calls: list[WrittenCall], part: Mapping, show: Show) -> None:
     """A part that has a name begins a call, the others go on with the arguments of the one at their index."""
     said = part["function"]
     if "name" in said:
-        calls.append(MadeCall(id=part["id"], name=said["name"], arguments=""))
+        calls.append(WrittenCall(id=part["id"], name=said["name"], arguments=""))
         show(f"calls {said['name']} ")
     call = calls[part["index"]]
     calls[part["index"]] = replace(call, arguments=call.arguments + said.get("arguments", ""))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from moonshard.experiments.demo.asking import Session, Turn, count_tokens
+from moonshard.experiments.demo.asking import Session, Turn, count_tokens, parsed
 from moonshard.experiments.demo.questions import DocumentQuestion, Question, document_question, weather_questions
 from moonshard.experiments.demo.tables import Account
 from moonshard.experiments.pocket.conversation import Call
@@ -72,7 +72,7 @@ async def _turn(session: Session, question: Question, prompt: str, title: str) -
     """`prompt` is what is sent: the question, perhaps with a document before it."""
     print(f"> {question.text}")
     turn = await session.ask(prompt, title)
-    print(verdict(question, turn.answer, [call.parsed() for call in turn.calls]))
+    print(verdict(question, turn.answer, [parsed(call) for call in turn.calls]))
     return turn
 
 

@@ -8,8 +8,9 @@ import json
 import re
 from collections.abc import Sequence
 
-from moonshard.experiments.evaluation.replies import Reply, WrittenCall
-from moonshard.experiments.pocket.conversation import Call, Round
+from moonshard.experiments.evaluation.replies import Reply
+from moonshard.experiments.pocket.conversation import Call, Message, Round
+from moonshard.experiments.turns import WrittenCall, result_message
 from moonshard.serving.tool_calls import ARGUMENTS_BEGIN, CALL_BEGIN, CALL_END, NAMES, SECTION_BEGIN, SECTION_END
 
 _BEGIN, _CALL, _ARGUMENTS, _CALL_END, _END = (
@@ -80,9 +81,6 @@ def _says_calls(reply: Reply) -> bool:
     return any(name in reply.content for name in NAMES.values())
 
 
-def tool_messages(reply: Reply, results: Sequence[str]) -> list[dict[str, object]]:
+def tool_messages(reply: Reply, results: Sequence[str]) -> list[Message]:
     """The results, as the client sends them."""
-    return [
-        {"role": "tool", "tool_call_id": call.id, "content": result}
-        for call, result in zip(reply.calls, results, strict=True)
-    ]
+    return [result_message(call, result) for call, result in zip(reply.calls, results, strict=True)]

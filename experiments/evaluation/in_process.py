@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from moonshard.experiments.evaluation.greedy import GreedyModel
-from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply, WrittenCall
+from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply
 from moonshard.experiments.pocket.corpus import Text
 from moonshard.experiments.pocket.tasks import MAX_ANSWER_TOKENS, MAX_CONTEXT_TOKENS, prompt_tokens
 from moonshard.models.generation import load_generation_defaults
 from moonshard.models.tokenizer import TokenIdError
 from moonshard.serving.detokenizer import Detokenizer
+from moonshard.experiments.turns import WrittenCall
 from moonshard.serving.tool_calls import ToolCallParser, call_marks
 
 

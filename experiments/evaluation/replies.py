@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moonshard.experiments.pocket.conversation import Message, Tool
+from moonshard.experiments.turns import WrittenCall, assistant_message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,15 +21,6 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenCall:
-    """A call as the assistant wrote it; its arguments are JSON that nobody has read yet."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
     """One turn. A section of calls that is not valid stands in `content`, its markers spelt out."""
 
@@ -37,12 +29,7 @@ class Reply:
 
     def message(self) -> Message:
         """As the client sends it back."""
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in self.calls
-        ]
-        said: Message = {"role": "assistant", "content": self.content or None}
-        return said | {"tool_calls": calls} if calls else said
+        return assistant_message(self.content, self.calls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

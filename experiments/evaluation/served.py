@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 
-from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply, WrittenCall
+from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply
 from moonshard.experiments.pocket.tasks import MAX_ANSWER_TOKENS
+from moonshard.experiments.turns import WrittenCall
 from moonshard.serving.terminal_chat import first_model
 
 TIMEOUT = httpx.Timeout(600.0, connect=5.0)  # a reply comes whole, at the end

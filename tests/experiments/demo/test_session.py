@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from moonshard.experiments.demo.asking import MAX_ROUNDS, Session, count_tokens
+from moonshard.experiments.demo.asking import MAX_ROUNDS, Session, count_tokens, parsed
 from moonshard.experiments.demo.questions import document_question, weather_questions
 from moonshard.experiments.demo.script import Script, ask_over_grpc, ask_over_http
 from moonshard.experiments.demo.tables import phase_rows
@@ -85,7 +85,7 @@ async def test_every_call_of_a_round_is_run_and_its_result_sent_back(http: httpx
         ("get_weather", {"city": "Lima"}),
     ]
     assert turn.answer == "Done."
-    results = [run_tool(call.parsed()) for call in turn.calls]
+    results = [run_tool(parsed(call)) for call in turn.calls]
     assert all(result in prompt_text(worker) for result in ["Let me look.", *results])
     assert "".join(shown) == (
         'Let me look.\ncalls get_weather {"city": "Oslo"}\ncalls get_weather {"city": "Lima"}\n'

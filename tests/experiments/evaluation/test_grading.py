@@ -3,8 +3,9 @@
 import pytest
 
 from moonshard.experiments.evaluation.grading import attempts_calls, has_whole_calls, is_answer, results_of
-from moonshard.experiments.evaluation.replies import Reply, WrittenCall
+from moonshard.experiments.evaluation.replies import Reply
 from moonshard.experiments.pocket.conversation import Call, Round
+from moonshard.experiments.turns import WrittenCall
 
 CALL = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
 TEXT = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"

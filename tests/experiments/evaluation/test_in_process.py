@@ -3,10 +3,11 @@
 import pytest
 
 from moonshard.experiments.evaluation.in_process import read
-from moonshard.experiments.evaluation.replies import Asked, WrittenCall
+from moonshard.experiments.evaluation.replies import Asked
 from moonshard.experiments.pocket.conversation import round_messages
 from moonshard.experiments.pocket.corpus import pocket_text
 from moonshard.experiments.pocket.tasks import prompt_tokens, tool_tasks
+from moonshard.experiments.turns import WrittenCall
 
 TEXT = pocket_text()
 

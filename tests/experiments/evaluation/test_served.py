@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from moonshard.experiments.evaluation.replies import Asked, NoReply, Reply, WrittenCall
+from moonshard.experiments.evaluation.replies import Asked, NoReply, Reply
 from moonshard.experiments.evaluation.served import Served
 from moonshard.experiments.pocket.tasks import MAX_ANSWER_TOKENS, tool_tasks
+from moonshard.experiments.turns import WrittenCall
 from moonshard.serving.config import ConfigError
 
 WAIT_S = 60
