@@ -42,8 +42,8 @@ def row_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
     """Each row's share, by its name.
 
     tool_json: of the turns in which calls were due or tried, those whose every call is complete; a turn without the
-    call that was due is none. tool_call: of all questions that declare tools, those with the right calls in every turn,
-    or none where none is due. tool_answer: of the questions that take calls, those with the right answer in the end.
+    call that was due is none. The other two are of the questions that take calls. tool_call: those with the right
+    function and arguments in every turn. tool_answer: those with the right answer in the end.
     """
     by_kind: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
@@ -56,9 +56,13 @@ def row_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
             num_right=sum(outcome.num_whole_call_turns for outcome in with_tools),
             num=sum(outcome.num_call_turns for outcome in with_tools),
         ),
-        "tool_call": Share(num_right=sum(outcome.has_right_calls for outcome in with_tools), num=len(with_tools)),
+        "tool_call": called(calling),
         "tool_answer": answered(calling),
     }
+
+
+def called(outcomes: Sequence[Outcome]) -> Share:
+    return Share(num_right=sum(outcome.has_right_calls for outcome in outcomes), num=len(outcomes))
 
 
 def answered(outcomes: Sequence[Outcome]) -> Share:
@@ -66,17 +70,21 @@ def answered(outcomes: Sequence[Outcome]) -> Share:
 
 
 def side_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
-    """Right answers where they are no row of their own, and how the tool questions divide."""
+    """Right answers where they are no row of their own, and how the tool questions divide.
+
+    no_tool_call: of the questions that declare tools and take no call, those in which none was made or tried. It stands
+    apart from tool_call, which who calls nothing must not gain by.
+    """
+    calling_none = [outcome for outcome in outcomes if outcome.task.kind in TOOL_KINDS and not outcome.task.rounds]
     kinds = {
         "unknown": [outcome for outcome in outcomes if outcome.task.kind == "unknown"],
         "talk": [outcome for outcome in outcomes if outcome.task.kind == "talk"],
         **{f"{kind}_answer": [outcome for outcome in outcomes if outcome.task.kind == kind] for kind in TOOL_KINDS},
-        "no_tool_answer": [
-            outcome for outcome in outcomes if outcome.task.kind in TOOL_KINDS and not outcome.task.rounds
-        ],
+        "no_tool_answer": calling_none,
         "two_round_answer": [outcome for outcome in outcomes if len(outcome.task.rounds) > 1],
     }
-    return {name: answered(some) for name, some in kinds.items() if some}
+    shares = {"no_tool_call": called(calling_none)} | {name: answered(some) for name, some in kinds.items()}
+    return {name: share for name, share in shares.items() if share.num}
 
 
 def depth_shares(outcomes: Sequence[Outcome]) -> dict[str, list[float | None]]:

@@ -62,7 +62,8 @@ def test_every_row_is_asked_and_the_json_has_the_six_shares_and_details(pocket, 
     assert all(isinstance(told[row], float) and 0 <= told[row] <= 1 for row in ROWS)
     details = told["details"]
     assert [details["rows"][row]["num"] for row in ROWS[:3]] == [5, 5, 5]
-    assert (details["rows"]["tool_call"]["num"], details["rows"]["tool_answer"]["num"]) == (7, 5)
+    assert (details["rows"]["tool_call"]["num"], details["rows"]["tool_answer"]["num"]) == (5, 5)
+    assert details["beside"]["no_tool_call"]["num"] == 2
     assert details["rows"]["tool_json"]["num"] >= 5
     assert (details["beside"]["unknown"]["num"], details["beside"]["talk"]["num"]) == (3, 2)
     assert (details["seed"], details["dtype"], details["model"]) == (3, "float32", str(pocket))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from moonshard.experiments.evaluation.figures import Share, errors, row_shares
+from moonshard.experiments.evaluation.figures import Share, errors, row_shares, side_shares
 from moonshard.experiments.evaluation.interview import Outcome, interview
 from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply
 from moonshard.experiments.pocket.conversation import Round
@@ -57,7 +57,9 @@ def ask(turn: Turn) -> tuple[list[Outcome], Scripted]:
 
 
 def figures(turn: Turn) -> dict[str, float | None]:
-    return {row: share.value for row, share in row_shares(ask(turn)[0]).items()}
+    """The rows and what stands beside them."""
+    outcomes, _ = ask(turn)
+    return {name: share.value for name, share in (row_shares(outcomes) | side_shares(outcomes)).items()}
 
 
 def test_who_knows_everything_gets_everything_right():
@@ -68,8 +70,9 @@ def test_who_knows_everything_gets_everything_right():
     shares = row_shares(outcomes)
     num_rounds = sum(len(task.rounds) for task in TASKS)
     assert shares["tool_json"] == Share(num_right=num_rounds, num=num_rounds)
-    assert (shares["tool_call"].num, shares["tool_answer"].num, shares["recall_512"].num) == (30, 24, 10)
+    assert (shares["tool_call"].num, shares["tool_answer"].num, shares["recall_512"].num) == (24, 24, 10)
     assert shares["recall_4000"].value is None
+    assert side_shares(outcomes)["no_tool_call"] == Share(num_right=6, num=6)
 
 
 def test_results_go_back_for_the_calls_as_they_were_written():
@@ -88,8 +91,7 @@ def test_results_go_back_for_the_calls_as_they_were_written():
 
 def test_who_never_calls_fails_all_but_the_questions_that_take_no_call():
     found = figures(lambda task, turn: Reply(content=task.answer))
-    assert found["tool_json"] == 0
-    assert found["tool_call"] == 6 / 30
+    assert (found["tool_json"], found["tool_call"], found["no_tool_call"]) == (0, 0, 1)
     assert found["tool_answer"] == 0  # right words, but nobody asked the tool
     assert found["recall_512"] == 1
 
@@ -97,7 +99,16 @@ def test_who_never_calls_fails_all_but_the_questions_that_take_no_call():
 def test_who_always_calls_fails_the_questions_that_take_no_call():
     any_call = WrittenCall(id="x", name="nothing", arguments="{}")
     found = figures(lambda task, turn: perfect(task, turn) if task.rounds else Reply(content="", calls=(any_call,)))
-    assert (found["tool_json"], found["tool_call"], found["tool_answer"]) == (1, 24 / 30, 1)
+    assert (found["tool_json"], found["tool_call"], found["tool_answer"]) == (1, 1, 1)
+    assert (found["no_tool_call"], found["no_tool_answer"]) == (0, 0)
+
+
+def test_a_call_that_is_only_tried_is_a_call_where_none_is_due():
+    def trying(task: Task, turn: int) -> Reply:
+        return perfect(task, turn) if task.rounds else Reply(content=task.answer + "<|tool_call_begin|>")
+
+    found = figures(trying)
+    assert (found["tool_call"], found["no_tool_call"]) == (1, 0)
 
 
 def test_one_call_too_many_at_the_end_is_a_wrong_call_and_a_wrong_answer():
@@ -117,7 +128,7 @@ def test_a_wrong_call_ends_the_task():
     shares = row_shares(outcomes)
     assert shares["tool_json"] == Share(num_right=0, num=24)
     assert shares["tool_answer"] == Share(num_right=0, num=24)
-    assert shares["tool_call"] == Share(num_right=6, num=30)
+    assert shares["tool_call"] == Share(num_right=0, num=24)
 
 
 def test_a_wrong_final_answer_spoils_the_answer_and_not_the_call():
@@ -126,6 +137,7 @@ def test_a_wrong_final_answer_spoils_the_answer_and_not_the_call():
 
     found = figures(mumble)
     assert (found["tool_json"], found["tool_call"], found["tool_answer"], found["recall_512"]) == (1, 1, 0, 0)
+    assert (found["no_tool_call"], found["no_tool_answer"]) == (1, 0)
 
 
 @pytest.mark.parametrize("at_turn", [0, 1])
@@ -137,7 +149,7 @@ def test_a_turn_without_reply_counts_as_wrong_and_is_told(at_turn):
     shares = row_shares(outcomes)
     assert len(outcomes) == len(TASKS)
     assert shares["tool_answer"] == Share(num_right=0, num=24)
-    assert shares["tool_call"] == Share(num_right=6, num=30)
+    assert shares["tool_call"] == Share(num_right=0, num=24)
     num_due = 24 + at_turn * sum(len(task.rounds) == 2 for task in TASKS)
     assert shares["tool_json"].num == num_due
     assert shares["tool_json"].num_right == (24 if at_turn else 0)
