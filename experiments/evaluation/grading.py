@@ -46,12 +46,16 @@ def has_whole_calls(reply: Reply) -> bool:
 
 
 def parsed_object(text: str) -> dict[str, object] | None:
-    """None where it is no JSON object."""
+    """None where it is no JSON object. NaN and Infinity are none, as in the parser that serves."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def results_of(reply: Reply, expected: Round) -> list[str] | None:

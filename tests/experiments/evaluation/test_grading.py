@@ -1,11 +1,27 @@
 """Graders tell right from wrong, and nothing but the meaning of a call counts."""
 
+import math
+
 import pytest
 
-from moonshard.experiments.evaluation.grading import attempts_calls, has_whole_calls, is_answer, results_of
+from moonshard.experiments.evaluation.grading import (
+    attempts_calls,
+    has_whole_calls,
+    is_answer,
+    parsed_object,
+    results_of,
+)
 from moonshard.experiments.evaluation.replies import Reply
 from moonshard.experiments.pocket.conversation import Call, Round
 from moonshard.experiments.turns import WrittenCall
+from moonshard.serving.tool_calls import (
+    ARGUMENTS_BEGIN,
+    CALL_BEGIN,
+    CALL_END,
+    SECTION_BEGIN,
+    SECTION_END,
+    ToolCallParser,
+)
 
 CALL = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
 TEXT = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
@@ -91,6 +107,7 @@ def test_calls_with_json_objects_are_whole(whole):
         reply(content=TEXT.format("")),
         reply(content=TEXT.format(CALL.replace('{"a": 1}', '{"a": 1'))),
         reply(content=TEXT.format(CALL.replace('{"a": 1}', "[1]"))),
+        reply(content=TEXT.format(CALL.replace("1", "NaN"))),
         reply(content=TEXT.format(CALL + CALL.replace('{"a": 1}', "a"))),
         reply(content=TEXT.format(CALL).removesuffix("<|tool_calls_section_end|>")),
         reply(content=TEXT.format(CALL.replace("<|tool_call_end|>", ""))),
@@ -99,7 +116,23 @@ def test_calls_with_json_objects_are_whole(whole):
         reply(written(), content=TEXT.format(CALL) + "<|tool_call_end|>"),
         reply(written(), content=TEXT.format(CALL.replace('{"a": 1}', "a"))),
         reply(written(arguments="1")),
+        reply(written(arguments='{"a": NaN}')),
+        reply(written(arguments='{"a": [-Infinity]}')),
     ],
 )
 def test_calls_that_are_cut_off_or_no_json_are_not_whole(broken):
     assert not has_whole_calls(broken)
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": NaN}', '{"a": Infinity}', '{"a": [-Infinity]}', "{", "[]", "null", '{"a": 1}']
+)
+def test_arguments_are_an_object_exactly_where_the_serving_parser_takes_them(arguments):
+    section = CALL_BEGIN + "functions.add:0" + ARGUMENTS_BEGIN + arguments + CALL_END
+    parsed = ToolCallParser(["add"]).push(SECTION_BEGIN + section + SECTION_END)
+    assert (parsed_object(arguments) is not None) == bool(parsed.calls)
+
+
+def test_a_call_with_nan_is_not_even_the_expected_one():
+    nan = Round(calls=(Call(name="add", arguments={"a": math.nan}),), results=("r",))
+    assert results_of(reply(written(arguments='{"a": NaN}')), nan) is None
