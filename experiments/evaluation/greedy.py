@@ -4,67 +4,70 @@ Nothing of scheduler, engine or transfer is here, so that what they serve can be
 alike share their whole blocks of KV: these are computed once, and stay until the pages are full.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Int
 
-from moonshard.kv.pages import allocate_pages
-from moonshard.models import kimi, weights
+from moonshard.experiments.evaluation.greedy_blocks import BLOCK_SIZE, Blocks, Placed, num_blocks_of
+from moonshard.kv.pages import Pages, allocate_pages
+from moonshard.models import kimi, moe, weights
 from moonshard.models.spec import ModelError, matmul_precision
 from moonshard.serving.loading import backend_for, open_model
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
-BLOCK_SIZE = 64  # tokens, and the queries of a row
-NUM_ROWS = 16  # of a prefill step
+NUM_ROWS = 16  # of a prefill step, each of up to BLOCK_SIZE queries
 NUM_SLOTS = 48  # sequences decoded together
-ROOT = -1  # the block before the first
+
+Drawn = tuple[Int[Array, "n"], Pages, Int[Array, "moe_layers e"]]  # of a step: tokens, pages, tokens of each expert
+Step = Callable[[kimi.Weights[Array], Pages, kimi.Batch, Int[np.ndarray, "n"]], Drawn]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """A prompt with its blocks, of which the first `num_known` hold its beginning already."""
+def build_step(config: kimi.KimiConfig, backend: moe.Backend, precision: str) -> Step:
+    """A jitted `greedy_step`. The pages that it is given are donated."""
 
-    tokens: Sequence[int]
-    blocks: tuple[int, ...]
-    num_known: int
+    @partial(jax.jit, donate_argnums=1)
+    def step(loaded: kimi.Weights[Array], pages: Pages, batch: kimi.Batch, last: Int[Array, "n"]) -> Drawn:
+        with jax.default_matmul_precision(precision):
+            return greedy_step(config, backend, loaded, pages, batch, last)
+
+    return step
 
 
-@dataclass(slots=True)
-class _Blocks:
-    """Which blocks are free, and which hold what: by the block before it and its own tokens."""
+def greedy_step(
+    config: kimi.KimiConfig,
+    backend: moe.Backend,
+    loaded: kimi.Weights[Array],
+    pages: Pages,
+    batch: kimi.Batch,
+    last: Int[Array, "n"],
+) -> Drawn:
+    """The likeliest token after the one at `last` in each row."""
+    hidden, pages, seen = kimi.forward(config, loaded, pages, batch, backend=backend, observe=True)
+    tokens = kimi.unembed(loaded, hidden[jnp.arange(len(last)), last]).argmax(axis=-1)
+    loads = jnp.zeros(loads_shape(config), jnp.int32)
+    if seen is not None and seen.experts is not None:
+        loads = add_choices(loads, seen.experts, batch.positions)
+    return tokens, pages, loads
 
-    num_blocks: int
-    known: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
-    free: list[int] = field(default_factory=list)
 
-    def forget(self) -> None:
-        self.known.clear()
-        self.free = list(range(self.num_blocks))
+def add_choices(
+    loads: Int[Array, "moe_layers e"], experts: Int[Array, "moe_layers tokens k"], positions: Int[Array, "n t"]
+) -> Int[Array, "moe_layers e"]:
+    """Counts each expert's tokens (n·t of them), those of padding left out: their position is -1."""
+    layers = jnp.arange(len(experts))[:, None, None]
+    return loads.at[layers, experts].add((positions.reshape(-1) >= 0)[:, None])
 
-    def place(self, tokens: Sequence[int], num_tokens: int) -> _Sequence:
-        """Blocks for a prompt that may grow to `num_tokens`. Its own whole blocks are known from now on.
 
-        Those that the last token lies in are not: it has to be computed to see what follows it.
-        """
-        blocks: list[int] = []
-        num_known = 0
-        for start in range(0, (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE):
-            key = (blocks[-1] if blocks else ROOT, tuple(tokens[start : start + BLOCK_SIZE]))
-            num_known += key in self.known
-            if key not in self.known:
-                self.known[key] = self.free.pop()
-            blocks.append(self.known[key])
-        blocks += [self.free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE) - len(blocks))]
-        return _Sequence(tokens, tuple(blocks), num_known)
-
-    def release(self, sequence: _Sequence) -> None:
-        """The blocks that nobody else can know."""
-        self.free += sequence.blocks[(len(sequence.tokens) - 1) // BLOCK_SIZE :]
+def loads_shape(config: kimi.KimiConfig) -> tuple[int, int]:
+    """Layers with experts, experts."""
+    return config.num_moe_layers, config.n_routed_experts or 1
 
 
 class GreedyModel:
@@ -82,11 +85,10 @@ class GreedyModel:
         weights.check_shapes(params, checkpoint)
         self.fingerprint = checkpoint.fingerprint
         self.num_computed_tokens = 0  # of prompts
-        self.expert_loads = np.zeros((config.num_moe_layers, config.n_routed_experts or 1), np.int64)
+        self.expert_loads = np.zeros(loads_shape(config), np.int64)
         self._max_tokens = max_context_tokens
-        self._width = -(-max_context_tokens // BLOCK_SIZE)
-        self._blocks = _Blocks(NUM_SLOTS * self._width)
-        self._blocks.forget()
+        self._width = num_blocks_of(max_context_tokens)  # of a block table
+        self._blocks = Blocks(NUM_SLOTS * self._width)
         self._weights = weights.load(params, checkpoint, dtype, mesh)
         self._pages = allocate_pages(
             self._blocks.num_blocks,
@@ -97,20 +99,7 @@ class GreedyModel:
             sharding=replicated(mesh),
         )
         backend = backend_for(mesh.devices.flat[0].platform, mesh.size)
-        precision = matmul_precision(dtype)
-
-        def step(weights, pages, batch, last):
-            """The likeliest token after the `last` of each row, the pages, and each expert's number of tokens."""
-            with jax.default_matmul_precision(precision):
-                hidden, pages, seen = kimi.forward(config, weights, pages, batch, backend=backend, observe=True)
-                tokens = kimi.unembed(weights, hidden[jnp.arange(len(last)), last]).argmax(axis=-1)
-            loads = jnp.zeros(self.expert_loads.shape, jnp.int32)
-            if seen is not None and seen.experts is not None:
-                layers = jnp.arange(len(seen.experts))[:, None, None]
-                loads = loads.at[layers, seen.experts].add((batch.positions.reshape(-1) >= 0)[:, None])
-            return tokens, pages, loads
-
-        self._step = jax.jit(step, donate_argnums=1)
+        self._step = build_step(config, backend, matmul_precision(dtype))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Collection[int]
@@ -132,7 +121,7 @@ class GreedyModel:
     def _together(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: frozenset[int]
     ) -> list[tuple[int, ...]]:
-        if len(self._blocks.free) < sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts):
+        if len(self._blocks.free) < sum(num_blocks_of(len(prompt) + max_tokens) for prompt in prompts):
             self._blocks.forget()
         placed = [self._blocks.place(prompt, len(prompt) + max_tokens) for prompt in prompts]
         first = self._prefill(placed)
@@ -141,7 +130,7 @@ class GreedyModel:
             self._blocks.release(sequence)
         return answers
 
-    def _prefill(self, placed: Sequence[_Sequence]) -> list[int]:
+    def _prefill(self, placed: Sequence[Placed]) -> list[int]:
         """Computes what is not known yet, in order; the first token of each answer."""
         rows = [
             (number, start)
@@ -166,7 +155,7 @@ class GreedyModel:
         return first
 
     def _decode(
-        self, placed: Sequence[_Sequence], first: Sequence[int], max_tokens: int, stops: frozenset[int]
+        self, placed: Sequence[Placed], first: Sequence[int], max_tokens: int, stops: frozenset[int]
     ) -> list[tuple[int, ...]]:
         answers: list[list[int]] = [[] for _ in placed]
         drawn = {number: token for number, token in enumerate(first) if token not in stops}

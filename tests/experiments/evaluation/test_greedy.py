@@ -7,7 +7,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from moonshard.experiments.evaluation.greedy import BLOCK_SIZE, NUM_SLOTS, GreedyModel
+from moonshard.experiments.evaluation.greedy import NUM_SLOTS, GreedyModel
+from moonshard.experiments.evaluation.greedy_blocks import BLOCK_SIZE
 from moonshard.models.score import score
 from moonshard.models.spec import ModelError
 
