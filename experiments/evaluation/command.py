@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,19 +18,19 @@ from moonshard.experiments.evaluation.replies import Answerer
 from moonshard.experiments.evaluation.report import Evaluation, footnotes, table, to_json
 from moonshard.experiments.evaluation.served import Served
 from moonshard.experiments.pocket.corpus import POCKET, Text
-from moonshard.experiments.pocket.tasks import Task, recall_tasks, talk_tasks, tool_tasks
-from moonshard.models.tokenizer import load_tokenizer
-from moonshard.serving.chat import load_chat_template
+from moonshard.experiments.pocket.tasks import Task, prompt_tokens, recall_tasks, talk_tasks, tool_tasks
+from moonshard.models.tokenizer import TextError, load_tokenizer
+from moonshard.serving.chat import TemplateError, load_chat_template
 from moonshard.serving.config import ConfigError
 from moonshard.serving.startup import prepare_jax
 from moonshard.sharding.shape import MeshShape
 
-INTERRUPTED = 130
+UNWRITTEN, INTERRUPTED = 1, 130  # exit codes
 Dtype = Literal["float32", "bfloat16"]
 
 
 def evaluate(
-    model: Path = POCKET,
+    model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     url: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
     seed: int = 0,
     num: int = 200,
@@ -43,7 +44,7 @@ def evaluate(
         model: the checkpoint's folder; by default the embedded model. With --url only its tokenizer and template count.
         url: a running server's HTTP API, to be asked instead of the model in this process.
         seed: another one asks other questions.
-        num: questions of each row, at least 1; of tools a quarter as many more that take no call.
+        num: questions of each row, at least 1; recall rounds up to a multiple of 5, tools add a quarter without a call.
         rows: some of recall_512, recall_2048, recall_4000, tool_json, tool_call, tool_answer; by default all.
         json_file: where to write shares and details.
         dtype: what to compute in, without --url.
@@ -53,12 +54,13 @@ def evaluate(
     wanted = read_rows(rows)
     if json_file is not None:
         _check_writable(json_file)
-    text = text_of(model)
-    with answering(model, url, text, dtype) as answerer:
+    folder = POCKET if model is None else model
+    text = text_of(folder)
+    with answering(folder, url, text, dtype) as answerer, naming(folder):
         evaluation = run(answerer, question_sets(text, seed, num, wanted), seed, num)
     show(evaluation)
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_json(evaluation), indent=1) + "\n")
+    if json_file is not None and not write(evaluation, json_file):
+        return UNWRITTEN
     return INTERRUPTED if evaluation.is_interrupted else 0
 
 
@@ -71,11 +73,26 @@ def read_rows(text: str) -> tuple[str, ...]:
 
 
 def text_of(folder: Path) -> Text:
-    """What renders and counts the prompts. ConfigError for a folder without; TokenizerError, TemplateFileError."""
+    """What renders and counts the prompts, after it rendered one. ConfigError where the folder has none or it fails.
+
+    Raises TokenizerError and TemplateFileError too.
+    """
     tokenizer, template = load_tokenizer(folder), load_chat_template(folder)
     if tokenizer is None or template is None:
         raise ConfigError([f"--model {folder}: no {'tokenizer' if tokenizer is None else 'chat template'} there"])
-    return Text(tokenizer=tokenizer, template=template)
+    text = Text(tokenizer=tokenizer, template=template)
+    with naming(folder):
+        prompt_tokens(text, [{"role": "user", "content": "Hello."}])
+    return text
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """A template that parses may still fail to render: then ConfigError, which names the folder."""
+    try:
+        yield
+    except (TemplateError, TextError) as error:
+        raise ConfigError([f"--model {folder}: {error}"]) from error
 
 
 def question_sets(text: Text, seed: int, num: int, rows: tuple[str, ...]) -> Mapping[str, Callable[[], list[Task]]]:
@@ -143,8 +160,18 @@ def show(evaluation: Evaluation) -> None:
         console.print(note, markup=False)
 
 
+def write(evaluation: Evaluation, out: Path) -> bool:
+    """The JSON. Whether it could be written, after a word on stderr where it could not: the table is there already."""
+    try:
+        out.write_text(json.dumps(to_json(evaluation), indent=1) + "\n")
+    except OSError as error:
+        sys.stderr.write(f"moonshard: --json {out}: {error.strerror}\n")
+        return False
+    return True
+
+
 def _check_writable(out: Path) -> None:
-    """Better known before the questions than after them."""
-    place = out if out.exists() else out.parent
-    if out.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+    """Better known before the questions than after them. A full disk shows only then."""
+    place = out if os.path.exists(out) else out.parent  # Path.exists raises for a name that is too long
+    if os.path.isdir(out) or not os.access(place, os.W_OK):
         raise ConfigError([f"--json {out}: cannot be written"])

@@ -1,4 +1,7 @@
-"""The model answers in this process: template, tokens and calls as the gateway makes them, greedy decoding."""
+"""The model answers in this process: template, tokens and calls as the gateway makes them, greedy decoding.
+
+What a gateway answers with an error is that question's `NoReply` here as well.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,11 +13,14 @@ from moonshard.experiments.evaluation.greedy import GreedyModel
 from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply
 from moonshard.experiments.pocket.corpus import Text
 from moonshard.experiments.pocket.tasks import MAX_ANSWER_TOKENS, MAX_CONTEXT_TOKENS, prompt_tokens
-from moonshard.models.generation import load_generation_defaults
-from moonshard.models.tokenizer import TokenIdError
-from moonshard.serving.detokenizer import Detokenizer
 from moonshard.experiments.turns import WrittenCall
+from moonshard.models.generation import load_generation_defaults
+from moonshard.models.tokenizer import TextError, TokenIdError
+from moonshard.serving.chat import TemplateError
+from moonshard.serving.detokenizer import Detokenizer
 from moonshard.serving.tool_calls import ToolCallParser, call_marks
+
+MAX_PROMPT_TOKENS = MAX_CONTEXT_TOKENS - MAX_ANSWER_TOKENS
 
 
 class InProcess:
@@ -24,16 +30,33 @@ class InProcess:
         self._model = GreedyModel(folder, dtype, MAX_CONTEXT_TOKENS)
         self._text = text
         self._stops = load_generation_defaults(folder).stop_token_ids
-        self.identity = Identity(model=str(folder), fingerprint=self._model.fingerprint, dtype=dtype)
+        self.identity = Identity(model=folder.resolve().name, fingerprint=self._model.fingerprint, dtype=dtype)
 
     def router_load(self) -> list[float]:
         loads = self._model.expert_loads
         return [float(load) for load in loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1)]
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply | NoReply]:
-        prompts = [prompt_tokens(self._text, each.messages, each.tools) for each in asked]
-        answers = self._model.generate(prompts, MAX_ANSWER_TOKENS, self._stops)
-        return [read(self._text, each, tokens) for each, tokens in zip(asked, answers, strict=True)]
+        prompts = [prompt_of(self._text, each) for each in asked]
+        possible = [prompt for prompt in prompts if not isinstance(prompt, NoReply)]
+        answers = iter(self._model.generate(possible, MAX_ANSWER_TOKENS, self._stops))
+        return [
+            prompt if isinstance(prompt, NoReply) else read(self._text, each, next(answers))
+            for each, prompt in zip(asked, prompts, strict=True)
+        ]
+
+
+def prompt_of(text: Text, asked: Asked) -> list[int] | NoReply:
+    """The prompt's tokens, or why there can be no answer."""
+    try:
+        tokens = prompt_tokens(text, asked.messages, asked.tools)
+    except (TemplateError, TextError) as error:
+        return NoReply(error=str(error))
+    if not tokens:
+        return NoReply(error="the prompt is empty")
+    if len(tokens) > MAX_PROMPT_TOKENS:
+        return NoReply(error=f"the prompt has more than {MAX_PROMPT_TOKENS} tokens")
+    return tokens
 
 
 def read(text: Text, asked: Asked, tokens: Sequence[int]) -> Reply:

@@ -1,6 +1,7 @@
 """`moonshard eval` from its arguments to its exit code, table and JSON."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from moonshard.experiments.pocket.corpus import POCKET, pocket_text
 from moonshard.experiments.pocket.tasks import talk_tasks
 from moonshard.serving import cli
 from moonshard.serving.config import ConfigError
-from tests.experiments.evaluation.random_pocket import write_random_pocket
 
 pytestmark = pytest.mark.xdist_group("jax")
 TALK = talk_tasks(0, 100)
@@ -41,9 +41,29 @@ class Interrupted:
         return [Reply(content="Hm.") for _ in asked]
 
 
-@pytest.fixture(scope="session")
-def pocket(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_pocket(tmp_path_factory.mktemp("random") / "pocket")
+class There(Interrupted):
+    """At any URL."""
+
+    def __init__(self, url: str):
+        super().__init__()
+
+    def __enter__(self) -> "There":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a server that answers once, and then is interrupted."""
+    monkeypatch.setattr(command, "Served", There)
+    return "http://there"
+
+
+@pytest.fixture
+def copy(pocket: Path, tmp_path: Path) -> Path:
+    """The random model, to be damaged."""
+    return shutil.copytree(pocket, tmp_path / "copy")
 
 
 def run(*arguments: object) -> int:
@@ -66,13 +86,14 @@ def test_every_row_is_asked_and_the_json_has_the_six_shares_and_details(pocket, 
     assert details["beside"]["no_tool_call"]["num"] == 2
     assert details["rows"]["tool_json"]["num"] >= 5
     assert (details["beside"]["unknown"]["num"], details["beside"]["talk"]["num"]) == (3, 2)
-    assert (details["seed"], details["dtype"], details["model"]) == (3, "float32", str(pocket))
+    assert (details["seed"], details["dtype"], details["model"]) == (3, "float32", pocket.name)
     assert len(details["fingerprint"]) >= 32
     assert len(details["router_load"]) == 1
     assert all(1 < load <= 8 / 2 for load in details["router_load"])  # experts, of which each token takes two
     printed = capsys.readouterr()
     assert all(row in printed.out for row in ROWS)
-    assert "seed 3" in printed.out
+    assert f"{pocket.name}, float32, seed 3" in printed.out
+    assert str(pocket.parent) not in printed.out
     assert "recall_512: 6 questions" in printed.err
 
 
@@ -92,6 +113,7 @@ def test_rows_that_were_not_asked_have_no_share(pocket, tmp_path, capsys):
         (["--num", 0], "--num 0: at least 1"),
         (["--url", "http://127.0.0.1:9"], "no server answers"),
         (["--json", "/nowhere/out.json"], "cannot be written"),
+        (["--json", "x" * 300 + "/out.json"], "cannot be written"),
         (["--model", "/nowhere"], "no tokenizer there"),
     ],
 )
@@ -103,6 +125,56 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(arguments, message, 
     assert not printed.out
 
 
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that is said of what the user can mend."""
+    assert run(*arguments) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    (line,) = printed.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('nothing pleases me') }}", "nothing pleases me"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more work than"),
+        ("{{ messages.__class__ }}", "unsafe"),
+    ],
+    ids=["raises", "loops", "reaches out"],
+)
+def test_a_template_that_fails_is_named_before_the_model_is_loaded(template, said, copy, capsys):
+    (copy / "chat_template.jinja").write_text(template)
+    (copy / "model.safetensors").unlink()
+    line = refused(capsys, "--model", copy)
+    assert str(copy) in line
+    assert said in line
+
+
+def test_a_template_that_fails_for_some_questions_only_is_named(there, copy, capsys):
+    template = copy / "chat_template.jinja"
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
+    template.write_text(refuses + template.read_text())
+    line = refused(capsys, "--model", copy, "--url", there, "--rows", "recall_512", "--num", 15)
+    assert str(copy) in line
+    assert "no system, please" in line
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"])
+def test_a_damaged_file_is_named(name, copy, capsys):
+    content = (copy / name).read_bytes()
+    (copy / name).write_bytes(content[: len(content) // 2])
+    assert str(copy / name) in refused(capsys, "--model", copy)
+
+
+def test_a_file_that_cannot_be_written_in_the_end_costs_no_table(there, capsys):
+    assert run("--url", there, "--num", 50, "--json", "/dev/full") == 1
+    printed = capsys.readouterr()
+    assert "Held-out questions" in printed.out
+    assert "recall_512" in printed.out
+    assert printed.err.splitlines()[-1] == "moonshard: --json /dev/full: No space left on device"
+
+
 def test_an_interrupted_evaluation_shows_what_is_there():
     evaluation = command.run(Interrupted(), {"talk": lambda: TALK}, seed=0, num=1)
     assert evaluation.is_interrupted
@@ -112,19 +184,9 @@ def test_an_interrupted_evaluation_shows_what_is_there():
     assert told["details"]["beside"]["talk"]["num"] == len(evaluation.outcomes)
 
 
-def test_an_interrupted_evaluation_is_written_and_ends_with_130(tmp_path, monkeypatch, capsys):
-    class There(Interrupted):
-        def __init__(self, url: str):
-            super().__init__()
-
-        def __enter__(self) -> "There":
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-    monkeypatch.setattr(command, "Served", There)
+def test_an_interrupted_evaluation_is_written_and_ends_with_130(there, tmp_path, capsys):
     out = tmp_path / "out.json"
-    assert run("--url", "http://there", "--num", 50, "--json", out) == 130
+    assert run("--url", there, "--num", 50, "--json", out) == 130
     assert json.loads(out.read_text())["details"]["is_interrupted"]
     assert "Interrupted" in capsys.readouterr().out
 
@@ -133,6 +195,15 @@ def test_a_folder_without_a_chat_template_is_named(tmp_path):
     (tmp_path / "tokenizer.json").symlink_to(POCKET / "tokenizer.json")
     with pytest.raises(ConfigError, match="no chat template there"):
         command.text_of(tmp_path)
+
+
+def test_help_shows_no_path_of_this_machine(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")  # no path is broken
+    with pytest.raises(SystemExit):
+        run("--help")
+    printed = capsys.readouterr().out
+    assert "by default the embedded model" in printed
+    assert str(POCKET.parent) not in printed
 
 
 def test_help_comes_without_a_device_library():

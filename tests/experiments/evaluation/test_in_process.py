@@ -2,12 +2,13 @@
 
 import pytest
 
-from moonshard.experiments.evaluation.in_process import read
-from moonshard.experiments.evaluation.replies import Asked
+from moonshard.experiments.evaluation.in_process import MAX_PROMPT_TOKENS, InProcess, prompt_of, read
+from moonshard.experiments.evaluation.replies import Asked, NoReply, Reply
 from moonshard.experiments.pocket.conversation import round_messages
-from moonshard.experiments.pocket.corpus import pocket_text
+from moonshard.experiments.pocket.corpus import Text, pocket_text
 from moonshard.experiments.pocket.tasks import prompt_tokens, tool_tasks
 from moonshard.experiments.turns import WrittenCall
+from moonshard.serving.chat import ChatTemplate
 
 TEXT = pocket_text()
 
@@ -72,3 +73,33 @@ def test_a_reply_is_sent_back_as_an_openai_client_does():
         "content": None,
         "tool_calls": [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
     }
+
+
+def asked_of_length(num_tokens: int) -> Asked:
+    """A question whose prompt has so many tokens."""
+    said = ({"role": "user", "content": ""},)
+    rest = num_tokens - len(prompt_tokens(TEXT, said))
+    asked = Asked(messages=({"role": "user", "content": " the" * rest},))
+    assert len(prompt_tokens(TEXT, asked.messages)) == num_tokens
+    return asked
+
+
+@pytest.mark.xdist_group("jax")
+def test_a_prompt_beyond_the_context_is_a_missing_reply_and_the_others_are_answered(pocket):
+    model = InProcess(pocket, TEXT, "float32")
+    short, longest, beyond = map(asked_of_length, (30, MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS + 1))
+    one, refused, other = model.answer([longest, beyond, short])
+    assert refused == NoReply(error=f"the prompt has more than {MAX_PROMPT_TOKENS} tokens")
+    assert isinstance(one, Reply)
+    assert [one, other] == model.answer([longest, short])
+    assert model.answer([beyond]) == [refused]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"), [("{{ raise_exception('no') }}", "the model's chat template failed: no"), ("", "empty")]
+)
+def test_a_question_without_a_prompt_is_a_missing_reply(template, said):
+    text = Text(tokenizer=TEXT.tokenizer, template=ChatTemplate(template, {}))
+    prompt = prompt_of(text, Asked(messages=({"role": "user", "content": "How many?"},)))
+    assert isinstance(prompt, NoReply)
+    assert said in prompt.error
