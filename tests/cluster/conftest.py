@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,18 +158,26 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
+@contextmanager
+def running(**overrides: object) -> Iterator[Cluster]:
+    """A cluster that ends well after the block, however the block ends."""
+    started = start_cluster(**overrides)
+    try:
+        yield started
+    finally:
+        assert stop_cluster(started) == 0
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    started = start_cluster()
-    yield started
-    assert stop_cluster(started) == 0
+    with running() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
 def aggregated() -> Iterator[Cluster]:
-    started = start_cluster(**AGGREGATED)
-    yield started
-    assert stop_cluster(started) == 0
+    with running(**AGGREGATED) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import pytest
 
 from moonshard.serving.request import Sampling
 from tests.agreement import assert_drawn_from, reference
-from tests.cluster.conftest import BLOCK_BYTES, BLOCK_SIZE, Cluster, start_cluster, stop_cluster, wait_until
+from tests.cluster.conftest import BLOCK_BYTES, BLOCK_SIZE, Cluster, running, wait_until
 from tests.cluster.test_cluster_pd_tokens import IDLE_WITHIN_S, KINDS, NUM_TOKENS, generate
 from tests.engine_room import long_text
 
@@ -68,9 +68,8 @@ def counted(cluster: Cluster, name: str) -> float:
 @pytest.fixture(scope="module")
 def streaming() -> Iterator[Cluster]:
     """KV over a gRPC stream; short prompts are not handed over."""
-    started = start_cluster(**{"kv.transport": "grpc", "routing.local_prefill_max_tokens": LOCAL_TOKENS})
-    yield started
-    assert stop_cluster(started) == 0
+    with running(**{"kv.transport": "grpc", "routing.local_prefill_max_tokens": LOCAL_TOKENS}) as started:
+        yield started
 
 
 @pytest.mark.parametrize("kind", ["greedy", "all"])
