@@ -44,6 +44,15 @@ def model_path(kimi_folder: Path) -> Path:
     return kimi_folder
 
 
+def with_file(folder: Path, out: Path, name: str, text: str) -> Path:
+    """The folder's files linked into `out`, but for one that has this text. Returns `out`."""
+    for path in folder.iterdir():
+        if path.name != name:
+            (out / path.name).symlink_to(path)
+    (out / name).write_text(text)
+    return out
+
+
 @pytest.fixture
 async def running(
     worker: FakeWorker, gateway_config: GatewayConfig, model_path: Path, keep_alive_s: float

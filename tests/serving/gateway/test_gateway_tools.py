@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from moonshard.models.tokenizer import load_tokenizer
 from moonshard.serving.gateway.main import RunningGateway
 from moonshard.serving.tool_calls import NAMES
-from tests.serving.gateway.conftest import FIXTURE
+from tests.serving.gateway.conftest import FIXTURE, with_file
 from tests.serving.gateway.fake_worker import FakeWorker
 from tests.serving.gateway.sse import events_of
 
@@ -304,17 +304,11 @@ def model_path(request: pytest.FixtureRequest, kimi_folder: Path, tmp_path: Path
     """The fixture's folder; for a test with a `template`, one with that template, or with none of one marker."""
     if "template" not in request.fixturenames:
         return kimi_folder
-    for path in kimi_folder.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    template, tokenizer = request.getfixturevalue("template"), tmp_path / "tokenizer.json"
-    if template is None:
-        text = tokenizer.read_text().replace(CALL_END, "<|something_else|>")
-        tokenizer.unlink()
-        tokenizer.write_text(text)
-    else:
-        (tmp_path / "chat_template.jinja").unlink()
-        (tmp_path / "chat_template.jinja").write_text(template)
-    return tmp_path
+    template = request.getfixturevalue("template")
+    if template is not None:
+        return with_file(kimi_folder, tmp_path, "chat_template.jinja", template)
+    text = (kimi_folder / "tokenizer.json").read_text().replace(CALL_END, "<|something_else|>")
+    return with_file(kimi_folder, tmp_path, "tokenizer.json", text)
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", None], ids=["no tools", "no markers"])
