@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from moonshard.sharding.shape import MeshShape
 
-EMBEDDED_MODEL_NAME = "kimi-tiny-random"
+EMBEDDED_MODEL_NAME = "pocket-kimi"
 
 Positive = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]  # 0: any free port
@@ -144,8 +144,8 @@ class Config:
 
 
 def embedded_model_path() -> Path:
-    """The folder of the model served when no other is named: small, with random weights. ConfigError without one."""
-    path = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "kimi_k2"
+    """The folder of the model served when no other is named. ConfigError without one."""
+    path = Path(__file__).resolve().parent.parent / "models" / "pocket"
     if not (path / "config.json").is_file():
         raise ConfigError(["model.path: there is no embedded model in this installation; name a folder"])
     return path
