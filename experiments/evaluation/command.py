@@ -30,7 +30,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def evaluate(
-    model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
     url: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
     seed: int = 0,
     num: int = 200,

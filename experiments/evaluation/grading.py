@@ -26,7 +26,7 @@ def is_answer(reply: Reply, expected: str) -> bool:
 
 def attempts_calls(reply: Reply) -> bool:
     """Whether there is a call in it, or any piece of one."""
-    return bool(reply.calls) or any(name in reply.content for name in NAMES.values())
+    return bool(reply.calls) or _has_marks(reply.content)
 
 
 def has_whole_calls(reply: Reply) -> bool:
@@ -38,11 +38,7 @@ def has_whole_calls(reply: Reply) -> bool:
     rest = _SECTION.sub("", reply.content)
     written = [call.arguments for call in reply.calls]
     written += [arguments for section, _ in sections for arguments in _ONE_CALL.findall(section)]
-    return (
-        bool(written)
-        and not any(name in rest for name in NAMES.values())
-        and all(parsed_object(arguments) is not None for arguments in written)
-    )
+    return bool(written) and not _has_marks(rest) and all(parsed_object(arguments) is not None for arguments in written)
 
 
 def parsed_object(text: str) -> dict[str, object] | None:
@@ -68,7 +64,7 @@ def results_of(reply: Reply, expected: Round) -> list[str] | None:
             return None
         pending.remove(found)
         results.append(found[1])
-    return None if pending or _says_calls(reply) else results
+    return None if pending or _has_marks(reply.content) else results  # pieces of calls beside calls that are valid
 
 
 def _is_call(written: WrittenCall, expected: Call) -> bool:
@@ -80,9 +76,9 @@ def _same(one: object, other: object) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-def _says_calls(reply: Reply) -> bool:
-    """Whether pieces of calls are left in the text, beside calls that are valid."""
-    return any(name in reply.content for name in NAMES.values())
+def _has_marks(text: str) -> bool:
+    """Whether any piece of a call stands in it."""
+    return any(name in text for name in NAMES.values())
 
 
 def tool_messages(reply: Reply, results: Sequence[str]) -> list[Message]:

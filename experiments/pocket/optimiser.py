@@ -99,6 +99,8 @@ def _scheduled(recipe: Recipe, rate: float) -> Schedule:
 
 
 def balance_speed(recipe: Recipe) -> Schedule:
+    """How far a step moves the router's bias: constant, then as far down as the cycle's `least_balance`."""
+
     def of_cycle(cycle: _Cycle, step: Any) -> jax.Array:
         return recipe.balance_speed * jnp.maximum(cycle.remaining(step), cycle.least_balance)
 

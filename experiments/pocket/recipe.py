@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-DECAY_SHARE = 0.25  # of all steps: the last ones
+DECAY_SHARE = 0.25  # of the steps of a cycle, from one restart to the next: the last ones
 ANSWER_WEIGHT = 1.0  # of tokens that the assistant says; all others weigh less
 
 
