@@ -24,8 +24,10 @@ from moonshard.kv.pages import Pages, write_tokens
 from moonshard.models import moe
 from moonshard.models.attention import latent_attention
 from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.moe_exchange import exchanged
 from moonshard.models.spec import KvGroup, ModelError, Param
 from moonshard.sharding.arrays import Array, Bool, Float, Int
+from moonshard.sharding.place import ALONE, Place
 
 # --- configuration ----------------------------------------------------------------------------------------------------
 
@@ -553,6 +555,7 @@ def _attend(
     batch: Batch,
     rotary: tuple[Array, Array],
     attend: Attend,
+    place: Place,
 ) -> tuple[Float[Array, "n t d"], Pages]:
     cos, sin = rotary
     r, nope = config.kv_lora_rank, config.qk_nope_head_dim
@@ -567,7 +570,7 @@ def _attend(
     queries = jnp.concatenate([q_latent, q_rope], axis=-1)
     mixed, pages = attend(queries, features, pages, layer, batch, value_rank=r, scale=softmax_scale(config))
     values = jnp.einsum("nthr,hvr->nthv", mixed, w.v_up)
-    out = jnp.einsum("nthv,dhv->ntd", values, w.out)
+    out = place.sum(jnp.einsum("nthv,dhv->ntd", values, w.out), place.axes("heads"))
     return out + (w.out_bias if w.out_bias is not None else 0), pages
 
 
@@ -590,12 +593,13 @@ def _feed_forward(
     layer: Int[Array, ""],
     valid: Bool[Array, "n t"],
     backend: moe.Backend,
+    place: Place,
 ) -> tuple[Float[Array, "n t d"], moe.Routing | None]:
     """Dense MLP, or routed plus shared experts. `layer` counts within the stack."""
     x = rms_norm(x, w.mlp_norm, config.rms_norm_eps)
     out = _mlp(w.mlp, x) if w.mlp is not None else jnp.zeros_like(x)
     if w.router is None or experts is None:
-        return out, None
+        return place.sum(out, place.axes("ffw")), None
     flat = x.reshape(-1, x.shape[-1])
     routing = moe.route(
         flat,
@@ -608,7 +612,16 @@ def _feed_forward(
         scale=config.routed_scaling_factor,
     )
     routed = backend(flat, routing, valid.reshape(-1), experts, layer)
-    return out + routed.reshape(x.shape), routing
+    return _add_partial(place, out, routed.reshape(x.shape)), routing
+
+
+def _add_partial(place: Place, shared: Float[Array, "n t d"], routed: Float[Array, "n t d"]) -> Float[Array, "n t d"]:
+    """Shared and routed experts, each a part of its sum where `tensor` cuts it: one sum for both where it cuts both."""
+    over_shared = place.axes("ffw")
+    cuts_routed = "tensor" in (*place.axes("experts"), *place.axes("expert_ffw"))
+    if cuts_routed and over_shared == ("tensor",):
+        return place.sum(shared + routed, over_shared)
+    return place.sum(shared, over_shared) + (place.sum(routed, ("tensor",)) if cuts_routed else routed)
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
@@ -622,6 +635,7 @@ def forward(
     *,
     backend: moe.Backend = moe.blocks,
     attend: Attend = attend_paged,
+    place: Place = ALONE,
     observe: bool = False,
     unrolled: bool = False,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
@@ -635,6 +649,7 @@ def forward(
         The residual stream after the final norm, the pages, and the observations if asked for.
     """
     valid = batch.positions >= 0
+    backend = exchanged(backend, place)
     frequencies, factor = rotary_frequencies(config)
     angles = batch.positions.astype(jnp.float32)[:, :, None] * frequencies
     rotary = (jnp.cos(angles) * factor, jnp.sin(angles) * factor)
@@ -644,10 +659,10 @@ def forward(
             x, pages = carry
             w, index = inputs
             with jax.named_scope("attention"):
-                attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary, attend)
+                attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary, attend, place)
             x = x + attended
             with jax.named_scope("feed_forward"):
-                added, routing = _feed_forward(config, w, experts, x, index, valid, backend)
+                added, routing = _feed_forward(config, w, experts, x, index, valid, backend, place)
             x = x + added
             return (x, pages), (x, routing) if observe else (None, None)
 
@@ -657,7 +672,7 @@ def forward(
         )
         return x, pages, hidden, routing
 
-    x = weights.embed[batch.tokens]
+    x = _embed(weights.embed, batch.tokens, place)
     seen: list[Any] = [x[None]]
     routing = None
     if weights.dense is not None:
@@ -678,23 +693,45 @@ def _observations(hidden: list[Array], routing: moe.Routing | None) -> Observati
     )
 
 
-def unembed(weights: Weights[Array], hidden: Float[Array, "b d"]) -> Float[Array, "b v"]:
+def _embed(table: Float[Array, "v d"], tokens: Int[Array, "n t"], place: Place) -> Float[Array, "n t d"]:
+    """Each device looks up the tokens of its own rows; the others add nothing."""
+    axes = place.axes("vocab")
+    if not axes:
+        return table[tokens]
+    own = tokens - place.part("vocab") * len(table)
+    is_own = (own >= 0) & (own < len(table))
+    found = table.at[jnp.where(is_own, own, len(table))].get(mode="fill", fill_value=0)
+    return place.sum(found, axes)
+
+
+def unembed(weights: Weights[Array], hidden: Float[Array, "b d"], place: Place = ALONE) -> Float[Array, "b v"]:
     """Logits in float32."""
     head = weights.embed if weights.head is None else weights.head
-    return jnp.einsum("bd,vd->bv", hidden, head, preferred_element_type=jnp.float32)
+    return place.gather(jnp.einsum("bd,vd->bv", hidden, head, preferred_element_type=jnp.float32), "vocab")
 
 
 def prefill(
-    config: KimiConfig, weights: Weights[Array], pages: Pages, batch: Batch, last: Int[Array, "b"], backend: moe.Backend
+    config: KimiConfig,
+    weights: Weights[Array],
+    pages: Pages,
+    batch: Batch,
+    last: Int[Array, "b"],
+    backend: moe.Backend,
+    place: Place = ALONE,
 ) -> tuple[Float[Array, "b v"], Pages]:
     """Logits of the tokens at the flat indices `last` of the batch; all latents are written."""
-    hidden, pages, _ = forward(config, weights, pages, batch, backend=backend)
-    return unembed(weights, hidden.reshape(-1, hidden.shape[-1])[last]), pages
+    hidden, pages, _ = forward(config, weights, pages, batch, backend=backend, place=place)
+    return unembed(weights, hidden.reshape(-1, hidden.shape[-1])[last], place), pages
 
 
 def decode(
-    config: KimiConfig, weights: Weights[Array], pages: Pages, batch: Batch, backend: moe.Backend
+    config: KimiConfig,
+    weights: Weights[Array],
+    pages: Pages,
+    batch: Batch,
+    backend: moe.Backend,
+    place: Place = ALONE,
 ) -> tuple[Float[Array, "tokens v"], Pages]:
     """Logits of every token of the batch: one or a few per slot."""
-    hidden, pages, _ = forward(config, weights, pages, batch, backend=backend)
-    return unembed(weights, hidden.reshape(-1, hidden.shape[-1])), pages
+    hidden, pages, _ = forward(config, weights, pages, batch, backend=backend, place=place)
+    return unembed(weights, hidden.reshape(-1, hidden.shape[-1]), place), pages

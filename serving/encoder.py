@@ -2,59 +2,34 @@
 
 Apart from the scheduler, which knows no padding, and from the programs, which know no requests. A decode step differs
 from the one before in little more than its positions, so its rows are kept and only what changed is written again.
-Exports and lands of blocks, which no plan asks for, are packed here too: here a partition's ids become the worker's.
+Exports and lands of blocks, which no plan asks for, are packed here too. Every partition has a row of the packed array,
+in which its own ids stand as they are.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from moonshard.serving.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillChunk, PrefillPlan
-from moonshard.serving.request import Request, SequenceId, SlotId
+from moonshard.serving.request import Request, SequenceId
 from moonshard.serving.steps import Step, StepKind, StepShapes, bucket_for
 
 Fields = Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolShape:
-    """How ids that count within a partition become rows and blocks of the whole worker."""
-
-    num_partitions: int
-    slots_per_partition: int
-    blocks_per_partition: int
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_partitions * self.slots_per_partition
-
-    @property
-    def num_blocks(self) -> int:
-        return self.num_partitions * self.blocks_per_partition
-
-    def row(self, slot: SlotId) -> int:
-        return slot.partition * self.slots_per_partition + slot.index
-
-    def block(self, partition: int, block: int) -> int:
-        return partition * self.blocks_per_partition + block
-
-    def blocks(self, partition: int, blocks: Sequence[int]) -> np.ndarray:
-        return np.asarray(blocks, np.int32) + partition * self.blocks_per_partition
+_Written = tuple[SequenceId, tuple[int, ...]]  # whose row it is, and the blocks that stand in it
 
 
 class StepEncoder:
     """Packs plans. Holds the rows of the last decode step, and nothing that decides anything."""
 
-    def __init__(self, shapes: StepShapes, pool: PoolShape):
+    def __init__(self, shapes: StepShapes):
         self._shapes = shapes
-        self._pool = pool
         self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
-        decode = shapes.layout(StepKind.DECODE, shapes.num_slots)
+        decode = shapes.layout(StepKind.DECODE, shapes.slots_per_partition)
         _, self._blank_rows = decode.blank()
-        _, self._rows = decode.blank()
-        self._written: list[tuple[SequenceId, tuple[int, ...]] | None] = [None] * pool.num_slots
+        _, rows = decode.blank(shapes.num_partitions)
+        self._rows = [_of(rows, partition) for partition in range(shapes.num_partitions)]
+        self._written: list[list[_Written | None]] = [[None] * shapes.slots_per_partition for _ in self._rows]
 
     @property
     def max_transfer_blocks(self) -> int:
@@ -73,65 +48,83 @@ class StepEncoder:
                 return self._encode_copy(plan)
 
     def _encode_prefill(self, plan: PrefillPlan) -> Step:
-        tile = self._shapes.q_tile
-        num_rows = sum(-(-len(chunk.tokens) // tile) for chunk in plan.chunks)
-        bucket = bucket_for(self._shapes.prefill_buckets, num_rows * tile)
-        packed, fields = self._layouts[StepKind.PREFILL, bucket].blank()
-        draws, row = itertools.count(), 0
-        for chunk in plan.chunks:
+        by_partition = self._by_partition(plan.chunks)
+        bucket = bucket_for(self._shapes.prefill_buckets, max(map(self._num_padded, by_partition)))
+        packed, fields = self._blank(StepKind.PREFILL, bucket)
+        first_draws = itertools.count(0, self._shapes.slots_per_partition)
+        draws: dict[SequenceId, int] = {}
+        for partition, (chunks, first_draw) in enumerate(zip(by_partition, first_draws, strict=False)):
+            for index, sequence in enumerate(self._write_chunks(_of(fields, partition), chunks)):
+                draws[sequence] = first_draw + index
+        order = (sequence for chunk in plan.chunks for sequence, _ in chunk.samples)
+        return Step(plan.number, StepKind.PREFILL, bucket, packed, draws=tuple(draws[each] for each in order))
+
+    def _num_padded(self, chunks: Sequence[PrefillChunk]) -> int:
+        return sum(self._num_rows(chunk) for chunk in chunks) * self._shapes.q_tile
+
+    def _num_rows(self, chunk: PrefillChunk) -> int:
+        return -(-len(chunk.tokens) // self._shapes.q_tile)
+
+    def _write_chunks(self, fields: Fields, chunks: Sequence[PrefillChunk]) -> list[SequenceId]:
+        """One partition's chunks, row after row. Returns who draws, in the order of the draws."""
+        tile, drawing, row = self._shapes.q_tile, list[SequenceId](), 0
+        for chunk in chunks:
             self._write_chunk(fields, chunk, row)
             end = row * tile + len(chunk.tokens) - 1
-            for (sequence, slot), draw in zip(chunk.samples, draws, strict=False):
+            for sequence, slot in chunk.samples:
+                draw = len(drawing)
                 fields["sample_from"][draw] = end
-                fields["sample_slot"][draw] = self._pool.row(slot)
-                position = chunk.start + len(chunk.tokens)
+                fields["sample_slot"][draw] = slot.index
                 _write_sampling(fields, draw, chunk.request, sequence.choice)
-                _write_position(fields, draw, chunk.request, position)
-            row += -(-len(chunk.tokens) // tile)
-        return Step(plan.number, StepKind.PREFILL, bucket, packed)
+                _write_position(fields, draw, chunk.request, chunk.start + len(chunk.tokens))
+                drawing.append(sequence)
+            row += self._num_rows(chunk)
+        return drawing
 
     def _write_chunk(self, fields: Fields, chunk: PrefillChunk, first_row: int) -> None:
-        tile, count = self._shapes.q_tile, len(chunk.tokens)
-        num_rows = -(-count // tile)
-        begin = first_row * tile
+        count, begin = len(chunk.tokens), first_row * self._shapes.q_tile
         fields["tokens"].reshape(-1)[begin : begin + count] = chunk.tokens
         fields["positions"].reshape(-1)[begin : begin + count] = np.arange(chunk.start, chunk.start + count)
-        table = self._pool.blocks(chunk.slot.partition, chunk.block_table)
-        fields["block_tables"][first_row : first_row + num_rows, : len(table)] = table
+        rows = slice(first_row, first_row + self._num_rows(chunk))
+        fields["block_tables"][rows, : len(chunk.block_table)] = chunk.block_table
 
     def _encode_decode(self, plan: DecodePlan) -> Step:
-        bucket = bucket_for(self._shapes.decode_buckets, len(plan.rows))
-        for index, row in enumerate(plan.rows):
-            self._write_row(index, row)
-        for index in range(len(plan.rows), bucket):
-            if self._written[index] is not None:
-                self._clear_row(index)
-        packed, fields = self._layouts[StepKind.DECODE, bucket].blank()
-        for name, field in fields.items():
-            field[...] = self._rows[name][:bucket]
-        return Step(plan.number, StepKind.DECODE, bucket, packed)
+        by_partition = self._by_partition(plan.rows)
+        bucket = bucket_for(self._shapes.decode_buckets, max(map(len, by_partition)))
+        packed, fields = self._blank(StepKind.DECODE, bucket)
+        draws: dict[SequenceId, int] = {}
+        for partition, rows in enumerate(by_partition):
+            for index, row in enumerate(rows):
+                self._write_row(partition, index, row)
+                draws[row.sequence] = partition * bucket + index
+            for index in range(len(rows), bucket):
+                self._clear_row(partition, index)
+            for name, field in fields.items():
+                field[partition] = self._rows[partition][name][:bucket]
+        return Step(plan.number, StepKind.DECODE, bucket, packed, draws=tuple(draws[row.sequence] for row in plan.rows))
 
-    def _write_row(self, index: int, row: DecodeRow) -> None:
-        fields, written = self._rows, self._written[index]
+    def _write_row(self, partition: int, index: int, row: DecodeRow) -> None:
+        fields, written = self._rows[partition], self._written[partition][index]
         if written is None or written[0] is not row.sequence:  # an equal id may be of another request
             _write_sampling(fields, index, row.request, row.sequence.choice)
         if written is None or written[1] is not row.block_table:
-            table = self._pool.blocks(row.slot.partition, row.block_table)
-            fields["block_tables"][index, : len(table)] = table
-        self._written[index] = (row.sequence, row.block_table)
-        fields["slot"][index] = self._pool.row(row.slot)  # preempted, a sequence may come back to its row in another
+            fields["block_tables"][index, : len(row.block_table)] = row.block_table
+        self._written[partition][index] = (row.sequence, row.block_table)
+        fields["slot"][index] = row.slot.index  # preempted, a sequence may come back to its row in another
         fields["positions"][index] = row.position
         _write_position(fields, index, row.request, row.position + 1)
 
-    def _clear_row(self, index: int) -> None:
-        for name, field in self._rows.items():
-            field[index] = self._blank_rows[name][index]
-        self._written[index] = None
+    def _clear_row(self, partition: int, index: int) -> None:
+        if self._written[partition][index] is not None:
+            for name, field in self._rows[partition].items():
+                field[index] = self._blank_rows[name][0, index]
+            self._written[partition][index] = None
 
     def _encode_load(self, plan: LoadPlan) -> Step:
-        packed, fields = self._layouts[StepKind.LOAD, 0].blank()
+        packed, fields = self._blank(StepKind.LOAD)
+        fields = _of(fields, plan.slot.partition)
         request, bias = plan.request, plan.request.sampling.logit_bias
-        fields["slot"][...] = self._pool.row(plan.slot)
+        fields["slot"][...] = plan.slot.index
         fields["num_prompt"][...] = plan.num_prompt
         fields["num_history"][...] = len(plan.history)
         fields["history"][: len(plan.history)] = plan.history
@@ -141,29 +134,43 @@ class StepEncoder:
         return Step(plan.number, StepKind.LOAD, 0, packed)
 
     def _encode_copy(self, plan: CopyPlan) -> Step:
-        packed, fields = self._layouts[StepKind.COPY, 0].blank()
-        for index, (partition, source, destination) in enumerate(plan.pairs):
-            fields["source"][index] = self._pool.block(partition, source)
-            fields["destination"][index] = self._pool.block(partition, destination)
+        packed, fields = self._blank(StepKind.COPY)
+        indices = [itertools.count() for _ in range(self._shapes.num_partitions)]
+        for partition, source, destination in plan.pairs:
+            place = partition, next(indices[partition])
+            fields["source"][place], fields["destination"][place] = source, destination
         return Step(plan.number, StepKind.COPY, 0, packed)
 
     def encode_export(self, number: int, partition: int, blocks: Sequence[int]) -> Step:
         """Read blocks of one partition, at most as many as the largest transfer bucket."""
         bucket = bucket_for(self._shapes.transfer_buckets, len(blocks))
-        packed, fields = self._layouts[StepKind.EXPORT, bucket].blank()
-        fields["source"][: len(blocks)] = self._pool.blocks(partition, blocks)
-        return Step(number, StepKind.EXPORT, bucket, packed)
+        packed, fields = self._blank(StepKind.EXPORT, bucket)
+        fields["source"][partition, : len(blocks)] = blocks
+        return Step(number, StepKind.EXPORT, bucket, packed, partition=partition)
 
     def encode_land(self, number: int, partition: int, blocks: Sequence[int], payload: np.ndarray) -> Step:
         """Overwrite them with `payload` [len(blocks), ...], which is copied only where the bucket has more room."""
         bucket = bucket_for(self._shapes.transfer_buckets, len(blocks))
-        packed, fields = self._layouts[StepKind.LAND, bucket].blank()
-        fields["destination"][: len(blocks)] = self._pool.blocks(partition, blocks)
+        packed, fields = self._blank(StepKind.LAND, bucket)
+        fields["destination"][partition, : len(blocks)] = blocks
         if bucket > len(blocks):
             padded = np.zeros((bucket, *payload.shape[1:]), payload.dtype)
             padded[: len(blocks)] = payload
             payload = padded
-        return Step(number, StepKind.LAND, bucket, packed, payload)
+        return Step(number, StepKind.LAND, bucket, packed, partition=partition, payload=payload)
+
+    def _blank(self, kind: StepKind, bucket: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        return self._layouts[kind, bucket].blank(self._shapes.num_partitions)
+
+    def _by_partition[T: PrefillChunk | DecodeRow](self, parts: Sequence[T]) -> list[list[T]]:
+        found: list[list[T]] = [[] for _ in range(self._shapes.num_partitions)]
+        for part in parts:
+            found[part.slot.partition].append(part)
+        return found
+
+
+def _of(fields: Fields, partition: int) -> dict[str, np.ndarray]:
+    return {name: field[partition, ...] for name, field in fields.items()}
 
 
 def _write_sampling(fields: Fields, row: int, request: Request, choice: int) -> None:

@@ -17,14 +17,14 @@ from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.spec import ModelError
 from moonshard.serving.config import Config, ConfigError, WorkerRole, mesh_of
-from moonshard.serving.encoder import PoolShape
 from moonshard.serving.kv_endpoint import whole_blocks
 from moonshard.serving.programs import Programs
 from moonshard.serving.scheduler import SchedulerConfig
 from moonshard.serving.steps import StepShapes
 from moonshard.sharding.layout import Layout
 from moonshard.sharding.mesh import build_mesh
-from moonshard.sharding.rules import MeshError
+from moonshard.sharding.place import Place
+from moonshard.sharding.rules import DECODE, PREFILL, MeshError
 
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 MAX_AUTO_POOL_BYTES = 2 << 30  # on CPU, where the pool shares memory with everything else
@@ -32,6 +32,19 @@ Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded t
 MAX_PREFILL_SEQUENCES = 8
 
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolShape:
+    """How many slots and blocks a worker has."""
+
+    num_partitions: int
+    slots_per_partition: int
+    blocks_per_partition: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_partitions * self.slots_per_partition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,13 +105,19 @@ def load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedMo
 def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedModel:
     started = time.perf_counter()
     dtype = resolve_dtype(config.model.dtype)
-    mesh = build_mesh(mesh_of(config, role))
+    place = place_of(config, role)
+    mesh = build_mesh(place.mesh)
     checkpoint, model = open_model(config.model.path)
     progress("loading weights")
     params = kimi.declare(model)
     weights.check_shapes(params, checkpoint)
     loaded = weights.load(
-        params, checkpoint, dtype, mesh, progress=lambda done, total: progress(f"loading weights {done}/{total}")
+        params,
+        checkpoint,
+        dtype,
+        mesh,
+        place.rules,
+        progress=lambda done, total: progress(f"loading weights {done}/{total}"),
     )
     jax.block_until_ready(loaded)
     load_s = time.perf_counter() - started
@@ -108,10 +127,11 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
         loaded,
         shapes,
         mesh,
-        num_blocks=pool.num_blocks,
+        place,
+        blocks_per_partition=pool.blocks_per_partition,
         block_size=config.kv.block_size,
         dtype=dtype,
-        backend=backend_for(mesh.devices.flat[0].platform, mesh.size),
+        backend=backend_for(mesh.devices.flat[0].platform),
     )
     started = time.perf_counter()
     programs.compile(lambda done, total: progress(f"compiling {done}/{total}"))
@@ -134,9 +154,14 @@ def open_model(folder: Path) -> tuple[Checkpoint, kimi.KimiConfig]:
     return checkpoint, kimi.KimiConfig.of(checkpoint)
 
 
-def backend_for(platform: str, num_devices: int) -> moe.Backend:
-    """The kernels on one GPU; elsewhere, and on several devices, plain XLA, which knows how to partition itself."""
-    if platform != "gpu" or num_devices > 1:
+def place_of(config: Config, role: WorkerRole) -> Place:
+    """The mesh of a role, under its table of rules."""
+    return Place(mesh=mesh_of(config, role), rules=PREFILL if role == "prefill" else DECODE)
+
+
+def backend_for(platform: str) -> moe.Backend:
+    """The kernels on GPUs, plain XLA elsewhere. Either runs the experts of one device."""
+    if platform != "gpu":
         return moe.blocks
     from moonshard.models.moe_grouped import grouped  # Pallas, only where it runs
 
@@ -172,17 +197,19 @@ def choose_sizes(
         if wanted is not None and wanted > limit:
             raise ModelError(f"model.max_context_tokens = {wanted} is more than {what} of {limit} tokens")
     context = wanted or min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS, pool_tokens)
+    slots_per_partition = max_slots // partitions
     shapes = StepShapes(
-        num_slots=max_slots,
+        num_partitions=partitions,
+        slots_per_partition=slots_per_partition,
         blocks_per_sequence=-(-context // block_size),
         max_context_tokens=context,
         q_tile=Q_TILE,
         prefill_buckets=buckets(config.prefill.chunk_tokens, Q_TILE),
-        decode_buckets=() if role == "prefill" else buckets(max_slots),
+        decode_buckets=() if role == "prefill" else buckets(slots_per_partition),
         transfer_buckets=() if role == "both" else buckets(max(1, config.prefill.chunk_tokens // block_size)),
     )
     pool = PoolShape(
-        num_partitions=partitions, slots_per_partition=max_slots // partitions, blocks_per_partition=num_blocks
+        num_partitions=partitions, slots_per_partition=slots_per_partition, blocks_per_partition=num_blocks
     )
     return shapes, pool
 

@@ -1,32 +1,34 @@
 """The jitted programs of a worker: prefill, decode, and the small ones that load a slot, copy, export and land blocks.
 
 Each takes the donated state and one packed array and gives the state back; an export only reads the pages, so that they
-stay where they are. Programs are compiled for every bucket before the worker is ready; nothing compiles afterwards. No
-scheduler object comes here.
+stay where they are. A program is written for one device and runs on all of the mesh under `shard_map`: state and packed
+array are cut by partition, so that every device sees its own partition's alone; along `tensor` devices repeat it, and
+draw the same tokens. Programs are compiled for every bucket before the worker is ready; nothing compiles afterwards.
+No scheduler object comes here.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, gather_blocks, scatter_blocks
 from moonshard.models import kimi, moe, sampling
 from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.models.spec import matmul_precision
 from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, Logprobs
 from moonshard.serving.steps import Step, StepKind, StepLayout, StepShapes
-from moonshard.sharding.mesh import replicated
+from moonshard.sharding.mesh import BY_PARTITION
+from moonshard.sharding.place import Place
 
 
-@struct.dataclass
-class DeviceState:
+class DeviceState(NamedTuple):
     """All that changes from step to step on the device."""
 
     pages: Pages
@@ -41,8 +43,7 @@ class Launched:
     end nobody waits for.
     """
 
-    number: int
-    kind: StepKind
+    step: Step
     result: jax.Array | None
 
 
@@ -69,28 +70,33 @@ class Programs:
         weights: Any,
         shapes: StepShapes,
         mesh: Mesh,
+        place: Place,
         *,
-        num_blocks: int,
+        blocks_per_partition: int,
         block_size: int,
         dtype: str,
         backend: moe.Backend = moe.blocks,
     ):
+        """`weights` lie on the mesh as the rules of `place` say."""
         self.shapes = shapes
         self._weights = weights
-        self._everywhere = replicated(mesh)
         (group,) = config.kv_groups(dtype)
-        self._state = DeviceState(
-            pages=allocate_pages(
-                num_blocks, group.num_layers, block_size, group.num_features, dtype=dtype, sharding=self._everywhere
-            ),
-            slots=jax.device_put(
-                sampling.empty_slots(shapes.num_slots, config.vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS),
-                self._everywhere,
-            ),
+        self._shards = BlockShards(mesh, place, num_layers=group.num_layers, block_size=block_size)
+        pages = allocate_pages(
+            shapes.num_partitions * blocks_per_partition,
+            group.num_layers,
+            block_size,
+            group.num_features,
+            dtype=dtype,
+            sharding=NamedSharding(mesh, self._shards.pages),
         )
-        self._programs: dict[tuple[StepKind, int], Callable[..., Any]] = dict(
-            _build(config, shapes, backend, matmul_precision(dtype))
-        )
+        num_slots = shapes.num_partitions * shapes.slots_per_partition
+        slots = sampling.empty_slots(num_slots, config.vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS)
+        self._state = DeviceState(pages=pages, slots=jax.device_put(slots, NamedSharding(mesh, BY_PARTITION)))
+        self._programs: dict[tuple[StepKind, int], Callable[..., Any]] = {
+            (kind, bucket): self._program(config, kind, bucket, mesh, place, backend, matmul_precision(dtype))
+            for kind, bucket in shapes.programs
+        }
 
     @property
     def state(self) -> DeviceState:
@@ -101,9 +107,9 @@ class Programs:
         """Runs every program once on padding, which compiles it, or loads it from the persistent cache."""
         for done, (kind, bucket) in enumerate(self._programs):
             progress(done, len(self._programs))
-            packed, _ = self.shapes.layout(kind, bucket).blank()
+            packed, _ = self.shapes.layout(kind, bucket).blank(self.shapes.num_partitions)
             payload = self._blank_payload(bucket) if kind is StepKind.LAND else None
-            self.fetch(self.launch(Step(-1, kind, bucket, packed, payload)))
+            self.fetch(self.launch(Step(-1, kind, bucket, packed, payload=payload)))
         progress(len(self._programs), len(self._programs))
         jax.block_until_ready(self._state)
 
@@ -114,30 +120,79 @@ class Programs:
             case StepKind.EXPORT:
                 result = program(self._state.pages, step.metadata)
             case StepKind.LAND:
-                self._state, result = program(self._state, step.metadata, step.payload)
+                assert step.payload is not None  # as the encoder makes them
+                payload = self._shards.spread(step.payload, step.partition)
+                self._state, result = program(self._state, step.metadata, payload)
             case _:
                 self._state, result = program(self._weights, self._state, step.metadata)
-        return Launched(step.number, step.kind, result)
+        return Launched(step, result)
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
         """Waits for a step's tokens, or an export's blocks, or the end of a land. None where there is nothing to see.
 
-        The blocks are an array of their own, which no later step changes; on CPU it is the device's, not copied again.
+        The blocks are an array of their own, which no later step changes; of one device on CPU it is the device's, not
+        copied again.
         """
         if launched.result is None:
             return None
-        host = np.asarray(launched.result)
-        match launched.kind:
+        match launched.step.kind:
             case StepKind.EXPORT:
-                return host
+                return self._shards.collect(launched.result, launched.step.partition)
             case StepKind.LAND:
+                launched.result.block_until_ready()
                 return None
             case _:
-                return _drawn(host)
+                return _drawn(np.asarray(launched.result)[list(launched.step.draws)])
 
     def _blank_payload(self, bucket: int) -> np.ndarray:
-        pages = self._state.pages
-        return np.zeros((bucket, *pages.shape[1:]), pages.dtype)
+        _, *block = self._state.pages.shape
+        return np.zeros((bucket, *block), self._state.pages.dtype)
+
+    def _program(
+        self,
+        config: kimi.KimiConfig,
+        kind: StepKind,
+        bucket: int,
+        mesh: Mesh,
+        place: Place,
+        backend: moe.Backend,
+        precision: str,
+    ) -> Callable[..., Any]:
+        """The jitted program of one kind and bucket."""
+        layout = self.shapes.layout(kind, bucket)
+        specs: Any = (self._shards.pages, BY_PARTITION)
+        state = DeviceState(*specs)
+        weights = jax.tree.map(lambda leaf: leaf.sharding.spec, self._weights)
+        over_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+        match kind:
+            case StepKind.EXPORT:
+                body = over_mesh(
+                    functools.partial(_export, self._shards, layout),
+                    in_specs=(self._shards.pages, BY_PARTITION),
+                    out_specs=self._shards.payload,
+                )
+                return jax.jit(body)
+            case StepKind.LAND:
+                body = over_mesh(
+                    functools.partial(_land, self._shards, layout),
+                    in_specs=(state, BY_PARTITION, self._shards.payload),
+                    out_specs=(state, PartitionSpec()),
+                )
+                return jax.jit(body, donate_argnums=0)
+            case StepKind.PREFILL:
+                step, result = functools.partial(_prefill, config, backend, place), BY_PARTITION
+            case StepKind.DECODE:
+                step, result = functools.partial(_decode, config, backend, place), BY_PARTITION
+            case StepKind.LOAD:
+                step, result = _load, None
+            case StepKind.COPY:
+                step, result = _copy, None
+        body = over_mesh(
+            functools.partial(_run, step, layout, precision),
+            in_specs=(weights, state, BY_PARTITION),
+            out_specs=(state, result),
+        )
+        return jax.jit(body, donate_argnums=1)
 
 
 def _drawn(packed: np.ndarray) -> Drawn:
@@ -150,62 +205,49 @@ def _drawn(packed: np.ndarray) -> Drawn:
     )
 
 
-def _build(config: kimi.KimiConfig, shapes: StepShapes, backend: moe.Backend, precision: str):
-    """Yields ((kind, bucket), jitted program)."""
-    bodies = {
-        StepKind.PREFILL: functools.partial(_prefill, config, backend),
-        StepKind.DECODE: functools.partial(_decode, config, backend),
-        StepKind.LOAD: _load,
-        StepKind.COPY: _copy,
-    }
-    for kind, bucket in shapes.programs:
-        layout = shapes.layout(kind, bucket)
-        match kind:
-            case StepKind.EXPORT:
-                yield (kind, bucket), _exporting(layout)
-            case StepKind.LAND:
-                yield (kind, bucket), _landing(layout)
-            case _:
-                yield (kind, bucket), _jitted(bodies[kind], layout, precision)
+def _run(
+    step: Callable[..., Any], layout: StepLayout, precision: str, weights: Any, state: DeviceState, packed: jax.Array
+) -> tuple[DeviceState, jax.Array | None]:
+    with jax.default_matmul_precision(precision):
+        return step(weights, state, layout.unpack(packed[0]))
 
 
-def _jitted(body: Callable[..., Any], layout: StepLayout, precision: str) -> Callable[..., Any]:
-    @functools.partial(jax.jit, donate_argnums=1)
-    def program(weights: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, jax.Array | None]:
-        with jax.default_matmul_precision(precision):
-            return body(weights, state, layout.unpack(packed))
-
-    return program
+def _export(shards: BlockShards, layout: StepLayout, pages: Pages, packed: jax.Array) -> jax.Array:
+    return shards.own_part(gather_blocks(pages, layout.unpack(packed[0])["source"]))
 
 
-def _exporting(layout: StepLayout) -> Callable[[Pages, np.ndarray], jax.Array]:
-    @jax.jit
-    def program(pages: Pages, packed: jax.Array) -> jax.Array:
-        return gather_blocks(pages, layout.unpack(packed)["source"])
-
-    return program
-
-
-def _landing(layout: StepLayout) -> Callable[..., Any]:
-    @functools.partial(jax.jit, donate_argnums=0)
-    def program(state: DeviceState, packed: jax.Array, payload: jax.Array) -> tuple[DeviceState, jax.Array]:
-        pages = scatter_blocks(state.pages, layout.unpack(packed)["destination"], payload)
-        return replace(state, pages=pages), jnp.int32(0)  # all that a step gives is there at once
-
-    return program
+def _land(
+    shards: BlockShards, layout: StepLayout, state: DeviceState, packed: jax.Array, payload: jax.Array
+) -> tuple[DeviceState, jax.Array]:
+    pages = scatter_blocks(state.pages, layout.unpack(packed[0])["destination"], shards.whole(payload))
+    return state._replace(pages=pages), jnp.int32(0)  # all that a step gives is there at once
 
 
-def _prefill(config: kimi.KimiConfig, backend: moe.Backend, weights: Any, state: DeviceState, f: dict[str, jax.Array]):
+def _prefill(
+    config: kimi.KimiConfig,
+    backend: moe.Backend,
+    place: Place,
+    weights: Any,
+    state: DeviceState,
+    f: dict[str, jax.Array],
+):
     batch = kimi.Batch(tokens=f["tokens"], positions=f["positions"], block_tables=f["block_tables"])
-    logits, pages = kimi.prefill(config, weights, state.pages, batch, f["sample_from"], backend)
+    logits, pages = kimi.prefill(config, weights, state.pages, batch, f["sample_from"], backend, place)
     draws, slots = sampling.draw(logits, _row_sampling(f), state.slots, f["sample_slot"], MAX_LOGPROBS)
     return DeviceState(pages=pages, slots=slots), _pack(draws)
 
 
-def _decode(config: kimi.KimiConfig, backend: moe.Backend, weights: Any, state: DeviceState, f: dict[str, jax.Array]):
+def _decode(
+    config: kimi.KimiConfig,
+    backend: moe.Backend,
+    place: Place,
+    weights: Any,
+    state: DeviceState,
+    f: dict[str, jax.Array],
+):
     tokens = state.slots.last_token.at[f["slot"]].get(mode="clip")
     batch = kimi.Batch(tokens=tokens[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"])
-    logits, pages = kimi.decode(config, weights, state.pages, batch, backend)
+    logits, pages = kimi.decode(config, weights, state.pages, batch, backend, place)
     draws, slots = sampling.draw(logits, _row_sampling(f), state.slots, f["slot"], MAX_LOGPROBS)
     return DeviceState(pages=pages, slots=slots), _pack(draws)
 
@@ -222,12 +264,12 @@ def _load(weights: Any, state: DeviceState, f: dict[str, jax.Array]):
         f["bias_values"],
         f["stop_ids"],
     )
-    return replace(state, slots=slots), None
+    return state._replace(slots=slots), None
 
 
 def _copy(weights: Any, state: DeviceState, f: dict[str, jax.Array]):
     del weights
-    return replace(state, pages=copy_blocks(state.pages, f["source"], f["destination"])), None
+    return state._replace(pages=copy_blocks(state.pages, f["source"], f["destination"])), None
 
 
 def _row_sampling(f: dict[str, jax.Array]) -> RowSampling:

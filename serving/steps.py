@@ -1,9 +1,10 @@
 """Steps: everything the device is ever told, as plain integers, and the KV of blocks that come from elsewhere.
 
 A `Step` is a kind, a bucket and one packed int32 array, so it costs one transfer to launch and could cross a socket.
-The layouts here say what lies where, and what a field holds where a step asks for nothing; `blank` runs on the host
-with numpy, `unpack` inside the jitted program. Which step comes next is the scheduler's business, what a program
-computes is `serving.programs`'.
+Every partition has a row of that array, in which slots and blocks are counted as the partition counts them. The layouts
+here say what lies where in a row, and what a field holds where a step asks for nothing; `blank` runs on the host with
+numpy, `unpack` inside the jitted program. Which step comes next is the scheduler's business, what a program computes is
+`serving.programs`'.
 """
 
 import enum
@@ -38,8 +39,10 @@ class Step:
 
     number: int
     kind: StepKind
-    bucket: int  # padded tokens of a prefill, rows of a decode, blocks of a transfer; 0 for the kinds of one size
-    metadata: np.ndarray  # [size of the layout], int32
+    bucket: int  # of a partition: padded tokens, rows, or blocks; 0 for the kinds of one size
+    metadata: np.ndarray  # [partitions, size of the layout], int32
+    draws: tuple[int, ...] = ()  # where the tokens of a plan are, in its order, counted over all partitions' rows
+    partition: int = 0  # whose blocks an export or a land moves
     payload: np.ndarray | None = None  # land only: [bucket, layers, block_size, features] in the pages' dtype
 
 
@@ -66,15 +69,16 @@ class StepLayout:
         self.size = ends[-1]
         self._places = tuple((field, end - field.size, end) for field, end in zip(fields, ends, strict=True))
         self._neutral = np.zeros(self.size, np.int32)
-        for field, view in zip(fields, self._views(self._neutral).values(), strict=True):
+        for field, view in zip(fields, self._views(self._neutral[None]).values(), strict=True):
             view[...] = field.neutral
 
-    def blank(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The packed array of a step that touches nothing, and a writable view of each field in it."""
-        packed = self._neutral.copy()
+    def blank(self, num_partitions: int = 1) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The packed array of a step that touches nothing, and a writable view [partitions, ...] of each field."""
+        packed = np.tile(self._neutral, (num_partitions, 1))
         return packed, self._views(packed)
 
     def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
+        """The fields of one partition's row."""
         return {
             field.name: jax.lax.bitcast_convert_type(packed[start:end].reshape(field.shape), jnp.dtype(field.dtype))
             for field, start, end in self._places
@@ -82,20 +86,24 @@ class StepLayout:
 
     def _views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
         return {
-            field.name: packed[start:end].view(field.dtype).reshape(field.shape) for field, start, end in self._places
+            field.name: packed[:, start:end].view(field.dtype).reshape(len(packed), *field.shape)
+            for field, start, end in self._places
         }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShapes:
-    """The static sizes of a worker's programs."""
+    """The static sizes of a worker's programs. Buckets are per partition: each has as many rows of its own."""
 
-    num_slots: int
+    num_partitions: int = 1
+    slots_per_partition: int
     blocks_per_sequence: int
     max_context_tokens: int
     q_tile: int  # queries per row of a prefill: a row belongs to one sequence
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
-    decode_buckets: tuple[int, ...]  # rows, ascending, the last is num_slots; empty for a worker that only prefills
+    decode_buckets: tuple[
+        int, ...
+    ]  # rows, ascending, the last is slots_per_partition; empty for a worker that only prefills
     transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
 
     @property
@@ -130,16 +138,18 @@ class StepShapes:
                 Field("tokens", (rows, self.q_tile)),
                 Field("positions", (rows, self.q_tile), neutral=-1),  # below 0: padding
                 Field("block_tables", (rows, self.blocks_per_sequence)),
-                Field("sample_from", (self.num_slots,)),  # flat index into tokens
-                Field("sample_slot", (self.num_slots,), neutral=self.num_slots),  # num_slots: draws for nobody
-                *_sampling_fields(self.num_slots),
+                Field("sample_from", (self.slots_per_partition,)),  # flat index into tokens
+                Field(
+                    "sample_slot", (self.slots_per_partition,), neutral=self.slots_per_partition
+                ),  # slots_per_partition: draws for nobody
+                *_sampling_fields(self.slots_per_partition),
             )
         )
 
     def _decode(self, rows: int) -> StepLayout:
         return StepLayout(
             (
-                Field("slot", (rows,), neutral=self.num_slots),  # num_slots: padding
+                Field("slot", (rows,), neutral=self.slots_per_partition),  # slots_per_partition: padding
                 Field("positions", (rows,), neutral=-1),  # of the input token; below 0: padding
                 Field("block_tables", (rows, self.blocks_per_sequence)),
                 *_sampling_fields(rows),
@@ -149,7 +159,7 @@ class StepShapes:
     def _load(self) -> StepLayout:
         return StepLayout(
             (
-                Field("slot", (), neutral=self.num_slots),
+                Field("slot", (), neutral=self.slots_per_partition),
                 Field("num_prompt", ()),
                 Field("num_history", ()),
                 Field("history", (self.max_context_tokens,)),
@@ -161,7 +171,10 @@ class StepShapes:
 
     def _copy(self) -> StepLayout:
         return StepLayout(
-            (Field("source", (self.num_slots,)), Field("destination", (self.num_slots,), neutral=NOWHERE))
+            (
+                Field("source", (self.slots_per_partition,)),
+                Field("destination", (self.slots_per_partition,), neutral=NOWHERE),
+            )
         )
 
 

@@ -60,7 +60,7 @@ class Worker:
         self.engine = Engine(
             scheduler=self._scheduler,
             executor=model.programs,
-            encoder=StepEncoder(model.shapes, model.pool),
+            encoder=StepEncoder(model.shapes),
             on_step=self._on_step,
             on_expired=self._on_expired,
             on_prefill=self._on_prefill,

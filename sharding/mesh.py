@@ -12,8 +12,6 @@ from moonshard.sharding.shape import MeshShape
 def build_mesh(shape: MeshShape) -> Mesh:
     """The first `shape.num_devices` devices as a mesh with axes `data, expert, tensor`.
 
-    Nothing is mapped to `data` yet: its devices repeat one another's work.
-
     Raises:
         MeshError: more devices are asked for than there are, or an axis is not served yet.
     """
@@ -27,6 +25,7 @@ def build_mesh(shape: MeshShape) -> Mesh:
     )
 
 
+BY_PARTITION = PartitionSpec(("data", "expert"))  # of what every KV partition has its own
 _AUTO = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
 
 

@@ -8,7 +8,9 @@ from functools import cache
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.serving.encoder import PoolShape, StepEncoder
+from moonshard.models import kimi, weights
+from moonshard.models.checkpoint import Checkpoint
+from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.engine import Engine, StepReport
 from moonshard.serving.loading import MAX_PREFILL_SEQUENCES, buckets
 from moonshard.serving.plan import PrefillPlan
@@ -17,8 +19,8 @@ from moonshard.serving.request import Logprobs, Request, SequenceId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh
-from moonshard.sharding.shape import MeshShape
-from tests.agreement import reference
+from moonshard.sharding.place import ALONE, Place
+from tests.agreement import FIXTURES, reference
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 64
@@ -29,24 +31,25 @@ Q_TILE = 16
 TRANSFER_BUCKETS = (1, 2, 4)
 
 
-def programs(name: str = "kimi_k2", worker: int = 0) -> Programs:
+def programs(name: str = "kimi_k2", worker: int = 0, place: Place = ALONE) -> Programs:
     """Compiled; another `worker` has pages of its own."""
-    return _compiled(name, worker)
+    return _compiled(name, worker, place)
 
 
 @cache
-def _compiled(name: str, worker: int) -> Programs:
+def _compiled(name: str, worker: int, place: Place) -> Programs:
     del worker  # only tells one from another
-    compiled = uncompiled_programs(name)
+    compiled = uncompiled_programs(name, place=place)
     compiled.compile()
     return compiled
 
 
-def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32") -> Programs:
+def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", place: Place = ALONE) -> Programs:
     """For a test that launches few of them: each is compiled by its first launch."""
-    model = reference(name)
+    config, mesh = reference(name).config, build_mesh(place.mesh)
     shapes = StepShapes(
-        num_slots=NUM_SLOTS,
+        num_partitions=place.mesh.num_partitions,
+        slots_per_partition=NUM_SLOTS,
         blocks_per_sequence=MAX_CONTEXT_TOKENS // BLOCK_SIZE,
         max_context_tokens=MAX_CONTEXT_TOKENS,
         q_tile=Q_TILE,
@@ -55,11 +58,12 @@ def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32") -> Progra
         transfer_buckets=TRANSFER_BUCKETS,
     )
     return Programs(
-        model.config,
-        model.weights,
+        config,
+        weights.load(kimi.declare(config), Checkpoint.open(FIXTURES / name), "float32", mesh, place.rules),
         shapes,
-        build_mesh(MeshShape()),
-        num_blocks=NUM_BLOCKS,
+        mesh,
+        place,
+        blocks_per_partition=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         dtype=dtype,
     )
@@ -98,16 +102,18 @@ def serve(
     model: str = "kimi_k2",
     on_step: Callable[[Engine, Run], None] = lambda engine, run: None,
     max_prefill_sequences: int = MAX_PREFILL_SEQUENCES,
+    place: Place = ALONE,
 ) -> Run:
     """Submits all requests at once and runs until the engine is idle; then everything must be given back.
 
     `on_step` is called after every step that gave tokens: to cancel, or to submit more.
     """
-    return asyncio.run(_serve(requests, num_blocks, num_slots, programs(model), on_step, max_prefill_sequences))
+    executor = programs(model, place=place)
+    return asyncio.run(_serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences))
 
 
 async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences) -> Run:
-    run, blocks = Run(), BlockPool(1, num_blocks, BLOCK_SIZE)
+    run, blocks = Run(), BlockPool(executor.shapes.num_partitions, num_blocks, BLOCK_SIZE)
 
     def take(report: StepReport) -> None:
         run.take(report)
@@ -123,7 +129,7 @@ async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill
     run.num_prefill_steps = totals.num_prefill_steps
     await engine.close()
     engine.failed.cancel()
-    assert blocks.counts(0).free == num_blocks
+    assert all(blocks.counts(partition).free == num_blocks for partition in range(blocks.num_partitions))
     return run
 
 
@@ -146,11 +152,10 @@ def an_engine(
         max_queued_requests=1000,
         queue_timeout_s=1000.0,
     )
-    pool = PoolShape(num_partitions=1, slots_per_partition=NUM_SLOTS, blocks_per_partition=NUM_BLOCKS)
     return Engine(
         scheduler=Scheduler(config, blocks),
         executor=executor,
-        encoder=StepEncoder(executor.shapes, pool),
+        encoder=StepEncoder(executor.shapes),
         on_step=on_step,
         on_expired=lambda request_id, error: None,
         on_prefill=on_prefill,

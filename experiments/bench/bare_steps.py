@@ -26,7 +26,7 @@ class BareSteps:
     def __init__(self, model: LoadedModel, seed: int):
         self._model = model
         self._random = Random(seed)
-        self._encoder = StepEncoder(model.shapes, model.pool)
+        self._encoder = StepEncoder(model.shapes)
 
     def prefill(self, index: int, num_tokens: int) -> list[Step]:
         """A fresh random prompt for sequence `index`, in chunks; the last one draws."""

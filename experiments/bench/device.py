@@ -62,7 +62,7 @@ def _measure_writes(config: Config, model: "LoadedModel", plan: Plan) -> list[Me
     (group,) = kimi_config.kv_groups(model.dtype)
     return measure_writes(
         group,
-        num_blocks=model.pool.num_blocks,
+        num_blocks=model.pool.num_partitions * model.pool.blocks_per_partition,
         block_size=model.block_size,
         num_slots=model.pool.num_slots,
         sharding=replicated(build_mesh(config.decode.mesh)),

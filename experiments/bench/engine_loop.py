@@ -38,8 +38,8 @@ class Stamped:
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
         drawn = self.programs.fetch(launched)
-        if launched.number in self.launched_ns:
-            self.fetched_ns[launched.number] = time.perf_counter_ns()
+        if launched.step.number in self.launched_ns:
+            self.fetched_ns[launched.step.number] = time.perf_counter_ns()
         return drawn
 
     def pairs(self) -> list[tuple[int, int]]:
@@ -93,7 +93,7 @@ async def _run_batch(config: Config, model: LoadedModel, batch: int, plan: Plan,
     engine = Engine(
         scheduler=Scheduler(model.scheduler_config(config), model.block_pool()),
         executor=stamped,
-        encoder=StepEncoder(model.shapes, model.pool),
+        encoder=StepEncoder(model.shapes),
         on_step=lambda report: None,
         on_expired=lambda request_id, error: None,
     )

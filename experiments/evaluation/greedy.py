@@ -98,7 +98,7 @@ class GreedyModel:
             dtype=dtype,
             sharding=replicated(mesh),
         )
-        backend = backend_for(mesh.devices.flat[0].platform, mesh.size)
+        backend = backend_for(mesh.devices.flat[0].platform)
         self._step = build_step(config, backend, matmul_precision(dtype))
 
     def generate(

@@ -15,12 +15,13 @@ from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.score import observe, score
 from moonshard.models.spec import ModelError
-from moonshard.serving.encoder import PoolShape, StepEncoder
+from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
 from moonshard.serving.programs import Drawn, Programs
 from moonshard.serving.request import Request, Sampling, SequenceId, SlotId
 from moonshard.serving.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh, replicated
+from moonshard.sharding.place import ALONE
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE, ROUTER_NEAR_TIE, reference
 
@@ -182,11 +183,17 @@ def test_bfloat16_logits_stay_near_float32_ones():
 def test_the_programs_serve_in_bfloat16():
     config, loaded = dense_only()
     shapes = StepShapes(
-        num_slots=2, blocks_per_sequence=2, max_context_tokens=64, q_tile=32, prefill_buckets=(32,), decode_buckets=(2,)
+        slots_per_partition=2,
+        blocks_per_sequence=2,
+        max_context_tokens=64,
+        q_tile=32,
+        prefill_buckets=(32,),
+        decode_buckets=(2,),
     )
     rounded = in_dtype(loaded, "bfloat16")
-    programs = Programs(config, rounded, shapes, build_mesh(MeshShape()), num_blocks=2, block_size=32, dtype="bfloat16")
-    encoder = StepEncoder(shapes, PoolShape(num_partitions=1, slots_per_partition=2, blocks_per_partition=2))
+    mesh = build_mesh(MeshShape())
+    programs = Programs(config, rounded, shapes, mesh, ALONE, blocks_per_partition=2, block_size=32, dtype="bfloat16")
+    encoder = StepEncoder(shapes)
     prompt = np.random.default_rng(0).integers(0, 2048, 20)
     request = Request(id=bytes(16), prompt=tuple(prompt.tolist()), max_tokens=8, sampling=Sampling(temperature=0.0))
     of = {"sequence": SequenceId(request.id, 0), "request": request, "slot": SlotId(0, 1), "block_table": (1, 0)}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.serving.encoder import PoolShape, StepEncoder
+from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.engine import Engine, StepReport
 from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.programs import Drawn, Launched
@@ -31,14 +31,14 @@ class FakeExecutor:
 
     def launch(self, step: Step) -> Launched:
         self.launched.append(step)
-        return Launched(step.number, step.kind, None)
+        return Launched(step, None)
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
-        self._fetch(launched.number)
-        match launched.kind:
+        step = launched.step
+        self._fetch(step.number)
+        match step.kind:
             case StepKind.EXPORT:
-                step = next(step for step in self.launched if step.number == launched.number)
-                return step.metadata.astype(np.float32).reshape(-1, 1, 1, 1)
+                return step.metadata[0].astype(np.float32).reshape(-1, 1, 1, 1)
             case StepKind.PREFILL | StepKind.DECODE:
                 empty = np.zeros((NUM_SLOTS, 0))
                 tokens = np.full(NUM_SLOTS, 7)
@@ -54,7 +54,7 @@ def an_engine(
     pool: BlockPool | None = None,
 ) -> Engine:
     shapes = StepShapes(
-        num_slots=NUM_SLOTS,
+        slots_per_partition=NUM_SLOTS,
         blocks_per_sequence=CONTEXT_TOKENS // BLOCK_SIZE,
         max_context_tokens=CONTEXT_TOKENS,
         q_tile=TILE,
@@ -70,11 +70,10 @@ def an_engine(
         max_queued_requests=8,
         queue_timeout_s=10.0,
     )
-    sizes = PoolShape(num_partitions=1, slots_per_partition=NUM_SLOTS, blocks_per_partition=NUM_BLOCKS)
     return Engine(
         scheduler=Scheduler(config, pool or BlockPool(1, NUM_BLOCKS, BLOCK_SIZE)),
         executor=executor,
-        encoder=StepEncoder(shapes, sizes),
+        encoder=StepEncoder(shapes),
         on_step=on_step,
         on_expired=lambda request_id, error: None,
         on_prefill=on_prefill,

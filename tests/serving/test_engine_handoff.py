@@ -166,7 +166,7 @@ def test_a_land_has_ended_when_it_was_waited_for():
     worker = uncompiled_programs()
     packed, _ = worker.shapes.layout(StepKind.LAND, 1).blank()
     payload = np.ones((1, *worker.state.pages.shape[1:]), np.float32)
-    launched = worker.launch(Step(-2, StepKind.LAND, 1, packed, payload))
+    launched = worker.launch(Step(-2, StepKind.LAND, 1, packed, payload=payload))
     assert launched.result is not None  # else nothing would be waited for
     worker.fetch(launched)
     assert all(array.is_ready() for array in jax.tree.leaves(worker.state))
@@ -175,7 +175,7 @@ def test_a_land_has_ended_when_it_was_waited_for():
 def move(worker, payload: np.ndarray, blocks: tuple[int, ...]) -> None:
     packed, fields = worker.shapes.layout(StepKind.LAND, len(blocks)).blank()
     fields["destination"][:] = blocks
-    assert worker.fetch(worker.launch(Step(-2, StepKind.LAND, len(blocks), packed, payload))) is None
+    assert worker.fetch(worker.launch(Step(-2, StepKind.LAND, len(blocks), packed, payload=payload))) is None
 
 
 def exports(worker, *asked: tuple[int, ...]) -> list[np.ndarray]:

@@ -53,13 +53,15 @@ def test_the_pool_and_the_steps_have_the_configured_sizes():
     assert (shapes.max_context_tokens, shapes.blocks_per_sequence) == (64 * BLOCK_SIZE, 64)
     assert (shapes.prefill_buckets, shapes.q_tile) == ((32, 64, 128), Q_TILE)
     assert shapes.decode_buckets == (1, 2, 4, 6)
-    assert shapes.num_slots == 6
+    assert (shapes.num_partitions, shapes.slots_per_partition) == (1, 6)
 
 
 def test_partitions_share_the_slots_and_have_a_pool_each():
     shapes, pool = size(config(decode=DecodeConfig(max_slots=6, mesh=MeshShape(expert=2))))
     assert (pool.num_partitions, pool.slots_per_partition, pool.blocks_per_partition) == (2, 3, 64)
-    assert shapes.num_slots == pool.num_slots == 6
+    assert (shapes.num_partitions, shapes.slots_per_partition) == (2, 3)
+    assert shapes.decode_buckets == (1, 2, 3)
+    assert pool.num_slots == 6
 
 
 def test_a_pool_beyond_the_memory_there_is_is_refused_with_all_its_partitions(monkeypatch: pytest.MonkeyPatch):
@@ -133,8 +135,6 @@ def test_a_faulty_configuration_is_named_by_the_path_of_its_file(tmp_path):
             read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("platform", "num_devices", "expected"), [("gpu", 1, "grouped"), ("gpu", 2, "blocks"), ("cpu", 1, "blocks")]
-)
-def test_one_gpu_gets_the_kernels_and_everything_else_the_portable_loop(platform, num_devices, expected):
-    assert loading.backend_for(platform, num_devices).__name__ == expected
+@pytest.mark.parametrize(("platform", "expected"), [("gpu", "grouped"), ("cpu", "blocks")])
+def test_gpus_get_the_kernels_and_everything_else_the_portable_loop(platform, expected):
+    assert loading.backend_for(platform).__name__ == expected

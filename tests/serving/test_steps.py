@@ -12,7 +12,7 @@ from moonshard.serving.steps import NOWHERE, Field, StepKind, StepLayout, StepSh
 
 pytestmark = pytest.mark.xdist_group("jax")
 WITHOUT_HANDOFFS = StepShapes(
-    num_slots=3,
+    slots_per_partition=3,
     blocks_per_sequence=5,
     max_context_tokens=40,
     q_tile=4,
@@ -40,12 +40,12 @@ def test_every_bit_pattern_survives_packing_and_unpacking(bits):
     packed, views = MIXED.blank()
     offset = 0
     for field in MIXED.fields:
-        views[field.name][...] = source[offset : offset + field.size].view(field.dtype).reshape(field.shape)
+        views[field.name][0, ...] = source[offset : offset + field.size].view(field.dtype).reshape(field.shape)
         offset += field.size
-    np.testing.assert_array_equal(packed, source)
-    for name, value in UNPACK(packed).items():
+    np.testing.assert_array_equal(packed, source[None])
+    for name, value in UNPACK(packed[0]).items():
         assert value.dtype == views[name].dtype
-        assert value.shape == views[name].shape
+        assert value.shape == views[name].shape[1:]
         assert np.asarray(value).tobytes() == views[name].tobytes()
 
 
@@ -53,9 +53,9 @@ def test_special_floats_and_large_words_arrive_as_they_were():
     packed, views = MIXED.blank()
     views["floats"][...] = [[-0.0, np.inf, 1e-38], [np.nan, 0.1, -np.inf]]
     views["words"][...] = [[2**32 - 1, 2**31], [0, 1]]
-    values = UNPACK(packed)
-    np.testing.assert_array_equal(values["floats"], views["floats"])
-    np.testing.assert_array_equal(values["words"], views["words"])
+    values = UNPACK(packed[0])
+    np.testing.assert_array_equal(values["floats"], views["floats"][0])
+    np.testing.assert_array_equal(values["words"], views["words"][0])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_special_floats_and_large_words_arrive_as_they_were():
 def test_the_fields_of_a_step_fill_its_metadata_without_overlap(kind, bucket):
     layout = SHAPES.layout(kind, bucket)
     packed, views = layout.blank()
-    assert packed.shape == (layout.size,)
+    assert packed.shape == (1, layout.size)
     packed[...] = 0
     assert len(views) == len(layout.fields)
     for view in views.values():
@@ -85,9 +85,9 @@ def test_a_blank_decode_or_prefill_step_has_neither_tokens_nor_owners():
     _, prefill = SHAPES.layout(StepKind.PREFILL, 8).blank()
     assert (decode["positions"] == -1).all()
     assert (prefill["positions"] == -1).all()
-    assert (decode["slot"] == SHAPES.num_slots).all()
-    assert (prefill["sample_slot"] == SHAPES.num_slots).all()
-    assert decode["top_p"].tolist() == decode["repetition_penalty"].tolist() == [1, 1, 1]
+    assert (decode["slot"] == SHAPES.slots_per_partition).all()
+    assert (prefill["sample_slot"] == SHAPES.slots_per_partition).all()
+    assert decode["top_p"].tolist() == decode["repetition_penalty"].tolist() == [[1, 1, 1]]
 
 
 def test_what_is_written_into_a_blank_step_does_not_reach_the_next_one():
@@ -100,7 +100,7 @@ def test_what_is_written_into_a_blank_step_does_not_reach_the_next_one():
 
 def test_a_blank_land_step_writes_nowhere():
     _, land = SHAPES.layout(StepKind.LAND, 4).blank()
-    assert land["destination"].tolist() == [NOWHERE] * 4
+    assert land["destination"].tolist() == [[NOWHERE] * 4]
 
 
 def test_a_worker_that_takes_no_part_in_handoffs_has_no_programs_for_them():

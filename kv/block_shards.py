@@ -1,0 +1,89 @@
+"""How whole blocks of KV, as the host has them, are cut for the devices of a mesh, and put together again.
+
+A worker's pages lie on every device of a partition: whole, or, context-parallel, each block's tokens cut along
+`tensor`. On their way from or to the host every device carries a part of its own: those tokens, or else some of the
+layers, so that nothing crosses a bus twice. What a partition's devices should all have is gathered among them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from moonshard.sharding.mesh import BY_PARTITION
+from moonshard.sharding.place import Place
+
+LAYERS, TOKENS = 1, 2  # dimensions of blocks [b, layers, block_size, features]
+
+
+class BlockShards:
+    """Of the pages of one mesh. `pages` and `payload` say how pages and blocks on their way lie on it.
+
+    Blocks on their way are [partitions * b, layers, block_size, features], layers made up to a multiple of `tensor`.
+    """
+
+    def __init__(self, mesh: Mesh, place: Place, *, num_layers: int, block_size: int):
+        self._mesh = mesh
+        self._num_partitions, self._num_parts = place.mesh.num_partitions, place.mesh.tensor
+        self._is_token_cut = bool(place.axes("kv_tokens"))
+        self._axis = TOKENS if self._is_token_cut else LAYERS
+        self._num_layers = num_layers
+        self._layers_per_part = -(-num_layers // self._num_parts)
+        by_layer, by_token = PartitionSpec(*BY_PARTITION, "tensor"), PartitionSpec(*BY_PARTITION, None, "tensor")
+        self.pages = by_token if self._is_token_cut else BY_PARTITION
+        self.payload = by_token if self._is_token_cut else by_layer
+        self._zeros: dict[tuple[Any, tuple[int, ...]], jax.Array] = {}
+
+    # ---- inside a program, on each device
+
+    def own_part(self, blocks: jax.Array) -> jax.Array:
+        """Of a partition's blocks, as this device's pages have them, those that it carries."""
+        if self._is_token_cut or self._num_parts == 1:
+            return blocks
+        missing = self._layers_per_part * self._num_parts - self._num_layers
+        blocks = jnp.pad(blocks, ((0, 0), (0, missing), (0, 0), (0, 0)))
+        first = jax.lax.axis_index("tensor") * self._layers_per_part
+        return jax.lax.dynamic_slice_in_dim(blocks, first, self._layers_per_part, axis=LAYERS)
+
+    def whole(self, part: jax.Array) -> jax.Array:
+        """The blocks as this device's pages want them, from the parts that the devices carried."""
+        if self._is_token_cut or self._num_parts == 1:
+            return part
+        return jax.lax.all_gather(part, "tensor", axis=LAYERS, tiled=True)[:, : self._num_layers]
+
+    # ---- on the host
+
+    def collect(self, payload: jax.Array, partition: int) -> np.ndarray:
+        """One partition's blocks [b, layers, block_size, features]."""
+        first = partition * (payload.shape[0] // self._num_partitions)
+        shards = [shard for shard in payload.addressable_shards if (shard.index[0].start or 0) == first]
+        shards.sort(key=lambda shard: shard.index[self._axis].start or 0)
+        parts = [np.asarray(shard.data) for shard in shards]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self._axis)[:, : self._num_layers]
+
+    def spread(self, blocks: np.ndarray, partition: int) -> np.ndarray | jax.Array:
+        """Blocks [b, layers, block_size, features] for one partition, as a program that lands them takes them."""
+        if self._mesh.size == 1:
+            return blocks
+        num_blocks, num_layers, *token = blocks.shape
+        if not self._is_token_cut and (missing := self._layers_per_part * self._num_parts - num_layers):
+            blocks = np.pad(blocks, ((0, 0), (0, missing), (0, 0), (0, 0)))
+        shape = (self._num_partitions * num_blocks, blocks.shape[LAYERS], *token)
+        sharding = NamedSharding(self._mesh, self.payload)
+        parts = []
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None  # of a device of this process
+            if (index[0].start or 0) == partition * num_blocks:
+                part = blocks[(slice(None),) * self._axis + (index[self._axis],)]
+                parts.append(jax.device_put(np.ascontiguousarray(part), device))
+            else:
+                parts.append(self._nothing(device, sharding.shard_shape(shape), blocks.dtype))
+        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+    def _nothing(self, device: Any, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+        """What the devices of other partitions are given: their blocks go nowhere."""
+        if (device, shape) not in self._zeros:
+            self._zeros[device, shape] = jax.device_put(np.zeros(shape, dtype), device)
+        return self._zeros[device, shape]

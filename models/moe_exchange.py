@@ -1,0 +1,136 @@
+"""Expert parallelism: every token goes to the devices that hold its experts, and what they say of it comes back.
+
+A backend of `models.moe` runs the experts of one device; here it is given the tokens of all devices that need them. A
+token travels once to each device that holds some of its experts, in an all-to-all over the mesh axis `expert`. Buffers
+have room for somewhat more than a fair share; what does not fit goes in another round, so that nothing is dropped even
+where all tokens choose one expert, and memory does not have to be there for that. Along `tensor` tokens are the same
+on every device: each device takes those for its own experts, and the sum over `tensor` that follows every layer adds
+them up.
+Source: GShard (arXiv 2006.16668), section 3.2, for the all-to-all; here without its dropping.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moonshard.models.moe import Backend, Experts, Routing
+from moonshard.sharding.arrays import Array, Bool, Float, Int
+from moonshard.sharding.place import Place
+
+SLACK = 1.5  # room in a buffer, in fair shares
+MIN_ROOM = 8
+
+
+class _Parcel(NamedTuple):
+    """Tokens on their way: `room` of them to each of `e` devices."""
+
+    x: Float[Array, "e room d"]
+    experts: Int[Array, "e room k"]  # as the receiver counts them; its number of experts: none of its own
+    weights: Float[Array, "e room k"]
+
+
+def exchanged(backend: Backend, place: Place) -> Backend:
+    """The backend over the experts of all devices. On one device it is the backend itself."""
+    if place.num_parts("experts") == 1:
+        return backend
+
+    def run(
+        x: Float[Array, "t d"],
+        routing: Routing,
+        valid: Bool[Array, "t"],
+        experts: Experts[Array],
+        layer: Int[Array, ""],
+    ) -> Float[Array, "t d"]:
+        num_own = experts.down.shape[1]
+        owner, local = _owners(place, routing.experts, num_own)
+        owner = jnp.where(valid[:, None], owner, -1)
+        if "expert" not in place.axes("experts"):
+            own = Routing(weights=routing.weights, experts=jnp.where(owner < 0, num_own, local), margin=routing.margin)
+            return backend(x, own, valid, experts, layer)
+        return _rounds(backend, place, x, routing, owner, local, experts, layer)
+
+    return run
+
+
+def _owners(place: Place, chosen: Int[Array, "t k"], num_own: int) -> tuple[Int[Array, "t k"], Int[Array, "t k"]]:
+    """Of each choice: whose it is along `expert`, and its number there. Below 0 where another of `tensor` sends it.
+
+    Devices are counted as the rules name the axes, major first.
+    """
+    device, local = chosen // num_own, chosen % num_own
+    owner, is_sent = jnp.zeros_like(device), jnp.ones_like(device, bool)
+    for axis in reversed(place.axes("experts")):
+        size = getattr(place.mesh, axis)
+        device, coordinate = device // size, device % size
+        if axis == "expert":
+            owner = coordinate
+        else:
+            is_sent &= coordinate == jax.lax.axis_index(axis)
+    return jnp.where(is_sent, owner, -1), local
+
+
+def _rounds(
+    backend: Backend,
+    place: Place,
+    x: Float[Array, "t d"],
+    routing: Routing,
+    owner: Int[Array, "t k"],
+    local: Int[Array, "t k"],
+    experts: Experts[Array],
+    layer: Int[Array, ""],
+) -> Float[Array, "t d"]:
+    num_tokens, num_devices, num_own = len(x), place.mesh.expert, experts.down.shape[1]
+    room = room_for(num_tokens, routing.experts.shape[1], num_devices)
+    goes = (owner[:, :, None] == jnp.arange(num_devices)).any(axis=1)  # [t e]
+    rank = jnp.cumsum(goes, axis=0) - 1
+    num_rounds = jax.lax.pmax(-(-goes.sum(axis=0).max() // room), "expert")
+
+    def one(index: Int[Array, ""], out: Float[Array, "t d"]) -> Float[Array, "t d"]:
+        slot = rank - index * room
+        is_now = goes & (slot >= 0) & (slot < room)
+        place_of = jnp.where(is_now, jnp.arange(num_devices) * room + slot, num_devices * room)
+        token_of = (
+            jnp.full(num_devices * room, num_tokens).at[place_of].set(jnp.arange(num_tokens)[:, None], mode="drop")
+        )
+        parcel = _pack(x, routing.weights, owner, local, token_of.reshape(num_devices, room), num_own)
+        answers = _visit(backend, jax.tree.map(_swap, parcel), experts, layer)
+        return out.at[token_of].add(_swap(answers).reshape(-1, x.shape[1]), mode="drop")
+
+    return jax.lax.fori_loop(0, num_rounds, one, jnp.zeros_like(x))
+
+
+def _pack(
+    x: Float[Array, "t d"],
+    weights: Float[Array, "t k"],
+    owner: Int[Array, "t k"],
+    local: Int[Array, "t k"],
+    token_of: Int[Array, "e room"],
+    num_own: int,
+) -> _Parcel:
+    def take(values: Array, fill: int) -> Array:
+        return values.at[token_of].get(mode="fill", fill_value=fill)
+
+    is_for = take(owner, -1) == jnp.arange(len(token_of))[:, None, None]
+    return _Parcel(x=take(x, 0), experts=jnp.where(is_for, take(local, 0), num_own), weights=take(weights, 0))
+
+
+def _visit(
+    backend: Backend, parcel: _Parcel, experts: Experts[Array], layer: Int[Array, ""]
+) -> Float[Array, "e room d"]:
+    """What this device's experts say of the tokens that came."""
+    flat = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), parcel)
+    valid = (flat.experts < experts.down.shape[1]).any(axis=1)
+    routing = Routing(weights=flat.weights, experts=flat.experts, margin=jnp.zeros(len(valid)))
+    return backend(flat.x, routing, valid, experts, layer).reshape(parcel.x.shape)
+
+
+def _swap(parts: Array) -> Array:
+    """Part i goes to device i; part j of the result came from device j."""
+    return jax.lax.all_to_all(parts, "expert", split_axis=0, concat_axis=0, tiled=True)
+
+
+def room_for(num_tokens: int, top_k: int, num_devices: int) -> int:
+    """Tokens that one device may send to another in a round."""
+    fair = num_tokens * min(1.0, top_k / num_devices)
+    return min(num_tokens, max(MIN_ROOM, int(SLACK * fair) + 1))

@@ -1,0 +1,103 @@
+"""A model over a mesh says what it says on one device: logits and pages, in every parallel form."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from moonshard.kv.pages import allocate_pages
+from moonshard.models import kimi, moe, weights
+from moonshard.models.checkpoint import Checkpoint
+from moonshard.sharding.mesh import build_mesh, partition_spec
+from moonshard.sharding.place import Place
+from moonshard.sharding.rules import DECODE, PREFILL, Rules
+from moonshard.sharding.shape import MeshShape
+from tests.agreement import FIXTURES, LOGIT_TOLERANCE
+
+pytestmark = pytest.mark.xdist_group("jax")
+CONFIG = kimi.KimiConfig.of(Checkpoint.open(FIXTURES / "kimi_k2"))
+PARAMS = kimi.declare(CONFIG)
+ROWS, TOKENS, BLOCK = 8, 16, 16
+FORMS = [
+    (MeshShape(tensor=2), PREFILL),
+    (MeshShape(tensor=4), PREFILL),
+    (MeshShape(tensor=2), DECODE),
+    (MeshShape(expert=2), PREFILL),
+    (MeshShape(expert=4), PREFILL),
+    (MeshShape(expert=8), PREFILL),
+    (MeshShape(data=2), PREFILL),
+    (MeshShape(data=2, expert=2), PREFILL),
+    (MeshShape(data=2, tensor=2), PREFILL),
+    (MeshShape(expert=2, tensor=2), PREFILL),
+    (MeshShape(expert=2, tensor=2), DECODE),
+    (MeshShape(data=2, expert=2, tensor=2), DECODE),
+]
+
+
+def a_batch(seed: int = 0) -> kimi.Batch:
+    """Rows of their own block each, some of them partly or wholly padding."""
+    random = np.random.default_rng(seed)
+    lengths = np.array([16, 1, 16, 7, 0, 16, 3, 16])
+    positions = np.where(np.arange(TOKENS) < lengths[:, None], np.arange(TOKENS), -1)
+    return kimi.Batch(
+        tokens=jnp.asarray(random.integers(0, CONFIG.vocab_size, (ROWS, TOKENS)), jnp.int32),
+        positions=jnp.asarray(positions, jnp.int32),
+        block_tables=jnp.zeros((ROWS, 1), jnp.int32),
+    )
+
+
+def run(mesh_shape: MeshShape, rules: Rules, batch: kimi.Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [rows, t, v] and pages [rows, layers, block, features], one block to a row."""
+    mesh, place = build_mesh(mesh_shape), Place(mesh=mesh_shape, rules=rules)
+    loaded = weights.load(PARAMS, Checkpoint.open(FIXTURES / "kimi_k2"), "float32", mesh, rules)
+    specs = jax.tree.map(
+        lambda param: partition_spec(mesh, param.axes, param.shape, rules), PARAMS, is_leaf=weights.is_param
+    )
+    by_partition = PartitionSpec(("data", "expert"))
+    per_partition = ROWS // mesh_shape.num_partitions
+    tables = np.tile(np.arange(per_partition, dtype=np.int32), mesh_shape.num_partitions)[:, None]
+    pages = allocate_pages(
+        ROWS,
+        CONFIG.num_hidden_layers,
+        BLOCK,
+        CONFIG.latent_size,
+        dtype="float32",
+        sharding=jax.sharding.NamedSharding(mesh, by_partition),
+    )
+
+    def on_each_device(loaded: Any, pages: Any, batch: kimi.Batch) -> tuple[Any, Any]:
+        with jax.default_matmul_precision("highest"):
+            hidden, pages, _ = kimi.forward(CONFIG, loaded, pages, batch, backend=moe.blocks, place=place)
+            logits = kimi.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), place)
+            return logits.reshape(*batch.tokens.shape, -1), pages
+
+    program = jax.jit(
+        jax.shard_map(
+            on_each_device,
+            mesh=mesh,
+            in_specs=(specs, by_partition, by_partition),
+            out_specs=(by_partition, by_partition),
+            check_vma=False,
+        )
+    )
+    logits, pages = program(loaded, pages, replace(batch, block_tables=jnp.asarray(tables)))
+    return np.asarray(logits), np.asarray(pages)
+
+
+@functools.cache
+def alone() -> tuple[np.ndarray, np.ndarray]:
+    return run(MeshShape(), PREFILL, a_batch())
+
+
+@pytest.mark.parametrize(("mesh", "rules"), FORMS, ids=lambda each: str(each).split("(")[0])
+def test_a_parallel_form_gives_the_logits_and_pages_of_one_device(mesh: MeshShape, rules: Rules):
+    batch = a_batch()
+    is_real = np.asarray(batch.positions) >= 0
+    logits, pages = run(mesh, rules, batch)
+    assert np.abs(logits - alone()[0])[is_real].max() < LOGIT_TOLERANCE
+    assert np.abs(pages - alone()[1]).max() < LOGIT_TOLERANCE

@@ -1,0 +1,96 @@
+"""Over a mesh, the engine gives the tokens of one device, in every partition, and hands out the same KV."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.request import Request, Sampling
+from moonshard.sharding.place import ALONE, Place
+from moonshard.sharding.rules import DECODE, PREFILL, Rules
+from moonshard.sharding.shape import MeshShape
+from tests.agreement import LOGIT_TOLERANCE, assert_drawn_from, reference
+from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, Run, an_engine, programs, serve, until_idle
+
+pytestmark = pytest.mark.xdist_group("jax")
+CONTEXT_PARALLEL = Rules(kv_tokens=("tensor",))
+FORMS = [
+    (MeshShape(tensor=2), PREFILL),
+    (MeshShape(expert=4), DECODE),
+    (MeshShape(data=2, expert=2, tensor=2), DECODE),
+]
+NUM_REQUESTS = 10
+
+
+def requests() -> list[Request]:
+    random = np.random.default_rng(0)
+    lengths = (1, 15, 16, 17, 63, 64, 65, 100, 33, 150)
+    return [
+        Request(
+            id=number.to_bytes(16),
+            prompt=tuple(random.integers(0, 2000, length).tolist()),
+            max_tokens=20,
+            sampling=Sampling(
+                temperature=0.0 if number % 2 else 1.0, seed=number, frequency_penalty=0.5 if number % 3 == 0 else 0.0
+            ),
+            n=2 if number == 4 else 1,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(("mesh", "rules"), FORMS, ids=lambda each: str(each).split("(")[0])
+def test_every_partition_draws_the_tokens_of_one_device(mesh: MeshShape, rules: Rules):
+    run = serve(requests(), place=Place(mesh=mesh, rules=rules))
+    for request in requests():
+        for choice in range(request.n):
+            assert len(run.of(request, choice)) == 20
+            assert_drawn_from(reference(), request.prompt, run.of(request, choice), request.sampling, choice)
+
+
+@pytest.mark.parametrize(("mesh", "rules"), FORMS, ids=lambda each: str(each).split("(")[0])
+def test_blocks_leave_and_enter_every_partition_as_they_are_on_one_device(mesh: MeshShape, rules: Rules):
+    place = Place(mesh=mesh, rules=rules)
+    alone = asyncio.run(_prefilled(ALONE, 0))
+    for partition in range(mesh.num_partitions):
+        found = asyncio.run(_prefilled(place, partition))
+        assert np.abs(found - alone).max() < LOGIT_TOLERANCE
+        assert np.array_equal(asyncio.run(_through(place, partition, found)), found)
+
+
+async def _prefilled(place: Place, partition: int) -> np.ndarray:
+    """The blocks of a prompt that a partition prefilled, [blocks, layers, block_size, features]."""
+    executor = programs(place=place)
+    blocks, run = BlockPool(executor.shapes.num_partitions, NUM_BLOCKS, BLOCK_SIZE), Run()
+    taken = [blocks.allocate(other, 1) for other in range(blocks.num_partitions) if other != partition]
+    engine = an_engine(executor, blocks, run.take)
+    engine.start()
+    prompt = tuple(np.random.default_rng(1).integers(0, 2000, 5 * BLOCK_SIZE).tolist())
+    engine.submit(Request(id=bytes(16), prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0.0)))
+    await until_idle(engine)
+    assert all(part is not None for part in taken)
+    found = await _export(engine, partition, tuple(range(5)))
+    await engine.close()
+    return found
+
+
+async def _through(place: Place, partition: int, payload: np.ndarray) -> np.ndarray:
+    """Landed and exported again."""
+    executor = programs(place=place)
+    blocks = BlockPool(executor.shapes.num_partitions, NUM_BLOCKS, BLOCK_SIZE)
+    engine = an_engine(executor, blocks, lambda report: None)
+    engine.start()
+    landed = asyncio.get_running_loop().create_future()
+    ids = (9, 3, 200, 7, 11)
+    engine.land(partition, ids, payload, lambda: landed.set_result(None))
+    await landed
+    found = await _export(engine, partition, ids)
+    await engine.close()
+    return found
+
+
+async def _export(engine, partition: int, blocks: tuple[int, ...]) -> np.ndarray:
+    found = asyncio.get_running_loop().create_future()
+    engine.export(partition, blocks, found.set_result)
+    return (await found).copy()
