@@ -86,7 +86,7 @@ class EngineSampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "sampling", "stop_token_ids", "max_tokens", "min_tokens", "n", "logprobs", "resumed", "target", "endpoint")
+    __slots__ = ("request_id", "prompt_tokens", "sampling", "stop_token_ids", "max_tokens", "min_tokens", "n", "logprobs", "resumed", "partition", "target", "endpoint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class Run(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
@@ -107,9 +108,10 @@ class Run(_message.Message):
     n: int
     logprobs: int
     resumed: _containers.RepeatedCompositeFieldContainer[Resumed]
+    partition: int
     target: Target
     endpoint: KvEndpoint
-    def __init__(self, request_id: _Optional[bytes] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[bytes] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., partition: _Optional[int] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("choice", "token_ids")
@@ -384,8 +386,8 @@ class WorkerLoad(_message.Message):
     KV_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
-    queued_tokens: int
-    active_tokens: int
+    queued_tokens: _containers.RepeatedScalarFieldContainer[int]
+    active_tokens: _containers.RepeatedScalarFieldContainer[int]
     free_blocks: _containers.RepeatedScalarFieldContainer[int]
     num_preemptions: int
     num_compilations: int
@@ -399,7 +401,7 @@ class WorkerLoad(_message.Message):
     peak_memory_bytes: int
     draining: bool
     kv_transfer: KvTransfer
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., active_tokens: _Optional[int] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., active_tokens: _Optional[_Iterable[int]] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ...) -> None: ...
 
 class KvTransfer(_message.Message):
     __slots__ = ("num_handoffs", "published_bytes", "num_transfers", "publish_s", "num_failures", "landed_bytes", "num_landed_blocks", "num_checksum_mismatches", "free_slab_slots", "used_slab_slots", "leased_slab_slots", "quarantined_slab_slots", "total_slab_slots")

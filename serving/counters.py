@@ -35,5 +35,5 @@ class Counters:
     totals: Totals
     num_running: int
     num_waiting: int
-    queued_tokens: int  # still to be prefilled for what has been accepted
-    active_tokens: int  # known or drawn, of running sequences
+    queued_tokens: tuple[int, ...]  # by partition: still to be prefilled for what has been accepted
+    active_tokens: tuple[int, ...]  # by partition: known or drawn, of running sequences

@@ -77,7 +77,7 @@ class DecodeHandoffs:
             max_slots_per_handoff=config.max_slots_per_handoff,
         )
         self._side = DecodeSide(side, epoch, pool, self.slab)
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting = tuple(deque[_Waiting]() for _ in range(pool.num_partitions))
         self._links: dict[bytes, Link] = {}  # of reservations
         self._copies: dict[int, np.ndarray] = {}  # private ones that are intact, by ticket
         self._started_s: dict[bytes, float] = {}
@@ -85,7 +85,11 @@ class DecodeHandoffs:
 
     @property
     def num_handoffs(self) -> int:
-        return len(self._waiting) + len(self._links)
+        return self._num_waiting + len(self._links)
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(map(len, self._waiting))
 
     # ---- what the gateway says
 
@@ -97,12 +101,15 @@ class DecodeHandoffs:
         """
         if self._has_joined(request.id):
             return
-        self._engine.check(request)
+        partition = wire.partition_from(reserve.run)
+        self._engine.check(request, partition)
         message = handoff_wire.reserve_from(reserve, request)
-        if len(self._waiting) >= self._config.max_queued:
+        if self._num_waiting >= self._config.max_queued:
             self._refuse(message.handoff, link)
             return
-        self._waiting.append(_Waiting(reserve=message, link=link, arrived_s=time.perf_counter()))
+        if partition is None:
+            partition = max(range(self._pool.num_partitions), key=self._pool.num_free)
+        self._waiting[partition].append(_Waiting(reserve=message, link=link, arrived_s=time.perf_counter()))
         self.admit()
 
     def landed(self, manifest: link_pb2.Manifest, link: Link) -> None:
@@ -125,7 +132,9 @@ class DecodeHandoffs:
 
     def cancel(self, handoff: bytes, link: Link) -> None:
         """Give up a reservation that came over this link. A request that has joined is the engine's."""
-        self._waiting = deque(w for w in self._waiting if w.reserve.handoff != handoff or w.link is not link)
+        for line in self._waiting:
+            for waiting in [w for w in line if w.reserve.handoff == handoff and w.link is link]:
+                line.remove(waiting)
         if self._links.get(handoff) is link:
             del self._links[handoff]
             self._do(self._side.cancel(handoff, time.perf_counter()))
@@ -138,7 +147,7 @@ class DecodeHandoffs:
         self.admit()
 
     def close_link(self, link: Link) -> None:
-        waiting = [waiting.reserve.handoff for waiting in self._waiting if waiting.link is link]
+        waiting = [waiting.reserve.handoff for line in self._waiting for waiting in line if waiting.link is link]
         for handoff in waiting + [handoff for handoff, owner in self._links.items() if owner is link]:
             self.cancel(handoff, link)
 
@@ -155,16 +164,14 @@ class DecodeHandoffs:
     # ---- room
 
     def admit(self) -> None:
-        """Reserve for those who wait, in their order, as far as there is room."""
-        while self._waiting and self._admit(self._waiting[0]):
-            self._waiting.popleft()
+        """Reserve for those who wait, in their order within each partition, as far as there is room."""
+        for partition, line in enumerate(self._waiting):
+            while line and self._admit(line[0], partition):
+                line.popleft()
 
-    def _admit(self, waiting: _Waiting) -> bool:
+    def _admit(self, waiting: _Waiting, partition: int) -> bool:
         reserve = waiting.reserve
-        partitions = range(self._pool.num_partitions)
-        with_place = (partition for partition in partitions if self._has_place(partition))
-        partition = max(with_place, key=self._pool.num_free, default=None)
-        if partition is None or not self._has_room(reserve.request, partition):
+        if not self._has_place(partition) or not self._has_room(reserve.request, partition):
             return False
         answer = self._side.reserve(reserve, partition, (), time.perf_counter())
         if isinstance(answer, m.Target):
@@ -192,7 +199,7 @@ class DecodeHandoffs:
         Else those would be preempted for newcomers, and be overtaken for ever when they come back.
         """
         num_spare = self._pool.num_free(partition) - self._pool.num_blocks_for(len(request.prompt))
-        return num_spare >= self._engine.num_sequences(partition) + self._engine.num_blocks_due
+        return num_spare >= self._engine.num_sequences(partition) + self._engine.num_blocks_due(partition)
 
     def _refuse(self, handoff: bytes, link: Link) -> None:
         failed = handoff_wire.failed_message(handoff, m.Cause.OVERLOADED, retry_after_s=1.0)
@@ -202,9 +209,10 @@ class DecodeHandoffs:
 
     def tick(self) -> None:
         now_s = time.perf_counter()
-        while self._waiting and now_s - self._waiting[0].arrived_s > self._config.queue_timeout_s:
-            late = self._waiting.popleft()
-            self._refuse(late.reserve.handoff, late.link)
+        for line in self._waiting:
+            while line and now_s - line[0].arrived_s > self._config.queue_timeout_s:
+                late = line.popleft()
+                self._refuse(late.reserve.handoff, late.link)
         self._do(self._side.expire(now_s))
         self._gave_back()
 

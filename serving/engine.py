@@ -88,9 +88,9 @@ class Engine:
         self._device.start()
         self._expire()
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, partition: int | None = None) -> None:
         """Raises NeverFits where `submit` would; keeps nothing."""
-        self._scheduler.check(request)
+        self._scheduler.check(request, partition)
 
     def num_sequences(self, partition: int) -> int:
         """How many sequences of a partition may need a block for their next token."""
@@ -100,14 +100,21 @@ class Engine:
         """How many slots of a partition are free and not for those who have joined; below 0 where these lack some."""
         return self._scheduler.num_free_seats(partition)
 
-    @property
-    def num_blocks_due(self) -> int:
-        """How many blocks the next of those who wait for admission needs."""
-        return self._scheduler.num_blocks_due
+    def num_blocks_due(self, partition: int) -> int:
+        """How many blocks the next of those who wait for admission there needs."""
+        return self._scheduler.num_blocks_due(partition)
 
-    def submit(self, request: Request, resumed: Mapping[int, tuple[int, ...]] | None = None) -> None:
-        """Accepts a request; `resumed`: only these choices, after these tokens. Raises what `Scheduler.add` raises."""
-        self._scheduler.add(request, time.perf_counter(), resumed)
+    def submit(
+        self,
+        request: Request,
+        resumed: Mapping[int, tuple[int, ...]] | None = None,
+        partition: int | None = None,
+    ) -> None:
+        """Accepts a request, into a partition if one is named; `resumed`: only these choices, after these tokens.
+
+        Raises what `Scheduler.add` raises.
+        """
+        self._scheduler.add(request, time.perf_counter(), resumed, partition)
         self._clocks.start(request.id, time.perf_counter_ns())
         self.wake()
 

@@ -50,10 +50,15 @@ def reserve_from(reserve: link_pb2.Reserve, request: Request) -> m.Reserve:
     )
 
 
-def run_message(run: link_pb2.Run, target: m.Target, endpoint: link_pb2.KvEndpoint) -> link_pb2.Run:
-    """A copy of `run` for the prefill worker."""
+def run_message(
+    run: link_pb2.Run, target: m.Target, endpoint: link_pb2.KvEndpoint, partition: int | None = None
+) -> link_pb2.Run:
+    """A copy of `run` for the prefill worker and a partition of its own."""
     prefill = link_pb2.Run()
     prefill.CopyFrom(run)
+    prefill.ClearField("partition")
+    if partition is not None:
+        prefill.partition = partition
     prefill.target.CopyFrom(target_message(target))
     prefill.endpoint.CopyFrom(endpoint)
     return prefill

@@ -1,8 +1,8 @@
 """Who waits for a slot with its KV already in place: requests whose prompt was prefilled elsewhere.
 
-Stands apart from the waiting line, whose members hold nothing: a joiner holds the blocks of its prompt in one partition
-and lacks only a slot there. It arrives once and may give way once; then it is a sequence like any other. Left out: who
-gets the slot, and the other choices, which wait with their request until the leader is seated.
+Stands apart from the waiting line, whose members hold nothing: a joiner holds the blocks of its prompt in this
+partition and lacks only a slot there. It arrives once and may give way once; then it is a sequence like any other. Left
+out: who gets the slot, and the other choices, which wait with their request until the leader is seated.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ class Joiner:
     """A request's first choice that goes on, and the blocks that hold its whole prompt."""
 
     leader: Sequence
-    partition: int
     blocks: tuple[int, ...]
 
     @property
@@ -28,8 +27,9 @@ class Joiner:
 class Joiners:
     """Iterates oldest first, over a copy, so that members may leave meanwhile."""
 
-    def __init__(self, pool: BlockPool):
+    def __init__(self, pool: BlockPool, partition: int):
         self._pool = pool
+        self._partition = partition
         self._joiners: list[Joiner] = []  # in the order of their arrival
 
     def __iter__(self) -> Iterator[Joiner]:
@@ -45,10 +45,7 @@ class Joiners:
     def release(self, joiner: Joiner) -> None:
         """It leaves without its blocks. No launched step uses them: what wrote them came before."""
         self._joiners.remove(joiner)
-        self._pool.release(joiner.partition, joiner.blocks[::-1])
-
-    def of(self, partition: int) -> list[Joiner]:
-        return [joiner for joiner in self._joiners if joiner.partition == partition]
+        self._pool.release(self._partition, joiner.blocks[::-1])
 
     def remove(self, accepted: Accepted) -> None:
         """Everything of one request, which need not be here."""

@@ -109,7 +109,7 @@ class PrefillHandoffs:
             link=link, request=request, target=target, remote=remote, arrived_s=time.perf_counter()
         )
         try:
-            self._engine.submit(replace(request, max_tokens=1))
+            self._engine.submit(replace(request, max_tokens=1), partition=wire.partition_from(run))
         except BaseException:
             del self._legs[request.id]
             raise

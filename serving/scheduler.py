@@ -5,11 +5,12 @@ Stands apart from the engine so that a laptop or a simulator runs the very objec
 `complete` takes a step's results, in launch order. Steps may be launched before the results of earlier ones are known;
 the device feeds each drawn token to the next step itself. Everything follows from four rules:
 
-- Oldest first. Who waits for a slot is not overtaken by anyone younger, growth preempts the youngest of the partition,
-  be it running or only holding blocks, and the oldest of all is never preempted: something always finishes.
+- Oldest first, within a partition. Who waits for a slot is not overtaken by anyone younger, growth preempts the
+  youngest, be it running or only holding blocks, and the oldest is never preempted: something always finishes.
 - Growth before admission. Running sequences take the blocks they need next before anyone enters, so that a preempted
   sequence cannot take back at once what it had to give.
-- One prefill at a time is unfinished. A step's budget is spent in order, so at most one sequence is cut by its end.
+- One prefill at a time is unfinished, of each partition. A step's budget is spent in order, so at most one sequence is
+  cut by its end.
 - What a launched step uses stays held until that step has completed, whatever happened meanwhile.
 
 Blocks that others hold, leased to handoffs in progress, are only fewer to grow into: where they alone are in the way,
@@ -24,33 +25,26 @@ from dataclasses import dataclass, replace
 
 from moonshard.kv.blocks import BlockPool, PartitionCounts
 from moonshard.serving.counters import Counters, Totals
-from moonshard.serving.joiners import Joiner, Joiners
+from moonshard.serving.joiners import Joiner
+from moonshard.serving.lane import Lane, LaneConfig
 from moonshard.serving.launches import Launches
-from moonshard.serving.plan import DecodePlan, Delivered, Plan, PrefillChunk, PrefillPlan, Results, Sampled
+from moonshard.serving.plan import DecodePlan, Delivered, Plan, PrefillPlan, Results, Sampled
 from moonshard.serving.request import Output, Request
-from moonshard.serving.residents import Residents
-from moonshard.serving.seating import Seating
 from moonshard.serving.sequence import Accepted, Phase, Stay, finish_reason
-from moonshard.serving.waiting import NeverFits, QueueTimeout, WaitingLine, check_fits, check_resumed
+from moonshard.serving.waiting import NeverFits, QueueFull, QueueTimeout, check_fits, check_resumed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerConfig:
-    """`chunk_tokens` is the budget of a prefill step, in which each sequence's chunk counts padded to `q_tile`."""
+class SchedulerConfig(LaneConfig):
+    """The queue is that of the whole worker."""
 
-    slots_per_partition: int
-    chunk_tokens: int
-    q_tile: int = 1
-    max_prefill_sequences: int = 8
     max_context_tokens: int
     max_queued_requests: int
-    queue_timeout_s: float
 
     def __post_init__(self) -> None:
-        if min(self.slots_per_partition, self.q_tile, self.max_prefill_sequences, self.max_queued_requests) < 1:
-            raise ValueError("slots, tile, sequences of a prefill step and queue are at least 1")
-        if self.chunk_tokens < 1 or self.chunk_tokens % self.q_tile:
-            raise ValueError(f"chunk_tokens {self.chunk_tokens} is not a multiple of q_tile {self.q_tile}")
+        LaneConfig.__post_init__(self)  # super() without arguments does not find its class in one with slots
+        if self.max_queued_requests < 1:
+            raise ValueError("the queue holds at least 1 request")
 
 
 class Scheduler:
@@ -59,40 +53,56 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: BlockPool):
         self.config = config
         self._pool = pool
-        self._residents = Residents(pool, config.slots_per_partition)
         self._accepted: dict[bytes, Accepted] = {}
-        self._waiting = WaitingLine(config.max_queued_requests, config.queue_timeout_s)
-        self._joiners = Joiners(pool)
         self._launches = Launches()
-        self._seating = Seating(pool, self._residents, self._waiting, self._joiners, self._launches)
-        self._prefilling: Stay | None = None  # the one whose prefill the last budget cut
+        self._totals = Totals()
+        self._lanes = tuple(
+            Lane(config, pool, partition, self._launches, self._totals) for partition in range(pool.num_partitions)
+        )
         self._is_decode_next = False
         self._arrivals = itertools.count()
-        self._totals = Totals()
 
     # ---- requests come and go
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, partition: int | None = None) -> None:
         """Raises NeverFits where `add` or `join` would refuse the request, however much room there is."""
+        if partition is not None and not 0 <= partition < len(self._lanes):
+            raise NeverFits("partition", f"there is no partition {partition} of {len(self._lanes)}")
         if request.id in self._accepted:
             raise NeverFits("id", "a request with this id is being served")
         check_fits(request, self.config.max_context_tokens, self._pool)
 
-    def add(self, request: Request, now_s: float, resumed: Mapping[int, tuple[int, ...]] | None = None) -> None:
+    def add(
+        self,
+        request: Request,
+        now_s: float,
+        resumed: Mapping[int, tuple[int, ...]] | None = None,
+        partition: int | None = None,
+    ) -> None:
         """Accept a request. Raises NeverFits or QueueFull, and then keeps nothing of it.
 
+        `partition` is where it will live; None: where the fewest tokens are, queued or held, the lowest of equals.
         `resumed` are the tokens that each choice has that did not end elsewhere, none of them its last. Only these
         choices live here. They wait as those who come back do: no queue is too full for them, and they never expire.
         """
-        self.check(request)
+        self.check(request, partition)
+        lane = self._emptiest() if partition is None else self._lanes[partition]
         if resumed is None:
-            self._waiting.check_room(now_s)
+            self._check_room(lane, now_s)
             accepted = self._accept(request, dict.fromkeys(range(request.n), ()))
-            self._waiting.append(accepted, now_s)
+            lane.waiting.append(accepted, now_s)
             return
         check_resumed(request, resumed)
         for sequence in self._accept(request, resumed, is_resumed=True).choices:
-            self._waiting.come_back(sequence)
+            lane.waiting.come_back(sequence)
+
+    def _emptiest(self) -> Lane:
+        return min(self._lanes, key=lambda lane: lane.queued_tokens + lane.active_tokens)
+
+    def _check_room(self, lane: Lane, now_s: float) -> None:
+        """Raises QueueFull. The head's wait so far is the best guess at how long a place in this queue takes."""
+        if sum(lane.waiting.num_queued for lane in self._lanes) >= self.config.max_queued_requests:
+            raise QueueFull(retry_after_s=max(1.0, lane.waiting.head_wait_s(now_s)))
 
     def join(self, request: Request, partition: int, block_table: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
         """Accept a request whose prompt's KV is in used blocks, one reference each, which pass over to the scheduler.
@@ -100,7 +110,7 @@ class Scheduler:
         `tokens` are the first of each choice, drawn elsewhere; a choice that ends with its first gives no output.
         False: all ended, the blocks are released and nothing is kept. Raises NeverFits, and then takes nothing.
         """
-        self.check(request)
+        self.check(request, partition)
         if len(tokens) != request.n:
             raise NeverFits("tokens", f"{len(tokens)} first tokens came for {request.n} choices")
         going_on = {choice: (token,) for choice, token in enumerate(tokens) if finish_reason(request, token, 1) is None}
@@ -108,7 +118,7 @@ class Scheduler:
             self._pool.release(partition, block_table[::-1])
             return False
         leader = self._accept(request, going_on).leader
-        self._joiners.append(Joiner(leader=leader, partition=partition, blocks=block_table))
+        self._lanes[partition].joiners.append(Joiner(leader=leader, blocks=block_table))
         return True
 
     def _accept(
@@ -124,16 +134,13 @@ class Scheduler:
         accepted = self._accepted.pop(request_id, None)
         if accepted is None:
             return False
-        self._waiting.remove(accepted)
-        self._joiners.remove(accepted)
-        for stay in self._residents:
-            if stay.sequence.accepted is accepted:
-                self._leave(stay, Phase.ENDED)
+        for lane in self._lanes:
+            lane.remove(accepted)
         return True
 
     def expire(self, now_s: float) -> list[tuple[bytes, QueueTimeout]]:
         """End the requests that waited too long for their first admission; one that once ran never expires."""
-        expired = self._waiting.expire(now_s)
+        expired = [late for lane in self._lanes for late in lane.waiting.expire(now_s)]
         for request_id, _ in expired:
             del self._accepted[request_id]
         return expired
@@ -151,45 +158,12 @@ class Scheduler:
 
     def _decide(self) -> None:
         """Prefill and decode take turns while both have work."""
-        self._seating.seat_joiners()
-        ready = self._ready_to_decode()
+        for lane in self._lanes:
+            lane.seating.seat_joiners()
+        ready = [stay for lane in self._lanes for stay in lane.ready_to_decode()]
         is_decode_turn = bool(ready) and self._is_decode_next
         if is_decode_turn or not self._launch_prefill():
             self._launch_decode(ready)
-
-    def _ready_to_decode(self) -> list[Stay]:
-        """Those with a block for their next token, oldest first; makes room by preemption."""
-        starved: set[int] = set()  # partitions where an older one already waits: no need to look again
-        ready = []
-        for stay in self._residents:
-            if not stay.can_decode:
-                continue
-            partition = stay.slot.partition
-            if self._residents.grow(stay) or (partition not in starved and self._make_room(stay)):
-                ready.append(stay)
-            else:
-                starved.add(partition)
-        return ready
-
-    def _make_room(self, stay: Stay) -> bool:
-        """A block for the next token. False: blocks are about to come back, or this was the youngest and gave way."""
-        while not self._residents.grow(stay):
-            if self._residents.is_draining(stay.slot.partition) or not self._preempt_for(stay):
-                return False
-        return True
-
-    def _preempt_for(self, stay: Stay) -> bool:
-        """The youngest of the partition gives way: joiners arrived last. False where it is this one, or alone here."""
-        running = self._residents.running(stay.slot.partition)
-        joiners = self._joiners.of(stay.slot.partition)
-        if running == [stay] and not joiners:
-            return False  # leases hold the rest: to begin anew would only lose what it has
-        self._totals.num_preemptions += 1
-        if joiners:
-            self._seating.send_back(joiners[-1])
-        else:
-            self._leave(running[-1], Phase.PREEMPTED)
-        return stay.is_running
 
     def _launch_decode(self, ready: list[Stay]) -> None:
         if not ready:
@@ -202,39 +176,19 @@ class Scheduler:
         self._is_decode_next = False
 
     def _launch_prefill(self) -> bool:
-        """Fill one step's budget: the unfinished prefill first, then whoever can be admitted."""
-        chunks: list[PrefillChunk] = []
-        stays: list[Stay] = []
-        drawing: list[Stay] = []
-        forks: list[tuple[Stay, Stay]] = []
-        budget = self.config.chunk_tokens
-        while budget > 0 and len(chunks) < self.config.max_prefill_sequences:
-            stay = self._prefilling or self._seating.admit()
-            if stay is None:
-                break
-            end = min(stay.sequence.num_tokens, stay.num_computed + budget)
-            is_last = end == stay.sequence.num_tokens
-            followers = self._seating.fork(stay) if is_last else []
-            samplers = [stay, *followers] if is_last else []
-            chunks.append(stay.chunk(end, samplers))
-            budget -= self._padded(end - stay.num_computed)
-            self._prefilling = None if is_last else stay
-            stay.num_computed = end
-            stays += [stay, *followers]
-            drawing += samplers
-            forks += [(stay, follower) for follower in followers]
+        parts = [lane.fill_prefill() for lane in self._lanes]
+        chunks = tuple(chunk for part in parts for chunk in part.chunks)
         if not chunks:
             return False
-        plan = PrefillPlan(number=self._launches.next_number(), chunks=tuple(chunks))
-        self._launches.push(plan, stays, drawing)
+        drawing = [stay for part in parts for stay in part.drawing]
+        plan = PrefillPlan(number=self._launches.next_number(), chunks=chunks)
+        self._launches.push(plan, [stay for part in parts for stay in part.stays], drawing)
         for stay in drawing:
             stay.phase, stay.num_computed, stay.num_pending = Phase.DECODE, stay.sequence.num_tokens, 1
-        self._seating.copy_tails(forks)
+        for lane, part in zip(self._lanes, parts, strict=True):
+            lane.seating.copy_tails(part.forks)
         self._is_decode_next = True
         return True
-
-    def _padded(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.q_tile) * self.config.q_tile
 
     # ---- steps complete
 
@@ -249,7 +203,7 @@ class Scheduler:
         ]
         for stay in launch.stays:
             stay.num_in_flight -= 1
-            self._settle(stay)
+            self._lane_of(stay).settle(stay)
         finished = dict.fromkeys(output.sequence.request_id for output in outputs if output.finish)
         ended = tuple(request_id for request_id in finished if request_id not in self._accepted)
         return Delivered(outputs=tuple(outputs), ended=ended)
@@ -271,21 +225,10 @@ class Scheduler:
         accepted.num_live -= 1
         if accepted.num_live == 0:
             del self._accepted[accepted.request.id]
-        self._leave(stay, Phase.ENDED)
+        self._lane_of(stay).leave(stay, Phase.ENDED)
 
-    def _leave(self, stay: Stay, phase: Phase) -> None:
-        """Schedule nothing more for this stay, and release what it holds once nothing in flight uses it."""
-        stay.phase = phase
-        if self._prefilling is stay:
-            self._prefilling = None
-        self._settle(stay)
-
-    def _settle(self, stay: Stay) -> None:
-        if stay.is_running or stay.num_in_flight:
-            return
-        self._residents.leave(stay)
-        if stay.phase is Phase.PREEMPTED:
-            self._waiting.come_back(stay.sequence)
+    def _lane_of(self, stay: Stay) -> Lane:
+        return self._lanes[stay.slot.partition]
 
     # ---- what others may know
 
@@ -298,32 +241,28 @@ class Scheduler:
         return self._pool.counts(partition)
 
     def num_free_slots(self, partition: int) -> int:
-        return self._residents.num_free_slots(partition)
+        return self._lanes[partition].residents.num_free_slots
 
     def num_free_seats(self, partition: int) -> int:
         """The free slots that are left once all who have joined there sit; below 0 where they lack some."""
-        num_joined = sum(joiner.num_sequences for joiner in self._joiners.of(partition))
-        return self._residents.num_free_slots(partition) - num_joined
+        return self._lanes[partition].num_free_seats
 
     def num_sequences(self, partition: int) -> int:
         """Those that may need another block of the partition: what runs there, and what has joined there."""
-        num_joined = sum(joiner.num_sequences for joiner in self._joiners.of(partition))
-        return len(self._residents.running(partition)) + num_joined
+        return self._lanes[partition].num_sequences
 
-    @property
-    def num_blocks_due(self) -> int:
-        """What the next of those who wait here needs: whoever takes blocks from outside should leave as many."""
-        return self._seating.num_blocks_due
+    def num_blocks_due(self, partition: int) -> int:
+        """What the next of those who wait there needs: whoever takes blocks from outside should leave as many."""
+        return self._lanes[partition].seating.num_blocks_due
 
     def counters(self) -> Counters:
         """A snapshot; costs O(accepted requests)."""
-        running = [stay for stay in self._residents if stay.is_running]
+        num_running = sum(len(lane.residents.running()) for lane in self._lanes)
         num_live = sum(accepted.num_live for accepted in self._accepted.values())
-        unfinished = self._prefilling.sequence.num_tokens - self._prefilling.num_computed if self._prefilling else 0
         return Counters(
             totals=replace(self._totals),
-            num_running=len(running),
-            num_waiting=num_live - len(running),
-            queued_tokens=unfinished + self._waiting.num_tokens,
-            active_tokens=sum(stay.sequence.num_tokens + stay.num_pending for stay in running),
+            num_running=num_running,
+            num_waiting=num_live - num_running,
+            queued_tokens=tuple(lane.queued_tokens for lane in self._lanes),
+            active_tokens=tuple(lane.active_tokens for lane in self._lanes),
         )

@@ -6,9 +6,9 @@ joined request fork from its leader as it sits down. Stands apart from the sched
 and from the residents, which keep the account. Left out: growth, preemption and the steps themselves.
 
 A joiner needs no blocks to enter, so it would always be served before an older sequence that does. Hence the last free
-slot of a partition is left to an older one that waits for admission, unless that one could not use it: nobody runs
-there, and joiners or leases hold the blocks it lacks. Since nobody younger passes a joiner, those who wait with blocks
-are the youngest of their partition.
+slot is left to an older one that waits for admission, unless that one could not use it: nobody runs in the partition,
+and joiners or leases hold the blocks it lacks. Since nobody younger passes a joiner, those who wait with blocks are the
+youngest of their partition.
 """
 
 from collections.abc import Iterable
@@ -23,6 +23,8 @@ from moonshard.serving.waiting import WaitingLine
 
 
 class Seating:
+    """Of one partition."""
+
     def __init__(
         self, pool: BlockPool, residents: Residents, waiting: WaitingLine, joiners: Joiners, launches: Launches
     ):
@@ -36,11 +38,8 @@ class Seating:
 
     def admit(self) -> Stay | None:
         """The head of the line, where a slot and blocks for its tokens and one more are free. Nobody overtakes it."""
-        self.seat_joiners()  # a slot that was left to the one admitted before may be free still
-        head, partition = self._waiting.head(), self._residents.roomiest()
-        if head is None or partition is None:
-            return None
-        stay = self._residents.enter(head, partition, self._num_blocks_to_admit(head))
+        head = self._waiting.head()
+        stay = None if head is None else self._residents.enter(head, self._num_blocks_to_admit(head))
         if stay is not None:
             self._waiting.pop()
             self._load_where_needed(stay)
@@ -77,9 +76,9 @@ class Seating:
     # ---- with KV that came from elsewhere
 
     def seat_joiners(self) -> None:
-        """Oldest first, each where its partition has a slot for it."""
+        """Oldest first, each where there is a slot for it."""
         for joiner in self._joiners:
-            if self._may_sit(joiner.leader, joiner.partition):
+            if self._may_sit(joiner.leader):
                 self._joiners.take(joiner)
                 self._seat(joiner)
 
@@ -90,32 +89,31 @@ class Seating:
             self._waiting.come_back(sequence)
 
     def _seat(self, joiner: Joiner) -> None:
-        leader = self._residents.seat(joiner.leader, joiner.partition, joiner.blocks)
+        leader = self._residents.seat(joiner.leader, joiner.blocks)
         followers = self._enter_beside(leader, take_to_fork(joiner.leader))
         for stay in (leader, *followers):
             stay.phase, stay.num_computed = Phase.DECODE, len(joiner.leader.request.prompt)
             self._load(stay)  # always: its input token was not sampled here
         self.copy_tails((leader, follower) for follower in followers)
 
-    def _may_sit(self, sequence: Sequence, partition: int) -> bool:
+    def _may_sit(self, sequence: Sequence) -> bool:
         """Whether a slot is free that no older one waits for."""
-        num_free, head = self._residents.num_free_slots(partition), self._waiting.head()
+        num_free, head = self._residents.num_free_slots, self._waiting.head()
         if num_free != 1 or head is None or sequence.order < head.order:
             return num_free > 0
-        lacks_blocks = self._pool.num_free(partition) < self._num_blocks_to_admit(head)
-        return lacks_blocks and self._residents.is_empty(partition)
+        lacks_blocks = self._residents.num_free_blocks < self._num_blocks_to_admit(head)
+        return lacks_blocks and self._residents.is_empty
 
     # ---- what the ways have in common
 
     def _enter_beside(self, leader: Stay, sequences: list[Sequence]) -> list[Stay]:
         """Those with room share the leader's full blocks of the prompt and own its tail; the others come back."""
-        partition, num_prompt = leader.slot.partition, len(leader.sequence.request.prompt)
+        num_prompt = len(leader.sequence.request.prompt)
         shared = leader.blocks[: num_prompt // self._pool.block_size]
         followers = []
         for sequence in sequences:
-            has_slot = self._may_sit(sequence, partition)
             num_blocks = self._pool.num_blocks_for(num_prompt)
-            stay = self._residents.enter(sequence, partition, num_blocks, shared) if has_slot else None
+            stay = self._residents.enter(sequence, num_blocks, shared) if self._may_sit(sequence) else None
             if stay is None:
                 self._waiting.come_back(sequence)
             else:

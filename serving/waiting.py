@@ -77,10 +77,9 @@ class _Queued:
 
 
 class WaitingLine:
-    """The order in which sequences are admitted."""
+    """The order in which the sequences of a partition are admitted."""
 
-    def __init__(self, max_queued_requests: int, queue_timeout_s: float):
-        self._max_queued_requests = max_queued_requests
+    def __init__(self, queue_timeout_s: float):
         self._queue_timeout_s = queue_timeout_s
         self._returning: list[Sequence] = []  # oldest first
         self._queue: deque[_Queued] = deque()  # whose leader was never admitted, oldest first
@@ -91,10 +90,14 @@ class WaitingLine:
         queued = sum(len(queued.accepted.request.prompt) for queued in self._queue)
         return queued + sum(sequence.num_tokens for sequence in self._returning)
 
-    def check_room(self, now_s: float) -> None:
-        """Raises QueueFull. The head's wait so far is the best guess at how long a place in this queue takes."""
-        if len(self._queue) >= self._max_queued_requests:
-            raise QueueFull(retry_after_s=max(1.0, now_s - self._queue[0].added_s))
+    @property
+    def num_queued(self) -> int:
+        """Requests that were never admitted."""
+        return len(self._queue)
+
+    def head_wait_s(self, now_s: float) -> float:
+        """Of the request that was never admitted and has waited longest; 0 where none waits."""
+        return now_s - self._queue[0].added_s if self._queue else 0.0
 
     def append(self, accepted: Accepted, now_s: float) -> None:
         self._queue.append(_Queued(accepted, now_s))

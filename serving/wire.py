@@ -84,6 +84,11 @@ def resumed_from(run: link_pb2.Run, vocab_size: int) -> dict[int, tuple[int, ...
     return {resumed.choice: tuple(resumed.token_ids) for resumed in run.resumed}
 
 
+def partition_from(run: link_pb2.Run) -> int | None:
+    """Where the request is to live; None where the worker chooses."""
+    return run.partition if run.HasField("partition") else None
+
+
 def check_first_tokens(start: link_pb2.Start, vocab_size: int) -> None:
     """Raises InvalidArgument where one is no token of the model: it would be decoded from all the same."""
     if any(token >= vocab_size for token in start.token_ids):

@@ -188,7 +188,8 @@ class Worker:
         if self.role == "prefill":
             raise FailedPrecondition("a worker of role prefill does not decode; its runs have a target", field="role")
         request = wire.request_from(run, self._model.vocab_size)
-        self.engine.submit(request, wire.resumed_from(run, self._model.vocab_size))
+        resumed = wire.resumed_from(run, self._model.vocab_size)
+        self.engine.submit(request, resumed, wire.partition_from(run))
         self._links[request.id] = link
 
     def _run_for(self, run: link_pb2.Run, link: Link) -> None:

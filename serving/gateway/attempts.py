@@ -141,10 +141,11 @@ class Attempts:
         rest, going_on = rest_of(run, choices), tuple(choice for choice in choices if not choice.is_ended)
         prefill_leg = held.enter_context(ExitStack())
         prefill = None if rest.resumed else self._prefill_route(rest, route, failures, prefill_leg)
+        rest.partition = route.partition
         if prefill is None:
             return _Attempt(run=rest, choices=going_on, inbox=route.session.run(rest), route=route)
         self._metrics.handoffs.labels(*self._labels(route)).inc()
-        handoff = self._handoffs.begin(rest, prefill=prefill.session, decode=route.session, prefill_leg=prefill_leg)
+        handoff = self._handoffs.begin(rest, prefill=prefill, decode=route.session, prefill_leg=prefill_leg)
         return _Attempt(
             run=rest, choices=going_on, inbox=handoff.inbox, route=route, prefill=prefill.session, handoff=handoff
         )

@@ -16,7 +16,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError, Unavailable, error_from_code
 from moonshard.serving import handoff_wire
 from moonshard.serving.gateway.failures import HandoffFailed
-from moonshard.serving.gateway.pool import LinkPool
+from moonshard.serving.gateway.pool import LinkPool, Route
 from moonshard.serving.gateway.session import Arrival, Inbox, Session
 from moonshard.serving.handoff import messages as m
 from moonshard.serving.handoff.gateway_side import (
@@ -42,6 +42,7 @@ class Handoff:
     lease_end_s: float  # by then decode has been started
     inbox: Inbox
     prefill_leg: ExitStack
+    prefill_partition: int
     has_first_tokens: bool = False
     transfer: link_pb2.TransferPhases | None = None  # once its last chunk is here
     retry_after_s: float = 0.0  # as a worker without room said
@@ -68,8 +69,10 @@ class Handoffs:
     def num_handoffs(self) -> int:
         return len(self._handoffs)
 
-    def begin(self, run: link_pb2.Run, *, prefill: Session, decode: Session, prefill_leg: ExitStack) -> Handoff:
-        """Reserve on `decode`; the run's id becomes the handoff's. Its caller calls `end` exactly once.
+    def begin(self, run: link_pb2.Run, *, prefill: Route, decode: Session, prefill_leg: ExitStack) -> Handoff:
+        """Reserve on `decode`, in the run's partition; the run's id becomes the handoff's.
+
+        Its caller calls `end` exactly once.
 
         Everything that happens to the request comes through the inbox.
         """
@@ -81,6 +84,7 @@ class Handoffs:
             lease_end_s=now_s + self._lease_s,
             inbox=decode.open(run.request_id),
             prefill_leg=prefill_leg,
+            prefill_partition=prefill.partition,
         )
         self._handoffs[run.request_id] = handoff
         reserve = m.Reserve(
@@ -88,7 +92,7 @@ class Handoffs:
             # The side looks at no token of it: they travel in `run`, uncopied.
             request=Request(id=run.request_id, prompt=(), max_tokens=run.max_tokens, n=run.n),
             block_hashes=(),
-            writer_epoch=prefill.epoch,
+            writer_epoch=prefill.session.epoch,
             deadline_s=math.inf,  # a request may decode for ever; what comes before has the lease
         )
         self._execute(self._side.begin(reserve, decode.epoch, now_s))
@@ -194,7 +198,8 @@ class Handoffs:
                 return link_pb2.GatewayMessage(reserve=reserve)
             case m.Run(target=target):
                 handoff = self._handoffs[target.handoff]
-                return link_pb2.GatewayMessage(run=handoff_wire.run_message(handoff.run, target, handoff.endpoint))
+                run = handoff_wire.run_message(handoff.run, target, handoff.endpoint, handoff.prefill_partition)
+                return link_pb2.GatewayMessage(run=run)
             case m.Manifest():
                 return link_pb2.GatewayMessage(landed=handoff_wire.manifest_message(message))
             case m.Start():

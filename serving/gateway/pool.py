@@ -17,7 +17,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable
 from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
 from moonshard.serving.gateway.session import Session
-from moonshard.serving.router import Router
+from moonshard.serving.router import Home, Router
 
 PREFILL_ROLES = frozenset({"prefill"})
 DECODE_ROLES = frozenset({"both", "decode"})
@@ -41,6 +41,7 @@ class Route:
 
     worker_index: int
     session: Session
+    partition: int
 
 
 class LinkPool:
@@ -123,7 +124,7 @@ class LinkPool:
         return True
 
     def in_flight_tokens(self, address: str) -> int:
-        return self._router.in_flight_tokens(address)
+        return self._router.worker_tokens(address)
 
     def session_of(self, epoch: int) -> Session | None:
         """The session with that process, if there is one now."""
@@ -158,12 +159,14 @@ class LinkPool:
     @contextmanager
     def _reserve(self, roles: Collection[str], num_tokens: int, exclude: Collection[int]) -> Iterator[Route | None]:
         sessions = {s.address: s for s in self._routable() if s.role in roles and s.epoch not in exclude}
-        reservation = self._router.reserve(list(sessions), num_tokens)
+        homes = [Home(s.address, partition) for s in sessions.values() for partition in range(s.welcome.num_partitions)]
+        reservation = self._router.reserve(homes, num_tokens)
         if reservation is None:
             yield None
             return
+        home = reservation.home
         try:
-            yield Route(self._index[reservation.worker], sessions[reservation.worker])
+            yield Route(self._index[home.worker], sessions[home.worker], home.partition)
         finally:
             self._router.release(reservation)
 

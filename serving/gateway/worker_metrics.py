@@ -36,8 +36,11 @@ _COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
 _GAUGES: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
     "running_requests": ("Choices in the batch.", lambda load: load.num_running),
     "waiting_requests": ("Choices that wait for a place in the batch.", lambda load: load.num_waiting),
-    "queued_tokens": ("Tokens of accepted prompts that are still to be computed.", lambda load: load.queued_tokens),
-    "active_tokens": ("Tokens that the choices in the batch hold.", lambda load: load.active_tokens),
+    "queued_tokens": (
+        "Tokens of accepted prompts that are still to be computed.",
+        lambda load: sum(load.queued_tokens),
+    ),
+    "active_tokens": ("Tokens that the choices in the batch hold.", lambda load: sum(load.active_tokens)),
     "peak_memory_bytes": ("The most host memory that the process has held.", lambda load: load.peak_memory_bytes),
     "draining": ("1 while the worker takes no new requests.", lambda load: load.draining),
 }

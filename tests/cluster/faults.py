@@ -229,7 +229,7 @@ def what_is_held(inspection: link_pb2.Inspection) -> str:
         if (state.free_blocks, state.free_slots) != (state.total_blocks, state.total_slots)
     ]
     load, kv = inspection.load, inspection.load.kv_transfer
-    if load.num_running or load.num_waiting or load.queued_tokens or load.active_tokens:
+    if load.num_running or load.num_waiting or any(load.queued_tokens) or any(load.active_tokens):
         held.append(f"load: {load}")
     if kv.num_handoffs or kv.free_slab_slots != kv.total_slab_slots:
         held.append(f"kv: {kv}")

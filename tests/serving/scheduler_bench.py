@@ -8,6 +8,7 @@ from moonshard.kv.blocks import BlockPool
 from moonshard.serving.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.request import FinishReason, Output, Request, Sampling, SequenceId, SlotId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
+from moonshard.serving.sequence import Stay
 from tests.serving.fake_device import FakeDevice, true_output
 
 
@@ -28,6 +29,7 @@ class Bench:
         self.reserved: dict[bytes, tuple[Request, int, tuple[int, ...]]] = {}  # id -> request, partition, leased blocks
         self.joined: set[bytes] = set()
         self.resumed: set[bytes] = set()
+        self.homes: dict[bytes, int] = {}  # partition by request that was joined or prefilled
         self.num_forks = 0
         self.num_join_loads = 0  # more than joined requests where choices were forked
         self.num_joined_prefills = 0  # of joined requests that gave way, or of choices without room
@@ -35,9 +37,11 @@ class Bench:
         self.num_plans = 0
         self.now_s = 0.0
 
-    def add(self, request: Request) -> None:
-        self.scheduler.add(request, self.now_s)
+    def add(self, request: Request, partition: int | None = None) -> None:
+        self.scheduler.add(request, self.now_s, partition=partition)
         self.requests[request.id] = request
+        if partition is not None:
+            self.homes[request.id] = partition
 
     def add_resumed(self, request: Request, num_generated: Mapping[int, int]) -> None:
         """Some choices have as many tokens already, the others ended elsewhere."""
@@ -71,6 +75,7 @@ class Bench:
         self.device.land(request, partition, blocks)
         self.requests[request.id] = request
         self.joined.add(request.id)
+        self.homes[request.id] = partition
         for choice in range(request.n):
             id, (right, reason) = SequenceId(request.id, choice), true_output(request, choice)
             self.outputs[id] = right[:1]
@@ -114,9 +119,13 @@ class Bench:
         assert len(slots) == len(set(slots))
         if isinstance(plan, PrefillPlan):
             tile = self.config.q_tile
-            assert sum(-(-len(chunk.tokens) // tile) * tile for chunk in plan.chunks) <= self.config.chunk_tokens
-            assert len(plan.chunks) <= self.config.max_prefill_sequences
+            for partition in range(self.pool.num_partitions):
+                lengths = [len(chunk.tokens) for chunk in plan.chunks if chunk.slot.partition == partition]
+                assert sum(-(-length // tile) * tile for length in lengths) <= self.config.chunk_tokens
+                assert len(lengths) <= self.config.max_prefill_sequences
             assert all(chunk.tokens for chunk in plan.chunks)
+            for chunk in plan.chunks:
+                assert self.homes.setdefault(chunk.sequence.request_id, chunk.slot.partition) == chunk.slot.partition
             self.num_forks += sum(max(0, len(chunk.samples) - 1) for chunk in plan.chunks)
             self.num_joined_prefills += sum(chunk.sequence.request_id in self.joined for chunk in plan.chunks)
         elif isinstance(plan, LoadPlan):
@@ -160,7 +169,7 @@ class Bench:
 
     def check(self) -> None:
         """What holds after every transition."""
-        residents = list(self.scheduler._residents)
+        residents = self.residents
         slots = [stay.slot for stay in residents]
         assert len(slots) == len(set(slots))
         holders: dict[tuple[int, int], list[tuple[bytes, bool]]] = {}
@@ -169,13 +178,14 @@ class Bench:
             for index, block in enumerate(stay.blocks):
                 owner = (stay.sequence.id.request_id, index < num_full)
                 holders.setdefault((stay.slot.partition, block), []).append(owner)
-        for joiner in self.scheduler._joiners:
+        joiners = [(lane.partition, joiner) for lane in self.scheduler._lanes for joiner in lane.joiners]
+        for partition, joiner in joiners:
             for block in joiner.blocks:
-                holders.setdefault((joiner.partition, block), []).append((joiner.leader.request.id, False))
+                holders.setdefault((partition, block), []).append((joiner.leader.request.id, False))
         assert all(len(set(owners)) == 1 for owners in holders.values())
         assert all(is_full for owners in holders.values() if len(owners) > 1 for _, is_full in owners)
-        for joiner in self.scheduler._joiners:
-            running = [stay for stay in residents if stay.is_running and stay.slot.partition == joiner.partition]
+        for partition, joiner in joiners:
+            running = [stay for stay in residents if stay.is_running and stay.slot.partition == partition]
             assert all(stay.sequence.order < joiner.leader.order for stay in running)
         self.check_conservation(holders, slots)
         self.check_what_is_in_flight()
@@ -195,7 +205,7 @@ class Bench:
 
     def check_what_is_in_flight(self) -> None:
         """Slots and blocks of launched steps stay with the sequences that they were launched for."""
-        owners = {stay.slot: stay for stay in self.scheduler._residents}
+        owners = {stay.slot: stay for stay in self.residents}
         for plan, _ in self.in_flight:
             for id, slot in used_slots(plan):
                 assert owners[slot].sequence.id == id
@@ -210,6 +220,10 @@ class Bench:
             SequenceId(id, choice) not in self.finished for id in self.live for choice in range(self.requests[id].n)
         )
         assert counters.num_running + counters.num_waiting == num_unfinished
+
+    @property
+    def residents(self) -> list[Stay]:
+        return [stay for lane in self.scheduler._lanes for stay in lane.residents]
 
     def check_end(self) -> None:
         """Everyone ended once, with the right tokens, and every pool is as it began."""

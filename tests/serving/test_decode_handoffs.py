@@ -19,12 +19,10 @@ GROUP = KvGroup(name="kv", kind="full", num_layers=1, num_features=2, dtype="flo
 
 
 class QuietEngine:
-    num_blocks_due = 0
-
     def __init__(self, num_free_seats: int):
         self.seats = num_free_seats
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, partition: int | None) -> None:
         pass
 
     def num_sequences(self, partition: int) -> int:
@@ -32,6 +30,9 @@ class QuietEngine:
 
     def num_free_seats(self, partition: int) -> int:
         return self.seats
+
+    def num_blocks_due(self, partition: int) -> int:
+        return 0
 
     def wake(self) -> None:
         pass

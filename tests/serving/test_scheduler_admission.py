@@ -27,15 +27,45 @@ def test_a_sequence_is_admitted_only_with_a_block_for_its_first_token_too():
     assert scheduler.counts(0).free == 1
 
 
-def test_the_partition_with_most_free_blocks_among_those_with_a_slot_is_chosen():
-    scheduler = a_scheduler(num_partitions=3, slots_per_partition=1, chunk_tokens=256)
-    for name, num_prompt in (("a", 60), ("b", 20), ("c", 10)):
-        scheduler.add(a_request(name, num_prompt), 0.0)
-    assert [chunk.slot for chunk in launch_prefill(scheduler).chunks] == [SlotId(p, 0) for p in range(3)]
+def test_a_request_goes_where_the_fewest_tokens_are_unless_a_partition_is_named():
     scheduler = a_scheduler(num_partitions=2, slots_per_partition=2, chunk_tokens=256)
     for name, num_prompt in (("a", 60), ("b", 20), ("c", 10)):
         scheduler.add(a_request(name, num_prompt), 0.0)
     assert [chunk.slot for chunk in launch_prefill(scheduler).chunks] == [SlotId(0, 0), SlotId(1, 0), SlotId(1, 1)]
+    scheduler = a_scheduler(num_partitions=3, chunk_tokens=256)
+    for name, partition in (("a", 2), ("b", 2), ("c", 0)):
+        scheduler.add(a_request(name, 20), 0.0, partition=partition)
+    assert [chunk.slot for chunk in launch_prefill(scheduler).chunks] == [SlotId(0, 0), SlotId(2, 0), SlotId(2, 1)]
+
+
+def test_a_partition_that_does_not_exist_is_refused_by_name():
+    scheduler = a_scheduler(num_partitions=2)
+    for partition in (-1, 2):
+        with pytest.raises(NeverFits, match="there is no partition") as caught:
+            scheduler.add(a_request("a", 20), 0.0, partition=partition)
+        assert caught.value.field == "partition"
+    assert scheduler.is_idle
+
+
+def test_a_full_partition_stops_nobody_in_another():
+    scheduler = a_scheduler(num_partitions=2, num_blocks=4)
+    for name, partition in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
+        scheduler.add(a_request(name, 60, max_tokens=4), 0.0, partition=partition)
+    plan = launch_prefill(scheduler)
+    assert names(plan) == ["a", "d"]
+    finish(scheduler, plan)
+    assert names(launch(scheduler)) == ["a", "d"]
+
+
+def test_each_partition_has_a_budget_and_an_unfinished_prefill_of_its_own():
+    scheduler = a_scheduler(num_partitions=2)
+    for name, partition in (("a", 0), ("b", 1), ("c", 1)):
+        scheduler.add(a_request(name, 100), 0.0, partition=partition)
+    first, second = launch_prefill(scheduler), launch_prefill(scheduler)
+    assert [(names(plan), [len(chunk.tokens) for chunk in plan.chunks]) for plan in (first, second)] == [
+        (["a", "b"], [64, 64]),
+        (["a", "b", "c"], [36, 36, 28]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +174,10 @@ def test_counters_tell_what_runs_what_waits_and_what_is_left_to_prefill():
     launch(scheduler)
     counters = scheduler.counters()
     assert (counters.num_running, counters.num_waiting) == (1, 3)
-    assert (counters.queued_tokens, counters.active_tokens) == (36 + 30, 100)
+    assert (counters.queued_tokens, counters.active_tokens) == ((36 + 30,), (100,))
     assert (counters.totals.num_prefill_steps, counters.totals.prefill_tokens) == (1, 64)
     launch(scheduler)
     launch(scheduler)
     counters = scheduler.counters()
-    assert (counters.queued_tokens, counters.active_tokens) == (30, 102)
+    assert (counters.queued_tokens, counters.active_tokens) == ((30,), (102,))
     assert (counters.totals.num_decode_steps, counters.totals.decode_tokens) == (1, 1)

@@ -103,10 +103,10 @@ def test_a_sequence_in_the_middle_of_its_prefill_can_be_preempted_and_starts_ove
 
 def test_a_partition_in_need_preempts_only_its_own():
     scheduler = a_scheduler(num_partitions=2, num_blocks=3, slots_per_partition=2)
-    for name, num_prompt in (("a", 15), ("b", 2), ("c", 15), ("d", 2)):
-        scheduler.add(a_request(name, num_prompt, max_tokens=30), 0.0)
+    for name, num_prompt, partition in (("a", 15, 0), ("b", 2, 1), ("c", 15, 0), ("d", 2, 1)):
+        scheduler.add(a_request(name, num_prompt, max_tokens=30), 0.0, partition=partition)
     prefill = launch_prefill(scheduler)
-    assert [chunk.slot.partition for chunk in prefill.chunks] == [0, 1, 0, 1]
+    assert names(prefill) == ["a", "c", "b", "d"]
     finish(scheduler, prefill)
     finish(scheduler, launch(scheduler))
     assert names(launch(scheduler)) == ["a", "b", "d"]

@@ -38,7 +38,7 @@ def test_resumed_choices_prefill_each_its_own_tokens_and_are_not_forked():
     scheduler = a_scheduler()
     request = a_request("a", 20, max_tokens=4, n=3)
     scheduler.add(request, 0.0, {2: (5,), 0: ()})
-    assert scheduler.counters().queued_tokens == 41
+    assert scheduler.counters().queued_tokens == (41,)
     pieces = chunks(list(steps(scheduler)))
     assert [(piece.sequence.choice, piece.tokens) for piece in pieces] == [
         (0, request.prompt),

@@ -112,7 +112,7 @@ def test_layouts_follow_their_bucket():
     _, rows = SHAPES.layout(StepKind.DECODE, 1).blank()
     assert {field.shape[0] for field in rows.values()} == {1}
     _, views = SHAPES.layout(StepKind.PREFILL, 24).blank()
-    assert views["tokens"].shape == views["positions"].shape == (6, 4)
+    assert views["tokens"].shape == views["positions"].shape == (1, 6, 4)
     assert views["block_tables"].shape == (6, 5)
     assert views["sample_from"].shape == views["temperature"].shape == (3,)
 

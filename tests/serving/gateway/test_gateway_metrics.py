@@ -54,8 +54,8 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     worker.load.num_compilations = 6
     worker.load.num_compilations_while_serving = 1
     worker.load.num_waiting = 3
-    worker.load.queued_tokens = 7
-    worker.load.active_tokens = 8
+    worker.load.queued_tokens[:] = [3, 4]
+    worker.load.active_tokens[:] = [8]
     worker.load.peak_memory_bytes = 9
     worker.load.free_blocks[0] = 10
     await http.post("/v1/completions", json=ASKED)
