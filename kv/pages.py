@@ -5,6 +5,8 @@ are the null page: what is written there is dropped, what is read there is the l
 Layer-major pages would suit the scan over layers better, and cost a transfer one range per block and layer.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -21,23 +23,36 @@ def allocate_pages(
     return jax.jit(lambda: jnp.zeros(shape, jnp.dtype(dtype)), out_shardings=sharding)()
 
 
+class TokenCut(NamedTuple):
+    """Which tokens of every block these pages have, where those are cut over several devices: context parallel."""
+
+    part: Int[Array, ""]  # of `num_parts`, in the order of the tokens
+    num_parts: int
+
+
 def write_tokens(
     pages: Pages,
     layer: Int[Array, ""],
     block_tables: Int[Array, "n blocks_per_row"],
     positions: Int[Array, "n t"],
     features: Float[Array, "n t features"],
+    cut: TokenCut | None = None,
 ) -> Pages:
     """Writes each token's features at its position; positions below 0 are padding and go to the null page.
 
-    What is not finite is written as 0: blocks are reused, and a masked key's weight of 0 times NaN would still be NaN.
+    So do tokens that other pages have. What is not finite is written as 0: blocks are reused, and a masked key's weight
+    of 0 times NaN would still be NaN.
     """
-    num_blocks, _, block_size, _ = pages.shape
+    num_blocks, _, own_size, _ = pages.shape
+    part, num_parts = (0, 1) if cut is None else cut
+    block_size = own_size * num_parts
     columns = jnp.clip(positions // block_size, 0, block_tables.shape[1] - 1)
-    blocks = jnp.where(positions < 0, num_blocks, jnp.take_along_axis(block_tables, columns, axis=1))
+    offsets = positions % block_size - part * own_size
+    is_own = (positions >= 0) & (offsets >= 0) & (offsets < own_size)
+    blocks = jnp.where(is_own, jnp.take_along_axis(block_tables, columns, axis=1), num_blocks)
     features = features.astype(pages.dtype)
     features = jnp.where(jnp.isfinite(features), features, 0)
-    return pages.at[blocks, layer, positions % block_size].set(features, mode="drop")
+    return pages.at[blocks, layer, offsets].set(features, mode="drop")
 
 
 def read_blocks(

@@ -51,6 +51,10 @@ class Slab:
         self._check(index)
         return self.bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
+    def copy_slot(self, index: int, out: Bytes) -> None:
+        """Copy a slot into `out` [slot_bytes]."""
+        out[:] = self.slot(index)
+
     def slot_address(self, index: int) -> int:
         self._check(index)
         return self.address + index * self.slot_bytes

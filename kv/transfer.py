@@ -174,7 +174,16 @@ def checksums(slab: Slab, slots: Sequence[int]) -> tuple[int, ...]:
     return tuple(checksum(slab.slot(slot)) for slot in slots)
 
 
-def copy_verified(slab: Slab, slots: Sequence[int], checksums: Sequence[int]) -> Bytes:
+@runtime_checkable
+class Slots(Protocol):
+    """A slab, or one that is cut: what can be copied out of it slot by slot."""
+
+    slot_bytes: int
+
+    def copy_slot(self, index: int, out: Bytes) -> None: ...
+
+
+def copy_verified(slab: Slots, slots: Sequence[int], checksums: Sequence[int]) -> Bytes:
     """One private copy [len(slots), slot_bytes] of these slots, with the bytes that were sent.
 
     Copied before it is checked: a write may land between a check of the slab and a copy of it. All or nothing: raises
@@ -182,7 +191,7 @@ def copy_verified(slab: Slab, slots: Sequence[int], checksums: Sequence[int]) ->
     """
     private = np.empty((len(slots), slab.slot_bytes), np.uint8)
     for row, slot in zip(private, slots, strict=True):
-        row[:] = slab.slot(slot)
+        slab.copy_slot(slot, row)
     for row, slot, expected in zip(private, slots, checksums, strict=True):
         found = checksum(row)
         if found != expected:

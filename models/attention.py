@@ -2,18 +2,30 @@
 
 One function serves prefill and decode. A row is a run of `t` queries of one sequence: a tile of a prompt's chunk, or
 one decode slot. Keys are read a few blocks at a time and their softmaxes merged as they come, so the work follows the
-longest context in the batch and not the length of the block table.
+longest context in the batch and not the length of the block table. Where the tokens of every block are cut over
+devices (context parallel), each attends over its own with all heads, and the partial softmaxes are merged.
 Sources: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C, for the absorbed form; online softmax as in
 FlashAttention (arXiv 2205.14135), section 3.1.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from moonshard.kv.pages import Pages, read_blocks
+from moonshard.kv.pages import Pages, TokenCut, read_blocks
 from moonshard.sharding.arrays import Array, Float, Int
+from moonshard.sharding.place import Place
 
 KEYS_PER_STEP = 256  # tokens read per step of the online softmax
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys, before it is divided: partial softmaxes of disjoint keys can be merged."""
+
+    peak: Float[Array, "n t h"]  # largest score; -inf where no key was seen
+    total: Float[Array, "n t h"]  # sum of exp(score - peak)
+    mixed: Float[Array, "n t h r"]  # sum of exp(score - peak) * value
 
 
 def latent_attention(
@@ -37,22 +49,41 @@ def latent_attention(
     Returns:
         The weighted latents, to be multiplied by W_uv, in the queries' dtype.
     """
-    block_size = pages.shape[2]
-    blocks_per_step = max(1, min(KEYS_PER_STEP // block_size, block_tables.shape[1]))
-    keys_per_step = blocks_per_step * block_size
+    partial = partial_attention(queries, pages, layer, block_tables, positions, value_rank=value_rank, scale=scale)
+    return _divide(partial.mixed, partial.total).astype(queries.dtype)
+
+
+def partial_attention(
+    queries: Float[Array, "n t h f"],
+    pages: Pages,
+    layer: Int[Array, ""],
+    block_tables: Int[Array, "n m"],
+    positions: Int[Array, "n t"],
+    *,
+    value_rank: int,
+    scale: float,
+    cut: TokenCut | None = None,
+) -> Partial:
+    """As `latent_attention`, over the tokens that these pages have of each block."""
+    own_size = pages.shape[2]
+    part, num_parts = (0, 1) if cut is None else cut
+    block_size = own_size * num_parts
+    blocks_per_step = max(1, min(KEYS_PER_STEP // own_size, block_tables.shape[1]))
+    tokens_per_step = blocks_per_step * block_size
     tables = _pad_columns(block_tables, blocks_per_step)
     n, t, h, _ = queries.shape
+    offsets = (jnp.arange(blocks_per_step)[:, None] * block_size + part * own_size + jnp.arange(own_size)).reshape(-1)
 
-    def step(index, carry):
+    def step(index: Int[Array, ""], carry: Partial) -> Partial:
         peak, total, mixed = carry
         blocks = jax.lax.dynamic_slice_in_dim(tables, index * blocks_per_step, blocks_per_step, axis=1)
         keys = read_blocks(pages, layer, blocks).astype(queries.dtype)
-        key_positions = index * keys_per_step + jnp.arange(keys_per_step)
+        key_positions = index * tokens_per_step + offsets
         visible = key_positions[None, None, :] <= positions[:, :, None]
         scores = jnp.einsum("nthf,nsf->nths", queries, keys, preferred_element_type=jnp.float32) * scale
         scores = jnp.where(visible[:, :, None, :], scores, -jnp.inf)
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
-        safe_peak = jnp.where(jnp.isfinite(new_peak), new_peak, 0.0)
+        safe_peak = _finite(new_peak)
         weights = jnp.exp(scores - safe_peak[..., None])
         decay = jnp.exp(peak - safe_peak)
         values = jnp.einsum(
@@ -61,16 +92,36 @@ def latent_attention(
             keys[..., :value_rank],
             preferred_element_type=jnp.float32,
         )
-        return new_peak, total * decay + weights.sum(axis=-1), mixed * decay[..., None] + values
+        return Partial(new_peak, total * decay + weights.sum(axis=-1), mixed * decay[..., None] + values)
 
-    start = (
+    start = Partial(
         jnp.full((n, t, h), -jnp.inf, jnp.float32),
         jnp.zeros((n, t, h), jnp.float32),
         jnp.zeros((n, t, h, value_rank), jnp.float32),
     )
-    num_steps = (jnp.max(positions) + keys_per_step) // keys_per_step
-    _, total, mixed = jax.lax.fori_loop(0, num_steps, step, start)
-    return (mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]).astype(queries.dtype)
+    num_steps = (jnp.max(positions) + tokens_per_step) // tokens_per_step
+    return jax.lax.fori_loop(0, num_steps, step, start)
+
+
+def merge_over(place: Place, partial: Partial) -> Float[Array, "n t own_h r"]:
+    """The parts that the devices along `kv_tokens` have of all heads' attention, merged; each keeps its own heads.
+
+    Source: the merge of online softmaxes, as above; over devices as in Helix (arXiv 2507.07120), section 2.
+    """
+    peak = place.max(partial.peak, place.axes("kv_tokens"))
+    decay = jnp.exp(partial.peak - _finite(peak))
+    together = jnp.concatenate([partial.mixed, partial.total[..., None]], axis=-1) * decay[..., None]
+    together = place.sum_own_heads(together)
+    return _divide(together[..., :-1], together[..., -1])
+
+
+def _finite(peak: Float[Array, "n t h"]) -> Float[Array, "n t h"]:
+    """0 where no key was seen, so that nothing becomes -inf less -inf."""
+    return jnp.where(jnp.isfinite(peak), peak, 0.0)
+
+
+def _divide(mixed: Float[Array, "n t h r"], total: Float[Array, "n t h"]) -> Float[Array, "n t h r"]:
+    return mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
 
 
 def _pad_columns(tables: Int[Array, "n m"], multiple: int) -> Int[Array, "n m2"]:

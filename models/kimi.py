@@ -10,6 +10,7 @@ Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.1; Kimi K2 (arXiv 2507.20534)
 transformers' DeepseekV3ForCausalLM; YaRN (arXiv 2309.00071).
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from moonshard.kv.pages import Pages, write_tokens
+from moonshard.kv.pages import Pages, TokenCut, write_tokens
 from moonshard.models import moe
-from moonshard.models.attention import latent_attention
+from moonshard.models.attention import latent_attention, merge_over, partial_attention
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.moe_exchange import exchanged
 from moonshard.models.spec import KvGroup, ModelError, Param
@@ -537,13 +538,18 @@ def attend_paged(
     *,
     value_rank: int,
     scale: float,
+    place: Place = ALONE,
 ) -> tuple[Float[Array, "n t h r"], Pages]:
     """Writes the tokens' latents, then attends over everything written."""
-    pages = write_tokens(pages, layer, batch.block_tables, batch.positions, features)
-    mixed = latent_attention(
-        queries, pages, layer, batch.block_tables, batch.positions, value_rank=value_rank, scale=scale
+    tables, positions = batch.block_tables, batch.positions
+    cut = TokenCut(part=place.part("kv_tokens"), num_parts=place.num_parts("kv_tokens"))
+    pages = write_tokens(pages, layer, tables, positions, features, cut)
+    if cut.num_parts == 1:
+        return latent_attention(queries, pages, layer, tables, positions, value_rank=value_rank, scale=scale), pages
+    partial = partial_attention(
+        place.gather_heads(queries), pages, layer, tables, positions, value_rank=value_rank, scale=scale, cut=cut
     )
-    return mixed, pages
+    return merge_over(place, partial).astype(queries.dtype), pages
 
 
 def _attend(
@@ -634,7 +640,7 @@ def forward(
     batch: Batch,
     *,
     backend: moe.Backend = moe.blocks,
-    attend: Attend = attend_paged,
+    attend: Attend | None = None,
     place: Place = ALONE,
     observe: bool = False,
     unrolled: bool = False,
@@ -649,6 +655,7 @@ def forward(
         The residual stream after the final norm, the pages, and the observations if asked for.
     """
     valid = batch.positions >= 0
+    attend = attend or functools.partial(attend_paged, place=place)
     backend = exchanged(backend, place)
     frequencies, factor = rotary_frequencies(config)
     angles = batch.positions.astype(jnp.float32)[:, :, None] * frequencies

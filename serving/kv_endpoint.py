@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moonshard.kv import transfer
+from moonshard.kv.slab_shards import Region
 from moonshard.models.spec import KvGroup
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import FailedPrecondition
@@ -24,16 +25,9 @@ from moonshard.sharding.layout import (
     Tile,
     tile_group,
 )
+from moonshard.sharding.place import ALONE, Place
 
 LAYOUT_VERSION = 1  # of the pages' format: block-major, [layers, tokens, features] within a shard
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
-    """One owner's part of a slab: where slot 0 begins, and how far it is to the next."""
-
-    address: int
-    slot_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +46,14 @@ class Endpoint:
         return np.asarray(slots, np.int64) + partition * self.num_slots
 
 
-def whole_blocks(groups: Sequence[KvGroup], block_size: int) -> Layout:
-    """The layout of a slab whose slots hold whole blocks, whatever the mesh that they came from."""
+def slab_layout(groups: Sequence[KvGroup], block_size: int, place: Place = ALONE) -> Layout:
+    """How a worker's slab holds blocks: an owner for each device of a partition, and no byte twice.
+
+    Context-parallel, an owner has the tokens that its pages have. Else every device wants all of them, each receives
+    some of the layers, and they gather the rest from one another: layers, because those lie together in a block.
+    """
+    num_owners = place.mesh.tensor
+    is_token_cut = bool(place.axes("kv_tokens"))
     blocks = [
         BlockShape(
             name=group.name,
@@ -65,7 +65,19 @@ def whole_blocks(groups: Sequence[KvGroup], block_size: int) -> Layout:
         )
         for group in groups
     ]
-    return Layout(version=LAYOUT_VERSION, groups=tuple(tile_group(block) for block in blocks))
+    groups_cut = (
+        tile_group(block, num_token_shards=num_owners)
+        if is_token_cut
+        else tile_group(block, layers_per_stage=_layers_per_owner(block.num_layers, num_owners))
+        for block in blocks
+    )
+    return Layout(version=LAYOUT_VERSION, groups=tuple(groups_cut))
+
+
+def _layers_per_owner(num_layers: int, num_owners: int) -> list[int]:
+    """As many to each as to the first, while there are any: that is how `kv.block_shards` cuts them."""
+    most = -(-num_layers // num_owners)
+    return [min(most, num_layers - start) for start in range(0, num_layers, most)]
 
 
 def plan_to(source: Endpoint, destination: Endpoint) -> reshard.Template:

@@ -17,7 +17,7 @@ from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.spec import ModelError
 from moonshard.serving.config import Config, ConfigError, WorkerRole, mesh_of
-from moonshard.serving.kv_endpoint import whole_blocks
+from moonshard.serving.kv_endpoint import slab_layout
 from moonshard.serving.programs import Programs
 from moonshard.serving.scheduler import SchedulerConfig
 from moonshard.serving.steps import StepShapes
@@ -143,7 +143,7 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
         vocab_size=model.vocab_size,
         dtype=dtype,
         fingerprint=checkpoint.fingerprint,
-        layout=whole_blocks(model.kv_groups(dtype), config.kv.block_size),
+        layout=slab_layout(model.kv_groups(dtype), config.kv.block_size, place),
         load_s=load_s,
         compile_s=time.perf_counter() - started,
     )

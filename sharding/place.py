@@ -14,6 +14,8 @@ from moonshard.sharding.arrays import Array, Int
 from moonshard.sharding.rules import PREFILL, MeshAxis, Rules
 from moonshard.sharding.shape import MeshShape
 
+HEADS = 2  # the dimension of queries [n, t, heads, f]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
@@ -37,6 +39,22 @@ class Place:
     def sum(self, x: Array, axes: tuple[MeshAxis, ...]) -> Array:
         """Partial sums of the devices along these axes, added up."""
         return jax.lax.psum(x, axes) if axes else x
+
+    def max(self, x: Array, axes: tuple[MeshAxis, ...]) -> Array:
+        """The largest of the devices' values along these axes."""
+        return jax.lax.pmax(x, axes) if axes else x
+
+    def gather_heads(self, x: Array) -> Array:
+        """[n, t, own heads, f] of each device to [n, t, heads, f] on all, where heads are cut."""
+        axes = self.axes("heads")
+        return jax.lax.all_gather(x, axes, axis=HEADS, tiled=True) if axes else x
+
+    def sum_own_heads(self, x: Array) -> Array:
+        """[n, t, heads, f], parts of sums over `kv_tokens`, to this device's heads of the sum."""
+        axes = self.axes("kv_tokens")
+        if self.axes("heads") != axes:
+            return self.sum(x, axes)
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=HEADS, tiled=True)
 
     def gather(self, x: Array, logical: str) -> Array:
         """The parts of the last axis, which is cut as `logical` is, put together."""

@@ -37,7 +37,7 @@ _GAUGES: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
     "running_requests": ("Choices in the batch.", lambda load: load.num_running),
     "waiting_requests": ("Choices that wait for a place in the batch.", lambda load: load.num_waiting),
     "queued_tokens": (
-        "Tokens of accepted prompts that are still to be computed.",
+        "Tokens of accepted prompts still to be computed.",
         lambda load: sum(load.queued_tokens),
     ),
     "active_tokens": ("Tokens that the choices in the batch hold.", lambda load: sum(load.active_tokens)),

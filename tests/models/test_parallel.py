@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
+from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
-from moonshard.sharding.mesh import build_mesh, partition_spec
+from moonshard.sharding.mesh import BY_PARTITION, build_mesh, partition_spec
 from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.xdist_group("jax")
 CONFIG = kimi.KimiConfig.of(Checkpoint.open(FIXTURES / "kimi_k2"))
 PARAMS = kimi.declare(CONFIG)
 ROWS, TOKENS, BLOCK = 8, 16, 16
+CONTEXT_PARALLEL = Rules(kv_tokens=("tensor",))
 FORMS = [
     (MeshShape(tensor=2), PREFILL),
     (MeshShape(tensor=4), PREFILL),
@@ -36,6 +37,9 @@ FORMS = [
     (MeshShape(expert=2, tensor=2), PREFILL),
     (MeshShape(expert=2, tensor=2), DECODE),
     (MeshShape(data=2, expert=2, tensor=2), DECODE),
+    (MeshShape(tensor=4), CONTEXT_PARALLEL),
+    (MeshShape(data=2, tensor=2), CONTEXT_PARALLEL),
+    (MeshShape(expert=2, tensor=2), Rules(heads=(), kv_tokens=("tensor",))),
 ]
 
 
@@ -58,7 +62,7 @@ def run(mesh_shape: MeshShape, rules: Rules, batch: kimi.Batch) -> tuple[np.ndar
     specs = jax.tree.map(
         lambda param: partition_spec(mesh, param.axes, param.shape, rules), PARAMS, is_leaf=weights.is_param
     )
-    by_partition = PartitionSpec(("data", "expert"))
+    shards = BlockShards(mesh, place, num_layers=CONFIG.num_hidden_layers, block_size=BLOCK)
     per_partition = ROWS // mesh_shape.num_partitions
     tables = np.tile(np.arange(per_partition, dtype=np.int32), mesh_shape.num_partitions)[:, None]
     pages = allocate_pages(
@@ -67,7 +71,7 @@ def run(mesh_shape: MeshShape, rules: Rules, batch: kimi.Batch) -> tuple[np.ndar
         BLOCK,
         CONFIG.latent_size,
         dtype="float32",
-        sharding=jax.sharding.NamedSharding(mesh, by_partition),
+        sharding=jax.sharding.NamedSharding(mesh, shards.pages),
     )
 
     def on_each_device(loaded: Any, pages: Any, batch: kimi.Batch) -> tuple[Any, Any]:
@@ -80,8 +84,8 @@ def run(mesh_shape: MeshShape, rules: Rules, batch: kimi.Batch) -> tuple[np.ndar
         jax.shard_map(
             on_each_device,
             mesh=mesh,
-            in_specs=(specs, by_partition, by_partition),
-            out_specs=(by_partition, by_partition),
+            in_specs=(specs, shards.pages, BY_PARTITION),
+            out_specs=(BY_PARTITION, shards.pages),
             check_vma=False,
         )
     )

@@ -8,7 +8,7 @@ from moonshard.kv.slab import Slab
 from moonshard.models.spec import KvGroup
 from moonshard.rpc import link_pb2
 from moonshard.serving.decode_handoffs import DecodeHandoffConfig, DecodeHandoffs
-from moonshard.serving.kv_endpoint import whole_blocks
+from moonshard.serving.kv_endpoint import slab_layout
 from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.request import Request
 
@@ -49,7 +49,7 @@ class Gateway:
 def handoffs(
     num_partitions: int = NUM_PARTITIONS, num_free_seats: int = NUM_SEATS, queue_timeout_s: float = 20.0
 ) -> tuple[DecodeHandoffs, QuietEngine]:
-    layout = whole_blocks([GROUP], BLOCK_SIZE)
+    layout = slab_layout([GROUP], BLOCK_SIZE)
     slab = Slab(2 * NUM_PARTITIONS, GROUP.bytes_per_token * BLOCK_SIZE)
     plane = KvPlane(
         InprocTransport(InprocNetwork()),

@@ -19,6 +19,7 @@ FORMS = [
     (MeshShape(tensor=2), PREFILL),
     (MeshShape(expert=4), DECODE),
     (MeshShape(data=2, expert=2, tensor=2), DECODE),
+    (MeshShape(data=2, tensor=2), CONTEXT_PARALLEL),
 ]
 NUM_REQUESTS = 10
 

@@ -1,0 +1,69 @@
+"""A slab whose slots hold blocks cut as a layout says: an owner's region after another's, in each slot after slot.
+
+Between meshes that differ, bytes are written where the receiving devices want them, so that no device reads what
+another carries. The host sees whole blocks all the same: here they are cut as they are staged and put together as they
+are copied out. With one owner a slot is a block as it stands.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from numpy.typing import NDArray
+
+from moonshard.kv.slab import Bytes, Slab
+from moonshard.sharding.layout import GroupLayout, Tile
+
+
+class Region(NamedTuple):
+    """One owner's part of a slab: where slot 0 begins, and how far it is to the next."""
+
+    address: int
+    slot_bytes: int
+
+
+class SlabShards:
+    """`group` tiles the block without replicas; the slab's slots have exactly a block's bytes."""
+
+    def __init__(self, slab: Slab, group: GroupLayout):
+        block = group.block
+        token_bytes = block.num_features * block.itemsize_bytes
+        self.slot_bytes = block.num_layers * block.block_size * token_bytes
+        if slab.slot_bytes != self.slot_bytes:
+            raise ValueError(f"slots of {slab.slot_bytes} bytes for blocks of {self.slot_bytes}")
+        self._slab = slab
+        self._block_shape = (block.num_layers, block.block_size, token_bytes)
+        self._parts: list[tuple[tuple[slice, ...], NDArray]] = []
+        regions, start = {}, 0
+        for shard in group.shards:
+            cut = _cut(shard.tile, block.itemsize_bytes)
+            shape = tuple(part.stop - part.start for part in cut)
+            num_bytes = shape[0] * shape[1] * shape[2]
+            whole = slab.bytes[start : start + slab.num_slots * num_bytes]
+            self._parts.append((cut, whole.reshape(slab.num_slots, *shape)))
+            regions[shard.owner] = Region(address=slab.address + start, slot_bytes=num_bytes)
+            start += slab.num_slots * num_bytes
+        self.regions: Mapping[int, Region] = regions
+
+    def fill_slot(self, index: int, block: Bytes) -> None:
+        """Write a whole block [slot_bytes] into a slot. IndexError where there is no such slot."""
+        self._check(index)
+        whole = block.reshape(self._block_shape)
+        for cut, part in self._parts:
+            part[index] = whole[cut]
+
+    def copy_slot(self, index: int, out: Bytes) -> None:
+        """Copy a slot as a whole block into `out` [slot_bytes]. IndexError where there is no such slot."""
+        self._check(index)
+        whole = out.reshape(self._block_shape)
+        for cut, part in self._parts:
+            whole[cut] = part[index]
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < self._slab.num_slots:
+            raise IndexError(f"slot {index} of {self._slab.num_slots}")
+
+
+def _cut(tile: Tile, itemsize_bytes: int) -> tuple[slice, slice, slice]:
+    """Of a block's bytes [layers, tokens, features * itemsize]."""
+    features = slice(tile.features.start * itemsize_bytes, tile.features.stop * itemsize_bytes)
+    return slice(*tile.layers), slice(*tile.tokens), features
