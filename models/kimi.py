@@ -1,8 +1,8 @@
 """Kimi K2 and DeepSeek-V3, read top to bottom: configuration, weights, rotary positions, layer, forward.
 
-One pure function, `forward`, serves prompts and decoding over paged latents; `prefill` and `decode` only choose which
-positions become logits. Layers of a kind are stacked and scanned; routed experts stay outside the scan, so that only
-the experts that run are read. How weights lie on a mesh is `sharding.rules`' business, reading files
+One pure function, `forward`, serves prompts and decoding over paged latents, of all layers or of a stage's; `unembed`
+makes logits of what it returns. Layers of a kind are stacked and scanned; routed experts stay outside the scan, so that
+only the experts that run are read. How weights lie on a mesh is `sharding.rules`' business, reading files
 `models.checkpoint`'s.
 Einsum alphabet: b batch, n row, t query position, s key position, d embed, h heads, k head_dim, r lora rank, e experts,
 f ffw, v vocab.
@@ -253,6 +253,9 @@ def _is_off(value: Any) -> bool:
     return value is None or (value == 0 and value is not False)
 
 
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -300,39 +303,52 @@ class Stack[Leaf]:
 
 @struct.dataclass
 class Weights[Leaf]:
-    embed: Leaf  # [v d]
+    """Of the whole model, or of a stage of it: some consecutive layers."""
+
+    embed: Leaf | None  # [v d], of the first stage
     dense: Stack[Leaf] | None
     sparse: Stack[Leaf] | None
     experts: moe.Experts[Leaf] | None
-    norm: Leaf  # [d]
-    head: Leaf | None  # [v d]; None: tied to embed
+    norm: Leaf | None  # [d], of the last stage
+    head: Leaf | None  # [v d], of the last stage; None there too: tied to `embed`
 
 
-def declare(config: KimiConfig) -> Weights[Param]:
-    """Every parameter, once."""
-    dense, sparse = config.num_dense_layers, config.num_moe_layers
+def declare(config: KimiConfig, layers: range | None = None) -> Weights[Param]:
+    """Every parameter of these layers, once; of all layers by default."""
+    layers = range(config.num_hidden_layers) if layers is None else layers
+    is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
+    dense = range(layers.start, min(layers.stop, config.num_dense_layers))
+    sparse = range(max(layers.start, config.num_dense_layers), layers.stop)
+    norm = Param(shape=(config.hidden_size,), axes=("embed",), source=lambda: "model.norm.weight", initial=1.0)
     return Weights(
-        embed=_table(config, "model.embed_tokens.weight"),
-        dense=_declare_stack(config, 0, dense, config.intermediate_size) if dense else None,
-        sparse=_declare_stack(config, dense, sparse, None) if sparse else None,
-        experts=_declare_experts(config, dense) if sparse else None,
-        norm=Param(shape=(config.hidden_size,), axes=("embed",), source=lambda: "model.norm.weight", initial=1.0),
-        head=None if config.tie_word_embeddings else _table(config, "lm_head.weight"),
+        embed=_table(config, EMBEDDINGS) if is_first else None,
+        dense=_declare_stack(config, dense, config.intermediate_size) if dense else None,
+        sparse=_declare_stack(config, sparse, None) if sparse else None,
+        experts=_declare_experts(config, sparse) if sparse else None,
+        norm=norm if is_last else None,
+        head=_declare_head(config, is_first=is_first) if is_last else None,
     )
+
+
+def _declare_head(config: KimiConfig, *, is_first: bool) -> Param | None:
+    """A tied one is declared only where the embeddings are on another stage."""
+    if not config.tie_word_embeddings:
+        return _table(config, "lm_head.weight")
+    return None if is_first else _table(config, EMBEDDINGS)
 
 
 def _table(config: KimiConfig, name: str) -> Param:
     return Param(shape=(config.vocab_size, config.hidden_size), axes=("vocab", "embed"), source=lambda: name)
 
 
-def _declare_stack(config: KimiConfig, first: int, num_layers: int, dense_width: int | None) -> Stack[Param]:
+def _declare_stack(config: KimiConfig, layers: range, dense_width: int | None) -> Stack[Param]:
     def leaf(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **options: Any) -> Param:
-        source = options.pop("source", lambda layer: f"model.layers.{first + layer}.{name}")
-        return Param(shape=(num_layers, *shape), axes=("layers", *axes), source=source, **{"stacked": 1, **options})
+        source = options.pop("source", lambda layer: f"model.layers.{layers[layer]}.{name}")
+        return Param(shape=(len(layers), *shape), axes=("layers", *axes), source=source, **{"stacked": 1, **options})
 
     def mlp(prefix: str, width: int) -> Mlp[Param]:
         def source(layer: int, which: int) -> str:
-            return f"model.layers.{first + layer}.{prefix}.{('gate', 'up')[which]}_proj.weight"
+            return f"model.layers.{layers[layer]}.{prefix}.{('gate', 'up')[which]}_proj.weight"
 
         return Mlp(
             gate_up=leaf("", (2, width, config.hidden_size), (None, "ffw", "embed"), source=source, stacked=2),
@@ -402,24 +418,25 @@ def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
     )
 
 
-def _declare_experts(config: KimiConfig, first: int) -> moe.Experts[Param]:
-    layers, e = config.num_moe_layers, config.n_routed_experts
-    d, f = config.hidden_size, config.moe_intermediate_size
+def _declare_experts(config: KimiConfig, layers: range) -> moe.Experts[Param]:
+    e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
 
     def gate_up(layer: int, expert: int, which: int) -> str:
-        return f"model.layers.{first + layer}.mlp.experts.{expert}.{('gate', 'up')[which]}_proj.weight"
+        return f"model.layers.{layers[layer]}.mlp.experts.{expert}.{('gate', 'up')[which]}_proj.weight"
 
     def down(layer: int, expert: int) -> str:
-        return f"model.layers.{first + layer}.mlp.experts.{expert}.down_proj.weight"
+        return f"model.layers.{layers[layer]}.mlp.experts.{expert}.down_proj.weight"
 
     return moe.Experts(
         gate_up=Param(
-            shape=(layers, e, 2, f, d),
+            shape=(len(layers), e, 2, f, d),
             axes=("layers", "experts", None, "expert_ffw", "embed"),
             source=gate_up,
             stacked=3,
         ),
-        down=Param(shape=(layers, e, d, f), axes=("layers", "experts", "embed", "expert_ffw"), source=down, stacked=2),
+        down=Param(
+            shape=(len(layers), e, d, f), axes=("layers", "experts", "embed", "expert_ffw"), source=down, stacked=2
+        ),
     )
 
 
@@ -639,20 +656,22 @@ def forward(
     pages: Pages,
     batch: Batch,
     *,
+    hidden: Float[Array, "n t d"] | None = None,
     backend: moe.Backend = moe.blocks,
     attend: Attend | None = None,
     place: Place = ALONE,
     observe: bool = False,
     unrolled: bool = False,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
-    """Runs all layers over a batch of rows, writing their latents into the pages.
+    """Runs all layers of these weights over a batch of rows, writing their latents into the pages.
 
     Args:
+        hidden: the residual stream from the stage before; None on the first stage, which embeds the tokens.
         unrolled: layers one after the other instead of in a loop. A gradient then copies nothing into stacks and out
             of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.
 
     Returns:
-        The residual stream after the final norm, the pages, and the observations if asked for.
+        The residual stream, on the last stage after the final norm; the pages; the observations if asked for.
     """
     valid = batch.positions >= 0
     attend = attend or functools.partial(attend_paged, place=place)
@@ -674,21 +693,26 @@ def forward(
             return (x, pages), (x, routing) if observe else (None, None)
 
         num_layers = stack.mlp_norm.shape[0]
-        (x, pages), (hidden, routing) = jax.lax.scan(
+        (x, pages), (streams, routing) = jax.lax.scan(
             step, (x, pages), (stack, jnp.arange(num_layers)), unroll=num_layers if unrolled else 1
         )
-        return x, pages, hidden, routing
+        return x, pages, streams, routing
 
-    x = _embed(weights.embed, batch.tokens, place)
+    if hidden is None:
+        assert weights.embed is not None  # of the first stage
+        hidden = _embed(weights.embed, batch.tokens, place)
+    x = hidden
     seen: list[Any] = [x[None]]
     routing = None
     if weights.dense is not None:
-        x, pages, hidden, _ = scan_stack(x, pages, weights.dense, None, 0)
-        seen.append(hidden)
+        x, pages, streams, _ = scan_stack(x, pages, weights.dense, None, 0)
+        seen.append(streams)
     if weights.sparse is not None:
-        x, pages, hidden, routing = scan_stack(x, pages, weights.sparse, weights.experts, config.num_dense_layers)
-        seen.append(hidden)
-    x = rms_norm(x, weights.norm, config.rms_norm_eps)
+        num_dense = 0 if weights.dense is None else weights.dense.mlp_norm.shape[0]
+        x, pages, streams, routing = scan_stack(x, pages, weights.sparse, weights.experts, num_dense)
+        seen.append(streams)
+    if weights.norm is not None:
+        x = rms_norm(x, weights.norm, config.rms_norm_eps)
     return x, pages, _observations(seen, routing) if observe else None
 
 
@@ -715,30 +739,3 @@ def unembed(weights: Weights[Array], hidden: Float[Array, "b d"], place: Place =
     """Logits in float32."""
     head = weights.embed if weights.head is None else weights.head
     return place.gather(jnp.einsum("bd,vd->bv", hidden, head, preferred_element_type=jnp.float32), "vocab")
-
-
-def prefill(
-    config: KimiConfig,
-    weights: Weights[Array],
-    pages: Pages,
-    batch: Batch,
-    last: Int[Array, "b"],
-    backend: moe.Backend,
-    place: Place = ALONE,
-) -> tuple[Float[Array, "b v"], Pages]:
-    """Logits of the tokens at the flat indices `last` of the batch; all latents are written."""
-    hidden, pages, _ = forward(config, weights, pages, batch, backend=backend, place=place)
-    return unembed(weights, hidden.reshape(-1, hidden.shape[-1])[last], place), pages
-
-
-def decode(
-    config: KimiConfig,
-    weights: Weights[Array],
-    pages: Pages,
-    batch: Batch,
-    backend: moe.Backend,
-    place: Place = ALONE,
-) -> tuple[Float[Array, "tokens v"], Pages]:
-    """Logits of every token of the batch: one or a few per slot."""
-    hidden, pages, _ = forward(config, weights, pages, batch, backend=backend, place=place)
-    return unembed(weights, hidden.reshape(-1, hidden.shape[-1]), place), pages

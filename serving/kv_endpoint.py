@@ -46,7 +46,9 @@ class Endpoint:
         return np.asarray(slots, np.int64) + partition * self.num_slots
 
 
-def slab_layout(groups: Sequence[KvGroup], block_size: int, place: Place = ALONE) -> Layout:
+def slab_layout(
+    groups: Sequence[KvGroup], block_size: int, place: Place = ALONE, layers_per_stage: Sequence[int] | None = None
+) -> Layout:
     """How a worker's slab holds blocks: an owner for each device of a partition, and no byte twice.
 
     Context-parallel, an owner has the tokens that its pages have. Else every device wants all of them, each receives
@@ -66,18 +68,21 @@ def slab_layout(groups: Sequence[KvGroup], block_size: int, place: Place = ALONE
         for group in groups
     ]
     groups_cut = (
-        tile_group(block, num_token_shards=num_owners)
+        tile_group(block, layers_per_stage=layers_per_stage, num_token_shards=num_owners)
         if is_token_cut
-        else tile_group(block, layers_per_stage=_layers_per_owner(block.num_layers, num_owners))
+        else tile_group(block, layers_per_stage=_layers_per_owner(layers_per_stage or [block.num_layers], num_owners))
         for block in blocks
     )
     return Layout(version=LAYOUT_VERSION, groups=tuple(groups_cut))
 
 
-def _layers_per_owner(num_layers: int, num_owners: int) -> list[int]:
-    """As many to each as to the first, while there are any: that is how `kv.block_shards` cuts them."""
-    most = -(-num_layers // num_owners)
-    return [min(most, num_layers - start) for start in range(0, num_layers, most)]
+def _layers_per_owner(layers_per_stage: Sequence[int], num_owners: int) -> list[int]:
+    """Of each stage as many to each as to the first, while there are any: so `kv.block_shards` cuts them."""
+    found = []
+    for num_layers in layers_per_stage:
+        most = -(-num_layers // num_owners)
+        found += [min(most, num_layers - start) for start in range(0, num_layers, most)]
+    return found
 
 
 def plan_to(source: Endpoint, destination: Endpoint) -> reshard.Template:

@@ -15,12 +15,15 @@ import jax
 from moonshard.kv.blocks import BlockPool
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.footprint import pieces
 from moonshard.models.spec import ModelError
 from moonshard.serving.config import Config, ConfigError, WorkerRole, mesh_of
 from moonshard.serving.kv_endpoint import slab_layout
 from moonshard.serving.programs import Programs
 from moonshard.serving.scheduler import SchedulerConfig
+from moonshard.serving.stage import Stage, StageModel
 from moonshard.serving.steps import StepShapes
+from moonshard.sharding.budget import stage_layers
 from moonshard.sharding.layout import Layout
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import Place
@@ -106,33 +109,15 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
     started = time.perf_counter()
     dtype = resolve_dtype(config.model.dtype)
     place = place_of(config, role)
-    mesh = build_mesh(place.mesh)
+    platform = build_mesh(place.mesh).devices.flat[0].platform  # a MeshError before anything is read
     checkpoint, model = open_model(config.model.path)
     progress("loading weights")
-    params = kimi.declare(model)
-    weights.check_shapes(params, checkpoint)
-    loaded = weights.load(
-        params,
-        checkpoint,
-        dtype,
-        mesh,
-        place.rules,
-        progress=lambda done, total: progress(f"loading weights {done}/{total}"),
-    )
-    jax.block_until_ready(loaded)
+    weights.check_shapes(kimi.declare(model), checkpoint)
+    parts = _load_stages(checkpoint, model, place, dtype, backend_for(platform), progress)
     load_s = time.perf_counter() - started
     shapes, pool = choose_sizes(config, model, dtype, role)
-    programs = Programs(
-        model,
-        loaded,
-        shapes,
-        mesh,
-        place,
-        blocks_per_partition=pool.blocks_per_partition,
-        block_size=config.kv.block_size,
-        dtype=dtype,
-        backend=backend_for(mesh.devices.flat[0].platform),
-    )
+    sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
+    programs = Programs(shapes, [Stage(part, shapes, **sizes, dtype=dtype) for part in parts])
     started = time.perf_counter()
     programs.compile(lambda done, total: progress(f"compiling {done}/{total}"))
     return LoadedModel(
@@ -143,10 +128,41 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
         vocab_size=model.vocab_size,
         dtype=dtype,
         fingerprint=checkpoint.fingerprint,
-        layout=slab_layout(model.kv_groups(dtype), config.kv.block_size, place),
+        layout=slab_layout(model.kv_groups(dtype), config.kv.block_size, place, [len(part.layers) for part in parts]),
         load_s=load_s,
         compile_s=time.perf_counter() - started,
     )
+
+
+def _load_stages(
+    checkpoint: Checkpoint, model: kimi.KimiConfig, place: Place, dtype: str, backend: moe.Backend, progress: Progress
+) -> list[StageModel]:
+    """Waits for the weights."""
+    stages, found = split_stages(model, place), []
+    for index, layers in enumerate(stages):
+        which = f" of stage {index + 1} of {len(stages)}" if len(stages) > 1 else ""
+        mesh = build_mesh(place.mesh, index)
+        loaded = weights.load(
+            kimi.declare(model, layers),
+            checkpoint,
+            dtype,
+            mesh,
+            place.rules,
+            progress=lambda done, total, which=which: progress(f"loading weights{which} {done}/{total}"),
+        )
+        found.append(StageModel(config=model, layers=layers, weights=loaded, mesh=mesh, place=place, backend=backend))
+    jax.block_until_ready([part.weights for part in found])
+    return found
+
+
+def split_stages(model: kimi.KimiConfig, place: Place) -> tuple[range, ...]:
+    """The layers of each stage. MeshError where there are more stages than layers."""
+    try:
+        return stage_layers(pieces(model, "bf16"), place.mesh, place.rules)
+    except MeshError:
+        raise
+    except ValueError as error:
+        raise MeshError(f"mesh.pipe = {place.mesh.pipe}: {error}") from error
 
 
 def open_model(folder: Path) -> tuple[Checkpoint, kimi.KimiConfig]:

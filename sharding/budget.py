@@ -113,26 +113,41 @@ def ranked(budgets: Sequence[Budget]) -> list[Budget]:
 def _stages(
     model: ModelPieces, mesh: MeshShape, rules: Rules, device_bytes: int, workspace_bytes: int
 ) -> tuple[StageBudget, ...]:
+    before, layers, after = _weights_on_a_device(model, mesh, rules)
+    num_token_shards = mesh.tensor if rules.kv_tokens else 1
+    stages = []
+    for index, own in enumerate(stage_layers(model, mesh, rules)):
+        weights = sum(layers[own.start : own.stop]) + before * (index == 0) + after * (index == mesh.pipe - 1)
+        stages.append(
+            StageBudget(
+                num_layers=len(own),
+                weight_bytes=weights,
+                workspace_bytes=workspace_bytes,
+                headroom_bytes=device_bytes - weights - workspace_bytes,
+                kv_bytes_per_token=len(own) * model.kv_bytes_per_token / num_token_shards,
+            )
+        )
+    return tuple(stages)
+
+
+def stage_layers(model: ModelPieces, mesh: MeshShape, rules: Rules) -> tuple[range, ...]:
+    """The layers of each stage, so that their devices hold weights as evenly as whole layers allow.
+
+    Raises:
+        MeshError: a dimension does not divide.
+        ValueError: more stages than layers.
+    """
+    before, layers, after = _weights_on_a_device(model, mesh, rules)
+    counts = split_layers(layers, mesh.pipe, before=before, after=after)
+    ends = itertools.accumulate(counts)
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
+def _weights_on_a_device(model: ModelPieces, mesh: MeshShape, rules: Rules) -> tuple[float, list[float], float]:
+    """Bytes before the layers, of each layer, and behind them."""
     sizes = {"data": mesh.data, "expert": mesh.expert, "tensor": mesh.tensor}
 
     def on_a_device(pieces: Sequence[Piece]) -> float:
         return math.fsum(math.prod(shard_shape(p.axes, p.shape, sizes, rules)) * p.bits / 8 for p in pieces)
 
-    layers = [on_a_device(layer) for layer in model.layers]
-    before, after = on_a_device(model.first), on_a_device(model.last)
-    num_token_shards = math.prod(sizes[axis] for axis in rules.kv_tokens)
-    counts = split_layers(layers, mesh.pipe, before=before, after=after)
-    stages, start = [], 0
-    for index, count in enumerate(counts):
-        weights = sum(layers[start : start + count]) + before * (index == 0) + after * (index == mesh.pipe - 1)
-        stages.append(
-            StageBudget(
-                num_layers=count,
-                weight_bytes=weights,
-                workspace_bytes=workspace_bytes,
-                headroom_bytes=device_bytes - weights - workspace_bytes,
-                kv_bytes_per_token=count * model.kv_bytes_per_token / num_token_shards,
-            )
-        )
-        start += count
-    return tuple(stages)
+    return on_a_device(model.first), [on_a_device(layer) for layer in model.layers], on_a_device(model.last)

@@ -9,20 +9,18 @@ from moonshard.sharding.rules import MESH_AXES, PREFILL, MeshError, Rules, spec
 from moonshard.sharding.shape import MeshShape
 
 
-def build_mesh(shape: MeshShape) -> Mesh:
-    """The first `shape.num_devices` devices as a mesh with axes `data, expert, tensor`.
+def build_mesh(shape: MeshShape, stage: int = 0) -> Mesh:
+    """The mesh of one stage, with axes `data, expert, tensor`: stages take their devices one after another.
 
     Raises:
-        MeshError: more devices are asked for than there are, or an axis is not served yet.
+        MeshError: all stages together ask for more devices than there are.
     """
-    if shape.pipe != 1:
-        raise MeshError(f"mesh.pipe = {shape.pipe}: only pipe = 1 is served in this version")
     devices = jax.devices()
     if shape.num_devices > len(devices):
         raise MeshError(f"mesh ({shape}) needs {shape.num_devices} devices, {devices[0].platform} has {len(devices)}")
-    return jax.make_mesh(
-        (shape.data, shape.expert, shape.tensor), MESH_AXES, devices=devices[: shape.num_devices], axis_types=_AUTO
-    )
+    per_stage = shape.num_devices // shape.pipe
+    own = devices[stage * per_stage : (stage + 1) * per_stage]
+    return jax.make_mesh((shape.data, shape.expert, shape.tensor), MESH_AXES, devices=own, axis_types=_AUTO)
 
 
 BY_PARTITION = PartitionSpec(("data", "expert"))  # of what every KV partition has its own

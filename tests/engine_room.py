@@ -8,15 +8,16 @@ from functools import cache
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.models import kimi, weights
+from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.engine import Engine, StepReport
-from moonshard.serving.loading import MAX_PREFILL_SEQUENCES, buckets
+from moonshard.serving.loading import MAX_PREFILL_SEQUENCES, buckets, split_stages
 from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.programs import Programs
 from moonshard.serving.request import Logprobs, Request, SequenceId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
+from moonshard.serving.stage import Stage, StageModel
 from moonshard.serving.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import ALONE, Place
@@ -46,7 +47,7 @@ def _compiled(name: str, worker: int, place: Place) -> Programs:
 
 def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", place: Place = ALONE) -> Programs:
     """For a test that launches few of them: each is compiled by its first launch."""
-    config, mesh = reference(name).config, build_mesh(place.mesh)
+    config = reference(name).config
     shapes = StepShapes(
         num_partitions=place.mesh.num_partitions,
         slots_per_partition=NUM_SLOTS,
@@ -57,16 +58,13 @@ def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", place: Pl
         decode_buckets=buckets(NUM_SLOTS),
         transfer_buckets=TRANSFER_BUCKETS,
     )
-    return Programs(
-        config,
-        weights.load(kimi.declare(config), Checkpoint.open(FIXTURES / name), "float32", mesh, place.rules),
-        shapes,
-        mesh,
-        place,
-        blocks_per_partition=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        dtype=dtype,
-    )
+    stages = []
+    for index, layers in enumerate(split_stages(config, place)):
+        mesh = build_mesh(place.mesh, index)
+        loaded = weights.load(kimi.declare(config, layers), Checkpoint.open(FIXTURES / name), dtype, mesh, place.rules)
+        model = StageModel(config=config, layers=layers, weights=loaded, mesh=mesh, place=place, backend=moe.blocks)
+        stages.append(Stage(model, shapes, blocks_per_partition=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype))
+    return Programs(shapes, stages)
 
 
 @dataclass

@@ -77,7 +77,8 @@ def _compare(config: kimi.KimiConfig, loaded: Any, recorded: Any, backend: moe.B
 
 def _logits(config: kimi.KimiConfig, backend: moe.Backend, loaded: Any, pages: jax.Array, batch: kimi.Batch) -> Any:
     with jax.default_matmul_precision("highest"):
-        return kimi.decode(config, loaded, pages, batch, backend)
+        hidden, pages, _ = kimi.forward(config, loaded, pages, batch, backend=backend)
+        return kimi.unembed(loaded, hidden.reshape(-1, hidden.shape[-1])), pages
 
 
 def _feed(config: kimi.KimiConfig, loaded: Any, run: Any, fed: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
 from moonshard.serving.programs import Drawn, Programs
 from moonshard.serving.request import Request, Sampling, SequenceId, SlotId
+from moonshard.serving.stage import Stage, StageModel
 from moonshard.serving.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.place import ALONE
@@ -192,7 +193,10 @@ def test_the_programs_serve_in_bfloat16():
     )
     rounded = in_dtype(loaded, "bfloat16")
     mesh = build_mesh(MeshShape())
-    programs = Programs(config, rounded, shapes, mesh, ALONE, blocks_per_partition=2, block_size=32, dtype="bfloat16")
+    layers = range(config.num_hidden_layers)
+    model = StageModel(config=config, layers=layers, weights=rounded, mesh=mesh, place=ALONE, backend=moe.blocks)
+    stage = Stage(model, shapes, blocks_per_partition=2, block_size=32, dtype="bfloat16")
+    programs = Programs(shapes, [stage])
     encoder = StepEncoder(shapes)
     prompt = np.random.default_rng(0).integers(0, 2048, 20)
     request = Request(id=bytes(16), prompt=tuple(prompt.tolist()), max_tokens=8, sampling=Sampling(temperature=0.0))
@@ -203,7 +207,7 @@ def test_the_programs_serve_in_bfloat16():
     second = programs.fetch(programs.launch(encoder.encode(decode)))
     assert isinstance(first, Drawn)
     assert isinstance(second, Drawn)
-    assert programs.state.pages.dtype == jnp.bfloat16
+    assert stage.state.pages.dtype == jnp.bfloat16
     drawn = [int(first.tokens[0]), int(second.tokens[0])]
     exact = dense_only_logits("float32", np.asarray([*prompt, drawn[0], *[0] * 27]))[19:21]
     for token, logits in zip(drawn, exact, strict=True):

@@ -20,6 +20,8 @@ FORMS = [
     (MeshShape(expert=4), DECODE),
     (MeshShape(data=2, expert=2, tensor=2), DECODE),
     (MeshShape(data=2, tensor=2), CONTEXT_PARALLEL),
+    (MeshShape(pipe=2), PREFILL),
+    (MeshShape(data=2, tensor=2, pipe=2), PREFILL),
 ]
 NUM_REQUESTS = 10
 
