@@ -57,6 +57,7 @@ class Engine:
         on_step: Callable[[StepReport], None],
         on_expired: Callable[[bytes, QueueTimeout], None],
         on_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
+        num_stages: int = 1,
     ):
         """`on_prefill` is called when a prefill step was launched: an export made in it runs right behind that step.
 
@@ -77,7 +78,7 @@ class Engine:
         self._exchange = BlockExchange(encoder, self._device.submit)
         self._clocks = RequestClocks()
         self._num_computing = 0  # prefill and decode steps in flight
-        self._pace = Pace()
+        self._pace = Pace(num_stages)
         self._idle = asyncio.Event()
         self._idle.set()
         self._expiry: asyncio.TimerHandle | None = None

@@ -66,6 +66,10 @@ class LoadedModel:
     compile_s: float
 
     @property
+    def num_stages(self) -> int:
+        return len(self.programs.stages)
+
+    @property
     def block_bytes(self) -> int:
         """Of a whole block of all groups."""
         blocks = [group.block for group in self.layout.groups]
@@ -80,6 +84,7 @@ class LoadedModel:
             chunk_tokens=self.shapes.prefill_buckets[-1],
             q_tile=self.shapes.q_tile,
             max_prefill_sequences=MAX_PREFILL_SEQUENCES,
+            num_microbatches=min(self.num_stages, self.pool.slots_per_partition),
             max_context_tokens=self.shapes.max_context_tokens,
             max_queued_requests=config.gateway.max_queued_requests,
             queue_timeout_s=config.gateway.queue_timeout_s,

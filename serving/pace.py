@@ -18,13 +18,15 @@ class Pace:
     and 16 streams.
     """
 
-    def __init__(self) -> None:
-        self.max_in_flight = MIN_IN_FLIGHT
+    def __init__(self, num_stages: int = 1) -> None:
+        """Every stage of a pipeline beyond the first can run another step."""
+        self._min_in_flight = MIN_IN_FLIGHT + num_stages - 1
+        self.max_in_flight = self._min_in_flight
         self._last_done_ns = 0
 
     def note(self, done: StepDone) -> None:
         length_ns = done.done_ns - max(done.launched_ns, self._last_done_ns)
-        self.max_in_flight = MIN_IN_FLIGHT + (length_ns < SHORT_STEP_NS)
+        self.max_in_flight = self._min_in_flight + (length_ns < SHORT_STEP_NS)
         self.skip(done)
 
     def skip(self, done: StepDone) -> None:

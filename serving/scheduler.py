@@ -40,11 +40,14 @@ class SchedulerConfig(LaneConfig):
 
     max_context_tokens: int
     max_queued_requests: int
+    num_microbatches: int = 1  # parts of the slots that decode in turn, so that the stages of a pipeline all have work
 
     def __post_init__(self) -> None:
         LaneConfig.__post_init__(self)  # super() without arguments does not find its class in one with slots
         if self.max_queued_requests < 1:
             raise ValueError("the queue holds at least 1 request")
+        if not 1 <= self.num_microbatches <= self.slots_per_partition:
+            raise ValueError("there is at least 1 microbatch, and at least 1 slot in each")
 
 
 class Scheduler:
@@ -60,6 +63,7 @@ class Scheduler:
             Lane(config, pool, partition, self._launches, self._totals) for partition in range(pool.num_partitions)
         )
         self._is_decode_next = False
+        self._microbatch = 0  # that decoded last
         self._arrivals = itertools.count()
 
     # ---- requests come and go
@@ -166,6 +170,7 @@ class Scheduler:
             self._launch_decode(ready)
 
     def _launch_decode(self, ready: list[Stay]) -> None:
+        ready = self._next_microbatch(ready)
         if not ready:
             return
         rows = tuple(stay.row() for stay in ready)
@@ -174,6 +179,16 @@ class Scheduler:
             stay.num_pending += 1
         self._launches.push(DecodePlan(number=self._launches.next_number(), rows=rows), ready, drawing=ready)
         self._is_decode_next = False
+
+    def _next_microbatch(self, ready: list[Stay]) -> list[Stay]:
+        """Those of the next one that has any: a step of others can run in the stages that this one has left."""
+        count = self.config.num_microbatches
+        for microbatch in range(self._microbatch + 1, self._microbatch + 1 + count):
+            found = [stay for stay in ready if stay.slot.index % count == microbatch % count]
+            if found:
+                self._microbatch = microbatch % count
+                return found
+        return []
 
     def _launch_prefill(self) -> bool:
         parts = [lane.fill_prefill() for lane in self._lanes]

@@ -64,6 +64,7 @@ class Worker:
             on_step=self._on_step,
             on_expired=self._on_expired,
             on_prefill=self._on_prefill,
+            num_stages=model.num_stages,
         )
         self._prefill = None if plane is None or role != "prefill" else self._prefill_handoffs(plane)
         self._decode = None if plane is None or role != "decode" else self._decode_handoffs(plane)

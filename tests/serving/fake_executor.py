@@ -31,7 +31,7 @@ class FakeExecutor:
 
     def launch(self, step: Step) -> Launched:
         self.launched.append(step)
-        return Launched(step, None)
+        return Launched(step, ())
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
         step = launched.step

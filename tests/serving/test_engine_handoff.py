@@ -137,9 +137,9 @@ def test_an_export_behind_a_chunk_sees_it_and_not_who_takes_the_blocks_next():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_are_bit_equal_in_the_pages_of_another_worker(dtype):
     here, there = uncompiled_programs(dtype=dtype), uncompiled_programs(dtype=dtype)
-    shape = (LARGEST, *here.state.pages.shape[1:])
+    shape = (LARGEST, *pages_of(here).shape[1:])
     bits = np.random.default_rng(5).integers(0, 2**32, shape, np.uint32)
-    given = bits.view(np.float32) if dtype == "float32" else bits.astype(np.uint16).view(here.state.pages.dtype)
+    given = bits.view(np.float32) if dtype == "float32" else bits.astype(np.uint16).view(pages_of(here).dtype)
     is_finite = np.isfinite(given.astype(np.float32))
     assert not is_finite.all()
     move(here, given, (9, 0, 255, 31))
@@ -150,26 +150,30 @@ def test_blocks_are_bit_equal_in_the_pages_of_another_worker(dtype):
     expected = np.where(is_finite, given.view(as_bits), 0)
     np.testing.assert_array_equal(exported.view(as_bits), expected)
     np.testing.assert_array_equal(found[:3].view(as_bits), expected[[0, 1, 3]])
-    assert np.count_nonzero(np.asarray(there.state.pages, np.float32).any(axis=(1, 2, 3))) == 3  # and nowhere else
+    assert np.count_nonzero(np.asarray(tpages_of(here), np.float32).any(axis=(1, 2, 3))) == 3  # and nowhere else
 
 
 def test_exports_and_lands_leave_the_pages_at_their_address():
     worker = uncompiled_programs()
-    place = worker.state.pages.unsafe_buffer_pointer()
+    place = pages_of(worker).unsafe_buffer_pointer()
     for _ in range(3):
         (kv,) = exports(worker, (1, 2, 3, 4))
         move(worker, kv, (4, 3, 2, 1))
-        assert worker.state.pages.unsafe_buffer_pointer() == place
+        assert pages_of(worker).unsafe_buffer_pointer() == place
 
 
 def test_a_land_has_ended_when_it_was_waited_for():
     worker = uncompiled_programs()
     packed, _ = worker.shapes.layout(StepKind.LAND, 1).blank()
-    payload = np.ones((1, *worker.state.pages.shape[1:]), np.float32)
+    payload = np.ones((1, *pages_of(worker).shape[1:]), np.float32)
     launched = worker.launch(Step(-2, StepKind.LAND, 1, packed, payload=payload))
-    assert launched.result is not None  # else nothing would be waited for
+    assert launched.results  # else nothing would be waited for
     worker.fetch(launched)
-    assert all(array.is_ready() for array in jax.tree.leaves(worker.state))
+    assert all(array.is_ready() for array in jax.tree.leaves(worker.stages[0].state))
+
+
+def pages_of(worker) -> jax.Array:
+    return worker.stages[0].state.pages
 
 
 def move(worker, payload: np.ndarray, blocks: tuple[int, ...]) -> None:
