@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from moonshard.sharding.rules import DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 
 EMBEDDED_MODEL_NAME = "pocket-kimi"
@@ -83,6 +84,7 @@ class PrefillConfig:
     replicas: Positive = 1
     port: Port = 50071
     mesh: MeshShape = field(default_factory=MeshShape)
+    rules: Rules = field(default_factory=Rules)  # over which axes of the mesh each axis of the weights is cut
     chunk_tokens: Positive = 512  # the most prompt tokens of one step
     max_slots: Positive = 16  # rows whose first token one step can draw, over all partitions
 
@@ -94,6 +96,7 @@ class DecodeConfig:
     replicas: Positive = 1
     port: Port = 50072  # unused in aggregated mode, which has `worker.port`
     mesh: MeshShape = field(default_factory=MeshShape)
+    rules: DecodeRules = field(default_factory=DecodeRules)
     max_slots: Positive = 16  # sequences decoded at once by one worker, over all its partitions
 
 
@@ -153,6 +156,10 @@ def embedded_model_path() -> Path:
 
 def mesh_of(config: Config, role: WorkerRole) -> MeshShape:
     return config.prefill.mesh if role == "prefill" else config.decode.mesh
+
+
+def rules_of(config: Config, role: WorkerRole) -> Rules:
+    return config.prefill.rules if role == "prefill" else config.decode.rules
 
 
 def port_of(config: Config, role: WorkerRole) -> int:

@@ -8,6 +8,8 @@ import ipaddress
 from collections import Counter
 
 from moonshard.serving.config import Config, KvConfig, TlsConfig, kv_host_of
+from moonshard.sharding.rules import MeshError, Rules, check_rules
+from moonshard.sharding.shape import MeshShape
 
 PORTS_PER_WORKER = 2  # of Mooncake: one for its handshake, one for the data
 
@@ -50,6 +52,8 @@ def _size_faults(config: Config) -> list[str]:
             f"prefill.chunk_tokens: {prefill.chunk_tokens} is not a multiple of kv.block_size ({kv.block_size})"
         )
     roles = {"decode": decode} if config.mode == "aggregated" else {"prefill": prefill, "decode": decode}
+    for name, role in roles.items():
+        faults += _rule_faults(name, role.mesh, role.rules, kv.block_size)
     faults += [
         f"{name}.max_slots: {role.max_slots} cannot be shared out equally among the "
         f"{role.mesh.num_partitions} partitions (data x expert) of {name}.mesh"
@@ -57,6 +61,16 @@ def _size_faults(config: Config) -> list[str]:
         if role.max_slots % role.mesh.num_partitions
     ]
     return faults
+
+
+def _rule_faults(name: str, mesh: MeshShape, rules: Rules, block_size: int) -> list[str]:
+    try:
+        check_rules(rules)
+    except MeshError as error:
+        return [f"{name}.{error}"]
+    if rules.kv_tokens and block_size % mesh.tensor:
+        return [f"{name}.rules.kv_tokens: mesh.tensor = {mesh.tensor} does not divide kv.block_size ({block_size})"]
+    return []
 
 
 def _tls_faults(tls: TlsConfig) -> list[str]:

@@ -17,7 +17,7 @@ from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.footprint import pieces
 from moonshard.models.spec import ModelError
-from moonshard.serving.config import Config, ConfigError, WorkerRole, mesh_of
+from moonshard.serving.config import Config, ConfigError, WorkerRole, mesh_of, rules_of
 from moonshard.serving.kv_endpoint import slab_layout
 from moonshard.serving.programs import Programs
 from moonshard.serving.scheduler import SchedulerConfig
@@ -27,7 +27,7 @@ from moonshard.sharding.budget import stage_layers
 from moonshard.sharding.layout import Layout
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import Place
-from moonshard.sharding.rules import DECODE, PREFILL, MeshError
+from moonshard.sharding.rules import MeshError
 
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 MAX_AUTO_POOL_BYTES = 2 << 30  # on CPU, where the pool shares memory with everything else
@@ -177,7 +177,7 @@ def open_model(folder: Path) -> tuple[Checkpoint, kimi.KimiConfig]:
 
 def place_of(config: Config, role: WorkerRole) -> Place:
     """The mesh of a role, under its table of rules."""
-    return Place(mesh=mesh_of(config, role), rules=PREFILL if role == "prefill" else DECODE)
+    return Place(mesh=mesh_of(config, role), rules=rules_of(config, role))
 
 
 def backend_for(platform: str) -> moe.Backend:

@@ -45,7 +45,7 @@ class DecodeRules(Rules):
     """The table for decode: whole experts over all devices, which suits few tokens to an expert.
 
     `Rules` itself is the table for prefill: a part of every expert on each device is evenly loaded, whatever the router
-    does. Which is the faster was not measured. Workers of both roles still place their weights by the latter.
+    does. Which is the faster was not measured.
     """
 
     experts: tuple[Literal["expert", "tensor"], ...] = ("expert", "tensor")

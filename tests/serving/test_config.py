@@ -14,6 +14,7 @@ from moonshard.serving.config import (
     embedded_model_path,
 )
 from moonshard.serving.config_file import as_overrides, leaves, load_config
+from moonshard.sharding.rules import DECODE, PREFILL
 from moonshard.sharding.shape import MeshShape
 
 
@@ -56,6 +57,12 @@ def test_an_override_may_be_a_toml_list_or_a_bare_string():
     assert config.gateway.host == "0.0.0.0"
 
 
+def test_each_role_has_rules_of_its_own_and_a_file_may_change_them(tmp_path: Path):
+    config = load_config(write(tmp_path, "[decode.rules]\nheads = []\nkv_tokens = ['tensor']\n"))
+    assert config.prefill.rules == PREFILL
+    assert config.decode.rules == replace(DECODE, heads=(), kv_tokens=("tensor",))
+
+
 def test_a_context_holds_at_least_a_prompt_and_an_answer():
     assert faults(None, "model.max_context_tokens=1") == ("model.max_context_tokens: expected `int` >= 2, got 1",)
 
@@ -87,6 +94,20 @@ def test_all_faults_are_reported_together(tmp_path: Path):
         ("decode.mesh.data=0", "decode.mesh.data: expected `int` >= 1, got 0"),
         ("decode.mesh.foo=1", "decode.mesh.foo: unknown key; [decode.mesh] has data, expert, tensor, pipe"),
         ("decode.mesh=8", "decode.mesh: expected a table with data, expert, tensor, pipe"),
+        ("decode.rules.head=['tensor']", "decode.rules.head: unknown key; did you mean decode.rules.heads?"),
+        (
+            "decode.rules.experts=['pipe']",
+            "decode.rules.experts: expected one of expert, tensor - at `$[0]`, got ['pipe']",
+        ),
+        ("prefill.rules.experts=['expert', 'expert']", "prefill.rules.experts names expert twice"),
+        (
+            "prefill.rules.experts=['tensor']",
+            "prefill.rules.expert_ffw: tensor is in rules.experts too, and cuts the same arrays",
+        ),
+        (
+            "decode={mesh={tensor=3}, rules={kv_tokens=['tensor']}}",
+            "decode.rules.kv_tokens: mesh.tensor = 3 does not divide kv.block_size (64)",
+        ),
         ("decode.max_slots.x=1", "decode.max_slots: expected `int`, got {'x': 1}"),
         ("decod.max_slots=1", "decod: unknown key; did you mean decode?"),
         ("worker.grpc_port=1", "worker.grpc_port: unknown key; did you mean gateway.grpc_port?"),
@@ -208,7 +229,13 @@ def test_overrides_carry_a_whole_configuration_to_another_process(tmp_path: Path
     config = load_config(
         None,
         [
-            *(f"model.path={odd}", "decode.mesh={expert=2, tensor=4}", "gateway.workers=['h:1']", "kv.num_blocks=77"),
+            *(
+                f"model.path={odd}",
+                "decode.mesh={expert=2, tensor=4}",
+                "prefill.rules.heads=[]",
+                "gateway.workers=['h:1']",
+                "kv.num_blocks=77",
+            ),
             *("kv.allow_unauthenticated=true", "kv.ports=[17000, 17009]", 'kv.network_fence=vlan "7", no route'),
             *(f"tls.{name}={tmp_path / 'x.pem'}" for name in ("cert", "key", "ca")),
         ],
@@ -227,8 +254,9 @@ def test_the_readme_lists_every_key_with_its_default():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     rows = dict(line[3:].split("` | ", 1) for line in readme.splitlines() if line.startswith("| `") and "` | " in line)
     for key, value in leaves(load_config(None)):
-        table, is_axis, _ = key.partition(".mesh.")
-        row = rows[f"{table}.mesh" if is_axis else key]
+        table, _, _ = key.rpartition(".")
+        is_axis = table.endswith((".mesh", ".rules"))
+        row = rows[table if is_axis else key]
         if isinstance(value, int | float) and not is_axis:
             assert row.startswith(f"`{str(value).lower()}` |"), key
 

@@ -113,8 +113,8 @@ def test_auto_is_float32_on_cpu_and_a_named_dtype_is_kept():
 
 
 def test_a_start_that_cannot_succeed_fails_with_one_message():
-    with pytest.raises(MeshError, match=r"^decode\.mesh\.pipe = 2"):
-        load_model(config(decode=DecodeConfig(mesh=MeshShape(pipe=2))), "both", print)
+    with pytest.raises(MeshError, match=r"^decode\.mesh\.pipe = 8: 4 layers cannot make 8 stages"):
+        load_model(config(decode=DecodeConfig(mesh=MeshShape(pipe=8))), "both", print)
     with pytest.raises(MeshError, match=r"^decode\.mesh\.tensor = 3 does not divide"):
         load_model(config(decode=DecodeConfig(mesh=MeshShape(tensor=3))), "decode", print)
     with pytest.raises(MeshError, match=r"^decode\.mesh \(.*expert=1000.*\) needs 1000 devices"):

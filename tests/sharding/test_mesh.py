@@ -12,9 +12,10 @@ pytestmark = pytest.mark.xdist_group("jax")
 EXPERTS = ("layers", "experts", None, "expert_ffw", "embed")
 
 
-def test_stages_are_not_served_yet_and_refused_by_name():
-    with pytest.raises(MeshError, match=r"mesh\.pipe = 2"):
-        build_mesh(MeshShape(pipe=2))
+def test_stages_take_their_devices_one_after_another():
+    shape = MeshShape(tensor=2, pipe=2)
+    found = [device.id for stage in range(2) for device in build_mesh(shape, stage).devices.flat]
+    assert found == [device.id for device in jax.devices()[:4]]
 
 
 def test_a_mesh_larger_than_the_machine_is_refused_with_both_numbers():
