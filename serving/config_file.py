@@ -139,13 +139,19 @@ def _to_path(hint: type, value: object) -> object:
 
 
 def _explain(error: msgspec.ValidationError, hint: object, value: object) -> str:
-    if typing.get_origin(hint) is typing.Literal:
+    if _is_literal(hint):
         choices = [str(choice) for choice in typing.get_args(hint)]
         return f"expected one of {', '.join(choices)}, got {value!r}" + _did_you_mean(
             difflib.get_close_matches(str(value), choices, n=1)
         )
+    if isinstance(value, list) and (element := typing.get_args(hint)[:1]) and _is_literal(element[0]):
+        return f"expected a list of {' or '.join(map(str, typing.get_args(element[0])))}, got {value!r}"
     text = str(error).split(", got")[0]
     return f"{text[:1].lower()}{text[1:]}, got {value!r}"
+
+
+def _is_literal(hint: object) -> bool:
+    return typing.get_origin(hint) is typing.Literal
 
 
 def _unknown(key: str, siblings: Mapping[str, object], prefix: str) -> str:

@@ -97,7 +97,7 @@ def test_all_faults_are_reported_together(tmp_path: Path):
         ("decode.rules.head=['tensor']", "decode.rules.head: unknown key; did you mean decode.rules.heads?"),
         (
             "decode.rules.experts=['pipe']",
-            "decode.rules.experts: expected one of expert, tensor - at `$[0]`, got ['pipe']",
+            "decode.rules.experts: expected a list of expert or tensor, got ['pipe']",
         ),
         ("prefill.rules.experts=['expert', 'expert']", "prefill.rules.experts names expert twice"),
         (
