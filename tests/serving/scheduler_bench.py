@@ -128,6 +128,8 @@ class Bench:
                 assert self.homes.setdefault(chunk.sequence.request_id, chunk.slot.partition) == chunk.slot.partition
             self.num_forks += sum(max(0, len(chunk.samples) - 1) for chunk in plan.chunks)
             self.num_joined_prefills += sum(chunk.sequence.request_id in self.joined for chunk in plan.chunks)
+        elif isinstance(plan, DecodePlan):
+            assert len({row.slot.index % self.config.num_microbatches for row in plan.rows}) == 1
         elif isinstance(plan, LoadPlan):
             self.num_join_loads += plan.sequence.request_id in self.joined and len(plan.history) == plan.num_prompt + 1
 
@@ -256,12 +258,21 @@ def used_blocks(plan: Plan) -> list[tuple[SlotId, int]]:
     return [(item.slot, block) for item in items for block in item.block_table]
 
 
-def a_bench(num_partitions: int, num_blocks: int, *, slots: int = 3, block_size: int = 4, q_tile: int = 4) -> Bench:
+def a_bench(
+    num_partitions: int,
+    num_blocks: int,
+    *,
+    slots: int = 3,
+    block_size: int = 4,
+    q_tile: int = 4,
+    num_microbatches: int = 1,
+) -> Bench:
     config = SchedulerConfig(
         slots_per_partition=slots,
         chunk_tokens=2 * block_size,
         q_tile=q_tile,
         max_prefill_sequences=3,
+        num_microbatches=min(num_microbatches, slots),
         max_context_tokens=num_blocks * block_size,
         max_queued_requests=1000,
         queue_timeout_s=30.0,

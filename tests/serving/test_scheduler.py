@@ -89,6 +89,14 @@ def test_a_slot_is_loaded_before_its_prefill_only_where_its_state_matters(sampli
 # ---- decode, and the host one step behind
 
 
+def test_microbatches_decode_in_turn_and_one_alone_does_not_wait_for_the_others():
+    scheduler = a_scheduler(num_microbatches=2)
+    for name, max_tokens in (("a", 4), ("b", 3), ("c", 3)):
+        scheduler.add(a_request(name, 5, max_tokens=max_tokens), 0.0)
+    decoded = [names(plan) for plan in steps(scheduler) if isinstance(plan, DecodePlan)]
+    assert decoded == [["b"], ["a", "c"], ["b"], ["a", "c"], ["a"]]
+
+
 def test_a_row_is_launched_before_the_host_knows_its_input_token():
     scheduler = a_scheduler()
     scheduler.add(a_request("a", 10), 0.0)

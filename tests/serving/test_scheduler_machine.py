@@ -37,9 +37,10 @@ class Schedules(RuleBasedStateMachine):
         slots=st.integers(1, 4),
         depth=st.integers(1, 3),
         q_tile=st.sampled_from([1, 2, 4]),
+        num_microbatches=st.sampled_from([1, 1, 2, 3]),
     )
-    def start(self, num_partitions: int, num_blocks: int, slots: int, depth: int, q_tile: int):
-        self.bench = a_bench(num_partitions, num_blocks, slots=slots, q_tile=q_tile)
+    def start(self, num_partitions: int, num_blocks: int, slots: int, depth: int, q_tile: int, num_microbatches: int):
+        self.bench = a_bench(num_partitions, num_blocks, slots=slots, q_tile=q_tile, num_microbatches=num_microbatches)
         self.depth = depth
 
     def fitting(self, asked: Asked) -> Request:
@@ -51,6 +52,10 @@ class Schedules(RuleBasedStateMachine):
     @rule(asked=ASKED)
     def add(self, asked: Asked):
         self.bench.add(self.fitting(asked))
+
+    @rule(asked=ASKED, data=st.data())
+    def add_to_a_partition(self, asked: Asked, data: st.DataObject):
+        self.bench.add(self.fitting(asked), data.draw(st.integers(0, self.bench.pool.num_partitions - 1)))
 
     @rule(asked=ASKED, data=st.data())
     def resume(self, asked: Asked, data: st.DataObject):
@@ -200,7 +205,7 @@ def test_joined_and_resumed_requests_share_small_pools_and_still_give_the_right_
 @pytest.mark.parametrize("num_partitions", [1, 4])
 @pytest.mark.parametrize("seed", range(100))
 def test_many_long_runs_over_small_pools_give_the_right_tokens(num_partitions: int, seed: int, has_handoffs: bool):
-    bench = a_bench(num_partitions, 3 + seed % 12, slots=1 + seed % 5)
+    bench = a_bench(num_partitions, 3 + seed % 12, slots=1 + seed % 5, num_microbatches=1 + seed % 3)
     drive(bench, random.Random(1000 + seed), 1 + seed % 3, num_requests=100, has_handoffs=has_handoffs)
 
 
