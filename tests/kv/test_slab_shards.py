@@ -29,7 +29,7 @@ def blocks(num: int) -> np.ndarray:
 
 
 def memory(address: int, num_bytes: int) -> np.ndarray:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(int(address)))
 
 
 @pytest.mark.parametrize("group", LAYOUTS, ids=map(str, CUTS))
