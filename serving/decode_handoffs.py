@@ -108,7 +108,7 @@ class DecodeHandoffs:
             self._refuse(message.handoff, link)
             return
         if partition is None:
-            partition = max(range(self._pool.num_partitions), key=self._pool.num_free)
+            partition = self._roomiest(request)
         self._waiting[partition].append(_Waiting(reserve=message, link=link, arrived_s=time.perf_counter()))
         self.admit()
 
@@ -178,6 +178,15 @@ class DecodeHandoffs:
             self._links[reserve.handoff] = waiting.link
             waiting.link.send(link_pb2.WorkerMessage(target=handoff_wire.target_message(answer)))
         return not isinstance(answer, m.Overloaded)
+
+    def _roomiest(self, request: Request) -> int:
+        """Where a request goes for which nobody named a partition: where there is room now, or the shortest line."""
+
+        def room(partition: int) -> tuple[bool, int, int]:
+            is_now = self._has_place(partition) and self._has_room(request, partition)
+            return is_now, -len(self._waiting[partition]), self._pool.num_free(partition)
+
+        return max(range(self._pool.num_partitions), key=room)
 
     def _gave_back(self) -> None:
         """Blocks or slots may have come back: for the engine's own line first, then for those who wait here."""

@@ -150,7 +150,7 @@ def test_blocks_are_bit_equal_in_the_pages_of_another_worker(dtype):
     expected = np.where(is_finite, given.view(as_bits), 0)
     np.testing.assert_array_equal(exported.view(as_bits), expected)
     np.testing.assert_array_equal(found[:3].view(as_bits), expected[[0, 1, 3]])
-    assert np.count_nonzero(np.asarray(tpages_of(here), np.float32).any(axis=(1, 2, 3))) == 3  # and nowhere else
+    assert np.count_nonzero(np.asarray(pages_of(there), np.float32).any(axis=(1, 2, 3))) == 3  # and nowhere else
 
 
 def test_exports_and_lands_leave_the_pages_at_their_address():

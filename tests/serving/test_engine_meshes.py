@@ -66,13 +66,12 @@ async def _prefilled(place: Place, partition: int) -> np.ndarray:
     """The blocks of a prompt that a partition prefilled, [blocks, layers, block_size, features]."""
     executor = programs(place=place)
     blocks, run = BlockPool(executor.shapes.num_partitions, NUM_BLOCKS, BLOCK_SIZE), Run()
-    taken = [blocks.allocate(other, 1) for other in range(blocks.num_partitions) if other != partition]
     engine = an_engine(executor, blocks, run.take)
     engine.start()
     prompt = tuple(np.random.default_rng(1).integers(0, 2000, 5 * BLOCK_SIZE).tolist())
-    engine.submit(Request(id=bytes(16), prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0.0)))
+    asked = Request(id=bytes(16), prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0.0))
+    engine.submit(asked, partition=partition)
     await until_idle(engine)
-    assert all(part is not None for part in taken)
     found = await _export(engine, partition, tuple(range(5)))
     await engine.close()
     return found

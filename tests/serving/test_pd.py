@@ -57,7 +57,8 @@ async def test_pages_are_bit_equal_after_landing_in_bfloat16():
         length = 200
         await pair.ask(run(long_text(length), 2))
         pages = [
-            np.asarray(worker._model.programs.state.pages).view(np.uint16) for worker in (pair.prefill, pair.decode)
+            np.asarray(worker._model.programs.stages[0].state.pages).view(np.uint16)
+            for worker in (pair.prefill, pair.decode)
         ]
         full, rest = divmod(length, BLOCK_SIZE)
         assert (pages[0][:full] == pages[1][:full]).all()

@@ -113,8 +113,8 @@ def test_layouts_follow_their_bucket():
     assert {field.shape[0] for field in rows.values()} == {1}
     _, views = SHAPES.layout(StepKind.PREFILL, 24).blank()
     assert views["tokens"].shape == views["positions"].shape == (1, 6, 4)
-    assert views["block_tables"].shape == (6, 5)
-    assert views["sample_from"].shape == views["temperature"].shape == (3,)
+    assert views["block_tables"].shape == (1, 6, 5)
+    assert views["sample_from"].shape == views["temperature"].shape == (1, 3)
 
 
 @pytest.mark.parametrize(("tokens", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 24), (24, 24)])
