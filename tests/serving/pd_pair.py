@@ -27,29 +27,53 @@ from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.loading import LoadedModel, load_model
 from moonshard.serving.request import Request
 from moonshard.serving.worker import Worker
+from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
+from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
 NUM_SLAB_SLOTS = 8  # fewer than a long prompt has blocks
 LEASE_S = 30.0
+ONE_DEVICE = MeshShape()
 type Dtype = Literal["float32", "bfloat16"]
 
 
-def pd_config(dtype: Dtype = "float32", **kv: object) -> Config:
+@dataclass(frozen=True, kw_only=True)
+class Meshes:
+    """Where the two workers compute, and by which rules. Each partition has as many slots as a worker of one."""
+
+    prefill: MeshShape = ONE_DEVICE
+    decode: MeshShape = ONE_DEVICE
+    prefill_rules: Rules = PREFILL
+    decode_rules: DecodeRules = DECODE
+
+
+ALONE = Meshes()
+
+
+def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, **kv: object) -> Config:
+    num_slots = 4 * meshes.prefill.num_partitions, 4 * meshes.decode.num_partitions
     return Config(
         model=ModelConfig(path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype=dtype, max_context_tokens=2000),
-        prefill=PrefillConfig(chunk_tokens=64, max_slots=4),
-        decode=DecodeConfig(max_slots=4),
+        prefill=PrefillConfig(chunk_tokens=64, max_slots=num_slots[0], mesh=meshes.prefill, rules=meshes.prefill_rules),
+        decode=DecodeConfig(max_slots=num_slots[1], mesh=meshes.decode, rules=meshes.decode_rules),
         kv=KvConfig(
             **{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "quarantine_s": 0.2, "lease_s": LEASE_S, **kv}
         ),
     )
 
 
+def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE) -> LoadedModel:
+    """Compiled once for each mesh of the role, whatever the other's is."""
+    if role == "prefill":
+        return _loaded(role, dtype, Meshes(prefill=meshes.prefill, prefill_rules=meshes.prefill_rules))
+    return _loaded(role, dtype, Meshes(decode=meshes.decode, decode_rules=meshes.decode_rules))
+
+
 @cache
-def loaded(role: WorkerRole, dtype: Dtype = "float32") -> LoadedModel:
-    return load_model(pd_config(dtype), role, lambda message: None)
+def _loaded(role: WorkerRole, dtype: Dtype, meshes: Meshes) -> LoadedModel:
+    return load_model(pd_config(dtype, meshes), role, lambda message: None)
 
 
 @dataclass
@@ -95,15 +119,18 @@ class Pair:
         self._runs: dict[bytes, link_pb2.Run] = {}
         self._num_choices: dict[bytes, int] = {}
         self._first: dict[bytes, link_pb2.FirstTokens] = {}
+        self._prefill_partitions: dict[bytes, int | None] = {}
+        self._local: set[bytes] = set()  # prefilled where they are decoded
         for worker in (prefill, decode):
             worker.open_link(self.link(worker))
 
     def link(self, worker: Worker) -> _WorkerLink:
         return self._links[id(worker)]
 
-    def begin(self, run: link_pb2.Run, deadline_s: float = LEASE_S) -> Answer:
-        answer = self.answers[run.request_id] = Answer()
-        self._runs[run.request_id] = run
+    def begin(self, run: link_pb2.Run, deadline_s: float = LEASE_S, prefill_partition: int | None = None) -> Answer:
+        """Decodes in the run's partition. Of both workers, any partition where none is named."""
+        answer = self._expect(run)
+        self._prefill_partitions[run.request_id] = prefill_partition
         reserve = m.Reserve(
             handoff=run.request_id,
             request=Request(id=run.request_id, prompt=tuple(run.prompt_tokens), max_tokens=run.max_tokens),
@@ -114,8 +141,21 @@ class Pair:
         self._act(self.side.begin(reserve, handoff_wire.epoch_from(self.decode.epoch), time.perf_counter()))
         return answer
 
-    async def ask(self, run: link_pb2.Run) -> Answer:
-        answer = self.begin(run)
+    def _expect(self, run: link_pb2.Run) -> Answer:
+        answer = self.answers[run.request_id] = Answer()
+        self._runs[run.request_id] = run
+        return answer
+
+    async def ask(self, run: link_pb2.Run, prefill_partition: int | None = None) -> Answer:
+        answer = self.begin(run, prefill_partition=prefill_partition)
+        await answer.is_over.wait()
+        return answer
+
+    async def ask_decode_alone(self, run: link_pb2.Run) -> Answer:
+        """Prefilled there too: no KV moves."""
+        answer = self._expect(run)
+        self._local.add(run.request_id)
+        self.to_decode(link_pb2.GatewayMessage(run=run), self.link(self.decode))
         await answer.is_over.wait()
         return answer
 
@@ -144,7 +184,8 @@ class Pair:
             case m.Run():
                 endpoint = self.decode.welcome().endpoint
                 run = self._runs[message.request.id]
-                return wrap(run=handoff_wire.run_message(run, message.target, endpoint))
+                partition = self._prefill_partitions[run.request_id]
+                return wrap(run=handoff_wire.run_message(run, message.target, endpoint, partition))
             case m.Manifest():
                 return wrap(landed=handoff_wire.manifest_message(message))
             case m.Start():
@@ -183,7 +224,11 @@ class Pair:
     def _take(self, output: link_pb2.SequenceOutput) -> None:
         answer = self.answers[output.request_id]
         answer.take(output)
-        if len(answer.finish) == max(1, self._runs[output.request_id].n):
+        if len(answer.finish) < max(1, self._runs[output.request_id].n):
+            return
+        if output.request_id in self._local:
+            answer.is_over.set()
+        else:
             epoch = handoff_wire.epoch_from(self.decode.epoch)
             self._act(self.side.finished(m.Finished(handoff=output.request_id, epoch=epoch)))
 
@@ -208,15 +253,16 @@ async def running(
     dtype: Dtype = "float32",
     num_slab_slots: int = NUM_SLAB_SLOTS,
     transports: Callable[[], tuple[Transport, Transport]] | None = None,
+    meshes: Meshes = ALONE,
     **kv: object,
 ) -> AsyncIterator[Pair]:
     """A pair that serves; afterwards every pool and slab must be as it began."""
     network = InprocNetwork()
     make = transports or (lambda: (InprocTransport(network), InprocTransport(network)))
     prefill_end, decode_end = make()
-    config = pd_config(dtype, **kv)
-    prefill = _worker(config, "prefill", prefill_end, num_slab_slots, dtype)
-    decode = _worker(config, "decode", decode_end, num_slab_slots, dtype)
+    config = pd_config(dtype, meshes, **kv)
+    prefill = _worker(config, "prefill", prefill_end, num_slab_slots, loaded("prefill", dtype, meshes))
+    decode = _worker(config, "decode", decode_end, num_slab_slots, loaded("decode", dtype, meshes))
     for worker in (prefill, decode):
         worker.start()
     pair = Pair(prefill, decode)
@@ -231,15 +277,15 @@ async def running(
             worker.engine.failed.cancel()
 
 
-def _worker(config: Config, role: WorkerRole, transport: Transport, num_slab_slots: int, dtype: Dtype) -> Worker:
-    model = loaded(role, dtype)
+def _worker(config: Config, role: WorkerRole, transport: Transport, num_slab_slots: int, model: LoadedModel) -> Worker:
+    """`num_slab_slots` are each partition's."""
     plane = KvPlane(
         transport,
-        Slab(num_slab_slots, model.block_bytes),
+        Slab(num_slab_slots * model.pool.num_partitions, model.block_bytes),
         name="inproc",
         layout=model.layout,
         fingerprint=model.fingerprint,
-        num_partitions=1,
+        num_partitions=model.pool.num_partitions,
     )
     return Worker(config, role, model, CompilationCounter(), plane)
 
@@ -254,9 +300,12 @@ async def until_as_it_began(worker: Worker) -> None:
 
 def is_as_it_began(worker: Worker) -> bool:
     inspection = worker.inspect()
-    state, kv = inspection.partitions[0], inspection.load.kv_transfer
-    blocks = state.free_blocks == state.total_blocks and state.free_slots == state.total_slots
-    return blocks and kv.free_slab_slots == kv.total_slab_slots and kv.num_handoffs == 0
+    kv = inspection.load.kv_transfer
+    is_free = all(
+        state.free_blocks == state.total_blocks and state.free_slots == state.total_slots
+        for state in inspection.partitions
+    )
+    return is_free and kv.free_slab_slots == kv.total_slab_slots and kv.num_handoffs == 0
 
 
 _numbers = count(1)
