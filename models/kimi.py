@@ -25,9 +25,11 @@ from moonshard.kv.pages import Pages, TokenCut, write_tokens
 from moonshard.models import moe
 from moonshard.models.attention import latent_attention, merge_over, partial_attention
 from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.expert_copies import to_copies
 from moonshard.models.moe_exchange import exchanged
 from moonshard.models.spec import KvGroup, ModelError, Param
 from moonshard.sharding.arrays import Array, Bool, Float, Int
+from moonshard.sharding.experts import ExpertPlacement
 from moonshard.sharding.place import ALONE, Place
 
 # --- configuration ----------------------------------------------------------------------------------------------------
@@ -86,6 +88,11 @@ class KimiConfig:
     @property
     def num_moe_layers(self) -> int:
         return self.num_hidden_layers - self.num_dense_layers
+
+    def moe_layers(self, layers: range) -> slice:
+        """Which of the MoE layers are among these."""
+        first = self.num_dense_layers
+        return slice(max(layers.start - first, 0), max(layers.stop - first, 0))
 
     @property
     def qk_head_dim(self) -> int:
@@ -313,8 +320,13 @@ class Weights[Leaf]:
     head: Leaf | None  # [v d], of the last stage; None there too: tied to `embed`
 
 
-def declare(config: KimiConfig, layers: range | None = None) -> Weights[Param]:
-    """Every parameter of these layers, once; of all layers by default."""
+def declare(
+    config: KimiConfig, layers: range | None = None, placement: ExpertPlacement | None = None
+) -> Weights[Param]:
+    """Every parameter of these layers, once; of all layers by default.
+
+    `placement`, of the MoE layers among them, says which expert lies where, and how often; else each once, in order.
+    """
     layers = range(config.num_hidden_layers) if layers is None else layers
     is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
     dense = range(layers.start, min(layers.stop, config.num_dense_layers))
@@ -324,7 +336,7 @@ def declare(config: KimiConfig, layers: range | None = None) -> Weights[Param]:
         embed=_table(config, EMBEDDINGS) if is_first else None,
         dense=_declare_stack(config, dense, config.intermediate_size) if dense else None,
         sparse=_declare_stack(config, sparse, None) if sparse else None,
-        experts=_declare_experts(config, sparse) if sparse else None,
+        experts=_declare_experts(config, sparse, placement) if sparse else None,
         norm=norm if is_last else None,
         head=_declare_head(config, is_first=is_first) if is_last else None,
     )
@@ -418,14 +430,19 @@ def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
     )
 
 
-def _declare_experts(config: KimiConfig, layers: range) -> moe.Experts[Param]:
-    e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+def _declare_experts(config: KimiConfig, layers: range, placement: ExpertPlacement | None) -> moe.Experts[Param]:
+    d, f = config.hidden_size, config.moe_intermediate_size
+    e = config.n_routed_experts if placement is None else placement.num_places
 
-    def gate_up(layer: int, expert: int, which: int) -> str:
+    def expert_at(layer: int, place: int) -> int:
+        return place if placement is None else int(placement.expert_of[layer, place])
+
+    def gate_up(layer: int, place: int, which: int) -> str:
+        expert = expert_at(layer, place)
         return f"model.layers.{layers[layer]}.mlp.experts.{expert}.{('gate', 'up')[which]}_proj.weight"
 
-    def down(layer: int, expert: int) -> str:
-        return f"model.layers.{layers[layer]}.mlp.experts.{expert}.down_proj.weight"
+    def down(layer: int, place: int) -> str:
+        return f"model.layers.{layers[layer]}.mlp.experts.{expert_at(layer, place)}.down_proj.weight"
 
     return moe.Experts(
         gate_up=Param(
@@ -660,6 +677,7 @@ def forward(
     backend: moe.Backend = moe.blocks,
     attend: Attend | None = None,
     place: Place = ALONE,
+    placement: ExpertPlacement | None = None,
     observe: bool = False,
     unrolled: bool = False,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
@@ -667,6 +685,7 @@ def forward(
 
     Args:
         hidden: the residual stream from the stage before; None on the first stage, which embeds the tokens.
+        placement: the one that these weights were declared with.
         unrolled: layers one after the other instead of in a loop. A gradient then copies nothing into stacks and out
             of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.
 
@@ -676,6 +695,8 @@ def forward(
     valid = batch.positions >= 0
     attend = attend or functools.partial(attend_paged, place=place)
     backend = exchanged(backend, place)
+    if placement is not None:
+        backend = to_copies(backend, placement, place)
     frequencies, factor = rotary_frequencies(config)
     angles = batch.positions.astype(jnp.float32)[:, :, None] * frequencies
     rotary = (jnp.cos(angles) * factor, jnp.sin(angles) * factor)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moonshard.kv.pages import allocate_pages
+from moonshard.kv.pages import Pages, allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.spec import ModelError, matmul_precision
@@ -43,36 +43,54 @@ def score(folder: Path, tokens: Sequence[int], dtype: str = "float32") -> np.nda
 
 def observe(folder: Path, tokens: Sequence[int], dtype: str = "float32", backend: moe.Backend = moe.blocks) -> Scored:
     """As `score`, with the residual stream after every layer and the chosen experts."""
-    checkpoint = Checkpoint.open(folder)
-    config = kimi.KimiConfig.of(checkpoint)
-    _check_tokens(tokens, config.vocab_size)
-    mesh = build_mesh(MeshShape())
-    loaded = weights.load(kimi.declare(config), checkpoint, dtype, mesh)
-    batch = _rows(tokens)
-    pages = allocate_pages(
-        batch.block_tables.shape[1],
-        config.num_hidden_layers,
-        BLOCK_SIZE,
-        config.latent_size,
-        dtype=dtype,
-        sharding=replicated(mesh),
-    )
+    return Scorer(folder, dtype, backend).observe(tokens)
 
-    @jax.jit
-    def run(loaded, pages, batch):
-        with jax.default_matmul_precision(matmul_precision(dtype)):
-            hidden, _, seen = kimi.forward(config, loaded, pages, batch, backend=backend, observe=True)
-            return kimi.unembed(loaded, hidden.reshape(-1, config.hidden_size)), seen
 
-    logits, seen = run(loaded, pages, batch)
-    count = len(tokens)
-    layers = seen.hidden.shape[0]
-    return Scored(
-        logits=np.asarray(logits)[:count],
-        hidden=np.asarray(seen.hidden, np.float32).reshape(layers, -1, config.hidden_size)[:, :count],
-        experts=None if seen.experts is None else np.asarray(seen.experts)[:, :count],
-        router_margin=None if seen.router_margin is None else np.asarray(seen.router_margin)[:, :count],
-    )
+class Scorer:
+    """A checkpoint's weights on one device, for any number of prompts. CheckpointError or ModelError for a bad folder.
+
+    Compiles for each number of rows that a prompt takes.
+    """
+
+    def __init__(self, folder: Path, dtype: str = "float32", backend: moe.Backend = moe.blocks):
+        checkpoint = Checkpoint.open(folder)
+        self.config = kimi.KimiConfig.of(checkpoint)
+        self.fingerprint = checkpoint.fingerprint
+        self._dtype = dtype
+        self._mesh = build_mesh(MeshShape())
+        self._weights = weights.load(kimi.declare(self.config), checkpoint, dtype, self._mesh)
+        config, precision = self.config, matmul_precision(dtype)
+
+        @jax.jit
+        def run(loaded, pages, batch):
+            with jax.default_matmul_precision(precision):
+                hidden, _, seen = kimi.forward(config, loaded, pages, batch, backend=backend, observe=True)
+                return kimi.unembed(loaded, hidden.reshape(-1, config.hidden_size)), seen
+
+        self._run = run
+
+    def observe(self, tokens: Sequence[int]) -> Scored:
+        """ModelError for a token outside the vocabulary, or an empty prompt."""
+        _check_tokens(tokens, self.config.vocab_size)
+        batch, count = _rows(tokens), len(tokens)
+        logits, seen = self._run(self._weights, self._pages(batch), batch)
+        layers = seen.hidden.shape[0]
+        return Scored(
+            logits=np.asarray(logits)[:count],
+            hidden=np.asarray(seen.hidden, np.float32).reshape(layers, -1, self.config.hidden_size)[:, :count],
+            experts=None if seen.experts is None else np.asarray(seen.experts)[:, :count],
+            router_margin=None if seen.router_margin is None else np.asarray(seen.router_margin)[:, :count],
+        )
+
+    def _pages(self, batch: kimi.Batch) -> Pages:
+        return allocate_pages(
+            batch.block_tables.shape[1],
+            self.config.num_hidden_layers,
+            BLOCK_SIZE,
+            self.config.latent_size,
+            dtype=self._dtype,
+            sharding=replicated(self._mesh),
+        )
 
 
 def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:

@@ -85,6 +85,8 @@ class PrefillConfig:
     port: Port = 50071
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: Rules = field(default_factory=Rules)  # over which axes of the mesh each axis of the weights is cut
+    expert_loads: Path | None = None  # as `moonshard experts` wrote them: experts are placed by how much they are used
+    spare_experts: Annotated[int, Meta(ge=0)] = 0  # of each MoE layer, over all devices: places for second copies
     chunk_tokens: Positive = 512  # the most prompt tokens of one step
     max_slots: Positive = 16  # rows whose first token one step can draw, over all partitions
 
@@ -97,6 +99,8 @@ class DecodeConfig:
     port: Port = 50072  # unused in aggregated mode, which has `worker.port`
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: DecodeRules = field(default_factory=DecodeRules)
+    expert_loads: Path | None = None
+    spare_experts: Annotated[int, Meta(ge=0)] = 0
     max_slots: Positive = 16  # sequences decoded at once by one worker, over all its partitions
 
 
@@ -160,6 +164,12 @@ def mesh_of(config: Config, role: WorkerRole) -> MeshShape:
 
 def rules_of(config: Config, role: WorkerRole) -> Rules:
     return config.prefill.rules if role == "prefill" else config.decode.rules
+
+
+def experts_of(config: Config, role: WorkerRole) -> tuple[Path | None, int]:
+    """The file of measured loads, and the number of spare places."""
+    own = config.prefill if role == "prefill" else config.decode
+    return own.expert_loads, own.spare_experts
 
 
 def port_of(config: Config, role: WorkerRole) -> int:

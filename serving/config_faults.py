@@ -60,6 +60,11 @@ def _size_faults(config: Config) -> list[str]:
         for name, role in roles.items()
         if role.max_slots % role.mesh.num_partitions
     ]
+    faults += [
+        f"{name}.spare_experts: {role.spare_experts} places for copies, but {name}.expert_loads does not say of whom"
+        for name, role in roles.items()
+        if role.spare_experts and role.expert_loads is None
+    ]
     return faults
 
 

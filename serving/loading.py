@@ -15,15 +15,17 @@ import jax
 from moonshard.kv.blocks import BlockPool
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.expert_loads import read_loads
 from moonshard.models.footprint import pieces
 from moonshard.models.spec import ModelError
-from moonshard.serving.config import Config, ConfigError, WorkerRole, mesh_of, rules_of
+from moonshard.serving.config import Config, ConfigError, WorkerRole, experts_of, mesh_of, rules_of
 from moonshard.serving.kv_endpoint import slab_layout
 from moonshard.serving.programs import Programs
 from moonshard.serving.scheduler import SchedulerConfig
 from moonshard.serving.stage import Stage, StageModel
 from moonshard.serving.steps import StepShapes
 from moonshard.sharding.budget import stage_layers
+from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.layout import Layout
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import Place
@@ -118,7 +120,8 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
     checkpoint, model = open_model(config.model.path)
     progress("loading weights")
     weights.check_shapes(kimi.declare(model), checkpoint)
-    parts = _load_stages(checkpoint, model, place, dtype, backend_for(platform), progress)
+    placement = place_experts_of(config, role, checkpoint, model, place)
+    parts = _load_stages(checkpoint, model, place, placement, dtype, backend_for(platform), progress)
     load_s = time.perf_counter() - started
     shapes, pool = choose_sizes(config, model, dtype, role)
     sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
@@ -139,23 +142,48 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
     )
 
 
+def place_experts_of(
+    config: Config, role: WorkerRole, checkpoint: Checkpoint, model: kimi.KimiConfig, place: Place
+) -> ExpertPlacement | None:
+    """Where the experts of all MoE layers lie; None: each once, in order. ModelError or MeshError where they cannot."""
+    path, num_spare = experts_of(config, role)
+    if path is None:
+        return None
+    loads = read_loads(path, checkpoint.fingerprint, (model.num_moe_layers, model.n_routed_experts))
+    try:
+        return place_experts(loads, model.n_routed_experts + num_spare, place.num_parts("experts"))
+    except ValueError as error:
+        raise MeshError(f"spare_experts = {num_spare}: {error}") from error
+
+
 def _load_stages(
-    checkpoint: Checkpoint, model: kimi.KimiConfig, place: Place, dtype: str, backend: moe.Backend, progress: Progress
+    checkpoint: Checkpoint,
+    model: kimi.KimiConfig,
+    place: Place,
+    placement: ExpertPlacement | None,
+    dtype: str,
+    backend: moe.Backend,
+    progress: Progress,
 ) -> list[StageModel]:
     """Waits for the weights."""
     stages, found = split_stages(model, place), []
     for index, layers in enumerate(stages):
         which = f" of stage {index + 1} of {len(stages)}" if len(stages) > 1 else ""
         mesh = build_mesh(place.mesh, index)
+        own = None if placement is None else placement.of_layers(model.moe_layers(layers))
         loaded = weights.load(
-            kimi.declare(model, layers),
+            kimi.declare(model, layers, own),
             checkpoint,
             dtype,
             mesh,
             place.rules,
             progress=lambda done, total, which=which: progress(f"loading weights{which} {done}/{total}"),
         )
-        found.append(StageModel(config=model, layers=layers, weights=loaded, mesh=mesh, place=place, backend=backend))
+        found.append(
+            StageModel(
+                config=model, layers=layers, weights=loaded, mesh=mesh, place=place, backend=backend, placement=own
+            )
+        )
     jax.block_until_ready([part.weights for part in found])
     return found
 

@@ -25,6 +25,7 @@ from moonshard.models.spec import matmul_precision
 from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
 from moonshard.serving.steps import StepKind, StepLayout, StepShapes
 from moonshard.sharding.arrays import Array, Int
+from moonshard.sharding.experts import ExpertPlacement
 from moonshard.sharding.mesh import BY_PARTITION
 from moonshard.sharding.place import Place
 
@@ -49,6 +50,7 @@ class StageModel:
     mesh: Mesh
     place: Place
     backend: moe.Backend
+    placement: ExpertPlacement | None = None  # that the weights were declared with
 
     @property
     def is_first(self) -> bool:
@@ -210,7 +212,14 @@ def _forward(
     model: StageModel, weights: Any, state: DeviceState, batch: kimi.Batch, hidden: jax.Array | None
 ) -> tuple[jax.Array, Pages]:
     hidden, pages, _ = kimi.forward(
-        model.config, weights, state.pages, batch, hidden=hidden, backend=model.backend, place=model.place
+        model.config,
+        weights,
+        state.pages,
+        batch,
+        hidden=hidden,
+        backend=model.backend,
+        place=model.place,
+        placement=model.placement,
     )
     return hidden, pages
 

@@ -17,6 +17,16 @@ class ExpertPlacement:
     places_of: np.ndarray  # [layers, experts, most copies] int32: where its copies are, the first ones over again
     num_copies: np.ndarray  # [layers, experts] int32
 
+    @property
+    def num_places(self) -> int:
+        return self.expert_of.shape[1]
+
+    def of_layers(self, layers: slice) -> "ExpertPlacement":
+        """Of some of them, as a stage has."""
+        return ExpertPlacement(
+            expert_of=self.expert_of[layers], places_of=self.places_of[layers], num_copies=self.num_copies[layers]
+        )
+
 
 def place_experts(loads: np.ndarray, num_places: int, num_devices: int) -> ExpertPlacement:
     """Spare places go to the experts with most load per copy; copies then to the devices with least load.

@@ -36,6 +36,11 @@ class Place:
         axes = self.axes(logical)
         return jax.lax.axis_index(axes) if axes else jnp.int32(0)
 
+    def partition(self) -> Int[Array, ""]:
+        """Which KV partition this device belongs to."""
+        axes = tuple(axis for axis in ("data", "expert") if getattr(self.mesh, axis) > 1)
+        return jax.lax.axis_index(axes) if axes else jnp.int32(0)
+
     def sum(self, x: Array, axes: tuple[MeshAxis, ...]) -> Array:
         """Partial sums of the devices along these axes, added up."""
         return jax.lax.psum(x, axes) if axes else x

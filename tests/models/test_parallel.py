@@ -13,6 +13,7 @@ from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
+from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.mesh import BY_PARTITION, build_mesh, partition_spec
 from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
@@ -21,7 +22,6 @@ from tests.agreement import FIXTURES, LOGIT_TOLERANCE
 
 pytestmark = pytest.mark.xdist_group("jax")
 CONFIG = kimi.KimiConfig.of(Checkpoint.open(FIXTURES / "kimi_k2"))
-PARAMS = kimi.declare(CONFIG)
 ROWS, TOKENS, BLOCK = 8, 16, 16
 CONTEXT_PARALLEL = Rules(kv_tokens=("tensor",))
 FORMS = [
@@ -55,12 +55,15 @@ def a_batch(seed: int = 0) -> kimi.Batch:
     )
 
 
-def run(mesh_shape: MeshShape, rules: Rules, batch: kimi.Batch) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    mesh_shape: MeshShape, rules: Rules, batch: kimi.Batch, placement: ExpertPlacement | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Logits [rows, t, v] and pages [rows, layers, block, features], one block to a row."""
     mesh, place = build_mesh(mesh_shape), Place(mesh=mesh_shape, rules=rules)
-    loaded = weights.load(PARAMS, Checkpoint.open(FIXTURES / "kimi_k2"), "float32", mesh, rules)
+    params = kimi.declare(CONFIG, placement=placement)
+    loaded = weights.load(params, Checkpoint.open(FIXTURES / "kimi_k2"), "float32", mesh, rules)
     specs = jax.tree.map(
-        lambda param: partition_spec(mesh, param.axes, param.shape, rules), PARAMS, is_leaf=weights.is_param
+        lambda param: partition_spec(mesh, param.axes, param.shape, rules), params, is_leaf=weights.is_param
     )
     shards = BlockShards(mesh, place, num_layers=CONFIG.num_hidden_layers, block_size=BLOCK)
     per_partition = ROWS // mesh_shape.num_partitions
@@ -76,7 +79,9 @@ def run(mesh_shape: MeshShape, rules: Rules, batch: kimi.Batch) -> tuple[np.ndar
 
     def on_each_device(loaded: Any, pages: Any, batch: kimi.Batch) -> tuple[Any, Any]:
         with jax.default_matmul_precision("highest"):
-            hidden, pages, _ = kimi.forward(CONFIG, loaded, pages, batch, backend=moe.blocks, place=place)
+            hidden, pages, _ = kimi.forward(
+                CONFIG, loaded, pages, batch, backend=moe.blocks, place=place, placement=placement
+            )
             logits = kimi.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), place)
             return logits.reshape(*batch.tokens.shape, -1), pages
 
@@ -103,5 +108,26 @@ def test_a_parallel_form_gives_the_logits_and_pages_of_one_device(mesh: MeshShap
     batch = a_batch()
     is_real = np.asarray(batch.positions) >= 0
     logits, pages = run(mesh, rules, batch)
+    assert np.abs(logits - alone()[0])[is_real].max() < LOGIT_TOLERANCE
+    assert np.abs(pages - alone()[1]).max() < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules"),
+    [
+        (MeshShape(), PREFILL),
+        (MeshShape(expert=4), PREFILL),
+        (MeshShape(expert=2, tensor=2), DECODE),
+        (MeshShape(data=2, tensor=2), DECODE),
+    ],
+    ids=lambda each: str(each).split("(")[0],
+)
+def test_copies_of_hot_experts_placed_by_load_change_no_logit(mesh: MeshShape, rules: Rules):
+    loads = np.random.default_rng(2).pareto(1.0, (CONFIG.num_moe_layers, CONFIG.n_routed_experts))
+    placement = place_experts(loads, CONFIG.n_routed_experts + 8, Place(mesh=mesh, rules=rules).num_parts("experts"))
+    assert placement.num_copies.max() > 2
+    batch = a_batch()
+    logits, pages = run(mesh, rules, batch, placement)
+    is_real = np.asarray(batch.positions) >= 0
     assert np.abs(logits - alone()[0])[is_real].max() < LOGIT_TOLERANCE
     assert np.abs(pages - alone()[1]).max() < LOGIT_TOLERANCE

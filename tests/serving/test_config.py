@@ -105,6 +105,10 @@ def test_all_faults_are_reported_together(tmp_path: Path):
             "prefill.rules.expert_ffw: tensor is in rules.experts too, and cuts the same arrays",
         ),
         (
+            "decode.spare_experts=4",
+            "decode.spare_experts: 4 places for copies, but decode.expert_loads does not say of whom",
+        ),
+        (
             "decode={mesh={tensor=3}, rules={kv_tokens=['tensor']}}",
             "decode.rules.kv_tokens: mesh.tensor = 3 does not divide kv.block_size (64)",
         ),

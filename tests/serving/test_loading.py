@@ -5,16 +5,19 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.models.checkpoint import CheckpointError
+from moonshard.models.expert_loads import read_loads, write_loads
 from moonshard.models.score import score
 from moonshard.models.spec import ModelError
 from moonshard.serving import loading
 from moonshard.serving.config import Config, ConfigError, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
 from moonshard.serving.loading import DEFAULT_MAX_CONTEXT_TOKENS, Q_TILE, buckets, load_model, open_model, resolve_dtype
+from moonshard.sharding.experts import place_experts
 from moonshard.sharding.rules import MeshError
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
@@ -122,6 +125,26 @@ def test_a_start_that_cannot_succeed_fails_with_one_message():
     missing = replace(config(), model=ModelConfig(path=FOLDER / "nowhere", name="tiny"))
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):
         load_model(missing, "both", print)
+
+
+def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path):
+    checkpoint, model = open_model(FOLDER)
+    random = np.random.default_rng(0).pareto(1.0, (model.num_moe_layers, model.n_routed_experts))
+    write_loads(tmp_path / "loads.json", random, checkpoint.fingerprint)
+    loads = read_loads(tmp_path / "loads.json", checkpoint.fingerprint, random.shape)
+    mesh = MeshShape(expert=2, pipe=2)
+    asked = config(decode=DecodeConfig(max_slots=2, mesh=mesh, expert_loads=tmp_path / "loads.json", spare_experts=4))
+    expected = place_experts(loads, model.n_routed_experts + 4, 2).expert_of
+    stages = [stage.model for stage in load_model(asked, "both", lambda text: None).programs.stages]
+    assert len(stages) == 2
+    placed = np.concatenate([np.asarray(stage.weights.experts.down) for stage in stages])
+    for layer, experts in enumerate(expected):
+        for place, expert in enumerate(experts):
+            name = f"model.layers.{layer + model.num_dense_layers}.mlp.experts.{expert}.down_proj.weight"
+            assert (placed[layer, place] == checkpoint.tensor(name)).all()
+    refused = replace(asked, decode=replace(asked.decode, spare_experts=3))
+    with pytest.raises(MeshError, match=r"^decode\.spare_experts = 3: 19 places on 2 devices for 16 experts"):
+        load_model(refused, "both", lambda text: None)
 
 
 def test_a_faulty_configuration_is_named_by_the_path_of_its_file(tmp_path):
