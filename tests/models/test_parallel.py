@@ -13,6 +13,7 @@ from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
+from moonshard.serving.loading import split_stages
 from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.mesh import BY_PARTITION, build_mesh, partition_spec
 from moonshard.sharding.place import Place
@@ -37,6 +38,10 @@ FORMS = [
     (MeshShape(expert=2, tensor=2), PREFILL),
     (MeshShape(expert=2, tensor=2), DECODE),
     (MeshShape(data=2, expert=2, tensor=2), DECODE),
+    (MeshShape(pipe=2), PREFILL),
+    (MeshShape(pipe=4), PREFILL),
+    (MeshShape(data=2, tensor=2, pipe=2), PREFILL),
+    (MeshShape(expert=4, pipe=2), DECODE),
     (MeshShape(tensor=4), CONTEXT_PARALLEL),
     (MeshShape(data=2, tensor=2), CONTEXT_PARALLEL),
     (MeshShape(expert=2, tensor=2), Rules(heads=(), kv_tokens=("tensor",))),
@@ -56,46 +61,55 @@ def a_batch(seed: int = 0) -> kimi.Batch:
 
 
 def run(
-    mesh_shape: MeshShape, rules: Rules, batch: kimi.Batch, placement: ExpertPlacement | None = None
+    mesh: MeshShape, rules: Rules, batch: kimi.Batch, placement: ExpertPlacement | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits [rows, t, v] and pages [rows, layers, block, features], one block to a row."""
-    mesh, place = build_mesh(mesh_shape), Place(mesh=mesh_shape, rules=rules)
-    params = kimi.declare(CONFIG, placement=placement)
-    loaded = weights.load(params, Checkpoint.open(FIXTURES / "kimi_k2"), "float32", mesh, rules)
+    per_partition = ROWS // mesh.num_partitions
+    tables = np.tile(np.arange(per_partition, dtype=np.int32), mesh.num_partitions)[:, None]
+    batch = replace(batch, block_tables=jnp.asarray(tables))
+    place, found, pages = Place(mesh=mesh, rules=rules), None, []
+    for index, layers in enumerate(split_stages(CONFIG, place)):
+        found, own_pages = run_stage(place, index, layers, batch, found, placement)
+        pages.append(np.asarray(own_pages))
+    return np.asarray(found), np.concatenate(pages, axis=1)
+
+
+def run_stage(
+    place: Place,
+    index: int,
+    layers: range,
+    batch: kimi.Batch,
+    hidden: jax.Array | None,
+    placement: ExpertPlacement | None,
+) -> tuple[jax.Array, jax.Array]:
+    """What the next stage takes, or the logits; and the stage's pages."""
+    mesh, is_last = build_mesh(place.mesh, index), layers.stop == CONFIG.num_hidden_layers
+    own = None if placement is None else placement.of_layers(CONFIG.moe_layers(layers))
+    params = kimi.declare(CONFIG, layers, own)
+    loaded = weights.load(params, Checkpoint.open(FIXTURES / "kimi_k2"), "float32", mesh, place.rules)
     specs = jax.tree.map(
-        lambda param: partition_spec(mesh, param.axes, param.shape, rules), params, is_leaf=weights.is_param
+        lambda param: partition_spec(mesh, param.axes, param.shape, place.rules), params, is_leaf=weights.is_param
     )
-    shards = BlockShards(mesh, place, num_layers=CONFIG.num_hidden_layers, block_size=BLOCK)
-    per_partition = ROWS // mesh_shape.num_partitions
-    tables = np.tile(np.arange(per_partition, dtype=np.int32), mesh_shape.num_partitions)[:, None]
-    pages = allocate_pages(
-        ROWS,
-        CONFIG.num_hidden_layers,
-        BLOCK,
-        CONFIG.latent_size,
-        dtype="float32",
-        sharding=jax.sharding.NamedSharding(mesh, shards.pages),
-    )
+    shards = BlockShards(mesh, place, num_layers=len(layers), block_size=BLOCK)
+    sharding = jax.sharding.NamedSharding(mesh, shards.pages)
+    pages = allocate_pages(ROWS, len(layers), BLOCK, CONFIG.latent_size, dtype="float32", sharding=sharding)
 
-    def on_each_device(loaded: Any, pages: Any, batch: kimi.Batch) -> tuple[Any, Any]:
+    def on_each_device(loaded: Any, pages: Any, batch: kimi.Batch, *hidden: Any) -> tuple[Any, Any]:
         with jax.default_matmul_precision("highest"):
-            hidden, pages, _ = kimi.forward(
-                CONFIG, loaded, pages, batch, backend=moe.blocks, place=place, placement=placement
+            given = hidden[0] if hidden else None
+            out, pages, _ = kimi.forward(
+                CONFIG, loaded, pages, batch, hidden=given, backend=moe.blocks, place=place, placement=own
             )
-            logits = kimi.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), place)
-            return logits.reshape(*batch.tokens.shape, -1), pages
+            if is_last:
+                logits = kimi.unembed(loaded, out.reshape(-1, out.shape[-1]), place)
+                out = logits.reshape(*batch.tokens.shape, -1)
+            return out, pages
 
-    program = jax.jit(
-        jax.shard_map(
-            on_each_device,
-            mesh=mesh,
-            in_specs=(specs, shards.pages, BY_PARTITION),
-            out_specs=(BY_PARTITION, shards.pages),
-            check_vma=False,
-        )
-    )
-    logits, pages = program(loaded, pages, replace(batch, block_tables=jnp.asarray(tables)))
-    return np.asarray(logits), np.asarray(pages)
+    given = () if hidden is None else (jax.device_put(hidden, jax.sharding.NamedSharding(mesh, BY_PARTITION)),)
+    in_specs = (specs, shards.pages, BY_PARTITION, *(BY_PARTITION for _ in given))
+    out_specs = (BY_PARTITION, shards.pages)
+    program = jax.shard_map(on_each_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(program)(loaded, pages, batch, *given)
 
 
 @functools.cache
@@ -119,6 +133,7 @@ def test_a_parallel_form_gives_the_logits_and_pages_of_one_device(mesh: MeshShap
         (MeshShape(expert=4), PREFILL),
         (MeshShape(expert=2, tensor=2), DECODE),
         (MeshShape(data=2, tensor=2), DECODE),
+        (MeshShape(expert=2, pipe=2), DECODE),
     ],
     ids=lambda each: str(each).split("(")[0],
 )
