@@ -3,8 +3,8 @@
 A worker without a pipeline is one stage, the first and the last at once. The first turns tokens into activations; the
 last draws the next tokens and has the slots' state. A program is written for one device and runs on all of the stage's
 under `shard_map`: state and packed array are cut by partition, so that every device sees its own partition's alone;
-along `tensor` devices repeat it, and draw the same tokens. Left out: what goes from one stage to the next, which is
-`serving.programs`'.
+along `tensor` devices repeat it, and draw the same tokens. All of that is settled before there is an array, so that a
+step can be lowered from shapes alone. Left out: what goes from one stage to the next, which is `serving.programs`'.
 """
 
 import functools
@@ -61,25 +61,119 @@ class StageModel:
         return self.layers.stop == self.config.num_hidden_layers
 
 
+class Blueprint:
+    """A stage before anything is allocated: its programs, and the state that they take. Weights may be abstract."""
+
+    def __init__(
+        self, model: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str
+    ):
+        self.model = model
+        self.shapes = shapes
+        self.shards = BlockShards(model.mesh, model.place, num_layers=len(model.layers), block_size=block_size)
+        self.by_partition = NamedSharding(model.mesh, BY_PARTITION)
+        self._num_blocks = shapes.num_partitions * blocks_per_partition
+        self._block_size = block_size
+        self._dtype = dtype
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether it is told what the last stage drew, being another."""
+        return self.model.is_first and not self.model.is_last
+
+    def empty_state(self) -> DeviceState:
+        model, num_slots = self.model, self.shapes.num_partitions * self.shapes.slots_per_partition
+        (group,) = model.config.kv_groups(self._dtype)
+        pages = allocate_pages(
+            self._num_blocks,
+            len(model.layers),
+            self._block_size,
+            group.num_features,
+            dtype=self._dtype,
+            sharding=NamedSharding(model.mesh, self.shards.pages),
+        )
+        slots = sampling.empty_slots(num_slots, model.config.vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS)
+        last_token = jax.device_put(jnp.zeros(num_slots, jnp.int32), self.by_partition) if self.has_inputs else None
+        return DeviceState(
+            pages=pages,
+            last_token=last_token,
+            slots=jax.device_put(slots, self.by_partition) if model.is_last else None,
+        )
+
+    def lower(self, kind: StepKind, bucket: int, hidden: jax.ShapeDtypeStruct | None) -> jax.stages.Lowered:
+        """A prefill or a decode as `Stage.run` would launch it. `hidden` are the activations of the stage before."""
+        row = self.shapes.layout(kind, bucket).size
+        packed = jax.ShapeDtypeStruct((self.shapes.num_partitions, row), jnp.int32)
+        given = () if hidden is None else (_placed(hidden, self.by_partition),)
+        return self.program(kind, bucket).lower(self.model.weights, self._abstract_state(), packed, *given)
+
+    def _abstract_state(self) -> Any:
+        def place(spec: PartitionSpec, part: Any) -> Any:
+            return jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(self.model.mesh, spec)), part)
+
+        return jax.tree.map(place, self._specs(), jax.eval_shape(self.empty_state))
+
+    def _specs(self) -> Any:
+        """Of the state."""
+        specs: Any = (
+            self.shards.pages,
+            BY_PARTITION if self.has_inputs else None,
+            BY_PARTITION if self.model.is_last else None,
+        )
+        return DeviceState(*specs)
+
+    # ---- programs
+
+    def program(self, kind: StepKind, bucket: int) -> Any:
+        """Jitted; donates the state."""
+        layout, shards, state = self.shapes.layout(kind, bucket), self.shards, self._specs()
+        match kind:
+            case StepKind.EXPORT:
+                body = functools.partial(_export, shards, layout)
+                return jax.jit(self._over_mesh(body, (shards.pages, BY_PARTITION), shards.payload))
+            case StepKind.LAND:
+                body = functools.partial(_land, shards, layout)
+                over = self._over_mesh(body, (state, BY_PARTITION, shards.payload), (state, PartitionSpec()))
+                return jax.jit(over, donate_argnums=0)
+            case _:
+                step = functools.partial(_BODIES[kind], self.model)
+                body = functools.partial(_run, step, layout, matmul_precision(self._dtype))
+                weights = jax.tree.map(lambda leaf: leaf.sharding.spec, self.model.weights)
+                hidden = (BY_PARTITION,) if kind in _DRAWING and not self.model.is_first else ()
+                result = BY_PARTITION if kind in _DRAWING else None
+                over = self._over_mesh(body, (weights, state, BY_PARTITION, *hidden), (state, result))
+                return jax.jit(over, donate_argnums=1)
+
+    def note_program(self, kind: StepKind, bucket: int) -> Any:
+        layout, state = self.shapes.layout(kind, bucket), self._specs()
+        body = functools.partial(_note, "slot" if kind is StepKind.DECODE else "sample_slot", layout)
+        return jax.jit(self._over_mesh(body, (state, BY_PARTITION, BY_PARTITION), state), donate_argnums=0)
+
+    def _over_mesh(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(body, mesh=self.model.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 class Stage:
     """Methods enqueue work and return without waiting for it."""
 
     def __init__(
         self, model: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str
     ):
+        blueprint = Blueprint(
+            model, shapes, blocks_per_partition=blocks_per_partition, block_size=block_size, dtype=dtype
+        )
         self.model = model
-        self._shapes = shapes
-        self.shards = BlockShards(model.mesh, model.place, num_layers=len(model.layers), block_size=block_size)
-        self._by_partition = NamedSharding(model.mesh, BY_PARTITION)
-        self._precision = matmul_precision(dtype)
-        self.state = self._empty_state(shapes.num_partitions * blocks_per_partition, block_size, dtype)
+        self.shards = blueprint.shards
+        self._by_partition = blueprint.by_partition
+        self.state = blueprint.empty_state()
         self._programs: dict[tuple[StepKind, int], Callable[..., Any]] = {
-            key: self._program(*key) for key in shapes.programs
+            key: blueprint.program(*key) for key in shapes.programs
         }
         self._notes: dict[tuple[StepKind, int], Callable[..., Any]] = {
-            key: self._note_program(*key)
-            for key in shapes.programs
-            if key[0] in _DRAWING and self.state.last_token is not None
+            key: blueprint.note_program(*key) for key in shapes.programs if key[0] in _DRAWING and blueprint.has_inputs
         }
 
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
@@ -108,65 +202,6 @@ class Stage:
         payload = self.shards.spread(blocks, partition)
         self.state, done = self._programs[StepKind.LAND, bucket](self.state, packed, payload)
         return done
-
-    def _empty_state(self, num_blocks: int, block_size: int, dtype: str) -> DeviceState:
-        model, num_slots = self.model, self._shapes.num_partitions * self._shapes.slots_per_partition
-        (group,) = model.config.kv_groups(dtype)
-        pages = allocate_pages(
-            num_blocks,
-            len(model.layers),
-            block_size,
-            group.num_features,
-            dtype=dtype,
-            sharding=NamedSharding(model.mesh, self.shards.pages),
-        )
-        slots = sampling.empty_slots(num_slots, model.config.vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS)
-        has_inputs = model.is_first and not model.is_last
-        last_token = jax.device_put(jnp.zeros(num_slots, jnp.int32), self._by_partition) if has_inputs else None
-        return DeviceState(
-            pages=pages,
-            last_token=last_token,
-            slots=jax.device_put(slots, self._by_partition) if model.is_last else None,
-        )
-
-    # ---- programs
-
-    def _specs(self) -> Any:
-        """Of the state."""
-        state = self.state
-        specs: Any = (
-            self.shards.pages,
-            None if state.last_token is None else BY_PARTITION,
-            None if state.slots is None else BY_PARTITION,
-        )
-        return DeviceState(*specs)
-
-    def _over_mesh(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(body, mesh=self.model.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-    def _program(self, kind: StepKind, bucket: int) -> Callable[..., Any]:
-        layout, shards, state = self._shapes.layout(kind, bucket), self.shards, self._specs()
-        match kind:
-            case StepKind.EXPORT:
-                body = functools.partial(_export, shards, layout)
-                return jax.jit(self._over_mesh(body, (shards.pages, BY_PARTITION), shards.payload))
-            case StepKind.LAND:
-                body = functools.partial(_land, shards, layout)
-                over = self._over_mesh(body, (state, BY_PARTITION, shards.payload), (state, PartitionSpec()))
-                return jax.jit(over, donate_argnums=0)
-            case _:
-                step = _BODIES[kind]
-                body = functools.partial(_run, functools.partial(step, self.model), layout, self._precision)
-                weights = jax.tree.map(lambda leaf: leaf.sharding.spec, self.model.weights)
-                hidden = (BY_PARTITION,) if kind in _DRAWING and not self.model.is_first else ()
-                result = BY_PARTITION if kind in _DRAWING else None
-                over = self._over_mesh(body, (weights, state, BY_PARTITION, *hidden), (state, result))
-                return jax.jit(over, donate_argnums=1)
-
-    def _note_program(self, kind: StepKind, bucket: int) -> Callable[..., Any]:
-        layout, state = self._shapes.layout(kind, bucket), self._specs()
-        body = functools.partial(_note, "slot" if kind is StepKind.DECODE else "sample_slot", layout)
-        return jax.jit(self._over_mesh(body, (state, BY_PARTITION, BY_PARTITION), state), donate_argnums=0)
 
 
 def _run(
