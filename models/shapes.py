@@ -1,7 +1,7 @@
 """Models known by name, for questions that need their shape and not their weights.
 
-The values are those of each model's config.json on the hub, under its names. What has no shape is left out, as the
-scaling of positions: none of them can be served from here.
+The values are those of each model's config.json, on the hub if it is there, under its names. What has no shape is left
+out, as the scaling of positions: none of them can be served from here.
 """
 
 from collections.abc import Mapping
@@ -69,6 +69,25 @@ _MOONLIGHT = _KIMI_K2 | {
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
 }
+_POCKET = _KIMI_K2 | {
+    "model_type": "deepseek_v3",
+    "vocab_size": 2560,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 128,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.0,
+    "max_position_embeddings": 8192,
+    "rope_theta": 10000,
+}
 KNOWN: Mapping[str, KnownModel] = {
     "kimi-k2": KnownModel(config=_KIMI_K2, native="fp8"),
     "kimi-k2.5": KnownModel(
@@ -76,4 +95,5 @@ KNOWN: Mapping[str, KnownModel] = {
     ),
     "deepseek-v3": KnownModel(config=_DEEPSEEK_V3, native="fp8"),
     "moonlight-16b": KnownModel(config=_MOONLIGHT, native="bf16"),
+    "pocket": KnownModel(config=_POCKET, native="bf16"),  # trained by experiments/pocket
 }
