@@ -234,7 +234,6 @@ def choose_sizes(
         ConfigError: the pool is larger than the memory there is.
     """
     block_size, partitions = config.kv.block_size, mesh_of(config, role).num_partitions
-    max_slots = config.prefill.max_slots if role == "prefill" else config.decode.max_slots
     (group,) = model.kv_groups(dtype)
     block_bytes = group.bytes_per_token * block_size
     if config.kv.num_blocks is not None:
@@ -246,21 +245,28 @@ def choose_sizes(
         if wanted is not None and wanted > limit:
             raise ModelError(f"model.max_context_tokens = {wanted} is more than {what} of {limit} tokens")
     context = wanted or min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS, pool_tokens)
+    shapes = step_shapes(config, context, role)
+    pool = PoolShape(
+        num_partitions=partitions, slots_per_partition=shapes.slots_per_partition, blocks_per_partition=num_blocks
+    )
+    return shapes, pool
+
+
+def step_shapes(config: Config, context_tokens: int, role: WorkerRole) -> StepShapes:
+    """Of a worker whose sequences may have so many tokens."""
+    partitions = mesh_of(config, role).num_partitions
+    max_slots = config.prefill.max_slots if role == "prefill" else config.decode.max_slots
     slots_per_partition = max_slots // partitions
-    shapes = StepShapes(
+    return StepShapes(
         num_partitions=partitions,
         slots_per_partition=slots_per_partition,
-        blocks_per_sequence=-(-context // block_size),
-        max_context_tokens=context,
+        blocks_per_sequence=-(-context_tokens // config.kv.block_size),
+        max_context_tokens=context_tokens,
         q_tile=Q_TILE,
         prefill_buckets=buckets(config.prefill.chunk_tokens, Q_TILE),
         decode_buckets=() if role == "prefill" else buckets(slots_per_partition),
-        transfer_buckets=() if role == "both" else buckets(max(1, config.prefill.chunk_tokens // block_size)),
+        transfer_buckets=() if role == "both" else buckets(max(1, config.prefill.chunk_tokens // config.kv.block_size)),
     )
-    pool = PoolShape(
-        num_partitions=partitions, slots_per_partition=slots_per_partition, blocks_per_partition=num_blocks
-    )
-    return shapes, pool
 
 
 def buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:

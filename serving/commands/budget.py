@@ -34,12 +34,12 @@ def budget(
     weights: Literal["native", "bf16", "fp8", "int4-experts"] = "native",
     chunk_tokens: int = 512,
     max_slots: int = 64,
+    lower: bool = False,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
 ) -> int:
     """Compute what a mesh leaves for the KV cache: bytes per device and unique tokens, from shapes alone.
 
-    It counts meshes, rules and formats that this version does not serve yet, too: stages (pipe), the rules for decode,
-    context parallel, fp8 and int4 weights.
+    It counts formats that this version does not serve yet, too: fp8 and int4 weights.
 
     Args:
         model: a known model's name, or a Hugging Face folder, of which only config.json is read.
@@ -49,9 +49,13 @@ def budget(
         weights: their format in memory; native: a known model's on the hub, bf16 for a folder.
         chunk_tokens: of a prefill step, per partition.
         max_slots: sequences that a worker decodes at once, over all partitions.
+        lower: also lower the step that serves, with weights in bf16, on as many virtual CPU devices as the mesh has,
+            compile it if that takes less than ten minutes, and compare what XLA says it holds. Needs --mesh.
         json_file: also write the figures here.
     """
     device_bytes, num_devices = _parse_device(device)
+    if lower and not mesh:
+        raise ConfigError(["--lower: lowers for one mesh; name it with --mesh"])
     shapes = [_parse_mesh(mesh, num_devices)] if mesh else list(all_meshes(num_devices))
     _check_sizes(chunk_tokens, max_slots)
     from moonshard.models.footprint import StepSize, context_parallel, pieces, workspace_bytes
@@ -70,9 +74,20 @@ def budget(
     split = [budget_of(whole, each.mesh, context_parallel(rules), device_bytes, workspace) for each in found]
     title = f"{model}: {whole.num_bytes / GIB:.1f} GiB of weights ({weight_format}) on {device}, rules for {role}"
     sys.stdout.write(f"{title}\n{_table(found, split)}\n")
+    records = [_record(*pair) for pair in zip(found, split, strict=True)]
+    exit_code = 0
+    if lower:
+        if not found[0].stages:
+            raise ConfigError([f"--lower: {found[0].reason}"])
+        from moonshard.serving.commands.lowering import lower_and_tell
+        from moonshard.serving.lowering_process import Job
+
+        job = Job(model=config, mesh=shapes[0], role=role, chunk_tokens=chunk_tokens, max_slots=max_slots)
+        exit_code, reports = lower_and_tell(job)
+        records[0]["lowered"] = [asdict(report) for report in reports]
     if json_file is not None:
-        _write(json_file, [_record(*pair) for pair in zip(found, split, strict=True)])
-    return 0
+        _write(json_file, records)
+    return exit_code
 
 
 def _parse_device(text: str) -> tuple[int, int]:

@@ -1,11 +1,18 @@
 """`moonshard budget`, as a user runs it: a table and a file of figures, and a named fault for what cannot be meant."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.kimi import KimiConfig
 from moonshard.serving.cli import main
+from moonshard.serving.commands.lowering import lower_and_tell
+from moonshard.serving.lowering_process import Job
+from moonshard.sharding.shape import MeshShape
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "kimi_k2"
 
@@ -53,8 +60,59 @@ def test_a_folder_without_a_configuration_is_refused_by_its_name(capsys, tmp_pat
         (("--model", "kimi-k2", "--device", "8gib:2", "--mesh", "tensor=4"), "has 4 devices, --device names 2"),
         (("--model", "kimi-k2", "--device", "8gib:2", "--max-slots", "0"), "--max-slots 0: expected at least 1"),
         (("--model", "kimi-k2", "--device", "8gib:2", "--json", "/nowhere/x"), "--json /nowhere/x: No such file"),
+        (("--model", "pocket", "--device", "8gib:2", "--lower"), "--lower: lowers for one mesh; name it with --mesh"),
+        (
+            ("--model", "pocket", "--device", "8gib:3", "--mesh", "tensor=3", "--lower"),
+            "--lower: mesh.tensor = 3 does not divide",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_its_option(arguments: tuple[str, ...], message: str, capsys):
     assert run(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def lowered(out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Of each stage what is told of it, once a process of its own has lowered and compiled it."""
+    assert run(*arguments, "--lower", "--json", str(out)) == 0
+    (record,) = json.loads(out.read_text())
+    return record["lowered"]
+
+
+def test_what_is_lowered_and_compiled_agrees_with_the_budget(capsys, tmp_path: Path):
+    asked = ("--model", str(FOLDER), "--device", "1gib:2", "--mesh", "pipe=2", "--max-slots", "4")
+    stages = lowered(tmp_path / "budget.json", *asked)
+    assert sum(stage["num_layers"] for stage in stages) == 4
+    shown = capsys.readouterr().out
+    assert (
+        "the largest decode step on 2 virtual CPU devices (pipe=2), weights in bf16, which is what is served" in shown
+    )
+    assert shown.count("agree within 1%") == 2
+    assert shown.count("not compared: on CPU XLA widens bf16") == 2
+
+
+def test_a_compilation_that_takes_too_long_is_given_up_and_what_was_lowered_is_told(capsys):
+    config = KimiConfig.of(Checkpoint.open(FOLDER))
+    job = Job(model=config, mesh=MeshShape(), role="decode", chunk_tokens=64, max_slots=2, compile_limit_s=0.006)
+    exit_code, reports = lower_and_tell(job)
+    assert exit_code == 0
+    assert [report.compiled for report in reports] == [None]
+    assert "lowered; compiling was given up after 0.0001 minutes" in capsys.readouterr().out
+
+
+def test_a_process_that_breaks_is_told_from_one_that_is_given_up(capfd):
+    config = replace(KimiConfig.of(Checkpoint.open(FOLDER)), num_attention_heads=3)
+    job = Job(model=config, mesh=MeshShape(tensor=2), role="decode", chunk_tokens=64, max_slots=2)
+    assert lower_and_tell(job) == (1, [])
+    assert "MeshError" in (told := capfd.readouterr().err)
+    assert "moonshard: lowering ended with exit code 1" in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_kimi_k25_at_full_size_holds_what_the_budget_says(tmp_path: Path):
+    asked = ("--model", "kimi-k2.5", "--device", "h100-80gb:8", "--mesh", "expert=2,tensor=4")
+    (stage,) = lowered(tmp_path / "budget.json", *asked)
+    assert stage["num_layers"] == 61
+    for side in ("arguments", "outputs"):
+        assert stage["compiled"]["held"][side] == pytest.approx(stage["counted"][side], rel=0.01)

@@ -1,0 +1,100 @@
+"""The step that serves, lowered and compiled from shapes alone: no weight is made and no page allocated.
+
+It is built by the code that serves, `serving.stage`, for as many devices as the mesh has, of which virtual ones of the
+CPU will do. What a device then holds before and after the step, as XLA plans it, is there beside what the budget counts
+from the same shapes; that they agree is the test of the budget. Weights are in bf16, as they are served. Left out:
+temporaries on a GPU. On CPU XLA widens bf16 to float32 on the way, and the experts are not the GPU's kernels.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+
+from moonshard.models import kimi, sampling, weights
+from moonshard.models.footprint import pieces
+from moonshard.serving.config import Config, rules_of
+from moonshard.serving.loading import DEFAULT_MAX_CONTEXT_TOKENS, backend_for, place_of, split_stages, step_shapes
+from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
+from moonshard.serving.stage import Blueprint, StageModel
+from moonshard.serving.steps import StepKind, StepShapes
+from moonshard.sharding.budget import StageBudget, budget
+from moonshard.sharding.mesh import build_mesh
+
+DTYPE, ITEM_BYTES = "bfloat16", 2
+INT_BYTES = 4
+
+StepRole = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBytes:
+    """Of one device. The state, which a step changes in place, counts on both sides."""
+
+    arguments: int
+    outputs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoweredStage:
+    """The largest step of a role on one stage."""
+
+    num_layers: int
+    num_blocks: int  # of a partition's pages
+    program: jax.stages.Lowered
+    counted: StepBytes  # by the budget
+
+
+def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iterator[LoweredStage]:
+    """Of a worker with room for its longest context in every slot.
+
+    Raises:
+        MeshError: the model cannot be cut so, or there are too few devices.
+    """
+    place = place_of(config, role)
+    shapes = step_shapes(config, min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS), role)
+    is_prefill = role == "prefill"
+    kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
+    num_blocks = shapes.slots_per_partition * shapes.blocks_per_sequence
+    layers_of = split_stages(model, place)
+    budgets = budget(pieces(model, "bf16"), place.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
+    hidden = None
+    for index, (layers, its_budget) in enumerate(zip(layers_of, budgets, strict=True)):
+        mesh = build_mesh(place.mesh, index)
+        stage = StageModel(
+            config=model,
+            layers=layers,
+            weights=weights.abstract(kimi.declare(model, layers), DTYPE, mesh, place.rules),
+            mesh=mesh,
+            place=place,
+            backend=backend_for(mesh.devices.flat[0].platform),
+        )
+        block_size = config.kv.block_size
+        blueprint = Blueprint(stage, shapes, blocks_per_partition=num_blocks, block_size=block_size, dtype=DTYPE)
+        program = blueprint.lower(kind, sizes[-1], hidden)
+        _, hidden = program.out_info
+        page_bytes = int(its_budget.kv_bytes_per_token * block_size) * num_blocks
+        counted = _count(stage, shapes, kind, sizes[-1], its_budget, page_bytes)
+        yield LoweredStage(num_layers=len(layers), num_blocks=num_blocks, program=program, counted=counted)
+
+
+def _count(
+    stage: StageModel, shapes: StepShapes, kind: StepKind, bucket: int, its_budget: StageBudget, page_bytes: int
+) -> StepBytes:
+    """Every array of a device."""
+    slots = shapes.slots_per_partition
+    stream = bucket * stage.config.hidden_size * ITEM_BYTES  # from stage to stage
+    draws = slots * (2 + 2 * MAX_LOGPROBS) * INT_BYTES
+    inputs = slots * INT_BYTES if stage.is_first and not stage.is_last else 0
+    state = page_bytes + inputs + (_slot_bytes(slots, stage.config.vocab_size) if stage.is_last else 0)
+    step = shapes.layout(kind, bucket).size * INT_BYTES
+    return StepBytes(
+        arguments=int(its_budget.weight_bytes) + state + step + (0 if stage.is_first else stream),
+        outputs=state + (draws if stage.is_last else stream),
+    )
+
+
+def _slot_bytes(num_slots: int, vocab_size: int) -> int:
+    slots = jax.eval_shape(lambda: sampling.empty_slots(num_slots, vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))

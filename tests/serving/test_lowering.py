@@ -1,0 +1,74 @@
+"""A step lowered from shapes alone is the one that serves, and takes the bytes that the budget counts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from moonshard.models import kimi, weights
+from moonshard.serving.config import Config, DecodeConfig, ModelConfig, PrefillConfig
+from moonshard.serving.lowering import StepRole, lower_stages
+from moonshard.serving.stage import Blueprint
+from moonshard.serving.steps import StepKind
+from moonshard.sharding.place import Place
+from moonshard.sharding.rules import DecodeRules
+from moonshard.sharding.shape import MeshShape
+from tests.agreement import reference
+from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, uncompiled_programs
+
+pytestmark = pytest.mark.xdist_group("jax")
+POINTER_BYTES = 8  # XLA counts among the outputs a pointer to each
+CONTEXT_PARALLEL = DecodeRules(kv_tokens=("tensor",))
+
+
+@pytest.fixture(autouse=True)
+def _shapes_are_let_stand_for_arrays(monkeypatch: pytest.MonkeyPatch):
+    """Whoever lowers has trees of shapes, which the checks of annotations refuse."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "role", "rules"),
+    [
+        (MeshShape(tensor=2), "decode", DecodeRules()),
+        (MeshShape(expert=2, tensor=2), "decode", DecodeRules()),
+        (MeshShape(pipe=2), "prefill", DecodeRules()),
+        (MeshShape(data=2, tensor=2), "decode", CONTEXT_PARALLEL),
+    ],
+    ids=("tensor", "expert and tensor", "pipe", "context parallel"),
+)
+def test_xla_holds_exactly_what_the_budget_counts(mesh: MeshShape, role: StepRole, rules: DecodeRules):
+    config = Config(
+        model=ModelConfig(path=Path(), name="lowered"),
+        prefill=PrefillConfig(mesh=mesh, max_slots=4, chunk_tokens=64),
+        decode=DecodeConfig(mesh=mesh, max_slots=4, rules=rules),
+    )
+    for stage in lower_stages(config, reference().config, role):
+        found = stage.program.compile().memory_analysis()
+        assert found is not None
+        assert found.argument_size_in_bytes == stage.counted.arguments
+        num_outputs = len(jax.tree.leaves(stage.program.out_info))
+        assert found.output_size_in_bytes == stage.counted.outputs + num_outputs * POINTER_BYTES
+        assert found.output_size_in_bytes == pytest.approx(stage.counted.outputs, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
+def test_a_step_lowered_from_shapes_is_the_one_that_serves(kind: StepKind):
+    place = Place(mesh=MeshShape(expert=2, tensor=2, pipe=2), rules=DecodeRules())
+    programs = uncompiled_programs(place=place)
+    bucket = NUM_SLOTS if kind is StepKind.DECODE else programs.shapes.prefill_buckets[0]
+    packed, _ = programs.shapes.layout(kind, bucket).blank(place.mesh.num_partitions)
+    before = None
+    for stage in programs.stages:
+        sizes = {"blocks_per_partition": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
+        params = kimi.declare(stage.model.config, stage.model.layers)
+        shapes_alone = weights.abstract(params, "float32", stage.model.mesh, place.rules)
+        abstract = Blueprint(replace(stage.model, weights=shapes_alone), programs.shapes, **sizes)
+        program = Blueprint(stage.model, programs.shapes, **sizes).program(kind, bucket)
+        hidden = () if before is None else (jnp.zeros(before.shape, before.dtype, device=abstract.by_partition),)
+        served = program.lower(stage.model.weights, stage.state, packed, *hidden)
+        assert abstract.lower(kind, bucket, before).as_text() == served.as_text()
+        _, before = served.out_info
