@@ -1,8 +1,10 @@
 """The device side of a worker: its stages, one after another, and the steps that run through them.
 
 Activations go from stage to stage, and the tokens that the last one draws back to the first, by `device_put`: nothing
-of it waits, so that while one stage runs a step the one before it runs the next. Programs are compiled for every
-bucket before the worker is ready; nothing compiles afterwards. No scheduler object comes here.
+of it waits, so that while one stage runs a step the one before it runs the next. The first stage takes drawn tokens
+only when a step of the same slots is launched: what it holds would else depend on the last stage's newest step, and so
+would all it runs. Programs are compiled for every bucket before the worker is ready; nothing compiles afterwards. No
+scheduler object comes here.
 """
 
 import itertools
@@ -43,6 +45,15 @@ class Drawn:
         return Logprobs(chosen=float(self.logprobs[row]), top=tuple(top))
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Tokens that the first stage does not hold yet, and the slots they are for, (partition, slot) each."""
+
+    slots: frozenset[tuple[int, int]]
+    step: Step
+    draws: jax.Array
+
+
 class Programs:
     """What a device thread runs steps on. `stages` share the shapes."""
 
@@ -51,6 +62,8 @@ class Programs:
         self.stages = tuple(stages)
         ends = list(itertools.accumulate(len(stage.model.layers) for stage in stages))
         self._layers = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
+        self._due: list[_Drawn] = []  # at most one for each slot, oldest first
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Runs every program once on padding, which compiles it, or loads it from the persistent cache."""
@@ -59,7 +72,10 @@ class Programs:
             progress(done, len(programs))
             packed, _ = self.shapes.layout(kind, bucket).blank(self.shapes.num_partitions)
             payload = self._blank_payload(bucket) if kind is StepKind.LAND else None
-            self.fetch(self.launch(Step(-1, kind, bucket, packed, payload=payload)))
+            launched = self.launch(Step(-1, kind, bucket, packed, payload=payload))
+            if kind in (StepKind.PREFILL, StepKind.DECODE) and len(self.stages) > 1:
+                self.stages[0].note(kind, bucket, packed, launched.results[0])
+            self.fetch(launched)
         progress(len(programs), len(programs))
         jax.block_until_ready([stage.state for stage in self.stages])
 
@@ -74,6 +90,7 @@ class Programs:
                 assert step.payload is not None  # as the encoder makes them
                 return Launched(step, tuple(self._land(step, step.payload)))
             case StepKind.LOAD | StepKind.COPY:
+                self._note_due(self._slots(step))
                 for stage in self.stages:
                     stage.change(step.kind, step.metadata)
                 return Launched(step, ())
@@ -98,13 +115,31 @@ class Programs:
 
     def _run(self, step: Step) -> jax.Array:
         """Through all stages: the packed draws."""
+        slots = self._slots(step)
+        self._note_due(slots)
         result = None
         for stage in self.stages:
             result = stage.run(step.kind, step.bucket, step.metadata, result)
         assert result is not None  # there is a stage
-        if len(self.stages) > 1:
-            self.stages[0].note(step.kind, step.bucket, step.metadata, result)
+        if slots:
+            self._due.append(_Drawn(slots, step, result))
         return result
+
+    def _slots(self, step: Step) -> frozenset[tuple[int, int]]:
+        """Those whose next input token the step reads or writes; none where no other stage draws it."""
+        name = _SLOTS.get(step.kind)
+        if len(self.stages) == 1 or name is None:
+            return frozenset()
+        slots = self._layouts[step.kind, step.bucket].views(step.metadata)[name].reshape(len(step.metadata), -1)
+        partitions, rows = (slots < self.shapes.slots_per_partition).nonzero()
+        return frozenset(zip(partitions.tolist(), slots[partitions, rows].tolist(), strict=True))
+
+    def _note_due(self, slots: frozenset[tuple[int, int]]) -> None:
+        """Before a step of these slots: the tokens drawn for them, and all older ones, in their order."""
+        last = max((index for index, due in enumerate(self._due) if due.slots & slots), default=-1)
+        for due in self._due[: last + 1]:
+            self.stages[0].note(due.step.kind, due.step.bucket, due.step.metadata, due.draws)
+        del self._due[: last + 1]
 
     def _land(self, step: Step, payload: np.ndarray) -> list[jax.Array]:
         return [
@@ -115,6 +150,9 @@ class Programs:
     def _blank_payload(self, bucket: int) -> np.ndarray:
         _, _, *token = self.stages[0].state.pages.shape
         return np.zeros((bucket, self._layers[-1].stop, *token), self.stages[0].state.pages.dtype)
+
+
+_SLOTS = {StepKind.PREFILL: "sample_slot", StepKind.DECODE: "slot", StepKind.LOAD: "slot"}
 
 
 def _drawn(packed: np.ndarray) -> Drawn:

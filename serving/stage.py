@@ -144,9 +144,10 @@ class Blueprint:
                 return jax.jit(over, donate_argnums=1)
 
     def note_program(self, kind: StepKind, bucket: int) -> Any:
-        layout, state = self.shapes.layout(kind, bucket), self._specs()
-        body = functools.partial(_note, "slot" if kind is StepKind.DECODE else "sample_slot", layout)
-        return jax.jit(self._over_mesh(body, (state, BY_PARTITION, BY_PARTITION), state), donate_argnums=0)
+        body = functools.partial(
+            _note, "slot" if kind is StepKind.DECODE else "sample_slot", self.shapes.layout(kind, bucket)
+        )
+        return jax.jit(self._over_mesh(body, (BY_PARTITION,) * 3, BY_PARTITION), donate_argnums=0)
 
     def _over_mesh(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(body, mesh=self.model.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -188,7 +189,7 @@ class Stage:
     def note(self, kind: StepKind, bucket: int, packed: np.ndarray, draws: jax.Array) -> None:
         """On the first stage: what the last one drew, for the slots' next decode step."""
         given = jax.device_put(draws, self._by_partition)
-        self.state = self._notes[kind, bucket](self.state, packed, given)
+        self.state = self.state._replace(last_token=self._notes[kind, bucket](self.state.last_token, packed, given))
 
     def change(self, kind: StepKind, packed: np.ndarray) -> None:
         """A load or a copy."""
@@ -265,10 +266,11 @@ def _draw(state: DeviceState, logits: jax.Array, f: Fields, slot: jax.Array) -> 
     return state._replace(slots=slots), _pack(draws)
 
 
-def _note(slot: str, layout: StepLayout, state: DeviceState, packed: jax.Array, draws: jax.Array) -> DeviceState:
-    assert state.last_token is not None  # of the first stage
+def _note(
+    slot: str, layout: StepLayout, last_token: Int[Array, "slots"], packed: jax.Array, draws: jax.Array
+) -> Int[Array, "slots"]:
     rows = layout.unpack(packed[0])[slot]
-    return state._replace(last_token=state.last_token.at[rows].set(draws[:, 0], mode="drop"))
+    return last_token.at[rows].set(draws[:, 0], mode="drop")
 
 
 def _load(model: StageModel, weights: Any, state: DeviceState, f: Fields):

@@ -69,13 +69,13 @@ class StepLayout:
         self.size = ends[-1]
         self._places = tuple((field, end - field.size, end) for field, end in zip(fields, ends, strict=True))
         self._neutral = np.zeros(self.size, np.int32)
-        for field, view in zip(fields, self._views(self._neutral[None]).values(), strict=True):
+        for field, view in zip(fields, self.views(self._neutral[None]).values(), strict=True):
             view[...] = field.neutral
 
     def blank(self, num_partitions: int = 1) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The packed array of a step that touches nothing, and a writable view [partitions, ...] of each field."""
         packed = np.tile(self._neutral, (num_partitions, 1))
-        return packed, self._views(packed)
+        return packed, self.views(packed)
 
     def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
         """The fields of one partition's row."""
@@ -84,7 +84,8 @@ class StepLayout:
             for field, start, end in self._places
         }
 
-    def _views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
+    def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
+        """A view [partitions, ...] of each field of a packed array."""
         return {
             field.name: packed[:, start:end].view(field.dtype).reshape(len(packed), *field.shape)
             for field, start, end in self._places

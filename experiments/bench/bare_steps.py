@@ -33,10 +33,12 @@ class BareSteps:
         request = self._request(index, num_tokens)
         return [self._encoder.encode(PrefillPlan(number=0, chunks=(chunk,))) for chunk in self._chunks(index, request)]
 
-    def decode(self, batch: int, context_tokens: int, num_steps: int) -> list[Step]:
-        """After a prefill of `context_tokens` by each of the sequences 0 to batch - 1."""
-        requests = [self._request(index, 1) for index in range(batch)]
-        tables = [self._block_table(index, context_tokens + num_steps) for index in range(batch)]
+    def decode(self, sequences: Sequence[int], context_tokens: int, num_steps: int) -> list[Step]:
+        """Of these sequences, by their index, after a prefill of `context_tokens` by each."""
+        rows = [
+            (index, self._request(index, 1), self._block_table(index, context_tokens + num_steps))
+            for index in sequences
+        ]
         return [
             self._encoder.encode(
                 DecodePlan(
@@ -47,9 +49,9 @@ class BareSteps:
                             request=request,
                             slot=self._slot(index),
                             position=context_tokens + step,
-                            block_table=tables[index],
+                            block_table=table,
                         )
-                        for index, request in enumerate(requests)
+                        for index, request, table in rows
                     ),
                 )
             )
@@ -116,7 +118,7 @@ def _decode(programs: Programs, steps: BareSteps, batch: int, context_tokens: in
         _run(programs, steps.prefill(index, context_tokens))
     samples: list[float] = []
     for repeat in range(repeats + 1):
-        arrivals_ns = _run(programs, steps.decode(batch, context_tokens, DECODE_STEPS))
+        arrivals_ns = _run(programs, steps.decode(range(batch), context_tokens, DECODE_STEPS))
         gaps_ms = [(after - before) / 1e6 for before, after in pairwise(arrivals_ns)]
         samples += gaps_ms if repeat else []
     name = f"decode step, batch {batch}, context {context_tokens}"

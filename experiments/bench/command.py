@@ -2,7 +2,7 @@
 
 A benchmark and not a test: it asserts nothing. The parts of a round take turns, so that what else happens on the
 machine hits all of them, and the servers that a round loads are idle while the others run. What needs a deployment of
-its own (handoffs, arrangements, failover) comes afterwards, one part at a time.
+its own (handoffs, meshes, arrangements, failover) comes afterwards, one part at a time.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from moonshard.experiments.bench.failover import measure_failover
 from moonshard.experiments.bench.handoff import measure_handoffs
 from moonshard.experiments.bench.machine import describe_commit, describe_machine, describe_versions
 from moonshard.experiments.bench.measurement import QUICK, Measurement, Plan, merge
+from moonshard.experiments.bench.meshes import measure_meshes
 from moonshard.experiments.bench.peer import peers_of, run_peer
 from moonshard.experiments.bench.report import Report, footnotes, markdown, tables, to_json
 from moonshard.experiments.bench.served import measure_after, measure_served
@@ -40,12 +41,12 @@ from moonshard.serving.config import Config
 from moonshard.serving.config_file import as_overrides, leaves, load_config
 
 Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
-Apart = Literal["transports", "handoff", "arrangements", "failover"]  # each with processes of its own
+Apart = Literal["transports", "handoff", "meshes", "arrangements", "failover"]  # each with processes of its own
 Section = Part | Whole | Apart | Literal["start", "huggingface"]
 Mode = Literal["aggregated", "disaggregated"]
 MODES: Mapping[Whole, Mode] = {"served": "aggregated", "disaggregated": "disaggregated"}
 SERVED: tuple[Whole, ...] = ("served", "disaggregated")
-APART: tuple[Apart, ...] = ("transports", "handoff", "arrangements", "failover")
+APART: tuple[Apart, ...] = ("transports", "handoff", "meshes", "arrangements", "failover")
 PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
 SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", *SERVED, "huggingface", *APART)
@@ -65,7 +66,7 @@ def bench(
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
-            handoff, arrangements, failover.
+            handoff, meshes, arrangements, failover.
         set: a key of the server's configuration, as for `moonshard serve`. May be repeated.
     """
     try:
@@ -159,6 +160,8 @@ class _Run:
             case "handoff":
                 with serving(as_overrides(self._served_config("disaggregated")), self.environment) as server:
                     return measure_handoffs(server, self.plan)
+            case "meshes":
+                return measure_meshes(self.config, self.plan, self.environment)
             case "arrangements":
                 return measure_arrangements(self.config, self.plan, self.environment)
             case _:

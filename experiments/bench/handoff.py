@@ -70,19 +70,24 @@ async def _ask(server: RunningServer, plan: Plan) -> dict[int, list[Timing]]:
 
 def handoff_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
     """A row for each length; medians, and of the share its 90th percentile too."""
-    found = {one.name: one for one in measurements if one.level == "handoff"}
-    rows = []
-    for num_tokens in plan.handoff_tokens:
-        if share := found.get(_name(SHARE, num_tokens)):
-            medians = [number(found[_name(part, num_tokens)].median) for part in PARTS]
-            spread = (f"{share.median:.3f}", f"{share.quantile(0.9):.3f}", str(len(share.samples)))
-            rows.append((f"{num_tokens:,}", *medians, *spread, verdict(share.median <= BAR)))
+    rows = handoff_rows({one.name: one for one in measurements if one.level == "handoff"}, plan.handoff_tokens)
     notes = (
         "Handoff: medians on an idle system; the exposed part is exposed transfer + land + join; the handoff gap is "
         "token 1 to token 2 at the gateway, a decode step included.",
     )
     title = "The exposed part of a handoff"
     return Grid(title=title, columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())
+
+
+def handoff_rows(found: Mapping[str, Measurement], lengths: Sequence[int]) -> list[tuple[str, ...]]:
+    """The cells of each length that was measured, as `COLUMNS`."""
+    rows = []
+    for num_tokens in lengths:
+        if share := found.get(_name(SHARE, num_tokens)):
+            medians = [number(found[_name(part, num_tokens)].median) for part in PARTS]
+            spread = (f"{share.median:.3f}", f"{share.quantile(0.9):.3f}", str(len(share.samples)))
+            rows.append((f"{num_tokens:,}", *medians, *spread, verdict(share.median <= BAR)))
+    return rows
 
 
 def _name(part: str, num_tokens: int) -> str:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Unit = Literal["ms", "us", "s", "MiB", "tokens/s", "GB/s", "share", "count"]
-Level = Literal["device", "start", "served", "disaggregated", "transports", "handoff", "arrangements", "failover"]
+Level = Literal[
+    "device", "start", "served", "disaggregated", "transports", "handoff", "meshes", "arrangements", "failover"
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,13 @@ class Plan:
     transfer_repeats: int = 21
     handoff_tokens: tuple[int, ...] = (512, 2048, 8000)
     handoff_repeats: int = 20
+    reshard_repeats: int = 101
+    pipeline_rows: int = 16  # sequences that decode together, shared out among the microbatches
+    pipeline_context: int = 512
+    pipeline_steps: int = 64  # of each microbatch, in a repeat
+    pipeline_repeats: int = 7
+    mesh_handoff_tokens: tuple[int, ...] = (512, 2048)
+    mesh_handoff_repeats: int = 20
     arrangement_rounds: int = 3
     arrangement_s: float = 12.0  # of load on one arrangement in one round
     num_streams: int = 8  # beside the long prompts of the arrangements, and under failover
@@ -46,6 +55,9 @@ QUICK = Plan(
     warm_starts=1,
     peer_repeats=2,
     transfer_repeats=7,
+    reshard_repeats=21,
+    pipeline_repeats=3,
+    mesh_handoff_repeats=5,
     arrangement_rounds=1,
     kills=2,
 )

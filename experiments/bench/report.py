@@ -10,6 +10,7 @@ from moonshard.experiments.bench.failover import failover_grid
 from moonshard.experiments.bench.grid import Grid, as_markdown, as_table, number, spread
 from moonshard.experiments.bench.handoff import handoff_grid
 from moonshard.experiments.bench.measurement import Measurement, Plan, as_json
+from moonshard.experiments.bench.meshes_tables import MESH_GRIDS
 from moonshard.experiments.bench.transport_rows import transport_grid
 
 NOT_INSTALLED = "not installed"
@@ -19,7 +20,13 @@ TITLES = {
     "served": "Whole stack, aggregated, as clients see it",
     "disaggregated": "Whole stack, disaggregated, as clients see it",
 }
-LAID_OUT = (transport_grid, handoff_grid, arrangement_grid, failover_grid)  # those whose figures stand side by side
+LAID_OUT = (
+    transport_grid,
+    handoff_grid,
+    *MESH_GRIDS,
+    arrangement_grid,
+    failover_grid,
+)  # those whose figures stand side by side
 COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n", "Hugging Face", "times faster", "than their best")
 
 

@@ -11,6 +11,7 @@ from moonshard.experiments.bench.failover import Stream, failover_grid, of_kill
 from moonshard.experiments.bench.grid import Grid, as_markdown, as_table
 from moonshard.experiments.bench.handoff import handoff_grid, of_requests
 from moonshard.experiments.bench.measurement import Measurement, Plan
+from moonshard.experiments.bench.report import LAID_OUT
 from moonshard.experiments.bench.streams import Seen
 from moonshard.experiments.bench.transport_rows import as_measurements, transport_grid
 from moonshard.experiments.bench.transports import Throughput
@@ -70,7 +71,7 @@ class TestGrid:
         ]
 
     def test_a_part_that_was_not_measured_has_neither_rows_nor_notes(self):
-        for lay_out in (transport_grid, handoff_grid, arrangement_grid, failover_grid):
+        for lay_out in LAID_OUT:
             grid = lay_out([], Plan())
             assert (grid.rows, grid.notes) == ((), ())
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from moonshard.experiments.bench import arrangements, failover, handoff
 from moonshard.experiments.bench.command import APART, DEVICE_PARTS, run_bench, write
 from moonshard.experiments.bench.measurement import Measurement, Plan
+from moonshard.experiments.bench.meshes_hlo import COLLECTIVES
+from moonshard.experiments.bench.meshes_tables import MESH_GRIDS, MESH_PAIRS
 from moonshard.experiments.bench.report import Report, grids, tables
 from moonshard.serving.config_file import load_config
 
@@ -28,6 +30,13 @@ MINIATURE = Plan(
     transfer_repeats=2,
     handoff_tokens=(20, 100),
     handoff_repeats=2,
+    reshard_repeats=2,
+    pipeline_rows=4,
+    pipeline_context=16,
+    pipeline_steps=8,
+    pipeline_repeats=1,
+    mesh_handoff_tokens=(20,),
+    mesh_handoff_repeats=1,
     arrangement_rounds=1,
     arrangement_s=1.0,
     num_streams=4,
@@ -48,8 +57,9 @@ MAY_BE_ZERO = (
     "overlapped",
     "processor time",
     "load generator",
+    *COLLECTIVES,
 )
-MAY_BE_NEGATIVE = ("overhead",)  # differences of two processes' clocks
+MAY_BE_NEGATIVE = ("overhead", "bubble")  # differences of two processes' clocks, or of two runs
 
 
 def run(sections) -> Report:
@@ -150,7 +160,7 @@ class TestMiniatureDisaggregated:
 
     def test_each_part_with_processes_of_its_own_has_its_table(self, apart: Report):
         titles = [grid.title for grid in grids(apart)]
-        assert len(titles) == len(set(titles)) == len(APART)
+        assert len(titles) == len(set(titles)) == len(APART) - 1 + len(MESH_GRIDS)
         assert [one for one in apart.measurements if not all(map(_is_plausible(one), one.samples))] == []
 
     def test_every_figure_of_theirs_is_present(self, apart: Report):
@@ -163,6 +173,8 @@ class TestMiniatureDisaggregated:
         assert names["arrangements"] == both - {f"handoff gap, streams, {arrangements.TOGETHER}"}
         assert names["failover"] == set(failover.UNITS)
         assert len(names["transports"]) == 5
+        by_mesh = [name for name in names["meshes"] if name.startswith(handoff.SHARE)]
+        assert len(by_mesh) == len(MESH_PAIRS) * len(MINIATURE.mesh_handoff_tokens)
 
     def test_the_first_request_of_each_length_does_not_count(self, apart: Report):
         samples = {len(one.samples) for one in apart.measurements if one.level == "handoff"}

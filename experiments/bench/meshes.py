@@ -1,0 +1,41 @@
+"""What meshes cost: planning the way between two, collectives, stages without work, and what of a handoff is exposed.
+
+All devices are virtual ones of the CPU, so of the times only those of the first hold elsewhere; what is counted does.
+Each question has a process of its own, one after another: `meshes_device`, and for handoffs a deployment.
+"""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import msgspec
+
+from moonshard.experiments.bench.measurement import Measurement, Plan
+from moonshard.experiments.bench.meshes_device import Job, Question
+from moonshard.experiments.bench.meshes_handoff import measure_mesh_handoffs
+from moonshard.serving.config import Config
+from moonshard.serving.config_file import as_overrides
+
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # no word that is no flag beside it: it would hide all behind it
+
+
+def measure_meshes(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
+    """CalledProcessError of a question's process, ServerFailed of a deployment that does not start."""
+    return [
+        *_ask("reshard", config, plan, environment),
+        *_ask("collectives", config, plan, environment),
+        *_ask("bubble", config, plan, with_one_thread(environment)),
+        *measure_mesh_handoffs(config, plan, environment),
+    ]
+
+
+def with_one_thread(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is told to split no operation over threads."""
+    return {**environment, "XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()}
+
+
+def _ask(question: Question, config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
+    job = Job(overrides=tuple(as_overrides(config)), plan=plan, question=question)
+    argv = [sys.executable, "-m", "moonshard.experiments.bench.meshes_device"]
+    ran = subprocess.run(argv, input=msgspec.json.encode(job), stdout=subprocess.PIPE, env=environment, check=True)
+    return msgspec.json.decode(ran.stdout, type=list[Measurement])
