@@ -8,13 +8,15 @@ may still write it was given up):
     free --lease--> leased --land--> used
                     leased --quarantine--> quarantined --restore--> free
 
-Always `free + used + leased + quarantined == total`, per partition. Free blocks are reused in the order in which they
-became free, so that what was freed last stays intact longest. Left out: what a block holds, and when a quarantine ends.
-Source: PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4).
+Always `free + used + leased + quarantined == total`, per partition. A free block may be worth keeping: it is held again
+as long as it is intact. Free blocks are reused in the order in which they became free, those worth keeping last; who
+releases the end of a chain before its beginning loses the end first. Left out: what a block holds (`kv.prefix`), and
+when a quarantine ends.
+Source: PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4); vLLM's automatic prefix caching for the order.
 """
 
 import enum
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -50,17 +52,24 @@ class _Partition:
     def __init__(self, num_blocks: int):
         self.states = [BlockState.FREE] * num_blocks
         self.num_refs = [0] * num_blocks  # above 0 exactly where the state is USED
-        self.free = deque(range(num_blocks))  # least recently freed first
+        self.is_kept = [False] * num_blocks
+        self.free = deque(range(num_blocks))  # least recently freed first, without those worth keeping
+        self.free_kept = OrderedDict[int, None]()  # likewise
         self.counts = dict.fromkeys(BlockState, 0) | {BlockState.FREE: num_blocks}
 
-    def check(self, blocks: Collection[int], state: BlockState) -> None:
+    @property
+    def num_free(self) -> int:
+        return len(self.free) + len(self.free_kept)
+
+    def check(self, blocks: Collection[int], *states: BlockState) -> None:
         if len(set(blocks)) != len(blocks):
             raise BlockMisuse(f"blocks named twice: {list(blocks)}")
         for block in blocks:
             if not 0 <= block < len(self.states):
                 raise BlockMisuse(f"no block {block}: there are {len(self.states)}")
-            if self.states[block] is not state:
-                raise BlockMisuse(f"block {block} is {self.states[block].value}, not {state.value}")
+            if self.states[block] not in states:
+                wanted = " or ".join(state.value for state in states)
+                raise BlockMisuse(f"block {block} is {self.states[block].value}, not {wanted}")
 
     def move(self, blocks: Collection[int], source: BlockState, target: BlockState) -> None:
         self.counts[source] -= len(blocks)
@@ -69,15 +78,34 @@ class _Partition:
         for block in blocks:
             self.states[block] = target
             self.num_refs[block] = num_refs
-        if target is BlockState.FREE:
-            self.free.extend(blocks)
+            if target is BlockState.FREE:
+                self._line_up(block)
 
-    def take(self, num: int, target: BlockState) -> tuple[int, ...] | None:
-        if num > len(self.free):
+    def _line_up(self, block: int) -> None:
+        if self.is_kept[block]:
+            self.free_kept[block] = None
+        else:
+            self.free.append(block)
+
+    def take(self, num: int, target: BlockState) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The blocks, and those of them that were worth keeping."""
+        if num > self.num_free:
             return None
-        blocks = tuple(self.free.popleft() for _ in range(num))
+        plain = [self.free.popleft() for _ in range(min(num, len(self.free)))]
+        lost = [self.free_kept.popitem(last=False)[0] for _ in range(num - len(plain))]
+        for block in lost:
+            self.is_kept[block] = False
+        blocks = (*plain, *lost)
         self.move(blocks, BlockState.FREE, target)
-        return blocks
+        return blocks, tuple(lost)
+
+    def hold(self, blocks: Collection[int]) -> None:
+        fresh = [block for block in blocks if self.states[block] is BlockState.FREE]
+        for block in fresh:
+            del self.free_kept[block]
+        self.move(fresh, BlockState.FREE, BlockState.USED)
+        for block in set(blocks).difference(fresh):
+            self.num_refs[block] += 1
 
 
 class BlockPool:
@@ -89,13 +117,15 @@ class BlockPool:
         self.num_partitions = num_partitions
         self.blocks_per_partition = blocks_per_partition
         self.block_size = block_size
+        self._lost: list[tuple[int, int]] = []
         self._partitions = tuple(_Partition(blocks_per_partition) for _ in range(num_partitions))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_free(self, partition: int) -> int:
-        return len(self._partitions[partition].free)
+        """Those worth keeping too."""
+        return self._partitions[partition].num_free
 
     def counts(self, partition: int) -> PartitionCounts:
         return PartitionCounts(**{state.value: num for state, num in self._partitions[partition].counts.items()})
@@ -105,7 +135,7 @@ class BlockPool:
 
     def allocate(self, partition: int, num: int) -> tuple[int, ...] | None:
         """`num` blocks, each with one reference; or None, and nothing changes, where fewer are free."""
-        return self._partitions[partition].take(num, BlockState.USED)
+        return self._take(partition, num, BlockState.USED)
 
     def retain(self, partition: int, blocks: Collection[int]) -> None:
         """One more reference to each used block."""
@@ -113,6 +143,30 @@ class BlockPool:
         pool.check(blocks, BlockState.USED)
         for block in blocks:
             pool.num_refs[block] += 1
+
+    def keep(self, partition: int, block: int) -> None:
+        """From now on a used block is worth keeping once it is free, until it is taken for something else."""
+        pool = self._partitions[partition]
+        pool.check((block,), BlockState.USED)
+        pool.is_kept[block] = True
+
+    def hold(self, partition: int, blocks: Collection[int]) -> None:
+        """One more reference to each kept block, be it used or free."""
+        pool = self._partitions[partition]
+        pool.check(blocks, BlockState.USED, BlockState.FREE)
+        if strangers := [block for block in blocks if not pool.is_kept[block]]:
+            raise BlockMisuse(f"blocks that nobody kept: {strangers}")
+        pool.hold(blocks)
+
+    def take_lost(self) -> list[tuple[int, int]]:
+        """(partition, block) of the kept ones that were taken for something else since this was last asked."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def num_free_of(self, partition: int, blocks: Collection[int]) -> int:
+        """How many of these are free."""
+        states = self._partitions[partition].states
+        return sum(states[block] is BlockState.FREE for block in blocks)
 
     def release(self, partition: int, blocks: Collection[int]) -> None:
         """One reference less to each used block; a block without any is free."""
@@ -125,7 +179,7 @@ class BlockPool:
 
     def lease(self, partition: int, num: int) -> tuple[int, ...] | None:
         """`num` blocks for a transfer to write; or None, and nothing changes, where fewer are free."""
-        return self._partitions[partition].take(num, BlockState.LEASED)
+        return self._take(partition, num, BlockState.LEASED)
 
     def land(self, partition: int, blocks: Collection[int]) -> None:
         """The transfer wrote them: used, with one reference each."""
@@ -138,6 +192,14 @@ class BlockPool:
     def restore(self, partition: int, blocks: Collection[int]) -> None:
         """Nobody can write them any more."""
         self._move(partition, blocks, BlockState.QUARANTINED, BlockState.FREE)
+
+    def _take(self, partition: int, num: int, target: BlockState) -> tuple[int, ...] | None:
+        taken = self._partitions[partition].take(num, target)
+        if taken is None:
+            return None
+        blocks, lost = taken
+        self._lost += ((partition, block) for block in lost)
+        return blocks
 
     def _move(self, partition: int, blocks: Collection[int], source: BlockState, target: BlockState) -> None:
         pool = self._partitions[partition]

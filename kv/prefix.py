@@ -1,0 +1,122 @@
+"""Which blocks hold what: token sequences by hash chain, so that what begins alike is computed and moved once.
+
+A block's name is the hash of all that its KV depends on: its own tokens, and by its parent's name those before it, the
+model, the dtype and whose it is. So equal names mean equal KV, on any mesh and in any worker. The cache knows the names
+of a worker's blocks, used and free, but for those free ones that the pool has given out for something else.
+Device-free, like the pool. Left out: when a block is complete, and which worker knows what (`serving.router`).
+Source: vLLM's automatic prefix caching, for chained hashes of full blocks.
+"""
+
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonshard.kv.blocks import BlockPool
+
+BlockName = bytes
+NAME_BYTES = 16
+MAX_EVENTS = 65_536  # kept for a reader that lags; whoever lags more asks for a snapshot
+
+
+def root_name(*parts: bytes) -> BlockName:
+    """What the first block's name depends on besides its tokens: fingerprint, dtype, salt, and whatever else."""
+    return _hash(parts)
+
+
+def block_names(root: BlockName, tokens: Sequence[int] | np.ndarray, block_size: int) -> list[BlockName]:
+    """The names of all full blocks of a sequence; of what follows a known block, with its name as the root."""
+    packed = np.asarray(tokens, "<i4")
+    names, parent = [], root
+    for end in range(block_size, len(packed) + 1, block_size):
+        parent = _hash((parent, packed[end - block_size : end].tobytes()))
+        names.append(parent)
+    return names
+
+
+def _hash(parts: Iterable[bytes]) -> BlockName:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()[:NAME_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixEvent:
+    """A name came to be known in a partition, or is known no more. Numbers count a worker's events from 0."""
+
+    number: int
+    partition: int
+    name: BlockName
+    is_known: bool
+
+
+class PrefixCache:
+    """Of one worker: the names of its pool's blocks."""
+
+    def __init__(self, pool: BlockPool):
+        self._pool = pool
+        self._blocks: tuple[dict[BlockName, int], ...] = tuple({} for _ in range(pool.num_partitions))
+        self._names: tuple[dict[int, BlockName], ...] = tuple({} for _ in range(pool.num_partitions))
+        self._num_events = 0
+        self._events: deque[PrefixEvent] = deque(maxlen=MAX_EVENTS)
+
+    def match(self, partition: int, names: Sequence[BlockName]) -> tuple[int, ...]:
+        """The blocks of the longest known beginning. Nobody holds them for it: `hold` before anything is allocated."""
+        self._forget_lost()
+        known = self._blocks[partition]
+        return tuple(known[name] for name in itertools.takewhile(known.__contains__, names))
+
+    def hold(self, partition: int, blocks: Sequence[int]) -> None:
+        """One more reference to each of these blocks, as `match` gave them."""
+        self._pool.hold(partition, blocks)
+
+    def note(self, partition: int, block: int, name: BlockName) -> None:
+        """A used block is complete, and never written again while it is held.
+
+        A second block of the same name stays without one: it is free as soon as it is released.
+        """
+        self._forget_lost()
+        if name in self._blocks[partition] or block in self._names[partition]:
+            return
+        self._pool.keep(partition, block)
+        self._blocks[partition][name] = block
+        self._names[partition][block] = name
+        self._tell(partition, name, is_known=True)
+
+    def num_known(self, partition: int) -> int:
+        self._forget_lost()
+        return len(self._blocks[partition])
+
+    # ---- what others may know
+
+    @property
+    def num_events(self) -> int:
+        """The number of the next event."""
+        self._forget_lost()
+        return self._num_events
+
+    def events_from(self, number: int) -> tuple[PrefixEvent, ...] | None:
+        """The events from that number on; None where some are no longer kept: then a snapshot is needed."""
+        self._forget_lost()
+        first = self._events[0].number if self._events else self._num_events
+        return None if number < first else tuple(itertools.islice(self._events, number - first, None))
+
+    def snapshot(self, partition: int) -> tuple[BlockName, ...]:
+        """All names known there, after all events so far."""
+        self._forget_lost()
+        return tuple(self._blocks[partition])
+
+    def _forget_lost(self) -> None:
+        for partition, block in self._pool.take_lost():
+            name = self._names[partition].pop(block)
+            del self._blocks[partition][name]
+            self._tell(partition, name, is_known=False)
+
+    def _tell(self, partition: int, name: BlockName, *, is_known: bool) -> None:
+        self._events.append(PrefixEvent(self._num_events, partition, name, is_known))
+        self._num_events += 1
