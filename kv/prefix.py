@@ -56,10 +56,11 @@ class PrefixEvent:
 
 
 class PrefixCache:
-    """Of one worker: the names of its pool's blocks."""
+    """Of one worker: the names of its pool's blocks; one that is off knows none."""
 
-    def __init__(self, pool: BlockPool):
+    def __init__(self, pool: BlockPool, *, is_on: bool = True):
         self._pool = pool
+        self._is_on = is_on
         self._blocks: tuple[dict[BlockName, int], ...] = tuple({} for _ in range(pool.num_partitions))
         self._names: tuple[dict[int, BlockName], ...] = tuple({} for _ in range(pool.num_partitions))
         self._num_events = 0
@@ -81,7 +82,7 @@ class PrefixCache:
         A second block of the same name stays without one: it is free as soon as it is released.
         """
         self._forget_lost()
-        if name in self._blocks[partition] or block in self._names[partition]:
+        if not self._is_on or name in self._blocks[partition] or block in self._names[partition]:
             return
         self._pool.keep(partition, block)
         self._blocks[partition][name] = block

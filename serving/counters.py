@@ -13,6 +13,7 @@ class Totals:
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
     prefill_tokens: int = 0
+    cached_tokens: int = 0  # that need not be prefilled, of sequences when they were first admitted
     decode_tokens: int = 0
     wasted_tokens: int = 0  # drawn for a sequence that had ended
 

@@ -8,6 +8,7 @@ scheduler, which decides whether the next step prefills or decodes. Left out: re
 from dataclasses import dataclass, field
 
 from moonshard.kv.blocks import BlockPool
+from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.counters import Totals
 from moonshard.serving.joiners import Joiners
 from moonshard.serving.launches import Launches
@@ -43,15 +44,24 @@ class Prefills:
     stays: list[Stay] = field(default_factory=list)  # that the step uses
     drawing: list[Stay] = field(default_factory=list)
     forks: list[tuple[Stay, Stay]] = field(default_factory=list)
+    completed: set[int] = field(default_factory=set)  # blocks, by this very step
 
 
 class Lane:
-    def __init__(self, config: LaneConfig, pool: BlockPool, partition: int, launches: Launches, totals: Totals):
+    def __init__(
+        self,
+        config: LaneConfig,
+        pool: BlockPool,
+        cache: PrefixCache,
+        partition: int,
+        launches: Launches,
+        totals: Totals,
+    ):
         self.partition = partition
-        self.residents = Residents(pool, partition, config.slots_per_partition)
+        self.residents = Residents(pool, cache, partition, config.slots_per_partition)
         self.waiting = WaitingLine(config.queue_timeout_s)
         self.joiners = Joiners(pool, partition)
-        self.seating = Seating(pool, self.residents, self.waiting, self.joiners, launches)
+        self.seating = Seating(pool, cache, self.residents, self.waiting, self.joiners, launches, totals)
         self._config = config
         self._totals = totals
         self._prefilling: Stay | None = None  # the one whose prefill the last budget cut
@@ -75,7 +85,7 @@ class Lane:
         """Spend one step's budget: the unfinished prefill first, then whoever can be admitted."""
         found, budget = Prefills(), self._config.chunk_tokens
         while budget > 0 and len(found.chunks) < self._config.max_prefill_sequences:
-            stay = self._prefilling or self.seating.admit()
+            stay = self._prefilling or self.seating.admit(found.completed)
             if stay is None:
                 break
             end = min(stay.sequence.num_tokens, stay.num_computed + budget)
@@ -86,6 +96,7 @@ class Lane:
             budget -= self._padded(end - stay.num_computed)
             self._prefilling = None if is_last else stay
             stay.num_computed = end
+            found.completed.update(self.residents.note(stay))
             found.stays += [stay, *followers]
             found.drawing += samplers
             found.forks += [(stay, follower) for follower in followers]

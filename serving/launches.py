@@ -15,11 +15,12 @@ from moonshard.serving.sequence import Stay
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A plan, the stays it uses, and those it draws a token for."""
+    """A plan, the stays it uses, those it draws a token for, and blocks that are held for it alone."""
 
     plan: Plan
     stays: tuple[Stay, ...]
     drawing: tuple[Stay, ...] = ()
+    borrowed: tuple[tuple[int, int], ...] = ()  # (partition, block)
 
 
 class Launches:
@@ -41,11 +42,20 @@ class Launches:
         """For the plan that is pushed next."""
         return next(self._numbers)
 
-    def push(self, plan: Plan, stays: Sequence[Stay], drawing: Sequence[Stay] = ()) -> None:
-        """From now on the stays keep what they hold, until the step has completed."""
+    def push(
+        self,
+        plan: Plan,
+        stays: Sequence[Stay],
+        drawing: Sequence[Stay] = (),
+        borrowed: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """From now on the stays keep what they hold, until the step has completed.
+
+        References to `borrowed` blocks go over to the step: whoever completes it releases them.
+        """
         for stay in stays:
             stay.num_in_flight += 1
-        self._outbox.append(Launch(plan=plan, stays=tuple(stays), drawing=tuple(drawing)))
+        self._outbox.append(Launch(plan=plan, stays=tuple(stays), drawing=tuple(drawing), borrowed=tuple(borrowed)))
 
     def hand_out(self) -> Plan | None:
         """The next step, from now on in flight."""

@@ -53,6 +53,8 @@ class Request:
     min_tokens: int = 0  # stop tokens cannot be drawn before
     n: int = 1
     num_logprobs: int | None = None  # None: no log-probabilities at all; 0: the chosen token's only
+    prefix_root: bytes = b""  # what blocks of KV depend on besides tokens, as `kv.prefix.root_name` makes it
+    block_names: tuple[bytes, ...] = ()  # of the prompt's full blocks, from the first on, as far as they are known
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -87,3 +89,4 @@ class Output:
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     finish: FinishReason | None = None
+    num_cached_tokens: int = 0  # of the prompt: known when the sequence was admitted; 0 in all outputs but its first

@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Iterator
 
 from moonshard.kv.blocks import BlockPool
+from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.request import SlotId
 from moonshard.serving.sequence import Sequence, Stay
 
@@ -16,9 +17,10 @@ from moonshard.serving.sequence import Sequence, Stay
 class Residents:
     """Iterates oldest first, over a copy, so that members may leave meanwhile."""
 
-    def __init__(self, pool: BlockPool, partition: int, num_slots: int):
+    def __init__(self, pool: BlockPool, cache: PrefixCache, partition: int, num_slots: int):
+        self.partition = partition
         self._pool = pool
-        self._partition = partition
+        self._cache = cache
         self._stays: list[Stay] = []
         self._free_slots = list(range(num_slots))  # a heap
 
@@ -31,19 +33,42 @@ class Residents:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free(self._partition)
+        return self._pool.num_free(self.partition)
 
     def enter(self, sequence: Sequence, num_blocks: int, shared: tuple[int, ...] = ()) -> Stay | None:
         """A stay that begins with `shared` blocks, held by reference; None where a slot or blocks are lacking."""
-        own = self._pool.allocate(self._partition, num_blocks - len(shared)) if self._free_slots else None
+        own = self._pool.allocate(self.partition, num_blocks - len(shared)) if self._free_slots else None
         if own is None:
             return None
-        self._pool.retain(self._partition, shared)
+        self._pool.retain(self.partition, shared)
         return self.seat(sequence, shared + own)
+
+    def enter_behind(self, sequence: Sequence, num_blocks: int, found: tuple[int, ...]) -> Stay | None:
+        """As `enter`, beginning with blocks that the cache found; they may be free ones."""
+        num_own = num_blocks - len(found)
+        num_revived = self._pool.num_free_of(self.partition, found)
+        if not self._free_slots or self.num_free_blocks < num_own + num_revived:
+            return None
+        self._cache.hold(self.partition, found)
+        own = self._pool.allocate(self.partition, num_own)
+        assert own is not None  # as was just seen
+        return self.seat(sequence, found + own)
+
+    def note(self, stay: Stay) -> tuple[int, ...]:
+        """Tell the cache which blocks have been completed since the last time; these blocks."""
+        num_complete = stay.num_complete_tokens // self._pool.block_size
+        if num_complete <= stay.num_noted:
+            return ()
+        names = stay.sequence.names(num_complete, self._pool.block_size)
+        fresh = range(stay.num_noted, num_complete)
+        for index in fresh:
+            self._cache.note(self.partition, stay.blocks[index], names[index])
+        stay.num_noted = num_complete
+        return tuple(stay.blocks[index] for index in fresh)
 
     def seat(self, sequence: Sequence, blocks: tuple[int, ...]) -> Stay:
         """A stay with blocks that are held already and go over to it. The caller has seen that a slot is free."""
-        slot = SlotId(self._partition, heapq.heappop(self._free_slots))
+        slot = SlotId(self.partition, heapq.heappop(self._free_slots))
         stay = Stay(sequence=sequence, slot=slot, blocks=blocks)
         insort(self._stays, stay, key=lambda stay: stay.sequence.order)
         return stay
@@ -51,14 +76,14 @@ class Residents:
     def leave(self, stay: Stay) -> None:
         """Give back the slot and the blocks. The last block first: it is the least likely to be asked for again."""
         self._stays.remove(stay)
-        self._pool.release(self._partition, stay.blocks[::-1])
+        self._pool.release(self.partition, stay.blocks[::-1])
         heapq.heappush(self._free_slots, stay.slot.index)
 
     def grow(self, stay: Stay) -> bool:
         """Make sure that the next token's KV has a block; False where none is free."""
         if stay.num_computed < len(stay.blocks) * self._pool.block_size:
             return True
-        fresh = self._pool.allocate(self._partition, 1)
+        fresh = self._pool.allocate(self.partition, 1)
         stay.blocks += fresh or ()
         return fresh is not None
 

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moonshard.kv.blocks import BlockPool, PartitionCounts
+from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.counters import Counters, Totals
 from moonshard.serving.joiners import Joiner
 from moonshard.serving.lane import Lane, LaneConfig
@@ -40,6 +41,7 @@ class SchedulerConfig(LaneConfig):
 
     max_context_tokens: int
     max_queued_requests: int
+    has_prefix_cache: bool = True
     num_microbatches: int = 1  # parts of the slots that decode in turn, so that the stages of a pipeline all have work
 
     def __post_init__(self) -> None:
@@ -59,8 +61,10 @@ class Scheduler:
         self._accepted: dict[bytes, Accepted] = {}
         self._launches = Launches()
         self._totals = Totals()
+        self.cache = PrefixCache(pool, is_on=config.has_prefix_cache)
         self._lanes = tuple(
-            Lane(config, pool, partition, self._launches, self._totals) for partition in range(pool.num_partitions)
+            Lane(config, pool, self.cache, partition, self._launches, self._totals)
+            for partition in range(pool.num_partitions)
         )
         self._is_decode_next = False
         self._microbatch = 0  # that decoded last
@@ -213,6 +217,8 @@ class Scheduler:
         Raises ValueError for any other step: completing out of order would release what a step still uses.
         """
         launch = self._launches.complete(number)
+        for partition, block in launch.borrowed:
+            self._pool.release(partition, (block,))
         outputs = [
             output for stay in launch.drawing if (output := self._deliver(stay, results[stay.sequence.id])) is not None
         ]
@@ -230,10 +236,18 @@ class Scheduler:
             self._totals.wasted_tokens += 1
             return None
         finish = stay.sequence.append(sampled.token)
+        self._lane_of(stay).residents.note(stay)
         if finish is not None:
             self._finish(stay)
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-        return Output(sequence=stay.sequence.id, token_ids=(sampled.token,), logprobs=logprobs, finish=finish)
+        is_first = len(stay.sequence.generated) == 1
+        return Output(
+            sequence=stay.sequence.id,
+            token_ids=(sampled.token,),
+            logprobs=logprobs,
+            finish=finish,
+            num_cached_tokens=(stay.sequence.num_cached_tokens or 0) if is_first else 0,
+        )
 
     def _finish(self, stay: Stay) -> None:
         accepted = stay.sequence.accepted

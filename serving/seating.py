@@ -11,9 +11,11 @@ and joiners or leases hold the blocks it lacks. Since nobody younger passes a jo
 youngest of their partition.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from moonshard.kv.blocks import BlockPool
+from moonshard.kv.prefix import PrefixCache
+from moonshard.serving.counters import Totals
 from moonshard.serving.joiners import Joiner, Joiners
 from moonshard.serving.launches import Launches
 from moonshard.serving.plan import CopyPlan, needs_slot_state
@@ -26,9 +28,18 @@ class Seating:
     """Of one partition."""
 
     def __init__(
-        self, pool: BlockPool, residents: Residents, waiting: WaitingLine, joiners: Joiners, launches: Launches
+        self,
+        pool: BlockPool,
+        cache: PrefixCache,
+        residents: Residents,
+        waiting: WaitingLine,
+        joiners: Joiners,
+        launches: Launches,
+        totals: Totals,
     ):
         self._pool = pool
+        self._cache = cache
+        self._totals = totals
         self._residents = residents
         self._waiting = waiting
         self._joiners = joiners
@@ -36,14 +47,55 @@ class Seating:
 
     # ---- to be prefilled
 
-    def admit(self) -> Stay | None:
-        """The head of the line, where a slot and blocks for its tokens and one more are free. Nobody overtakes it."""
+    def admit(self, unlaunched: Set[int]) -> Stay | None:
+        """The head of the line, where a slot and blocks for its tokens and one more are free. Nobody overtakes it.
+
+        `unlaunched` are blocks that the step completes for which it is admitted: it may read them, but not copy them.
+        """
         head = self._waiting.head()
-        stay = None if head is None else self._residents.enter(head, self._num_blocks_to_admit(head))
+        stay = None if head is None else self._enter(head, unlaunched)
         if stay is not None:
             self._waiting.pop()
             self._load_where_needed(stay)
+            self._count_cached(stay)
         return stay
+
+    def _enter(self, sequence: Sequence, unlaunched: Set[int]) -> Stay | None:
+        """Behind what is known of its tokens, all but the last: that one is computed again, to see what follows it."""
+        found = self._found(sequence)
+        if len(found) * self._pool.block_size < sequence.num_tokens:
+            return self._enter_behind(sequence, found)
+        stay = None if found[-1] in unlaunched else self._enter_behind_all(sequence, found)
+        return stay or self._enter_behind(sequence, found[:-1])
+
+    def _enter_behind(self, sequence: Sequence, found: tuple[int, ...]) -> Stay | None:
+        stay = self._residents.enter_behind(sequence, self._num_blocks_to_admit(sequence), found)
+        if stay is not None:
+            stay.num_computed, stay.num_noted = len(found) * self._pool.block_size, len(found)
+        return stay
+
+    def _enter_behind_all(self, sequence: Sequence, found: tuple[int, ...]) -> Stay | None:
+        """The last token's KV is written into a copy of its block, since others may read that one."""
+        partition, last = self._residents.partition, found[-1]
+        self._cache.hold(partition, (last,))
+        stay = self._enter_behind(sequence, found[:-1])
+        if stay is None:
+            self._pool.release(partition, (last,))
+            return None
+        stay.num_computed = sequence.num_tokens - 1
+        copy = CopyPlan(number=self._launches.next_number(), pairs=((partition, last, stay.blocks[len(found) - 1]),))
+        self._launches.push(copy, [stay], borrowed=[(partition, last)])
+        return stay
+
+    def _found(self, sequence: Sequence) -> tuple[int, ...]:
+        block_size = self._pool.block_size
+        names = sequence.names(sequence.num_tokens // block_size, block_size)
+        return self._cache.match(self._residents.partition, names)
+
+    def _count_cached(self, stay: Stay) -> None:
+        if stay.sequence.num_cached_tokens is None:
+            stay.sequence.num_cached_tokens = stay.num_computed
+            self._totals.cached_tokens += stay.num_computed
 
     def fork(self, leader: Stay) -> list[Stay]:
         """Let the choices that wait for this prefill join it; those without room prefill by themselves."""
@@ -71,7 +123,7 @@ class Seating:
     def num_blocks_due(self) -> int:
         """Of the head of the line; 0 where nobody waits."""
         head = self._waiting.head()
-        return 0 if head is None else self._num_blocks_to_admit(head)
+        return 0 if head is None else self._num_free_to_admit(head)
 
     # ---- with KV that came from elsewhere
 
@@ -93,6 +145,7 @@ class Seating:
         followers = self._enter_beside(leader, take_to_fork(joiner.leader))
         for stay in (leader, *followers):
             stay.phase, stay.num_computed = Phase.DECODE, len(joiner.leader.request.prompt)
+            self._residents.note(stay)
             self._load(stay)  # always: its input token was not sampled here
         self.copy_tails((leader, follower) for follower in followers)
 
@@ -101,7 +154,7 @@ class Seating:
         num_free, head = self._residents.num_free_slots, self._waiting.head()
         if num_free != 1 or head is None or sequence.order < head.order:
             return num_free > 0
-        lacks_blocks = self._residents.num_free_blocks < self._num_blocks_to_admit(head)
+        lacks_blocks = self._residents.num_free_blocks < self._num_free_to_admit(head)
         return lacks_blocks and self._residents.is_empty
 
     # ---- what the ways have in common
@@ -122,6 +175,12 @@ class Seating:
 
     def _num_blocks_to_admit(self, sequence: Sequence) -> int:
         return self._pool.num_blocks_for(sequence.num_tokens + 1)
+
+    def _num_free_to_admit(self, sequence: Sequence) -> int:
+        """How many blocks have to be free, those that hold its beginning already included."""
+        found = self._found(sequence)[: (sequence.num_tokens - 1) // self._pool.block_size]
+        num_shared = len(found) - self._pool.num_free_of(self._residents.partition, found)
+        return self._num_blocks_to_admit(sequence) - num_shared
 
     def _load_where_needed(self, stay: Stay) -> None:
         if needs_slot_state(stay.sequence.request):

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 
+from moonshard.kv.prefix import BlockName, block_names
 from moonshard.serving.plan import DecodeRow, LoadPlan, PrefillChunk
 from moonshard.serving.request import FinishReason, Request, SequenceId, SlotId
 
@@ -54,6 +55,8 @@ class Sequence:
     id: SequenceId
     accepted: Accepted
     generated: list[int] = field(default_factory=list)
+    num_cached_tokens: int | None = None  # when it was first admitted; None before
+    _names: list[BlockName] = field(default_factory=list)
 
     @property
     def request(self) -> Request:
@@ -73,6 +76,17 @@ class Sequence:
         num_prompt = len(self.request.prompt)
         generated = self.generated[max(0, start - num_prompt) : max(0, end - num_prompt)]
         return self.request.prompt[start:end] + tuple(generated)
+
+    def names(self, num_blocks: int, block_size: int) -> list[BlockName]:
+        """Of the first so many blocks, all of whose tokens are known."""
+        if not self._names:
+            self._names += self.request.block_names
+        num_named = len(self._names)
+        if num_named < num_blocks:
+            parent = self._names[-1] if self._names else self.request.prefix_root
+            rest = self.tokens(num_named * block_size, num_blocks * block_size)
+            self._names += block_names(parent, rest, block_size)
+        return self._names[:num_blocks]
 
     def append(self, token: int) -> FinishReason | None:
         """Take a token; says whether it was the last."""
@@ -100,6 +114,7 @@ class Stay:
     num_computed: int = 0  # tokens whose KV is written once every launched step has run
     num_pending: int = 0  # tokens drawn by launched steps that the host has not seen
     num_in_flight: int = 0  # launched steps that use the slot or the blocks
+    num_noted: int = 0  # blocks whose names the cache was told
 
     @property
     def is_running(self) -> bool:
@@ -118,6 +133,11 @@ class Stay:
     def is_draining(self) -> bool:
         """Whether its blocks come back without anything more being launched."""
         return not self.is_running or (self.phase is Phase.DECODE and self.is_exhausted)
+
+    @property
+    def num_complete_tokens(self) -> int:
+        """Whose KV is written once every launched step has run, and which the host knows."""
+        return min(self.num_computed, self.sequence.num_tokens)
 
     def load(self, number: int) -> LoadPlan:
         sequence = self.sequence

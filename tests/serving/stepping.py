@@ -14,7 +14,12 @@ STOP = 99
 
 def a_scheduler(num_partitions: int = 1, num_blocks: int = 64, **changes: int) -> Scheduler:
     config = SchedulerConfig(
-        slots_per_partition=4, chunk_tokens=64, max_context_tokens=1024, max_queued_requests=100, queue_timeout_s=30.0
+        slots_per_partition=4,
+        chunk_tokens=64,
+        max_context_tokens=1024,
+        max_queued_requests=100,
+        queue_timeout_s=30.0,
+        has_prefix_cache=False,
     )
     return Scheduler(replace(config, **changes), BlockPool(num_partitions, num_blocks, BLOCK_SIZE))
 
