@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
+from moonshard.kv.prefix import PrefixCache
 from moonshard.kv.transfer import ChecksumMismatch
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import NotFound
@@ -25,7 +26,7 @@ from moonshard.serving.handoff import messages as m
 from moonshard.serving.handoff.decode_side import DecodeSide, DecodeSideConfig
 from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.link import Link
-from moonshard.serving.request import Request
+from moonshard.serving.request import Request, prompt_names
 from moonshard.serving.waiting import Rejected
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class DecodeHandoffs:
         *,
         engine: Engine,
         pool: BlockPool,
+        cache: PrefixCache,
         plane: KvPlane,
         epoch: int,
         on_join: Callable[[bytes, Link], None],
@@ -67,6 +69,7 @@ class DecodeHandoffs:
         self._config = config
         self._engine = engine
         self._pool = pool
+        self._cache = cache
         self._plane = plane
         self._on_join = on_join
         side = DecodeSideConfig(
@@ -173,18 +176,25 @@ class DecodeHandoffs:
         reserve = waiting.reserve
         if not self._has_place(partition) or not self._has_room(reserve.request, partition):
             return False
-        answer = self._side.reserve(reserve, partition, (), time.perf_counter())
+        found = self._found(reserve.request, partition)
+        answer = self._side.reserve(reserve, partition, found, time.perf_counter())
         if isinstance(answer, m.Target):
             self._links[reserve.handoff] = waiting.link
             waiting.link.send(link_pb2.WorkerMessage(target=handoff_wire.target_message(answer)))
         return not isinstance(answer, m.Overloaded)
 
+    def _found(self, request: Request, partition: int) -> tuple[int, ...]:
+        """Blocks that begin the prompt and need not move: never its last."""
+        names = prompt_names(request, self._pool.block_size)[: self._pool.num_blocks_for(len(request.prompt)) - 1]
+        return self._cache.match(partition, names)
+
     def _roomiest(self, request: Request) -> int:
         """Where a request goes for which nobody named a partition: where there is room now, or the shortest line."""
 
-        def room(partition: int) -> tuple[bool, int, int]:
+        def room(partition: int) -> tuple[bool, int, int, int]:
             is_now = self._has_place(partition) and self._has_room(request, partition)
-            return is_now, -len(self._waiting[partition]), self._pool.num_free(partition)
+            num_found = len(self._found(request, partition))
+            return is_now, num_found, -len(self._waiting[partition]), self._pool.num_free(partition)
 
         return max(range(self._pool.num_partitions), key=room)
 
@@ -207,7 +217,9 @@ class DecodeHandoffs:
 
         Else those would be preempted for newcomers, and be overtaken for ever when they come back.
         """
-        num_spare = self._pool.num_free(partition) - self._pool.num_blocks_for(len(request.prompt))
+        found = self._found(request, partition)
+        num_shared = len(found) - self._pool.num_free_of(partition, found)
+        num_spare = self._pool.num_free(partition) - self._pool.num_blocks_for(len(request.prompt)) + num_shared
         return num_spare >= self._engine.num_sequences(partition) + self._engine.num_blocks_due(partition)
 
     def _refuse(self, handoff: bytes, link: Link) -> None:

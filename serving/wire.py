@@ -129,6 +129,7 @@ def sequence_output(emitted: Emitted) -> link_pb2.SequenceOutput:
             for token, logprobs in zip(output.token_ids, output.logprobs, strict=False)
         ],
         finish_reason=_FINISH[output.finish],
+        cached_tokens=output.num_cached_tokens,
         phases=_phases(emitted.phases),
     )
 

@@ -95,6 +95,7 @@ class Worker:
             config,
             engine=self.engine,
             pool=self._pool,
+            cache=self._scheduler.cache,
             plane=plane,
             epoch=handoff_wire.epoch_from(self.epoch),
             on_join=self._links.__setitem__,

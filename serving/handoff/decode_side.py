@@ -109,8 +109,8 @@ class DecodeSide:
     ) -> Target | Overloaded | None:
         """Hold the blocks of the whole prompt, and at least one slot; or nothing. None for one that has joined.
 
-        `held_blocks` are used blocks that begin the prompt. The last block always moves, so that every handoff has a
-        last manifest. Asked twice, it answers with the same target.
+        `held_blocks` are kept blocks that begin the prompt, used or free. The last block always moves, so that every
+        handoff has a last manifest. Asked twice, it answers with the same target.
         """
         if reserve.handoff in self._joined:
             return None
@@ -119,10 +119,11 @@ class DecodeSide:
         num_blocks = self._pool.num_blocks_for(len(reserve.request.prompt))
         held = held_blocks[: num_blocks - 1]
         num_missing = num_blocks - len(held)
+        self._pool.hold(partition, held)
         own = self._pool.lease(partition, num_missing) if self._slab.num_free(partition) else None
         if own is None:
+            self._pool.release(partition, held[::-1])
             return Overloaded(handoff=reserve.handoff, retry_after_s=self.config.retry_after_s)
-        self._pool.retain(partition, held)
         grants = self._grant(partition, min(num_missing, self.config.max_slots_per_handoff))
         lease_s = min(self.config.lease_s, reserve.deadline_s)
         target = self._target(reserve, partition, num_blocks, len(held), grants, lease_s)

@@ -80,6 +80,9 @@ class DecodeProcess:
         )
         self.side = DecodeSide(config, epoch, self.pool, self.slab)
         self.cached = tuple(self.pool.allocate(partition, 1) or () for partition in range(num_partitions))
+        for partition, blocks in enumerate(self.cached):
+            for block in blocks:
+                self.pool.keep(partition, block)
         self.slots: dict[tuple[int, int], Bytes] = {}
         self.pages: dict[tuple[int, int], Bytes] = {}
         self.copies: list[m.Copy] = []
