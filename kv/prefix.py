@@ -37,6 +37,11 @@ def block_names(root: BlockName, tokens: Sequence[int] | np.ndarray, block_size:
     return names
 
 
+def split_names(joined: bytes) -> list[BlockName]:
+    """Names as a message carries them: one after another."""
+    return [joined[start : start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES)]
+
+
 def _hash(parts: Iterable[bytes]) -> BlockName:
     digest = hashlib.sha256()
     for part in parts:

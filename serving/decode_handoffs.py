@@ -26,7 +26,7 @@ from moonshard.serving.handoff import messages as m
 from moonshard.serving.handoff.decode_side import DecodeSide, DecodeSideConfig
 from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.link import Link
-from moonshard.serving.request import Request, prompt_names
+from moonshard.serving.request import Request
 from moonshard.serving.waiting import Rejected
 
 logger = logging.getLogger(__name__)
@@ -185,8 +185,8 @@ class DecodeHandoffs:
 
     def _found(self, request: Request, partition: int) -> tuple[int, ...]:
         """Blocks that begin the prompt and need not move: never its last."""
-        names = prompt_names(request, self._pool.block_size)[: self._pool.num_blocks_for(len(request.prompt)) - 1]
-        return self._cache.match(partition, names)
+        num_blocks = self._pool.num_blocks_for(len(request.prompt))
+        return self._cache.match(partition, request.block_names[: num_blocks - 1])
 
     def _roomiest(self, request: Request) -> int:
         """Where a request goes for which nobody named a partition: where there is room now, or the shortest line."""

@@ -5,6 +5,7 @@ The gateway has checked what clients send; what is checked here protects the dev
 
 import math
 
+from moonshard.kv.prefix import NAME_BYTES, block_names, split_names
 from moonshard.rpc import inference_pb2, link_pb2
 from moonshard.rpc.link import REQUEST_ID_BYTES
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
@@ -28,13 +29,15 @@ _FINISH = {
 }
 
 
-def request_from(run: link_pb2.Run, vocab_size: int) -> Request:
-    """Raises InvalidArgument naming the field."""
-    _check(run, vocab_size)
+def request_from(run: link_pb2.Run, vocab_size: int, block_size: int) -> Request:
+    """With the names of all its prompt's full blocks. Raises InvalidArgument naming the field."""
+    _check(run, vocab_size, block_size)
     sampling = run.sampling
+    prompt = tuple(run.prompt_tokens)
+    names = split_names(run.block_names) or block_names(run.prefix_root, prompt, block_size)
     return Request(
         id=run.request_id,
-        prompt=tuple(run.prompt_tokens),
+        prompt=prompt,
         sampling=Sampling(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -51,11 +54,14 @@ def request_from(run: link_pb2.Run, vocab_size: int) -> Request:
         min_tokens=run.min_tokens,
         n=run.n,
         num_logprobs=run.logprobs if run.HasField("logprobs") else None,
+        prefix_root=run.prefix_root,
+        block_names=tuple(names),
     )
 
 
-def _check(run: link_pb2.Run, vocab_size: int) -> None:
+def _check(run: link_pb2.Run, vocab_size: int, block_size: int) -> None:
     sampling = run.sampling
+    num_name_bytes = len(run.prompt_tokens) // block_size * NAME_BYTES
     faults = {
         "request_id": len(run.request_id) != REQUEST_ID_BYTES,
         "prompt_tokens": any(token >= vocab_size for token in run.prompt_tokens),
@@ -68,6 +74,7 @@ def _check(run: link_pb2.Run, vocab_size: int) -> None:
         "repetition_penalty": not 0 < sampling.repetition_penalty < math.inf,
         "top_p": not 0 < sampling.top_p <= 1,
         "top_k": sampling.top_k < 0,
+        "block_names": len(run.block_names) not in (0, num_name_bytes),
         "temperature": not 0 <= sampling.temperature < math.inf,
     }
     for field, is_wrong in faults.items():

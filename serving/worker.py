@@ -189,7 +189,7 @@ class Worker:
         self._check_open()
         if self.role == "prefill":
             raise FailedPrecondition("a worker of role prefill does not decode; its runs have a target", field="role")
-        request = wire.request_from(run, self._model.vocab_size)
+        request = wire.request_from(run, self._model.vocab_size, self._model.block_size)
         resumed = wire.resumed_from(run, self._model.vocab_size)
         self.engine.submit(request, resumed, wire.partition_from(run))
         self._links[request.id] = link
@@ -197,12 +197,12 @@ class Worker:
     def _run_for(self, run: link_pb2.Run, link: Link) -> None:
         handoffs = self._prefills()
         self._check_open()
-        handoffs.run(run, wire.request_from(run, self._model.vocab_size), link)
+        handoffs.run(run, wire.request_from(run, self._model.vocab_size, self._model.block_size), link)
 
     def _reserve(self, reserve: link_pb2.Reserve, link: Link) -> None:
         handoffs = self._decodes()
         self._check_open()
-        handoffs.reserve(reserve, wire.request_from(reserve.run, self._model.vocab_size), link)
+        handoffs.reserve(reserve, wire.request_from(reserve.run, self._model.vocab_size, self._model.block_size), link)
 
     def _to_decode(self, name: str, message: link_pb2.GatewayMessage, link: Link) -> None:
         handoffs = self._decodes()

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
+from moonshard.kv.prefix import block_names, root_name
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import ContextLengthExceeded, InternalError, Overloaded, Unavailable
@@ -161,8 +162,11 @@ class Gateway:
         """
         request, limits = admission.request, admission.limits
         check_token_ids(request, "prompt", prompt, limits.vocab_size)
+        root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), b"")
         return link_pb2.Run(
             prompt_tokens=prompt,
+            prefix_root=root,
+            block_names=b"".join(block_names(root, prompt, limits.block_size)),
             sampling=self._sampling(request),
             stop_token_ids=stop_tokens(request, self.model.defaults, limits.vocab_size),
             max_tokens=max_tokens(request, len(prompt), limits.max_context_tokens),

@@ -83,6 +83,7 @@ class Answer:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     finish: dict[int, int] = field(default_factory=dict)
+    num_cached: int = 0
     phases: link_pb2.WorkerPhases = field(default_factory=link_pb2.WorkerPhases)
     first_tokens_came_before_last_chunk: bool | None = None
     cause: m.Cause | None = None
@@ -93,6 +94,7 @@ class Answer:
         self.tokens.setdefault(output.choice, []).extend(output.token_ids)
         self.logprobs.setdefault(output.choice, []).extend(position.chosen.logprob for position in output.logprobs)
         self.phases.MergeFrom(output.phases)
+        self.num_cached = max(self.num_cached, output.cached_tokens)
         if output.finish_reason:
             self.finish[output.choice] = output.finish_reason
 

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.inproc import InprocNetwork, InprocTransport
+from moonshard.kv.prefix import PrefixCache
 from moonshard.kv.slab import Slab
 from moonshard.models.spec import KvGroup
 from moonshard.rpc import link_pb2
@@ -63,10 +64,12 @@ def handoffs(
         lease_s=20.0, quarantine_s=60.0, max_slots_per_handoff=2, max_queued=4, queue_timeout_s=queue_timeout_s
     )
     engine = QuietEngine(num_free_seats)
+    pool = BlockPool(num_partitions, 4, BLOCK_SIZE)
     decode = DecodeHandoffs(
         config,
         engine=cast(Any, engine),
-        pool=BlockPool(num_partitions, 4, BLOCK_SIZE),
+        pool=pool,
+        cache=PrefixCache(pool),
         plane=plane,
         epoch=1,
         on_join=lambda handoff, link: None,

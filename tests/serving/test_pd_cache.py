@@ -1,0 +1,79 @@
+"""What prefill or decode knows of a prompt is neither computed nor moved again, and changes no token."""
+
+import pytest
+
+from moonshard.rpc import link_pb2
+from moonshard.serving.request import Sampling
+from tests.agreement import assert_drawn_from, reference
+from tests.engine_room import long_text
+from tests.serving.pd_pair import BLOCK_SIZE, Answer, Pair, run, running
+
+pytestmark = pytest.mark.xdist_group("jax")
+GREEDY = Sampling(temperature=0.0)
+
+
+def num_landed(pair: Pair) -> int:
+    return pair.decode.inspect().load.kv_transfer.num_landed_blocks
+
+
+async def ask(pair: Pair, each: link_pb2.Run) -> tuple[Answer, int]:
+    """The answer, of the reference's tokens, and how many blocks moved for it."""
+    before = num_landed(pair)
+    answer = await pair.ask(each)
+    assert answer.cause is None
+    assert len(answer.tokens[0]) == each.max_tokens
+    assert_drawn_from(reference(), each.prompt_tokens, answer.tokens[0], GREEDY)
+    return answer, num_landed(pair) - before
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 64, 65, 300])
+async def test_a_prompt_asked_again_moves_one_block_and_is_computed_from_its_last_token_on(length: int):
+    async with running() as pair:
+        prompt, num_full = long_text(length), length // BLOCK_SIZE
+        cold, num_moved = await ask(pair, run(prompt, 20))
+        assert (cold.num_cached, num_moved) == (0, -(-length // BLOCK_SIZE))
+        warm, num_moved = await ask(pair, run(prompt, 20))
+        assert warm.num_cached == (num_full * BLOCK_SIZE if length % BLOCK_SIZE else length - 1)
+        assert num_moved == 1
+        assert warm.tokens == cold.tokens
+
+
+async def test_the_next_turn_moves_what_is_new_and_less_than_a_block():
+    async with running() as pair:
+        prompt = long_text(100)
+        answer, _ = await ask(pair, run(prompt, 50))
+        news = long_text(40, seed=5)
+        turn = [*prompt, *answer.tokens[0], *news]
+        _, num_moved = await ask(pair, run(turn, 20))
+        num_new = len(turn) - (len(prompt) + 50 - 1)  # the last token's KV was never computed
+        assert num_moved * BLOCK_SIZE < num_new + 2 * BLOCK_SIZE
+        moved_tokens = len(turn) - (-(-len(turn) // BLOCK_SIZE) - num_moved) * BLOCK_SIZE
+        assert moved_tokens < num_new + BLOCK_SIZE
+
+
+async def test_decode_prefills_behind_what_it_was_given():
+    async with running() as pair:
+        prompt = long_text(100)
+        await ask(pair, run(prompt, 20))
+        longer = run([*prompt, *long_text(30, seed=2)], 20)
+        before = pair.decode.engine.counters().totals.prefill_tokens
+        answer = await pair.ask_decode_alone(longer)
+        assert_drawn_from(reference(), longer.prompt_tokens, answer.tokens[0], GREEDY)
+        assert pair.decode.engine.counters().totals.prefill_tokens - before == 130 - 96
+        assert answer.num_cached == 96
+
+
+async def test_another_root_is_cold_on_both_sides():
+    async with running() as pair:
+        prompt = long_text(64)
+        await ask(pair, run(prompt, 20, prefix_root=b"a tenant"))
+        other, num_moved = await ask(pair, run(prompt, 20, prefix_root=b"another"))
+        assert (other.num_cached, num_moved) == (0, 4)
+        again, num_moved = await ask(pair, run(prompt, 20, prefix_root=b"a tenant"))
+        assert (again.num_cached, num_moved) == (63, 1)
+
+
+async def test_pools_too_small_to_remember_everything_still_give_the_right_tokens():
+    async with running() as pair:
+        for number in range(12):
+            await ask(pair, run(long_text(900 + 40 * (number % 3), seed=number % 4), 8))
