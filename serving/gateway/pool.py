@@ -17,7 +17,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable
 from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
 from moonshard.serving.gateway.session import Session
-from moonshard.serving.router import Home, Router
+from moonshard.serving.router import Ask, Home, Router
 
 PREFILL_ROLES = frozenset({"prefill"})
 DECODE_ROLES = frozenset({"both", "decode"})
@@ -160,7 +160,7 @@ class LinkPool:
     def _reserve(self, roles: Collection[str], num_tokens: int, exclude: Collection[int]) -> Iterator[Route | None]:
         sessions = {s.address: s for s in self._routable() if s.role in roles and s.epoch not in exclude}
         homes = [Home(s.address, partition) for s in sessions.values() for partition in range(s.welcome.num_partitions)]
-        reservation = self._router.reserve(homes, num_tokens)
+        reservation = self._router.reserve(homes, Ask(num_tokens=num_tokens))
         if reservation is None:
             yield None
             return

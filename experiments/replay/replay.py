@@ -1,0 +1,121 @@
+"""The router alone over a trace: how much of the prompts it finds again, and how evenly it shares out the rest.
+
+Time is the trace's. A worker is a queue of uncached prompt tokens that drains at a constant rate, and a cache of blocks
+that is not bounded unless asked. Every decision is the real router's, fed as workers would feed it: their queues, and
+the blocks that they know. The oracle is one cache without bound that sees all requests.
+"""
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest
+from moonshard.serving.policies import PolicyName, policy
+from moonshard.serving.router import QUEUE_WEIGHT, Ask, Home, Router
+
+NAME_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayConfig:
+    num_workers: int = 8
+    policy: PolicyName = "cost"
+    tokens_per_s: float = 6000.0  # of prompts, per worker
+    blocks_per_worker: int | None = None
+    queue_weight: float = QUEUE_WEIGHT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    num_requests: int
+    hit_rate: float  # of blocks
+    oracle_hit_rate: float
+    load_max_over_mean: float  # of uncached prompt tokens, by worker
+    decisions_per_s: float
+    decision_p50_us: float
+    decision_p99_us: float
+
+
+@dataclass(slots=True)
+class _Worker:
+    """Its queue and its cache; `router` is told what comes and goes in it."""
+
+    home: Home
+    number: int
+    max_blocks: int | None
+    queued_tokens: float = 0.0
+    computed_tokens: int = 0
+    blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # least recently used first
+
+    def drain(self, num_tokens: float) -> None:
+        self.queued_tokens = max(0.0, self.queued_tokens - num_tokens)
+
+    def num_known(self, names: Sequence[bytes]) -> int:
+        return sum(1 for _ in itertools.takewhile(self.blocks.__contains__, names))
+
+    def use(self, names: Sequence[bytes], router: Router) -> None:
+        """The end of the chain first, so that it is also forgotten first."""
+        for name in reversed(names):
+            if name in self.blocks:
+                self.blocks.move_to_end(name)
+            else:
+                self.blocks[name] = None
+                router.index.add(self.number, name)
+        while self.max_blocks is not None and len(self.blocks) > self.max_blocks:
+            name, _ = self.blocks.popitem(last=False)
+            router.index.remove(self.number, name)
+
+
+def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
+    """ValueError for a trace without requests."""
+    if not requests:
+        raise ValueError("the trace has no requests")
+    router = Router(block_size=BLOCK_TOKENS, queue_weight=config.queue_weight)
+    choose = policy(config.policy)
+    homes = [Home(f"worker-{index}", 0) for index in range(config.num_workers)]
+    workers = [_Worker(home, router.home_number(home), config.blocks_per_worker) for home in homes]
+    oracle: set[bytes] = set()
+    num_hits = num_oracle_hits = num_blocks = 0
+    took_s: list[float] = []
+    for request, names, elapsed_s in _in_time(requests):
+        for worker in workers:
+            worker.drain(elapsed_s * config.tokens_per_s)
+            router.report(worker.home, round(worker.queued_tokens))
+        ask = Ask(num_tokens=request.input_tokens, num_prompt=request.input_tokens, names=names)
+        start_s = time.perf_counter()
+        reservation = router.reserve(homes, ask, policy=choose, now_s=request.timestamp_ms / 1e3)
+        took_s.append(time.perf_counter() - start_s)
+        assert reservation is not None  # there are homes
+        router.release(reservation)
+        worker = workers[homes.index(reservation.home)]
+        num_known = worker.num_known(names)
+        left = max(1, request.input_tokens - num_known * BLOCK_TOKENS)
+        worker.queued_tokens += left
+        worker.computed_tokens += left
+        worker.use(names, router)
+        num_hits += num_known
+        num_oracle_hits += sum(1 for _ in itertools.takewhile(oracle.__contains__, names))
+        oracle.update(names)
+        num_blocks += len(names)
+    loads = [worker.computed_tokens for worker in workers]
+    took_s.sort()
+    return Replayed(
+        num_requests=len(requests),
+        hit_rate=num_hits / num_blocks,
+        oracle_hit_rate=num_oracle_hits / num_blocks,
+        load_max_over_mean=max(loads) * len(loads) / sum(loads),
+        decisions_per_s=len(took_s) / sum(took_s),
+        decision_p50_us=took_s[len(took_s) // 2] * 1e6,
+        decision_p99_us=took_s[len(took_s) * 99 // 100] * 1e6,
+    )
+
+
+def _in_time(requests: Sequence[TracedRequest]) -> Iterator[tuple[TracedRequest, list[bytes], float]]:
+    """Each with its blocks' names, and the seconds since the one before."""
+    before_ms = requests[0].timestamp_ms
+    for request in requests:
+        names = [block.to_bytes(NAME_BYTES, "little") for block in request.blocks]
+        yield request, names, (request.timestamp_ms - before_ms) / 1e3
+        before_ms = request.timestamp_ms

@@ -1,0 +1,62 @@
+"""Traces of requests in Mooncake's public format: when, how long, and which blocks of 512 tokens are the same.
+
+One JSON object a line: `timestamp` in ms, `input_length` and `output_length` in tokens, `hash_ids` of the input's
+blocks, the last of which may be partly filled. Source: Mooncake (github.com/kvcache-ai/Mooncake, FAST'25 release).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BLOCK_TOKENS = 512
+
+
+class TraceError(ValueError):
+    """A file that is no trace; the message names the line and the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    timestamp_ms: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]  # equal numbers, and equal ones before them, are equal tokens
+
+
+def read_trace(path: Path) -> list[TracedRequest]:
+    """In the order of their time. TraceError for a line that is no request, OSError for a file that cannot be read."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        return sorted(_requests(path, lines), key=lambda request: request.timestamp_ms)
+
+
+def _requests(path: Path, lines: Iterator[str]) -> Iterator[TracedRequest]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield _request(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{path}, line {number}: {error}") from error
+
+
+def _request(raw: Any) -> TracedRequest:
+    if not isinstance(raw, dict):
+        raise TraceError("expected an object")
+    timestamp, blocks = raw.get("timestamp"), raw.get("hash_ids")
+    if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < float("inf"):
+        raise TraceError(f"timestamp is {timestamp!r}, not a number of milliseconds")
+    if not isinstance(blocks, list) or not all(isinstance(block, int) and block >= 0 for block in blocks):
+        raise TraceError("hash_ids is not a list of numbers")
+    num_input, num_output = _count(raw, "input_length"), _count(raw, "output_length")
+    if len(blocks) != -(-num_input // BLOCK_TOKENS):
+        raise TraceError(f"hash_ids has {len(blocks)} blocks for {num_input} tokens")
+    return TracedRequest(float(timestamp), num_input, num_output, tuple(blocks))
+
+
+def _count(raw: dict[str, Any], field: str) -> int:
+    value = raw.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise TraceError(f"{field} is {value!r}, not a number of tokens")
+    return value

@@ -1,0 +1,81 @@
+"""How a home is chosen among several, by name, so that studies can compare.
+
+Each policy looks at the same columns and returns a row. Pure and without memory: what it goes by is in the columns.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+PolicyName = Literal["cost", "affinity", "round_robin", "random", "least_tokens"]
+MAX_PIN_LOAD = 1.25  # of the mean: a home with more is left
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates:
+    """The homes to choose among, a row each."""
+
+    left_tokens: np.ndarray  # [n] int64: of the request's prompt, that would have to be computed there
+    queued_tokens: np.ndarray  # [n] int64: of other requests, before this one
+    total_tokens: np.ndarray  # [n] int64: ever given to it: among equals the least
+    last_choice: np.ndarray  # [n] int64: when it was chosen last, in decisions; below 0: never
+    pin: int | None  # the row where the session was last
+    queue_weight: float  # what a token in the queue counts beside one to be computed
+
+
+Policy = Callable[[Candidates], int]
+
+
+def cost(candidates: Candidates) -> int:
+    """Where the session was, unless that home is overloaded; else the least work before and for this request.
+
+    Source: the bounded loads of consistent hashing (Mirrokni et al., arXiv 1608.01350) for when to leave.
+    """
+    if candidates.pin is not None and not is_overloaded(candidates, candidates.pin):
+        return candidates.pin
+    costs = candidates.left_tokens + candidates.queue_weight * candidates.queued_tokens
+    return _least(costs, candidates.total_tokens)
+
+
+def affinity(candidates: Candidates) -> int:
+    """Where the session was, whatever the load; a new one goes where the fewest tokens are queued."""
+    return least_tokens(candidates) if candidates.pin is None else candidates.pin
+
+
+def least_tokens(candidates: Candidates) -> int:
+    return _least(candidates.queued_tokens, candidates.last_choice)
+
+
+def round_robin(candidates: Candidates) -> int:
+    return int(candidates.last_choice.argmin())
+
+
+def at_random(seed: int = 0) -> Policy:
+    draw = random.Random(seed)
+    return lambda candidates: draw.randrange(len(candidates.queued_tokens))
+
+
+def is_overloaded(candidates: Candidates, row: int) -> bool:
+    """Whether a home has much more to do than the others, this request included."""
+    queued = candidates.queued_tokens + candidates.left_tokens
+    return bool(queued[row] > MAX_PIN_LOAD * queued.mean() + candidates.left_tokens[row])
+
+
+def policy(name: PolicyName) -> Policy:
+    policies: Mapping[PolicyName, Callable[[], Policy]] = {
+        "cost": lambda: cost,
+        "affinity": lambda: affinity,
+        "round_robin": lambda: round_robin,
+        "random": at_random,
+        "least_tokens": lambda: least_tokens,
+    }
+    return policies[name]()
+
+
+def _least(values: np.ndarray, among_equals: np.ndarray) -> int:
+    """The row of the least of [n], of equal ones that with the least of `among_equals` [n]."""
+    rows = np.flatnonzero(values == values.min())
+    return int(rows[among_equals[rows].argmin()])

@@ -1,0 +1,133 @@
+"""Which home knows how much of a prompt: the names of blocks that workers said they have, put together.
+
+A home is a small number that the router gives a worker's partition. Names form chains, and a worker forgets the end of
+a chain before its beginning, so whoever knows a block is taken to know what comes before it. What a worker says is
+ordered by numbers: what comes twice changes nothing, and after a gap, or from another process, all must be told anew.
+Pure. Left out: what a worker itself does with a block.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+BlockName = bytes
+
+
+class PrefixIndex:
+    """Every operation costs O(1) per name."""
+
+    def __init__(self) -> None:
+        self._homes: dict[BlockName, int | set[int]] = {}  # most names are known to one home alone
+        self._names: dict[int, set[BlockName]] = {}
+
+    def __len__(self) -> int:
+        """Names known at least once."""
+        return len(self._homes)
+
+    def add(self, home: int, name: BlockName) -> None:
+        known = self._homes.get(name)
+        if known is None:
+            self._homes[name] = home
+        elif isinstance(known, set):
+            known.add(home)
+        elif known != home:
+            self._homes[name] = {known, home}
+        self._names.setdefault(home, set()).add(name)
+
+    def remove(self, home: int, name: BlockName) -> None:
+        """Nothing happens where it is not known there."""
+        names = self._names.get(home)
+        if names is None or name not in names:
+            return
+        names.remove(name)
+        known = self._homes[name]
+        if isinstance(known, set) and len(known) > 1:
+            known.remove(home)
+        else:
+            del self._homes[name]
+
+    def purge(self, home: int) -> None:
+        for name in tuple(self._names.get(home, ())):
+            self.remove(home, name)
+
+    def known(self, home: int) -> frozenset[BlockName]:
+        return frozenset(self._names.get(home, ()))
+
+    def num_known(self, names: Sequence[BlockName]) -> dict[int, int]:
+        """How many of the first names each home knows; homes that know none are not in it."""
+        num_found = self._num_found(names)
+        found: dict[int, int] = {}
+        num_seen = 0
+        for index in range(num_found - 1, -1, -1):
+            known = self._homes[names[index]]
+            num_homes = len(known) if isinstance(known, set) else 1
+            if num_homes == num_seen:
+                continue  # the same as one block further on
+            for home in known if isinstance(known, set) else (known,):
+                found.setdefault(home, index + 1)
+            num_seen = num_homes
+        return found
+
+    def _num_found(self, names: Sequence[BlockName]) -> int:
+        """Of the first names, how many anybody knows: by bisection, since what is known begins a chain."""
+        low, high = 0, len(names)
+        while low < high:
+            middle = (low + high) // 2
+            if names[middle] in self._homes:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A home has this name now, or has it no more."""
+
+    home: int
+    name: BlockName
+    is_known: bool
+
+
+@dataclass(slots=True)
+class Hearsay:
+    """What one process has said so far, into an index. `homes` are its partitions'."""
+
+    index: PrefixIndex
+    homes: tuple[int, ...]
+    _epoch: int | None = None
+    _next: int | None = field(default=None)  # number of its next event; None: a snapshot must come first
+
+    def events(self, epoch: int, first: int, said: Iterable[Said]) -> bool:
+        """Events from that number on. False: some are missing, and a snapshot is needed."""
+        if epoch != self._epoch:
+            self._begin(epoch)
+            self._next = 0
+        if self._next is None or first > self._next:
+            self._next = None
+            return False
+        number = first
+        for one in said:
+            if number == self._next:
+                (self.index.add if one.is_known else self.index.remove)(one.home, one.name)
+                self._next += 1
+            number += 1
+        return True
+
+    def snapshot(self, epoch: int, next_number: int, names: Iterable[tuple[int, BlockName]]) -> None:
+        """All that its homes know, after all events before that number. One older than what was heard is ignored."""
+        if epoch == self._epoch and self._next is not None and next_number < self._next:
+            return
+        self._begin(epoch)
+        for home, name in names:
+            self.index.add(home, name)
+        self._next = next_number
+
+    def gone(self) -> None:
+        """The process ended: nothing of it is known any more."""
+        for home in self.homes:
+            self.index.purge(home)
+        self._epoch = self._next = None
+
+    def _begin(self, epoch: int) -> None:
+        self.gone()
+        self._epoch = epoch
