@@ -1,0 +1,124 @@
+"""One row for every request that was let in, appended to a file as it ends: what it used and what that costs.
+
+A row is a line of JSON, written whole or not at all: what a full disk cut off is taken back, and the row waits for the
+next try. So the sum over the file never counts anything twice, and a reader need not know who wrote it. Writing happens
+on a thread of its own, since a disk may be slow. One process writes a file; several gateways have a file each. Left
+out: who the tenant is.
+"""
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+MAX_PENDING_ROWS = 100_000  # that wait for room on the disk; more are lost
+
+
+class LedgerError(ValueError):
+    """A file that is no ledger; the message names the line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Of one request. `outcome` is its finish reason, `aborted`, or the code of its error."""
+
+    request_id: str
+    ended_at: str  # UTC, ISO 8601 with seconds
+    tenant: str
+    session: str  # hashed; empty without one
+    model: str
+    outcome: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    usd: float
+
+    @property
+    def day(self) -> str:
+        return self.ended_at[:10]
+
+
+class Ledger:
+    """Appends rows. `num_lost` and `num_pending` are for an alert: serving goes on whatever happens here."""
+
+    def __init__(self, path: Path):
+        """OSError where the file cannot be opened for appending."""
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._pending: deque[bytes] = deque()
+        self.num_lost = 0
+        self.num_failures = 0
+        self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, row: Row) -> None:
+        """Never blocks."""
+        self._rows.put(row)
+
+    def close(self) -> None:
+        """Writes what has been added, once more tries what is pending, and ends the thread."""
+        self._rows.put(None)
+        self._thread.join()
+        os.close(self._file)
+
+    def _write_all(self) -> None:
+        while (row := self._rows.get()) is not None:
+            self._pending.append(json.dumps(asdict(row), separators=(",", ":")).encode() + b"\n")
+            self._try_pending()
+            while len(self._pending) > MAX_PENDING_ROWS:
+                self._pending.popleft()
+                self.num_lost += 1
+        self._try_pending()
+        self.num_lost += len(self._pending)
+
+    def _try_pending(self) -> None:
+        while self._pending:
+            try:
+                self._append(self._pending[0])
+            except OSError as error:
+                if not self.num_failures:
+                    logger.error("ledger %s: %s; rows wait", self._path, error.strerror)
+                self.num_failures += 1
+                return
+            self._pending.popleft()
+
+    def _append(self, line: bytes) -> None:
+        """The whole line, or nothing and OSError."""
+        start = os.fstat(self._file).st_size
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            os.ftruncate(self._file, start)
+            raise
+
+
+def read_ledger(path: Path) -> Iterator[Row]:
+    """The rows of a file, also while it is written to. LedgerError for a line that is no row."""
+    names = {field.name for field in fields(Row)}
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return  # being written
+            try:
+                raw: Any = json.loads(line)
+                if not isinstance(raw, dict) or raw.keys() != names:
+                    raise LedgerError("not a row of a ledger")
+                yield Row(**raw)
+            except ValueError as error:
+                raise LedgerError(f"{path}, line {number}: {error}") from error
