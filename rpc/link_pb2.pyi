@@ -316,7 +316,7 @@ class KvShardLayout(_message.Message):
     def __init__(self, owner: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_stop: _Optional[int] = ..., token_start: _Optional[int] = ..., token_stop: _Optional[int] = ..., feature_start: _Optional[int] = ..., feature_stop: _Optional[int] = ...) -> None: ...
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("hello", "run", "cancel", "refused", "reserve", "landed", "start", "credits", "drained")
+    __slots__ = ("hello", "run", "cancel", "refused", "reserve", "landed", "start", "credits", "drained", "tell_prefixes")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +326,7 @@ class GatewayMessage(_message.Message):
     START_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    TELL_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     run: Run
     cancel: Cancel
@@ -335,7 +336,12 @@ class GatewayMessage(_message.Message):
     start: Start
     credits: Credits
     drained: Drained
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., landed: _Optional[_Union[Manifest, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
+    tell_prefixes: TellPrefixes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., landed: _Optional[_Union[Manifest, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., tell_prefixes: _Optional[_Union[TellPrefixes, _Mapping]] = ...) -> None: ...
+
+class TellPrefixes(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "epoch", "fingerprint", "role", "dtype", "vocab_size", "max_context_tokens", "block_size", "num_partitions", "num_blocks", "max_slots", "load_s", "compile_s", "endpoint")
@@ -370,7 +376,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., role: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_partitions: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_slots: _Optional[int] = ..., load_s: _Optional[float] = ..., compile_s: _Optional[float] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining", "kv_transfer")
+    __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining", "kv_transfer", "cached_tokens", "num_seen")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +394,8 @@ class WorkerLoad(_message.Message):
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEEN_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queued_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -405,7 +413,9 @@ class WorkerLoad(_message.Message):
     peak_memory_bytes: int
     draining: bool
     kv_transfer: KvTransfer
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., active_tokens: _Optional[_Iterable[int]] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ...) -> None: ...
+    cached_tokens: int
+    num_seen: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., active_tokens: _Optional[_Iterable[int]] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., num_seen: _Optional[int] = ...) -> None: ...
 
 class KvTransfer(_message.Message):
     __slots__ = ("num_handoffs", "published_bytes", "num_transfers", "publish_s", "num_failures", "landed_bytes", "num_landed_blocks", "num_checksum_mismatches", "free_slab_slots", "used_slab_slots", "leased_slab_slots", "quarantined_slab_slots", "total_slab_slots")
@@ -503,7 +513,7 @@ class Failed(_message.Message):
     def __init__(self, request_id: _Optional[bytes] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., cause: _Optional[_Union[HandoffCause, str]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("welcome", "step", "failed", "load", "target", "credits", "chunk", "first_tokens", "drained")
+    __slots__ = ("welcome", "step", "failed", "load", "target", "credits", "chunk", "first_tokens", "drained", "prefix_snapshot", "prefix_events")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -513,6 +523,8 @@ class WorkerMessage(_message.Message):
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_EVENTS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     step: StepOutput
     failed: Failed
@@ -522,7 +534,29 @@ class WorkerMessage(_message.Message):
     chunk: Manifest
     first_tokens: FirstTokens
     drained: Drained
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., chunk: _Optional[_Union[Manifest, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
+    prefix_snapshot: PrefixSnapshot
+    prefix_events: PrefixEvents
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., chunk: _Optional[_Union[Manifest, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., prefix_snapshot: _Optional[_Union[PrefixSnapshot, _Mapping]] = ..., prefix_events: _Optional[_Union[PrefixEvents, _Mapping]] = ...) -> None: ...
+
+class PrefixSnapshot(_message.Message):
+    __slots__ = ("next_number", "names")
+    NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    next_number: int
+    names: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, next_number: _Optional[int] = ..., names: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PrefixEvents(_message.Message):
+    __slots__ = ("first_number", "names", "partitions", "is_known")
+    FIRST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    IS_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    first_number: int
+    names: bytes
+    partitions: _containers.RepeatedScalarFieldContainer[int]
+    is_known: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, first_number: _Optional[int] = ..., names: _Optional[bytes] = ..., partitions: _Optional[_Iterable[int]] = ..., is_known: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ()

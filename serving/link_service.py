@@ -88,4 +88,4 @@ async def _report_load(worker: Worker, session: LinkSession) -> None:
     while True:
         await asyncio.sleep(LOAD_PERIOD_S)
         if session.outgoing.empty():  # a gateway that does not read is not told the same thing for ever
-            session.send(link_pb2.WorkerMessage(load=worker.load()))
+            session.send(link_pb2.WorkerMessage(load=worker.load(session)))

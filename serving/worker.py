@@ -23,6 +23,7 @@ from moonshard.serving.link import Link, request_id_of
 from moonshard.serving.loading import LoadedModel
 from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.prefill_handoffs import PrefillHandoffs
+from moonshard.serving.prefix_feed import PrefixFeed
 from moonshard.serving.scheduler import Scheduler
 from moonshard.serving.waiting import QueueTimeout, Rejected
 from moonshard.serving.worker_report import kv_transfer_message, load_message, partition_state, welcome_message
@@ -55,7 +56,8 @@ class Worker:
         self._plane = plane
         self._pool = model.block_pool()
         self._scheduler = Scheduler(model.scheduler_config(config), self._pool)
-        self._open: set[Link] = set()
+        self._open: dict[Link, PrefixFeed] = {}
+        self._num_seen: dict[Link, int] = {}  # Run and Reserve messages
         self._links: dict[bytes, Link] = {}  # by request
         self.engine = Engine(
             scheduler=self._scheduler,
@@ -126,24 +128,27 @@ class Worker:
         """Take no new requests, and tell the gateways at once, so that they send them elsewhere."""
         self.is_draining = True
         for link in self._open:
-            link.send(link_pb2.WorkerMessage(load=self.load()))
+            link.send(link_pb2.WorkerMessage(load=self.load(link)))
 
     def _tick(self) -> None:
         if self._handoffs is not None:
             self.engine.guard(self._handoffs.tick)
+        self._tell_prefixes()
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     # ---- links
 
     def open_link(self, link: Link) -> None:
         """Welcome a gateway. `close_link` undoes it."""
-        self._open.add(link)
+        self._open[link] = PrefixFeed(self._scheduler.cache, self._pool.num_partitions)
+        self._num_seen[link] = 0
         link.send(link_pb2.WorkerMessage(welcome=self.welcome()))
         link.send(link_pb2.WorkerMessage(load=self.load()))
 
     def close_link(self, link: Link) -> None:
         """End all that came over it. Its handoffs first: room that a request leaves is none of theirs any more."""
-        self._open.discard(link)
+        self._open.pop(link, None)
+        self._num_seen.pop(link, None)
         if self._handoffs is not None:
             self._handoffs.close_link(link)
         for request_id in [id for id, owner in self._links.items() if owner is link]:
@@ -156,6 +161,8 @@ class Worker:
     def receive(self, message: link_pb2.GatewayMessage, link: Link) -> None:
         """Do what a gateway says, or answer with the error of the request it names."""
         name = message.WhichOneof("message")
+        if name in ("run", "reserve"):
+            self._num_seen[link] += 1
         try:
             match name:
                 case "run" if message.run.HasField("target"):
@@ -166,6 +173,8 @@ class Worker:
                     self._reserve(message.reserve, link)
                 case "cancel":
                     self._cancel(message.cancel, link)
+                case "tell_prefixes":
+                    link.send(self._open[link].snapshot())
                 case "refused":
                     self._refused(message.refused.message)
                 case "landed" | "start" | "drained":
@@ -246,7 +255,8 @@ class Worker:
 
     # ---- what others may know
 
-    def load(self) -> link_pb2.WorkerLoad:
+    def load(self, link: Link | None = None) -> link_pb2.WorkerLoad:
+        """`link`: whom it is told."""
         partitions = range(self._pool.num_partitions)
         return load_message(
             self.engine.counters(),
@@ -257,6 +267,7 @@ class Worker:
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             draining=self.is_draining,
             kv_transfer=self._kv_transfer(),
+            num_seen=0 if link is None else self._num_seen[link],
         )
 
     def inspect(self) -> link_pb2.Inspection:
@@ -303,11 +314,17 @@ class Worker:
                 self._decode.left(request_id)
         if self._decode is not None:
             self._decode.admit()  # the one ahead may sit now, or one of several choices has left its slot
-        if by_link:
-            load = self.load()
-            for link, outputs in by_link.items():
-                step = link_pb2.StepOutput(step=report.number, outputs=outputs, load=load)
-                link.send(link_pb2.WorkerMessage(step=step))
+        load = self.load() if by_link else None
+        for link, outputs in by_link.items():
+            step = link_pb2.StepOutput(step=report.number, outputs=outputs, load=load)
+            step.load.num_seen = self._num_seen[link]
+            link.send(link_pb2.WorkerMessage(step=step))
+
+    def _tell_prefixes(self) -> None:
+        """A few times a second and not with every step: what a router knows may be that old."""
+        for link, feed in self._open.items():
+            while (news := feed.news()) is not None:
+                link.send(news)
 
     def _on_expired(self, request_id: bytes, error: QueueTimeout) -> None:
         message = wire.failed(request_id, wire.rejection(error))

@@ -49,6 +49,7 @@ def load_message(counters: Counters, **rest: object) -> link_pb2.WorkerLoad:
         prefill_tokens=totals.prefill_tokens,
         decode_tokens=totals.decode_tokens,
         wasted_tokens=totals.wasted_tokens,
+        cached_tokens=totals.cached_tokens,
         **rest,  # pyright: ignore[reportArgumentType]  # named by the caller, checked by protobuf
     )
 

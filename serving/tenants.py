@@ -1,0 +1,91 @@
+"""Who a request is from: an API key names a tenant, whose KV nobody else's request finds.
+
+Keys are kept as hashes, so that the file that names them is no secret worth stealing; a tenant may have several. The
+salt that goes into the names of a tenant's blocks comes from here and never from a client. Without a file there is one
+tenant, and every key is let in. Left out: limits.
+"""
+
+import hashlib
+import re
+import secrets
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+KEY_PREFIX = "msk-"
+BEARER = "bearer "
+DEFAULT = "default"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+class KeyFileError(ValueError):
+    """A key file that cannot be served; the message names file and entry."""
+
+
+class UnknownKey(Exception):
+    """No key, or one that names nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    name: str
+
+    @property
+    def salt(self) -> bytes:
+        """For the names of blocks."""
+        return hashlib.sha256(b"moonshard tenant\0" + self.name.encode()).digest()
+
+
+class Tenants:
+    """By key."""
+
+    def __init__(self, by_hash: Mapping[str, Tenant] | None):
+        """None: one tenant for all."""
+        self._by_hash = by_hash
+
+    def of(self, authorization: str | None) -> Tenant:
+        """By an Authorization header, or a gRPC call's metadata of that name. Raises UnknownKey."""
+        if self._by_hash is None:
+            return Tenant(DEFAULT)
+        if not authorization:
+            raise UnknownKey("no API key was given: expected `Authorization: Bearer KEY`")
+        if authorization[: len(BEARER)].lower() != BEARER:
+            raise UnknownKey("the Authorization header is not of the form `Bearer KEY`")
+        found = self._by_hash.get(hash_key(authorization[len(BEARER) :].strip()))
+        if found is None:
+            raise UnknownKey("the API key is not known here")
+        return found
+
+
+def hash_key(key: str) -> str:
+    """Keys are 256 random bits, so one round without a salt is enough: there is nothing to guess."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def make_key() -> str:
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def load_tenants(path: Path | None) -> Tenants:
+    """A TOML file with a table `keys`: the SHA-256 of each key in hex, and its tenant's name.
+
+    Raises:
+        KeyFileError: naming what is wrong in it, or why it cannot be read.
+    """
+    if path is None:
+        return Tenants(None)
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise KeyFileError(f"{path}: {error}") from error
+    keys = tree.get("keys")
+    if tree.keys() != {"keys"} or not isinstance(keys, dict):
+        raise KeyFileError(f"{path}: expected one table, [keys]")
+    for key, name in keys.items():
+        if not _HASH.fullmatch(key):
+            raise KeyFileError(f"{path}: {key[:16]!r} is not the SHA-256 of a key in hex")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise KeyFileError(f"{path}: {name!r} is no tenant's name: letters, digits and ._-, at most 64")
+    return Tenants({key: Tenant(name) for key, name in keys.items()})
