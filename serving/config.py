@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from moonshard.serving.policies import PolicyName
+from moonshard.serving.router import QUEUE_WEIGHT
 from moonshard.sharding.rules import DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 
@@ -64,6 +66,8 @@ class GatewayConfig:
 class RoutingConfig:
     """Which worker a request goes to, and what becomes of it when that one is lost."""
 
+    policy: PolicyName = "cost"  # how a worker is chosen: see serving/policies.py
+    queue_weight: Annotated[float, Meta(ge=0, le=1e3)] = QUEUE_WEIGHT  # of policy cost: a queued token beside one to do
     local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0  # prompts so short are prefilled where they are decoded
     max_attempts: Positive = 3  # how often a request is begun or continued on other workers
     failover_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 1.5  # of a request that lost its worker, for another
@@ -110,6 +114,7 @@ class KvConfig:
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64  # tokens
     num_blocks: Positive | None = None  # per partition; None: what memory allows
+    prefix_cache: bool = True  # blocks are found again by what they hold, until they are needed for something else
     transport: Literal["mooncake", "grpc", "inproc"] = "mooncake"
     slab_bytes: Positive = 256 * 1024 * 1024  # of each worker's own: KV lands in it, or is staged in it
     slots_per_handoff: Positive | None = None  # None: a quarter of the slab's slots, at least 1

@@ -86,6 +86,7 @@ class LoadedModel:
             chunk_tokens=self.shapes.prefill_buckets[-1],
             q_tile=self.shapes.q_tile,
             max_prefill_sequences=MAX_PREFILL_SEQUENCES,
+            has_prefix_cache=config.kv.prefix_cache,
             num_microbatches=min(self.num_stages, self.pool.slots_per_partition),
             max_context_tokens=self.shapes.max_context_tokens,
             max_queued_requests=config.gateway.max_queued_requests,

@@ -33,8 +33,10 @@ class Ask:
     """What the router must know of a request, or of one leg of it."""
 
     num_tokens: int  # that it may come to hold
-    num_prompt: int = 0  # of these, that have to be computed unless they are known
+    num_prompt: int = 0  # of these, that have to be computed there, or moved there, unless they are known
+    is_prefill: bool = False  # it ends with its prompt: what is known weighs nothing
     names: Sequence[BlockName] = ()  # of the prompt's full blocks
+    block_size: int = 64
     session: bytes | None = None
 
 
@@ -68,9 +70,8 @@ class _Load:
 class Router:
     """Tokens in flight per partition. A worker that is away keeps its reservations: they end with their requests."""
 
-    def __init__(self, *, block_size: int = 64, queue_weight: float = QUEUE_WEIGHT, pins: Pins | None = None) -> None:
+    def __init__(self, *, queue_weight: float = QUEUE_WEIGHT, pins: Pins | None = None) -> None:
         self.index = PrefixIndex()
-        self._block_size = block_size
         self._queue_weight = queue_weight
         self._pins = pins or Pins()
         self._loads: dict[Home, _Load] = {}
@@ -91,10 +92,10 @@ class Router:
         known = self._known_tokens(loads, ask)
         pin = self._pin(loads, ask, now_s)
         row = policy(self._candidates(loads, ask, known, pin))
-        reservation = Reservation(
-            self._next_number, homes[row], ask.num_tokens, int(known[row]), _affinity(ask, pin, row)
-        )
-        self._take(loads[row], reservation, ask, num_left=ask.num_prompt - int(known[row]))
+        num_known = int(known[row])
+        num_tokens = ask.num_tokens - num_known if ask.is_prefill else ask.num_tokens
+        reservation = Reservation(self._next_number, homes[row], num_tokens, num_known, _affinity(ask, pin, row))
+        self._take(loads[row], reservation)
         if ask.session is not None:
             self._pins.put(ask.session, loads[row].index, now_s)
         return reservation
@@ -136,7 +137,7 @@ class Router:
         if ask.names and (found := self.index.num_known(ask.names)):
             for row, load in enumerate(loads):
                 if load.index in found:
-                    known[row] = min(found[load.index] * self._block_size, ask.num_prompt - 1)
+                    known[row] = min(found[load.index] * ask.block_size, ask.num_prompt - 1)
         return known
 
     def _pin(self, loads: Sequence[_Load], ask: Ask, now_s: float) -> int | None:
@@ -157,12 +158,12 @@ class Router:
             queue_weight=self._queue_weight,
         )
 
-    def _take(self, load: _Load, reservation: Reservation, ask: Ask, num_left: int) -> None:
+    def _take(self, load: _Load, reservation: Reservation) -> None:
         self._next_number += 1
         self._reservations[reservation.number] = reservation
-        load.in_flight += ask.num_tokens
-        load.unseen[reservation.number] = num_left if ask.num_prompt else ask.num_tokens
-        load.total += num_left if ask.num_prompt else ask.num_tokens
+        load.in_flight += reservation.num_tokens
+        load.unseen[reservation.number] = reservation.num_tokens
+        load.total += reservation.num_tokens
         load.last_choice = reservation.number
 
 

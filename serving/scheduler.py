@@ -98,6 +98,7 @@ class Scheduler:
         if resumed is None:
             self._check_room(lane, now_s)
             accepted = self._accept(request, dict.fromkeys(range(request.n), ()))
+            accepted.num_known_tokens = lane.seating.num_known_tokens(accepted.leader)
             lane.waiting.append(accepted, now_s)
             return
         check_resumed(request, resumed)

@@ -87,6 +87,10 @@ class Seating:
         self._launches.push(copy, [stay], borrowed=[(partition, last)])
         return stay
 
+    def num_known_tokens(self, sequence: Sequence) -> int:
+        """That need not be computed, as things are now."""
+        return min(len(self._found(sequence)) * self._pool.block_size, sequence.num_tokens - 1)
+
     def _found(self, sequence: Sequence) -> tuple[int, ...]:
         block_size = self._pool.block_size
         names = sequence.names(sequence.num_tokens // block_size, block_size)

@@ -32,6 +32,7 @@ class Accepted:
     generated: InitVar[Mapping[int, tuple[int, ...]]]
     choices: tuple["Sequence", ...] = field(init=False)
     num_live: int = field(init=False)  # choices without a finish reason
+    num_known_tokens: int = field(default=0, init=False)  # of the prompt, in the cache when it came
     to_fork: list["Sequence"] = field(init=False)  # choices in no line: they enter with the leader, or come back
 
     def __post_init__(self, generated: Mapping[int, tuple[int, ...]]) -> None:

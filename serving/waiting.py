@@ -86,8 +86,12 @@ class WaitingLine:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to be prefilled for everyone here; choices that will be forked need none."""
-        queued = sum(len(queued.accepted.request.prompt) for queued in self._queue)
+        """Tokens to be prefilled for everyone here, as far as was known when they came.
+
+        Choices that will be forked need none.
+        """
+        accepted = [queued.accepted for queued in self._queue]
+        queued = sum(len(each.request.prompt) - each.num_known_tokens for each in accepted)
         return queued + sum(sequence.num_tokens for sequence in self._returning)
 
     @property

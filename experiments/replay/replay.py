@@ -72,7 +72,7 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
     """ValueError for a trace without requests."""
     if not requests:
         raise ValueError("the trace has no requests")
-    router = Router(block_size=BLOCK_TOKENS, queue_weight=config.queue_weight)
+    router = Router(queue_weight=config.queue_weight)
     choose = policy(config.policy)
     homes = [Home(f"worker-{index}", 0) for index in range(config.num_workers)]
     workers = [_Worker(home, router.home_number(home), config.blocks_per_worker) for home in homes]
@@ -83,7 +83,8 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
         for worker in workers:
             worker.drain(elapsed_s * config.tokens_per_s)
             router.report(worker.home, round(worker.queued_tokens))
-        ask = Ask(num_tokens=request.input_tokens, num_prompt=request.input_tokens, names=names)
+        num_tokens = request.input_tokens
+        ask = Ask(num_tokens=num_tokens, num_prompt=num_tokens, is_prefill=True, names=names, block_size=BLOCK_TOKENS)
         start_s = time.perf_counter()
         reservation = router.reserve(homes, ask, policy=choose, now_s=request.timestamp_ms / 1e3)
         took_s.append(time.perf_counter() - start_s)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from moonshard.kv.prefix import split_names
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import REQUEST_ID_BYTES
 from moonshard.rpc.status import RequestError, Unavailable
@@ -22,6 +23,7 @@ from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.pool import LinkPool, Route
 from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.session import Arrival, Inbox, Session
+from moonshard.serving.router import Ask
 
 MAX_PREFILL_FAILURES = 2  # then the decode worker prefills
 
@@ -108,27 +110,37 @@ class Attempts:
 
     async def _decode_route(self, run: link_pb2.Run, failures: Failures, held: ExitStack) -> Route:
         """Where there is no worker, a request that lost its own waits a while for one; a new one does not."""
-        num_tokens = len(run.prompt_tokens) + run.n * run.max_tokens
+        ask = self._ask(run, is_prefill=False)
         clock = asyncio.get_running_loop()
         end_s = clock.time() + self._routing.failover_wait_s
         while True:
             try:
-                return self._reserve_decode(num_tokens, failures, held)
+                return self._reserve_decode(ask, failures, held)
             except Unavailable:
                 if not failures.num_attempts or clock.time() >= end_s:
                     raise
             await self._pool.wait_changed(max(0.0, end_s - clock.time()))
 
-    def _reserve_decode(self, num_tokens: int, failures: Failures, held: ExitStack) -> Route:
+    def _ask(self, run: link_pb2.Run, *, is_prefill: bool) -> Ask:
+        num_prompt, names = len(run.prompt_tokens), split_names(run.block_names)
+        return Ask(
+            num_tokens=num_prompt if is_prefill else num_prompt + run.n * run.max_tokens,
+            num_prompt=num_prompt,
+            is_prefill=is_prefill,
+            names=names,
+            block_size=self._pool.block_size,
+        )
+
+    def _reserve_decode(self, ask: Ask, failures: Failures, held: ExitStack) -> Route:
         """A worker that failed this request is better than none, but for one that has no room."""
         try:
-            return held.enter_context(self._pool.reserve_decode(num_tokens, exclude=failures.epochs))
+            return held.enter_context(self._pool.reserve_decode(ask, exclude=failures.epochs))
         except Unavailable:
             if failures.overloaded is not None:
                 raise final_error(failures.overloaded) from None
             if not failures.epochs:
                 raise
-        return held.enter_context(self._pool.reserve_decode(num_tokens))
+        return held.enter_context(self._pool.reserve_decode(ask))
 
     def _begin(
         self,
@@ -143,9 +155,12 @@ class Attempts:
         prefill = None if rest.resumed else self._prefill_route(rest, route, failures, prefill_leg)
         rest.partition = route.partition
         if prefill is None:
-            return _Attempt(run=rest, choices=going_on, inbox=route.session.run(rest), route=route)
+            inbox = route.session.run(rest)
+            self._pool.sent(route)
+            return _Attempt(run=rest, choices=going_on, inbox=inbox, route=route)
         self._metrics.handoffs.labels(*self._labels(route)).inc()
         handoff = self._handoffs.begin(rest, prefill=prefill, decode=route.session, prefill_leg=prefill_leg)
+        self._pool.sent(route)
         return _Attempt(
             run=rest, choices=going_on, inbox=handoff.inbox, route=route, prefill=prefill.session, handoff=handoff
         )
@@ -156,8 +171,9 @@ class Attempts:
             return None
         num_prompt = len(run.prompt_tokens)
         if num_prompt > self._routing.local_prefill_max_tokens and failures.num_prefill < MAX_PREFILL_FAILURES:
+            ask = self._ask(run, is_prefill=True)
             for exclude in (failures.epochs, ()):
-                route = leg.enter_context(self._pool.reserve_prefill(num_prompt, exclude=exclude))
+                route = leg.enter_context(self._pool.reserve_prefill(ask, exclude=exclude))
                 if route is not None:
                     return route
         self._metrics.local_prefills.labels(*self._labels(decode)).inc()

@@ -42,7 +42,7 @@ class Handoff:
     lease_end_s: float  # by then decode has been started
     inbox: Inbox
     prefill_leg: ExitStack
-    prefill_partition: int
+    prefill: Route
     has_first_tokens: bool = False
     transfer: link_pb2.TransferPhases | None = None  # once its last chunk is here
     retry_after_s: float = 0.0  # as a worker without room said
@@ -84,7 +84,7 @@ class Handoffs:
             lease_end_s=now_s + self._lease_s,
             inbox=decode.open(run.request_id),
             prefill_leg=prefill_leg,
-            prefill_partition=prefill.partition,
+            prefill=prefill,
         )
         self._handoffs[run.request_id] = handoff
         reserve = m.Reserve(
@@ -189,6 +189,8 @@ class Handoffs:
         session = self._pool.session_of(epoch)
         if session is not None and (gateway_message := self._message(message)) is not None:
             session.send(gateway_message)
+            if isinstance(message, m.Run):
+                self._pool.sent(self._handoffs[message.target.handoff].prefill)
 
     def _message(self, message: m.ToPrefill | m.ToDecode) -> link_pb2.GatewayMessage | None:
         match message:
@@ -198,7 +200,7 @@ class Handoffs:
                 return link_pb2.GatewayMessage(reserve=reserve)
             case m.Run(target=target):
                 handoff = self._handoffs[target.handoff]
-                run = handoff_wire.run_message(handoff.run, target, handoff.endpoint, handoff.prefill_partition)
+                run = handoff_wire.run_message(handoff.run, target, handoff.endpoint, handoff.prefill.partition)
                 return link_pb2.GatewayMessage(run=run)
             case m.Manifest():
                 return link_pb2.GatewayMessage(landed=handoff_wire.manifest_message(message))

@@ -54,6 +54,7 @@ class LinkEvents:
     on_change: Callable[["WorkerLink"], None]  # `session` is another one, or none
     on_load: Callable[["WorkerLink"], None]  # after each message of the worker
     on_handoff: Callable[[Session, link_pb2.WorkerMessage], None]
+    on_prefixes: Callable[[Session, link_pb2.WorkerMessage], None]
     on_lost: Callable[[Session], None]  # before its requests are failed
 
 
@@ -132,7 +133,12 @@ class WorkerLink:
         if self._logged:  # said as loudly as the trouble was
             logger.warning("worker %s: connected again", self.address)
             self._logged = ""
-        self.session = Session(address=self.address, welcome=welcome, on_handoff=self._events.on_handoff)
+        self.session = Session(
+            address=self.address,
+            welcome=welcome,
+            on_handoff=self._events.on_handoff,
+            on_prefixes=self._events.on_prefixes,
+        )
         self._events.on_change(self)
         return self.session
 

@@ -80,6 +80,8 @@ async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Asyn
             on_load=StepObserver(metrics),
             silence_s=config.gateway.worker_silence_s,
             credentials=link_credentials(config),
+            policy=config.routing.policy,
+            queue_weight=config.routing.queue_weight,
         )
         metrics.registry.register(WorkerCollector(pool, model.name))
         gateway = Gateway(

@@ -7,6 +7,7 @@ routed to, and asked again later.
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ import grpc
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable
+from moonshard.serving.gateway.knowledge import Knowledge, homes_of
 from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
 from moonshard.serving.gateway.session import Session
-from moonshard.serving.router import Ask, Home, Router
+from moonshard.serving.policies import PolicyName
+from moonshard.serving.policies import policy as policy_of
+from moonshard.serving.router import QUEUE_WEIGHT, Ask, Reservation, Router
 
 PREFILL_ROLES = frozenset({"prefill"})
 DECODE_ROLES = frozenset({"both", "decode"})
@@ -42,6 +46,7 @@ class Route:
     worker_index: int
     session: Session
     partition: int
+    reservation: Reservation
 
 
 class LinkPool:
@@ -58,20 +63,25 @@ class LinkPool:
         on_load: Callable[[int, link_pb2.WorkerLoad], None],
         silence_s: float,
         credentials: grpc.ChannelCredentials | None = None,
+        policy: PolicyName = "cost",
+        queue_weight: float = QUEUE_WEIGHT,
     ) -> None:
         self.on_handoff: Callable[[Session, link_pb2.WorkerMessage], None] = lambda _session, _message: None
         self.on_lost: Callable[[Session], None] = lambda _session: None
         self._on_load = on_load
-        self._router = Router()
+        self._router = Router(queue_weight=queue_weight)
+        self._knowledge = Knowledge(self._router)
+        self._policy = policy_of(policy)
         self._ready, self._not_ready, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._not_ready.set()
         self._seen_routable: tuple[Session, ...] = ()
         config = LinkConfig(gateway_epoch=secrets.token_bytes(16), silence_s=silence_s, credentials=credentials)
         events = LinkEvents(
             accept=self._misfit,
-            on_change=self._notice,
+            on_change=self._changed_session,
             on_load=self._link_loaded,
             on_handoff=self._hand_over,
+            on_prefixes=self._knowledge.prefixes,
             on_lost=self._lost,
         )
         self.links = tuple(WorkerLink(address, config, events) for address in addresses)
@@ -98,6 +108,11 @@ class LinkPool:
             **{name: getattr(welcomes[0], name) for name in _AGREED},
             max_context_tokens=min(welcome.max_context_tokens for welcome in welcomes),
         )
+
+    @property
+    def block_size(self) -> int:
+        """Of the workers that are there; 1 where there is none."""
+        return next((session.welcome.block_size for session in self._sessions()), 1)
 
     @property
     def is_ready(self) -> bool:
@@ -131,21 +146,25 @@ class LinkPool:
         return next((session for session in self._sessions() if session.epoch == epoch), None)
 
     @contextmanager
-    def reserve_decode(self, num_tokens: int, *, exclude: Collection[int] = ()) -> Iterator[Route]:
-        """Hold `num_tokens` on the worker chosen to decode a request while the block runs.
+    def reserve_decode(self, ask: Ask, *, exclude: Collection[int] = ()) -> Iterator[Route]:
+        """Hold the request's tokens on the worker chosen to decode it while the block runs.
 
         `exclude` are the epochs that failed it. Unavailable where no other worker is left, saying why of each.
         """
-        with self._reserve(DECODE_ROLES, num_tokens, exclude) as route:
+        with self._reserve(DECODE_ROLES, ask, exclude) as route:
             if route is None:
                 raise self.unavailable(exclude)
             yield route
 
     @contextmanager
-    def reserve_prefill(self, num_tokens: int, *, exclude: Collection[int] = ()) -> Iterator[Route | None]:
+    def reserve_prefill(self, ask: Ask, *, exclude: Collection[int] = ()) -> Iterator[Route | None]:
         """Likewise on a worker that prefills for others; None where there is none."""
-        with self._reserve(PREFILL_ROLES, num_tokens, exclude) as route:
+        with self._reserve(PREFILL_ROLES, ask, exclude) as route:
             yield route
+
+    def sent(self, route: Route) -> None:
+        """The request has just been sent to where it was reserved, or its leg."""
+        self._knowledge.sent(route.session, route.reservation)
 
     def unavailable(self, exclude: Collection[int] = ()) -> Unavailable:
         """The error of a request that no worker can take, with what is wrong with each."""
@@ -157,16 +176,16 @@ class LinkPool:
             session.fail_all(error)
 
     @contextmanager
-    def _reserve(self, roles: Collection[str], num_tokens: int, exclude: Collection[int]) -> Iterator[Route | None]:
+    def _reserve(self, roles: Collection[str], ask: Ask, exclude: Collection[int]) -> Iterator[Route | None]:
         sessions = {s.address: s for s in self._routable() if s.role in roles and s.epoch not in exclude}
-        homes = [Home(s.address, partition) for s in sessions.values() for partition in range(s.welcome.num_partitions)]
-        reservation = self._router.reserve(homes, Ask(num_tokens=num_tokens))
+        homes = [home for session in sessions.values() for home in homes_of(session)]
+        reservation = self._router.reserve(homes, ask, policy=self._policy, now_s=time.monotonic())
         if reservation is None:
             yield None
             return
         home = reservation.home
         try:
-            yield Route(self._index[home.worker], sessions[home.worker], home.partition)
+            yield Route(self._index[home.worker], sessions[home.worker], home.partition, reservation)
         finally:
             self._router.release(reservation)
 
@@ -196,11 +215,19 @@ class LinkPool:
         self.on_handoff(session, message)  # whoever has set it since
 
     def _lost(self, session: Session) -> None:
+        self._knowledge.end(session)
         self.on_lost(session)
 
     def _link_loaded(self, link: WorkerLink) -> None:
+        if link.session is not None:
+            self._knowledge.loaded(link.session)
         self._notice(link)  # `draining` may have begun or ended
         self._on_load(self._index[link.address], link.last_load)
+
+    def _changed_session(self, link: WorkerLink) -> None:
+        if link.session is not None:
+            self._knowledge.begin(link.session)
+        self._notice(link)
 
     def _notice(self, _link: WorkerLink) -> None:
         routable = tuple(self._routable())

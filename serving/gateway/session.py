@@ -32,10 +32,12 @@ class Session:
     address: str
     welcome: link_pb2.Welcome
     on_handoff: Callable[["Session", link_pb2.WorkerMessage], None]
+    on_prefixes: Callable[["Session", link_pb2.WorkerMessage], None] = lambda _session, _message: None
     load: link_pb2.WorkerLoad = field(default_factory=link_pb2.WorkerLoad)
     outgoing: asyncio.Queue[link_pb2.GatewayMessage] = field(default_factory=asyncio.Queue)
     inboxes: dict[bytes, Inbox] = field(default_factory=dict)
     num_received: int = 0  # messages
+    num_sent: int = 0  # Run and Reserve messages, as the worker counts them
     is_lost: bool = False
 
     @property
@@ -63,6 +65,7 @@ class Session:
     def send(self, message: link_pb2.GatewayMessage) -> None:
         """Dropped where the session is lost: the worker has given up all that came over it."""
         if not self.is_lost:
+            self.num_sent += message.WhichOneof("message") in ("run", "reserve")
             self.outgoing.put_nowait(message)
 
     def close(self, request_id: bytes, *, cancel: bool) -> None:
@@ -84,6 +87,8 @@ class Session:
                 self.load = message.load
             case "failed":
                 self._fail(message)
+            case "prefix_snapshot" | "prefix_events":
+                self.on_prefixes(self, message)
             case "target" | "credits" | "chunk" | "first_tokens" | "drained":
                 self.on_handoff(self, message)
 

@@ -34,7 +34,7 @@ def names(*text: str) -> list[bytes]:
 def prompt(num_blocks: int, **options) -> Ask:
     """Named p0, p1, ..."""
     num_tokens, own = num_blocks * BLOCK, names(*(f"p{i}" for i in range(num_blocks)))
-    return Ask(num_tokens=num_tokens, num_prompt=num_tokens, names=own, **options)
+    return Ask(num_tokens=num_tokens, num_prompt=num_tokens, is_prefill=True, names=own, **options)
 
 
 def knows(router: Router, home: Home, num_blocks: int) -> None:

@@ -10,6 +10,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import Unavailable
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.session import Session
+from moonshard.serving.router import Ask
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.fake_worker import FakeWorker
 
@@ -48,7 +49,7 @@ async def test_each_leg_goes_to_a_worker_of_its_role():
     async with pool_over(*prefills, *decodes) as pool:
         await until_there(pool, 4)
         for _ in range(4):
-            with pool.reserve_decode(10) as decode, pool.reserve_prefill(10) as prefill:
+            with pool.reserve_decode(Ask(num_tokens=10)) as decode, pool.reserve_prefill(Ask(num_tokens=10)) as prefill:
                 assert decode.session.epoch in {epoch_of(worker) for worker in decodes}
                 assert prefill is not None
                 assert prefill.session.epoch in {epoch_of(worker) for worker in prefills}
@@ -64,7 +65,7 @@ async def test_a_worker_that_only_prefills_makes_nobody_ready():
         decode.die()
         await pool.wait_not_ready()
         assert pool.has_prefill
-        with pytest.raises(Unavailable, match="only prefills"), pool.reserve_decode(1):
+        with pytest.raises(Unavailable, match="only prefills"), pool.reserve_decode(Ask(num_tokens=1)):
             pass
 
 
@@ -72,7 +73,7 @@ async def test_without_a_prefill_worker_there_is_no_route_for_one():
     async with pool_over(FakeWorker()) as pool:
         await pool.wait_ready()
         assert not pool.has_prefill
-        with pool.reserve_prefill(1) as route:
+        with pool.reserve_prefill(Ask(num_tokens=1)) as route:
             assert route is None
 
 
@@ -81,11 +82,11 @@ async def test_workers_that_failed_a_request_are_left_out_and_said_so():
     async with pool_over(first, second) as pool:
         await until_there(pool, 2)
         for _ in range(3):
-            with pool.reserve_decode(1, exclude={epoch_of(first)}) as route:
+            with pool.reserve_decode(Ask(num_tokens=1), exclude={epoch_of(first)}) as route:
                 assert route.session.epoch == epoch_of(second)
         both = {epoch_of(first), epoch_of(second)}
         with pytest.raises(Unavailable, match=r"failed this request.*failed this request"):
-            pool.reserve_decode(1, exclude=both).__enter__()
+            pool.reserve_decode(Ask(num_tokens=1), exclude=both).__enter__()
 
 
 async def test_tokens_are_held_while_the_leg_runs_and_given_back_once_however_it_ends():
@@ -96,7 +97,7 @@ async def test_tokens_are_held_while_the_leg_runs_and_given_back_once_however_it
             return [pool.in_flight_tokens(link.address) for link in pool.links]
 
         try:
-            with pool.reserve_decode(10), pool.reserve_prefill(7):
+            with pool.reserve_decode(Ask(num_tokens=10)), pool.reserve_prefill(Ask(num_tokens=7)):
                 assert held() == [7, 10]
                 raise Unavailable("lost")
         except Unavailable:
@@ -111,7 +112,7 @@ async def test_draining_is_a_change_that_a_waiter_sees_and_a_heartbeat_is_none()
         worker.send_load(draining=True)
         assert await pool.wait_changed(10)
         assert not pool.is_ready
-        with pytest.raises(Unavailable, match="draining"), pool.reserve_decode(1):
+        with pytest.raises(Unavailable, match="draining"), pool.reserve_decode(Ask(num_tokens=1)):
             pass
         worker.send_load(draining=False)
         assert await pool.wait_changed(10)
@@ -137,7 +138,7 @@ async def test_what_was_said_of_a_handoff_comes_with_its_session_and_a_loss_befo
     async with pool_over(worker) as pool:
         pool.on_handoff = lambda session, message: heard.append((session, message))
         await pool.wait_ready()
-        with pool.reserve_decode(1) as route:
+        with pool.reserve_decode(Ask(num_tokens=1)) as route:
             session = route.session
         inbox = session.open(b"r" * 16)
         pool.on_lost = lambda session: lost.append((session, session.is_lost, inbox.empty()))

@@ -11,6 +11,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import Unavailable
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.session import Arrival
+from moonshard.serving.router import Ask
 from tests.serving.gateway import fake_process
 from tests.serving.gateway.fake_worker import expected_tokens
 
@@ -39,7 +40,7 @@ async def test_a_stopped_process_is_found_and_what_it_says_later_changes_nothing
     pool = LinkPool([f"127.0.0.1:{port}"], on_load=lambda _index, _load: None, silence_s=1.0)
     async with asyncio.timeout(60), pool.running():
         await pool.wait_ready()
-        with pool.reserve_decode(1) as route:
+        with pool.reserve_decode(Ask(num_tokens=1)) as route:
             session = route.session
         worker.send_signal(signal.SIGSTOP)
         inbox = session.run(a_run(b"1" * 16, 1_000))
@@ -47,7 +48,7 @@ async def test_a_stopped_process_is_found_and_what_it_says_later_changes_nothing
         assert (session.is_lost, pool.is_ready, worker.returncode) == (True, False, None)
         worker.send_signal(signal.SIGCONT)
         await pool.wait_ready()
-        with pool.reserve_decode(1) as route:
+        with pool.reserve_decode(Ask(num_tokens=1)) as route:
             assert route.session is not session
             assert route.session.epoch == session.epoch
             later = route.session.run(a_run(b"2" * 16, 20))
