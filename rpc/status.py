@@ -60,6 +60,15 @@ class ContextLengthExceeded(InvalidArgument):
     openai_code = "context_length_exceeded"
 
 
+class Unauthenticated(RequestError):
+    """No API key, or one that names nobody."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
+    openai_type = "invalid_request_error"
+    openai_code = "invalid_api_key"
+
+
 class TooLarge(RequestError):
     """A body over the configured limit."""
 
@@ -122,6 +131,7 @@ ERRORS: tuple[type[RequestError], ...] = (
     InternalError,
     InvalidArgument,
     ContextLengthExceeded,
+    Unauthenticated,
     TooLarge,
     NotFound,
     FailedPrecondition,

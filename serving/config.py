@@ -55,6 +55,7 @@ class GatewayConfig:
     port: Port = 8000  # HTTP
     grpc_port: Port = 50051
     workers: tuple[Text, ...] = ()  # host:port; empty: `default_worker_addresses`. `serve` starts its own
+    keys: Path | None = None  # a file that names tenants by the hashes of their keys; None: one tenant, without a key
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_queued_requests: Positive = 512
     queue_timeout_s: Seconds = 30.0

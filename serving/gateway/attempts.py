@@ -22,8 +22,8 @@ from moonshard.serving.gateway.handoffs import Handoff, Handoffs
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.pool import LinkPool, Route
 from moonshard.serving.gateway.record import RequestRecord
-from moonshard.serving.gateway.session import Arrival, Inbox, Session
-from moonshard.serving.router import Ask
+from moonshard.serving.gateway.session import Arrival, Inbox
+from moonshard.serving.router import Affinity, Ask
 
 MAX_PREFILL_FAILURES = 2  # then the decode worker prefills
 
@@ -33,6 +33,8 @@ class Sent:
     """An attempt is on its way."""
 
     num_failed: int  # attempts before it
+    worker: str  # the address of the one that prefills it
+    affinity: Affinity | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +45,7 @@ class _Attempt:
     choices: tuple[ChoiceStream, ...]
     inbox: Inbox
     route: Route
-    prefill: Session | None = None
+    prefill: Route | None = None
     handoff: Handoff | None = None
 
     @property
@@ -56,7 +58,12 @@ class _Attempt:
 
     @property
     def prefill_epoch(self) -> int | None:
-        return None if self.prefill is None else self.prefill.epoch
+        return None if self.prefill is None else self.prefill.session.epoch
+
+    @property
+    def sent(self) -> Route:
+        """Where its prompt is computed."""
+        return self.prefill or self.route
 
     async def next(self) -> Arrival:
         """Raises the error that ends the attempt."""
@@ -85,7 +92,11 @@ class Attempts:
         self._may_retry = may_retry
 
     async def events(
-        self, run: link_pb2.Run, choices: Sequence[ChoiceStream], record: RequestRecord
+        self,
+        run: link_pb2.Run,
+        choices: Sequence[ChoiceStream],
+        record: RequestRecord,
+        session: bytes | None = None,
     ) -> AsyncGenerator[Sent | Arrival]:
         """What is sent and what workers send back, until every choice has ended. Close it (`aclosing`) to cancel.
 
@@ -95,12 +106,13 @@ class Attempts:
         failures = Failures(max_attempts=self._routing.max_attempts)
         while True:
             with ExitStack() as held:
-                route = await self._decode_route(run, failures, held)
-                attempt = self._begin(run, choices, route, failures, held)
+                route = await self._decode_route(run, session, failures, held)
+                attempt = self._begin(run, choices, route, session, failures, held)
                 record.sent(route.worker_index, is_moving=attempt.handoff is not None)
                 held.callback(self._end, attempt, record)
                 try:
-                    yield Sent(failures.num_attempts)
+                    where = attempt.sent
+                    yield Sent(failures.num_attempts, where.session.address, where.reservation.affinity)
                     while not attempt.is_over:
                         yield await attempt.next()
                     return
@@ -108,9 +120,11 @@ class Attempts:
                     self._failed(attempt, error, failures)
                     record.retried()
 
-    async def _decode_route(self, run: link_pb2.Run, failures: Failures, held: ExitStack) -> Route:
+    async def _decode_route(
+        self, run: link_pb2.Run, session: bytes | None, failures: Failures, held: ExitStack
+    ) -> Route:
         """Where there is no worker, a request that lost its own waits a while for one; a new one does not."""
-        ask = self._ask(run, is_prefill=False)
+        ask = self._ask(run, session, is_prefill=False)
         clock = asyncio.get_running_loop()
         end_s = clock.time() + self._routing.failover_wait_s
         while True:
@@ -121,7 +135,8 @@ class Attempts:
                     raise
             await self._pool.wait_changed(max(0.0, end_s - clock.time()))
 
-    def _ask(self, run: link_pb2.Run, *, is_prefill: bool) -> Ask:
+    def _ask(self, run: link_pb2.Run, session: bytes | None, *, is_prefill: bool) -> Ask:
+        """Each leg of a session has a pin of its own."""
         num_prompt, names = len(run.prompt_tokens), split_names(run.block_names)
         return Ask(
             num_tokens=num_prompt if is_prefill else num_prompt + run.n * run.max_tokens,
@@ -129,6 +144,7 @@ class Attempts:
             is_prefill=is_prefill,
             names=names,
             block_size=self._pool.block_size,
+            session=None if session is None else session + (b"p" if is_prefill else b"d"),
         )
 
     def _reserve_decode(self, ask: Ask, failures: Failures, held: ExitStack) -> Route:
@@ -147,12 +163,13 @@ class Attempts:
         run: link_pb2.Run,
         choices: Sequence[ChoiceStream],
         route: Route,
+        session: bytes | None,
         failures: Failures,
         held: ExitStack,
     ) -> _Attempt:
         rest, going_on = rest_of(run, choices), tuple(choice for choice in choices if not choice.is_ended)
         prefill_leg = held.enter_context(ExitStack())
-        prefill = None if rest.resumed else self._prefill_route(rest, route, failures, prefill_leg)
+        prefill = None if rest.resumed else self._prefill_route(rest, route, session, failures, prefill_leg)
         rest.partition = route.partition
         if prefill is None:
             inbox = route.session.run(rest)
@@ -161,17 +178,17 @@ class Attempts:
         self._metrics.handoffs.labels(*self._labels(route)).inc()
         handoff = self._handoffs.begin(rest, prefill=prefill, decode=route.session, prefill_leg=prefill_leg)
         self._pool.sent(route)
-        return _Attempt(
-            run=rest, choices=going_on, inbox=handoff.inbox, route=route, prefill=prefill.session, handoff=handoff
-        )
+        return _Attempt(run=rest, choices=going_on, inbox=handoff.inbox, route=route, prefill=prefill, handoff=handoff)
 
-    def _prefill_route(self, run: link_pb2.Run, decode: Route, failures: Failures, leg: ExitStack) -> Route | None:
+    def _prefill_route(
+        self, run: link_pb2.Run, decode: Route, session: bytes | None, failures: Failures, leg: ExitStack
+    ) -> Route | None:
         """None where the worker that decodes should prefill too: the prompt is short, or there is no other."""
         if decode.session.role == "both":
             return None
         num_prompt = len(run.prompt_tokens)
         if num_prompt > self._routing.local_prefill_max_tokens and failures.num_prefill < MAX_PREFILL_FAILURES:
-            ask = self._ask(run, is_prefill=True)
+            ask = self._ask(run, session, is_prefill=True)
             for exclude in (failures.epochs, ()):
                 route = leg.enter_context(self._pool.reserve_prefill(ask, exclude=exclude))
                 if route is not None:

@@ -5,7 +5,7 @@ connection that stays silent. Afterwards an error is an event of its own and end
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -21,6 +21,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 class EventStream(Response):
     """`events` gives encoded events. It is closed, and so its work cancelled, when the client leaves.
 
+    `late_headers` are read when the first event is there, or the first keep-alive.
     Slow readers are waited for: `send` blocks while the connection's buffer is full, and with it `events`.
     """
 
@@ -31,6 +32,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes],
         *,
         error_event: Callable[[RequestError], bytes],
+        late_headers: Mapping[str, str],
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self.status_code = 200
@@ -38,6 +40,7 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
         self._error_event = error_event
+        self._late_headers = late_headers
         self._keep_alive_s = keep_alive_s
         self._is_started = False
 
@@ -71,6 +74,8 @@ class EventStream(Response):
 
     async def _send(self, send: Send, body: bytes) -> None:
         if not self._is_started:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            late = [(name.encode(), value.encode()) for name, value in self._late_headers.items()]
+            headers = [*self.raw_headers, *late]
+            await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
             self._is_started = True
         await send({"type": "http.response.body", "body": body, "more_body": True})

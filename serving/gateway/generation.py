@@ -26,11 +26,20 @@ from moonshard.serving.gateway.pool import LinkPool, ModelLimits
 from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
+from moonshard.serving.router import Affinity
 
-type Event = pb.TokenIds | CallsMade | pb.Delta | pb.Summary
+type Event = Placed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
 
 DRAINING_RETRY_AFTER_S = 5.0
 OVERLOADED_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a request's prompt is computed, and whether that is where its session was last."""
+
+    worker: str
+    affinity: Affinity | None  # None: it has no session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +95,9 @@ class Gateway:
         return limits
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event]:
-        """TokenIds (the prompt), then CallsMade and Deltas, then one Summary. Close it (`aclosing`) to cancel.
+        """Placed and TokenIds (the prompt), then CallsMade and Deltas, then one Summary.
 
+        Close it (`aclosing`) to cancel.
         Raises RequestError, before the first event for what is wrong with the request itself.
         """
         with self._metrics.outcome(), self._admitted(request) as admission:
@@ -136,14 +146,15 @@ class Gateway:
 
     async def _stream(
         self, admission: Admission, run: link_pb2.Run, record: RequestRecord
-    ) -> AsyncGenerator[pb.TokenIds | CallsMade | pb.Delta]:
+    ) -> AsyncGenerator[Placed | pb.TokenIds | CallsMade | pb.Delta]:
         """The prompt as soon as it was sent; then deltas until every choice has ended."""
         model, request = self.model, admission.request
         choices = [ChoiceStream(i, model.detokenizer(request), model.call_parser(request)) for i in range(run.n)]
-        async with aclosing(self._attempts.events(run, choices, record)) as events:
+        async with aclosing(self._attempts.events(run, choices, record, request.caller.session)) as events:
             async for event in events:
                 if isinstance(event, Sent):
                     if not event.num_failed:
+                        yield Placed(event.worker, event.affinity)
                         yield pb.TokenIds(ids=run.prompt_tokens)
                     continue
                 delta = _accept(choices, event)
@@ -162,7 +173,7 @@ class Gateway:
         """
         request, limits = admission.request, admission.limits
         check_token_ids(request, "prompt", prompt, limits.vocab_size)
-        root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), b"")
+        root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), request.caller.tenant.salt)
         return link_pb2.Run(
             prompt_tokens=prompt,
             prefix_root=root,

@@ -7,6 +7,7 @@ decoded by msgspec, so FastAPI neither validates nor documents them.
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InternalError, InvalidArgument, Unavailable, openai_error
 from moonshard.serving.gateway import openai_requests as requests
+from moonshard.serving.gateway.caller import Caller, read_caller
 from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.disconnect import until_disconnect
 from moonshard.serving.gateway.edge import (
@@ -28,7 +30,7 @@ from moonshard.serving.gateway.edge import (
     visible_id,
 )
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S, EventStream
-from moonshard.serving.gateway.generation import Gateway
+from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.openai_body import decode
 from moonshard.serving.gateway.openai_responses import (
@@ -42,6 +44,7 @@ from moonshard.serving.gateway.openai_responses import (
     error_event,
 )
 from moonshard.serving.gateway.parameters import GenerationRequest, TextPrompt
+from moonshard.serving.tenants import Tenants
 
 READY_RETRY_AFTER_S = 1.0
 _CHAT = msgspec.json.Decoder(requests.ChatBody)
@@ -60,12 +63,14 @@ class HttpFront:
         *,
         version: str,
         max_body_bytes: int,
+        tenants: Tenants,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self._gateway = gateway
         self._metrics = metrics
         self._version = version
         self._max_body_bytes = max_body_bytes
+        self._tenants = tenants
         self._keep_alive_s = keep_alive_s
         self._created = int(time.time())
         routes = {
@@ -90,13 +95,18 @@ class HttpFront:
         received_ns = time.perf_counter_ns()
         body = decode(_CHAT, await read_body(request, self._max_body_bytes))
         asked = requests.chat_request(body, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
+        asked = replace(asked, caller=self._caller(request, body))
         return await self._respond(request, body, asked, ChatFormat(self._gateway.model.tokenizer))
 
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
         body = decode(_COMPLETION, await read_body(request, self._max_body_bytes))
         asked = requests.completion_request(body, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
+        asked = replace(asked, caller=self._caller(request, body))
         return await self._respond(request, body, asked, CompletionFormat(self._gateway.model.tokenizer))
+
+    def _caller(self, request: Request, body: requests.GenerationBody) -> Caller:
+        return read_caller(self._tenants, request.headers.get, body.prompt_cache_key, body.user)
 
     async def _respond(
         self, request: Request, body: requests.GenerationBody, asked: GenerationRequest, form: Format
@@ -111,16 +121,19 @@ class HttpFront:
             has_usage=body.is_usage_streamed,
             has_timing=bool(body.return_timing),
         )
+        headers: dict[str, str] = {}
         if body.stream:
             return EventStream(
-                self._events(asked, Chunks(envelope, form)),
+                self._events(asked, Chunks(envelope, form), headers),
+                late_headers=headers,
                 error_event=lambda error: error_event(openai_error(error)),
                 keep_alive_s=self._keep_alive_s,
             )
-        whole = await until_disconnect(request.receive, self._whole(asked, Whole(envelope, form)))
-        return Response(whole, media_type="application/json")
+        whole = await until_disconnect(request.receive, self._whole(asked, Whole(envelope, form), headers))
+        return Response(whole, media_type="application/json", headers=headers)
 
-    async def _events(self, asked: GenerationRequest, chunks: Chunks) -> AsyncGenerator[bytes]:
+    async def _events(self, asked: GenerationRequest, chunks: Chunks, headers: dict[str, str]) -> AsyncGenerator[bytes]:
+        """`headers` are there before the first of them."""
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Delta):
@@ -129,15 +142,20 @@ class HttpFront:
                     yield chunks.calls(event)
                 elif isinstance(event, pb.TokenIds):
                     chunks.set_prompt(event)
+                elif isinstance(event, Placed):
+                    headers |= placement_headers(event)
                 else:
                     yield chunks.summary(event) + DONE
 
-    async def _whole(self, asked: GenerationRequest, whole: Whole) -> bytes:
+    async def _whole(self, asked: GenerationRequest, whole: Whole, headers: dict[str, str]) -> bytes:
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Summary):
                     return whole.body(event)
-                whole.add(event)
+                if isinstance(event, Placed):
+                    headers |= placement_headers(event)
+                else:
+                    whole.add(event)
         raise InternalError("the pipeline ended without a summary")
 
     async def _tokenize(self, request: Request) -> Response:
@@ -191,3 +209,9 @@ class HttpFront:
 
     async def _show_version(self, _request: Request) -> Response:
         return json_response({"version": self._version})
+
+
+def placement_headers(placed: Placed) -> dict[str, str]:
+    """Which worker computes the prompt, and whether the session was there last."""
+    affinity = {} if placed.affinity is None else {"x-moonshard-affinity": placed.affinity}
+    return {"x-moonshard-worker": placed.worker, **affinity}

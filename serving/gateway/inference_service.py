@@ -9,14 +9,17 @@ import secrets
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
+from moonshard.serving.gateway.caller import read_caller
 from moonshard.serving.gateway.generation import Gateway
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+from moonshard.serving.tenants import Tenants
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _SAMPLING = (
@@ -31,8 +34,9 @@ _SPELLING: Mapping[str, str] = {
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, gateway: Gateway, *, version: str) -> None:
+    def __init__(self, gateway: Gateway, *, version: str, tenants: Tenants) -> None:
         self._gateway = gateway
+        self._tenants = tenants
         self._version = version
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -51,6 +55,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await _answer(context, self._detokenize(request))
 
     async def _generate(self, asked: GenerationRequest, context: grpc.aio.ServicerContext) -> None:
+        metadata = dict(context.invocation_metadata() or ())
+        asked = replace(asked, caller=read_caller(self._tenants, lambda name: _text(metadata.get(name))))
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Delta):
@@ -106,6 +112,10 @@ def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> Gene
         num_logprobs=request.logprobs if request.HasField("logprobs") else None,
         spelling=_SPELLING,
     )
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _prompt(request: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPrompt:

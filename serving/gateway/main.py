@@ -30,6 +30,7 @@ from moonshard.serving.gateway.model import load_served_model
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
 from moonshard.serving.status_pipe import Status
+from moonshard.serving.tenants import Tenants, load_tenants
 from moonshard.serving.transport_security import link_credentials
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
@@ -74,6 +75,7 @@ async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Asyn
     """Both fronts and the links to the workers, up inside the block."""
     with contextlib.closing(bind_http(config.gateway.host, config.gateway.port)) as listener:
         model = load_served_model(config.model.path, config.model.name)
+        tenants = load_tenants(config.gateway.keys)
         metrics = GatewayMetrics(model.name)
         pool = LinkPool(
             worker_addresses(config),
@@ -97,9 +99,10 @@ async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Asyn
             metrics,
             version=version("moonshard"),
             max_body_bytes=config.gateway.max_body_bytes,
+            tenants=tenants,
             keep_alive_s=keep_alive_s,
         )
-        grpc_server = _grpc_server(config.gateway, gateway)
+        grpc_server = _grpc_server(config.gateway, gateway, tenants)
         host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
         async with pool.running(), _serving_grpc(grpc_server), _serving_http(front.app, listener):
             yield RunningGateway(
@@ -164,8 +167,8 @@ def _set_on_signal(event: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _grpc_server(config: GatewayConfig, gateway: Gateway) -> BoundServer:
-    service = InferenceService(gateway, version=version("moonshard"))
+def _grpc_server(config: GatewayConfig, gateway: Gateway, tenants: Tenants) -> BoundServer:
+    service = InferenceService(gateway, version=version("moonshard"), tenants=tenants)
     return build_server(
         host=config.host,
         port=config.grpc_port,

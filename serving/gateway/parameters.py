@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from moonshard.models.generation import GenerationDefaults
 from moonshard.rpc.status import InvalidArgument
+from moonshard.serving.gateway.caller import Caller
 from moonshard.serving.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
 
 MAX_STOP_STRINGS = 16
@@ -68,6 +69,7 @@ class GenerationRequest:
     num_logprobs: int | None = None
     skip_special_tokens: bool = True
     tool_use: ToolUse | None = None  # None: calls in the answer are not looked for
+    caller: Caller = field(default_factory=Caller)
     spelling: Mapping[str, str] = field(default_factory=dict)
 
     def invalid(self, name: str, problem: str, kind: type[InvalidArgument] = InvalidArgument) -> InvalidArgument:

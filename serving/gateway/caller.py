@@ -1,0 +1,45 @@
+"""Who calls, and in which session: read off headers or metadata, whichever front they came through.
+
+Agents name their sessions under many names; the first that is there counts. A name is opaque and may be anything, so it
+is hashed at once, with its tenant.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moonshard.rpc.status import Unauthenticated
+from moonshard.serving.affinity import session_key
+from moonshard.serving.tenants import DEFAULT, Tenant, Tenants, UnknownKey
+
+# Cloudflare, OpenCode and others; Claude Code; Codex; Grok.
+SESSION_NAMES = (
+    "x-session-affinity",
+    "x-session-id",
+    "x-claude-code-session-id",
+    "session-id",
+    "session_id",
+    "x-grok-conv-id",
+)
+
+
+ANYBODY = Tenant(DEFAULT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    tenant: Tenant = ANYBODY
+    session: bytes | None = None  # hashed
+
+
+def read_caller(tenants: Tenants, header: Callable[[str], str | None], *body_names: str | None) -> Caller:
+    """`header` gives a header's value by its lower-case name; `body_names` come after all headers.
+
+    Raises Unauthenticated for a key that names no tenant.
+    """
+    try:
+        tenant = tenants.of(header("authorization"))
+    except UnknownKey as error:
+        raise Unauthenticated(str(error)) from error
+    names = (*map(header, SESSION_NAMES), *body_names)
+    name = next((name for name in names if name), None)
+    return Caller(tenant=tenant, session=None if name is None else session_key(tenant.name, name))
