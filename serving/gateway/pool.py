@@ -141,6 +141,10 @@ class LinkPool:
     def in_flight_tokens(self, address: str) -> int:
         return self._router.worker_tokens(address)
 
+    def knows(self, name: bytes) -> bool:
+        """Whether some worker has said that it has this block."""
+        return bool(self._router.index.num_known([name]))
+
     def session_of(self, epoch: int) -> Session | None:
         """The session with that process, if there is one now."""
         return next((session for session in self._sessions() if session.epoch == epoch), None)

@@ -102,6 +102,10 @@ class FakeWorker(link_pb2_grpc.WorkerServicer):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def say(self, message: link_pb2.WorkerMessage) -> None:
+        """On the link that is open."""
+        await self._outbox.put(message)
+
     async def seen(self, num_runs: int) -> None:
         """Until that many requests have arrived."""
         while len(self.runs) < num_runs:

@@ -1,0 +1,47 @@
+"""Whatever a client sends as its session or its key: a caller, or one error that says what is wrong."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonshard.rpc.status import Unauthenticated
+from moonshard.serving.affinity import session_key
+from moonshard.serving.gateway.caller import SESSION_NAMES, read_caller
+from moonshard.serving.tenants import Tenant, Tenants, hash_key
+
+OPEN = Tenants(None)
+KEYS = Tenants({hash_key("one"): Tenant("a"), hash_key("two"): Tenant("b")})
+
+
+def headers(**values: str) -> Callable[[str], str | None]:
+    return {name.replace("_", "-"): value for name, value in values.items()}.get
+
+
+def test_the_first_name_that_is_there_counts_and_the_bodys_come_last():
+    for index, name in enumerate(SESSION_NAMES):
+        given = {later: later for later in SESSION_NAMES[index:]}
+        assert read_caller(OPEN, given.get, "cache key", "user").session == session_key("default", name)
+    assert read_caller(OPEN, headers(), None, "user").session == session_key("default", "user")
+    assert read_caller(OPEN, headers(), "cache key", "user").session == session_key("default", "cache key")
+    assert read_caller(OPEN, headers(x_session_affinity=""), None, None).session is None
+
+
+@given(st.text(min_size=1) | st.just("x" * 10_240) | st.just("☃" * 4000))
+def test_a_session_of_any_name_is_a_short_hash_of_its_tenants_own(name: str):
+    keys = [read_caller(KEYS, headers(authorization=f"Bearer {key}"), name).session for key in ("one", "two")]
+    assert None not in keys
+    assert [len(key or b"") for key in keys] == [16, 16]
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("authorization", [None, "", "Bearer three", "one", "Basic one", "Bearer"])
+def test_a_key_that_names_nobody_is_refused_as_openai_does(authorization: str | None):
+    with pytest.raises(Unauthenticated) as refused:
+        read_caller(KEYS, {"authorization": authorization}.get)
+    assert (refused.value.http_status, refused.value.openai_code) == (401, "invalid_api_key")
+
+
+def test_where_no_key_is_asked_for_any_is_let_in():
+    assert read_caller(OPEN, headers(authorization="Bearer whatever")).tenant.name == "default"

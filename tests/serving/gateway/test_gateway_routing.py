@@ -1,0 +1,113 @@
+"""Sessions stay with their worker, prompts go where they are known, and clients are told; keys are asked for."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from moonshard.kv.prefix import block_names, root_name, split_names
+from moonshard.rpc import link_pb2
+from moonshard.serving.config import GatewayConfig
+from moonshard.serving.gateway.main import RunningGateway, serving
+from moonshard.serving.tenants import Tenant, hash_key
+from tests.serving.gateway import fake_worker
+from tests.serving.gateway.conftest import make_config
+from tests.serving.gateway.fake_worker import BLOCK_SIZE, FakeWorker
+
+NUM_WORKERS = 3
+PROMPT = list(range(4 * BLOCK_SIZE))
+
+
+@pytest.fixture
+def workers() -> list[FakeWorker]:
+    return [FakeWorker(epoch=bytes([index]) * 16) for index in range(NUM_WORKERS)]
+
+
+@pytest.fixture
+async def running(
+    workers: list[FakeWorker], gateway_config: GatewayConfig, model_path: Path
+) -> AsyncIterator[RunningGateway]:
+    async with AsyncExitStack() as stack:
+        ports = [await stack.enter_async_context(fake_worker.serving(worker)) for worker in workers]
+        config = make_config(gateway_config, model_path, [f"127.0.0.1:{port}" for port in ports])
+        running = await stack.enter_async_context(serving(config))
+        pool = running.gateway.pool
+        while sum(link.session is not None for link in pool.links) < NUM_WORKERS:
+            await pool.wait_changed(0.1)
+        yield running
+
+
+async def complete(
+    http: httpx.AsyncClient, prompt: list[int], *, stream: bool = False, **headers: str
+) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 2, "stream": stream}
+    answer = await http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_session_stays_where_it_is_and_the_client_is_told(http: httpx.AsyncClient, stream: bool):
+    name = {"x-session-affinity": "a session"}
+    first = await complete(http, [1, 2, 3], stream=stream, **name)
+    assert first.headers["x-moonshard-affinity"] == "miss"
+    for _ in range(4):
+        await complete(http, [7, 8, 9])  # others take turns on all workers
+        again = await complete(http, [1, 2, 3, 4], stream=stream, **name)
+        assert again.headers["x-moonshard-affinity"] == "hit"
+        assert again.headers["x-moonshard-worker"] == first.headers["x-moonshard-worker"]
+    assert "x-moonshard-affinity" not in (await complete(http, [1])).headers
+
+
+async def test_the_body_may_name_the_session(http: httpx.AsyncClient):
+    found = set()
+    for _ in range(4):
+        body = {"prompt": [1], "max_tokens": 1, "prompt_cache_key": "key"}
+        found.add((await http.post("/v1/completions", json=body)).headers["x-moonshard-worker"])
+    assert len(found) == 1
+
+
+async def test_a_prompt_goes_where_its_beginning_is_known(
+    http: httpx.AsyncClient, running: RunningGateway, workers: list[FakeWorker]
+):
+    limits = running.gateway.limits()
+    root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), Tenant("default").salt)
+    names = block_names(root, PROMPT, BLOCK_SIZE)
+    knowing = workers[1]
+    await knowing.say(link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(names=[b"".join(names[:3])])))
+    while not running.gateway.pool.knows(names[0]):
+        await running.gateway.pool.wait_changed(0.05)
+    for _ in range(3):
+        await complete(http, [*PROMPT, 5])
+    assert [len(worker.runs) for worker in workers] == [0, 3, 0]
+    assert split_names(knowing.runs[0].block_names) == names
+    assert knowing.runs[0].prefix_root == root
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[keys]\n{hash_key("one")} = "a"\n{hash_key("two")} = "b"\n')
+    return path
+
+
+class TestKeys:
+    @pytest.fixture
+    def gateway_config(self, gateway_config: GatewayConfig, keys_file: Path) -> GatewayConfig:
+        return replace(gateway_config, keys=keys_file)
+
+    async def test_without_a_known_key_nobody_is_served(self, http: httpx.AsyncClient, workers: list[FakeWorker]):
+        for headers in ({}, {"authorization": "Bearer three"}):
+            answer = await http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert not any(worker.runs for worker in workers)
+
+    async def test_tenants_share_no_names_of_blocks(self, http: httpx.AsyncClient, workers: list[FakeWorker]):
+        for key in ("one", "two", "one"):
+            await complete(http, PROMPT, authorization=f"Bearer {key}")
+        roots = [run.prefix_root for worker in workers for run in worker.runs]
+        assert sorted(roots.count(root) for root in set(roots)) == [1, 2]
