@@ -93,7 +93,7 @@ def test_only_kept_blocks_are_held_again():
     pool = BlockPool(1, 3, SIZE)
     cache = PrefixCache(pool)
     (known,) = cached(pool, cache, a_chain(1))
-    (plain,) = pool.allocate(0, 1) or ()
+    (plain,) = pool.allocate(0, 1) or (-1,)
     for blocks in ([plain], [known, 2], [known, known], [3]):
         with pytest.raises(BlockMisuse):
             cache.hold(0, blocks)
