@@ -6,16 +6,19 @@ worker. A worker that reports its queue is believed, and what it has not seen ye
 Left out: roles, since the caller names the homes to choose among, and how each is chosen (`serving.policies`).
 """
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from moonshard.serving.affinity import Pins
+from moonshard.serving.loads import SILENT, Loads
 from moonshard.serving.policies import Candidates, Policy, least_tokens
 from moonshard.serving.prefix_index import BlockName, PrefixIndex
 
+MAX_FLEETS = 8  # tuples of homes whose numbers are remembered
 QUEUE_WEIGHT = 0.1  # beside 1 of a token to be computed: see experiments/replay/README.md
 Affinity = Literal["hit", "miss", "moved"]
 
@@ -51,22 +54,6 @@ class Reservation:
     affinity: Affinity | None = None  # None: without a session
 
 
-@dataclass(slots=True)
-class _Load:
-    """What a home has to do, in tokens."""
-
-    index: int
-    in_flight: int = 0
-    unseen: dict[int, int] = field(default_factory=dict)  # of reservations that it does not report yet
-    reported: int | None = None
-    total: int = 0
-    last_choice: int = -1
-
-    @property
-    def queued(self) -> int:
-        return self.in_flight if self.reported is None else self.reported + sum(self.unseen.values())
-
-
 class Router:
     """Tokens in flight per partition. A worker that is away keeps its reservations: they end with their requests."""
 
@@ -74,97 +61,112 @@ class Router:
         self.index = PrefixIndex()
         self._queue_weight = queue_weight
         self._pins = pins or Pins()
-        self._loads: dict[Home, _Load] = {}
+        self._loads = Loads()
+        self._numbers: dict[Home, int] = {}
         self._reservations: dict[int, Reservation] = {}
+        self._unseen: set[int] = set()  # reservations that their workers do not report yet
         self._next_number = 0
+        self._fleets: deque[tuple[Sequence[Home], np.ndarray]] = deque(maxlen=MAX_FLEETS)
 
     def home_number(self, home: Home) -> int:
         """As the index and the pins know it."""
-        return self._load(home).index
+        number = self._numbers.get(home)
+        if number is None:
+            number = self._numbers[home] = self._loads.append()
+        return number
 
     def reserve(
         self, homes: Sequence[Home], ask: Ask, *, policy: Policy = least_tokens, now_s: float = 0.0
     ) -> Reservation | None:
-        """Choose among `homes`; None when there is none."""
+        """Choose among `homes`; None when there is none. A tuple that is given again costs nothing to look up."""
         if not homes:
             return None
-        loads = [self._load(home) for home in homes]
-        known = self._known_tokens(loads, ask)
-        pin = self._pin(loads, ask, now_s)
-        row = policy(self._candidates(loads, ask, known, pin))
+        numbers = self._numbers_of(homes)
+        known = self._known_tokens(numbers, ask)
+        pin = self._pin(numbers, ask, now_s)
+        row = policy(self._candidates(numbers, ask, known, pin))
         num_known = int(known[row])
         num_tokens = ask.num_tokens - num_known if ask.is_prefill else ask.num_tokens
         reservation = Reservation(self._next_number, homes[row], num_tokens, num_known, _affinity(ask, pin, row))
-        self._take(loads[row], reservation)
+        self._take(int(numbers[row]), reservation)
         if ask.session is not None:
-            self._pins.put(ask.session, loads[row].index, now_s)
+            self._pins.put(ask.session, int(numbers[row]), now_s)
         return reservation
 
     def seen(self, reservation: Reservation) -> None:
         """From its next report on, the worker counts this one itself."""
-        self._loads[reservation.home].unseen.pop(reservation.number, None)
+        if reservation.number in self._unseen:
+            self._unseen.remove(reservation.number)
+            self._loads.unseen[self._numbers[reservation.home]] -= reservation.num_tokens
 
     def report(self, home: Home, queued_tokens: int) -> None:
         """What a worker says that it has to do there; it need not know of reservations that were not seen."""
-        self._load(home).reported = queued_tokens
+        self._loads.reported[self.home_number(home)] = queued_tokens
 
     def silent(self, home: Home) -> None:
         """It reports no more: reservations are all there is to go by."""
-        self._load(home).reported = None
+        self._loads.reported[self.home_number(home)] = SILENT
 
     def release(self, reservation: Reservation) -> None:
         """KeyError when it was released before."""
         del self._reservations[reservation.number]
-        load = self._loads[reservation.home]
-        load.in_flight -= reservation.num_tokens
-        load.unseen.pop(reservation.number, None)
+        self.seen(reservation)
+        self._loads.in_flight[self._numbers[reservation.home]] -= reservation.num_tokens
 
     def in_flight_tokens(self, home: Home) -> int:
-        return self._loads[home].in_flight if home in self._loads else 0
+        number = self._numbers.get(home)
+        return 0 if number is None else int(self._loads.in_flight[number])
 
     def worker_tokens(self, worker: str) -> int:
         """In flight at all of a worker's partitions."""
-        return sum(load.in_flight for home, load in self._loads.items() if home.worker == worker)
+        return sum(self.in_flight_tokens(home) for home in self._numbers if home.worker == worker)
 
-    def _load(self, home: Home) -> _Load:
-        if home not in self._loads:
-            self._loads[home] = _Load(len(self._loads))
-        return self._loads[home]
+    def _numbers_of(self, homes: Sequence[Home]) -> np.ndarray:
+        """[n] int64. To hash a thousand homes takes longer than all else in a decision."""
+        for fleet, numbers in self._fleets:
+            if fleet is homes:
+                return numbers
+        numbers = np.array([self.home_number(home) for home in homes], np.int64)
+        if isinstance(homes, tuple):  # which stays as it is
+            self._fleets.append((homes, numbers))
+        return numbers
 
-    def _known_tokens(self, loads: Sequence[_Load], ask: Ask) -> np.ndarray:
-        """Of the prompt, at each home: never its last token, which is always computed."""
-        known = np.zeros(len(loads), np.int64)
-        if ask.names and (found := self.index.num_known(ask.names)):
-            for row, load in enumerate(loads):
-                if load.index in found:
-                    known[row] = min(found[load.index] * ask.block_size, ask.num_prompt - 1)
-        return known
+    def _known_tokens(self, numbers: np.ndarray, ask: Ask) -> np.ndarray:
+        """[n] of the prompt, at each home: never its last token, which is always computed."""
+        found = self.index.num_known(ask.names) if ask.names else {}
+        if not found:
+            return np.zeros(len(numbers), np.int64)
+        known_at = np.zeros(len(self._loads), np.int64)
+        known_at[list(found)] = list(found.values())
+        return np.minimum(known_at[numbers] * ask.block_size, ask.num_prompt - 1)
 
-    def _pin(self, loads: Sequence[_Load], ask: Ask, now_s: float) -> int | None:
+    def _pin(self, numbers: np.ndarray, ask: Ask, now_s: float) -> int | None:
         """The row where the session was; below 0 where that home is not among these."""
         pinned = None if ask.session is None else self._pins.find(ask.session, now_s)
         if pinned is None:
             return None
-        return next((row for row, load in enumerate(loads) if load.index == pinned), -1)
+        rows = np.flatnonzero(numbers == pinned)
+        return int(rows[0]) if len(rows) else -1
 
-    def _candidates(self, loads: Sequence[_Load], ask: Ask, known: np.ndarray, pin: int | None) -> Candidates:
-        columns = np.array([(load.queued, load.total, load.last_choice) for load in loads], np.int64)
+    def _candidates(self, numbers: np.ndarray, ask: Ask, known: np.ndarray, pin: int | None) -> Candidates:
         return Candidates(
             left_tokens=ask.num_prompt - known,
-            queued_tokens=columns[:, 0],
-            total_tokens=columns[:, 1],
-            last_choice=columns[:, 2],
+            queued_tokens=self._loads.queued(numbers),
+            total_tokens=self._loads.total[numbers],
+            last_choice=self._loads.last_choice[numbers],
             pin=None if pin == -1 else pin,
             queue_weight=self._queue_weight,
         )
 
-    def _take(self, load: _Load, reservation: Reservation) -> None:
+    def _take(self, number: int, reservation: Reservation) -> None:
         self._next_number += 1
         self._reservations[reservation.number] = reservation
-        load.in_flight += reservation.num_tokens
-        load.unseen[reservation.number] = reservation.num_tokens
-        load.total += reservation.num_tokens
-        load.last_choice = reservation.number
+        self._unseen.add(reservation.number)
+        loads, num_tokens = self._loads, reservation.num_tokens
+        loads.in_flight[number] += num_tokens
+        loads.unseen[number] += num_tokens
+        loads.total[number] += num_tokens
+        loads.last_choice[number] = reservation.number
 
 
 def _affinity(ask: Ask, pin: int | None, row: int) -> Affinity | None:

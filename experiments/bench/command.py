@@ -31,22 +31,26 @@ from moonshard.experiments.bench.measurement import QUICK, Measurement, Plan, me
 from moonshard.experiments.bench.meshes import measure_meshes
 from moonshard.experiments.bench.peer import peers_of, run_peer
 from moonshard.experiments.bench.report import Report, footnotes, markdown, tables, to_json
+from moonshard.experiments.bench.routing import measure_routing
 from moonshard.experiments.bench.served import measure_after, measure_served
 from moonshard.experiments.bench.server import RunningServer, ServerFailed, serving
 from moonshard.experiments.bench.starts import measure_cold, measure_start, with_cache
 from moonshard.experiments.bench.transport_rows import measure_publishes
+from moonshard.experiments.trace_file import TracedRequest, read_trace
 from moonshard.kv.transfer import TransportUnavailable
 from moonshard.serving.commands.options import Overrides
 from moonshard.serving.config import Config
 from moonshard.serving.config_file import as_overrides, leaves, load_config
 
 Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
-Apart = Literal["transports", "handoff", "meshes", "arrangements", "failover"]  # each with processes of its own
+Apart = Literal[
+    "transports", "handoff", "meshes", "routing", "arrangements", "failover"
+]  # each with processes of its own
 Section = Part | Whole | Apart | Literal["start", "huggingface"]
 Mode = Literal["aggregated", "disaggregated"]
 MODES: Mapping[Whole, Mode] = {"served": "aggregated", "disaggregated": "disaggregated"}
 SERVED: tuple[Whole, ...] = ("served", "disaggregated")
-APART: tuple[Apart, ...] = ("transports", "handoff", "meshes", "arrangements", "failover")
+APART: tuple[Apart, ...] = ("transports", "handoff", "meshes", "routing", "arrangements", "failover")
 PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
 SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", *SERVED, "huggingface", *APART)
@@ -57,6 +61,7 @@ def bench(
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results/bench"),
     quick: bool = False,
     only: Annotated[str, tyro.conf.arg(metavar="PART,...")] = "",
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     set: Overrides = (),
 ) -> int:
     """Measure latency and throughput, and print them beside Hugging Face transformers.
@@ -66,19 +71,21 @@ def bench(
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
-            handoff, meshes, arrangements, failover.
+            handoff, meshes, routing, arrangements, failover.
+        trace: for routing: what to replay, in Mooncake's format; without one sessions of agents that are made up.
         set: a key of the server's configuration, as for `moonshard serve`. May be repeated.
     """
     try:
         sections = sections_of(only)
-    except ValueError as error:
+        requests = None if trace is None else read_trace(trace)
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"moonshard bench: {error}\n")
         return 2
     named = () if model is None else (f"model.path={model.resolve()}",)
     config = load_config(None, (*set, *named))
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     try:
-        report = run_bench(config, QUICK if quick else Plan(), sections, os.environ, console)
+        report = run_bench(config, QUICK if quick else Plan(), sections, os.environ, console, requests)
     except (ServerFailed, TransportUnavailable, subprocess.CalledProcessError) as error:
         sys.stderr.write(f"moonshard bench: {error}\n")
         return 1
@@ -99,12 +106,17 @@ def sections_of(only: str) -> tuple[Section, ...]:
 
 
 def run_bench(
-    config: Config, plan: Plan, sections: Sequence[Section], environment: Mapping[str, str], console: Console
+    config: Config,
+    plan: Plan,
+    sections: Sequence[Section],
+    environment: Mapping[str, str],
+    console: Console,
+    trace: Sequence[TracedRequest] | None = None,
 ) -> Report:
     """ServerFailed, TransportUnavailable, or CalledProcessError of the device's or of Hugging Face's process."""
     begun_s, machine = time.perf_counter(), describe_machine()
     with TemporaryDirectory() as cache:
-        run = _Run(config, plan, sections, with_cache(environment, Path(cache)), console)
+        run = _Run(config, plan, sections, with_cache(environment, Path(cache)), console, trace)
         run.measure()
     return Report(
         stamp=datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ"),
@@ -130,6 +142,7 @@ class _Run:
     sections: Sequence[Section]
     environment: Mapping[str, str]
     console: Console
+    trace: Sequence[TracedRequest] | None
     found: list[Measurement] = field(default_factory=list)
     peer_reports: list[dict] = field(default_factory=list)
 
@@ -162,6 +175,8 @@ class _Run:
                     return measure_handoffs(server, self.plan)
             case "meshes":
                 return measure_meshes(self.config, self.plan, self.environment)
+            case "routing":
+                return measure_routing(self.plan, self.trace)
             case "arrangements":
                 return measure_arrangements(self.config, self.plan, self.environment)
             case _:

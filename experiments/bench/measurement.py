@@ -10,7 +10,16 @@ from typing import Literal
 
 Unit = Literal["ms", "us", "s", "MiB", "tokens/s", "GB/s", "share", "count"]
 Level = Literal[
-    "device", "start", "served", "disaggregated", "transports", "handoff", "meshes", "arrangements", "failover"
+    "device",
+    "start",
+    "served",
+    "disaggregated",
+    "transports",
+    "handoff",
+    "meshes",
+    "routing",
+    "arrangements",
+    "failover",
 ]
 
 
@@ -40,6 +49,8 @@ class Plan:
     pipeline_repeats: int = 7
     mesh_handoff_tokens: tuple[int, ...] = (512, 2048)
     mesh_handoff_repeats: int = 20
+    decisions: int = 20_000  # of the router
+    replay_sessions: int = 1000
     arrangement_rounds: int = 3
     arrangement_s: float = 12.0  # of load on one arrangement in one round
     num_streams: int = 8  # beside the long prompts of the arrangements, and under failover
@@ -58,6 +69,8 @@ QUICK = Plan(
     reshard_repeats=21,
     pipeline_repeats=3,
     mesh_handoff_repeats=5,
+    decisions=2000,
+    replay_sessions=200,
     arrangement_rounds=1,
     kills=2,
 )

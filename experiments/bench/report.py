@@ -11,6 +11,7 @@ from moonshard.experiments.bench.grid import Grid, as_markdown, as_table, number
 from moonshard.experiments.bench.handoff import handoff_grid
 from moonshard.experiments.bench.measurement import Measurement, Plan, as_json
 from moonshard.experiments.bench.meshes_tables import MESH_GRIDS
+from moonshard.experiments.bench.routing import replay_grid, speed_grid
 from moonshard.experiments.bench.transport_rows import transport_grid
 
 NOT_INSTALLED = "not installed"
@@ -24,6 +25,8 @@ LAID_OUT = (
     transport_grid,
     handoff_grid,
     *MESH_GRIDS,
+    speed_grid,
+    replay_grid,
     arrangement_grid,
     failover_grid,
 )  # those whose figures stand side by side

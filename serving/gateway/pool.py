@@ -8,7 +8,7 @@ routed to, and asked again later.
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, LinkConfig, Link
 from moonshard.serving.gateway.session import Session
 from moonshard.serving.policies import PolicyName
 from moonshard.serving.policies import policy as policy_of
-from moonshard.serving.router import QUEUE_WEIGHT, Ask, Reservation, Router
+from moonshard.serving.router import QUEUE_WEIGHT, Ask, Home, Reservation, Router
 
 PREFILL_ROLES = frozenset({"prefill"})
 DECODE_ROLES = frozenset({"both", "decode"})
@@ -47,6 +47,19 @@ class Route:
     session: Session
     partition: int
     reservation: Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """Workers to choose among."""
+
+    sessions: Mapping[str, Session]  # by address
+    homes: tuple[Home, ...]
+
+    @classmethod
+    def of(cls, sessions: Iterable[Session]) -> "_Fleet":
+        by_address = {session.address: session for session in sessions}
+        return cls(by_address, tuple(home for session in by_address.values() for home in homes_of(session)))
 
 
 class LinkPool:
@@ -75,6 +88,7 @@ class LinkPool:
         self._ready, self._not_ready, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._not_ready.set()
         self._seen_routable: tuple[Session, ...] = ()
+        self._fleets: dict[frozenset[str], _Fleet] = {}
         config = LinkConfig(gateway_epoch=secrets.token_bytes(16), silence_s=silence_s, credentials=credentials)
         events = LinkEvents(
             accept=self._misfit,
@@ -181,17 +195,25 @@ class LinkPool:
 
     @contextmanager
     def _reserve(self, roles: Collection[str], ask: Ask, exclude: Collection[int]) -> Iterator[Route | None]:
-        sessions = {s.address: s for s in self._routable() if s.role in roles and s.epoch not in exclude}
-        homes = [home for session in sessions.values() for home in homes_of(session)]
-        reservation = self._router.reserve(homes, ask, policy=self._policy, now_s=time.monotonic())
+        fleet = self._fleet(roles, exclude)
+        reservation = self._router.reserve(fleet.homes, ask, policy=self._policy, now_s=time.monotonic())
         if reservation is None:
             yield None
             return
         home = reservation.home
         try:
-            yield Route(self._index[home.worker], sessions[home.worker], home.partition, reservation)
+            yield Route(self._index[home.worker], fleet.sessions[home.worker], home.partition, reservation)
         finally:
             self._router.release(reservation)
+
+    def _fleet(self, roles: Collection[str], exclude: Collection[int]) -> "_Fleet":
+        """The workers of these roles that can be routed to; the same object as long as they are the same."""
+        if exclude:
+            return _Fleet.of(s for s in self._routable() if s.role in roles and s.epoch not in exclude)
+        roles = frozenset(roles)
+        if roles not in self._fleets:
+            self._fleets[roles] = _Fleet.of(s for s in self._routable() if s.role in roles)
+        return self._fleets[roles]
 
     def _sessions(self) -> list[Session]:
         return [link.session for link in self.links if link.session is not None]
@@ -238,6 +260,7 @@ class LinkPool:
         if routable == self._seen_routable:
             return
         self._seen_routable = routable
+        self._fleets.clear()
         became, was = (self._ready, self._not_ready) if self.is_ready else (self._not_ready, self._ready)
         became.set()
         was.clear()

@@ -182,7 +182,8 @@ def test_every_policy_chooses_among_the_candidates_and_has_its_own_way():
     chosen = {}
     for name in ("cost", "affinity", "round_robin", "random", "least_tokens"):
         router, choose = Router(), policies.policy(name)
-        knows(router, Home("a", 0), 4)
+        if name == "cost":
+            knows(router, Home("a", 0), 4)
         found = []
         for _ in range(6):
             reservation = router.reserve(homes("a", "b", "c"), prompt(4, session=b"s"), policy=choose, now_s=0.0)
