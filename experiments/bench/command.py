@@ -25,6 +25,7 @@ from rich.console import Console
 from moonshard.experiments.bench.arrangements import measure_arrangements
 from moonshard.experiments.bench.device import Job, Part
 from moonshard.experiments.bench.failover import measure_failover
+from moonshard.experiments.bench.gateway_cost import measure_gateway
 from moonshard.experiments.bench.handoff import measure_handoffs
 from moonshard.experiments.bench.machine import describe_commit, describe_machine, describe_versions
 from moonshard.experiments.bench.measurement import QUICK, Measurement, Plan, merge
@@ -44,13 +45,13 @@ from moonshard.serving.config_file import as_overrides, leaves, load_config
 
 Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
 Apart = Literal[
-    "transports", "handoff", "meshes", "routing", "arrangements", "failover"
+    "transports", "handoff", "meshes", "routing", "gateway", "arrangements", "failover"
 ]  # each with processes of its own
 Section = Part | Whole | Apart | Literal["start", "huggingface"]
 Mode = Literal["aggregated", "disaggregated"]
 MODES: Mapping[Whole, Mode] = {"served": "aggregated", "disaggregated": "disaggregated"}
 SERVED: tuple[Whole, ...] = ("served", "disaggregated")
-APART: tuple[Apart, ...] = ("transports", "handoff", "meshes", "routing", "arrangements", "failover")
+APART: tuple[Apart, ...] = ("transports", "handoff", "meshes", "routing", "gateway", "arrangements", "failover")
 PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
 SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", *SERVED, "huggingface", *APART)
@@ -71,7 +72,7 @@ def bench(
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
-            handoff, meshes, routing, arrangements, failover.
+            handoff, meshes, routing, gateway, arrangements, failover.
         trace: for routing: what to replay, in Mooncake's format; without one sessions of agents that are made up.
         set: a key of the server's configuration, as for `moonshard serve`. May be repeated.
     """
@@ -177,6 +178,8 @@ class _Run:
                 return measure_meshes(self.config, self.plan, self.environment)
             case "routing":
                 return measure_routing(self.plan, self.trace)
+            case "gateway":
+                return measure_gateway(self.config, self.plan, self.environment)
             case "arrangements":
                 return measure_arrangements(self.config, self.plan, self.environment)
             case _:

@@ -68,6 +68,16 @@ class Process:
         self.running.kill()
         self.running.wait()
 
+    def stop(self) -> None:
+        """As a person would; killed where that takes too long. Nothing where it is not running."""
+        if self.popen is None or self.popen.poll() is not None:
+            return
+        self.popen.send_signal(signal.SIGTERM)
+        try:
+            self.popen.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
     def _log(self) -> str:
         return self.log_path.read_text(errors="replace")
 

@@ -18,6 +18,7 @@ Level = Literal[
     "handoff",
     "meshes",
     "routing",
+    "gateway",
     "arrangements",
     "failover",
 ]
@@ -51,6 +52,9 @@ class Plan:
     mesh_handoff_repeats: int = 20
     decisions: int = 20_000  # of the router
     replay_sessions: int = 1000
+    gateway_rounds: int = 3
+    gateway_s: float = 12.0  # of one number of streams, directly or through the gateway
+    gateway_tokens: int = 40  # of a stream
     arrangement_rounds: int = 3
     arrangement_s: float = 12.0  # of load on one arrangement in one round
     num_streams: int = 8  # beside the long prompts of the arrangements, and under failover
@@ -71,6 +75,8 @@ QUICK = Plan(
     mesh_handoff_repeats=5,
     decisions=2000,
     replay_sessions=200,
+    gateway_rounds=1,
+    gateway_s=6.0,
     arrangement_rounds=1,
     kills=2,
 )

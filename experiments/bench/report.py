@@ -7,6 +7,7 @@ from rich.table import Table
 
 from moonshard.experiments.bench.arrangements import arrangement_grid
 from moonshard.experiments.bench.failover import failover_grid
+from moonshard.experiments.bench.gateway_cost import gateway_grid
 from moonshard.experiments.bench.grid import Grid, as_markdown, as_table, number, spread
 from moonshard.experiments.bench.handoff import handoff_grid
 from moonshard.experiments.bench.measurement import Measurement, Plan, as_json
@@ -27,6 +28,7 @@ LAID_OUT = (
     *MESH_GRIDS,
     speed_grid,
     replay_grid,
+    gateway_grid,
     arrangement_grid,
     failover_grid,
 )  # those whose figures stand side by side

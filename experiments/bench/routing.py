@@ -128,8 +128,8 @@ def speed_grid(measurements: Sequence[Measurement], _plan: Plan) -> Grid:
             rows.append((name, number(one.median), number(p99), f"{len(one.samples):,}", held))
     blocks = SYSTEM_BLOCKS + SESSION_BLOCKS + NEW_BLOCKS
     notes = (
-        f"Routing: prompts of {blocks} blocks of {BLOCK_SIZE} tokens, {SYSTEM_BLOCKS} of them known to every worker and "
-        f"{NEW_BLOCKS} to none; a report of one worker between two decisions.",
+        f"Routing: prompts of {blocks} blocks of {BLOCK_SIZE} tokens, {SYSTEM_BLOCKS} of them known to every worker "
+        f"and {NEW_BLOCKS} to none; a report of one worker between two decisions.",
     )
     return Grid(title="Router: speed", columns=SPEED_COLUMNS, rows=tuple(rows), notes=notes if rows else ())
 

@@ -1,0 +1,187 @@
+"""What the gateway adds to the time of a token: the same scripted worker, called directly and through a gateway.
+
+Directly means over its Link, as a gateway calls it. The worker makes a step every 50 ms on the clock; streams begin
+evenly spread over time and each is followed by another, so that so many are under way. Direct and through take turns.
+"""
+
+import asyncio
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import grpc
+
+from moonshard.experiments.bench.deployment import Process
+from moonshard.experiments.bench.grid import Grid, number
+from moonshard.experiments.bench.measurement import Measurement, Plan
+from moonshard.experiments.bench.scripted_worker import STEP_S
+from moonshard.experiments.bench.streams import Seen, ask_grpc
+from moonshard.experiments.bench.transport_rows import verdict
+from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.link import PROTOCOL_VERSION
+from moonshard.serving.commands.serve import ChildCommands
+from moonshard.serving.config import Config
+
+PROMPT = tuple(range(1, 129))
+DIRECT, THROUGH = "direct", "through the gateway"
+BARS_MS: Mapping[int, tuple[float, float]] = {1: (5.0, 1.0), 32: (5.0, 1.0), 256: (25.0, 8.0)}  # TTFT and ITL, at p99
+COLUMNS = (
+    "streams",
+    *(f"{what} p99, {way}, ms" for what in ("TTFT", "ITL") for way in (DIRECT, THROUGH)),
+    "TTFT added",
+    "ITL added",
+    "bars",
+)
+
+Ask = Callable[[], Awaitable[Seen]]
+
+
+def measure_gateway(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
+    """ServerFailed if the gateway does not start."""
+    found: list[Measurement] = []
+    with _scripted_worker(environment) as address, _gateway(config, address, environment) as gateway:
+        for _ in range(plan.gateway_rounds):
+            for num_streams in BARS_MS:
+                for way, seen in asyncio.run(_both(address, gateway, num_streams, plan)).items():
+                    found += _measurements(num_streams, way, seen)
+    return found
+
+
+@contextmanager
+def _scripted_worker(environment: Mapping[str, str]) -> Iterator[str]:
+    argv = [sys.executable, "-m", "moonshard.experiments.bench.scripted_worker"]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdin is not None  # they were asked for
+    assert process.stdout is not None
+    try:
+        yield f"127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+@contextmanager
+def _gateway(config: Config, address: str, environment: Mapping[str, str]) -> Iterator[str]:
+    """Its gRPC address."""
+    config = replace(config, gateway=replace(config.gateway, port=0, grpc_port=0))
+    with TemporaryDirectory() as folder:
+        process = Process(name="gateway", log_path=Path(folder) / "gateway.log", environment=environment)
+        process.start(ChildCommands(config).gateway([address], None))
+        try:
+            process.wait_for("moonshard ready")
+            yield process.said("grpc")
+        finally:
+            process.stop()
+
+
+async def _both(address: str, gateway: str, num_streams: int, plan: Plan) -> dict[str, list[Seen]]:
+    async with DirectClient.connected(address) as direct, AsyncClient(gateway) as client:
+
+        async def through() -> Seen:
+            return await ask_grpc(client, PROMPT, plan.gateway_tokens)
+
+        async def directly() -> Seen:
+            return await direct.ask(PROMPT, plan.gateway_tokens)
+
+        return {
+            way: await _keep_up(ask, num_streams, plan.gateway_s, plan.gateway_tokens)
+            for way, ask in ((DIRECT, directly), (THROUGH, through))
+        }
+
+
+async def _keep_up(ask: Ask, num_streams: int, duration_s: float, num_tokens: int) -> list[Seen]:
+    """So many streams at a time, their beginnings spread over the length of one; the first of each does not count."""
+    end_s = time.perf_counter() + duration_s
+
+    async def one_after_another(index: int) -> list[Seen]:
+        await asyncio.sleep(index / num_streams * num_tokens * STEP_S)
+        seen = [await ask()]
+        while time.perf_counter() < end_s:
+            seen.append(await ask())
+        return seen[1:] or seen
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one_after_another(index)) for index in range(num_streams)]
+    return [seen for task in tasks for seen in task.result()]
+
+
+class DirectClient:
+    """Asks a worker over its Link, as a gateway would, and stamps the tokens as they come."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall):
+        self._call = call
+        self._arrivals: dict[bytes, list[int]] = {}
+        self._ended: dict[bytes, asyncio.Future[None]] = {}
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, address: str) -> AsyncIterator["DirectClient"]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = link_pb2_grpc.WorkerStub(channel).Link()
+            hello = link_pb2.Hello(protocol_version=PROTOCOL_VERSION, gateway_epoch=secrets.token_bytes(16))
+            await call.write(link_pb2.GatewayMessage(hello=hello))
+            client = cls(call)
+            reading = asyncio.create_task(client._read())
+            try:
+                yield client
+            finally:
+                reading.cancel()
+                call.cancel()
+
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Seen:
+        request_id = secrets.token_bytes(16)
+        self._arrivals[request_id] = arrivals_ns = []
+        self._ended[request_id] = asyncio.get_running_loop().create_future()
+        run = link_pb2.Run(request_id=request_id, prompt_tokens=prompt, max_tokens=max_tokens, n=1)
+        sent_ns = time.perf_counter_ns()
+        await self._call.write(link_pb2.GatewayMessage(run=run))
+        await self._ended.pop(request_id)
+        del self._arrivals[request_id]
+        return Seen(sent_ns=sent_ns, arrivals_ns=tuple(arrivals_ns), ended_ns=time.perf_counter_ns(), timing=None)
+
+    async def _read(self) -> None:
+        async for message in self._call:
+            now_ns = time.perf_counter_ns()
+            for output in message.step.outputs:
+                self._arrivals[output.request_id] += [now_ns] * len(output.token_ids)
+                if output.finish_reason:
+                    self._ended[output.request_id].set_result(None)
+
+
+def _measurements(num_streams: int, way: str, seen: Sequence[Seen]) -> list[Measurement]:
+    samples = {"TTFT": [one.ttft_ms for one in seen], "ITL": [gap_ms for one in seen for gap_ms in one.gaps_ms]}
+    return [
+        Measurement(level="gateway", name=_name(what, num_streams, way), unit="ms", samples=tuple(values))
+        for what, values in samples.items()
+    ]
+
+
+def _name(what: str, num_streams: int, way: str) -> str:
+    return f"{what}, {num_streams} streams, {way}"
+
+
+def gateway_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
+    """A row for each number of streams; what is added is a difference of p99s."""
+    p99 = {one.name: one.quantile(0.99) for one in measurements if one.level == "gateway"}
+    rows = []
+    for num_streams, bars in BARS_MS.items():
+        cells = [p99.get(_name(what, num_streams, way)) for what in ("TTFT", "ITL") for way in (DIRECT, THROUGH)]
+        found = [cell for cell in cells if cell is not None]
+        if len(found) < len(cells):
+            continue
+        added = (found[1] - found[0], found[3] - found[2])
+        held = verdict(all(one <= bar for one, bar in zip(added, bars, strict=True)))
+        told = f"{bars[0]:g} and {bars[1]:g} ms: {held}"
+        rows.append((str(num_streams), *map(number, found), *(f"{one:+.1f}" for one in added), told))
+    notes = (
+        f"Gateway: a worker without a model makes a step every {1e3 * STEP_S:g} ms; streams of {plan.gateway_tokens} "
+        "tokens over gRPC, begun evenly spread. Worker, gateway and clients share the cores.",
+    )
+    return Grid(title="What the gateway adds", columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())
