@@ -1,0 +1,99 @@
+"""The affinity study: its sessions, its oracle against counting by hand, and its figures."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonshard.experiments.affinity.command import affinity, grid_of
+from moonshard.experiments.affinity.figures import figures
+from moonshard.experiments.affinity.run import ARMS, ArmName, Plan, Round, Turn, run_round
+from moonshard.experiments.affinity.workload import agent_sessions, oracle_cached_tokens
+from moonshard.experiments.pocket.corpus import pocket_text
+from moonshard.serving.config_file import load_config
+
+
+def test_every_turn_resends_the_context_and_goes_on():
+    for session in agent_sessions(pocket_text(), 3, 900):
+        assert len(session) > 2
+        for before, after in zip(session, session[1:], strict=False):
+            assert after[: len(before)] == before
+            assert len(after) > len(before)
+        assert 600 < len(session[-1]) < 1500
+
+
+def test_the_same_seed_gives_the_same_sessions_and_another_others():
+    first, again, other = (agent_sessions(pocket_text(), 2, 600, seed=seed) for seed in (0, 0, 1))
+    assert first == again != other
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), max_size=6), st.integers(1, 3))
+def test_the_oracle_is_the_longest_beginning_in_blocks_of_any_prompt_before(prompts: list[list[int]], block_size: int):
+    expected = []
+    for index, prompt in enumerate(prompts):
+        shared = 0
+        for before in prompts[:index]:
+            for size in range(block_size, len(prompt) + 1, block_size):
+                if len(before) >= size and before[:size] == prompt[:size]:
+                    shared = max(shared, size)
+        expected.append(min(shared, len(prompt) - 1))
+    assert oracle_cached_tokens(prompts, block_size) == expected
+
+
+def a_round(arm: ArmName, later_ttft_ms: float, cached: int, computed: dict[str, float]) -> Round:
+    first = Turn(session=0, index=0, sent_s=0.0, prompt_tokens=100, cached_tokens=0, oracle_tokens=0, ttft_ms=50.0)
+    second = replace(first, index=1, prompt_tokens=300, cached_tokens=cached, oracle_tokens=96, ttft_ms=later_ttft_ms)
+    return Round(arm=arm, number=0, turns=[first, second], computed_tokens=computed)
+
+
+def test_figures_are_shares_of_tokens_and_medians_of_turns():
+    found = figures("cost", [a_round("cost", 20.0, 92, {"a": 100, "b": 200, "c": 0}), a_round("random", 90.0, 0, {})])
+    assert found.hit_rate == 92 / 400
+    assert found.points_below_oracle == pytest.approx(1.0)
+    assert found.load_max_over_mean == 2.0
+    assert (found.first_ttft_p50_ms, found.later_ttft_p50_ms) == (50.0, 20.0)
+
+
+def test_an_arm_without_a_round_has_no_figures():
+    with pytest.raises(ValueError, match="no round of arm header"):
+        figures("header", [a_round("cost", 20.0, 92, {"a": 1.0})])
+
+
+@pytest.mark.parametrize(("later_ms", "cached", "computed", "held"), [(30, 90, 110, 3), (31, 87, 150, 0)])
+def test_the_bars_are_held_and_missed_by_name(later_ms: float, cached: int, computed: float, held: int):
+    load = {"a": computed, "b": 100.0, "c": 100.0}
+    rounds = [
+        a_round("random", 90.0, 0, load),
+        a_round("header", 30.0, 96, load),
+        a_round("cost", later_ms, cached, load),
+    ]
+    (note,) = grid_of(rounds).notes
+    assert note.count(": held") == held
+    assert note.count(": missed") == 3 - held
+
+
+@pytest.mark.parametrize(("options", "said"), [({"sessions": 0}, "--sessions 0"), ({"rounds": 0}, "--rounds 0")])
+def test_options_that_cannot_be_meant_are_refused(capsys, options: dict, said: str):
+    assert affinity(**options) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.xdist_group("cluster")
+def test_a_miniature_finds_sessions_again_by_their_prefix_and_by_their_name():
+    plan = Plan(num_prefill=2, num_blocks=64, num_clients=2, num_sessions=3, session_tokens=400, mean_think_s=0.01)
+    config = load_config(None, ("model.max_context_tokens=1024", "prefill.chunk_tokens=256", "decode.max_slots=4"))
+    sessions = agent_sessions(pocket_text(), plan.num_sessions, plan.session_tokens)
+    rounds = [run_round(config, plan, arm, 0, sessions, os.environ) for arm in ARMS]
+    for one in rounds:
+        assert len(one.turns) == sum(map(len, sessions))
+        assert len(one.computed_tokens) == 2
+        computed = sum(turn.prompt_tokens - turn.cached_tokens for turn in one.turns)
+        assert sum(one.computed_tokens.values()) == computed
+        assert all(0 <= turn.cached_tokens < turn.prompt_tokens for turn in one.turns)
+        assert all(turn.cached_tokens <= turn.oracle_tokens for turn in one.turns)
+    header, cost = (figures(arm, rounds) for arm in ("header", "cost"))
+    assert cost.points_below_oracle == 0.0
+    assert header.hit_rate > 0.3

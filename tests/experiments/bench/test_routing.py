@@ -1,0 +1,57 @@
+"""The bench's parts of routing: a miniature of each, and how its figures are laid out."""
+
+from dataclasses import replace
+
+import pytest
+
+from moonshard.experiments.bench import routing
+from moonshard.experiments.bench.gateway_cost import BARS_MS, DIRECT, THROUGH, gateway_grid
+from moonshard.experiments.bench.measurement import Measurement, Plan
+from moonshard.experiments.bench.routing import POLICIES, RATES, measure_routing, replay_grid, speed_grid
+from moonshard.experiments.replay.synthetic import NUM_SYSTEM_PROMPTS, SYSTEM_BLOCKS, agent_sessions
+
+MINIATURE = replace(Plan(), decisions=20, replay_sessions=10)
+
+
+def test_a_miniature_fills_both_tables(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(routing, "NUM_WORKERS", 10)
+    found = measure_routing(MINIATURE, None)
+    assert [row[0] for row in speed_grid(found, MINIATURE).rows] == [routing.DECISION, routing.HASHING, routing.EVENT]
+    rows = replay_grid(found, MINIATURE).rows
+    assert [(row[0], row[1]) for row in rows] == [
+        (f"`{name}`", f"{rate:,.0f}") for name in POLICIES for rate in (RATES if name == "cost" else RATES[1:2])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "load", "said"), [(0.356, 1.1, "held"), (0.355, 1.1, "missed"), (0.36, 1.2, "missed")]
+)
+def test_cost_has_to_find_again_and_to_share_out(found: float, load: float, said: str):
+    shares = {"found": found, "oracle": 0.3655, "load": load}
+    measured = [
+        Measurement(level="routing", name=f"cost at 6000 tokens/s, {kind}", unit="share", samples=(value,))
+        for kind, value in shares.items()
+    ]
+    ((*_, verdict),) = replay_grid(measured, Plan()).rows
+    assert verdict == said
+
+
+def test_what_the_gateway_adds_is_a_difference_of_p99s():
+    assert list(BARS_MS) == [1, 32, 256]
+    p99 = {("TTFT", DIRECT): 50.0, ("TTFT", THROUGH): 54.0, ("ITL", DIRECT): 51.0, ("ITL", THROUGH): 52.5}
+    measured = [
+        Measurement(level="gateway", name=f"{what}, 32 streams, {way}", unit="ms", samples=(value,))
+        for (what, way), value in p99.items()
+    ]
+    ((streams, *_, ttft, itl, verdict),) = gateway_grid(measured, Plan()).rows
+    assert (streams, ttft, itl, verdict) == ("32", "+4.0", "+1.5", "5 and 1 ms: missed")
+
+
+def test_sessions_that_are_made_up_are_traces_that_share_their_beginnings():
+    requests = agent_sessions(6, num_turns=4)
+    assert len(requests) == 24
+    assert requests == agent_sessions(6, num_turns=4)
+    assert [r.timestamp_ms for r in requests] == sorted(r.timestamp_ms for r in requests)
+    for request in requests:
+        assert len(request.blocks) == -(-request.input_tokens // 512)
+        assert request.blocks[0] < NUM_SYSTEM_PROMPTS * SYSTEM_BLOCKS
