@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ from moonshard.serving.config_file import load_config
 def test_every_turn_resends_the_context_and_goes_on():
     for session in agent_sessions(pocket_text(), 3, 900):
         assert len(session) > 2
-        for before, after in zip(session, session[1:], strict=False):
+        for before, after in pairwise(session):
             assert after[: len(before)] == before
             assert len(after) > len(before)
         assert 600 < len(session[-1]) < 1500
