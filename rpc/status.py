@@ -94,12 +94,26 @@ class FailedPrecondition(RequestError):
 
 
 class Overloaded(RequestError):
-    """No room now; `retry_after_s` says when to try again."""
+    """No room now; `retry_after_s` says when to try again.
+
+    `predicted_ttft_s` is what the first token would have taken, where that can be said; errors off the wire have none.
+    """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     http_status = 429
     openai_type = "rate_limit_exceeded"
     openai_code = "rate_limit_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        predicted_ttft_s: float | None = None,
+    ):
+        super().__init__(message, field=field, retry_after_s=retry_after_s)
+        self.predicted_ttft_s = predicted_ttft_s
 
 
 class Unavailable(RequestError):
@@ -169,10 +183,15 @@ def to_status(error: RequestError) -> RichStatus:
     rich = status_pb2.Status(code=error.code.value[0], message=message)
     for detail in _details(error):
         rich.details.add().Pack(detail)
-    metadata: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, rich.SerializeToString()),)
-    if error.retry_after_s is not None:
-        metadata += (("retry-after", str(math.ceil(error.retry_after_s))),)
-    return RichStatus(error.code, message, metadata)
+    return RichStatus(error.code, message, ((DETAILS_KEY, rich.SerializeToString()), *advice(error).items()))
+
+
+def advice(error: RequestError) -> dict[str, str]:
+    """Headers that say when to come back, and how long it would have taken; over gRPC they are trailing metadata."""
+    found = {} if error.retry_after_s is None else {"retry-after": str(math.ceil(error.retry_after_s))}
+    if isinstance(error, Overloaded) and error.predicted_ttft_s is not None:
+        found["x-moonshard-predicted-ttft-ms"] = str(round(1e3 * error.predicted_ttft_s))
+    return found
 
 
 async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:

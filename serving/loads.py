@@ -7,20 +7,21 @@ import numpy as np
 
 SILENT = NEVER = -1
 FIRST_CAPACITY = 16
-
-
-_EMPTY = {"in_flight": 0, "unseen": 0, "reported": SILENT, "total": 0, "last_choice": NEVER}
+HALF_LIFE_S = 60.0  # of what a home was given lately
+_EMPTY = {"in_flight": 0, "unseen": 0, "reported": SILENT, "total": 0, "recent": 0, "last_choice": NEVER}
 
 
 class Loads:
-    """Columns [capacity] int64, of which the first `len` are homes. All count tokens, `last_choice` decisions."""
+    """Columns [capacity], of which the first `len` are homes: int64 of tokens, but for `recent` and `last_choice`."""
 
     def __init__(self) -> None:
         self.in_flight = _column(0)  # reserved and not released
         self.unseen = _column(0)  # of these, what the worker does not report yet
         self.reported = _column(SILENT)  # what the worker says that it has to do
         self.total = _column(0)  # ever reserved
-        self.last_choice = _column(NEVER)
+        self.recent = _column(0).astype(np.float64)  # likewise, those of long ago counting less; as of the last `decay`
+        self.last_choice = _column(NEVER)  # in decisions
+        self._decayed_s = 0.0
         self._num_homes = 0
 
     def __len__(self) -> int:
@@ -35,6 +36,16 @@ class Loads:
                 setattr(self, name, np.concatenate([column, np.full_like(column, value)]))
         self._num_homes += 1
         return number
+
+    def decay(self, now_s: float) -> None:
+        """What was given lately is now longer ago; a clock that goes back changes nothing."""
+        elapsed_s, self._decayed_s = max(0.0, now_s - self._decayed_s), now_s
+        self.recent *= 0.5 ** (elapsed_s / HALF_LIFE_S)
+
+    def excess(self, numbers: np.ndarray) -> np.ndarray:
+        """[n] float64 of `numbers` [n]: what each was given lately beyond their mean."""
+        recent = self.recent[numbers]
+        return np.maximum(0.0, recent - recent.mean())
 
     def queued(self, numbers: np.ndarray) -> np.ndarray:
         """[n] of `numbers` [n]: as reported, with what no report has yet; where there are none, what is in flight."""

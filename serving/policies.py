@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 PolicyName = Literal["cost", "affinity", "round_robin", "random", "least_tokens"]
+EXCESS_WEIGHT = 0.05  # beside 1 of a token to be computed: see experiments/replay/README.md
 MAX_PIN_LOAD = 1.25  # of the mean: a home with more is left
 
 
@@ -20,6 +21,7 @@ class Candidates:
 
     left_tokens: np.ndarray  # [n] int64: of the request's prompt, that would have to be computed there
     queued_tokens: np.ndarray  # [n] int64: of other requests, before this one
+    excess_tokens: np.ndarray  # [n] float64: given to it lately, beyond the mean
     total_tokens: np.ndarray  # [n] int64: ever given to it: among equals the least
     last_choice: np.ndarray  # [n] int64: when it was chosen last, in decisions; below 0: never
     pin: int | None  # the row where the session was last
@@ -32,11 +34,14 @@ Policy = Callable[[Candidates], int]
 def cost(candidates: Candidates) -> int:
     """Where the session was, unless that home is overloaded; else the least work before and for this request.
 
+    What a home was given lately counts a little too. Where queues are empty, whoever knows the system prompt would
+    otherwise get every session that begins with it.
     Source: the bounded loads of consistent hashing (Mirrokni et al., arXiv 1608.01350) for when to leave.
     """
     if candidates.pin is not None and not is_overloaded(candidates, candidates.pin):
         return candidates.pin
-    costs = candidates.left_tokens + candidates.queue_weight * candidates.queued_tokens
+    queue = candidates.queue_weight * candidates.queued_tokens + EXCESS_WEIGHT * candidates.excess_tokens
+    costs = candidates.left_tokens + queue
     return _least(costs, candidates.total_tokens)
 
 

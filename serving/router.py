@@ -43,7 +43,7 @@ class Ask:
     session: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:
     """Tokens held against a partition from the decision until the request ends."""
 
@@ -51,6 +51,7 @@ class Reservation:
     home: Home
     num_tokens: int
     num_known_tokens: int = 0  # of the prompt
+    num_queued_tokens: int = 0  # before it, at the decision
     affinity: Affinity | None = None  # None: without a session
 
 
@@ -81,13 +82,21 @@ class Router:
         """Choose among `homes`; None when there is none. A tuple that is given again costs nothing to look up."""
         if not homes:
             return None
+        self._loads.decay(now_s)
         numbers = self._numbers_of(homes)
         known = self._known_tokens(numbers, ask)
         pin = self._pin(numbers, ask, now_s)
-        row = policy(self._candidates(numbers, ask, known, pin))
+        candidates = self._candidates(numbers, ask, known, pin)
+        row = policy(candidates)
         num_known = int(known[row])
-        num_tokens = ask.num_tokens - num_known if ask.is_prefill else ask.num_tokens
-        reservation = Reservation(self._next_number, homes[row], num_tokens, num_known, _affinity(ask, pin, row))
+        reservation = Reservation(
+            number=self._next_number,
+            home=homes[row],
+            num_tokens=ask.num_tokens - num_known if ask.is_prefill else ask.num_tokens,
+            num_known_tokens=num_known,
+            num_queued_tokens=int(candidates.queued_tokens[row]),
+            affinity=_affinity(ask, pin, row),
+        )
         self._take(int(numbers[row]), reservation)
         if ask.session is not None:
             self._pins.put(ask.session, int(numbers[row]), now_s)
@@ -116,6 +125,10 @@ class Router:
     def in_flight_tokens(self, home: Home) -> int:
         number = self._numbers.get(home)
         return 0 if number is None else int(self._loads.in_flight[number])
+
+    def queued_tokens(self, home: Home) -> int:
+        """What a request that is sent there now would find before it."""
+        return int(self._loads.queued(np.array([self.home_number(home)]))[0])
 
     def worker_tokens(self, worker: str) -> int:
         """In flight at all of a worker's partitions."""
@@ -152,6 +165,7 @@ class Router:
         return Candidates(
             left_tokens=ask.num_prompt - known,
             queued_tokens=self._loads.queued(numbers),
+            excess_tokens=self._loads.excess(numbers),
             total_tokens=self._loads.total[numbers],
             last_choice=self._loads.last_choice[numbers],
             pin=None if pin == -1 else pin,
@@ -166,6 +180,7 @@ class Router:
         loads.in_flight[number] += num_tokens
         loads.unseen[number] += num_tokens
         loads.total[number] += num_tokens
+        loads.recent[number] += num_tokens
         loads.last_choice[number] = reservation.number
 
 

@@ -7,14 +7,15 @@ by position, so that every token is the one it would have been. What may be trie
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moonshard.kv.prefix import split_names
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import REQUEST_ID_BYTES
-from moonshard.rpc.status import RequestError, Unavailable
+from moonshard.rpc.status import Overloaded, RequestError, Unavailable
 from moonshard.serving.config import RoutingConfig
 from moonshard.serving.gateway.choice import ChoiceStream
 from moonshard.serving.gateway.failures import Failures, final_error
@@ -47,6 +48,7 @@ class _Attempt:
     route: Route
     prefill: Route | None = None
     handoff: Handoff | None = None
+    begun_s: float = field(default_factory=time.perf_counter)
 
     @property
     def is_over(self) -> bool:
@@ -113,6 +115,9 @@ class Attempts:
                 try:
                     where = attempt.sent
                     yield Sent(failures.num_attempts, where.session.address, where.reservation.affinity)
+                    arrival = await attempt.next()
+                    self._pool.first_token(where, len(run.prompt_tokens), time.perf_counter() - attempt.begun_s)
+                    yield arrival
                     while not attempt.is_over:
                         yield await attempt.next()
                     return
@@ -171,6 +176,8 @@ class Attempts:
         prefill_leg = held.enter_context(ExitStack())
         prefill = None if rest.resumed else self._prefill_route(rest, route, session, failures, prefill_leg)
         rest.partition = route.partition
+        if not failures.num_attempts:
+            self._check_ttft(prefill or route, len(run.prompt_tokens))
         if prefill is None:
             inbox = route.session.run(rest)
             self._pool.sent(route)
@@ -179,6 +186,21 @@ class Attempts:
         handoff = self._handoffs.begin(rest, prefill=prefill, decode=route.session, prefill_leg=prefill_leg)
         self._pool.sent(route)
         return _Attempt(run=rest, choices=going_on, inbox=handoff.inbox, route=route, prefill=prefill, handoff=handoff)
+
+    def _check_ttft(self, route: Route, num_prompt: int) -> None:
+        """Raises Overloaded where the first token would come later than was promised.
+
+        Never where nothing is queued: what it takes then is the least it can take, and how it is learned.
+        """
+        predicted_s, slo_s = self._pool.predict_ttft_s(route, num_prompt), self._routing.ttft_slo_s
+        if slo_s is None or predicted_s is None or predicted_s <= slo_s or not route.reservation.num_queued_tokens:
+            return
+        self._metrics.slo_rejections.inc()
+        raise Overloaded(
+            f"the first token would take {predicted_s:.1f} s, more than {slo_s:g} s",
+            retry_after_s=max(1.0, predicted_s - slo_s),
+            predicted_ttft_s=predicted_s,
+        )
 
     def _prefill_route(
         self, run: link_pb2.Run, decode: Route, session: bytes | None, failures: Failures, leg: ExitStack

@@ -3,7 +3,6 @@
 A plain ASGI wrapper: Starlette's BaseHTTPMiddleware would put a queue between a stream and its client.
 """
 
-import math
 import re
 import secrets
 
@@ -15,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moonshard.rpc.status import Cancelled, InternalError, RequestError, TooLarge, openai_error
+from moonshard.rpc.status import Cancelled, InternalError, RequestError, TooLarge, advice, openai_error
 from moonshard.serving.gateway.metrics import GatewayMetrics
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -79,8 +78,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def error_response(error: RequestError) -> Response:
-    headers = {} if error.retry_after_s is None else {"retry-after": str(math.ceil(error.retry_after_s))}
-    return json_response(openai_error(error), status=error.http_status, headers=headers)
+    return json_response(openai_error(error), status=error.http_status, headers=advice(error))
 
 
 def json_response(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

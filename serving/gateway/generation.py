@@ -131,7 +131,11 @@ class Gateway:
         check_parameters(request, vocab_size=limits.vocab_size, has_tokenizer=self.model.tokenizer is not None)
         if len(self._waiting) >= self._max_queued_requests:
             self._metrics.queue_rejections.inc()
-            raise Overloaded(f"{len(self._waiting)} requests are waiting", retry_after_s=OVERLOADED_RETRY_AFTER_S)
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting",
+                retry_after_s=OVERLOADED_RETRY_AFTER_S,
+                predicted_ttft_s=self.pool.least_ttft_s(),
+            )
         admission = Admission(request=request, limits=limits, number=next(self._numbers))
         self._running.add(admission.number)
         self._waiting.add(admission.number)

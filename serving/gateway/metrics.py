@@ -114,6 +114,7 @@ class GatewayMetrics:
         self.http_requests = self._counter("moonshard_http_requests", labels=("route", "status"))
         rejections = self._counter("vllm:admission_rejections", labels=("model_name", "reason"))
         self.queue_rejections = rejections.labels(model_name, "max_queued_requests")
+        self.slo_rejections = rejections.labels(model_name, "ttft_slo")
 
     @contextmanager
     def outcome(self) -> Iterator[None]:

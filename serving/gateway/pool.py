@@ -22,6 +22,7 @@ from moonshard.serving.gateway.session import Session
 from moonshard.serving.policies import PolicyName
 from moonshard.serving.policies import policy as policy_of
 from moonshard.serving.router import QUEUE_WEIGHT, Ask, Home, Reservation, Router
+from moonshard.serving.ttft import TtftModel
 
 PREFILL_ROLES = frozenset({"prefill"})
 DECODE_ROLES = frozenset({"both", "decode"})
@@ -84,6 +85,7 @@ class LinkPool:
         self._on_load = on_load
         self._router = Router(queue_weight=queue_weight)
         self._knowledge = Knowledge(self._router)
+        self._ttft = TtftModel()
         self._policy = policy_of(policy)
         self._ready, self._not_ready, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._not_ready.set()
@@ -184,6 +186,32 @@ class LinkPool:
         """The request has just been sent to where it was reserved, or its leg."""
         self._knowledge.sent(route.session, route.reservation)
 
+    def first_token(self, route: Route, num_prompt: int, ttft_s: float) -> None:
+        """It came, that long after the request was sent."""
+        kept = route.reservation
+        self._ttft.observe(
+            kept.home.worker,
+            own_tokens=num_prompt - kept.num_known_tokens,
+            queued_tokens=kept.num_queued_tokens,
+            ttft_s=ttft_s,
+        )
+
+    def predict_ttft_s(self, route: Route, num_prompt: int) -> float | None:
+        """From the sending of a request that is reserved there; None while too little was seen of that worker."""
+        kept = route.reservation
+        return self._ttft.predict_s(
+            kept.home.worker, own_tokens=num_prompt - kept.num_known_tokens, queued_tokens=kept.num_queued_tokens
+        )
+
+    def least_ttft_s(self) -> float | None:
+        """Of the shortest prompt, sent to where it would be soonest; None while nothing is known."""
+        homes = (home for session in self._routable() for home in homes_of(session))
+        predicted = (
+            self._ttft.predict_s(home.worker, own_tokens=1, queued_tokens=self._router.queued_tokens(home))
+            for home in homes
+        )
+        return min((seconds for seconds in predicted if seconds is not None), default=None)
+
     def unavailable(self, exclude: Collection[int] = ()) -> Unavailable:
         """The error of a request that no worker can take, with what is wrong with each."""
         reasons = "; ".join(f"{link.address}: {_reason(link, exclude)}" for link in self.links)
@@ -241,6 +269,7 @@ class LinkPool:
         self.on_handoff(session, message)  # whoever has set it since
 
     def _lost(self, session: Session) -> None:
+        self._ttft.forget(session.address)
         self._knowledge.end(session)
         self.on_lost(session)
 

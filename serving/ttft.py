@@ -1,0 +1,75 @@
+"""How long a prompt will take to its first token, learned from those before it.
+
+A worker's time is taken to be linear in the tokens to be computed and in the tokens queued before them; what it
+depends on besides goes into the constant. The last few hundred prompts of each worker count, so that a change shows.
+Pure. Left out: what is done about a prediction.
+"""
+
+from collections import deque
+from itertools import combinations
+
+import numpy as np
+
+MAX_SAMPLES = 256
+MIN_SAMPLES = 16  # of a worker, before it is predicted at all
+FIT_EVERY = 16  # samples
+FEATURES = 3  # a constant, own tokens, queued tokens
+
+
+class TtftModel:
+    """Of all workers, each by itself."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Worker] = {}
+
+    def observe(self, worker: str, *, own_tokens: int, queued_tokens: int, ttft_s: float) -> None:
+        """A first token came from there, after that time."""
+        self._workers.setdefault(worker, _Worker()).observe((1.0, own_tokens, queued_tokens), ttft_s)
+
+    def predict_s(self, worker: str, *, own_tokens: int, queued_tokens: int) -> float | None:
+        """None while too little is known of the worker. Never below 0, and never less for more tokens."""
+        known = self._workers.get(worker)
+        return None if known is None else known.predict((1.0, own_tokens, queued_tokens))
+
+    def forget(self, worker: str) -> None:
+        """Another process is there."""
+        self._workers.pop(worker, None)
+
+
+class _Worker:
+    """Its last samples, and what fits them."""
+
+    def __init__(self) -> None:
+        self._features: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)
+        self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self._num_new = 0
+        self._weights: np.ndarray | None = None  # [FEATURES]
+
+    def observe(self, features: tuple[float, ...], seconds: float) -> None:
+        self._features.append(features)
+        self._seconds.append(seconds)
+        self._num_new += 1
+
+    def predict(self, features: tuple[float, ...]) -> float | None:
+        if len(self._seconds) < MIN_SAMPLES:
+            return None
+        if self._weights is None or self._num_new >= FIT_EVERY:
+            self._weights, self._num_new = fit(np.array(self._features), np.array(self._seconds)), 0
+        return float(self._weights @ np.array(features))
+
+
+def fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """The weights [k], none below 0, that give the least squared error over [n k] and [n].
+
+    Few features: every subset of them is tried, and of those without a negative weight the best one taken.
+    """
+    scale = np.maximum(features.max(axis=0), 1e-9)
+    best, least = np.zeros(features.shape[1]), float(seconds @ seconds)
+    for size in range(1, features.shape[1] + 1):
+        for chosen in map(list, combinations(range(features.shape[1]), size)):
+            weights = np.linalg.lstsq(features[:, chosen] / scale[chosen], seconds, rcond=None)[0]
+            error = float(((features[:, chosen] / scale[chosen] @ weights - seconds) ** 2).sum())
+            if weights.min() >= 0 and error < least:
+                least, best = error, np.zeros(features.shape[1])
+                best[chosen] = weights / scale[chosen]
+    return best

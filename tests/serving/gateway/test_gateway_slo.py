@@ -1,0 +1,63 @@
+"""A request that would wait too long for its first token is refused at once, and told how long it would have been."""
+
+import asyncio
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.status import Overloaded
+from moonshard.serving.config import GatewayConfig, RoutingConfig
+from moonshard.serving.gateway.main import RunningGateway, serving
+from moonshard.serving.ttft import MIN_SAMPLES
+from tests.serving.gateway import fake_worker
+from tests.serving.gateway.conftest import make_config
+from tests.serving.gateway.fake_worker import FakeWorker
+
+PREDICTED = "x-moonshard-predicted-ttft-ms"
+BODY = {"prompt": [1, 2, 3], "max_tokens": 2}
+
+
+@pytest.fixture
+async def running(worker: FakeWorker, gateway_config: GatewayConfig, model_path):
+    """No first token can come in a microsecond."""
+    async with fake_worker.serving(worker) as port:
+        config = make_config(gateway_config, model_path, [f"127.0.0.1:{port}"])
+        async with serving(replace(config, routing=RoutingConfig(ttft_slo_s=1e-6))) as running:
+            await running.gateway.pool.wait_ready()
+            yield running
+
+
+async def learn(http: httpx.AsyncClient) -> None:
+    for _ in range(MIN_SAMPLES):
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+
+
+async def test_a_request_behind_others_is_refused_and_one_that_comes_first_is_not(
+    http: httpx.AsyncClient, grpc_client: AsyncClient, worker: FakeWorker, running: RunningGateway
+):
+    await learn(http)
+    worker.script.may_step.clear()
+    first = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    await worker.seen(MIN_SAMPLES + 1)
+    refused = await http.post("/v1/completions", json=BODY)
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert int(refused.headers[PREDICTED]) >= 0
+    with pytest.raises(Overloaded, match="the first token would take"):
+        await grpc_client.generate([1, 2, 3], max_tokens=2)
+    assert len(worker.runs) == MIN_SAMPLES + 1
+    worker.script.may_step.set()
+    assert (await first).status_code == 200
+    assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+    assert 'reason="ttft_slo"} 2.0' in (await http.get("/metrics")).text
+
+
+async def test_nothing_is_refused_before_anything_is_known(http: httpx.AsyncClient, worker: FakeWorker):
+    worker.script.may_step.clear()
+    waiting = [asyncio.create_task(http.post("/v1/completions", json=BODY)) for _ in range(3)]
+    await worker.seen(3)
+    worker.script.may_step.set()
+    assert [(await one).status_code for one in waiting] == [200] * 3
