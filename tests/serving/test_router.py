@@ -127,17 +127,41 @@ def test_what_a_worker_has_not_seen_is_added_to_what_it_reports_and_counted_once
 
 
 def test_cost_goes_where_the_prompt_is_known_until_the_queue_there_is_long():
-    router = Router(queue_weight=0.5)
     a, b = homes("a", "b")
-    knows(router, a, 3)
-    router.report(b, 0)
     for queued, chosen in ((0, a), (2 * 3 * BLOCK - 1, a), (2 * 3 * BLOCK + 1, b)):
+        router = Router(queue_weight=0.5)
+        knows(router, a, 3)
+        router.report(b, 0)
         router.report(a, queued)
         reservation = router.reserve([b, a], prompt(4), policy=policies.cost)
         assert reservation is not None
         assert reservation.home == chosen
         assert reservation.num_known_tokens == (3 * BLOCK if chosen == a else 0)
         router.release(reservation)
+
+
+def test_idle_homes_share_out_sessions_that_one_of_them_knows_a_little_better():
+    router, chosen = Router(), Counter[str]()
+    knows(router, Home("a", 0), 1)  # a system prompt
+    for number in range(60):
+        own = names("p0", *(f"{number} {i}" for i in range(9)))
+        ask = Ask(num_tokens=10 * BLOCK, num_prompt=10 * BLOCK, is_prefill=True, names=own)
+        reservation = router.reserve(homes("a", "b", "c"), ask, policy=policies.cost, now_s=0.1 * number)
+        assert reservation is not None
+        chosen[reservation.home.worker] += 1
+        router.release(reservation)
+    assert max(chosen.values()) <= 1.2 * 60 / 3
+
+
+def test_what_a_home_was_given_long_ago_counts_no_more():
+    router, ask = Router(), prompt(4)
+    knows(router, Home("a", 0), 1)
+    for _ in range(100):
+        reservation = router.reserve(homes("a"), ask, policy=policies.cost, now_s=0.0)
+        assert reservation is not None
+        router.release(reservation)
+    found = [router.reserve(homes("a", "b"), ask, policy=policies.cost, now_s=now_s) for now_s in (1.0, 3600.0)]
+    assert [reservation and reservation.home.worker for reservation in found] == ["b", "a"]
 
 
 def test_a_prompt_known_whole_leaves_its_last_token():
