@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from moonshard.serving.policies import PolicyName
+from moonshard.serving.prices import Prices
 from moonshard.serving.router import QUEUE_WEIGHT
 from moonshard.sharding.rules import DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
@@ -56,6 +57,8 @@ class GatewayConfig:
     grpc_port: Port = 50051
     workers: tuple[Text, ...] = ()  # host:port; empty: `default_worker_addresses`. `serve` starts its own
     keys: Path | None = None  # a file that names tenants by the hashes of their keys; None: one tenant, without a key
+    tenant_tokens_per_minute: Positive | None = None  # of prompts and completions; None: as many as it likes
+    ledger: Path | None = None  # a row for each request is appended to it; None: no account is kept
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_queued_requests: Positive = 512
     queue_timeout_s: Seconds = 30.0
@@ -148,6 +151,7 @@ class Config:
     mode: Literal["aggregated", "disaggregated"] = "disaggregated"
     model: ModelConfig
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    prices: Prices = field(default_factory=Prices)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)

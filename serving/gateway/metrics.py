@@ -114,19 +114,16 @@ class GatewayMetrics:
         self.http_requests = self._counter("moonshard_http_requests", labels=("route", "status"))
         rejections = self._counter("vllm:admission_rejections", labels=("model_name", "reason"))
         self.queue_rejections = rejections.labels(model_name, "max_queued_requests")
+        self.rate_rejections = rejections.labels(model_name, "tenant_tokens_per_minute")
 
     @contextmanager
     def outcome(self) -> Iterator[None]:
         """Count how the request that is the block ended."""
-        outcome = "internal_error"
+        outcome = "completed"
         try:
             yield
-            outcome = "completed"
-        except (asyncio.CancelledError, GeneratorExit):
-            outcome = "cancelled"
-            raise
-        except RequestError as error:
-            outcome = error.code.name.lower()
+        except BaseException as error:
+            outcome = outcome_of(error)
             raise
         finally:
             self.outcomes.labels(outcome).inc()
@@ -136,3 +133,10 @@ class GatewayMetrics:
 
     def _counter(self, name: str, *more_labels: str, labels: tuple[str, ...] = LABELS) -> Counter:
         return Counter(name, HELP[name], (*labels, *more_labels), registry=self.registry)
+
+
+def outcome_of(error: BaseException) -> str:
+    """How a request ended that has no finish reason."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "cancelled"
+    return error.code.name.lower() if isinstance(error, RequestError) else "internal_error"

@@ -61,6 +61,21 @@ async def fleet(*workers: FakeWorker, lease_s: float = 60.0, **routing: float) -
         yield running
 
 
+@asynccontextmanager
+async def front_of(
+    worker: FakeWorker, config: GatewayConfig
+) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
+    """A gateway over this worker, and an HTTP client of it; the gateway has closed when the block has ended."""
+    async with (
+        asyncio.timeout(2 * HANG_S),
+        fake_worker.serving(worker) as port,
+        serving(make_config(config, FIXTURE, [f"127.0.0.1:{port}"])) as running,
+        httpx.AsyncClient(base_url=running.http, timeout=HANG_S, trust_env=False) as http,
+    ):
+        await running.gateway.pool.wait_ready()
+        yield running, http
+
+
 async def first_to_reach(point: str, workers: Iterable[FakeWorker]) -> FakeWorker:
     """Whichever of them gets there; the others are no longer held."""
     waits = {asyncio.create_task(worker.script.points.reached(point)): worker for worker in workers}
