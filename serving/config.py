@@ -72,7 +72,9 @@ class RoutingConfig:
 
     policy: PolicyName = "cost"  # how a worker is chosen: see serving/policies.py
     queue_weight: Annotated[float, Meta(ge=0, le=1e3)] = QUEUE_WEIGHT  # of policy cost: a queued token beside one to do
-    local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0  # prompts so short are prefilled where they are decoded
+    local_prefill: Literal["static", "cost"] = "static"  # by what the decode worker prefills: see serving/locality.py
+    local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0  # static: where no more of a prompt is unknown there
+    local_prefill_min_known: Annotated[float, Meta(ge=0, le=1)] = 1.0  # static: or where this share of it is known
     max_attempts: Positive = 3  # how often a request is begun or continued on other workers
     failover_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 1.5  # of a request that lost its worker, for another
 

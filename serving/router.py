@@ -48,6 +48,7 @@ class Reservation:
     home: Home
     num_tokens: int
     num_known_tokens: int = 0  # of the prompt
+    num_queued_tokens: int = 0  # there, before it
     affinity: Affinity | None = None  # None: without a session
 
 
@@ -94,7 +95,8 @@ class Router:
         row = policy(self._candidates(loads, ask, known, pin))
         num_known = int(known[row])
         num_tokens = ask.num_tokens - num_known if ask.is_prefill else ask.num_tokens
-        reservation = Reservation(self._next_number, homes[row], num_tokens, num_known, _affinity(ask, pin, row))
+        affinity, num_queued = _affinity(ask, pin, row), loads[row].queued
+        reservation = Reservation(self._next_number, homes[row], num_tokens, num_known, num_queued, affinity)
         self._take(loads[row], reservation)
         if ask.session is not None:
             self._pins.put(ask.session, loads[row].index, now_s)

@@ -61,7 +61,7 @@ HELP = {
         "Per finished request whose KV moved: how long it was still being sent when the first token was there."
     ),
     "moonshard_request_handoffs": "Begun between a prefill and a decode worker, those that failed included.",
-    "moonshard_local_prefills": "Prompts that a decode worker computed itself: short, or no prefill worker was there.",
+    "moonshard_local_prefills": "Prompts that a decode worker computed itself: by rule, or as there was no other.",
     "moonshard_request_retries": "Requests that went on elsewhere, by what they had lost there.",
     "moonshard_dropped_tokens": "Tokens that a worker sent and the client never got: what stood after a stop string.",
     "moonshard_requests": "Requests by how they ended: completed, cancelled, or the gRPC status of their error.",

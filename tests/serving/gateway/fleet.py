@@ -43,7 +43,7 @@ def decode_worker(number: int = 0) -> FakeWorker:
 
 
 @asynccontextmanager
-async def fleet(*workers: FakeWorker, lease_s: float = 60.0, **routing: float) -> AsyncIterator[RunningGateway]:
+async def fleet(*workers: FakeWorker, lease_s: float = 60.0, **routing: float | str) -> AsyncIterator[RunningGateway]:
     """All workers are there when the block begins."""
     async with asyncio.timeout(HANG_S), AsyncExitStack() as stack:
         ports = [await stack.enter_async_context(fake_worker.serving(worker)) for worker in workers]
