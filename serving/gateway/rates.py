@@ -31,8 +31,8 @@ class TokenRates:
         limit, window_s = self._item.amount, self._item.get_expiry()
         if num_tokens > limit:
             raise Overloaded(f"{num_tokens} tokens are more than {limit} in {window_s} s, which is the tenant's rate")
-        owed = self._pay(tenant)
-        if owed or not self._limiter.hit(self._item, tenant, cost=num_tokens):
+        owed = self._pay(tenant)  # while anything is owed there is no room
+        if not self._limiter.hit(self._item, tenant, cost=num_tokens):
             wait_s = self._wait_s(tenant, min(limit, owed + num_tokens))
             raise Overloaded(f"the tenant has used its {limit} tokens in {window_s} s", retry_after_s=wait_s)
 

@@ -127,6 +127,21 @@ async def test_a_request_that_goes_on_elsewhere_is_counted_once(worker: FakeWork
     assert len(worker.runs) == 2
 
 
+@pytest.mark.parametrize("front", ["http", "grpc"])
+async def test_what_a_closing_gateway_cuts_off_has_a_row_too(worker: FakeWorker, ledger: Path, front: str):
+    worker.script.max_tokens_sent = 2
+    async with gateway(worker, ledger) as (running, http), AsyncClient(running.grpc) as client:
+        if front == "http":
+            asking = asyncio.create_task(http.post("/v1/completions", json=ASKED))
+        else:
+            asking = asyncio.create_task(client.generate(ASKED["prompt"], max_tokens=5))
+        while worker.script.may_step.is_set():  # cleared once it has sent them
+            await running.gateway.pool.wait_changed(0.01)
+    await asyncio.gather(asking, return_exceptions=True)
+    (row,) = read_ledger(ledger)
+    assert row.completion_tokens == 2
+
+
 async def test_what_was_refused_used_nothing_and_has_no_row(worker: FakeWorker, ledger: Path):
     async with gateway(worker, ledger) as (_, http):
         for body, status in ((ASKED | {"prompt": []}, 400), (ASKED | {"max_tokens": 10**6}, 400)):

@@ -1,5 +1,7 @@
 """A prompt is prefilled where it is decoded when that is said, or costs less; a reservation is never left behind."""
 
+import asyncio
+
 import pytest
 
 from moonshard.kv.prefix import block_names, root_name
@@ -60,7 +62,13 @@ async def test_by_cost_decode_prefills_once_the_queue_before_prefill_takes_longe
         for _ in range(4):  # nothing is known yet of how long that takes
             await complete(running)
         assert (len(prefill.runs), len(decode.runs)) == (4, 0)
-        await complete(running)
+        decode.script.points.hold("step 1")
+        completing = asyncio.create_task(complete(running))
+        await decode.script.points.reached("step 1")
+        address = next(link.address for link in running.gateway.pool.links if link.role == "prefill")
+        assert running.gateway.pool.in_flight_tokens(address) == 0
+        decode.script.points.release()
+        await completing
         assert (len(prefill.runs), len(decode.runs)) == (4, 1)
         await queue(running, prefill, 0)
         decode.load.num_running = 8  # they would wait
