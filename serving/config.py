@@ -12,9 +12,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from moonshard.serving.policies import PolicyName
+from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
 from moonshard.serving.prices import Prices
-from moonshard.serving.router import QUEUE_WEIGHT
 from moonshard.sharding.rules import DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 

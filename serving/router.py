@@ -14,9 +14,9 @@ import numpy as np
 
 from moonshard.serving.affinity import Pins
 from moonshard.serving.policies import Candidates, Policy, least_tokens
+from moonshard.serving.policy_names import QUEUE_WEIGHT
 from moonshard.serving.prefix_index import BlockName, PrefixIndex
 
-QUEUE_WEIGHT = 0.1  # beside 1 of a token to be computed: see experiments/replay/README.md
 Affinity = Literal["hit", "miss", "moved"]
 
 
