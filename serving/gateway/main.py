@@ -120,12 +120,7 @@ async def _serving(
     )
     grpc_server = _grpc_server(config.gateway, gateway, tenants)
     host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
-    async with (
-        _ending(gateway),
-        pool.running(),
-        _serving_grpc(grpc_server),
-        _serving_http(front.app, listener),
-    ):
+    async with pool.running(), _serving_grpc(grpc_server), _serving_http(front.app, listener):
         yield RunningGateway(
             gateway=gateway,
             grpc_server=grpc_server,
@@ -222,16 +217,6 @@ async def _ledger_at(path: Path | None) -> AsyncIterator[Ledger | None]:
         yield ledger
     finally:
         await asyncio.to_thread(ledger.close)
-
-
-@contextlib.asynccontextmanager
-async def _ending(gateway: Gateway) -> AsyncIterator[None]:
-    """What the block leaves running is given the time to end, and so to be accounted for."""
-    try:
-        yield
-    finally:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(gateway.wait_idle(), CLOSE_TIMEOUT_S)
 
 
 @contextlib.asynccontextmanager

@@ -62,12 +62,12 @@ async def test_by_cost_decode_prefills_once_the_queue_before_prefill_takes_longe
         for _ in range(4):  # nothing is known yet of how long that takes
             await complete(running)
         assert (len(prefill.runs), len(decode.runs)) == (4, 0)
-        decode.script.points.hold("step 1")
+        decode.script.may_step.clear()
         completing = asyncio.create_task(complete(running))
-        await decode.script.points.reached("step 1")
+        await decode.seen(1)
         address = next(link.address for link in running.gateway.pool.links if link.role == "prefill")
         assert running.gateway.pool.in_flight_tokens(address) == 0
-        decode.script.points.release()
+        decode.script.may_step.set()
         await completing
         assert (len(prefill.runs), len(decode.runs)) == (4, 1)
         await queue(running, prefill, 0)

@@ -53,6 +53,20 @@ def test_after_the_delay_that_it_was_told_it_is_let_in(num_completion: int):
     rates.admit("a", 50)
 
 
+def test_a_completion_beyond_the_rate_is_paid_for_before_the_next_prompt():
+    rates, start_s = TokenRates(100, 1), time.perf_counter()
+    rates.admit("a", 90)
+    rates.used("a", 150)  # 140 tokens more than the window has room for
+    while True:
+        try:
+            rates.admit("a", 50)
+        except Overloaded as refused:
+            time.sleep((refused.retry_after_s or 0) + 0.01)
+        else:
+            break
+    assert time.perf_counter() - start_s > 1.7  # 190 tokens at 100 a second
+
+
 def test_a_prompt_beyond_the_whole_rate_is_not_told_to_come_back():
     with pytest.raises(Overloaded) as refused:
         TokenRates(100).admit("a", 101)
