@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from moonshard.serving.policies import PolicyName
-from moonshard.serving.router import QUEUE_WEIGHT
+from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
+from moonshard.serving.prices import Prices
 from moonshard.sharding.rules import DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 
@@ -56,6 +56,8 @@ class GatewayConfig:
     grpc_port: Port = 50051
     workers: tuple[Text, ...] = ()  # host:port; empty: `default_worker_addresses`. `serve` starts its own
     keys: Path | None = None  # a file that names tenants by the hashes of their keys; None: one tenant, without a key
+    tenant_tokens_per_minute: Positive | None = None  # of prompts and completions; None: as many as it likes
+    ledger: Path | None = None  # a row for each request is appended to it; None: no account is kept
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_queued_requests: Positive = 512
     queue_timeout_s: Seconds = 30.0
@@ -69,7 +71,9 @@ class RoutingConfig:
 
     policy: PolicyName = "cost"  # how a worker is chosen: see serving/policies.py
     queue_weight: Annotated[float, Meta(ge=0, le=1e3)] = QUEUE_WEIGHT  # of policy cost: a queued token beside one to do
-    local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0  # prompts so short are prefilled where they are decoded
+    local_prefill: Literal["static", "cost"] = "static"  # by what the decode worker prefills: see serving/locality.py
+    local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0  # static: where no more of a prompt is unknown there
+    local_prefill_min_known: Annotated[float, Meta(ge=0, le=1)] = 1.0  # static: or where this share of it is known
     ttft_slo_s: Seconds | None = None  # a request that is predicted to wait longer for its first token is refused
     max_attempts: Positive = 3  # how often a request is begun or continued on other workers
     failover_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 1.5  # of a request that lost its worker, for another
@@ -149,6 +153,7 @@ class Config:
     mode: Literal["aggregated", "disaggregated"] = "disaggregated"
     model: ModelConfig
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    prices: Prices = field(default_factory=Prices)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)

@@ -2,14 +2,16 @@
 
 A row is a line of JSON, written whole or not at all: what a full disk cut off is taken back, and the row waits for the
 next try. So the sum over the file never counts anything twice, and a reader need not know who wrote it. Writing happens
-on a thread of its own, since a disk may be slow. One process writes a file; several gateways have a file each. Left
-out: who the tenant is.
+on a thread of its own, since a disk may be slow. One process writes a file, and holds its lock; several gateways have a
+file each. Left out: who the tenant is, and which requests get a row.
 """
 
+import fcntl
 import json
 import logging
 import os
 import queue
+import stat
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 MAX_PENDING_ROWS = 100_000  # that wait for room on the disk; more are lost
+MAX_ROW_BYTES = 1 << 16
+ROW_START = b'{"request_id":'
 
 
 class LedgerError(ValueError):
@@ -27,7 +31,7 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Of one request. `outcome` is its finish reason, `aborted`, or the code of its error."""
+    """Of one request. `outcome` is the finish reason of its first choice, `cancelled`, or the code of its error."""
 
     request_id: str
     ended_at: str  # UTC, ISO 8601 with seconds
@@ -49,9 +53,9 @@ class Ledger:
     """Appends rows. `num_lost` and `num_pending` are for an alert: serving goes on whatever happens here."""
 
     def __init__(self, path: Path):
-        """OSError where the file cannot be opened for appending."""
+        """OSError where the file cannot be opened; LedgerError where another process has it, or it is no ledger."""
         self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = _open(path)
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._pending: deque[bytes] = deque()
         self.num_lost = 0
@@ -104,8 +108,33 @@ class Ledger:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
         except OSError:
-            os.ftruncate(self._file, start)
+            if len(rest) < len(line):
+                os.ftruncate(self._file, start)
             raise
+
+
+def _open(path: Path) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            _claim(file, path)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _claim(file: int, path: Path) -> None:
+    """Ours alone from here on, and without the row that a killed process began."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise LedgerError(f"{path}: another process writes to it; each gateway needs a ledger of its own") from error
+    size = os.fstat(file).st_size
+    _, _, torn = os.pread(file, MAX_ROW_BYTES, max(0, size - MAX_ROW_BYTES)).rpartition(b"\n")
+    if not (torn.startswith(ROW_START) or ROW_START.startswith(torn)):
+        raise LedgerError(f"{path}: it ends in something that is no row of a ledger")
+    os.ftruncate(file, size - len(torn))
 
 
 def read_ledger(path: Path) -> Iterator[Row]:

@@ -6,11 +6,11 @@ Each policy looks at the same columns and returns a row. Pure and without memory
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-PolicyName = Literal["cost", "affinity", "round_robin", "random", "least_tokens"]
+from moonshard.serving.policy_names import PolicyName
+
 EXCESS_WEIGHT = 0.05  # beside 1 of a token to be computed: see experiments/replay/README.md
 MAX_PIN_LOAD = 1.25  # of the mean: a home with more is left
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-Price = Annotated[float, Meta(ge=0)]
+Price = Annotated[float, Meta(ge=0, le=1e6)]
 MILLION = 1_000_000
 
 

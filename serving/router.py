@@ -16,10 +16,10 @@ import numpy as np
 from moonshard.serving.affinity import Pins
 from moonshard.serving.loads import SILENT, Loads
 from moonshard.serving.policies import Candidates, Policy, least_tokens
+from moonshard.serving.policy_names import QUEUE_WEIGHT
 from moonshard.serving.prefix_index import BlockName, PrefixIndex
 
 MAX_FLEETS = 8  # tuples of homes whose numbers are remembered
-QUEUE_WEIGHT = 0.1  # beside 1 of a token to be computed: see experiments/replay/README.md
 Affinity = Literal["hit", "miss", "moved"]
 
 
@@ -51,7 +51,7 @@ class Reservation:
     home: Home
     num_tokens: int
     num_known_tokens: int = 0  # of the prompt
-    num_queued_tokens: int = 0  # before it, at the decision
+    num_queued_tokens: int = 0  # there, before it
     affinity: Affinity | None = None  # None: without a session
 
 

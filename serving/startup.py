@@ -25,6 +25,7 @@ STARTUP_ERRORS = frozenset(
         ("moonshard.rpc.server", "PortInUse"),
         ("moonshard.serving.chat", "TemplateFileError"),
         ("moonshard.serving.config", "ConfigError"),
+        ("moonshard.serving.ledger", "LedgerError"),
         ("moonshard.serving.tenants", "KeyFileError"),
         ("moonshard.sharding.rules", "MeshError"),
     }

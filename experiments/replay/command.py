@@ -10,8 +10,7 @@ import tyro
 
 from moonshard.experiments.replay.replay import ReplayConfig, Replayed, replay
 from moonshard.experiments.trace_file import TraceError, read_trace
-from moonshard.serving.policies import PolicyName
-from moonshard.serving.router import QUEUE_WEIGHT
+from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
 
 
 def router_replay(

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest
-from moonshard.serving.policies import PolicyName, policy
-from moonshard.serving.router import QUEUE_WEIGHT, Ask, Home, Router
+from moonshard.serving.policies import policy
+from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
+from moonshard.serving.router import Ask, Home, Router
 
 NAME_BYTES = 8
 

@@ -22,6 +22,7 @@ from moonshard.serving.gateway.failures import Failures, final_error
 from moonshard.serving.gateway.handoffs import Handoff, Handoffs
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.pool import LinkPool, Route
+from moonshard.serving.gateway.prefill_place import PrefillPlace
 from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.session import Arrival, Inbox
 from moonshard.serving.router import Affinity, Ask
@@ -91,6 +92,7 @@ class Attempts:
         self._handoffs = handoffs
         self._metrics = metrics
         self._routing = routing
+        self._place = PrefillPlace(routing)
         self._may_retry = may_retry
 
     async def events(
@@ -115,11 +117,13 @@ class Attempts:
                 try:
                     where = attempt.sent
                     yield Sent(failures.num_attempts, where.session.address, where.reservation.affinity)
-                    arrival = await attempt.next()
-                    self._pool.first_token(where, len(run.prompt_tokens), time.perf_counter() - attempt.begun_s)
-                    yield arrival
+                    is_first = not attempt.run.resumed
                     while not attempt.is_over:
-                        yield await attempt.next()
+                        arrival = await attempt.next()
+                        if is_first:
+                            self._prefilled(attempt, arrival)
+                            is_first = False
+                        yield arrival
                     return
                 except RequestError as error:
                     self._failed(attempt, error, failures)
@@ -205,18 +209,28 @@ class Attempts:
     def _prefill_route(
         self, run: link_pb2.Run, decode: Route, session: bytes | None, failures: Failures, leg: ExitStack
     ) -> Route | None:
-        """None where the worker that decodes should prefill too: the prompt is short, or there is no other."""
+        """None where the worker that decodes should prefill too: by the rule for that, or since there is no other."""
         if decode.session.role == "both":
             return None
         num_prompt = len(run.prompt_tokens)
-        if num_prompt > self._routing.local_prefill_max_tokens and failures.num_prefill < MAX_PREFILL_FAILURES:
-            ask = self._ask(run, session, is_prefill=True)
-            for exclude in (failures.epochs, ()):
-                route = leg.enter_context(self._pool.reserve_prefill(ask, exclude=exclude))
-                if route is not None:
-                    return route
+        if not self._place.is_here_anyway(num_prompt, decode) and failures.num_prefill < MAX_PREFILL_FAILURES:
+            route = self._reserve_prefill(self._ask(run, session, is_prefill=True), failures, leg)
+            if route is not None and not self._place.is_here(num_prompt, decode, route):
+                return route
+            leg.close()
         self._metrics.local_prefills.labels(*self._labels(decode)).inc()
         return None
+
+    def _reserve_prefill(self, ask: Ask, failures: Failures, leg: ExitStack) -> Route | None:
+        """A worker that failed this request is better than none."""
+        route = leg.enter_context(self._pool.reserve_prefill(ask, exclude=failures.epochs))
+        return route or leg.enter_context(self._pool.reserve_prefill(ask))
+
+    def _prefilled(self, attempt: _Attempt, first: Arrival) -> None:
+        """Its first token came: whoever predicts learns from it."""
+        self._pool.first_token(attempt.sent, len(attempt.run.prompt_tokens), time.perf_counter() - attempt.begun_s)
+        if first.output.HasField("phases"):
+            self._place.prefilled(len(attempt.run.prompt_tokens), first.output, is_here=attempt.prefill is None)
 
     def _failed(self, attempt: _Attempt, error: RequestError, failures: Failures) -> None:
         """Raises where the request ends with it."""
@@ -232,6 +246,7 @@ class Attempts:
             return
         if handoff.transfer is not None:
             record.moved(handoff.transfer)
+            self._place.moved(len(attempt.run.prompt_tokens), attempt.route, handoff.transfer)
         self._handoffs.end(handoff, decode=session, is_finished=attempt.is_worker_done)
 
     def _labels(self, route: Route) -> tuple[str, str]:

@@ -34,12 +34,17 @@ class Caller:
 def read_caller(tenants: Tenants, header: Callable[[str], str | None], *body_names: str | None) -> Caller:
     """`header` gives a header's value by its lower-case name; `body_names` come after all headers.
 
-    Raises Unauthenticated for a key that names no tenant.
+    Raises as `check_key`.
     """
-    try:
-        tenant = tenants.of(header("authorization"))
-    except UnknownKey as error:
-        raise Unauthenticated(str(error)) from error
+    tenant = check_key(tenants, header)
     names = (*map(header, SESSION_NAMES), *body_names)
     name = next((name for name in names if name), None)
     return Caller(tenant=tenant, session=None if name is None else session_key(tenant.name, name))
+
+
+def check_key(tenants: Tenants, header: Callable[[str], str | None]) -> Tenant:
+    """Unauthenticated for a key that names no tenant."""
+    try:
+        return tenants.of(header("authorization"))
+    except UnknownKey as error:
+        raise Unauthenticated(str(error)) from error

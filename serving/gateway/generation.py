@@ -16,6 +16,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import ContextLengthExceeded, InternalError, Overloaded, Unavailable
 from moonshard.serving.config import RoutingConfig
+from moonshard.serving.gateway.accounts import Accounts
 from moonshard.serving.gateway.attempts import Attempts, Sent
 from moonshard.serving.gateway.choice import CallsMade, ChoiceStream
 from moonshard.serving.gateway.handoffs import Handoffs
@@ -59,6 +60,7 @@ class Gateway:
         model: ServedModel,
         pool: LinkPool,
         metrics: GatewayMetrics,
+        accounts: Accounts,
         *,
         max_queued_requests: int,
         routing: RoutingConfig,
@@ -69,6 +71,7 @@ class Gateway:
         self.handoffs = Handoffs(pool, lease_s=lease_s)
         self.is_draining = False
         self._metrics = metrics
+        self._accounts = accounts
         self._max_queued_requests = max_queued_requests
         self._attempts = Attempts(pool, self.handoffs, metrics, routing, may_retry=lambda: not self.is_draining)
         self._numbers = itertools.count()
@@ -104,7 +107,8 @@ class Gateway:
             stamps = Stamps(received_ns=request.received_ns)
             prompt = await self.model.tokenize(request)
             run = self._make_run(admission, prompt)
-            with RequestRecord(self._metrics, run, stamps) as record:
+            self._accounts.admit(request.caller.tenant, len(prompt))
+            with RequestRecord(self._metrics, run, stamps) as record, self._accounts.entry(request, record):
                 async with aclosing(self._stream(admission, run, record)) as events:
                     async for event in events:
                         yield event

@@ -5,7 +5,7 @@ decoded by msgspec, so FastAPI neither validates nor documents them.
 """
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InternalError, InvalidArgument, Unavailable, openai_error
 from moonshard.serving.gateway import openai_requests as requests
-from moonshard.serving.gateway.caller import Caller, read_caller
+from moonshard.serving.gateway.caller import Caller, check_key, read_caller
 from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.disconnect import until_disconnect
 from moonshard.serving.gateway.edge import (
@@ -74,12 +74,12 @@ class HttpFront:
         self._keep_alive_s = keep_alive_s
         self._created = int(time.time())
         routes = {
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._complete),
-            "/v1/models": ("GET", self._models),
-            "/v1/models/{name:path}": ("GET", self._model),
-            "/tokenize": ("POST", self._tokenize),
-            "/detokenize": ("POST", self._detokenize),
+            "/v1/chat/completions": ("POST", self._keyed(self._chat)),
+            "/v1/completions": ("POST", self._keyed(self._complete)),
+            "/v1/models": ("GET", self._keyed(self._models)),
+            "/v1/models/{name:path}": ("GET", self._keyed(self._model)),
+            "/tokenize": ("POST", self._keyed(self._tokenize)),
+            "/detokenize": ("POST", self._keyed(self._detokenize)),
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._prometheus),
@@ -90,6 +90,15 @@ class HttpFront:
             fastapi.add_api_route(path, handler, methods=[method])
         add_error_handlers(fastapi)
         self.app: ASGIApp = Edge(fastapi, metrics, frozenset(routes))
+
+    def _keyed(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """For tenants only, and nobody else's body is read."""
+
+        async def keyed(request: Request) -> Response:
+            check_key(self._tenants, request.headers.get)
+            return await handler(request)
+
+        return keyed
 
     async def _chat(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()

@@ -7,7 +7,7 @@ close the generator of a cancelled call at once, and a cancelled call must free 
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ import grpc
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
-from moonshard.serving.gateway.caller import read_caller
+from moonshard.serving.gateway.caller import check_key, read_caller
 from moonshard.serving.gateway.generation import Gateway
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from moonshard.serving.tenants import Tenants
@@ -44,19 +44,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         await _answer(context, self._generate(asked, context))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
-        return await _answer(context, self._model_info(request))
+        return await _answer(context, self._keyed(context, self._model_info, request))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        return await _answer(context, self._tokenize(request))
+        return await _answer(context, self._keyed(context, self._tokenize, request))
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
-        return await _answer(context, self._detokenize(request))
+        return await _answer(context, self._keyed(context, self._detokenize, request))
+
+    async def _keyed[Asked, Told](
+        self,
+        context: grpc.aio.ServicerContext,
+        handler: Callable[[Asked], Coroutine[None, None, Told]],
+        request: Asked,
+    ) -> Told:
+        """For tenants only."""
+        check_key(self._tenants, _header(context))
+        return await handler(request)
 
     async def _generate(self, asked: GenerationRequest, context: grpc.aio.ServicerContext) -> None:
-        metadata = dict(context.invocation_metadata() or ())
-        asked = replace(asked, caller=read_caller(self._tenants, lambda name: _text(metadata.get(name))))
+        asked = replace(asked, caller=read_caller(self._tenants, _header(context)))
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Delta):
@@ -114,8 +123,15 @@ def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> Gene
     )
 
 
-def _text(value: str | bytes | None) -> str | None:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+def _header(context: grpc.aio.ServicerContext) -> Callable[[str], str | None]:
+    """A call's metadata by name."""
+    metadata = dict(context.invocation_metadata() or ())
+
+    def header(name: str) -> str | None:
+        value = metadata.get(name)
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+    return header
 
 
 def _prompt(request: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPrompt:

@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,7 +20,8 @@ from starlette.types import ASGIApp
 from moonshard.rpc.inference_pb2_grpc import add_InferenceServicer_to_server
 from moonshard.rpc.server import BoundServer, PortInUse, build_server
 from moonshard.rpc.status import Unavailable
-from moonshard.serving.config import Config, GatewayConfig, default_worker_addresses
+from moonshard.serving.config import Config, ConfigError, GatewayConfig, default_worker_addresses
+from moonshard.serving.gateway.accounts import Accounts, LedgerCollector
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S
 from moonshard.serving.gateway.generation import DRAINING_RETRY_AFTER_S, Gateway
 from moonshard.serving.gateway.http import HttpFront
@@ -28,7 +30,9 @@ from moonshard.serving.gateway.inference_service import SERVICE_NAME, InferenceS
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
 from moonshard.serving.gateway.pool import LinkPool
+from moonshard.serving.gateway.rates import TokenRates
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
+from moonshard.serving.ledger import Ledger
 from moonshard.serving.status_pipe import Status
 from moonshard.serving.tenants import Tenants, load_tenants
 from moonshard.serving.transport_security import link_credentials
@@ -74,43 +78,55 @@ async def run_gateway(config: Config, *, status: Status) -> int:
 async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> AsyncIterator[RunningGateway]:
     """Both fronts and the links to the workers, up inside the block."""
     with contextlib.closing(bind_http(config.gateway.host, config.gateway.port)) as listener:
-        model = load_served_model(config.model.path, config.model.name)
-        tenants = load_tenants(config.gateway.keys)
-        metrics = GatewayMetrics(model.name)
-        pool = LinkPool(
-            worker_addresses(config),
-            on_load=StepObserver(metrics),
-            silence_s=config.gateway.worker_silence_s,
-            credentials=link_credentials(config),
-            policy=config.routing.policy,
-            queue_weight=config.routing.queue_weight,
+        async with (
+            _ledger_at(config.gateway.ledger) as ledger,
+            _serving(config, listener, ledger, keep_alive_s) as running,
+        ):
+            yield running
+
+
+@contextlib.asynccontextmanager
+async def _serving(
+    config: Config, listener: socket.socket, ledger: Ledger | None, keep_alive_s: float
+) -> AsyncIterator[RunningGateway]:
+    model = load_served_model(config.model.path, config.model.name)
+    tenants = load_tenants(config.gateway.keys)
+    metrics = GatewayMetrics(model.name)
+    pool = LinkPool(
+        worker_addresses(config),
+        on_load=StepObserver(metrics),
+        silence_s=config.gateway.worker_silence_s,
+        credentials=link_credentials(config),
+        policy=config.routing.policy,
+        queue_weight=config.routing.queue_weight,
+    )
+    metrics.registry.register(WorkerCollector(pool, model.name))
+    gateway = Gateway(
+        model,
+        pool,
+        metrics,
+        _accounts(config, metrics, ledger),
+        max_queued_requests=config.gateway.max_queued_requests,
+        routing=config.routing,
+        lease_s=config.kv.lease_s,
+    )
+    front = HttpFront(
+        gateway,
+        metrics,
+        version=version("moonshard"),
+        max_body_bytes=config.gateway.max_body_bytes,
+        tenants=tenants,
+        keep_alive_s=keep_alive_s,
+    )
+    grpc_server = _grpc_server(config.gateway, gateway, tenants)
+    host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
+    async with pool.running(), _serving_grpc(grpc_server), _serving_http(front.app, listener):
+        yield RunningGateway(
+            gateway=gateway,
+            grpc_server=grpc_server,
+            http=f"http://{host}:{listener.getsockname()[1]}",
+            grpc=f"{host}:{grpc_server.port}",
         )
-        metrics.registry.register(WorkerCollector(pool, model.name))
-        gateway = Gateway(
-            model,
-            pool,
-            metrics,
-            max_queued_requests=config.gateway.max_queued_requests,
-            routing=config.routing,
-            lease_s=config.kv.lease_s,
-        )
-        front = HttpFront(
-            gateway,
-            metrics,
-            version=version("moonshard"),
-            max_body_bytes=config.gateway.max_body_bytes,
-            tenants=tenants,
-            keep_alive_s=keep_alive_s,
-        )
-        grpc_server = _grpc_server(config.gateway, gateway, tenants)
-        host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
-        async with pool.running(), _serving_grpc(grpc_server), _serving_http(front.app, listener):
-            yield RunningGateway(
-                gateway=gateway,
-                grpc_server=grpc_server,
-                http=f"http://{host}:{listener.getsockname()[1]}",
-                grpc=f"{host}:{grpc_server.port}",
-            )
 
 
 def bind_http(host: str, port: int) -> socket.socket:
@@ -176,6 +192,31 @@ def _grpc_server(config: GatewayConfig, gateway: Gateway, tenants: Tenants) -> B
         service_names=[SERVICE_NAME],
         max_message_bytes=config.max_body_bytes,
     )
+
+
+def _accounts(config: Config, metrics: GatewayMetrics, ledger: Ledger | None) -> Accounts:
+    if ledger is not None:
+        metrics.registry.register(LedgerCollector(ledger))
+    num_tokens = config.gateway.tenant_tokens_per_minute
+    rates = None if num_tokens is None else TokenRates(num_tokens)
+    return Accounts(metrics, config.prices, ledger=ledger, rates=rates)
+
+
+@contextlib.asynccontextmanager
+async def _ledger_at(path: Path | None) -> AsyncIterator[Ledger | None]:
+    """Written to during the block. ConfigError, or LedgerError, where it cannot be."""
+    if path is None:
+        yield None
+        return
+    try:
+        ledger = Ledger(path)
+    except OSError as error:
+        raise ConfigError([f"gateway.ledger: {path}: {error.strerror}"]) from error
+    ledger.start()
+    try:
+        yield ledger
+    finally:
+        await asyncio.to_thread(ledger.close)
 
 
 @contextlib.asynccontextmanager

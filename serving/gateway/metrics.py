@@ -61,7 +61,7 @@ HELP = {
         "Per finished request whose KV moved: how long it was still being sent when the first token was there."
     ),
     "moonshard_request_handoffs": "Begun between a prefill and a decode worker, those that failed included.",
-    "moonshard_local_prefills": "Prompts that a decode worker computed itself: short, or no prefill worker was there.",
+    "moonshard_local_prefills": "Prompts that a decode worker computed itself: by rule, or as there was no other.",
     "moonshard_request_retries": "Requests that went on elsewhere, by what they had lost there.",
     "moonshard_dropped_tokens": "Tokens that a worker sent and the client never got: what stood after a stop string.",
     "moonshard_requests": "Requests by how they ended: completed, cancelled, or the gRPC status of their error.",
@@ -115,19 +115,16 @@ class GatewayMetrics:
         rejections = self._counter("vllm:admission_rejections", labels=("model_name", "reason"))
         self.queue_rejections = rejections.labels(model_name, "max_queued_requests")
         self.slo_rejections = rejections.labels(model_name, "ttft_slo")
+        self.rate_rejections = rejections.labels(model_name, "tenant_tokens_per_minute")
 
     @contextmanager
     def outcome(self) -> Iterator[None]:
         """Count how the request that is the block ended."""
-        outcome = "internal_error"
+        outcome = "completed"
         try:
             yield
-            outcome = "completed"
-        except (asyncio.CancelledError, GeneratorExit):
-            outcome = "cancelled"
-            raise
-        except RequestError as error:
-            outcome = error.code.name.lower()
+        except BaseException as error:
+            outcome = outcome_of(error)
             raise
         finally:
             self.outcomes.labels(outcome).inc()
@@ -137,3 +134,10 @@ class GatewayMetrics:
 
     def _counter(self, name: str, *more_labels: str, labels: tuple[str, ...] = LABELS) -> Counter:
         return Counter(name, HELP[name], (*labels, *more_labels), registry=self.registry)
+
+
+def outcome_of(error: BaseException) -> str:
+    """How a request ended that has no finish reason."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "cancelled"
+    return error.code.name.lower() if isinstance(error, RequestError) else "internal_error"

@@ -19,9 +19,9 @@ from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable
 from moonshard.serving.gateway.knowledge import Knowledge, homes_of
 from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
 from moonshard.serving.gateway.session import Session
-from moonshard.serving.policies import PolicyName
 from moonshard.serving.policies import policy as policy_of
-from moonshard.serving.router import QUEUE_WEIGHT, Ask, Home, Reservation, Router
+from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
+from moonshard.serving.router import Ask, Home, Reservation, Router
 from moonshard.serving.ttft import TtftModel
 
 PREFILL_ROLES = frozenset({"prefill"})

@@ -40,6 +40,7 @@ class RequestRecord:
         self._num_prompt = len(run.prompt_tokens)
         self._num_cached = 0
         self._num_ended = 0
+        self._finish_reason = ""
         self._num_tokens = [0] * run.n
         self._last_arrival_ns = [0] * run.n
         self._num_dropped = 0
@@ -78,9 +79,9 @@ class RequestRecord:
         output = arrival.output
         is_first = not self.stamps.first_arrival_ns
         self.stamps.arrived(arrival.arrived_ns, output)
-        self._num_cached = min(self._num_prompt, max(self._num_cached, output.cached_tokens))
         self._num_dropped += len(output.token_ids) - (0 if delta is None else len(delta.token_ids))
         if is_first:
+            self._num_cached = min(self._num_prompt - 1, output.cached_tokens)
             self._count_prompt()
         if delta is not None:
             self._count_delta(delta, arrival.arrived_ns)
@@ -111,9 +112,20 @@ class RequestRecord:
             metrics.phase_s.labels(*labels, phase).observe(getattr(timing, f"{phase}_ms") / 1e3)
 
     def usage(self) -> pb.Usage:
+        """What has been counted so far: before the first output nothing, not even the prompt.
+
+        What was cached is what the worker found that computed the prompt; whoever goes on elsewhere finds more.
+        """
+        if not self.stamps.first_arrival_ns:
+            return pb.Usage()
         return pb.Usage(
             prompt_tokens=self._num_prompt, completion_tokens=sum(self._num_tokens), cached_tokens=self._num_cached
         )
+
+    @property
+    def finish_reason(self) -> str:
+        """Of the first choice; empty until it has ended."""
+        return self._finish_reason
 
     @property
     def _sent_to(self) -> "_Worker":
@@ -142,4 +154,6 @@ class RequestRecord:
         self._last_arrival_ns[delta.choice] = arrived_ns
         if (finish := decode_finish_reason(delta.finish_reason)) is not None:
             self._num_ended += 1
+            if delta.choice == 0:
+                self._finish_reason = finish
             self._metrics.finished_choices.labels(*self._labels, finish).inc()

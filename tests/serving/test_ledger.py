@@ -103,6 +103,11 @@ def test_when_too_many_wait_the_oldest_are_lost_and_counted(tmp_path: Path, monk
     assert write(tmp_path / "ledger", rows(5)).num_lost == 5
 
 
+def test_nobody_else_may_read_it(tmp_path: Path):
+    write(tmp_path / "ledger", rows(1))
+    assert (tmp_path / "ledger").stat().st_mode & 0o077 == 0
+
+
 def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path):
     write(tmp_path / "ledger", rows(2))
     with (tmp_path / "ledger").open("ab") as file:
@@ -130,3 +135,36 @@ def test_cached_tokens_cost_less_and_every_token_is_paid_once(prompt: int, cache
     paid = Prices().usd(prompt_tokens=prompt, cached_tokens=num_cached, completion_tokens=completion)
     expected = (prompt - num_cached) * 0.6e-6 + num_cached * 0.1e-6 + completion * 3e-6
     assert paid == pytest.approx(expected)
+
+
+def test_a_row_that_a_killed_process_began_is_taken_back_and_the_file_gone_on_with(tmp_path: Path):
+    path = tmp_path / "ledger"
+    for torn in (b"{", b'{"request_id"', b'{"request_id":"r1","ended_at":"20'):
+        write(path, rows(2))
+        with path.open("ab") as file:
+            file.write(torn)
+        write(path, rows(1))
+        assert list(read_ledger(path)) == [*rows(2), *rows(1)]
+        path.unlink()
+
+
+@pytest.mark.parametrize("text", ["gateway.port = 1", '{"a": 1}', "x" * 100_000])
+def test_a_file_of_another_kind_is_neither_cut_nor_added_to(tmp_path: Path, text: str):
+    (tmp_path / "other").write_text(text)
+    with pytest.raises(LedgerError, match="no row of a ledger"):
+        Ledger(tmp_path / "other")
+    assert (tmp_path / "other").read_text() == text
+
+
+def test_on_a_device_that_is_full_every_try_is_counted_and_no_row_is_said_to_be_written():
+    ledger = write(Path("/dev/full"), rows(3))
+    assert (ledger.num_failures, ledger.num_lost) == (4, 3)  # once more at the end
+
+
+def test_two_processes_do_not_write_to_one_ledger(tmp_path: Path):
+    ledger = Ledger(tmp_path / "ledger")
+    ledger.start()
+    with pytest.raises(LedgerError, match="another process"):
+        Ledger(tmp_path / "ledger")
+    ledger.close()
+    Ledger(tmp_path / "ledger").start()

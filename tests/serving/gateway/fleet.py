@@ -43,7 +43,7 @@ def decode_worker(number: int = 0) -> FakeWorker:
 
 
 @asynccontextmanager
-async def fleet(*workers: FakeWorker, lease_s: float = 60.0, **routing: float) -> AsyncIterator[RunningGateway]:
+async def fleet(*workers: FakeWorker, lease_s: float = 60.0, **routing: float | str) -> AsyncIterator[RunningGateway]:
     """All workers are there when the block begins."""
     async with asyncio.timeout(HANG_S), AsyncExitStack() as stack:
         ports = [await stack.enter_async_context(fake_worker.serving(worker)) for worker in workers]
@@ -59,6 +59,21 @@ async def fleet(*workers: FakeWorker, lease_s: float = 60.0, **routing: float) -
         while any(link.session is None for link in pool.links):
             await pool.wait_changed(0.05)
         yield running
+
+
+@asynccontextmanager
+async def front_of(
+    worker: FakeWorker, config: GatewayConfig
+) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
+    """A gateway over this worker, and an HTTP client of it; the gateway has closed when the block has ended."""
+    async with (
+        asyncio.timeout(2 * HANG_S),
+        fake_worker.serving(worker) as port,
+        serving(make_config(config, FIXTURE, [f"127.0.0.1:{port}"])) as running,
+        httpx.AsyncClient(base_url=running.http, timeout=HANG_S, trust_env=False) as http,
+    ):
+        await running.gateway.pool.wait_ready()
+        yield running, http
 
 
 async def first_to_reach(point: str, workers: Iterable[FakeWorker]) -> FakeWorker:

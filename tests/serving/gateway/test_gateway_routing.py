@@ -5,11 +5,13 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
 from moonshard.kv.prefix import block_names, root_name, split_names
-from moonshard.rpc import link_pb2
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc import inference_pb2_grpc, link_pb2
 from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
 from moonshard.serving.tenants import Tenant, hash_key
@@ -105,6 +107,37 @@ class TestKeys:
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
         assert not any(worker.runs for worker in workers)
+
+    @pytest.mark.parametrize(
+        ("method", "path"),
+        [
+            *(("GET", path) for path in ("/v1/models", "/v1/models/kimi")),
+            *(("POST", path) for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")),
+        ],
+    )
+    async def test_no_body_is_read_without_a_known_key(self, http: httpx.AsyncClient, method: str, path: str):
+        answer = await http.request(method, path, content=b"no JSON" if method == "POST" else None)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        answer = await http.request(method, path, content=b"", headers={"authorization": "Bearer one"})
+        assert answer.status_code == (200 if method == "GET" else 400)
+
+    async def test_everybody_may_ask_how_it_is(self, http: httpx.AsyncClient):
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert (await http.get(path)).status_code == 200
+
+    async def test_grpc_asks_for_the_key_in_every_call(self, running: RunningGateway):
+        async with grpc.aio.insecure_channel(running.grpc) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            calls = [
+                (stub.GetModelInfo, pb.GetModelInfoRequest()),
+                (stub.Tokenize, pb.TokenizeRequest(text="a")),
+                (stub.Detokenize, pb.DetokenizeRequest(ids=[1])),
+            ]
+            for call, request in calls:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call(request)
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                await call(request, metadata=[("authorization", "Bearer one")])
 
     async def test_tenants_share_no_names_of_blocks(self, http: httpx.AsyncClient, workers: list[FakeWorker]):
         for key in ("one", "two", "one"):

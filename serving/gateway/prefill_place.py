@@ -1,0 +1,51 @@
+"""Where prompts are prefilled, as a gateway decides it: by `serving.locality`, fed with what workers report.
+
+Between the attempts, which know routes and outputs, and the rules, which know neither. Left out: which worker of a role
+it is.
+"""
+
+from moonshard.rpc import link_pb2
+from moonshard.serving.config import RoutingConfig
+from moonshard.serving.gateway.pool import Route
+from moonshard.serving.locality import Choice, Locality, is_short
+
+
+class PrefillPlace:
+    """Of one gateway."""
+
+    def __init__(self, routing: RoutingConfig) -> None:
+        self._routing = routing
+        self._locality = Locality()
+
+    def is_here_anyway(self, num_prompt: int, decode: Route) -> bool:
+        """Whether the decode worker should prefill, whoever else could."""
+        return self._routing.local_prefill == "static" and is_short(
+            num_prompt,
+            num_prompt - decode.reservation.num_known_tokens,
+            max_left_tokens=self._routing.local_prefill_max_tokens,
+            min_known_share=self._routing.local_prefill_min_known,
+        )
+
+    def is_here(self, num_prompt: int, decode: Route, prefill: Route) -> bool:
+        """Whether it should rather than this prefill worker."""
+        if self._routing.local_prefill == "static":
+            return False
+        load, num_known = decode.session.load, decode.reservation.num_known_tokens
+        choice = Choice(
+            left_here_tokens=num_prompt - num_known,
+            queued_here_tokens=sum(load.queued_tokens[decode.partition : decode.partition + 1]),
+            num_decoding=load.num_running,
+            left_there_tokens=num_prompt - prefill.reservation.num_known_tokens,
+            queued_there_tokens=prefill.reservation.num_queued_tokens,
+            moved_tokens=num_prompt - num_known,
+        )
+        return self._locality.is_here(choice)
+
+    def prefilled(self, num_prompt: int, first: link_pb2.SequenceOutput, *, is_here: bool) -> None:
+        """The first output of a request, with the time that its prompt took."""
+        line = self._locality.here if is_here else self._locality.there
+        line.observe(num_prompt - min(first.cached_tokens, num_prompt - 1), first.phases.prefill_ms)
+
+    def moved(self, num_prompt: int, decode: Route, transfer: link_pb2.TransferPhases) -> None:
+        """A prompt's KV is where it is decoded."""
+        self._locality.transfer.observe(num_prompt - decode.reservation.num_known_tokens, transfer.exposed_ms)

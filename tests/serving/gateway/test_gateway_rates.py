@@ -1,0 +1,103 @@
+"""A tenant gets its tokens and no more, others are not touched, and a refusal says when to come back."""
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.status import Overloaded
+from moonshard.serving.config import GatewayConfig
+from moonshard.serving.gateway.rates import TokenRates
+from moonshard.serving.tenants import hash_key
+from tests.serving.gateway.fake_worker import FakeWorker
+from tests.serving.gateway.fleet import front_of
+from tests.serving.gateway.test_gateway_metrics import samples
+
+LONG_S = 3600 * 24 * 365 * 50  # a window that does not end during a test
+
+
+@settings(deadline=None)
+@given(
+    limit=st.integers(1, 1000),
+    asked=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 300), st.integers(0, 300)), max_size=40),
+)
+def test_within_a_window_no_tenant_is_let_in_beyond_its_tokens(limit: int, asked: list[tuple[str, int, int]]):
+    rates = TokenRates(limit, LONG_S)
+    prompts, completions = dict.fromkeys("ab", 0), dict.fromkeys("ab", 0)
+    for tenant, num_prompt, num_completion in asked:
+        fits = prompts[tenant] + completions[tenant] + num_prompt <= limit
+        if not fits:
+            with pytest.raises(Overloaded):
+                rates.admit(tenant, num_prompt)
+            continue
+        rates.admit(tenant, num_prompt)  # a refusal before it used up nothing
+        prompts[tenant] += num_prompt
+        completions[tenant] += num_completion
+        rates.used(tenant, num_completion)
+
+
+@pytest.mark.parametrize("num_completion", [0, 30])
+def test_after_the_delay_that_it_was_told_it_is_let_in(num_completion: int):
+    rates = TokenRates(100, 1)
+    rates.admit("a", 90)
+    rates.used("a", num_completion)
+    with pytest.raises(Overloaded) as refused:
+        rates.admit("a", 50)
+    assert refused.value.retry_after_s is not None
+    assert 0 < refused.value.retry_after_s <= 2
+    rates.admit("b", 50)
+    time.sleep(refused.value.retry_after_s + 0.01)
+    rates.admit("a", 50)
+
+
+def test_a_completion_beyond_the_rate_is_paid_for_before_the_next_prompt():
+    rates, start_s = TokenRates(100, 1), time.perf_counter()
+    rates.admit("a", 90)
+    rates.used("a", 150)  # 140 tokens more than the window has room for
+    while True:
+        try:
+            rates.admit("a", 50)
+        except Overloaded as refused:
+            time.sleep((refused.retry_after_s or 0) + 0.01)
+        else:
+            break
+    assert time.perf_counter() - start_s > 1.7  # 190 tokens at 100 a second
+
+
+def test_a_prompt_beyond_the_whole_rate_is_not_told_to_come_back():
+    with pytest.raises(Overloaded) as refused:
+        TokenRates(100).admit("a", 101)
+    assert refused.value.retry_after_s is None
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> GatewayConfig:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[keys]\n{hash_key("one")} = "a"\n{hash_key("two")} = "b"\n')
+    return GatewayConfig(port=0, grpc_port=0, drain_timeout_s=1, keys=keys, tenant_tokens_per_minute=30)
+
+
+async def test_a_tenant_over_its_rate_is_refused_on_both_fronts_and_another_served(
+    worker: FakeWorker, config: GatewayConfig
+):
+    one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+    body = {"model": "kimi", "prompt": [1] * 10, "max_tokens": 15}
+    async with front_of(worker, config) as (running, http):
+        assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 200
+        refused = await http.post("/v1/completions", json=body, headers=one)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == refused.json()["error"]["type"] == "rate_limit_exceeded"
+        assert 1 <= int(refused.headers["retry-after"]) <= 120
+        too_long = await http.post("/v1/completions", json=body | {"prompt": [1] * 31}, headers=two)
+        assert (too_long.status_code, "retry-after" in too_long.headers) == (429, False)
+        assert (await http.post("/v1/completions", json=body, headers=two)).status_code == 200
+        async with AsyncClient(running.grpc) as client:
+            with pytest.raises(Overloaded) as overloaded:
+                await client.generate([1] * 10, max_tokens=15, metadata=[("authorization", "Bearer one")])
+            assert overloaded.value.retry_after_s is not None
+        found = await samples(http)
+        assert found["vllm:admission_rejections_total", "kimi", "tenant_tokens_per_minute"] == 3
+    assert len(worker.runs) == 2
