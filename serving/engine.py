@@ -56,17 +56,20 @@ class Engine:
         encoder: StepEncoder,
         on_step: Callable[[StepReport], None],
         on_expired: Callable[[bytes, QueueTimeout], None],
+        before_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
         on_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
         num_stages: int = 1,
     ):
         """`on_prefill` is called when a prefill step was launched: an export made in it runs right behind that step.
 
-        It may call `export`, and nothing else of the engine.
+        `before_prefill` likewise when it is about to be: an export made in it runs before that step. Both may call
+        `export`, and nothing else of the engine.
         """
         self._scheduler = scheduler
         self._encoder = encoder
         self._on_step = on_step
         self._on_expired = on_expired
+        self._before_prefill = before_prefill
         self._on_prefill = on_prefill
         self._loop = asyncio.get_running_loop()
         self._device = DeviceThread(
@@ -198,9 +201,12 @@ class Engine:
             self._plans[plan.number] = plan
             self._num_computing += isinstance(plan, PrefillPlan | DecodePlan)
             self._clocks.note_launch(plan, time.perf_counter_ns())
-            self._device.submit(self._encoder.encode(plan))
             if isinstance(plan, PrefillPlan):
+                self._before_prefill(plan)
+                self._device.submit(self._encoder.encode(plan))
                 self._on_prefill(plan)
+            else:
+                self._device.submit(self._encoder.encode(plan))
 
     def _complete(self, done: StepDone) -> None:
         if self._exchange.owns(done.number):

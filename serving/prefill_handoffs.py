@@ -7,7 +7,7 @@ first token. Whatever ends a handoff early ends its prefill too. Left out: how b
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class _Leg:
     target: m.Target
     remote: Endpoint
     arrived_s: float
+    has_begun: bool = False  # a step for it was launched, or is about to be
     num_finished: int = 0  # blocks whose KV launched steps complete
     outputs: dict[int, link_pb2.SequenceOutput] = field(default_factory=dict)  # by choice
     staged_s: float | None = None  # when the first block was
@@ -150,24 +151,35 @@ class PrefillHandoffs:
 
     # ---- what the engine says
 
+    def launching(self, plan: PrefillPlan) -> None:
+        """A prefill step is about to be launched: what of its prompts is known already need not wait for it."""
+        for leg, chunk in self._chunks(plan):
+            if not leg.has_begun:
+                self._begin(leg, chunk)
+                self._finish(leg, chunk, chunk.start // self._pool.block_size)
+
     def launched(self, plan: PrefillPlan) -> None:
         """A prefill step was launched: what it completes may be exported right behind it."""
+        for leg, chunk in self._chunks(plan):
+            end = chunk.start + len(chunk.tokens)
+            self._finish(leg, chunk, leg.target.num_blocks if chunk.samples else end // self._pool.block_size)
+
+    def _chunks(self, plan: PrefillPlan) -> Iterator[tuple[_Leg, PrefillChunk]]:
         for chunk in plan.chunks:
             leg = self._legs.get(chunk.request.id)
             if leg is not None and not leg.is_given_up and chunk.sequence.choice == 0:
-                self._launched(leg, chunk)
+                yield leg, chunk
 
-    def _launched(self, leg: _Leg, chunk: PrefillChunk) -> None:
-        handoff = leg.target.handoff
-        if not leg.num_finished and not self._side.knows(handoff):
-            now_s = time.perf_counter()
-            target = replace(leg.target, lease_s=leg.target.lease_s - (now_s - leg.arrived_s))
-            self._side.run(target, chunk.slot.partition, now_s)
-        end = chunk.start + len(chunk.tokens)
-        num_finished = leg.target.num_blocks if chunk.samples else end // self._pool.block_size
+    def _begin(self, leg: _Leg, chunk: PrefillChunk) -> None:
+        now_s = time.perf_counter()
+        target = replace(leg.target, lease_s=leg.target.lease_s - (now_s - leg.arrived_s))
+        self._side.run(target, chunk.slot.partition, now_s)
+        leg.has_begun = True
+
+    def _finish(self, leg: _Leg, chunk: PrefillChunk, num_finished: int) -> None:
         fresh = range(leg.num_finished, num_finished)
-        leg.num_finished = num_finished
-        self._do(self._side.finished(handoff, [(index, chunk.block_table[index]) for index in fresh]))
+        leg.num_finished = max(leg.num_finished, num_finished)
+        self._do(self._side.finished(leg.target.handoff, [(index, chunk.block_table[index]) for index in fresh]))
 
     def emitted(self, emitted: Emitted) -> None:
         """A first token; all of a request's are told together."""

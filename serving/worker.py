@@ -65,6 +65,7 @@ class Worker:
             encoder=StepEncoder(model.shapes),
             on_step=self._on_step,
             on_expired=self._on_expired,
+            before_prefill=self._before_prefill,
             on_prefill=self._on_prefill,
             num_stages=model.num_stages,
         )
@@ -294,6 +295,10 @@ class Worker:
         )
 
     # ---- what the engine says
+
+    def _before_prefill(self, plan: PrefillPlan) -> None:
+        if self._prefill is not None:
+            self._prefill.launching(plan)
 
     def _on_prefill(self, plan: PrefillPlan) -> None:
         if self._prefill is not None:

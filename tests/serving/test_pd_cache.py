@@ -4,6 +4,7 @@ import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.serving.request import Sampling
+from moonshard.serving.steps import StepKind
 from tests.agreement import assert_drawn_from, reference
 from tests.engine_room import long_text
 from tests.serving.pd_pair import BLOCK_SIZE, Answer, Pair, run, running
@@ -61,6 +62,19 @@ async def test_decode_prefills_behind_what_it_was_given():
         assert_drawn_from(reference(), longer.prompt_tokens, answer.tokens[0], GREEDY)
         assert pair.decode.engine.counters().totals.prefill_tokens - before == 130 - 96
         assert answer.num_cached == 96
+
+
+async def test_what_prefill_knows_goes_out_before_the_rest_is_computed(monkeypatch: pytest.MonkeyPatch):
+    async with running() as pair:
+        prompt = long_text(96)
+        await ask(pair, run(prompt, 2))
+        monkeypatch.setattr(pair.decode._scheduler.cache, "match", lambda _partition, _names: ())
+        device, kinds = pair.prefill.engine._device, []
+        submit = device.submit
+        monkeypatch.setattr(device, "submit", lambda step: (kinds.append(step.kind), submit(step)))
+        answer, num_moved = await ask(pair, run([*prompt, *long_text(40, seed=7)], 2))
+        assert (answer.num_cached, num_moved) == (96, 9)
+        assert kinds == [StepKind.EXPORT, StepKind.PREFILL, StepKind.EXPORT]
 
 
 async def test_another_root_is_cold_on_both_sides():
