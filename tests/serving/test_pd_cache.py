@@ -69,12 +69,13 @@ async def test_what_prefill_knows_goes_out_before_the_rest_is_computed(monkeypat
         prompt = long_text(96)
         await ask(pair, run(prompt, 2))
         monkeypatch.setattr(pair.decode._scheduler.cache, "match", lambda _partition, _names: ())
-        device, kinds = pair.prefill.engine._device, []
-        submit = device.submit
-        monkeypatch.setattr(device, "submit", lambda step: (kinds.append(step.kind), submit(step)))
+        executor, kinds = pair.prefill.engine._device._executor, []
+        launch = executor.launch
+        monkeypatch.setattr(executor, "launch", lambda step: (kinds.append(step.kind), launch(step))[1])
         answer, num_moved = await ask(pair, run([*prompt, *long_text(40, seed=7)], 2))
         assert (answer.num_cached, num_moved) == (96, 9)
-        assert kinds == [StepKind.EXPORT, StepKind.PREFILL, StepKind.EXPORT]
+        assert kinds[0] is StepKind.EXPORT
+        assert kinds.count(StepKind.PREFILL) == 1
 
 
 async def test_another_root_is_cold_on_both_sides():
