@@ -5,12 +5,22 @@ import pytest
 from moonshard.rpc import link_pb2
 from moonshard.serving.request import Sampling
 from moonshard.serving.steps import StepKind
+from moonshard.sharding.rules import DecodeRules
+from moonshard.sharding.shape import MeshShape
 from tests.agreement import assert_drawn_from, reference
 from tests.engine_room import long_text
-from tests.serving.pd_pair import BLOCK_SIZE, Answer, Pair, run, running
+from tests.serving.pd_pair import BLOCK_SIZE, Answer, Meshes, Pair, run, running
 
 pytestmark = pytest.mark.xdist_group("jax")
 GREEDY = Sampling(temperature=0.0)
+BY_TOKENS = DecodeRules(kv_tokens=("tensor",))
+CACHED_MESHES = {
+    "data 2 to data 2": Meshes(prefill=MeshShape(data=2), decode=MeshShape(data=2)),
+    "pipe 2 to tensor 2 by tokens": Meshes(
+        prefill=MeshShape(pipe=2), decode=MeshShape(tensor=2), decode_rules=BY_TOKENS
+    ),
+    "tensor 2 to expert 2": Meshes(prefill=MeshShape(tensor=2), decode=MeshShape(expert=2)),
+}
 
 
 def num_landed(pair: Pair) -> int:
@@ -37,6 +47,24 @@ async def test_a_prompt_asked_again_moves_one_block_and_is_computed_from_its_las
         assert warm.num_cached == (num_full * BLOCK_SIZE if length % BLOCK_SIZE else length - 1)
         assert num_moved == 1
         assert warm.tokens == cold.tokens
+
+
+@pytest.mark.parametrize("meshes", CACHED_MESHES.values(), ids=CACHED_MESHES)
+async def test_on_other_meshes_a_partition_finds_its_own_prompts_again_and_no_other_does(meshes: Meshes):
+    async with running(meshes=meshes) as pair:
+        here, there = meshes.prefill.num_partitions - 1, meshes.decode.num_partitions - 1
+        prompt = long_text(100)
+        before = num_landed(pair)
+        for num_cached, num_moved in ((0, 7), (96, 1)):
+            each = run(prompt, 20, partition=there)
+            answer = await pair.ask(each, prefill_partition=here)
+            assert_drawn_from(reference(), prompt, answer.tokens[0], GREEDY)
+            assert (answer.num_cached, num_landed(pair) - before) == (num_cached, num_moved)
+            before = num_landed(pair)
+        if there:
+            elsewhere = await pair.ask_decode_alone(run(prompt, 20, partition=0))
+            assert elsewhere.num_cached == 0
+            assert elsewhere.tokens == answer.tokens
 
 
 async def test_the_next_turn_moves_what_is_new_and_less_than_a_block():
