@@ -72,6 +72,14 @@ async def test_the_body_may_name_the_session(http: httpx.AsyncClient):
     assert len(found) == 1
 
 
+async def test_no_client_chooses_its_worker_by_name(http: httpx.AsyncClient):
+    wanted = (await complete(http, [1])).headers["x-moonshard-worker"]
+    forged = {"x-moonshard-worker": wanted, "x-moonshard-affinity": "hit"}
+    answers = [await complete(http, [1], **forged) for _ in range(2 * NUM_WORKERS)]
+    assert len({answer.headers["x-moonshard-worker"] for answer in answers}) == NUM_WORKERS
+    assert all("x-moonshard-affinity" not in answer.headers for answer in answers)
+
+
 async def test_a_prompt_goes_where_its_beginning_is_known(
     http: httpx.AsyncClient, running: RunningGateway, workers: list[FakeWorker]
 ):
