@@ -45,7 +45,7 @@ def ledger(
     """Sum what requests used and what it costs, over the ledgers of one gateway or of several.
 
     Args:
-        files: as `ledger.path` of the configuration names them.
+        files: as `gateway.ledger` of the configuration names them.
         by: what to sum by; several, separated by commas.
         json_file: also write the sums here.
     """

@@ -2,6 +2,8 @@
 
 from typing import Any, cast
 
+import pytest
+
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.inproc import InprocNetwork, InprocTransport
 from moonshard.kv.prefix import PrefixCache
@@ -22,12 +24,13 @@ GROUP = KvGroup(name="kv", kind="full", num_layers=1, num_features=2, dtype="flo
 class QuietEngine:
     def __init__(self, num_free_seats: int):
         self.seats = num_free_seats
+        self.num_running = 0
 
     def check(self, request: Request, partition: int | None) -> None:
         pass
 
     def num_sequences(self, partition: int) -> int:
-        return 0
+        return self.num_running
 
     def num_free_seats(self, partition: int) -> int:
         return self.seats
@@ -122,6 +125,24 @@ def test_every_choice_of_a_reservation_counts_as_one_that_needs_a_slot():
     assert what(gateway) == ["target"]
     decode.cancel(bytes([1]) * 16, gateway)
     assert what(gateway) == ["target"] * 2
+
+
+@pytest.mark.parametrize("num_held", [0, 1, 2])
+def test_what_is_known_needs_no_room_where_others_hold_it_too(num_held: int):
+    """Of 4 blocks the prompt takes 3, which leaves 1 to grow into: known blocks that are free are taken like others."""
+    (decode, engine), gateway, names = handoffs(1), Gateway(), (b"n0".ljust(16), b"n1".ljust(16))
+    blocks = decode._pool.allocate(0, 2) or ()
+    for block, name in zip(blocks, names, strict=True):
+        decode._cache.note(0, block, name)
+    decode._pool.release(0, blocks[num_held:][::-1])
+    engine.num_running = 2
+    request = Request(id=b"r" * 16, prompt=(0,) * 3 * BLOCK_SIZE, max_tokens=1, block_names=names)
+    decode.reserve(link_pb2.Reserve(deadline_s=20.0), request, gateway)
+    assert what(gateway) == []
+    engine.num_running = 1
+    decode.admit()
+    assert what(gateway) == ["target"]
+    assert gateway.heard[0].target.num_blocks_held == 2
 
 
 def what(gateway: Gateway) -> list[str | None]:

@@ -154,7 +154,8 @@ async def test_what_waits_on_a_link_that_goes_is_granted_no_slots():
         first = pair.begin(runs[0])
         await until(lambda: len(first.tokens.get(0, ())) > 3)
         free_blocks = pair.decode.inspect().partitions[0].free_blocks
-        runs.append(run(long_text(free_blocks * BLOCK_SIZE), 8))  # it waits, for the first needs one of them next
+        # It waits, for the first needs one of them next.
+        runs.append(run(long_text(free_blocks * BLOCK_SIZE, seed=1), 8))
         pair.begin(runs[1])
         link = pair.link(pair.decode)
         pair.decode.close_link(link)

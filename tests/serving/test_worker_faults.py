@@ -98,7 +98,9 @@ class Handoff:
         self.peer, self.writer = peer, writer
         self.id = secrets.token_bytes(16)
         self.num_blocks = num_blocks
-        self._run = run_of(self.id, long_text(num_blocks * BLOCK_SIZE), **run)
+        # Of its own: what the worker knows it does not want.
+        self.prompt = long_text(num_blocks * BLOCK_SIZE, seed=int.from_bytes(self.id))
+        self._run = run_of(self.id, self.prompt, **run)
         self.target = link_pb2.Target()
 
     async def reserve(self, deadline_s: float = LEASE_S) -> None:
@@ -307,7 +309,7 @@ async def test_a_link_that_ends_gives_up_its_handoffs_and_no_others(workers, dec
 
 def to_prefill(handoff: Handoff, prefill: ScriptedPeer) -> link_pb2.Run:
     """The run of a handoff whose target is for that prefill worker."""
-    run = run_of(handoff.id, long_text(handoff.num_blocks * BLOCK_SIZE), max_tokens=4)
+    run = run_of(handoff.id, handoff.prompt, max_tokens=4)
     run.target.CopyFrom(handoff.target)
     run.target.writer_epoch = prefill.welcome.epoch
     run.endpoint.CopyFrom(handoff.peer.welcome.endpoint)
