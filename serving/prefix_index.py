@@ -7,9 +7,9 @@ Pure. Left out: what a worker itself does with a block.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-BlockName = bytes
+from moonshard.kv.prefix import BlockName
 
 
 class PrefixIndex:
@@ -95,7 +95,7 @@ class Hearsay:
     index: PrefixIndex
     homes: tuple[int, ...]
     _epoch: int | None = None
-    _next: int | None = field(default=None)  # number of its next event; None: a snapshot must come first
+    _next: int | None = None  # number of its next event; None: a snapshot must come first
 
     def events(self, epoch: int, first: int, said: Iterable[Said]) -> bool:
         """Events from that number on. False: some are missing, and a snapshot is needed."""
