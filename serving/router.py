@@ -36,11 +36,11 @@ class Ask:
     """What the router must know of a request, or of one leg of it."""
 
     num_tokens: int  # that it may come to hold
-    num_prompt: int = 0  # of these, that have to be computed there, or moved there, unless they are known
-    is_prefill: bool = False  # it ends with its prompt: what is known weighs nothing
+    num_prompt: int = 0  # of these, those that have to be computed there, or moved there, unless they are known
+    is_prefill: bool = False  # it ends with its prompt, so that what is known there is no work at all
     names: Sequence[BlockName] = ()  # of the prompt's full blocks
     block_size: int = 64
-    session: bytes | None = None
+    session: bytes | None = None  # as `affinity.session_key` makes it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,27 +79,27 @@ class Router:
     def reserve(
         self, homes: Sequence[Home], ask: Ask, *, policy: Policy = least_tokens, now_s: float = 0.0
     ) -> Reservation | None:
-        """Choose among `homes`; None when there is none. A tuple that is given again costs nothing to look up."""
+        """Choose among `homes`; None when there is none. The numbers of a tuple of homes are looked up only once."""
         if not homes:
             return None
         self._loads.decay(now_s)
         numbers = self._numbers_of(homes)
         known = self._known_tokens(numbers, ask)
-        pin = self._pin(numbers, ask, now_s)
-        candidates = self._candidates(numbers, ask, known, pin)
+        pinned = None if ask.session is None else self._pins.find(ask.session, now_s)
+        candidates = self._candidates(numbers, ask, known, pinned)
         row = policy(candidates)
-        num_known = int(known[row])
+        number, num_known = int(numbers[row]), int(known[row])
         reservation = Reservation(
             number=self._next_number,
             home=homes[row],
             num_tokens=ask.num_tokens - num_known if ask.is_prefill else ask.num_tokens,
             num_known_tokens=num_known,
             num_queued_tokens=int(candidates.queued_tokens[row]),
-            affinity=_affinity(ask, pin, row),
+            affinity=_affinity(ask, pinned, number),
         )
-        self._take(int(numbers[row]), reservation)
+        self._take(number, reservation)
         if ask.session is not None:
-            self._pins.put(ask.session, int(numbers[row]), now_s)
+            self._pins.put(ask.session, number, now_s)
         return reservation
 
     def seen(self, reservation: Reservation) -> None:
@@ -153,22 +153,14 @@ class Router:
         known_at[list(found)] = list(found.values())
         return np.minimum(known_at[numbers] * ask.block_size, ask.num_prompt - 1)
 
-    def _pin(self, numbers: np.ndarray, ask: Ask, now_s: float) -> int | None:
-        """The row where the session was; below 0 where that home is not among these."""
-        pinned = None if ask.session is None else self._pins.find(ask.session, now_s)
-        if pinned is None:
-            return None
-        rows = np.flatnonzero(numbers == pinned)
-        return int(rows[0]) if len(rows) else -1
-
-    def _candidates(self, numbers: np.ndarray, ask: Ask, known: np.ndarray, pin: int | None) -> Candidates:
+    def _candidates(self, numbers: np.ndarray, ask: Ask, known: np.ndarray, pinned: int | None) -> Candidates:
         return Candidates(
             left_tokens=ask.num_prompt - known,
             queued_tokens=self._loads.queued(numbers),
             excess_tokens=self._loads.excess(numbers),
             total_tokens=self._loads.total[numbers],
             last_choice=self._loads.last_choice[numbers],
-            pin=None if pin == -1 else pin,
+            pin=None if pinned is None else _row_of(pinned, numbers),
             queue_weight=self._queue_weight,
         )
 
@@ -184,7 +176,13 @@ class Router:
         loads.last_choice[number] = reservation.number
 
 
-def _affinity(ask: Ask, pin: int | None, row: int) -> Affinity | None:
+def _row_of(number: int, numbers: np.ndarray) -> int | None:
+    """Where it stands in `numbers` [n]; None where it does not."""
+    rows = np.flatnonzero(numbers == number)
+    return int(rows[0]) if len(rows) else None
+
+
+def _affinity(ask: Ask, pinned: int | None, number: int) -> Affinity | None:
     if ask.session is None:
         return None
-    return "miss" if pin is None else "hit" if pin == row else "moved"
+    return "miss" if pinned is None else "hit" if pinned == number else "moved"
