@@ -18,7 +18,8 @@ from moonshard.experiments.replay.replay import ReplayConfig, Replayed, replay
 from moonshard.experiments.replay.synthetic import agent_sessions
 from moonshard.experiments.trace_file import TracedRequest
 from moonshard.kv.prefix import NAME_BYTES, block_names, root_name
-from moonshard.serving.policies import PolicyName, policy
+from moonshard.serving.policies import policy_of
+from moonshard.serving.policy_names import PolicyName
 from moonshard.serving.router import Ask, Home, Router
 
 NUM_WORKERS = 1000
@@ -60,7 +61,7 @@ def _speeds(num_decisions: int) -> Iterator[Measurement]:
     num_sessions = NUM_WORKERS * (BLOCKS_PER_WORKER - SYSTEM_BLOCKS) // SESSION_BLOCKS
     sessions = [system + _names(names, SESSION_BLOCKS) for _ in range(num_sessions)]
     yield _samples(EVENT, _tell(router, homes, sessions))
-    choose, took, hashed, open_reservations = policy("cost"), [], [], []
+    choose, took, hashed, open_reservations = policy_of("cost"), [], [], []
     for _ in range(num_decisions):
         prompt = draw.choice(sessions) + _names(names, NEW_BLOCKS)
         num_tokens = len(prompt) * BLOCK_SIZE

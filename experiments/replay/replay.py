@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest
-from moonshard.serving.policies import policy
+from moonshard.serving.policies import policy_of
 from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
 from moonshard.serving.router import Ask, Home, Router
 
@@ -74,7 +74,7 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
     if not requests:
         raise ValueError("the trace has no requests")
     router = Router(queue_weight=config.queue_weight)
-    choose = policy(config.policy)
+    choose = policy_of(config.policy)
     homes = [Home(f"worker-{index}", 0) for index in range(config.num_workers)]
     workers = [_Worker(home, router.home_number(home), config.blocks_per_worker) for home in homes]
     oracle: set[bytes] = set()

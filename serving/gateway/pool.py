@@ -19,7 +19,7 @@ from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable
 from moonshard.serving.gateway.knowledge import Knowledge, homes_of
 from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
 from moonshard.serving.gateway.session import Session
-from moonshard.serving.policies import policy as policy_of
+from moonshard.serving.policies import policy_of
 from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
 from moonshard.serving.router import Ask, Home, Reservation, Router
 from moonshard.serving.ttft import TtftModel
@@ -234,7 +234,7 @@ class LinkPool:
         finally:
             self._router.release(reservation)
 
-    def _fleet(self, roles: Collection[str], exclude: Collection[int]) -> "_Fleet":
+    def _fleet(self, roles: Collection[str], exclude: Collection[int]) -> _Fleet:
         """The workers of these roles that can be routed to; the same object as long as they are the same."""
         if exclude:
             return _Fleet.of(s for s in self._routable() if s.role in roles and s.epoch not in exclude)

@@ -205,7 +205,7 @@ def test_without_a_session_nothing_is_pinned():
 def test_every_policy_chooses_among_the_candidates_and_has_its_own_way():
     chosen = {}
     for name in ("cost", "affinity", "round_robin", "random", "least_tokens"):
-        router, choose = Router(), policies.policy(name)
+        router, choose = Router(), policies.policy_of(name)
         if name == "cost":
             knows(router, Home("a", 0), 4)
         found = []
