@@ -2,7 +2,10 @@
 
 A worker's time is taken to be linear in the tokens to be computed and in the tokens queued before them; what it
 depends on besides goes into the constant. The last few hundred prompts of each worker count, so that a change shows.
-Pure. Left out: what is done about a prediction.
+Pure. Left out: what is done about a prediction, and where a prompt is prefilled: `serving.locality` fits parts of that
+time by itself, for a pool and not for a worker, from one length and not two, with the newest weighing most.
+
+Source: non-negative least squares (Lawson and Hanson 1974, chapter 23), here by trying every subset.
 """
 
 from collections import deque
@@ -13,7 +16,6 @@ import numpy as np
 MAX_SAMPLES = 256
 MIN_SAMPLES = 16  # of a worker, before it is predicted at all
 FIT_EVERY = 16  # samples
-FEATURES = 3  # a constant, own tokens, queued tokens
 
 
 class TtftModel:
@@ -40,10 +42,10 @@ class _Worker:
     """Its last samples, and what fits them."""
 
     def __init__(self) -> None:
-        self._features: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)
+        self._features: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)  # a constant, own tokens, queued tokens
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._num_new = 0
-        self._weights: np.ndarray | None = None  # [FEATURES]
+        self._weights: np.ndarray | None = None  # [features]
 
     def observe(self, features: tuple[float, ...], seconds: float) -> None:
         self._features.append(features)
@@ -59,7 +61,7 @@ class _Worker:
 
 
 def fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """The weights [k], none below 0, that give the least squared error over [n k] and [n].
+    """The weights [k], none below 0, with the least squared error over n samples: `features` [n k], `seconds` [n].
 
     Few features: every subset of them is tried, and of those without a negative weight the best one taken.
     """
