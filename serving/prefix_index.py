@@ -80,7 +80,7 @@ class PrefixIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PrefixChange:
     """A home has this name now, or has it no more."""
 
     home: int
@@ -89,15 +89,15 @@ class Said:
 
 
 @dataclass(slots=True)
-class Hearsay:
-    """What one process has said so far, into an index. `homes` are its partitions'."""
+class PrefixSubscriber:
+    """Hears what one process says of its blocks, and keeps an index by it. `homes` are its partitions'."""
 
     index: PrefixIndex
     homes: tuple[int, ...]
     _epoch: int | None = None
     _next: int | None = None  # number of its next event; None: a snapshot must come first
 
-    def events(self, epoch: int, first: int, said: Iterable[Said]) -> bool:
+    def events(self, epoch: int, first: int, said: Iterable[PrefixChange]) -> bool:
         """Events from that number on. False: some are missing, and a snapshot is needed."""
         if epoch != self._epoch:
             self._begin(epoch)

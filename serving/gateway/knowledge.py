@@ -1,7 +1,7 @@
 """What a gateway's router is told of its workers: which blocks they know, and how much they have to do.
 
-Between the links, which bring messages, and the router, which knows none. A worker counts what it was sent; what was
-sent after its last report is not in that report, and the router adds it. Left out: decisions.
+Stands between the links, which bring messages, and the router, which knows none. A worker counts what it was sent; what
+was sent after its last report is not in that report, and the router adds it. Left out: decisions.
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from collections import deque
 from moonshard.kv.prefix import split_names
 from moonshard.rpc import link_pb2
 from moonshard.serving.gateway.session import Session
-from moonshard.serving.prefix_index import Hearsay, Said
+from moonshard.serving.prefix_index import PrefixChange, PrefixSubscriber
 from moonshard.serving.router import Home, Reservation, Router
 
 TELL_PREFIXES = link_pb2.GatewayMessage(tell_prefixes=link_pb2.TellPrefixes())
@@ -25,19 +25,19 @@ class Knowledge:
 
     def __init__(self, router: Router):
         self._router = router
-        self._hearsay: dict[Session, Hearsay] = {}
+        self._subscribers: dict[Session, PrefixSubscriber] = {}
         self._unseen: dict[Session, deque[tuple[int, Reservation]]] = {}
 
     def begin(self, session: Session) -> None:
         """A worker is there: ask what it knows."""
         homes = tuple(self._router.home_number(home) for home in homes_of(session))
-        self._hearsay[session] = Hearsay(self._router.index, homes)
+        self._subscribers[session] = PrefixSubscriber(self._router.index, homes)
         self._unseen[session] = deque()
         session.send(TELL_PREFIXES)
 
     def end(self, session: Session) -> None:
         """It is lost: what it knew may be gone, and it reports nothing."""
-        if (heard := self._hearsay.pop(session, None)) is not None:
+        if (heard := self._subscribers.pop(session, None)) is not None:
             heard.gone()
         self._unseen.pop(session, None)
         for home in homes_of(session):
@@ -45,7 +45,7 @@ class Knowledge:
 
     def prefixes(self, session: Session, message: link_pb2.WorkerMessage) -> None:
         """After a gap everything is asked for anew; what is malformed is a gap."""
-        heard = self._hearsay.get(session)
+        heard = self._subscribers.get(session)
         if heard is None:
             return
         if message.WhichOneof("message") == "prefix_snapshot":
@@ -56,13 +56,13 @@ class Knowledge:
         elif not self._take_events(heard, session.epoch, message.prefix_events):
             session.send(TELL_PREFIXES)
 
-    def _take_events(self, heard: Hearsay, epoch: int, events: link_pb2.PrefixEvents) -> bool:
+    def _take_events(self, heard: PrefixSubscriber, epoch: int, events: link_pb2.PrefixEvents) -> bool:
         names = split_names(events.names)
         is_sound = len(names) == len(events.partitions) == len(events.is_known)
         if not is_sound or any(partition >= len(heard.homes) for partition in events.partitions):
             return False
         rows = zip(events.partitions, names, events.is_known, strict=True)
-        said = [Said(heard.homes[partition], name, is_known) for partition, name, is_known in rows]
+        said = [PrefixChange(heard.homes[partition], name, is_known) for partition, name, is_known in rows]
         return heard.events(epoch, events.first_number, said)
 
     def sent(self, session: Session, reservation: Reservation) -> None:
