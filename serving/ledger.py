@@ -21,7 +21,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 MAX_PENDING_ROWS = 100_000  # that wait for room on the disk; more are lost
-MAX_ROW_BYTES = 1 << 16
+MAX_ROW_BYTES = 1 << 16  # so far back the last row is looked for
 ROW_START = b'{"request_id":'
 
 
@@ -50,7 +50,7 @@ class Row:
 
 
 class Ledger:
-    """Appends rows. `num_lost` and `num_pending` are for an alert: serving goes on whatever happens here."""
+    """Appends rows. Serving goes on whatever happens here: `num_failures`, `num_pending` and `num_lost` tell of it."""
 
     def __init__(self, path: Path):
         """OSError where the file cannot be opened; LedgerError where another process has it, or it is no ledger."""

@@ -28,7 +28,7 @@ from moonshard.serving.scheduler import Scheduler
 from moonshard.serving.waiting import QueueTimeout, Rejected
 from moonshard.serving.worker_report import kv_transfer_message, load_message, partition_state, welcome_message
 
-TICK_S = 0.1  # how late a lease's end or a place for a waiting reservation may be noticed
+TICK_S = 0.1  # how late a lease's end, a place for a waiting reservation or what is newly cached may be noticed
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class Worker:
     # ---- what others may know
 
     def load(self, link: Link | None = None) -> link_pb2.WorkerLoad:
-        """`link`: whom it is told."""
+        """As `link` is told it: `num_seen` counts what came over that one."""
         partitions = range(self._pool.num_partitions)
         return load_message(
             self.engine.counters(),
@@ -326,7 +326,7 @@ class Worker:
             link.send(link_pb2.WorkerMessage(step=step))
 
     def _tell_prefixes(self) -> None:
-        """A few times a second and not with every step: what a router knows may be that old."""
+        """Every tick and not with every step: what a router knows may be that old."""
         for link, feed in self._open.items():
             while (news := feed.news()) is not None:
                 link.send(news)

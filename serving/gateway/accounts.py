@@ -76,7 +76,7 @@ class Accounts:
 
 
 class LedgerCollector(Collector):
-    """Whether the ledger can be written: the first of these is what to raise an alarm on."""
+    """Whether the ledger can be written: the failures are what to raise an alarm on."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

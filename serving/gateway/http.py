@@ -92,7 +92,7 @@ class HttpFront:
         self.app: ASGIApp = Edge(fastapi, metrics, frozenset(routes))
 
     def _keyed(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """For tenants only, and nobody else's body is read."""
+        """The handler, for callers whose key names a tenant: of nobody else is the body read."""
 
         async def keyed(request: Request) -> Response:
             check_key(self._tenants, request.headers.get)
@@ -142,7 +142,7 @@ class HttpFront:
         return Response(whole, media_type="application/json", headers=headers)
 
     async def _events(self, asked: GenerationRequest, chunks: Chunks, headers: dict[str, str]) -> AsyncGenerator[bytes]:
-        """`headers` are there before the first of them."""
+        """Fills `headers` before the first event."""
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Delta):

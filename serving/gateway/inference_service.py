@@ -60,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         handler: Callable[[Asked], Coroutine[None, None, Told]],
         request: Asked,
     ) -> Told:
-        """For tenants only."""
+        """The answer, for callers whose key names a tenant."""
         check_key(self._tenants, _header(context))
         return await handler(request)
 
@@ -124,7 +124,7 @@ def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> Gene
 
 
 def _header(context: grpc.aio.ServicerContext) -> Callable[[str], str | None]:
-    """A call's metadata by name."""
+    """Gives a call's metadata by name."""
     metadata = dict(context.invocation_metadata() or ())
 
     def header(name: str) -> str | None:

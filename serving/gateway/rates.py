@@ -1,9 +1,9 @@
-"""How many tokens a tenant may use in a time: a window that slides over its last minute.
+"""How many tokens a tenant may use: a window that slides over its last minute.
 
 A prompt counts when it is let in, and is refused where the window has no room for it. How long a completion gets is
 known only afterwards: its tokens are owed, and paid before the tenant's next prompt. So a tenant gets no more than its
-rate in the long run, and a refused prompt uses up nothing. The window is the library `limits`' sliding counter: two
-numbers for each tenant. Left out: rates that several gateways share.
+rate in the long run, and a refused prompt uses up nothing. The window is the sliding counter of the library `limits`:
+two numbers for each tenant. Left out: rates that several gateways share.
 """
 
 from collections import Counter

@@ -197,13 +197,13 @@ class Bench:
         self.check_what_is_in_flight()
         self.check_counters()
 
-    def note_holder(self, holders: "Holders", partition: int, blocks: tuple[int, ...], sequence: Sequence) -> None:
+    def note_holder(self, holders: Holders, partition: int, blocks: tuple[int, ...], sequence: Sequence) -> None:
         for index, block in enumerate(blocks):
             end = (index + 1) * self.pool.block_size
             content = sequence.tokens(0, end) if end <= sequence.num_tokens else None
             holders.setdefault((partition, block), []).append(content)
 
-    def check_conservation(self, holders: "Holders", slots: list[SlotId]):
+    def check_conservation(self, holders: Holders, slots: list[SlotId]):
         for partition in range(self.pool.num_partitions):
             counts = self.scheduler.counts(partition)
             assert counts.total == self.pool.blocks_per_partition
