@@ -94,7 +94,7 @@ class LinkPool:
         config = LinkConfig(gateway_epoch=secrets.token_bytes(16), silence_s=silence_s, credentials=credentials)
         events = LinkEvents(
             accept=self._misfit,
-            on_change=self._changed_session,
+            on_change=self._session_changed,
             on_load=self._link_loaded,
             on_handoff=self._hand_over,
             on_prefixes=self._knowledge.prefixes,
@@ -279,7 +279,7 @@ class LinkPool:
         self._notice(link)  # `draining` may have begun or ended
         self._on_load(self._index[link.address], link.last_load)
 
-    def _changed_session(self, link: WorkerLink) -> None:
+    def _session_changed(self, link: WorkerLink) -> None:
         if link.session is not None:
             self._knowledge.begin(link.session)
         self._notice(link)
