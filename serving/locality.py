@@ -5,8 +5,8 @@ while it is prefilled. There it waits for other prompts, and its KV comes later.
 was seen: a line each, by least squares. Pure and without a clock. Left out: which workers these are (`serving.router`),
 and when the first token of a request comes, its queue included (`serving.ttft`).
 
-Source: the trade is that of conditional disaggregation in NVIDIA Dynamo ("disaggregated router") and of Arrow (arXiv
-2505.11916); the objective here, time summed over all who wait, is ours.
+Sources: conditional disaggregation in NVIDIA Dynamo (its documents on disaggregated serving) for the trade, and Arrow
+(arXiv 2505.11916) for deciding it by expected times. The objective, time summed over all who wait, is ours.
 """
 
 from dataclasses import dataclass, field

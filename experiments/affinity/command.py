@@ -54,7 +54,7 @@ def affinity(
     Args:
         sessions: how many are played in each round.
         rounds: how often each arm is run, from empty caches.
-        seed: other sessions.
+        seed: of the sessions; another gives others.
         out: where every turn goes as JSON, and the table as Markdown.
         set: a key of the server's configuration, as for `moonshard serve`. May be repeated.
     """
