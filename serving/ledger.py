@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 logger = logging.getLogger(__name__)
 MAX_PENDING_ROWS = 100_000  # that wait for room on the disk; more are lost
 MAX_ROW_BYTES = 1 << 16  # so far back the last row is looked for
@@ -140,7 +142,7 @@ def _claim(file: int, path: Path) -> None:
 def read_ledger(path: Path) -> Iterator[Row]:
     """The rows of a file, also while it is written to. LedgerError for a line that is no row."""
     names = {field.name for field in fields(Row)}
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):
                 return  # being written
@@ -148,6 +150,6 @@ def read_ledger(path: Path) -> Iterator[Row]:
                 raw: Any = json.loads(line)
                 if not isinstance(raw, dict) or raw.keys() != names:
                     raise LedgerError("not a row of a ledger")
-                yield Row(**raw)
-            except ValueError as error:
+                yield msgspec.convert(raw, Row)
+            except (ValueError, RecursionError, msgspec.ValidationError) as error:
                 raise LedgerError(f"{path}, line {number}: {error}") from error

@@ -36,7 +36,8 @@ class Loads:
 
     def decay(self, now_s: float) -> None:
         """What was given lately is now longer ago; a clock that goes back changes nothing."""
-        elapsed_s, self._decayed_s = max(0.0, now_s - self._decayed_s), now_s
+        elapsed_s = max(0.0, now_s - self._decayed_s)
+        self._decayed_s += elapsed_s
         self.recent *= 0.5 ** (elapsed_s / HALF_LIFE_S)
 
     def excess(self, numbers: np.ndarray) -> np.ndarray:

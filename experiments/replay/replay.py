@@ -81,7 +81,7 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
         raise ValueError("the trace has no requests")
     router = Router(queue_weight=config.queue_weight)
     choose = policy_of(config.policy)
-    homes = [Home(f"worker-{index}", 0) for index in range(config.num_workers)]
+    homes = tuple(Home(f"worker-{index}", 0) for index in range(config.num_workers))
     workers = [_Worker(home, router.home_number(home), config.blocks_per_worker) for home in homes]
     oracle: set[bytes] = set()
     num_hits = num_oracle_hits = num_blocks = 0

@@ -26,6 +26,7 @@ class Knowledge:
     def __init__(self, router: Router):
         self._router = router
         self._subscribers: dict[Session, PrefixSubscriber] = {}
+        self._asked: set[Session] = set()  # for a snapshot, which is on its way
         self._unseen: dict[Session, deque[tuple[int, Reservation]]] = {}
 
     def begin(self, session: Session) -> None:
@@ -33,6 +34,7 @@ class Knowledge:
         homes = tuple(self._router.home_number(home) for home in homes_of(session))
         self._subscribers[session] = PrefixSubscriber(self._router.index, homes)
         self._unseen[session] = deque()
+        self._asked.add(session)
         session.send(TELL_PREFIXES)
 
     def end(self, session: Session) -> None:
@@ -40,6 +42,7 @@ class Knowledge:
         if (heard := self._subscribers.pop(session, None)) is not None:
             heard.gone()
         self._unseen.pop(session, None)
+        self._asked.discard(session)
         for home in homes_of(session):
             self._router.silent(home)
 
@@ -53,7 +56,9 @@ class Knowledge:
             pairs = zip(heard.homes, snapshot.names, strict=False)
             names = ((home, name) for home, joined in pairs for name in split_names(joined))
             heard.snapshot(session.epoch, snapshot.next_number, names)
-        elif not self._take_events(heard, session.epoch, message.prefix_events):
+            self._asked.discard(session)
+        elif not self._take_events(heard, session.epoch, message.prefix_events) and session not in self._asked:
+            self._asked.add(session)
             session.send(TELL_PREFIXES)
 
     def _take_events(self, heard: PrefixSubscriber, epoch: int, events: link_pb2.PrefixEvents) -> bool:

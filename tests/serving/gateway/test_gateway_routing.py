@@ -12,6 +12,7 @@ import pytest
 from moonshard.kv.prefix import block_names, root_name, split_names
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc, link_pb2
+from moonshard.rpc.client import AsyncClient
 from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
 from moonshard.serving.tenants import Tenant, hash_key
@@ -62,6 +63,17 @@ async def test_a_session_stays_where_it_is_and_the_client_is_told(http: httpx.As
         assert again.headers["x-moonshard-affinity"] == "hit"
         assert again.headers["x-moonshard-worker"] == first.headers["x-moonshard-worker"]
     assert "x-moonshard-affinity" not in (await complete(http, [1])).headers
+
+
+async def test_over_grpc_metadata_names_the_session_and_tells_where_it_is(grpc_client: AsyncClient):
+    told = []
+    for _ in range(3):
+        metadata = (("x-session-affinity", "a session"),)
+        async with grpc_client.stream([1, 2, 3], max_tokens=1, metadata=metadata) as stream:
+            told.append(await stream.headers())
+            assert [delta async for delta in stream]
+    assert [headers["x-moonshard-affinity"] for headers in told] == ["miss", "hit", "hit"]
+    assert len({headers["x-moonshard-worker"] for headers in told}) == 1
 
 
 async def test_the_body_may_name_the_session(http: httpx.AsyncClient):
