@@ -3,6 +3,7 @@
 import pytest
 
 from moonshard.rpc import link_pb2
+from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.request import Sampling
 from moonshard.serving.steps import StepKind
 from moonshard.sharding.rules import DecodeRules
@@ -104,6 +105,22 @@ async def test_what_prefill_knows_goes_out_before_the_rest_is_computed(monkeypat
         assert (answer.num_cached, num_moved) == (96, 9)
         assert kinds[0] is StepKind.EXPORT
         assert kinds.count(StepKind.PREFILL) == 1
+
+
+async def test_what_another_prompt_computes_in_the_same_step_goes_out_after_it(monkeypatch: pytest.MonkeyPatch):
+    async with running() as pair:
+        plans: list[PrefillPlan] = []
+        launching = pair.prefill._prefill.launching
+        monkeypatch.setattr(pair.prefill._prefill, "launching", lambda plan: (plans.append(plan), launching(plan))[1])
+        prompt = long_text(17, seed=11)
+        busy = pair.begin(run(long_text(640, seed=3), 2))
+        twins = [pair.begin(run(prompt, 20)) for _ in range(2)]
+        for answer in (busy, *twins):
+            await answer.is_over.wait()
+        assert any([chunk.start for chunk in plan.chunks][-2:] == [0, BLOCK_SIZE] for plan in plans)
+        for answer in twins:
+            assert_drawn_from(reference(), prompt, answer.tokens[0], GREEDY)
+        assert twins[0].tokens == twins[1].tokens
 
 
 async def test_another_root_is_cold_on_both_sides():
