@@ -1,5 +1,7 @@
 """What prefill or decode knows of a prompt is neither computed nor moved again, and changes no token."""
 
+import asyncio
+
 import pytest
 
 from moonshard.rpc import link_pb2
@@ -121,6 +123,22 @@ async def test_what_another_prompt_computes_in_the_same_step_goes_out_after_it(m
         for answer in twins:
             assert_drawn_from(reference(), prompt, answer.tokens[0], GREEDY)
         assert twins[0].tokens == twins[1].tokens
+
+
+async def test_a_prompt_on_its_way_is_in_every_report_of_the_worker_that_decodes_it():
+    def reported() -> int:
+        load = pair.decode.load(pair.link(pair.decode))
+        return sum((*load.queued_tokens, *load.active_tokens, *load.reserved_tokens))
+
+    async with running() as pair:
+        assert reported() == 0
+        answer = pair.begin(run(long_text(100, seed=21), 20))
+        while len(answer.tokens.get(0, ())) < 2:  # the first came from the worker that prefilled
+            assert pair.decode.load(pair.link(pair.decode)).num_seen == 1
+            assert reported() >= 100
+            await asyncio.sleep(0)
+        await answer.is_over.wait()
+        assert reported() == 0
 
 
 async def test_another_root_is_cold_on_both_sides():
