@@ -139,14 +139,16 @@ def _claim(file: int, path: Path) -> None:
 
 def read_ledger(path: Path) -> Iterator[Row]:
     """The rows of a file, also while it is written to. LedgerError for a line that is no row."""
-    names = {field.name for field in fields(Row)}
-    with path.open(encoding="utf-8") as lines:
+    types = {field.name: float | int if field.type is float else field.type for field in fields(Row)}
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return  # being written
             try:
                 raw: Any = json.loads(line)
-                if not isinstance(raw, dict) or raw.keys() != names:
+                if not isinstance(raw, dict) or raw.keys() != types.keys():
+                    raise LedgerError("not a row of a ledger")
+                if not all(isinstance(value, types[name]) for name, value in raw.items()):
                     raise LedgerError("not a row of a ledger")
                 yield Row(**raw)
             except ValueError as error:
