@@ -152,7 +152,7 @@ class HttpFront:
                 elif isinstance(event, pb.TokenIds):
                     chunks.set_prompt(event)
                 elif isinstance(event, Placed):
-                    headers |= placement_headers(event)
+                    headers |= event.headers
                 else:
                     yield chunks.summary(event) + DONE
 
@@ -162,7 +162,7 @@ class HttpFront:
                 if isinstance(event, pb.Summary):
                     return whole.body(event)
                 if isinstance(event, Placed):
-                    headers |= placement_headers(event)
+                    headers |= event.headers
                 else:
                     whole.add(event)
         raise InternalError("the pipeline ended without a summary")
@@ -218,9 +218,3 @@ class HttpFront:
 
     async def _show_version(self, _request: Request) -> Response:
         return json_response({"version": self._version})
-
-
-def placement_headers(placed: Placed) -> dict[str, str]:
-    """Which worker computes the prompt, and whether the session was there last."""
-    affinity = {} if placed.affinity is None else {"x-moonshard-affinity": placed.affinity}
-    return {"x-moonshard-worker": placed.worker, **affinity}

@@ -17,7 +17,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
 from moonshard.serving.gateway.caller import check_key, read_caller
-from moonshard.serving.gateway.generation import Gateway
+from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from moonshard.serving.tenants import Tenants
 
@@ -68,7 +68,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         asked = replace(asked, caller=read_caller(self._tenants, _header(context)))
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
-                if isinstance(event, pb.Delta):
+                if isinstance(event, Placed):
+                    await context.send_initial_metadata(tuple(event.headers.items()))
+                elif isinstance(event, pb.Delta):
                     await context.write(pb.GenerateResponse(delta=event))
                 elif isinstance(event, pb.TokenIds):
                     await context.write(pb.GenerateResponse(prompt=event))

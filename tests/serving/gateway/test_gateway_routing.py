@@ -64,6 +64,24 @@ async def test_a_session_stays_where_it_is_and_the_client_is_told(http: httpx.As
     assert "x-moonshard-affinity" not in (await complete(http, [1])).headers
 
 
+async def test_over_grpc_metadata_names_the_session_and_tells_where_it_is(running: RunningGateway):
+    async def ask(*metadata: tuple[str, str]) -> dict[str, str]:
+        tokens, stop = pb.TokenIds(ids=[1, 2, 3]), pb.StopConditions(max_tokens=1)
+        call = stub.Generate(pb.GenerateRequest(tokens=tokens, stop=stop), metadata=metadata)
+        told = dict(await call.initial_metadata())
+        assert [part async for part in call]
+        return {name: value for name, value in told.items() if name.startswith("x-moonshard-")}
+
+    name = ("x-session-affinity", "a session")
+    async with grpc.aio.insecure_channel(running.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        first = await ask(name)
+        assert first["x-moonshard-affinity"] == "miss"
+        await ask()
+        assert await ask(name) == first | {"x-moonshard-affinity": "hit"}
+        assert (await ask()).keys() == {"x-moonshard-worker"}
+
+
 async def test_the_body_may_name_the_session(http: httpx.AsyncClient):
     found = set()
     for _ in range(4):
