@@ -87,6 +87,8 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
         ({"output_length": 1.5}, "output_length is 1.5"),
         ({"hash_ids": [0]}, "hash_ids has 1 blocks for 600 tokens"),
         ({"hash_ids": [0, "x"]}, "hash_ids is not a list of numbers"),
+        ({"hash_ids": [0, 2**64]}, "hash_ids is not a list of numbers"),
+        ({"timestamp": 10**400}, "line 2: "),
         ({"hash_ids": None}, "hash_ids is not a list of numbers"),
     ],
 )
