@@ -161,9 +161,10 @@ class PrefillHandoffs:
         for leg, chunk in self._chunks(plan):
             if not leg.has_begun:
                 self._begin(leg, chunk)
-                known = chunk.block_table[: chunk.start // self._pool.block_size]
-                earlier = itertools.takewhile(lambda block: (chunk.slot.partition, block) not in written, known)
-                self._finish(leg, chunk, len(tuple(earlier)))
+                blocks = chunk.block_table[: chunk.start // self._pool.block_size]
+                known = ((chunk.slot.partition, block) for block in blocks)
+                num_earlier = sum(1 for _ in itertools.takewhile(lambda place: place not in written, known))
+                self._finish(leg, chunk, num_earlier)
 
     def _written(self, chunk: PrefillChunk) -> tuple[int, ...]:
         """The blocks that the chunk's tokens lie in."""

@@ -273,7 +273,7 @@ class Worker:
         )
 
     def _reserved_tokens(self, partition: int) -> int:
-        """Between a Reserve and the first step it runs in: else nobody would count it, for its gateway no longer does."""
+        """Between a Reserve and its first step: nobody else counts it, for its gateway no longer does."""
         if self._decode is None:
             return 0
         return self._decode.reserved_tokens(partition) + self._scheduler.joining_tokens(partition)

@@ -2,8 +2,8 @@
 
 A prompt is refused where the window has no room for it, and counts once it is sent to a worker. How long a completion
 gets is known only afterwards: its tokens are owed, and paid before the tenant's next prompt. So a tenant gets no more
-than its rate in the long run, and a prompt that is refused, for this or for anything else, uses up nothing. The window is the library `limits`' sliding counter: two
-numbers for each tenant. Left out: rates that several gateways share.
+than its rate in the long run, and a prompt that is refused, for this or for anything else, uses up nothing. The window
+is the library `limits`' sliding counter: two numbers for each tenant. Left out: rates that several gateways share.
 """
 
 from collections import Counter
