@@ -1,7 +1,8 @@
 """How long a prompt will take to its first token, learned from those before it.
 
 A worker's time is taken to be linear in the tokens to be computed and in the tokens queued before them; what it
-depends on besides goes into the constant. The last few hundred prompts of each worker count, so that a change shows.
+depends on besides goes into the constant. The last few hundred prompts of each worker count, older ones less: who is
+refused teaches nothing, so after a slow spell few come to show that it is over.
 Pure. Left out: what is done about a prediction.
 """
 
@@ -13,6 +14,7 @@ import numpy as np
 MAX_SAMPLES = 256
 MIN_SAMPLES = 16  # of a worker, before it is predicted at all
 FIT_EVERY = 16  # samples
+MEMORY = 0.97  # what a sample still weighs after the next one: some thirty count
 FEATURES = 3  # a constant, own tokens, queued tokens
 
 
@@ -54,7 +56,9 @@ class _Worker:
         if len(self._seconds) < MIN_SAMPLES:
             return None
         if self._weights is None or self._num_new >= FIT_EVERY:
-            self._weights, self._num_new = fit(np.array(self._features), np.array(self._seconds)), 0
+            weights = np.sqrt(MEMORY ** np.arange(len(self._seconds))[::-1])  # of errors, which are squared
+            seen, seconds = np.array(self._features), np.array(self._seconds)
+            self._weights, self._num_new = fit(seen * weights[:, None], seconds * weights), 0
         return float(self._weights @ np.array(features))
 
 
