@@ -38,7 +38,7 @@ def _requests(path: Path, lines: Iterator[str]) -> Iterator[TracedRequest]:
             continue
         try:
             yield _request(json.loads(line))
-        except (ValueError, RecursionError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             raise TraceError(f"{path}, line {number}: {error}") from error
 
 

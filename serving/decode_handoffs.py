@@ -94,6 +94,11 @@ class DecodeHandoffs:
     def _num_waiting(self) -> int:
         return sum(map(len, self._waiting))
 
+    def reserved_tokens(self, partition: int) -> int:
+        """Of prompts that are to come there, those that wait for room included."""
+        waiting = sum(len(waiting.reserve.request.prompt) for waiting in self._waiting[partition])
+        return waiting + self._side.num_tokens_reserved(partition)
+
     # ---- what the gateway says
 
     def reserve(self, reserve: link_pb2.Reserve, request: Request, link: Link) -> None:

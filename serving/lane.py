@@ -162,6 +162,11 @@ class Lane:
         return sum(stay.sequence.num_tokens + stay.num_pending for stay in self.residents.running())
 
     @property
+    def joining_tokens(self) -> int:
+        """Of those who have their KV here and wait for a slot."""
+        return sum(joiner.leader.num_tokens for joiner in self.joiners)
+
+    @property
     def num_free_seats(self) -> int:
         """The free slots that are left once all who have joined sit; below 0 where they lack some."""
         return self.residents.num_free_slots - sum(joiner.num_sequences for joiner in self.joiners)

@@ -142,9 +142,9 @@ def _claim(file: int, path: Path) -> None:
 def read_ledger(path: Path) -> Iterator[Row]:
     """The rows of a file, also while it is written to. LedgerError for a line that is no row."""
     names = {field.name for field in fields(Row)}
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return  # being written
             try:
                 raw: Any = json.loads(line)

@@ -53,12 +53,19 @@ class PrefixIndex:
         return frozenset(self._names.get(home, ()))
 
     def num_known(self, names: Sequence[BlockName]) -> dict[int, int]:
-        """How many of the first names each home knows; homes that know none are not in it."""
+        """How many of the first names each home knows; homes that know none are not in it.
+
+        What stands behind a name that nobody knows is of no use: such ends are left where two prompts that begin alike
+        came at once, and the beginning that was kept is the one that was forgotten first.
+        """
         num_found = self._num_found(names)
         found: dict[int, int] = {}
         num_seen = 0
         for index in range(num_found - 1, -1, -1):
-            known = self._homes[names[index]]
+            known = self._homes.get(names[index])
+            if known is None:
+                found, num_seen = {}, 0
+                continue
             num_homes = len(known) if isinstance(known, set) else 1
             if num_homes == num_seen:
                 continue  # the same as one block further on

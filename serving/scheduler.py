@@ -277,6 +277,10 @@ class Scheduler:
         """The free slots that are left once all who have joined there sit; below 0 where they lack some."""
         return self._lanes[partition].num_free_seats
 
+    def joining_tokens(self, partition: int) -> int:
+        """Of those who have joined there and wait for a slot."""
+        return self._lanes[partition].joining_tokens
+
     def num_sequences(self, partition: int) -> int:
         """Those that may need another block of the partition: what runs there, and what has joined there."""
         return self._lanes[partition].num_sequences

@@ -1,9 +1,10 @@
 """How long a prompt will take to its first token, learned from those before it.
 
 A worker's time is taken to be linear in the tokens to be computed and in the tokens queued before them; what it
-depends on besides goes into the constant. The last few hundred prompts of each worker count, so that a change shows.
+depends on besides goes into the constant. The last few hundred prompts of each worker count, older ones less: who is
+refused teaches nothing, so after a slow spell few come to show that it is over.
 Pure. Left out: what is done about a prediction, and where a prompt is prefilled: `serving.locality` fits parts of that
-time by itself, for a pool and not for a worker, from one length and not two, with the newest weighing most.
+time by itself, for a pool and not for a worker, from one length and not two.
 
 Source: non-negative least squares (Lawson and Hanson 1974, chapter 23), here by trying every subset.
 """
@@ -16,6 +17,7 @@ import numpy as np
 MAX_SAMPLES = 256
 MIN_SAMPLES = 16  # of a worker, before it is predicted at all
 FIT_EVERY = 16  # samples
+MEMORY = 0.97  # what a sample still weighs after the next one: some thirty count
 
 
 class TtftModel:
@@ -56,7 +58,9 @@ class _Worker:
         if len(self._seconds) < MIN_SAMPLES:
             return None
         if self._weights is None or self._num_new >= FIT_EVERY:
-            self._weights, self._num_new = fit(np.array(self._features), np.array(self._seconds)), 0
+            weights = np.sqrt(MEMORY ** np.arange(len(self._seconds))[::-1])  # of errors, which are squared
+            seen, seconds = np.array(self._features), np.array(self._seconds)
+            self._weights, self._num_new = fit(seen * weights[:, None], seconds * weights), 0
         return float(self._weights @ np.array(features))
 
 

@@ -268,8 +268,15 @@ class Worker:
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             draining=self.is_draining,
             kv_transfer=self._kv_transfer(),
+            reserved_tokens=[self._reserved_tokens(partition) for partition in partitions],
             num_seen=0 if link is None else self._num_seen[link],
         )
+
+    def _reserved_tokens(self, partition: int) -> int:
+        """Between a Reserve and its first step: nobody else counts it, for its gateway no longer does."""
+        if self._decode is None:
+            return 0
+        return self._decode.reserved_tokens(partition) + self._scheduler.joining_tokens(partition)
 
     def inspect(self) -> link_pb2.Inspection:
         return link_pb2.Inspection(

@@ -43,6 +43,11 @@ class Accounts:
             self._metrics.rate_rejections.inc()
             raise
 
+    def sent(self, tenant: Tenant, num_prompt: int) -> None:
+        """A prompt that was admitted is on its way to a worker."""
+        if self._rates is not None:
+            self._rates.used(tenant.name, num_prompt)
+
     @contextmanager
     def entry(self, request: GenerationRequest, record: RequestRecord) -> Iterator[None]:
         """The block is the request's time on workers; however it ends, it is accounted for once."""

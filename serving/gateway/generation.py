@@ -167,6 +167,7 @@ class Gateway:
             async for event in events:
                 if isinstance(event, Sent):
                     if not event.num_failed:
+                        self._accounts.sent(request.caller.tenant, len(run.prompt_tokens))
                         yield Placed(event.worker, event.affinity)
                         yield pb.TokenIds(ids=run.prompt_tokens)
                     continue

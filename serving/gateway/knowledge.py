@@ -76,10 +76,11 @@ class Knowledge:
             unseen.append((session.num_sent, reservation))
 
     def loaded(self, session: Session) -> None:
-        """A report came: of each partition, what is to be prefilled and, where it decodes, what is held."""
+        """A report came: of each partition, what is to be prefilled and, where it decodes, what is held or to come."""
         load, unseen = session.load, self._unseen.get(session)
         while unseen and unseen[0][0] <= load.num_seen:
             self._router.seen(unseen.popleft()[1])
         held = load.active_tokens if session.role != "prefill" else [0] * len(load.queued_tokens)
-        for home, queued, active in zip(homes_of(session), load.queued_tokens, held, strict=False):
-            self._router.report(home, queued + active)
+        homes, reserved = homes_of(session), load.reserved_tokens or [0] * len(held)
+        for home, queued, active, coming in zip(homes, load.queued_tokens, held, reserved, strict=False):
+            self._router.report(home, queued + active + coming)

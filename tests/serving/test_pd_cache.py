@@ -1,8 +1,11 @@
 """What prefill or decode knows of a prompt is neither computed nor moved again, and changes no token."""
 
+import asyncio
+
 import pytest
 
 from moonshard.rpc import link_pb2
+from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.request import Sampling
 from moonshard.serving.steps import StepKind
 from moonshard.sharding.rules import DecodeRules
@@ -104,6 +107,38 @@ async def test_what_prefill_knows_goes_out_before_the_rest_is_computed(monkeypat
         assert (answer.num_cached, num_moved) == (96, 9)
         assert kinds[0] is StepKind.EXPORT
         assert kinds.count(StepKind.PREFILL) == 1
+
+
+async def test_what_another_prompt_computes_in_the_same_step_goes_out_after_it(monkeypatch: pytest.MonkeyPatch):
+    async with running() as pair:
+        plans: list[PrefillPlan] = []
+        launching = pair.prefill._prefill.launching
+        monkeypatch.setattr(pair.prefill._prefill, "launching", lambda plan: (plans.append(plan), launching(plan))[1])
+        prompt = long_text(17, seed=11)
+        busy = pair.begin(run(long_text(640, seed=3), 2))
+        twins = [pair.begin(run(prompt, 20)) for _ in range(2)]
+        for answer in (busy, *twins):
+            await answer.is_over.wait()
+        assert any([chunk.start for chunk in plan.chunks][-2:] == [0, BLOCK_SIZE] for plan in plans)
+        for answer in twins:
+            assert_drawn_from(reference(), prompt, answer.tokens[0], GREEDY)
+        assert twins[0].tokens == twins[1].tokens
+
+
+async def test_a_prompt_on_its_way_is_in_every_report_of_the_worker_that_decodes_it():
+    def reported() -> int:
+        load = pair.decode.load(pair.link(pair.decode))
+        return sum((*load.queued_tokens, *load.active_tokens, *load.reserved_tokens))
+
+    async with running() as pair:
+        assert reported() == 0
+        answer = pair.begin(run(long_text(100, seed=21), 20))
+        while len(answer.tokens.get(0, ())) < 2:  # the first came from the worker that prefilled
+            assert pair.decode.load(pair.link(pair.decode)).num_seen == 1
+            assert reported() >= 100
+            await asyncio.sleep(0)
+        await answer.is_over.wait()
+        assert reported() == 0
 
 
 async def test_another_root_is_cold_on_both_sides():

@@ -63,6 +63,21 @@ def test_the_end_of_a_chain_is_forgotten_alone(facts: list[tuple[int, str]], hom
     assert index.num_known(chain(text)).get(home, 0) == len(text) - 1
 
 
+@given(names=st.sets(st.sampled_from(chain("abab"))))
+def test_ends_whose_beginning_is_forgotten_count_for_nothing(names: set[bytes]):
+    index = PrefixIndex()
+    for name in names:
+        index.add(0, name)
+    asked = chain("abab")
+    assert index.num_known(asked).get(0, 0) in range(by_hand_of(names, asked) + 1)
+    if names == set(asked):
+        assert index.num_known(asked) == {0: len(asked)}
+
+
+def by_hand_of(names: set[bytes], asked: Sequence[bytes]) -> int:
+    return next((i for i, name in enumerate(asked) if name not in names), len(asked))
+
+
 def said(*changes: tuple[str, bool]) -> list[PrefixChange]:
     return [PrefixChange(0, name.encode(), is_known) for name, is_known in changes]
 

@@ -89,6 +89,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
         ({"hash_ids": [0, "x"]}, "hash_ids is not a list of numbers"),
         ({"hash_ids": [0, 1 << 64]}, "hash_ids is not a list of numbers below 2^64"),
         ({"hash_ids": [0, True]}, "hash_ids is not a list of numbers"),
+        ({"timestamp": 10**400}, "line 2: "),
         ({"hash_ids": None}, "hash_ids is not a list of numbers"),
     ],
 )
