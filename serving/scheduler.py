@@ -36,7 +36,7 @@ from moonshard.serving.waiting import NeverFits, QueueFull, QueueTimeout, check_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig(LaneConfig):
-    """The queue is that of the whole worker."""
+    """The queue is that of the whole worker; an equal share of it is each partition's, however long the others' are."""
 
     max_context_tokens: int
     max_queued_requests: int
@@ -105,7 +105,9 @@ class Scheduler:
 
     def _check_room(self, lane: Lane, now_s: float) -> None:
         """Raises QueueFull. The head's wait so far is the best guess at how long a place in this queue takes."""
-        if sum(lane.waiting.num_queued for lane in self._lanes) >= self.config.max_queued_requests:
+        share = -(-self.config.max_queued_requests // len(self._lanes))
+        num_queued = sum(lane.waiting.num_queued for lane in self._lanes)
+        if num_queued >= self.config.max_queued_requests and lane.waiting.num_queued >= share:
             raise QueueFull(retry_after_s=max(1.0, lane.waiting.head_wait_s(now_s)))
 
     def join(self, request: Request, partition: int, block_table: tuple[int, ...], tokens: tuple[int, ...]) -> bool:

@@ -151,29 +151,30 @@ def _find_model(name: str) -> tuple[Any, Any]:
 
 
 def _table(found: Sequence[Budget], split: Sequence[Budget]) -> str:
-    """One line per mesh, totals over all devices unless it says otherwise; then those that cannot be cut so."""
+    """One line per mesh, totals over all devices unless it says otherwise; then why those that do not fit do not."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE)
     table.add_column("mesh", no_wrap=True)
-    for name in ("GiB a device", "repeated GiB", "KV GiB", "tokens", "tokens, context parallel", "layers"):
+    names = ("weights GiB a device", "activations GiB a device", "repeated GiB", "KV GiB", "tokens")
+    for name in (*names, "tokens, context parallel", "layers"):
         table.add_column(name, justify="right", no_wrap=True)
-    refused = []
     for whole, parted in zip(found, split, strict=True):
         if not whole.stages:
-            refused.append(f"{whole.mesh}: {whole.reason}")
             continue
         table.add_row(
             str(whole.mesh),
             f"{max(stage.weight_bytes for stage in whole.stages) / GIB:.1f}",
+            f"{max(stage.workspace_bytes for stage in whole.stages) / GIB:.2f}",
             f"{whole.repeated_bytes / GIB:.1f}",
             f"{whole.headroom_bytes / GIB:.1f}",
             f"{whole.num_tokens:,}" if whole.reason is None else "does not fit",
             f"{parted.num_tokens:,}" if parted.reason is None else "",
             "+".join(str(stage.num_layers) for stage in whole.stages),
         )
+    refused = [f"{each.mesh}: {each.reason}" for each in found if each.reason is not None]
     console = Console(width=200)
     with console.capture() as capture:
         console.print(table)

@@ -28,6 +28,7 @@ def test_all_meshes_are_ranked_with_the_reason_of_those_that_do_not_fit(capsys, 
     assert "553.4 GiB of weights (int4-experts) on h100-80gb:8, rules for decode" in shown
     assert "tensor=8" in shown
     assert "does not fit" in shown
+    assert "\nexpert=8: weights and workspace exceed a device by 8." in shown
     records = json.loads(out.read_text())
     tokens = [record["num_tokens"] for record in records]
     assert tokens == sorted(tokens, reverse=True)
