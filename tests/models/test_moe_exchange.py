@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moonshard.models import moe
-from moonshard.models.moe_exchange import exchanged, room_for
+from moonshard.models.moe_exchange import capacity_for, exchanged
 from moonshard.sharding.mesh import build_mesh, partition_spec
 from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
@@ -87,9 +87,9 @@ def test_every_token_gets_the_sum_of_its_experts_however_they_are_spread(mesh: M
 
 
 def test_where_all_tokens_choose_one_device_they_do_not_fit_into_one_round():
-    assert room_for(TOKENS // 8, 1, 8) < TOKENS
-    assert room_for(1024, 8, 32) == 1024 * 8 // 32 * 3 // 2 + 1
-    assert room_for(4, 8, 8) == 4
+    assert capacity_for(TOKENS // 8, 1, 8) < TOKENS
+    assert capacity_for(1024, 8, 32) == 1024 * 8 // 32 * 3 // 2 + 1
+    assert capacity_for(4, 8, 8) == 4
 
 
 @pytest.mark.parametrize("rules", [PREFILL, DECODE])
