@@ -176,11 +176,13 @@ def checksums(slab: Slab, slots: Sequence[int]) -> tuple[int, ...]:
 
 @runtime_checkable
 class Slots(Protocol):
-    """A slab, or one that is cut: what can be copied out of it slot by slot."""
+    """What slots can be copied out of: a slab, or one whose slots are cut (`kv.slab_shards`)."""
 
     slot_bytes: int
 
-    def copy_slot(self, index: int, out: Bytes) -> None: ...
+    def copy_slot(self, index: int, out: Bytes) -> None:
+        """Copy a slot as a whole block into `out` [slot_bytes]. IndexError where there is no such slot."""
+        ...
 
 
 def copy_verified(slab: Slots, slots: Sequence[int], checksums: Sequence[int]) -> Bytes:
