@@ -65,7 +65,7 @@ class BlockShards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self._axis)[:, : self._num_layers]
 
     def spread(self, blocks: np.ndarray, partition: int) -> np.ndarray | jax.Array:
-        """Blocks [b, layers, block_size, features] of one partition, put on the devices for the program that lands them."""
+        """Blocks [b, layers, block_size, features] of one partition, on its devices, as a land takes them."""
         if self._mesh.size == 1:
             return blocks
         num_blocks, num_layers, *token = blocks.shape

@@ -61,7 +61,7 @@ def _size_faults(config: Config) -> list[str]:
         if role.max_slots % role.mesh.num_partitions
     ]
     faults += [
-        f"{name}.spare_experts: {role.spare_experts} places for copies, but {name}.expert_loads does not say of whom"
+        f"{name}.spare_experts: {role.spare_experts} copies of experts, but no {name}.expert_loads that says of which"
         for name, role in roles.items()
         if role.spare_experts and role.expert_loads is None
     ]

@@ -1,9 +1,9 @@
 """The step that serves, lowered and compiled from shapes alone: no weight is made and no page allocated.
 
-It is built by the code that serves, `serving.stage`, for as many devices as the mesh has, of which virtual ones of the
-CPU will do. What a device then holds before and after the step, as XLA plans it, is there beside what the budget counts
-from the same shapes; that they agree is the test of the budget. Weights are in bf16, as they are served. Left out:
-temporaries on a GPU. On CPU XLA widens bf16 to float32 on the way, and the experts are not the GPU's kernels.
+The code that serves, `serving.stage`, builds it for as many devices as the mesh has; virtual ones of the CPU will do.
+What a device then holds before and after the step, as XLA plans it, stands beside what the budget counts from the same
+shapes; that they agree is the test of the budget. Weights are in bf16, as they are served. Left out: temporaries on a
+GPU. On CPU XLA widens bf16 to float32 on the way, and experts do not run in the GPU's kernels.
 """
 
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iter
 def _count(
     stage: StageModel, shapes: StepShapes, kind: StepKind, bucket: int, its_budget: StageBudget, page_bytes: int
 ) -> StepBytes:
-    """Every array of a device."""
+    """What all arrays of a device take: weights, state, packed step, activations, draws."""
     slots = shapes.slots_per_partition
     stream = bucket * stage.config.hidden_size * ITEM_BYTES  # from stage to stage
     draws = slots * (2 + 2 * MAX_LOGPROBS) * INT_BYTES

@@ -23,14 +23,15 @@ def experts(
 ) -> int:
     """Measure how much a text uses each routed expert, for placing experts on devices by their load.
 
-    What it writes is what `decode.expert_loads` and `prefill.expert_loads` read.
+    The file that it writes is for `decode.expert_loads` and `prefill.expert_loads`. It prints how unevenly experts and
+    devices are loaded, and how evenly devices would be with experts placed by these loads.
 
     Args:
         model: the checkpoint's folder.
-        text: a file of UTF-8 text like that which will be served.
+        text: a file of UTF-8 text, of the kind that will be served.
         out: the JSON file to write.
         devices: how many devices share the experts, for the printed table.
-        spare: places for second copies in each layer, for the printed table.
+        spare: further copies of experts in each layer, over all devices, for the printed table.
     """
     tokens = _tokens_of(model, text)
     prepare_jax(MeshShape())
@@ -77,7 +78,7 @@ def _show_progress(done: int, total: int) -> None:
 
 
 def _table(loads: "np.ndarray", num_devices: int, num_spare: int) -> str:
-    """By layer: the busiest expert, and the busiest device as experts lie in order and as they would be placed."""
+    """For each layer the load of the busiest expert, and of the busiest device with experts in order and as placed."""
     import numpy as np
 
     from moonshard.sharding.experts import place_experts
@@ -93,6 +94,6 @@ def _table(loads: "np.ndarray", num_devices: int, num_spare: int) -> str:
 
 
 def _ratio(loads: "np.ndarray", num_parts: int) -> float:
-    """The largest over the mean of equally many loads in each part."""
+    """The largest over the mean load of parts that have equally many each."""
     parts = loads.reshape(num_parts, -1).sum(axis=1)
     return float(parts.max() / parts.mean())

@@ -106,7 +106,7 @@ def test_all_faults_are_reported_together(tmp_path: Path):
         ),
         (
             "decode.spare_experts=4",
-            "decode.spare_experts: 4 places for copies, but decode.expert_loads does not say of whom",
+            "decode.spare_experts: 4 copies of experts, but no decode.expert_loads that says of which",
         ),
         (
             "decode={mesh={tensor=3}, rules={kv_tokens=['tensor']}}",
