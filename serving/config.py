@@ -86,7 +86,7 @@ class PrefillConfig:
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: Rules = field(default_factory=Rules)  # over which axes of the mesh weights and KV are cut
     expert_loads: Path | None = None  # a file that `moonshard experts` wrote: by it experts are placed on devices
-    spare_experts: Annotated[int, Meta(ge=0)] = 0  # further copies of hot experts, in each MoE layer, over all devices
+    redundant_experts: Annotated[int, Meta(ge=0)] = 0  # further copies of hot experts, in each MoE layer
     chunk_tokens: Positive = 512  # the most prompt tokens of one step
     max_slots: Positive = 16  # rows whose first token one step can draw, over all partitions
 
@@ -100,7 +100,7 @@ class DecodeConfig:
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: DecodeRules = field(default_factory=DecodeRules)
     expert_loads: Path | None = None
-    spare_experts: Annotated[int, Meta(ge=0)] = 0
+    redundant_experts: Annotated[int, Meta(ge=0)] = 0
     max_slots: Positive = 16  # sequences decoded at once by one worker, over all its partitions
 
 
@@ -168,9 +168,9 @@ def rules_of(config: Config, role: WorkerRole) -> Rules:
 
 
 def experts_of(config: Config, role: WorkerRole) -> tuple[Path | None, int]:
-    """A role's file of measured loads, and its number of spare experts."""
+    """A role's file of measured loads, and its number of redundant experts."""
     own = config.prefill if role == "prefill" else config.decode
-    return own.expert_loads, own.spare_experts
+    return own.expert_loads, own.redundant_experts
 
 
 def port_of(config: Config, role: WorkerRole) -> int:

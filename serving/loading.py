@@ -151,14 +151,14 @@ def _place_experts(
         ModelError: the file of loads cannot be read, or is another checkpoint's.
         MeshError: the devices cannot share the experts and their copies equally.
     """
-    path, num_spare = experts_of(config, role)
+    path, num_redundant = experts_of(config, role)
     if path is None:
         return None
     loads = read_loads(path, checkpoint.fingerprint, (model.num_moe_layers, model.n_routed_experts))
     try:
-        return place_experts(loads, model.n_routed_experts + num_spare, place.num_parts("experts"))
+        return place_experts(loads, model.n_routed_experts + num_redundant, place.num_parts("experts"))
     except ValueError as error:
-        raise MeshError(f"spare_experts = {num_spare}: {error}") from error
+        raise MeshError(f"redundant_experts = {num_redundant}: {error}") from error
 
 
 def _load_stages(

@@ -30,7 +30,7 @@ class ExpertPlacement:
 
 
 def place_experts(loads: np.ndarray, num_places: int, num_devices: int) -> ExpertPlacement:
-    """Gives spare places to the experts with most load per copy, then copies to the devices with least load.
+    """Gives redundant places to the experts with most load per copy, then copies to the devices with least load.
 
     Args:
         loads: [layers, experts], tokens of each expert in any unit.
