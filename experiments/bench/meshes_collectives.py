@@ -1,7 +1,7 @@
 """Collectives of each role's step on each mesh, counted in the HLO of the very programs that a worker runs.
 
-Programs are compiled and not run. Where a stack has a single layer XLA takes its loop apart, and nobody could tell its
-collectives from those around it: that pass is left out here, and it adds or removes no collective.
+Programs are compiled and not run. XLA would take the loop over a stack of a single layer apart, and nobody could tell
+its collectives from those around it: here, and only here, that pass is switched off.
 """
 
 from collections import Counter
@@ -68,7 +68,7 @@ def measure_collectives(config: Config, cases: Sequence[Case] = CASES) -> list[M
 
 
 def step_program(config: Config, case: Case, role: str) -> StepProgram:
-    """The largest step of a role, not compiled."""
+    """The largest step of a role, not yet compiled."""
     is_prefill = role == "prefill"
     table = case.rules or (config.prefill.rules if is_prefill else config.decode.rules)
     config = _on(config, case.mesh)

@@ -23,7 +23,7 @@ def descriptions_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
-def test_a_decode_step_of_tensor_parallelism_needs_two_sums_a_layer():
+def test_a_decode_step_of_tensor_parallelism_needs_two_all_reduces_a_layer():
     counts = step_program(CONFIG, BY_NAME["tensor 2"], "decode").count()
     assert counts["a dense layer"] == counts["a sparse layer"] == Counter({"all-reduce": 2})
     assert counts["a round of the exchange"] == Counter()
