@@ -169,11 +169,6 @@ def checksum(data: Bytes) -> int:
     return xxhash.xxh3_64_intdigest(data.data)
 
 
-def checksums(slab: Slab, slots: Sequence[int]) -> tuple[int, ...]:
-    """Those of whole slots, for the manifest: taken when they are staged, before they are published."""
-    return tuple(checksum(slab.slot(slot)) for slot in slots)
-
-
 @runtime_checkable
 class Slots(Protocol):
     """What slots can be copied out of: a slab, or one whose slots are cut (`kv.slab_shards`)."""
