@@ -21,6 +21,7 @@ from moonshard.serving.stage import Blueprint, StageModel
 from moonshard.serving.steps import StepKind, StepShapes
 from moonshard.sharding.budget import StageBudget, budget
 from moonshard.sharding.mesh import build_mesh
+from moonshard.sharding.place import Place
 
 DTYPE, ITEM_BYTES = "bfloat16", 2
 INT_BYTES = 4
@@ -46,8 +47,22 @@ class LoweredStage:
     counted: StepBytes  # by the budget
 
 
+def abstract_stages(model: kimi.KimiConfig, place: Place, dtype: str) -> Iterator[StageModel]:
+    """The stages of a worker, with shapes for weights. MeshError as `lower_stages`."""
+    for index, layers in enumerate(split_stages(model, place)):
+        mesh = build_mesh(place.mesh, index)
+        yield StageModel(
+            config=model,
+            layers=layers,
+            weights=weights.abstract(kimi.declare(model, layers), dtype, mesh, place.rules),
+            mesh=mesh,
+            place=place,
+            backend=backend_for(mesh.devices.flat[0].platform),
+        )
+
+
 def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iterator[LoweredStage]:
-    """Of a worker with room for its longest context in every slot.
+    """The largest step of a role, stage by stage, of a worker with room for its longest context in every slot.
 
     Raises:
         MeshError: the model cannot be cut so, or there are too few devices.
@@ -56,27 +71,16 @@ def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iter
     shapes = step_shapes(config, min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS), role)
     is_prefill = role == "prefill"
     kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
-    num_blocks = shapes.slots_per_partition * shapes.blocks_per_sequence
-    layers_of = split_stages(model, place)
+    num_blocks, block_size = shapes.slots_per_partition * shapes.blocks_per_sequence, config.kv.block_size
     budgets = budget(pieces(model, "bf16"), place.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
     hidden = None
-    for index, (layers, its_budget) in enumerate(zip(layers_of, budgets, strict=True)):
-        mesh = build_mesh(place.mesh, index)
-        stage = StageModel(
-            config=model,
-            layers=layers,
-            weights=weights.abstract(kimi.declare(model, layers), DTYPE, mesh, place.rules),
-            mesh=mesh,
-            place=place,
-            backend=backend_for(mesh.devices.flat[0].platform),
-        )
-        block_size = config.kv.block_size
+    for stage, its_budget in zip(abstract_stages(model, place, DTYPE), budgets, strict=True):
         blueprint = Blueprint(stage, shapes, blocks_per_partition=num_blocks, block_size=block_size, dtype=DTYPE)
         program = blueprint.lower(kind, sizes[-1], hidden)
         _, hidden = program.out_info
         page_bytes = int(its_budget.kv_bytes_per_token * block_size) * num_blocks
         counted = _count(stage, shapes, kind, sizes[-1], its_budget, page_bytes)
-        yield LoweredStage(num_layers=len(layers), num_blocks=num_blocks, program=program, counted=counted)
+        yield LoweredStage(num_layers=len(stage.layers), num_blocks=num_blocks, program=program, counted=counted)
 
 
 def _count(

@@ -18,8 +18,8 @@ LAYER_SCOPES = frozenset({"while/body/attention/dot", "while/body/feed_forward/d
 
 
 @pytest.fixture(autouse=True)
-def descriptions_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lowered program describes its arguments by their own types, whose fields are then no arrays."""
+def shapes_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowering works on trees of shapes, which the checks of annotations would refuse."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
