@@ -684,6 +684,7 @@ def forward(
 
     Args:
         hidden: the residual stream from the stage before; None on the first stage, which embeds the tokens.
+        place: what the device that runs this must know of its mesh; weights, pages and rows are its own parts of them.
         placement: the one that these weights were declared with.
         unrolled: layers one after the other instead of in a loop. A gradient then copies nothing into stacks and out
             of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.

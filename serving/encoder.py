@@ -137,8 +137,9 @@ class StepEncoder:
         packed, fields = self._blank(StepKind.COPY)
         indices = [itertools.count() for _ in range(self._shapes.num_partitions)]
         for partition, source, destination in plan.pairs:
-            place = partition, next(indices[partition])
-            fields["source"][place], fields["destination"][place] = source, destination
+            index = next(indices[partition])
+            fields["source"][partition, index] = source
+            fields["destination"][partition, index] = destination
         return Step(plan.number, StepKind.COPY, 0, packed)
 
     def encode_export(self, number: int, partition: int, blocks: Sequence[int]) -> Step:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A worker's partition, in which a request stays to its end."""
+    """A worker's partition: a request stays in it for as long as that worker serves it."""
 
     worker: str
     partition: int
