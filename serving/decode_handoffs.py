@@ -180,7 +180,7 @@ class DecodeHandoffs:
         return not isinstance(answer, m.Overloaded)
 
     def _roomiest(self, request: Request) -> int:
-        """Where a request goes for which nobody named a partition: where there is room now, or the shortest line."""
+        """The partition for a request that names none: one with room now, or else with the shortest line."""
 
         def room(partition: int) -> tuple[bool, int, int]:
             is_now = self._has_place(partition) and self._has_room(request, partition)

@@ -41,7 +41,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolShape:
-    """How many slots and blocks a worker has."""
+    """How many slots and blocks a worker has, and in how many partitions."""
 
     num_partitions: int
     slots_per_partition: int
@@ -120,7 +120,7 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
     checkpoint, model = open_model(config.model.path)
     progress("loading weights")
     weights.check_shapes(kimi.declare(model), checkpoint)
-    placement = place_experts_of(config, role, checkpoint, model, place)
+    placement = _place_experts(config, role, checkpoint, model, place)
     parts = _load_stages(checkpoint, model, place, placement, dtype, backend_for(platform), progress)
     load_s = time.perf_counter() - started
     shapes, pool = choose_sizes(config, model, dtype, role)
@@ -142,18 +142,23 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
     )
 
 
-def place_experts_of(
+def _place_experts(
     config: Config, role: WorkerRole, checkpoint: Checkpoint, model: kimi.KimiConfig, place: Place
 ) -> ExpertPlacement | None:
-    """Where the experts of all MoE layers lie; None: each once, in order. ModelError or MeshError where they cannot."""
-    path, num_spare = experts_of(config, role)
+    """Where the experts of all MoE layers lie; None: each once, in order.
+
+    Raises:
+        ModelError: the file of loads cannot be read, or is another checkpoint's.
+        MeshError: the devices cannot share the experts and their copies equally.
+    """
+    path, num_redundant = experts_of(config, role)
     if path is None:
         return None
     loads = read_loads(path, checkpoint.fingerprint, (model.num_moe_layers, model.n_routed_experts))
     try:
-        return place_experts(loads, model.n_routed_experts + num_spare, place.num_parts("experts"))
+        return place_experts(loads, model.n_routed_experts + num_redundant, place.num_parts("experts"))
     except ValueError as error:
-        raise MeshError(f"spare_experts = {num_spare}: {error}") from error
+        raise MeshError(f"redundant_experts = {num_redundant}: {error}") from error
 
 
 def _load_stages(
@@ -165,7 +170,7 @@ def _load_stages(
     backend: moe.Backend,
     progress: Progress,
 ) -> list[StageModel]:
-    """Waits for the weights."""
+    """Every stage with its weights on its own mesh. Returns once these are there."""
     stages, found = split_stages(model, place), []
     for index, layers in enumerate(stages):
         which = f" of stage {index + 1} of {len(stages)}" if len(stages) > 1 else ""
@@ -255,7 +260,7 @@ def choose_sizes(
 
 
 def step_shapes(config: Config, context_tokens: int, role: WorkerRole) -> StepShapes:
-    """Of a worker whose sequences may have so many tokens."""
+    """The sizes of a worker's programs, for sequences of up to `context_tokens`."""
     partitions = mesh_of(config, role).num_partitions
     max_slots = config.prefill.max_slots if role == "prefill" else config.decode.max_slots
     slots_per_partition = max_slots // partitions

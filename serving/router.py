@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A worker's partition: where a request lives for life."""
+    """A worker's partition: a request stays in it for as long as that worker serves it."""
 
     worker: str
     partition: int
@@ -53,8 +53,9 @@ class Router:
         self._in_flight_tokens[reservation.home] -= reservation.num_tokens
 
     def in_flight_tokens(self, home: Home) -> int:
+        """Of the open reservations of a partition."""
         return self._in_flight_tokens.get(home, 0)
 
     def worker_tokens(self, worker: str) -> int:
-        """In flight at all of a worker's partitions."""
+        """Of the open reservations of all of a worker's partitions."""
         return sum(tokens for home, tokens in self._in_flight_tokens.items() if home.worker == worker)

@@ -23,7 +23,7 @@ from moonshard.serving.waiting import WaitingLine
 
 
 class Seating:
-    """Of one partition."""
+    """Who of one partition gets a slot."""
 
     def __init__(
         self, pool: BlockPool, residents: Residents, waiting: WaitingLine, joiners: Joiners, launches: Launches

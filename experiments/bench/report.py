@@ -20,13 +20,8 @@ TITLES = {
     "served": "Whole stack, aggregated, as clients see it",
     "disaggregated": "Whole stack, disaggregated, as clients see it",
 }
-LAID_OUT = (
-    transport_grid,
-    handoff_grid,
-    *MESH_GRIDS,
-    arrangement_grid,
-    failover_grid,
-)  # those whose figures stand side by side
+# Those whose figures stand side by side.
+LAID_OUT = (transport_grid, handoff_grid, *MESH_GRIDS, arrangement_grid, failover_grid)
 COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n", "Hugging Face", "times faster", "than their best")
 
 

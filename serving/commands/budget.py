@@ -39,7 +39,7 @@ def budget(
 ) -> int:
     """Compute what a mesh leaves for the KV cache: bytes per device and unique tokens, from shapes alone.
 
-    It counts formats that this version does not serve yet, too: fp8 and int4 weights.
+    It also counts formats that this version does not serve yet: fp8 and int4 weights.
 
     Args:
         model: a known model's name, or a Hugging Face folder, of which only config.json is read.
@@ -49,8 +49,8 @@ def budget(
         weights: their format in memory; native: a known model's on the hub, bf16 for a folder.
         chunk_tokens: of a prefill step, per partition.
         max_slots: sequences that a worker decodes at once, over all partitions.
-        lower: also lower the step that serves, with weights in bf16, on as many virtual CPU devices as the mesh has,
-            compile it if that takes less than ten minutes, and compare what XLA says it holds. Needs --mesh.
+        lower: also lower the step that serves, with weights in bf16, for as many virtual CPU devices as the mesh has,
+            compile it if that takes less than ten minutes, and compare its bytes with the budget's. Needs --mesh.
         json_file: also write the figures here.
     """
     device_bytes, num_devices = _parse_device(device)

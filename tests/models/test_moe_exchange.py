@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moonshard.models import moe
-from moonshard.models.moe_exchange import exchanged, room_for
+from moonshard.models.moe_exchange import capacity_for, exchanged
 from moonshard.sharding.mesh import build_mesh, partition_spec
 from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
@@ -90,12 +90,12 @@ def test_every_token_gets_the_sum_of_its_experts_however_they_are_spread(mesh: M
 @pytest.mark.parametrize(("num_devices", "num_rounds"), [(4, 2), (8, 3)])
 def test_where_all_tokens_choose_one_device_they_do_not_fit_into_one_round(num_devices: int, num_rounds: int):
     num_own = TOKENS // num_devices
-    assert -(-num_own // room_for(num_own, TOP_K, num_devices)) == num_rounds
+    assert -(-num_own // capacity_for(num_own, TOP_K, num_devices)) == num_rounds
 
 
 def test_a_buffer_has_room_for_somewhat_more_than_a_fair_share_and_for_no_more_than_there_is():
-    assert room_for(1024, 8, 32) == 1024 * 8 // 32 * 3 // 2 + 1
-    assert room_for(4, 8, 8) == 4
+    assert capacity_for(1024, 8, 32) == 1024 * 8 // 32 * 3 // 2 + 1
+    assert capacity_for(4, 8, 8) == 4
 
 
 @pytest.mark.parametrize("rules", [PREFILL, DECODE])

@@ -74,7 +74,7 @@ def test_what_cannot_be_meant_is_refused_by_its_option(arguments: tuple[str, ...
 
 
 def lowered(out: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Of each stage what is told of it, once a process of its own has lowered and compiled it."""
+    """The record of each stage, which a process of its own has lowered and compiled."""
     assert run(*arguments, "--lower", "--json", str(out)) == 0
     (record,) = json.loads(out.read_text())
     return record["lowered"]

@@ -165,7 +165,8 @@ def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path)
     write_loads(tmp_path / "loads.json", random, checkpoint.fingerprint)
     loads = read_loads(tmp_path / "loads.json", checkpoint.fingerprint, random.shape)
     mesh = MeshShape(expert=2, pipe=2)
-    asked = config(decode=DecodeConfig(max_slots=2, mesh=mesh, expert_loads=tmp_path / "loads.json", spare_experts=4))
+    decode = DecodeConfig(max_slots=2, mesh=mesh, expert_loads=tmp_path / "loads.json", redundant_experts=4)
+    asked = config(decode=decode)
     expected = place_experts(loads, model.n_routed_experts + 4, 2).expert_of
     stages = [stage.model for stage in load_model(asked, "both", lambda text: None).programs.stages]
     assert len(stages) == 2
@@ -174,8 +175,8 @@ def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path)
         for place, expert in enumerate(experts):
             name = f"model.layers.{layer + model.num_dense_layers}.mlp.experts.{expert}.down_proj.weight"
             assert (placed[layer, place] == checkpoint.tensor(name)).all()
-    refused = replace(asked, decode=replace(asked.decode, spare_experts=3))
-    with pytest.raises(MeshError, match=r"^decode\.spare_experts = 3: 19 places on 2 devices for 16 experts"):
+    refused = replace(asked, decode=replace(asked.decode, redundant_experts=3))
+    with pytest.raises(MeshError, match=r"^decode\.redundant_experts = 3: 19 places on 2 devices for 16 experts"):
         load_model(refused, "both", lambda text: None)
 
 

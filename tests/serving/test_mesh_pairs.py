@@ -80,7 +80,7 @@ async def test_any_mesh_hands_over_to_any_mesh(prefill: str, decode: str):
 
 
 async def bytes_arrive_as_they_left(pair: Pair, meshes: Meshes) -> None:
-    """In the last partitions: bit for bit what prefill has, and what decode computes itself but for order of sums."""
+    """In the last partitions: bit for bit what prefill has, and but for the order of sums what decode computes."""
     here, there = meshes.prefill.num_partitions - 1, meshes.decode.num_partitions - 1
     num_blocks = -(-len(PROMPT) // BLOCK_SIZE)
     first, second = range(num_blocks), range(num_blocks, 2 * num_blocks)  # as a pool gives out its blocks
