@@ -42,8 +42,11 @@ class Endpoint:
     fingerprint: str
 
     def slots(self, partition: int, slots: Sequence[int]) -> np.ndarray:
-        """Slots of a partition as slots of the whole slab."""
-        return np.asarray(slots, np.int64) + partition * self.num_slots
+        """Slots of a partition as slots of the whole slab. ValueError for one that no partition has."""
+        found = np.asarray(slots, np.int64)
+        if found.size and not 0 <= found.min() <= found.max() < self.num_slots:
+            raise ValueError(f"a slot is outside of a partition's {self.num_slots}")
+        return found + partition * self.num_slots
 
 
 def slab_layout(
