@@ -153,6 +153,7 @@ QUESTIONS = (
     "I need {subject}.",
 )
 SEVERAL = ("Give me the {label} of each: {keys}.", "List the {label} for {keys}.")
+MAX_MISSES = 100_000  # in a row: then there is no key left
 WHOLE = ("Repeat the list.", "Copy the list.", "Read me the list.")
 
 
@@ -170,7 +171,7 @@ class Document:
 
 
 def document(random: Random, split: str, num_tokens: int) -> Document:
-    """A document of about so many tokens; keys differ, facts belong to the split."""
+    """A document of about so many tokens, or of all the keys of its kind; keys differ, facts belong to the split."""
     domain = random.choice(DOMAINS)
     num_labels = 1 if random.random() < 0.75 else 2
     attributes = random.sample(domain.attributes, num_labels)
@@ -179,13 +180,15 @@ def document(random: Random, split: str, num_tokens: int) -> Document:
     facts: list[Fact] = []
     lines: list[str] = []
     keys: set[str] = set()
-    length = len(title)
-    while length < num_tokens * CHARS_PER_TOKEN or not lines:
+    length, num_misses = len(title), 0
+    while (length < num_tokens * CHARS_PER_TOKEN and num_misses < MAX_MISSES) or not lines:
         key = domain.key(random)
         own = [Fact(key=key, label=attribute.label, value=attribute.value(random)) for attribute in attributes]
         if key in keys or not is_of(split, key, *(fact.value for fact in own)):
+            num_misses += 1
             continue
         keys.add(key)
+        num_misses = 0
         facts += own
         lines += [LINES[style].format(key=fact.key, label=fact.label, value=fact.value) for fact in own]
         length += sum(len(line) + 1 for line in lines[-len(own) :])

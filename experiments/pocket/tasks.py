@@ -136,12 +136,14 @@ def _document(text: Text, seed: int, num_tokens: int, number: int) -> Document:
         domain = DOMAINS[number % len(DOMAINS)]
         if document(random_of(HELD_OUT, seed, *place), HELD_OUT, 1).domain is not domain:
             continue
-        size = num_tokens
+        size, num_lines = num_tokens, 0
         while True:
             found = document(random_of(HELD_OUT, seed, *place), HELD_OUT, size)
             if len(text.tokenizer.encode(found.text)) > num_tokens:
                 return found
-            size += size // 4
+            if len(found.lines) == num_lines:
+                break  # of these there are no more
+            size, num_lines = size + size // 4, len(found.lines)
     raise RuntimeError(f"no document of kind {DOMAINS[number % len(DOMAINS)].title!r} was drawn")
 
 

@@ -113,6 +113,20 @@ def test_documents_of_every_kind_take_turns_in_both_places():
     assert Counter(task.messages[0]["role"] for task in tasks) == {"user": 16, "system": 8}
 
 
+def test_a_document_ends_where_its_kind_has_no_more_keys():
+    seed = next(seed for seed in range(100) if document(random_of(HELD_OUT, seed), HELD_OUT, 1).domain is DOMAINS[3])
+    found = document(random_of(HELD_OUT, seed), HELD_OUT, 100_000)
+    assert found.domain.title == "Inventory"
+    assert len({fact.key for fact in found.facts}) == 880  # of 20 materials and 44 things
+
+
+def test_questions_about_a_kind_with_few_keys_end_too():
+    """The thirteenth of these once had no end."""
+    tasks = recall_tasks(pocket_text(), 3, 4000, 13 * NUM_DEPTHS)
+    assert len(tasks) == 13 * (NUM_DEPTHS + 1)
+    assert tasks[-1].messages[0]["content"].startswith("Lost and found")
+
+
 def test_no_fact_of_a_document_is_a_training_fact():
     """A key and all its values together belong to a split: those of its one line, or of two that name a label each."""
     for number, task in enumerate(recall_tasks(pocket_text(), 4, 512, 8 * NUM_DEPTHS)):
