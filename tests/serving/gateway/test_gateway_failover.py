@@ -10,6 +10,7 @@ from moonshard.models.tokenizer import load_tokenizer
 from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import InternalError, InvalidArgument, Overloaded, Unavailable
+from moonshard.serving.gateway.main import RunningGateway
 from tests.serving.gateway.conftest import FIXTURE
 from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
 from tests.serving.gateway.fleet import (
@@ -93,6 +94,12 @@ async def test_decode_needs_no_prefill_worker_that_has_done_its_part():
         assert decode.runs == []
 
 
+def num_arrived_tokens(running: RunningGateway) -> float:
+    families = running.gateway._metrics.registry.collect()
+    samples = (sample for family in families for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == "vllm:generation_tokens_total")
+
+
 async def test_a_choice_that_ended_is_not_begun_again():
     """Choice 1 ends by a stop token at its third; then the worker dies."""
     stop = EXPECTED[1][2]
@@ -104,6 +111,7 @@ async def test_a_choice_that_ended_is_not_begun_again():
     async with fleet(*workers) as running:
         asking = asyncio.create_task(ask(running, "http stream", n=3, stop_token_ids=[stop]))
         victim = await first_to_reach("step 4", workers[1:])
+        await until(lambda: num_arrived_tokens(running) == 5 + 3 + 5)  # what it said may still be on its way
         victim.die()
         answer = await asking
         assert answer.tokens == (EXPECTED[0], EXPECTED[1][:3], EXPECTED[2])
