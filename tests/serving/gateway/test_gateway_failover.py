@@ -4,7 +4,9 @@ import asyncio
 import time
 from typing import get_args
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from moonshard.models.tokenizer import load_tokenizer
 from moonshard.rpc import link_pb2
@@ -94,10 +96,14 @@ async def test_decode_needs_no_prefill_worker_that_has_done_its_part():
         assert decode.runs == []
 
 
-def num_arrived_tokens(running: RunningGateway) -> float:
-    families = running.gateway._metrics.registry.collect()
-    samples = (sample for family in families for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name == "vllm:generation_tokens_total")
+async def until_arrived(running: RunningGateway, num_tokens: int) -> None:
+    """So many tokens, from the workers at the gateway."""
+    async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
+        while True:
+            families = text_string_to_metric_families((await http.get("/metrics")).text)
+            samples = (sample for family in families for sample in family.samples)
+            if sum(s.value for s in samples if s.name == "vllm:generation_tokens_total") == num_tokens:
+                return
 
 
 async def test_a_choice_that_ended_is_not_begun_again():
@@ -111,7 +117,7 @@ async def test_a_choice_that_ended_is_not_begun_again():
     async with fleet(*workers) as running:
         asking = asyncio.create_task(ask(running, "http stream", n=3, stop_token_ids=[stop]))
         victim = await first_to_reach("step 4", workers[1:])
-        await until(lambda: num_arrived_tokens(running) == 5 + 3 + 5)  # what it said may still be on its way
+        await until_arrived(running, 5 + 3 + 5)  # what it said may still be on its way
         victim.die()
         answer = await asking
         assert answer.tokens == (EXPECTED[0], EXPECTED[1][:3], EXPECTED[2])
