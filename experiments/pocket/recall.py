@@ -16,6 +16,7 @@ from moonshard.experiments.pocket.conversation import Conversation, Exchange, is
 UNKNOWN = "I don't know."
 UNKNOWN_SHARE = 0.12  # of the questions
 CHARS_PER_TOKEN = 3.0  # an estimate, for lengths
+MAX_MISSES = 100_000  # keys drawn in a row that are there already: then there is no other
 Maker = Callable[[Random], str]
 
 
@@ -153,7 +154,6 @@ QUESTIONS = (
     "I need {subject}.",
 )
 SEVERAL = ("Give me the {label} of each: {keys}.", "List the {label} for {keys}.")
-MAX_MISSES = 100_000  # in a row: then there is no key left
 WHOLE = ("Repeat the list.", "Copy the list.", "Read me the list.")
 
 
@@ -202,10 +202,15 @@ def ask(random: Random, fact: Fact) -> str:
 
 
 def unknown_fact(random: Random, found: Document) -> Fact:
-    """A key that is not in the document, often with a word in common with one that is."""
+    """A key that is not in the document, often with a word in common with one that is.
+
+    ValueError for a document that has all keys of its kind.
+    """
     keys = {fact.key for fact in found.facts}
-    while (key := found.domain.key(random)) in keys:
-        pass
+    drawn = (found.domain.key(random) for _ in range(MAX_MISSES))
+    key = next((key for key in drawn if key not in keys), None)
+    if key is None:
+        raise ValueError(f"{found.title.strip()}: it has all keys of its kind")
     return Fact(key=key, label=random.choice(found.labels), value="")
 
 

@@ -9,7 +9,7 @@ import pytest
 from moonshard.experiments.pocket.agents import LISTINGS, RUNS, TOOLS
 from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, Call, is_of, part_of, random_of
 from moonshard.experiments.pocket.corpus import pocket_text
-from moonshard.experiments.pocket.recall import DOMAINS, UNKNOWN, document
+from moonshard.experiments.pocket.recall import DOMAINS, UNKNOWN, document, unknown_fact
 from moonshard.experiments.pocket.tasks import (
     MAX_ANSWER_TOKENS,
     MAX_CONTEXT_TOKENS,
@@ -118,6 +118,8 @@ def test_a_document_ends_where_its_kind_has_no_more_keys():
     found = document(random_of(HELD_OUT, seed), HELD_OUT, 100_000)
     assert found.domain.title == "Inventory"
     assert len({fact.key for fact in found.facts}) == 880  # of 20 materials and 44 things
+    with pytest.raises(ValueError, match="it has all keys of its kind"):
+        unknown_fact(random_of(HELD_OUT, seed), found)
 
 
 def test_questions_about_a_kind_with_few_keys_end_too():
