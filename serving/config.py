@@ -94,9 +94,9 @@ class PrefillConfig:
     replicas: Positive = 1
     port: Port = 50071
     mesh: MeshShape = field(default_factory=MeshShape)
-    rules: Rules = field(default_factory=Rules)  # over which axes of the mesh each axis of the weights is cut
-    expert_loads: Path | None = None  # as `moonshard experts` wrote them: experts are placed by how much they are used
-    spare_experts: Annotated[int, Meta(ge=0)] = 0  # of each MoE layer, over all devices: places for second copies
+    rules: Rules = field(default_factory=Rules)  # over which axes of the mesh weights and KV are cut
+    expert_loads: Path | None = None  # a file that `moonshard experts` wrote: by it experts are placed on devices
+    redundant_experts: Annotated[int, Meta(ge=0)] = 0  # further copies of hot experts, in each MoE layer
     chunk_tokens: Positive = 512  # the most prompt tokens of one step
     max_slots: Positive = 16  # rows whose first token one step can draw, over all partitions
 
@@ -110,7 +110,7 @@ class DecodeConfig:
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: DecodeRules = field(default_factory=DecodeRules)
     expert_loads: Path | None = None
-    spare_experts: Annotated[int, Meta(ge=0)] = 0
+    redundant_experts: Annotated[int, Meta(ge=0)] = 0
     max_slots: Positive = 16  # sequences decoded at once by one worker, over all its partitions
 
 
@@ -175,13 +175,14 @@ def mesh_of(config: Config, role: WorkerRole) -> MeshShape:
 
 
 def rules_of(config: Config, role: WorkerRole) -> Rules:
+    """A role's table of rules. A worker of both roles has that of decode."""
     return config.prefill.rules if role == "prefill" else config.decode.rules
 
 
 def experts_of(config: Config, role: WorkerRole) -> tuple[Path | None, int]:
-    """The file of measured loads, and the number of spare places."""
+    """A role's file of measured loads, and its number of redundant experts."""
     own = config.prefill if role == "prefill" else config.decode
-    return own.expert_loads, own.spare_experts
+    return own.expert_loads, own.redundant_experts
 
 
 def port_of(config: Config, role: WorkerRole) -> int:

@@ -25,7 +25,7 @@ Affinity = Literal["hit", "miss", "moved"]
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A worker's partition: where a request lives for life."""
+    """A worker's partition: a request stays in it for as long as that worker serves it."""
 
     worker: str
     partition: int
@@ -123,6 +123,7 @@ class Router:
         self._loads.in_flight[self._numbers[reservation.home]] -= reservation.num_tokens
 
     def in_flight_tokens(self, home: Home) -> int:
+        """Of the open reservations of a partition."""
         number = self._numbers.get(home)
         return 0 if number is None else int(self._loads.in_flight[number])
 
@@ -131,7 +132,7 @@ class Router:
         return int(self._loads.queued(np.array([self.home_number(home)]))[0])
 
     def worker_tokens(self, worker: str) -> int:
-        """In flight at all of a worker's partitions."""
+        """Of the open reservations of all of a worker's partitions."""
         return sum(self.in_flight_tokens(home) for home in self._numbers if home.worker == worker)
 
     def _numbers_of(self, homes: Sequence[Home]) -> np.ndarray:

@@ -140,9 +140,11 @@ def an_engine(
     num_slots: int = NUM_SLOTS,
     max_prefill_sequences: int = MAX_PREFILL_SEQUENCES,
 ) -> Engine:
-    """On the running event loop; not started."""
+    """On the running event loop; not started. As many microbatches as there are stages, as a worker has."""
+    num_stages = len(executor.stages)
     config = SchedulerConfig(
         slots_per_partition=num_slots,
+        num_microbatches=min(num_stages, num_slots),
         chunk_tokens=CHUNK_TOKENS,
         q_tile=Q_TILE,
         max_prefill_sequences=max_prefill_sequences,
@@ -157,6 +159,7 @@ def an_engine(
         on_step=on_step,
         on_expired=lambda request_id, error: None,
         on_prefill=on_prefill,
+        num_stages=num_stages,
     )
 
 

@@ -136,13 +136,21 @@ def _document(text: Text, seed: int, num_tokens: int, number: int) -> Document:
         domain = DOMAINS[number % len(DOMAINS)]
         if document(random_of(HELD_OUT, seed, *place), HELD_OUT, 1).domain is not domain:
             continue
-        size = num_tokens
-        while True:
-            found = document(random_of(HELD_OUT, seed, *place), HELD_OUT, size)
-            if len(text.tokenizer.encode(found.text)) > num_tokens:
-                return found
-            size += size // 4
+        if (found := _longer_than(num_tokens, text, seed, place)) is not None:
+            return found
     raise RuntimeError(f"no document of kind {DOMAINS[number % len(DOMAINS)].title!r} was drawn")
+
+
+def _longer_than(num_tokens: int, text: Text, seed: int, place: tuple[object, ...]) -> Document | None:
+    """None where the kind has too few keys for that."""
+    size, num_lines = num_tokens, 0
+    while True:
+        found = document(random_of(HELD_OUT, seed, *place), HELD_OUT, size)
+        if len(text.tokenizer.encode(found.text)) > num_tokens:
+            return found
+        if len(found.lines) == num_lines:
+            return None
+        size, num_lines = size + size // 4, len(found.lines)
 
 
 def _questions(whole: Document, seed: int, num_tokens: int, number: int, num_lines: int, in_system: bool) -> list[Task]:

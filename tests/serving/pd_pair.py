@@ -130,7 +130,7 @@ class Pair:
         return self._links[id(worker)]
 
     def begin(self, run: link_pb2.Run, deadline_s: float = LEASE_S, prefill_partition: int | None = None) -> Answer:
-        """Decodes in the run's partition. Of both workers, any partition where none is named."""
+        """Decodes in the run's partition. Where none is named for a worker, it chooses."""
         answer = self._expect(run)
         self._prefill_partitions[run.request_id] = prefill_partition
         reserve = m.Reserve(

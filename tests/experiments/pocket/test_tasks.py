@@ -9,7 +9,7 @@ import pytest
 from moonshard.experiments.pocket.agents import LISTINGS, RUNS, TOOLS
 from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, Call, is_of, part_of, random_of
 from moonshard.experiments.pocket.corpus import pocket_text
-from moonshard.experiments.pocket.recall import DOMAINS, UNKNOWN, document
+from moonshard.experiments.pocket.recall import DOMAINS, UNKNOWN, document, unknown_fact
 from moonshard.experiments.pocket.tasks import (
     MAX_ANSWER_TOKENS,
     MAX_CONTEXT_TOKENS,
@@ -111,6 +111,22 @@ def test_documents_of_every_kind_take_turns_in_both_places():
     titles = [task.messages[0]["content"].split("\n")[0].split(":")[0] for task in tasks]
     assert titles == [domain.title for domain in DOMAINS] * 3
     assert Counter(task.messages[0]["role"] for task in tasks) == {"user": 16, "system": 8}
+
+
+def test_a_document_ends_where_its_kind_has_no_more_keys():
+    seed = next(seed for seed in range(100) if document(random_of(HELD_OUT, seed), HELD_OUT, 1).domain is DOMAINS[3])
+    found = document(random_of(HELD_OUT, seed), HELD_OUT, 100_000)
+    assert found.domain.title == "Inventory"
+    assert len({fact.key for fact in found.facts}) == 880  # of 20 materials and 44 things
+    with pytest.raises(ValueError, match="it has all keys of its kind"):
+        unknown_fact(random_of(HELD_OUT, seed), found)
+
+
+def test_questions_about_a_kind_with_few_keys_end_too():
+    """The thirteenth of these once had no end."""
+    tasks = recall_tasks(pocket_text(), 3, 4000, 13 * NUM_DEPTHS)
+    assert len(tasks) == 13 * (NUM_DEPTHS + 1)
+    assert tasks[-1].messages[0]["content"].startswith("Lost and found")
 
 
 def test_no_fact_of_a_document_is_a_training_fact():
