@@ -112,8 +112,10 @@ async def test_what_prefill_knows_goes_out_before_the_rest_is_computed(monkeypat
 async def test_what_another_prompt_computes_in_the_same_step_goes_out_after_it(monkeypatch: pytest.MonkeyPatch):
     async with running() as pair:
         plans: list[PrefillPlan] = []
-        launching = pair.prefill._prefill.launching
-        monkeypatch.setattr(pair.prefill._prefill, "launching", lambda plan: (plans.append(plan), launching(plan))[1])
+        prefill = pair.prefill._prefill
+        assert prefill is not None
+        launching = prefill.launching
+        monkeypatch.setattr(prefill, "launching", lambda plan: (plans.append(plan), launching(plan))[1])
         prompt = long_text(17, seed=11)
         busy = pair.begin(run(long_text(640, seed=3), 2))
         twins = [pair.begin(run(prompt, 20)) for _ in range(2)]
