@@ -40,11 +40,12 @@ COLUMNS = (
     "p90, ms",
     "`random` / this",
 )
+DEFAULT = Plan()
 
 
 def affinity(
-    sessions: int = Plan.num_sessions,
-    rounds: int = Plan.rounds,
+    sessions: int = DEFAULT.num_sessions,
+    rounds: int = DEFAULT.rounds,
     seed: int = 0,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results/affinity"),
     set: Overrides = (),
