@@ -57,7 +57,7 @@ class GatewayConfig:
     workers: tuple[Text, ...] = ()  # host:port; empty: `default_worker_addresses`. `serve` starts its own
     keys: Path | None = None  # a file that names tenants by the hashes of their keys; None: one tenant, without a key
     tenant_tokens_per_minute: Positive | None = None  # of prompts and completions; None: as many as it likes
-    ledger: Path | None = None  # a row for each request is appended to it; None: no account is kept
+    ledger: Path | None = None  # a row for each request that was sent is appended to it; None: no account is kept
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_queued_requests: Positive = 512
     queue_timeout_s: Seconds = 30.0

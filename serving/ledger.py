@@ -1,4 +1,4 @@
-"""One row for every request that was let in, appended to a file as it ends: what it used and what that costs.
+"""One row for every request that a worker got, appended to a file as it ends: what it used and what that costs.
 
 A row is a line of JSON, written whole or not at all: what a full disk cut off is taken back, and the row waits for the
 next try. So the sum over the file never counts anything twice, and a reader need not know who wrote it. Writing happens

@@ -1,8 +1,8 @@
 """What each request used, for whoever pays: its row in the ledger, and its tokens against its tenant's rate.
 
-A request has an account once it was found valid and its tenant may send it; what was refused before that used nothing.
-Tokens are those that the metrics count, so that ledger, metrics and answers add up to the same. Left out: how a row is
-written (`serving.ledger`), and how a rate is kept (`rates`).
+A request has an account once it was sent to a worker, however it ends then; what this gateway refused used nothing, and
+has none. Tokens are those that the metrics count, so that ledger, metrics and answers add up to the same. Left out: how
+a row is written (`serving.ledger`), and how a rate is kept (`rates`).
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class Accounts:
 
     @contextmanager
     def entry(self, request: GenerationRequest, record: RequestRecord) -> Iterator[None]:
-        """The block is the request's time on workers; however it ends, it is accounted for once."""
+        """The block is the request's time on workers. Sent to one, it is accounted for once, however it ends."""
         outcome = ""
         try:
             yield
@@ -59,7 +59,8 @@ class Accounts:
             outcome = outcome_of(error)
             raise
         finally:
-            self._close(request, record.usage(), outcome)
+            if record.is_sent:
+                self._close(request, record.usage(), outcome)
 
     def _close(self, request: GenerationRequest, usage: pb.Usage, outcome: str) -> None:
         caller = request.caller
