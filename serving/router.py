@@ -3,6 +3,7 @@
 Pure: no I/O, and time is an argument. A reservation is made at the moment of decision, for every token the request may
 come to hold, and released exactly once: counting requests, or counting when a stream begins, sends a burst to one
 worker. A worker that reports its queue is believed, and what it has not seen yet is added: so several routers agree.
+A session is pinned when its request is sent: what was decided and then refused was served nowhere.
 Left out: roles, since the caller names the homes to choose among, and how each is chosen (`serving.policies`).
 """
 
@@ -53,6 +54,7 @@ class Reservation:
     num_known_tokens: int = 0  # of the prompt
     num_queued_tokens: int = 0  # there, before it
     affinity: Affinity | None = None  # None: without a session
+    session: bytes | None = None
 
 
 class Router:
@@ -96,11 +98,15 @@ class Router:
             num_known_tokens=num_known,
             num_queued_tokens=int(candidates.queued_tokens[row]),
             affinity=_affinity(ask, pinned, number),
+            session=ask.session,
         )
         self._take(number, reservation)
-        if ask.session is not None:
-            self._pins.put(ask.session, number, now_s)
         return reservation
+
+    def sent(self, reservation: Reservation, now_s: float) -> None:
+        """The request is on its way there, or its leg: from now on that is where its session was last."""
+        if reservation.session is not None:
+            self._pins.put(reservation.session, self._numbers[reservation.home], now_s)
 
     def seen(self, reservation: Reservation) -> None:
         """From its next report on, the worker counts this one itself."""

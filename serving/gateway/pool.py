@@ -185,6 +185,7 @@ class LinkPool:
     def sent(self, route: Route) -> None:
         """The request has just been sent to where it was reserved, or its leg."""
         self._knowledge.sent(route.session, route.reservation)
+        self._router.sent(route.reservation, time.monotonic())
 
     def first_token(self, route: Route, num_prompt: int, ttft_s: float) -> None:
         """It came, that long after the request was sent."""
