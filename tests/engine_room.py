@@ -76,6 +76,7 @@ class Run:
     finish: dict[SequenceId, str] = field(default_factory=dict)
     num_steps: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
     num_wasted_tokens: int = 0
     num_prefill_steps: int = 0
 
@@ -124,6 +125,7 @@ async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill
     await until_idle(engine)
     totals = engine.counters().totals
     run.num_preemptions, run.num_wasted_tokens = totals.num_preemptions, totals.wasted_tokens
+    run.num_cached_tokens = totals.cached_tokens
     run.num_prefill_steps = totals.num_prefill_steps
     await engine.close()
     engine.failed.cancel()

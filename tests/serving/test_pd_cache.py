@@ -10,7 +10,7 @@ from moonshard.serving.request import Sampling
 from moonshard.serving.steps import StepKind
 from moonshard.sharding.rules import DecodeRules
 from moonshard.sharding.shape import MeshShape
-from tests.agreement import assert_drawn_from, reference
+from tests.agreement import assert_drawn_from, assert_same_tokens, reference
 from tests.engine_room import long_text
 from tests.serving.pd_pair import BLOCK_SIZE, Answer, Meshes, Pair, run, running
 
@@ -151,6 +151,24 @@ async def test_another_root_is_cold_on_both_sides():
         assert (other.num_cached, num_moved) == (0, 4)
         again, num_moved = await ask(pair, run(prompt, 20, prefix_root=b"a tenant"))
         assert (again.num_cached, num_moved) == (63, 1)
+
+
+async def test_who_is_preempted_beside_others_that_hold_the_same_blocks_gets_the_tokens_it_gets_alone():
+    async with running() as pair:
+        shared, totals = long_text(640, seed=31), lambda: pair.decode.engine.counters().totals
+        prompts = [[*shared, *long_text(200, seed=40 + number)] for number in range(4)]
+        await ask(pair, run(shared, 2))
+        before = num_landed(pair)
+        together = [pair.begin(run(prompt, 200)) for prompt in prompts]
+        for answer in together:
+            await answer.is_over.wait()
+        assert num_landed(pair) - before <= 4 * (200 // BLOCK_SIZE + 2)  # the rest is held four times
+        assert (num_preemptions := totals().num_preemptions) > 0
+        assert totals().prefill_tokens <= num_preemptions * (400 + BLOCK_SIZE)  # who comes back finds what was shared
+        for prompt, answer in zip(prompts, together, strict=True):
+            alone, _ = await ask(pair, run(prompt, 200))
+            assert_same_tokens(reference(), prompt, alone.tokens[0], answer.tokens[0], GREEDY)
+        assert totals().num_preemptions == num_preemptions
 
 
 async def test_pools_too_small_to_remember_everything_still_give_the_right_tokens():
