@@ -118,6 +118,7 @@ class DirectClient:
 
     def __init__(self, call: grpc.aio.StreamStreamCall):
         self._call = call
+        self._writing = asyncio.Lock()  # a call takes one message at a time
         self._arrivals: dict[bytes, list[int]] = {}
         self._ended: dict[bytes, asyncio.Future[None]] = {}
 
@@ -143,7 +144,8 @@ class DirectClient:
         self._ended[request_id] = ended = asyncio.get_running_loop().create_future()
         run = link_pb2.Run(request_id=request_id, prompt_tokens=prompt, max_tokens=max_tokens, n=1)
         sent_ns = time.perf_counter_ns()
-        await self._call.write(link_pb2.GatewayMessage(run=run))
+        async with self._writing:
+            await self._call.write(link_pb2.GatewayMessage(run=run))
         await ended
         return Seen(sent_ns=sent_ns, arrivals_ns=tuple(arrivals_ns), ended_ns=time.perf_counter_ns(), timing=None)
 
