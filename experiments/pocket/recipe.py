@@ -113,6 +113,7 @@ MOSTLY_TOOLS = (("recall", 0.20), ("tools", 0.54), ("agents", 0.16), ("talk", 0.
 TOOLS_AGAIN = (("recall", 0.14), ("tools", 0.62), ("agents", 0.16), ("talk", 0.04), ("copying", 0.04))
 MORE_TOOLS = (("recall", 0.36), ("tools", 0.40), ("agents", 0.20), ("talk", 0.04))
 MORE_RECALL = (("recall", 0.54), ("tools", 0.24), ("agents", 0.18), ("talk", 0.04))
+EVENLY = (("recall", 0.44), ("tools", 0.36), ("agents", 0.16), ("talk", 0.04))
 CPU = Recipe(
     stages=(
         Stage(name="short", num_tokens=256, num_rows=16, num_steps=900),
@@ -125,8 +126,14 @@ CPU = Recipe(
         Stage(name="long again", num_tokens=1024, num_rows=4, num_steps=300, gapped_share=0.3, shares=MORE_TOOLS),
         Stage(name="longer again", num_tokens=2048, num_rows=2, num_steps=300, gapped_share=0.3, shares=MORE_RECALL),
         Stage(name="longest again", num_tokens=4096, num_rows=1, num_steps=200, shares=MORE_RECALL),
+        Stage(name="tools at last", num_tokens=512, num_rows=8, num_steps=500, gapped_share=0.3, shares=TOOLS_AGAIN),
+        Stage(name="longer at last", num_tokens=2048, num_rows=2, num_steps=250, gapped_share=0.3, shares=EVENLY),
+        Stage(name="longest at last", num_tokens=4096, num_rows=1, num_steps=450, shares=EVENLY),
     ),
-    restarts=(Restart(step=6250, rate=0.5, least_balance=0.2),),
+    restarts=(
+        Restart(step=6250, rate=0.5, least_balance=0.2),
+        Restart(step=10050, rate=0.5, least_balance=0.5),
+    ),
 )
 GPU = Recipe(
     stages=(
