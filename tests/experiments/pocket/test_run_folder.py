@@ -240,7 +240,7 @@ def averaged(tmp_path: Path) -> Path:
 
 def test_what_is_to_be_averaged_is_kept_and_averaged(averaged: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in (averaged / loop.CHECKPOINTS).iterdir()) == ["2", "6", "7", "8"]
-    assert export.export(averaged, tmp_path / "mean") == 6
+    assert export.export(averaged, tmp_path / "mean") == (2, 6)
     found, parts = tensors_in(tmp_path / "mean"), [weights_of(averaged, step, tmp_path) for step in (2, 6)]
     assert found.keys() == parts[0].keys()
     for name, values in found.items():
@@ -253,7 +253,7 @@ def test_what_is_to_be_averaged_is_kept_and_averaged(averaged: Path, tmp_path: P
 def test_before_the_last_of_them_the_newest_step_is_exported(averaged: Path, tmp_path: Path) -> None:
     for step in (6, 7, 8):
         shutil.rmtree(averaged / loop.CHECKPOINTS / str(step))
-    assert export.export(averaged, tmp_path / "out") == 2
+    assert export.export(averaged, tmp_path / "out") == (2,)
 
 
 @pytest.mark.parametrize("value", ['"2"', "[2.5]", "[0]", "[true]"])
@@ -270,7 +270,7 @@ def weights_of(run: Path, step: int, tmp_path: Path) -> dict[str, np.ndarray]:
     alone = tmp_path / f"until {step}"
     shutil.copytree(run / loop.CHECKPOINTS / str(step), alone / loop.CHECKPOINTS / str(step))
     tell(alone, RECIPE, SHAPE)
-    assert export.export(alone, tmp_path / f"of {step}") == step
+    assert export.export(alone, tmp_path / f"of {step}") == (step,)
     return tensors_in(tmp_path / f"of {step}")
 
 
