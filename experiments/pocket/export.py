@@ -46,11 +46,11 @@ def tensors_of(params: kimi.Weights[Param], weights: kimi.Weights[np.ndarray]) -
     return dict(sorted(whole.items()))
 
 
-def export(run: Path, out: Path) -> int:
+def export(run: Path, out: Path) -> tuple[int, ...]:
     """Replaces weights and configuration of the folder `out` by those that the run has come to.
 
     Returns:
-        The step of the last checkpoint that went in.
+        The steps of the checkpoints that went in.
 
     Raises:
         RunFailed: there is no run or no checkpoint, either cannot be read, or a value is not finite.
@@ -64,19 +64,18 @@ def export(run: Path, out: Path) -> int:
         raise RunFailed(f"{run / TOLD}: damaged: {error}") from error
     checkpoints = Checkpoints(run / loop.CHECKPOINTS, is_writer=False)
     steps = _steps(run, checkpoints)
-    step = steps[-1]
     like = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, np.float32), params, is_leaf=is_param)
     found = [checkpoints.restore(step, {loop.WEIGHTS: like})[loop.WEIGHTS] for step in steps]
     tensors = tensors_of(params, jax.tree.map(lambda *leaves: np.mean(leaves, axis=0, dtype=np.float32), *found))
     if broken := [name for name, tensor in tensors.items() if not np.isfinite(tensor.astype(np.float32)).all()]:
-        raise RunFailed(f"{run}: step {step}: tensor {broken[0]!r} is not finite")
+        raise RunFailed(f"{run}: {_named(steps)}: tensor {broken[0]!r} is not finite")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".export-") as folder:
         write_checkpoint(folder, shape, tensors)
         (Path(folder) / GENERATION).write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
         for name in (WEIGHTS, GENERATION, CONFIG):
             os.replace(Path(folder) / name, out / name)
-    return step
+    return steps
 
 
 def _steps(run: Path, checkpoints: Checkpoints) -> tuple[int, ...]:
@@ -85,6 +84,10 @@ def _steps(run: Path, checkpoints: Checkpoints) -> tuple[int, ...]:
     if newest is None:
         raise RunFailed(f"{run}: no checkpoint")
     return averaged if averaged and averaged[-1] <= newest else (newest,)
+
+
+def _named(steps: tuple[int, ...]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(map(str, steps))}, their mean"
 
 
 def generation_config(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,11 +106,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=POCKET, metavar="DIR", help="default: the embedded model's folder")
     options = parser.parse_args()
     try:
-        step = export(options.run, options.out)
+        steps = export(options.run, options.out)
     except (RunFailed, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{options.out}: the weights of step {step}")
+    print(f"{options.out}: the weights of {_named(steps)}")
     return 0
 
 
