@@ -68,6 +68,7 @@ bench-gpu:  ## on a machine with an NVIDIA GPU and jax, flax and numpy: check, t
 pocket: setup  ## train the embedded model anew, hours on two cores, and put it in its place; a run that was stopped goes on
 	@$(KEEP_MEMORY) $(BIN)/python -m moonshard.experiments.pocket.train
 	@$(BIN)/python -m moonshard.experiments.pocket.export
+	@$(BIN)/python -m moonshard.experiments.pocket.balance
 
 oracle: setup $(ORACLE)/.ready  ## Hugging Face transformers in a venv of its own, and the tests that compare with it
 	@$(PYTEST) -m oracle

@@ -68,7 +68,7 @@ def train(
     with claim(folder):
         tell(folder, recipe, shape)
         config, mesh = KimiConfig.from_hugging_face(shape), build_mesh(MeshShape(data=jax.device_count()))
-        checkpoints = Checkpoints(folder / CHECKPOINTS)
+        checkpoints = Checkpoints(folder / CHECKPOINTS, kept=recipe.averaged)
         state = _resume(first_state(recipe, config, mesh, lessons.alike()), checkpoints, mesh, say)
         first = int(state.step)
         say(f"{recipe.num_steps} steps, {recipe.num_tokens:,} tokens, on {mesh.size} device(s); {first} steps are done")
@@ -111,7 +111,8 @@ class _Duties:
             self._tell(step)
         if step % self.rhythm.steps_per_measurement == 0 or step == self.recipe.num_steps:
             self._measure(step, state.weights)
-        if time.monotonic() - self.saved_s >= self.rhythm.seconds_per_checkpoint or is_end:
+        is_due = time.monotonic() - self.saved_s >= self.rhythm.seconds_per_checkpoint
+        if is_due or is_end or step in self.recipe.averaged:
             self.checkpoints.save(step, _parts(state))
             self.saved_s = time.monotonic()
 

@@ -64,6 +64,15 @@ def test_more_questions_begin_with_the_fewer():
     assert tool_tasks(0, 20)[:8] == tool_tasks(0, 8)[:8]
 
 
+def test_no_line_of_a_training_document_but_its_title_is_held_out():
+    def lines(split: str) -> set[str]:
+        tasks = recall_tasks(pocket_text(), 0, 2048, 24 * NUM_DEPTHS, split)
+        return {line for task in tasks for line in task.messages[0]["content"].splitlines()}
+
+    assert len(lines(TRAIN)) > 5000
+    assert lines(TRAIN) & lines(HELD_OUT) <= {"", *(domain.title for domain in DOMAINS)}
+
+
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_prompts_are_as_near_below_their_length_as_one_more_line_allows(num_tokens):
     text = pocket_text()
