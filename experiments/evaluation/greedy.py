@@ -126,7 +126,7 @@ class GreedyModel:
 
     @router_bias.setter
     def router_bias(self, bias: np.ndarray) -> None:
-        """What was computed with another one is forgotten."""
+        """Forgets all KV that was computed with the bias before. `fingerprint` stays that of the folder."""
         sparse, router = self._sparse_and_router()
         put = jax.device_put(bias.astype(router.bias.dtype), router.bias.sharding)
         self._weights = replace(self._weights, sparse=replace(sparse, router=replace(router, bias=put)))

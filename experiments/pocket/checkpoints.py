@@ -58,9 +58,12 @@ class Checkpoints:
         """The last step of which everything was written."""
         return self._manager.latest_step()
 
+    def has(self, step: int) -> bool:
+        return step in self._manager.all_steps()
+
     def save(self, step: int, parts: Parts) -> None:
         """Nothing happens if the step is there already. RunFailed if it cannot be written; older ones stay whole."""
-        if step in self._manager.all_steps():
+        if self.has(step):
             return
         leaves = {name: _by_path(jax.device_get(part)) for name, part in parts.items()}
         saved = {name: ocp.args.StandardSave(part) for name, part in leaves.items()}

@@ -22,7 +22,7 @@ from moonshard.experiments.pocket.folder import claim
 from moonshard.experiments.pocket.journal import Journal, tell
 from moonshard.experiments.pocket.measure import measure
 from moonshard.experiments.pocket.progress import Taken, accuracy_line, accuracy_records, line, summarise
-from moonshard.experiments.pocket.recipe import Lessons, Recipe, Rows
+from moonshard.experiments.pocket.recipe import Lessons, Recipe, Rows, RunFailed
 from moonshard.experiments.pocket.step import TrainState, Weights, build_predict, build_step, first_state, place
 from moonshard.models.kimi import KimiConfig
 from moonshard.sharding.mesh import build_mesh, replicated
@@ -62,8 +62,8 @@ def train(
         How many steps are done and saved.
 
     Raises:
-        RunFailed: the folder cannot be written, is another run's just now, or holds a run of another kind or one of
-            which nothing can be read.
+        RunFailed: the folder cannot be written, is another run's just now, or holds a run of another kind, one of
+            which nothing can be read, or one that lost a checkpoint which its recipe averages.
     """
     with claim(folder):
         tell(folder, recipe, shape)
@@ -71,6 +71,8 @@ def train(
         checkpoints = Checkpoints(folder / CHECKPOINTS, kept=recipe.averaged)
         state = _resume(first_state(recipe, config, mesh, lessons.alike()), checkpoints, mesh, say)
         first = int(state.step)
+        if lost := [step for step in recipe.averaged if step <= first and not checkpoints.has(step)]:
+            raise RunFailed(f"{folder}: step {lost[0]}, which is to be averaged, has no checkpoint any more")
         say(f"{recipe.num_steps} steps, {recipe.num_tokens:,} tokens, on {mesh.size} device(s); {first} steps are done")
         duties = _Duties(
             recipe=recipe,

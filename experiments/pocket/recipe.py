@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 DECAY_SHARE = 0.25  # of the steps of a cycle, from one restart to the next: the last ones
-ANSWER_WEIGHT = 1.0  # of tokens that the assistant says; all others weigh less
+ANSWER_WEIGHT = 1.0  # of tokens that the assistant says, unless a stage weighs its calls more; all others weigh less
 
 
 class RunFailed(Exception):
@@ -30,7 +30,7 @@ class Stage:
     num_steps: int
     gapped_share: float = 0.0  # of rows: with gaps between positions, which slow the first lessons down
     shares: tuple[tuple[str, float], ...] = ()  # by skill: relative weight among those that fit; none: the skills' own
-    call_weight: float = ANSWER_WEIGHT  # of the tokens of calls, from a function's name to its last argument
+    call_weight: float = ANSWER_WEIGHT  # of the tokens of calls, from a function's name to <|tool_call_end|>
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,9 @@ class Recipe:
 
     stages: tuple[Stage, ...]
     restarts: tuple[Restart, ...] = ()  # in the order of their steps
-    averaged: tuple[int, ...] = ()  # steps; the model has the mean of their weights; none: those of the last step
+    averaged: tuple[
+        int, ...
+    ] = ()  # steps, ascending; the model has the mean of their weights; none: those of the last step
     seed: int = 0
     optimiser: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 2e-3  # at 1e-2 Muon takes apart what `beginning` laid in

@@ -1,4 +1,4 @@
-"""Questions with known answers: held out, as an evaluation asks them in one process or of a server, or of training.
+"""Questions with known answers: held-out ones for an evaluation, in one process or of a server, others for training.
 
 The same seed gives the same tasks, whoever answers them. Recall documents are filled, by the tokenizer's own count, up
 to the length that a row names. Conversations with tools are cut before one of the assistant's turns, so that all turns

@@ -1,6 +1,8 @@
 """Moving the routers' biases alone."""
 
 import json
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,14 +10,16 @@ import numpy as np
 import pytest
 
 from moonshard.experiments.evaluation.greedy import GreedyModel
-from moonshard.experiments.pocket.balance import BIAS, balance, prompt_loads, training_prompts, write_bias
+from moonshard.experiments.pocket.balance import LENGTHS, balance, prompt_loads, training_prompts, write_bias
+from moonshard.experiments.pocket.conversation import TRAIN
 from moonshard.experiments.pocket.corpus import pocket_text
 from moonshard.experiments.pocket.progress import worst_load
-from moonshard.experiments.pocket.tasks import MAX_CONTEXT_TOKENS
+from moonshard.experiments.pocket.tasks import MAX_CONTEXT_TOKENS, prompt_tokens, recall_tasks, tool_tasks
 from moonshard.models.checkpoint import CONFIG, Checkpoint, CheckpointError, write_checkpoint
 from moonshard.models.spec import ModelError
 from tests.experiments.evaluation.random_pocket import SHAPE, write_random_pocket
 
+pytestmark = pytest.mark.xdist_group("jax")
 NUM_EXPERTS = SHAPE["n_routed_experts"]
 
 
@@ -44,10 +48,13 @@ def test_loads_become_even_on_other_prompts_and_nothing_but_biases_changes(tmp_p
     assert load_on(folder, 99) < 1.4
     after = tensors_of(folder)
     assert after.keys() == before.keys()
-    assert {name for name in after if after[name].tobytes() != before[name].tobytes()} == {f"model.layers.1{BIAS}"}
+    assert {name for name in after if after[name].tobytes() != before[name].tobytes()} == {
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    }
     assert json.loads((folder / CONFIG).read_text()) == config
     assert {path.name for path in folder.iterdir() if path.name.startswith(".")} == set()
-    assert len(said) == 24
+    assert len(said) == 24 + 1
+    assert re.search(r": router load 1\.[0-3]\d in a round of other prompts$", said[-1])
 
 
 def test_another_bias_is_what_the_next_prompt_meets(tmp_path: Path) -> None:
@@ -85,11 +92,26 @@ def test_a_folder_with_several_files_of_weights_is_refused(tmp_path: Path) -> No
         balance(tmp_path / "several", prompts, [0.1], lambda _line: None)
 
 
-def test_the_prompts_are_as_long_as_the_evaluation_s_and_the_same_each_time() -> None:
+def test_weights_that_are_replaced_meanwhile_keep_their_biases(tmp_path: Path) -> None:
+    folder, other = write_random_pocket(tmp_path / "pocket"), write_random_pocket(tmp_path / "other", seed=1)
+
+    def replaces(number: int) -> Sequence[Sequence[int]]:
+        shutil.copy(other / "model.safetensors", folder / "model.new")
+        (folder / "model.new").replace(folder / "model.safetensors")
+        return prompts(number)
+
+    with pytest.raises(CheckpointError, match="replaced meanwhile"):
+        balance(folder, replaces, [0.1], lambda _line: None)
+    assert (folder / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def test_the_prompts_are_as_long_as_the_evaluation_s_and_of_the_training_split() -> None:
     text = pocket_text()
     lengths = sorted(len(prompt) for prompt in training_prompts(text, 0))
     assert sum(3800 < length <= 4000 for length in lengths) == 5
     assert sum(1900 < length <= 2048 for length in lengths) >= 5
     assert len(lengths) == 3 * 5 + 24 + 6
-    assert training_prompts(text, 0) == training_prompts(text, 0)
+    tasks = [task for length in LENGTHS for task in recall_tasks(text, 1000, length, 25, TRAIN)[::6]]
+    tasks += tool_tasks(1000, 24, TRAIN)
+    assert training_prompts(text, 0) == [prompt_tokens(text, task.messages, task.tools) for task in tasks]
     assert training_prompts(text, 0) != training_prompts(text, 1)

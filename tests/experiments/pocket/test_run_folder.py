@@ -15,7 +15,7 @@ from moonshard.experiments.pocket.checkpoints import PARTIAL, Checkpoints, Parts
 from moonshard.experiments.pocket.folder import claim
 from moonshard.experiments.pocket.journal import METRICS, TOLD, read_shape, tell
 from moonshard.experiments.pocket.loop import Rhythm, train
-from moonshard.experiments.pocket.recipe import Recipe, RunFailed
+from moonshard.experiments.pocket.recipe import RECIPES, Recipe, RunFailed
 from moonshard.models.checkpoint import Checkpoint
 from tests.experiments.pocket.rehearsal import RECIPE, SHAPE, Repeats
 
@@ -248,6 +248,27 @@ def test_what_is_to_be_averaged_is_kept_and_averaged(averaged: Path, tmp_path: P
         assert np.abs(parts[0][name] - parts[1][name]).max() > 0 or "norm" in name or "bias" in name
         rounding = 2**-8 * (np.abs(parts[0][name]) + np.abs(parts[1][name]))  # all three were, to bfloat16
         assert (np.abs(values - expected) <= rounding + 1e-30).all()
+
+
+def test_a_run_that_seldom_saves_saves_what_is_to_be_averaged(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, stages=(replace(RECIPE.stages[0], num_rows=3, num_steps=4),), averaged=(2,))
+    rehearse(recipe, tmp_path)
+    assert sorted(path.name for path in (tmp_path / loop.CHECKPOINTS).iterdir()) == ["2", "4"]
+
+
+def test_a_run_that_lost_what_is_to_be_averaged_does_not_go_on(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, stages=(replace(RECIPE.stages[0], num_rows=3, num_steps=4),), averaged=(2,))
+    rehearse(recipe, tmp_path)
+    shutil.rmtree(tmp_path / loop.CHECKPOINTS / "2")
+    with pytest.raises(RunFailed, match="step 2, which is to be averaged, has no checkpoint any more"):
+        rehearse(recipe, tmp_path)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_recipe_averages_are_ends_of_its_cycles_in_order(name: str) -> None:
+    recipe = RECIPES[name]
+    ends = {*(restart.step for restart in recipe.restarts), recipe.num_steps}
+    assert list(recipe.averaged) == sorted(set(recipe.averaged) & ends)
 
 
 def test_before_the_last_of_them_the_newest_step_is_exported(averaged: Path, tmp_path: Path) -> None:

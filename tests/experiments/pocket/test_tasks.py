@@ -188,6 +188,15 @@ def test_no_expected_call_is_a_training_call():
         assert not is_of(TRAIN, purposes[0], *call.arguments.values())
 
 
+def test_the_calls_that_are_asked_of_training_are_not_held_out():
+    tasks = [task for task in tool_tasks(3, 120, TRAIN) if task.kind == "tools"]
+    calls = [call for task in tasks for part in task.rounds for call in part.calls]
+    assert len(calls) > 90
+    for call in calls:
+        (purpose,) = (purpose.names[0] for purpose in PURPOSES if call.name in purpose.names)
+        assert not is_of(HELD_OUT, purpose, *call.arguments.values())
+
+
 def assert_held_out_agent_call(call: Call, question: str) -> None:
     """Its path or what it searches for is of no training project; of a folder, that is never asked so in training."""
     first = str(next(iter(call.arguments.values())))
