@@ -1,11 +1,9 @@
 """What jax is told before anything imports it: eight CPU devices, and a cache of compilations kept between runs.
 
 It is told through the environment, so that processes started by tests are told the same. A caller's own settings win.
-A process that runs many such tests forgets what was compiled before it has too much of it.
 Hypothesis is told that no example has a deadline: on a shared machine that would measure the neighbours.
 """
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -13,10 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.compiled import forget_if_many
+
 NUM_DEVICES = 8
-MAX_MAPPINGS = (
-    40_000  # of memory; Linux allows a process 65,530, and the programs of a worker on 8 devices take thousands
-)
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -38,12 +35,5 @@ settings.load_profile("moonshard")
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Drops compiled programs in time: where the kernel maps no more memory, XLA ends the process."""
-    if item.get_closest_marker("xdist_group") and "jax" in sys.modules and _num_mappings() > MAX_MAPPINGS:
-        sys.modules["jax"].clear_caches()
-        gc.collect()
-
-
-def _num_mappings() -> int:
-    with open("/proc/self/maps", "rb") as lines:
-        return sum(1 for _ in lines)
+    if item.get_closest_marker("xdist_group"):  # others compile little, and to count takes milliseconds
+        forget_if_many()
