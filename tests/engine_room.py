@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from moonshard.serving.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import ALONE, Place
 from tests.agreement import FIXTURES, reference
+from tests.compiled import compiled_once
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 64
@@ -37,7 +37,7 @@ def programs(name: str = "kimi_k2", worker: int = 0, place: Place = ALONE) -> Pr
     return _compiled(name, worker, place)
 
 
-@cache
+@compiled_once
 def _compiled(name: str, worker: int, place: Place) -> Programs:
     del worker  # only tells one from another
     compiled = uncompiled_programs(name, place=place)

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -30,6 +29,7 @@ from moonshard.serving.worker import Worker
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
+from tests.compiled import compiled_once
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
@@ -71,7 +71,7 @@ def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE) -
     return _loaded(role, dtype, Meshes(decode=meshes.decode, decode_rules=meshes.decode_rules))
 
 
-@cache
+@compiled_once
 def _loaded(role: WorkerRole, dtype: Dtype, meshes: Meshes) -> LoadedModel:
     return load_model(pd_config(dtype, meshes), role, lambda message: None)
 

@@ -64,6 +64,15 @@ def test_more_questions_begin_with_the_fewer():
     assert tool_tasks(0, 20)[:8] == tool_tasks(0, 8)[:8]
 
 
+def test_no_line_of_a_training_document_but_its_title_is_held_out():
+    def lines(split: str) -> set[str]:
+        tasks = recall_tasks(pocket_text(), 0, 2048, 24 * NUM_DEPTHS, split)
+        return {line for task in tasks for line in task.messages[0]["content"].splitlines()}
+
+    assert len(lines(TRAIN)) > 5000
+    assert lines(TRAIN) & lines(HELD_OUT) <= {"", *(domain.title for domain in DOMAINS)}
+
+
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_prompts_are_as_near_below_their_length_as_one_more_line_allows(num_tokens):
     text = pocket_text()
@@ -177,6 +186,15 @@ def test_no_expected_call_is_a_training_call():
         assert len(purposes) == 1
         assert is_of(HELD_OUT, purposes[0], *call.arguments.values())
         assert not is_of(TRAIN, purposes[0], *call.arguments.values())
+
+
+def test_the_calls_that_are_asked_of_training_are_not_held_out():
+    tasks = [task for task in tool_tasks(3, 120, TRAIN) if task.kind == "tools"]
+    calls = [call for task in tasks for part in task.rounds for call in part.calls]
+    assert len(calls) > 90
+    for call in calls:
+        (purpose,) = (purpose.names[0] for purpose in PURPOSES if call.name in purpose.names)
+        assert not is_of(HELD_OUT, purpose, *call.arguments.values())
 
 
 def assert_held_out_agent_call(call: Call, question: str) -> None:
