@@ -3,6 +3,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 ORACLE := .venv-oracle
+TRAINED := results/pocket/model
 PROTOS := rpc/inference.proto rpc/link.proto
 # A step allocates the same memory again and again: without a heap that keeps it, a tenth of the tokens per second is lost.
 KEEP_MEMORY := GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000
@@ -67,7 +68,9 @@ bench-gpu:  ## on a machine with an NVIDIA GPU and jax, flax and numpy: check, t
 
 pocket: setup  ## train the embedded model anew, hours on two cores, and put it in its place; a run that was stopped goes on
 	@$(KEEP_MEMORY) $(BIN)/python -m moonshard.experiments.pocket.train
-	@$(BIN)/python -m moonshard.experiments.pocket.export
+	@$(BIN)/python -m moonshard.experiments.pocket.export --out $(TRAINED)
+	@$(BIN)/python -m moonshard.experiments.pocket.balance --model $(TRAINED)
+	@mv $(TRAINED)/*.json $(TRAINED)/model.safetensors models/pocket/
 
 oracle: setup $(ORACLE)/.ready  ## Hugging Face transformers in a venv of its own, and the tests that compare with it
 	@$(PYTEST) -m oracle

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK_TOKENS = 512
+MAX_BLOCK = 1 << 64
 
 
 class TraceError(ValueError):
@@ -37,7 +38,7 @@ def _requests(path: Path, lines: Iterator[str]) -> Iterator[TracedRequest]:
             continue
         try:
             yield _request(json.loads(line))
-        except (ValueError, RecursionError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             raise TraceError(f"{path}, line {number}: {error}") from error
 
 
@@ -47,8 +48,8 @@ def _request(raw: Any) -> TracedRequest:
     timestamp, blocks = raw.get("timestamp"), raw.get("hash_ids")
     if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < float("inf"):
         raise TraceError(f"timestamp is {timestamp!r}, not a number of milliseconds")
-    if not isinstance(blocks, list) or not all(isinstance(block, int) and block >= 0 for block in blocks):
-        raise TraceError("hash_ids is not a list of numbers")
+    if not isinstance(blocks, list) or not all(type(block) is int and 0 <= block < MAX_BLOCK for block in blocks):
+        raise TraceError("hash_ids is not a list of numbers below 2^64")
     num_input, num_output = _count(raw, "input_length"), _count(raw, "output_length")
     if len(blocks) != -(-num_input // BLOCK_TOKENS):
         raise TraceError(f"hash_ids has {len(blocks)} blocks for {num_input} tokens")

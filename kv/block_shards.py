@@ -1,8 +1,8 @@
 """How whole blocks of KV, as the host has them, are cut for the devices of a mesh, and put together again.
 
-A worker's pages lie on every device of a partition: whole, or, context-parallel, each block's tokens cut along
-`tensor`. On their way from or to the host every device carries a part of its own: those tokens, or else some of the
-layers, so that nothing crosses a bus twice. What a partition's devices should all have is gathered among them.
+Every device of a partition has its pages: whole blocks, or, context-parallel, some of each block's tokens. On the way
+from or to the host each device carries a part of its own: those tokens, or else some of the layers, so that nothing
+crosses a bus twice. What all devices of a partition should have, they gather from one another.
 """
 
 from typing import Any
@@ -19,9 +19,10 @@ LAYERS, TOKENS = 1, 2  # dimensions of blocks [b, layers, block_size, features]
 
 
 class BlockShards:
-    """Of the pages of one mesh. `pages` and `payload` say how pages and blocks on their way lie on it.
+    """How one mesh holds blocks: `pages` is the cut of its pages, `payload` that of blocks on their way.
 
-    Blocks on their way are [partitions * b, layers, block_size, features], layers made up to a multiple of `tensor`.
+    Blocks on their way are [partitions * b, layers, block_size, features]; where devices carry layers, these are padded
+    to a multiple of `tensor`.
     """
 
     def __init__(self, mesh: Mesh, place: Place, *, num_layers: int, block_size: int):
@@ -39,7 +40,7 @@ class BlockShards:
     # ---- inside a program, on each device
 
     def own_part(self, blocks: jax.Array) -> jax.Array:
-        """Of a partition's blocks, as this device's pages have them, those that it carries."""
+        """The part that this device carries, of blocks [b, layers, own tokens, features] as its pages have them."""
         if self._is_token_cut or self._num_parts == 1:
             return blocks
         missing = self._layers_per_part * self._num_parts - self._num_layers
@@ -48,7 +49,7 @@ class BlockShards:
         return jax.lax.dynamic_slice_in_dim(blocks, first, self._layers_per_part, axis=LAYERS)
 
     def whole(self, part: jax.Array) -> jax.Array:
-        """The blocks as this device's pages want them, from the parts that the devices carried."""
+        """Blocks as this device's pages have them, from the parts that the devices carried: undoes `own_part`."""
         if self._is_token_cut or self._num_parts == 1:
             return part
         return jax.lax.all_gather(part, "tensor", axis=LAYERS, tiled=True)[:, : self._num_layers]
@@ -56,7 +57,7 @@ class BlockShards:
     # ---- on the host
 
     def collect(self, payload: jax.Array, partition: int) -> np.ndarray:
-        """One partition's blocks [b, layers, block_size, features]."""
+        """One partition's blocks [b, layers, block_size, features]. Waits for them."""
         first = partition * (payload.shape[0] // self._num_partitions)
         shards = [shard for shard in payload.addressable_shards if (shard.index[0].start or 0) == first]
         shards.sort(key=lambda shard: shard.index[self._axis].start or 0)
@@ -64,7 +65,7 @@ class BlockShards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self._axis)[:, : self._num_layers]
 
     def spread(self, blocks: np.ndarray, partition: int) -> np.ndarray | jax.Array:
-        """Blocks [b, layers, block_size, features] for one partition, as a program that lands them takes them."""
+        """Blocks [b, layers, block_size, features] of one partition, on its devices, as a land takes them."""
         if self._mesh.size == 1:
             return blocks
         num_blocks, num_layers, *token = blocks.shape
@@ -83,7 +84,7 @@ class BlockShards:
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
     def _nothing(self, device: Any, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        """What the devices of other partitions are given: their blocks go nowhere."""
+        """What devices of other partitions are given, whose rows say that it goes nowhere. Kept, to be made once."""
         if (device, shape) not in self._zeros:
             self._zeros[device, shape] = jax.device_put(np.zeros(shape, dtype), device)
         return self._zeros[device, shape]

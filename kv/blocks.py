@@ -5,6 +5,7 @@ Stands apart from `pages` so that a scheduler, a simulator or a test runs it wit
 may still write it was given up):
 
     free --allocate--> used --release--> free
+    free --hold--> used, of a block that is worth keeping
     free --lease--> leased --land--> used
                     leased --quarantine--> quarantined --restore--> free
 
@@ -117,14 +118,14 @@ class BlockPool:
         self.num_partitions = num_partitions
         self.blocks_per_partition = blocks_per_partition
         self.block_size = block_size
-        self._lost: list[tuple[int, int]] = []
+        self._lost: list[tuple[int, int]] = []  # (partition, block), until `take_lost`
         self._partitions = tuple(_Partition(blocks_per_partition) for _ in range(num_partitions))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_free(self, partition: int) -> int:
-        """Those worth keeping too."""
+        """Those worth keeping are free too."""
         return self._partitions[partition].num_free
 
     def counts(self, partition: int) -> PartitionCounts:

@@ -24,7 +24,7 @@ def allocate_pages(
 
 
 class TokenCut(NamedTuple):
-    """Which tokens of every block these pages have, where those are cut over several devices: context parallel."""
+    """Which tokens of every block these pages have, where blocks are cut over several devices: context parallel."""
 
     part: Int[Array, ""]  # of `num_parts`, in the order of the tokens
     num_parts: int
@@ -40,8 +40,8 @@ def write_tokens(
 ) -> Pages:
     """Writes each token's features at its position; positions below 0 are padding and go to the null page.
 
-    So do tokens that other pages have. What is not finite is written as 0: blocks are reused, and a masked key's weight
-    of 0 times NaN would still be NaN.
+    So do the tokens that by `cut` are in other pages. What is not finite is written as 0: blocks are reused, and a
+    masked key's weight of 0 times NaN would still be NaN.
     """
     num_blocks, _, own_size, _ = pages.shape
     part, num_parts = (0, 1) if cut is None else cut

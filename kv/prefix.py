@@ -4,7 +4,7 @@ A block's name is the hash of all that its KV depends on: its own tokens, and by
 model, the dtype and whose it is. So equal names mean equal KV, on any mesh and in any worker. The cache knows the names
 of a worker's blocks, used and free, but for those free ones that the pool has given out for something else.
 Device-free, like the pool. Left out: when a block is complete, and which worker knows what (`serving.router`).
-Source: vLLM's automatic prefix caching, for chained hashes of full blocks.
+Source: vLLM (automatic prefix caching), for chained hashes of full blocks.
 """
 
 import hashlib
@@ -93,10 +93,6 @@ class PrefixCache:
         self._blocks[partition][name] = block
         self._names[partition][block] = name
         self._tell(partition, name, is_known=True)
-
-    def num_known(self, partition: int) -> int:
-        self._forget_lost()
-        return len(self._blocks[partition])
 
     # ---- what others may know
 

@@ -52,7 +52,7 @@ class Slab:
         return self.bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     def copy_slot(self, index: int, out: Bytes) -> None:
-        """Copy a slot into `out` [slot_bytes]."""
+        """Copy a slot into `out` [slot_bytes]. IndexError where there is no such slot."""
         out[:] = self.slot(index)
 
     def slot_address(self, index: int) -> int:

@@ -1,8 +1,8 @@
-"""A slab whose slots hold blocks cut as a layout says: an owner's region after another's, in each slot after slot.
+"""A slab whose blocks are cut as a layout says: one owner's region after another's, and within each, slot after slot.
 
 Between meshes that differ, bytes are written where the receiving devices want them, so that no device reads what
-another carries. The host sees whole blocks all the same: here they are cut as they are staged and put together as they
-are copied out. With one owner a slot is a block as it stands.
+another one carries. The host sees whole blocks all the same: they are cut here as they are staged, and put together as
+they are copied out. With one owner a slot is a block as it stands.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,10 @@ class Region(NamedTuple):
 
 
 class SlabShards:
-    """`group` tiles the block without replicas; the slab's slots have exactly a block's bytes."""
+    """Views of a slab, one for each owner. `group` tiles the block without replicas.
+
+    ValueError where a slot of the slab has not exactly the bytes of a block.
+    """
 
     def __init__(self, slab: Slab, group: GroupLayout):
         block = group.block
@@ -64,6 +67,6 @@ class SlabShards:
 
 
 def _cut(tile: Tile, itemsize_bytes: int) -> tuple[slice, slice, slice]:
-    """Of a block's bytes [layers, tokens, features * itemsize]."""
+    """Where a tile lies in a block's bytes [layers, tokens, features * itemsize]."""
     features = slice(tile.features.start * itemsize_bytes, tile.features.stop * itemsize_bytes)
     return slice(*tile.layers), slice(*tile.tokens), features

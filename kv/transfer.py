@@ -169,18 +169,15 @@ def checksum(data: Bytes) -> int:
     return xxhash.xxh3_64_intdigest(data.data)
 
 
-def checksums(slab: Slab, slots: Sequence[int]) -> tuple[int, ...]:
-    """Those of whole slots, for the manifest: taken when they are staged, before they are published."""
-    return tuple(checksum(slab.slot(slot)) for slot in slots)
-
-
 @runtime_checkable
 class Slots(Protocol):
-    """A slab, or one that is cut: what can be copied out of it slot by slot."""
+    """What slots can be copied out of: a slab, or one whose slots are cut (`kv.slab_shards`)."""
 
     slot_bytes: int
 
-    def copy_slot(self, index: int, out: Bytes) -> None: ...
+    def copy_slot(self, index: int, out: Bytes) -> None:
+        """Copy a slot as a whole block into `out` [slot_bytes]. IndexError where there is no such slot."""
+        ...
 
 
 def copy_verified(slab: Slots, slots: Sequence[int], checksums: Sequence[int]) -> Bytes:

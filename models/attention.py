@@ -21,7 +21,7 @@ KEYS_PER_STEP = 256  # tokens read per step of the online softmax
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys, before it is divided: partial softmaxes of disjoint keys can be merged."""
+    """Attention over some of the keys, not normalised yet: partial softmaxes of disjoint keys can be merged."""
 
     peak: Float[Array, "n t h"]  # largest score; -inf where no key was seen
     total: Float[Array, "n t h"]  # sum of exp(score - peak)
@@ -50,7 +50,7 @@ def latent_attention(
         The weighted latents, to be multiplied by W_uv, in the queries' dtype.
     """
     partial = partial_attention(queries, pages, layer, block_tables, positions, value_rank=value_rank, scale=scale)
-    return _divide(partial.mixed, partial.total).astype(queries.dtype)
+    return _normalise(partial.mixed, partial.total).astype(queries.dtype)
 
 
 def partial_attention(
@@ -104,7 +104,7 @@ def partial_attention(
 
 
 def merge_over(place: Place, partial: Partial) -> Float[Array, "n t own_h r"]:
-    """The parts that the devices along `kv_tokens` have of all heads' attention, merged; each keeps its own heads.
+    """Merges what the devices along `kv_tokens` have of every head's attention. Each device keeps its own heads.
 
     Source: the merge of online softmaxes, as above; over devices as in Helix (arXiv 2507.07120), section 2.
     """
@@ -112,15 +112,15 @@ def merge_over(place: Place, partial: Partial) -> Float[Array, "n t own_h r"]:
     decay = jnp.exp(partial.peak - _finite(peak))
     together = jnp.concatenate([partial.mixed, partial.total[..., None]], axis=-1) * decay[..., None]
     together = place.sum_own_heads(together)
-    return _divide(together[..., :-1], together[..., -1])
+    return _normalise(together[..., :-1], together[..., -1])
 
 
 def _finite(peak: Float[Array, "n t h"]) -> Float[Array, "n t h"]:
-    """0 where no key was seen, so that nothing becomes -inf less -inf."""
+    """0 where no key was seen, so that nothing becomes -inf minus -inf."""
     return jnp.where(jnp.isfinite(peak), peak, 0.0)
 
 
-def _divide(mixed: Float[Array, "n t h r"], total: Float[Array, "n t h"]) -> Float[Array, "n t h r"]:
+def _normalise(mixed: Float[Array, "n t h r"], total: Float[Array, "n t h"]) -> Float[Array, "n t h r"]:
     return mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
 
 

@@ -1,7 +1,7 @@
 """Routed experts that several devices hold: which copy of an expert a token goes to.
 
 The router knows experts; weights and the exchange between devices know places, of which an expert may have several.
-Left out: which experts get copies, and where (`sharding.experts`).
+Left out: which experts get copies, and where these lie (`sharding.experts`).
 """
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from moonshard.sharding.place import Place
 
 
 def to_copies(backend: Backend, placement: ExpertPlacement, place: Place) -> Backend:
-    """A backend over places made one over experts. `placement` has the layers of the weights that it will be given.
+    """A backend over experts, from one over places. `placement` has the layers of the weights that it will be given.
 
     An expert's copies take turns from token to token, and from partition to partition, so that the first rows of all
     partitions do not go to the same one.

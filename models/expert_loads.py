@@ -1,7 +1,7 @@
 """How much each routed expert is used by a text: measured once, kept in a file, and read when experts are placed.
 
-A measurement belongs to the checkpoint it was made with, and its file says to which. Left out: where experts then lie
-(`sharding.experts`).
+A measurement belongs to the checkpoint it was made with, whose fingerprint the file keeps. Left out: where experts then
+lie (`sharding.experts`).
 """
 
 import json
@@ -13,7 +13,7 @@ import numpy as np
 from moonshard.models.score import ROW_TOKENS, Scorer
 from moonshard.models.spec import ModelError
 
-PIECE_TOKENS = 8 * ROW_TOKENS  # a text is read in pieces of so many, each from its own beginning
+PIECE_TOKENS = 8 * ROW_TOKENS  # a text is read in pieces of this length, each a prompt of its own
 
 
 def measure(
@@ -25,7 +25,7 @@ def measure(
         progress: called with (tokens read, tokens in all).
 
     Raises:
-        ModelError: a model without routed experts, or a prompt that `Scorer.observe` refuses.
+        ModelError: a model without routed experts, or tokens that `Scorer.observe` refuses.
     """
     config = scorer.config
     if not config.num_moe_layers:
@@ -42,7 +42,7 @@ def measure(
 
 
 def write_loads(path: Path, loads: np.ndarray, fingerprint: str) -> None:
-    """OSError where the file cannot be written."""
+    """Keeps `loads` [moe layers, experts] as JSON. OSError where the file cannot be written."""
     path.write_text(json.dumps({"fingerprint": fingerprint, "loads": loads.tolist()}) + "\n")
 
 

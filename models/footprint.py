@@ -38,7 +38,8 @@ def pieces(config: kimi.KimiConfig, weight_format: WeightFormat) -> ModelPieces:
     return ModelPieces(
         first=_whole(weights.embed),
         layers=tuple(layers),
-        last=_whole((weights.norm, weights.embed if weights.head is None else weights.head)),
+        last=_whole((weights.norm, weights.head)),
+        tied=_whole(weights.embed) if weights.head is None else (),
         kv_bytes_per_token=group.num_features * BYTES,
     )
 

@@ -90,7 +90,7 @@ class KimiConfig:
         return self.num_hidden_layers - self.num_dense_layers
 
     def moe_layers(self, layers: range) -> slice:
-        """Which of the MoE layers are among these."""
+        """Which of all MoE layers are among these layers of the model."""
         first = self.num_dense_layers
         return slice(max(layers.start - first, 0), max(layers.stop - first, 0))
 
@@ -260,10 +260,9 @@ def _is_off(value: Any) -> bool:
     return value is None or (value == 0 and value is not False)
 
 
-EMBEDDINGS = "model.embed_tokens.weight"
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
+
+EMBEDDINGS = "model.embed_tokens.weight"
 
 
 @struct.dataclass
@@ -310,7 +309,7 @@ class Stack[Leaf]:
 
 @struct.dataclass
 class Weights[Leaf]:
-    """Of the whole model, or of a stage of it: some consecutive layers."""
+    """Those of the whole model, or of a stage: some consecutive layers."""
 
     embed: Leaf | None  # [v d], of the first stage
     dense: Stack[Leaf] | None
@@ -325,7 +324,7 @@ def declare(
 ) -> Weights[Param]:
     """Every parameter of these layers, once; of all layers by default.
 
-    `placement`, of the MoE layers among them, says which expert lies where, and how often; else each once, in order.
+    `placement` covers the MoE layers among them. Without one, each expert is there once, and they lie in order.
     """
     layers = range(config.num_hidden_layers) if layers is None else layers
     is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
@@ -343,7 +342,7 @@ def declare(
 
 
 def _declare_head(config: KimiConfig, *, is_first: bool) -> Param | None:
-    """A tied one is declared only where the embeddings are on another stage."""
+    """A tied head is declared only where the embeddings are on another stage."""
     if not config.tie_word_embeddings:
         return _table(config, "lm_head.weight")
     return None if is_first else _table(config, EMBEDDINGS)
@@ -656,7 +655,7 @@ def _feed_forward(
 
 
 def _add_partial(place: Place, shared: Float[Array, "n t d"], routed: Float[Array, "n t d"]) -> Float[Array, "n t d"]:
-    """Shared and routed experts, each a part of its sum where `tensor` cuts it: one sum for both where it cuts both."""
+    """Shared and routed experts; each is a partial sum where `tensor` cuts it. One all-reduce where it cuts both."""
     over_shared = place.axes("ffw")
     cuts_routed = "tensor" in (*place.axes("experts"), *place.axes("expert_ffw"))
     if cuts_routed and over_shared == ("tensor",):
@@ -685,6 +684,7 @@ def forward(
 
     Args:
         hidden: the residual stream from the stage before; None on the first stage, which embeds the tokens.
+        place: what the device that runs this must know of its mesh; weights, pages and rows are its own parts of them.
         placement: the one that these weights were declared with.
         unrolled: layers one after the other instead of in a loop. A gradient then copies nothing into stacks and out
             of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.
@@ -746,7 +746,7 @@ def _observations(hidden: list[Array], routing: moe.Routing | None) -> Observati
 
 
 def _embed(table: Float[Array, "v d"], tokens: Int[Array, "n t"], place: Place) -> Float[Array, "n t d"]:
-    """Each device looks up the tokens of its own rows; the others add nothing."""
+    """Each device looks up the tokens whose rows of the table it has, and adds 0 for the others."""
     axes = place.axes("vocab")
     if not axes:
         return table[tokens]

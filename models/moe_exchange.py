@@ -1,11 +1,10 @@
-"""Expert parallelism: every token goes to the devices that hold its experts, and what they say of it comes back.
+"""Expert parallelism: every token goes to the devices that hold its experts, and what they make of it comes back.
 
 A backend of `models.moe` runs the experts of one device; here it is given the tokens of all devices that need them. A
 token travels once to each device that holds some of its experts, in an all-to-all over the mesh axis `expert`. Buffers
-have room for somewhat more than a fair share; what does not fit goes in another round, so that nothing is dropped even
-where all tokens choose one expert, and memory does not have to be there for that. Along `tensor` tokens are the same
-on every device: each device takes those for its own experts, and the sum over `tensor` that follows every layer adds
-them up.
+have the capacity for somewhat more than a fair share; what does not fit goes in another round, so that no token is
+dropped even where all choose one expert, and no memory is set aside for that. The devices along `tensor` have the same
+tokens: each takes those for its own experts, and the sum over `tensor` that follows every layer adds them up.
 Source: GShard (arXiv 2006.16668), section 3.2, for the all-to-all; here without its dropping.
 """
 
@@ -18,20 +17,20 @@ from moonshard.models.moe import Backend, Experts, Routing
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 from moonshard.sharding.place import Place
 
-SLACK = 1.5  # room in a buffer, in fair shares
-MIN_ROOM = 8
+CAPACITY_FACTOR = 1.5  # of a buffer, in fair shares
+MIN_CAPACITY = 8  # tokens
 
 
 class _Parcel(NamedTuple):
-    """Tokens on their way: `room` of them to each of `e` devices."""
+    """Tokens on their way: as many as the capacity `c` to each of the devices along `expert`."""
 
-    x: Float[Array, "e room d"]
-    experts: Int[Array, "e room k"]  # as the receiver counts them; its number of experts: none of its own
-    weights: Float[Array, "e room k"]
+    x: Float[Array, "devices c d"]
+    experts: Int[Array, "devices c k"]  # as the receiver counts them; its number of experts: none of its own
+    weights: Float[Array, "devices c k"]
 
 
 def exchanged(backend: Backend, place: Place) -> Backend:
-    """The backend over the experts of all devices. On one device it is the backend itself."""
+    """A backend over the experts of all devices, from one over a device's own. On one device that itself."""
     if place.num_parts("experts") == 1:
         return backend
 
@@ -54,9 +53,10 @@ def exchanged(backend: Backend, place: Place) -> Backend:
 
 
 def _owners(place: Place, chosen: Int[Array, "t k"], num_own: int) -> tuple[Int[Array, "t k"], Int[Array, "t k"]]:
-    """Of each choice: whose it is along `expert`, and its number there. Below 0 where another of `tensor` sends it.
+    """Of each choice: which device along `expert` holds the expert, and the expert's number there.
 
-    Devices are counted as the rules name the axes, major first.
+    The owner is -1 where another device along `tensor` sends the token. Devices are counted as the rules name the axes,
+    major first.
     """
     device, local = chosen // num_own, chosen % num_own
     owner, is_sent = jnp.zeros_like(device), jnp.ones_like(device, bool)
@@ -81,23 +81,22 @@ def _rounds(
     layer: Int[Array, ""],
 ) -> Float[Array, "t d"]:
     num_tokens, num_devices, num_own = len(x), place.mesh.expert, experts.down.shape[1]
-    room = room_for(num_tokens, routing.experts.shape[1], num_devices)
-    goes = (owner[:, :, None] == jnp.arange(num_devices)).any(axis=1)  # [t e]
+    capacity = capacity_for(num_tokens, routing.experts.shape[1], num_devices)
+    goes = (owner[:, :, None] == jnp.arange(num_devices)).any(axis=1)  # [t devices]
     rank = jnp.cumsum(goes, axis=0) - 1
-    num_rounds = jax.lax.pmax(-(-goes.sum(axis=0).max() // room), "expert")
+    num_rounds = jax.lax.pmax(-(-goes.sum(axis=0).max() // capacity), "expert")
 
-    def one(index: Int[Array, ""], out: Float[Array, "t d"]) -> Float[Array, "t d"]:
-        slot = rank - index * room
-        is_now = goes & (slot >= 0) & (slot < room)
-        place_of = jnp.where(is_now, jnp.arange(num_devices) * room + slot, num_devices * room)
-        token_of = (
-            jnp.full(num_devices * room, num_tokens).at[place_of].set(jnp.arange(num_tokens)[:, None], mode="drop")
-        )
-        parcel = _pack(x, routing.weights, owner, local, token_of.reshape(num_devices, room), num_own)
+    def exchange(index: Int[Array, ""], out: Float[Array, "t d"]) -> Float[Array, "t d"]:
+        offset = rank - index * capacity
+        is_now = goes & (offset >= 0) & (offset < capacity)
+        size = num_devices * capacity
+        row_of = jnp.where(is_now, jnp.arange(num_devices) * capacity + offset, size)
+        token_of = jnp.full(size, num_tokens).at[row_of].set(jnp.arange(num_tokens)[:, None], mode="drop")
+        parcel = _pack(x, routing.weights, owner, local, token_of.reshape(num_devices, capacity), num_own)
         answers = _visit(backend, jax.tree.map(_swap, parcel), experts, layer)
         return out.at[token_of].add(_swap(answers).reshape(-1, x.shape[1]), mode="drop")
 
-    return jax.lax.fori_loop(0, num_rounds, one, jnp.zeros_like(x))
+    return jax.lax.fori_loop(0, num_rounds, exchange, jnp.zeros_like(x))
 
 
 def _pack(
@@ -105,7 +104,7 @@ def _pack(
     weights: Float[Array, "t k"],
     owner: Int[Array, "t k"],
     local: Int[Array, "t k"],
-    token_of: Int[Array, "e room"],
+    token_of: Int[Array, "devices c"],
     num_own: int,
 ) -> _Parcel:
     def take(values: Array, fill: int) -> Array:
@@ -117,8 +116,8 @@ def _pack(
 
 def _visit(
     backend: Backend, parcel: _Parcel, experts: Experts[Array], layer: Int[Array, ""]
-) -> Float[Array, "e room d"]:
-    """What this device's experts say of the tokens that came."""
+) -> Float[Array, "devices c d"]:
+    """What this device's experts make of the tokens that came."""
     flat = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), parcel)
     valid = (flat.experts < experts.down.shape[1]).any(axis=1)
     routing = Routing(weights=flat.weights, experts=flat.experts, margin=jnp.zeros(len(valid)))
@@ -130,7 +129,7 @@ def _swap(parts: Array) -> Array:
     return jax.lax.all_to_all(parts, "expert", split_axis=0, concat_axis=0, tiled=True)
 
 
-def room_for(num_tokens: int, top_k: int, num_devices: int) -> int:
-    """Tokens that one device may send to another in a round."""
+def capacity_for(num_tokens: int, top_k: int, num_devices: int) -> int:
+    """How many tokens one device may send to another in a round."""
     fair = num_tokens * min(1.0, top_k / num_devices)
-    return min(num_tokens, max(MIN_ROOM, int(SLACK * fair) + 1))
+    return min(num_tokens, max(MIN_CAPACITY, int(CAPACITY_FACTOR * fair) + 1))

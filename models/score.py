@@ -47,9 +47,9 @@ def observe(folder: Path, tokens: Sequence[int], dtype: str = "float32", backend
 
 
 class Scorer:
-    """A checkpoint's weights on one device, for any number of prompts. CheckpointError or ModelError for a bad folder.
+    """A checkpoint's weights on one device, for any number of prompts.
 
-    Compiles for each number of rows that a prompt takes.
+    Compiles once for each number of rows that prompts take. Raises CheckpointError or ModelError for a bad folder.
     """
 
     def __init__(self, folder: Path, dtype: str = "float32", backend: moe.Backend = moe.blocks):
@@ -70,7 +70,7 @@ class Scorer:
         self._run = run
 
     def observe(self, tokens: Sequence[int]) -> Scored:
-        """ModelError for a token outside the vocabulary, or an empty prompt."""
+        """What the model makes of a prompt. ModelError for a token outside the vocabulary, or an empty prompt."""
         _check_tokens(tokens, self.config.vocab_size)
         batch, count = _rows(tokens), len(tokens)
         logits, seen = self._run(self._weights, self._pages(batch), batch)

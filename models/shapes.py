@@ -1,7 +1,7 @@
 """Models known by name, for questions that need their shape and not their weights.
 
-The values are those of each model's config.json, on the hub if it is there, under its names. What has no shape is left
-out, as the scaling of positions: none of them can be served from here.
+The values are those of each model's config.json, under its names. What has no shape is left out, such as the scaling of
+positions: none of these models can be served from here.
 """
 
 from collections.abc import Mapping
@@ -95,5 +95,5 @@ KNOWN: Mapping[str, KnownModel] = {
     ),
     "deepseek-v3": KnownModel(config=_DEEPSEEK_V3, native="fp8"),
     "moonlight-16b": KnownModel(config=_MOONLIGHT, native="bf16"),
-    "pocket": KnownModel(config=_POCKET, native="bf16"),  # trained by experiments/pocket
+    "pocket": KnownModel(config=_POCKET, native="bf16"),  # of `experiments/pocket`, and on no hub
 }

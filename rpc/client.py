@@ -110,6 +110,10 @@ class Stream(_Arrivals):
         super().__init__()
         self._call = start()
 
+    def headers(self) -> dict[str, str]:
+        """What the server said before the answer, such as `x-moonshard-worker`; waits for it."""
+        return {key: value for key, value in self._call.initial_metadata() if isinstance(value, str)}
+
     def __iter__(self) -> Self:
         return self
 
@@ -142,6 +146,10 @@ class AsyncStream(_Arrivals):
     def __init__(self, start: Callable[[], Any]):
         super().__init__()
         self._call = start()
+
+    async def headers(self) -> dict[str, str]:
+        """What the server said before the answer, such as `x-moonshard-worker`; waits for it."""
+        return {key: value for key, value in await self._call.initial_metadata() if isinstance(value, str)}
 
     def __aiter__(self) -> Self:
         return self

@@ -43,8 +43,8 @@ class Pins:
         return None if pin is None or pin.until_s <= now_s else pin.home
 
     def put(self, key: bytes, home: int, now_s: float) -> None:
-        """Lasts for the time to live from now; the pins that end first make room."""
-        while self._pins and (next(iter(self._pins.values())).until_s <= now_s):
+        """The pin lasts for the time to live from now on; those that end first make room for it."""
+        while self._pins and next(iter(self._pins.values())).until_s <= now_s:
             self._pins.popitem(last=False)
         self._pins[key] = _Pin(home, now_s + self._ttl_s)
         self._pins.move_to_end(key)

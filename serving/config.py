@@ -57,7 +57,7 @@ class GatewayConfig:
     workers: tuple[Text, ...] = ()  # host:port; empty: `default_worker_addresses`. `serve` starts its own
     keys: Path | None = None  # a file that names tenants by the hashes of their keys; None: one tenant, without a key
     tenant_tokens_per_minute: Positive | None = None  # of prompts and completions; None: as many as it likes
-    ledger: Path | None = None  # a row for each request is appended to it; None: no account is kept
+    ledger: Path | None = None  # a row for each request that was sent is appended to it; None: no account is kept
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_queued_requests: Positive = 512
     queue_timeout_s: Seconds = 30.0
@@ -71,8 +71,8 @@ class RoutingConfig:
 
     policy: PolicyName = "cost"  # how a worker is chosen: see serving/policies.py
     queue_weight: Annotated[float, Meta(ge=0, le=1e3)] = QUEUE_WEIGHT  # of policy cost: a queued token beside one to do
-    local_prefill: Literal["static", "cost"] = "static"  # by what the decode worker prefills: see serving/locality.py
-    local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0  # static: where no more of a prompt is unknown there
+    local_prefill: Literal["static", "cost"] = "static"  # when the decode worker prefills: see serving/locality.py
+    local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0  # static: where at most so many are unknown there
     local_prefill_min_known: Annotated[float, Meta(ge=0, le=1)] = 1.0  # static: or where this share of it is known
     ttft_slo_s: Seconds | None = None  # a request that is predicted to wait longer for its first token is refused
     max_attempts: Positive = 3  # how often a request is begun or continued on other workers
@@ -94,9 +94,9 @@ class PrefillConfig:
     replicas: Positive = 1
     port: Port = 50071
     mesh: MeshShape = field(default_factory=MeshShape)
-    rules: Rules = field(default_factory=Rules)  # over which axes of the mesh each axis of the weights is cut
-    expert_loads: Path | None = None  # as `moonshard experts` wrote them: experts are placed by how much they are used
-    spare_experts: Annotated[int, Meta(ge=0)] = 0  # of each MoE layer, over all devices: places for second copies
+    rules: Rules = field(default_factory=Rules)  # over which axes of the mesh weights and KV are cut
+    expert_loads: Path | None = None  # a file that `moonshard experts` wrote: by it experts are placed on devices
+    redundant_experts: Annotated[int, Meta(ge=0)] = 0  # further copies of hot experts, in each MoE layer
     chunk_tokens: Positive = 512  # the most prompt tokens of one step
     max_slots: Positive = 16  # rows whose first token one step can draw, over all partitions
 
@@ -110,7 +110,7 @@ class DecodeConfig:
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: DecodeRules = field(default_factory=DecodeRules)
     expert_loads: Path | None = None
-    spare_experts: Annotated[int, Meta(ge=0)] = 0
+    redundant_experts: Annotated[int, Meta(ge=0)] = 0
     max_slots: Positive = 16  # sequences decoded at once by one worker, over all its partitions
 
 
@@ -175,13 +175,14 @@ def mesh_of(config: Config, role: WorkerRole) -> MeshShape:
 
 
 def rules_of(config: Config, role: WorkerRole) -> Rules:
+    """A role's table of rules. A worker of both roles has that of decode."""
     return config.prefill.rules if role == "prefill" else config.decode.rules
 
 
 def experts_of(config: Config, role: WorkerRole) -> tuple[Path | None, int]:
-    """The file of measured loads, and the number of spare places."""
+    """A role's file of measured loads, and its number of redundant experts."""
     own = config.prefill if role == "prefill" else config.decode
-    return own.expert_loads, own.spare_experts
+    return own.expert_loads, own.redundant_experts
 
 
 def port_of(config: Config, role: WorkerRole) -> int:

@@ -61,9 +61,9 @@ def _size_faults(config: Config) -> list[str]:
         if role.max_slots % role.mesh.num_partitions
     ]
     faults += [
-        f"{name}.spare_experts: {role.spare_experts} places for copies, but {name}.expert_loads does not say of whom"
+        f"{name}.redundant_experts: {role.redundant_experts} copies, but no {name}.expert_loads that says of which"
         for name, role in roles.items()
-        if role.spare_experts and role.expert_loads is None
+        if role.redundant_experts and role.expert_loads is None
     ]
     return faults
 

@@ -37,7 +37,7 @@ class DecodeHandoffConfig:
     lease_s: float
     quarantine_s: float
     max_slots_per_handoff: int
-    max_queued: int  # reservations that wait for room
+    max_queued: int  # reservations that wait for room; an equal share is each partition's, however many others have
     queue_timeout_s: float
 
 
@@ -94,6 +94,11 @@ class DecodeHandoffs:
     def _num_waiting(self) -> int:
         return sum(map(len, self._waiting))
 
+    def reserved_tokens(self, partition: int) -> int:
+        """Of prompts that are to come there, those that wait for room included."""
+        waiting = sum(len(waiting.reserve.request.prompt) for waiting in self._waiting[partition])
+        return waiting + self._side.num_tokens_reserved(partition)
+
     # ---- what the gateway says
 
     def reserve(self, reserve: link_pb2.Reserve, request: Request, link: Link) -> None:
@@ -107,11 +112,11 @@ class DecodeHandoffs:
         partition = wire.partition_from(reserve.run)
         self._engine.check(request, partition)
         message = handoff_wire.reserve_from(reserve, request)
-        if self._num_waiting >= self._config.max_queued:
-            self._refuse(message.handoff, link)
-            return
         if partition is None:
             partition = self._roomiest(request)
+        if self._is_full(partition):
+            self._refuse(message.handoff, link)
+            return
         self._waiting[partition].append(_Waiting(reserve=message, link=link, arrived_s=time.perf_counter()))
         self.admit()
 
@@ -189,7 +194,7 @@ class DecodeHandoffs:
         return self._cache.match(partition, request.block_names[: num_blocks - 1])
 
     def _roomiest(self, request: Request) -> int:
-        """Where a request goes for which nobody named a partition: where there is room now, or the shortest line."""
+        """The partition for a request that names none: one with room now, or else with the shortest line."""
 
         def room(partition: int) -> tuple[bool, int, int, int]:
             is_now = self._has_place(partition) and self._has_room(request, partition)
@@ -197,6 +202,11 @@ class DecodeHandoffs:
             return is_now, num_found, -len(self._waiting[partition]), self._pool.num_free(partition)
 
         return max(range(self._pool.num_partitions), key=room)
+
+    def _is_full(self, partition: int) -> bool:
+        """Whether nobody more may wait there: a partition that is full stops nobody elsewhere."""
+        share = -(-self._config.max_queued // len(self._waiting))
+        return self._num_waiting >= self._config.max_queued and len(self._waiting[partition]) >= share
 
     def _gave_back(self) -> None:
         """Blocks or slots may have come back: for the engine's own line first, then for those who wait here."""

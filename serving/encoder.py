@@ -2,8 +2,8 @@
 
 Apart from the scheduler, which knows no padding, and from the programs, which know no requests. A decode step differs
 from the one before in little more than its positions, so its rows are kept and only what changed is written again.
-Exports and lands of blocks, which no plan asks for, are packed here too. Every partition has a row of the packed array,
-in which its own ids stand as they are.
+Exports and lands of blocks, which no plan asks for, are packed here too. Every partition has a row of its own in the
+packed array, with slots and blocks as the partition counts them.
 """
 
 import itertools
@@ -66,7 +66,7 @@ class StepEncoder:
         return -(-len(chunk.tokens) // self._shapes.q_tile)
 
     def _write_chunks(self, fields: Fields, chunks: Sequence[PrefillChunk]) -> list[SequenceId]:
-        """One partition's chunks, row after row. Returns who draws, in the order of the draws."""
+        """One partition's chunks, row after row. Returns the sequences that draw, in the order of their draws."""
         tile, drawing, row = self._shapes.q_tile, list[SequenceId](), 0
         for chunk in chunks:
             self._write_chunk(fields, chunk, row)
@@ -137,8 +137,9 @@ class StepEncoder:
         packed, fields = self._blank(StepKind.COPY)
         indices = [itertools.count() for _ in range(self._shapes.num_partitions)]
         for partition, source, destination in plan.pairs:
-            place = partition, next(indices[partition])
-            fields["source"][place], fields["destination"][place] = source, destination
+            index = next(indices[partition])
+            fields["source"][partition, index] = source
+            fields["destination"][partition, index] = destination
         return Step(plan.number, StepKind.COPY, 0, packed)
 
     def encode_export(self, number: int, partition: int, blocks: Sequence[int]) -> Step:

@@ -114,7 +114,7 @@ class Engine:
         resumed: Mapping[int, tuple[int, ...]] | None = None,
         partition: int | None = None,
     ) -> None:
-        """Accepts a request, into a partition if one is named; `resumed`: only these choices, after these tokens.
+        """Accepts a request, in `partition` if that is named; `resumed`: only these choices, after these tokens.
 
         Raises what `Scheduler.add` raises.
         """

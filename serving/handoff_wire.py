@@ -53,7 +53,7 @@ def reserve_from(reserve: link_pb2.Reserve, request: Request) -> m.Reserve:
 def run_message(
     run: link_pb2.Run, target: m.Target, endpoint: link_pb2.KvEndpoint, partition: int | None = None
 ) -> link_pb2.Run:
-    """A copy of `run` for the prefill worker and a partition of its own."""
+    """A copy of `run` for the prefill worker, in that worker's partition; None: it chooses one."""
     prefill = link_pb2.Run()
     prefill.CopyFrom(run)
     prefill.ClearField("partition")

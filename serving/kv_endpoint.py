@@ -42,8 +42,11 @@ class Endpoint:
     fingerprint: str
 
     def slots(self, partition: int, slots: Sequence[int]) -> np.ndarray:
-        """Slots of a partition as slots of the whole slab."""
-        return np.asarray(slots, np.int64) + partition * self.num_slots
+        """Slots of a partition as slots of the whole slab. ValueError for one that no partition has."""
+        found = np.asarray(slots, np.int64)
+        if found.size and not 0 <= found.min() <= found.max() < self.num_slots:
+            raise ValueError(f"a slot is outside of a partition's {self.num_slots}")
+        return found + partition * self.num_slots
 
 
 def slab_layout(
@@ -51,8 +54,9 @@ def slab_layout(
 ) -> Layout:
     """How a worker's slab holds blocks: an owner for each device of a partition, and no byte twice.
 
-    Context-parallel, an owner has the tokens that its pages have. Else every device wants all of them, each receives
-    some of the layers, and they gather the rest from one another: layers, because those lie together in a block.
+    Context-parallel, an owner has the tokens that its pages have. Else every device needs the whole block: each
+    receives some of the layers, and they gather the rest from one another. Layers, because a layer's bytes lie
+    together.
     """
     num_owners = place.mesh.tensor
     is_token_cut = bool(place.axes("kv_tokens"))
@@ -77,11 +81,11 @@ def slab_layout(
 
 
 def _layers_per_owner(layers_per_stage: Sequence[int], num_owners: int) -> list[int]:
-    """Of each stage as many to each as to the first, while there are any: so `kv.block_shards` cuts them."""
+    """The layers of each stage in equal shares, the last of them smaller or absent, as `kv.block_shards` cuts them."""
     found = []
     for num_layers in layers_per_stage:
-        most = -(-num_layers // num_owners)
-        found += [min(most, num_layers - start) for start in range(0, num_layers, most)]
+        share = -(-num_layers // num_owners)
+        found += [min(share, num_layers - start) for start in range(0, num_layers, share)]
     return found
 
 

@@ -21,7 +21,7 @@ from moonshard.serving.waiting import WaitingLine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneConfig:
-    """`chunk_tokens` is the budget of a prefill step, in which each sequence's chunk counts padded to `q_tile`."""
+    """`chunk_tokens` is a partition's budget of a prefill step, where a sequence's chunk counts padded to `q_tile`."""
 
     slots_per_partition: int
     chunk_tokens: int
@@ -48,6 +48,8 @@ class Prefills:
 
 
 class Lane:
+    """A partition's line, joiners and residents, and the rules by which they meet."""
+
     def __init__(
         self,
         config: LaneConfig,
@@ -82,7 +84,7 @@ class Lane:
         return ready
 
     def fill_prefill(self) -> Prefills:
-        """Spend one step's budget: the unfinished prefill first, then whoever can be admitted."""
+        """Spend this partition's budget of a step: the unfinished prefill first, then whoever can be admitted."""
         found, budget = Prefills(), self._config.chunk_tokens
         while budget > 0 and len(found.chunks) < self._config.max_prefill_sequences:
             stay = self._prefilling or self.seating.admit(found.completed)
@@ -134,6 +136,7 @@ class Lane:
         self.settle(stay)
 
     def settle(self, stay: Stay) -> None:
+        """Release what a stay holds if it has left and nothing in flight uses it; a preempted one waits again."""
         if stay.is_running or stay.num_in_flight:
             return
         self.residents.leave(stay)
@@ -141,7 +144,7 @@ class Lane:
             self.waiting.come_back(stay.sequence)
 
     def remove(self, accepted: Accepted) -> None:
-        """Everything of one request, which need not be here."""
+        """Removes everything of one request, which need not be here."""
         self.waiting.remove(accepted)
         self.joiners.remove(accepted)
         for stay in self.residents:
@@ -160,6 +163,11 @@ class Lane:
     def active_tokens(self) -> int:
         """Known or drawn, of running sequences."""
         return sum(stay.sequence.num_tokens + stay.num_pending for stay in self.residents.running())
+
+    @property
+    def joining_tokens(self) -> int:
+        """Of those who have their KV here and wait for a slot."""
+        return sum(joiner.leader.num_tokens for joiner in self.joiners)
 
     @property
     def num_free_seats(self) -> int:

@@ -51,7 +51,7 @@ class Launches:
     ) -> None:
         """From now on the stays keep what they hold, until the step has completed.
 
-        References to `borrowed` blocks go over to the step: whoever completes it releases them.
+        References to `borrowed` blocks go over to the step, and are released by whoever completes it.
         """
         for stay in stays:
             stay.num_in_flight += 1

@@ -1,4 +1,4 @@
-"""One row for every request that was let in, appended to a file as it ends: what it used and what that costs.
+"""One row for every request that a worker got, appended to a file as it ends: what it used and what that costs.
 
 A row is a line of JSON, written whole or not at all: what a full disk cut off is taken back, and the row waits for the
 next try. So the sum over the file never counts anything twice, and a reader need not know who wrote it. Writing happens
@@ -19,9 +19,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 logger = logging.getLogger(__name__)
 MAX_PENDING_ROWS = 100_000  # that wait for room on the disk; more are lost
-MAX_ROW_BYTES = 1 << 16
+MAX_ROW_BYTES = 1 << 16  # so far back the last row is looked for
 ROW_START = b'{"request_id":'
 
 
@@ -50,7 +52,7 @@ class Row:
 
 
 class Ledger:
-    """Appends rows. `num_lost` and `num_pending` are for an alert: serving goes on whatever happens here."""
+    """Appends rows. Serving goes on whatever happens here: `num_failures`, `num_pending` and `num_lost` tell of it."""
 
     def __init__(self, path: Path):
         """OSError where the file cannot be opened; LedgerError where another process has it, or it is no ledger."""
@@ -140,14 +142,14 @@ def _claim(file: int, path: Path) -> None:
 def read_ledger(path: Path) -> Iterator[Row]:
     """The rows of a file, also while it is written to. LedgerError for a line that is no row."""
     names = {field.name for field in fields(Row)}
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return  # being written
             try:
                 raw: Any = json.loads(line)
                 if not isinstance(raw, dict) or raw.keys() != names:
                     raise LedgerError("not a row of a ledger")
-                yield Row(**raw)
-            except ValueError as error:
+                yield msgspec.convert(raw, Row)
+            except (ValueError, RecursionError, msgspec.ValidationError) as error:
                 raise LedgerError(f"{path}, line {number}: {error}") from error

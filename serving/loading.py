@@ -41,7 +41,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolShape:
-    """How many slots and blocks a worker has."""
+    """How many slots and blocks a worker has, and in how many partitions."""
 
     num_partitions: int
     slots_per_partition: int
@@ -121,7 +121,7 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
     checkpoint, model = open_model(config.model.path)
     progress("loading weights")
     weights.check_shapes(kimi.declare(model), checkpoint)
-    placement = place_experts_of(config, role, checkpoint, model, place)
+    placement = _place_experts(config, role, checkpoint, model, place)
     parts = _load_stages(checkpoint, model, place, placement, dtype, backend_for(platform), progress)
     load_s = time.perf_counter() - started
     shapes, pool = choose_sizes(config, model, dtype, role)
@@ -143,18 +143,23 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
     )
 
 
-def place_experts_of(
+def _place_experts(
     config: Config, role: WorkerRole, checkpoint: Checkpoint, model: kimi.KimiConfig, place: Place
 ) -> ExpertPlacement | None:
-    """Where the experts of all MoE layers lie; None: each once, in order. ModelError or MeshError where they cannot."""
-    path, num_spare = experts_of(config, role)
+    """Where the experts of all MoE layers lie; None: each once, in order.
+
+    Raises:
+        ModelError: the file of loads cannot be read, or is another checkpoint's.
+        MeshError: the devices cannot share the experts and their copies equally.
+    """
+    path, num_redundant = experts_of(config, role)
     if path is None:
         return None
     loads = read_loads(path, checkpoint.fingerprint, (model.num_moe_layers, model.n_routed_experts))
     try:
-        return place_experts(loads, model.n_routed_experts + num_spare, place.num_parts("experts"))
+        return place_experts(loads, model.n_routed_experts + num_redundant, place.num_parts("experts"))
     except ValueError as error:
-        raise MeshError(f"spare_experts = {num_spare}: {error}") from error
+        raise MeshError(f"redundant_experts = {num_redundant}: {error}") from error
 
 
 def _load_stages(
@@ -166,7 +171,7 @@ def _load_stages(
     backend: moe.Backend,
     progress: Progress,
 ) -> list[StageModel]:
-    """Waits for the weights."""
+    """Every stage with its weights on its own mesh. Returns once these are there."""
     stages, found = split_stages(model, place), []
     for index, layers in enumerate(stages):
         which = f" of stage {index + 1} of {len(stages)}" if len(stages) > 1 else ""
@@ -234,12 +239,12 @@ def choose_sizes(
         ModelError: the configured context is longer than the model's or than the pool.
         ConfigError: the pool is larger than the memory there is.
     """
-    block_size, partitions = config.kv.block_size, mesh_of(config, role).num_partitions
+    place, block_size = place_of(config, role), config.kv.block_size
     (group,) = model.kv_groups(dtype)
-    block_bytes = group.bytes_per_token * block_size
+    block = _BlockBytes.of(model, group.bytes_per_token * block_size, place)
     if config.kv.num_blocks is not None:
-        _check_pool_fits(config.kv.num_blocks, partitions, block_bytes)
-    num_blocks = config.kv.num_blocks or max(1, _auto_blocks(block_bytes) // partitions)
+        _check_pool_fits(config.kv.num_blocks, place, block)
+    num_blocks = config.kv.num_blocks or _auto_blocks(place, block)
     pool_tokens = num_blocks * block_size
     wanted = config.model.max_context_tokens
     for limit, what in ((model.max_position_embeddings, "max_position_embeddings"), (pool_tokens, "the KV pool")):
@@ -248,13 +253,15 @@ def choose_sizes(
     context = wanted or min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS, pool_tokens)
     shapes = step_shapes(config, context, role)
     pool = PoolShape(
-        num_partitions=partitions, slots_per_partition=shapes.slots_per_partition, blocks_per_partition=num_blocks
+        num_partitions=shapes.num_partitions,
+        slots_per_partition=shapes.slots_per_partition,
+        blocks_per_partition=num_blocks,
     )
     return shapes, pool
 
 
 def step_shapes(config: Config, context_tokens: int, role: WorkerRole) -> StepShapes:
-    """Of a worker whose sequences may have so many tokens."""
+    """The sizes of a worker's programs, for sequences of up to `context_tokens`."""
     partitions = mesh_of(config, role).num_partitions
     max_slots = config.prefill.max_slots if role == "prefill" else config.decode.max_slots
     slots_per_partition = max_slots // partitions
@@ -279,31 +286,56 @@ def buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
     return (*sizes, largest) if largest > smallest else (smallest,)
 
 
-def _auto_blocks(bytes_per_block: int) -> int:
-    """Half of the free memory: the device's, or the machine's up to `MAX_AUTO_POOL_BYTES`."""
-    device_bytes = _free_device_bytes()
-    half_bytes = min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2) if device_bytes is None else device_bytes // 2
-    return max(1, half_bytes // bytes_per_block)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BlockBytes:
+    """What one block of a partition takes."""
+
+    everywhere: int  # on all its devices together, which hold it whole each, or context-parallel a part each
+    on_a_device: int  # on one of the stage with most layers
+
+    @classmethod
+    def of(cls, model: kimi.KimiConfig, whole: int, place: Place) -> "_BlockBytes":
+        """`whole` as one device has it that has all layers. MeshError where the model cannot be cut so."""
+        num_parts = place.num_parts("kv_tokens")
+        num_layers = max(map(len, split_stages(model, place)))
+        return cls(
+            everywhere=whole * place.mesh.tensor // num_parts,
+            on_a_device=whole * num_layers // model.num_hidden_layers // num_parts,
+        )
 
 
-def _check_pool_fits(num_blocks: int, num_partitions: int, block_bytes: int) -> None:
+def _auto_blocks(place: Place, block: _BlockBytes) -> int:
+    """Of each partition, in half of the free memory: a device's, or the machine's up to `MAX_AUTO_POOL_BYTES`."""
+    device_bytes = _free_device_bytes(place.mesh.num_devices)
+    if device_bytes is not None:
+        return max(1, device_bytes // 2 // block.on_a_device)
+    half_bytes = min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2)
+    return max(1, half_bytes // (block.everywhere * place.mesh.num_partitions))
+
+
+def _check_pool_fits(num_blocks: int, place: Place, block: _BlockBytes) -> None:
     """ConfigError where it cannot: the allocation itself would fail in XLA's words, or be promised and then killed."""
-    device_bytes = _free_device_bytes()
-    free_bytes = free_memory_bytes() if device_bytes is None else device_bytes
-    pool_bytes = num_blocks * num_partitions * block_bytes
-    if pool_bytes > free_bytes:
+    device_bytes, partitions = _free_device_bytes(place.mesh.num_devices), place.mesh.num_partitions
+    if device_bytes is None:
+        needed, free_bytes = num_blocks * partitions * block.everywhere, free_memory_bytes()
+        what = f"{block.everywhere} bytes for each of {partitions} partitions"
+    else:
+        needed, free_bytes = num_blocks * block.on_a_device, device_bytes
+        what = f"{block.on_a_device} bytes on a device"
+    if needed > free_bytes:
         raise ConfigError(
             [
-                f"kv.num_blocks: {num_blocks} blocks of {block_bytes} bytes for each of {num_partitions} partitions "
-                f"take {pool_bytes / 1024**3:.2f} GiB, and {free_bytes / 1024**3:.2f} GiB are available"
+                f"kv.num_blocks: {num_blocks} blocks of {what} "
+                f"take {needed / 1024**3:.2f} GiB, and {free_bytes / 1024**3:.2f} GiB are available"
             ]
         )
 
 
-def _free_device_bytes() -> int | None:
-    """None for a device that lives in the machine's memory."""
-    stats = jax.devices()[0].memory_stats()
-    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+def _free_device_bytes(num_devices: int) -> int | None:
+    """Of the device with least. None for devices that live in the machine's memory."""
+    found = [device.memory_stats() for device in jax.devices()[:num_devices]]
+    free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in found if stats and "bytes_limit" in stats]
+    return min(free, default=None)
 
 
 def free_memory_bytes() -> int:

@@ -8,7 +8,6 @@ import numpy as np
 SILENT = NEVER = -1
 FIRST_CAPACITY = 16
 HALF_LIFE_S = 60.0  # of what a home was given lately
-_EMPTY = {"in_flight": 0, "unseen": 0, "reported": SILENT, "total": 0, "recent": 0, "last_choice": NEVER}
 
 
 class Loads:
@@ -19,7 +18,7 @@ class Loads:
         self.unseen = _column(0)  # of these, what the worker does not report yet
         self.reported = _column(SILENT)  # what the worker says that it has to do
         self.total = _column(0)  # ever reserved
-        self.recent = _column(0).astype(np.float64)  # likewise, those of long ago counting less; as of the last `decay`
+        self.recent = _column(0).astype(np.float64)  # likewise, halved every `HALF_LIFE_S`, as of the last `decay`
         self.last_choice = _column(NEVER)  # in decisions
         self._decayed_s = 0.0
         self._num_homes = 0
@@ -31,15 +30,14 @@ class Loads:
         """The number of a home that has nothing to do yet."""
         number = self._num_homes
         if number == len(self.in_flight):
-            for name, value in _EMPTY.items():
-                column = getattr(self, name)
-                setattr(self, name, np.concatenate([column, np.full_like(column, value)]))
+            self._grow()
         self._num_homes += 1
         return number
 
     def decay(self, now_s: float) -> None:
         """What was given lately is now longer ago; a clock that goes back changes nothing."""
-        elapsed_s, self._decayed_s = max(0.0, now_s - self._decayed_s), now_s
+        elapsed_s = max(0.0, now_s - self._decayed_s)
+        self._decayed_s += elapsed_s
         self.recent *= 0.5 ** (elapsed_s / HALF_LIFE_S)
 
     def excess(self, numbers: np.ndarray) -> np.ndarray:
@@ -52,6 +50,18 @@ class Loads:
         reported = self.reported[numbers]
         return np.where(reported == SILENT, self.in_flight[numbers], reported + self.unseen[numbers])
 
+    def _grow(self) -> None:
+        self.in_flight = _doubled(self.in_flight, 0)
+        self.unseen = _doubled(self.unseen, 0)
+        self.reported = _doubled(self.reported, SILENT)
+        self.total = _doubled(self.total, 0)
+        self.recent = _doubled(self.recent, 0)
+        self.last_choice = _doubled(self.last_choice, NEVER)
+
 
 def _column(value: int) -> np.ndarray:
     return np.full(FIRST_CAPACITY, value, np.int64)
+
+
+def _doubled(column: np.ndarray, value: int) -> np.ndarray:
+    return np.concatenate([column, np.full_like(column, value)])

@@ -2,23 +2,24 @@
 
 Here it need not be moved, and what was moved before need not be computed; but every sequence that decodes here waits
 while it is prefilled. There it waits for other prompts, and its KV comes later. How long things take is fitted to what
-was seen: a line each, by least squares. Pure and without a clock. Left out: which workers these are (`serving.router`).
+was seen: a line each, by least squares. Pure and without a clock. Left out: which workers these are (`serving.router`),
+and when the first token of a request comes, its queue included (`serving.ttft`).
 
-Source: the trade is that of conditional disaggregation in NVIDIA Dynamo ("disaggregated router") and of Arrow (arXiv
-2505.11916); the objective here, time summed over all who wait, is ours.
+Sources: conditional disaggregation in NVIDIA Dynamo (its documents on disaggregated serving) for the trade, and Arrow
+(arXiv 2505.11916) for deciding it by expected times. The objective, time summed over all who wait, is ours.
 """
 
 from dataclasses import dataclass, field
 
 MEMORY = 0.98  # what an observation still weighs after the next one: some fifty count
 MIN_WEIGHT = 3.0  # of observations, before they are believed
-RETRY_AFTER = 50  # decisions for one side in a row; then the other is tried, that its times stay known
-MAX_REGRET = 2.0  # if it is not expected to take longer than this many times as long
+MAX_ALIKE = 50  # decisions for one side in a row; then the other is tried, so that its times stay known
+MAX_REGRET = 2.0  # but only where it is expected to take at most so many times as long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What is known at the decision: here is the worker that will decode."""
+class Alternatives:
+    """The two places for one prompt, as far as they are known: here is the worker that will decode it."""
 
     left_here_tokens: int  # of the prompt, to be computed
     queued_here_tokens: int  # of other prompts, before it
@@ -33,7 +34,7 @@ class Line:
     """Milliseconds by tokens: a fixed part and one for each token, neither below 0; older observations weigh less."""
 
     _weight: float = 0.0
-    _x: float = 0.0  # weighted sums
+    _x: float = 0.0  # weighted sums, of x tokens that took y ms
     _y: float = 0.0
     _xx: float = 0.0
     _xy: float = 0.0
@@ -50,6 +51,7 @@ class Line:
         self._xy = self._xy * MEMORY + num_tokens * ms
 
     def at(self, num_tokens: int) -> float:
+        """Milliseconds; 0 before anything was seen."""
         fixed_ms, token_ms = self._fit()
         return fixed_ms + token_ms * num_tokens
 
@@ -78,22 +80,25 @@ class Locality:
     _was_here: bool = False
     _num_alike: int = 0  # decisions in a row
 
-    def costs_ms(self, choice: Choice) -> tuple[float, float]:
-        """(here, there): the time that this request and those that decode here lose. Before it was seen: as there."""
-        here = self.here if self.here.is_known else self.there
-        stall_ms = choice.num_decoding * here.at(choice.left_here_tokens)
-        here_ms = here.at(choice.queued_here_tokens + choice.left_here_tokens) + stall_ms
-        there_ms = self.there.at(choice.queued_there_tokens + choice.left_there_tokens)
-        return here_ms, there_ms + self.transfer.at(choice.moved_tokens)
+    def costs_ms(self, ways: Alternatives) -> tuple[float, float]:
+        """(here, there): the time that this request and those that decode here lose.
 
-    def is_here(self, choice: Choice) -> bool:
-        """Before anything was seen prefill workers prefill: that is what they are for."""
+        Until prefills were seen here, they are taken to last as long as there.
+        """
+        here = self.here if self.here.is_known else self.there
+        stall_ms = ways.num_decoding * here.at(ways.left_here_tokens)
+        here_ms = here.at(ways.queued_here_tokens + ways.left_here_tokens) + stall_ms
+        there_ms = self.there.at(ways.queued_there_tokens + ways.left_there_tokens)
+        return here_ms, there_ms + self.transfer.at(ways.moved_tokens)
+
+    def is_here(self, ways: Alternatives) -> bool:
+        """The cheaper place, or now and then the other. Before anything was seen prefill workers prefill."""
         if not self.there.is_known:
             return False
-        here_ms, there_ms = self.costs_ms(choice)
+        here_ms, there_ms = self.costs_ms(ways)
         is_here = here_ms < there_ms
         least_ms, most_ms = sorted((here_ms, there_ms))
-        if is_here is self._was_here and self._num_alike >= RETRY_AFTER and most_ms <= MAX_REGRET * least_ms:
+        if is_here is self._was_here and self._num_alike >= MAX_ALIKE and most_ms <= MAX_REGRET * least_ms:
             is_here = not is_here
         self._num_alike = self._num_alike + 1 if is_here is self._was_here else 1
         self._was_here = is_here

@@ -1,9 +1,9 @@
 """The step that serves, lowered and compiled from shapes alone: no weight is made and no page allocated.
 
-It is built by the code that serves, `serving.stage`, for as many devices as the mesh has, of which virtual ones of the
-CPU will do. What a device then holds before and after the step, as XLA plans it, is there beside what the budget counts
-from the same shapes; that they agree is the test of the budget. Weights are in bf16, as they are served. Left out:
-temporaries on a GPU. On CPU XLA widens bf16 to float32 on the way, and the experts are not the GPU's kernels.
+The code that serves, `serving.stage`, builds it for as many devices as the mesh has; virtual ones of the CPU will do.
+What a device then holds before and after the step, as XLA plans it, stands beside what the budget counts from the same
+shapes; that they agree is the test of the budget. Weights are in bf16, as they are served. Left out: temporaries on a
+GPU. On CPU XLA widens bf16 to float32 on the way, and experts do not run in the GPU's kernels.
 """
 
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from moonshard.serving.stage import Blueprint, StageModel
 from moonshard.serving.steps import StepKind, StepShapes
 from moonshard.sharding.budget import StageBudget, budget
 from moonshard.sharding.mesh import build_mesh
+from moonshard.sharding.place import Place
 
 DTYPE, ITEM_BYTES = "bfloat16", 2
 INT_BYTES = 4
@@ -46,8 +47,22 @@ class LoweredStage:
     counted: StepBytes  # by the budget
 
 
+def abstract_stages(model: kimi.KimiConfig, place: Place, dtype: str) -> Iterator[StageModel]:
+    """The stages of a worker, with shapes for weights. MeshError as `lower_stages`."""
+    for index, layers in enumerate(split_stages(model, place)):
+        mesh = build_mesh(place.mesh, index)
+        yield StageModel(
+            config=model,
+            layers=layers,
+            weights=weights.abstract(kimi.declare(model, layers), dtype, mesh, place.rules),
+            mesh=mesh,
+            place=place,
+            backend=backend_for(mesh.devices.flat[0].platform),
+        )
+
+
 def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iterator[LoweredStage]:
-    """Of a worker with room for its longest context in every slot.
+    """The largest step of a role, stage by stage, of a worker with room for its longest context in every slot.
 
     Raises:
         MeshError: the model cannot be cut so, or there are too few devices.
@@ -56,33 +71,22 @@ def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iter
     shapes = step_shapes(config, min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS), role)
     is_prefill = role == "prefill"
     kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
-    num_blocks = shapes.slots_per_partition * shapes.blocks_per_sequence
-    layers_of = split_stages(model, place)
+    num_blocks, block_size = shapes.slots_per_partition * shapes.blocks_per_sequence, config.kv.block_size
     budgets = budget(pieces(model, "bf16"), place.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
     hidden = None
-    for index, (layers, its_budget) in enumerate(zip(layers_of, budgets, strict=True)):
-        mesh = build_mesh(place.mesh, index)
-        stage = StageModel(
-            config=model,
-            layers=layers,
-            weights=weights.abstract(kimi.declare(model, layers), DTYPE, mesh, place.rules),
-            mesh=mesh,
-            place=place,
-            backend=backend_for(mesh.devices.flat[0].platform),
-        )
-        block_size = config.kv.block_size
+    for stage, its_budget in zip(abstract_stages(model, place, DTYPE), budgets, strict=True):
         blueprint = Blueprint(stage, shapes, blocks_per_partition=num_blocks, block_size=block_size, dtype=DTYPE)
         program = blueprint.lower(kind, sizes[-1], hidden)
         _, hidden = program.out_info
         page_bytes = int(its_budget.kv_bytes_per_token * block_size) * num_blocks
         counted = _count(stage, shapes, kind, sizes[-1], its_budget, page_bytes)
-        yield LoweredStage(num_layers=len(layers), num_blocks=num_blocks, program=program, counted=counted)
+        yield LoweredStage(num_layers=len(stage.layers), num_blocks=num_blocks, program=program, counted=counted)
 
 
 def _count(
     stage: StageModel, shapes: StepShapes, kind: StepKind, bucket: int, its_budget: StageBudget, page_bytes: int
 ) -> StepBytes:
-    """Every array of a device."""
+    """What all arrays of a device take: weights, state, packed step, activations, draws."""
     slots = shapes.slots_per_partition
     stream = bucket * stage.config.hidden_size * ITEM_BYTES  # from stage to stage
     draws = slots * (2 + 2 * MAX_LOGPROBS) * INT_BYTES

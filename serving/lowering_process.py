@@ -2,7 +2,7 @@
 
 The process is given a `Job` as its argument and writes a line of JSON for every stage that is lowered, then one for
 every stage that is compiled. It ends itself by an alarm, since nothing else stops XLA amid a compilation. Nothing is
-kept in the cache of compilations, nor taken from it: the seconds are those of compiling.
+kept in the cache of compilations or taken from it, so that the seconds are those of compiling.
 """
 
 import os
@@ -73,10 +73,10 @@ class StageReport:
 
 
 def lower_apart(job: Job, environ: Mapping[str, str]) -> Iterator[StageReport]:
-    """Every stage once it is lowered, then every stage again once it is compiled; not all, if that takes too long.
+    """Every stage once it is lowered, then every stage again once it is compiled; fewer, if that takes too long.
 
     Raises:
-        LoweringFailed: the process broke; it has said on stderr why, unless it was killed.
+        LoweringFailed: the process failed. On stderr it has said why, unless it was killed.
     """
     command = [sys.executable, "-m", "moonshard.serving.lowering_process", msgspec.json.encode(job).decode()]
     env = _with_virtual_devices(job.mesh.num_devices, environ)

@@ -10,7 +10,7 @@ SHORT_STEP_NS = 5_000_000
 
 
 class Pace:
-    """Two steps, or three while they are short.
+    """On one stage two steps, or three while they are short.
 
     Two short steps may both end while the event loop sends the tokens of the one before, and the device would wait.
     Where steps are long the loop is always in time, and a third would delay whoever arrives by its whole length. Side
@@ -19,7 +19,7 @@ class Pace:
     """
 
     def __init__(self, num_stages: int = 1) -> None:
-        """Every stage of a pipeline beyond the first can run another step."""
+        """Each stage of a pipeline beyond the first adds one: it can run a step of its own."""
         self._min_in_flight = MIN_IN_FLIGHT + num_stages - 1
         self.max_in_flight = self._min_in_flight
         self._last_done_ns = 0

@@ -1,6 +1,7 @@
 """How a home is chosen among several, by name, so that studies can compare.
 
-Each policy looks at the same columns and returns a row. Pure and without memory: what it goes by is in the columns.
+Each policy looks at the same columns and returns a row. Pure, and but for the draws of `random` without memory: what a
+policy goes by is in the columns.
 """
 
 import random
@@ -69,7 +70,8 @@ def is_overloaded(candidates: Candidates, row: int) -> bool:
     return bool(queued[row] > MAX_PIN_LOAD * queued.mean() + candidates.left_tokens[row])
 
 
-def policy(name: PolicyName) -> Policy:
+def policy_of(name: PolicyName) -> Policy:
+    """A policy of its own for each caller: `random` draws from a state."""
     policies: Mapping[PolicyName, Callable[[], Policy]] = {
         "cost": lambda: cost,
         "affinity": lambda: affinity,

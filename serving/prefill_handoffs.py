@@ -5,6 +5,7 @@ written into the decode worker's slots, and told. A request for a handoff runs i
 first token. Whatever ends a handoff early ends its prefill too. Left out: how bytes travel (`kv_plane`).
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -152,11 +153,23 @@ class PrefillHandoffs:
     # ---- what the engine says
 
     def launching(self, plan: PrefillPlan) -> None:
-        """A prefill step is about to be launched: what of its prompts is known already need not wait for it."""
+        """A prefill step is about to be launched: what earlier steps wrote of its prompts need not wait for it.
+
+        A prompt may also be admitted behind blocks that this very step writes for another: these wait.
+        """
+        written = {(chunk.slot.partition, block) for chunk in plan.chunks for block in self._written(chunk)}
         for leg, chunk in self._chunks(plan):
             if not leg.has_begun:
                 self._begin(leg, chunk)
-                self._finish(leg, chunk, chunk.start // self._pool.block_size)
+                blocks = chunk.block_table[: chunk.start // self._pool.block_size]
+                known = ((chunk.slot.partition, block) for block in blocks)
+                num_earlier = sum(1 for _ in itertools.takewhile(lambda place: place not in written, known))
+                self._finish(leg, chunk, num_earlier)
+
+    def _written(self, chunk: PrefillChunk) -> tuple[int, ...]:
+        """The blocks that the chunk's tokens lie in."""
+        end = chunk.start + len(chunk.tokens)
+        return chunk.block_table[chunk.start // self._pool.block_size : self._pool.num_blocks_for(end)]
 
     def launched(self, plan: PrefillPlan) -> None:
         """A prefill step was launched: what it completes may be exported right behind it."""

@@ -7,9 +7,9 @@ Pure. Left out: what a worker itself does with a block.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-BlockName = bytes
+from moonshard.kv.prefix import BlockName
 
 
 class PrefixIndex:
@@ -53,12 +53,19 @@ class PrefixIndex:
         return frozenset(self._names.get(home, ()))
 
     def num_known(self, names: Sequence[BlockName]) -> dict[int, int]:
-        """How many of the first names each home knows; homes that know none are not in it."""
+        """How many of the first names each home knows; homes that know none are not in it.
+
+        What stands behind a name that nobody knows is of no use: such ends are left where two prompts that begin alike
+        came at once, and the beginning that was kept is the one that was forgotten first.
+        """
         num_found = self._num_found(names)
         found: dict[int, int] = {}
         num_seen = 0
         for index in range(num_found - 1, -1, -1):
-            known = self._homes[names[index]]
+            known = self._homes.get(names[index])
+            if known is None:
+                found, num_seen = {}, 0
+                continue
             num_homes = len(known) if isinstance(known, set) else 1
             if num_homes == num_seen:
                 continue  # the same as one block further on
@@ -80,7 +87,7 @@ class PrefixIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PrefixChange:
     """A home has this name now, or has it no more."""
 
     home: int
@@ -89,15 +96,15 @@ class Said:
 
 
 @dataclass(slots=True)
-class Hearsay:
-    """What one process has said so far, into an index. `homes` are its partitions'."""
+class PrefixSubscriber:
+    """Hears what one process says of its blocks, and keeps an index by it. `homes` are its partitions'."""
 
     index: PrefixIndex
     homes: tuple[int, ...]
     _epoch: int | None = None
-    _next: int | None = field(default=None)  # number of its next event; None: a snapshot must come first
+    _next: int | None = None  # number of its next event; None: a snapshot must come first
 
-    def events(self, epoch: int, first: int, said: Iterable[Said]) -> bool:
+    def events(self, epoch: int, first: int, said: Iterable[PrefixChange]) -> bool:
         """Events from that number on. False: some are missing, and a snapshot is needed."""
         if epoch != self._epoch:
             self._begin(epoch)

@@ -1,10 +1,10 @@
 """The device side of a worker: its stages, one after another, and the steps that run through them.
 
-Activations go from stage to stage, and the tokens that the last one draws back to the first, by `device_put`: nothing
-of it waits, so that while one stage runs a step the one before it runs the next. The first stage takes drawn tokens
-only when a step of the same slots is launched: what it holds would else depend on the last stage's newest step, and so
-would all it runs. Programs are compiled for every bucket before the worker is ready; nothing compiles afterwards. No
-scheduler object comes here.
+Activations go from stage to stage, and the tokens that the last one draws back to the first, by `device_put`. None of
+it waits, so that while one stage runs a step the one before it runs the next. The first stage takes drawn tokens only
+when a step of the same slots is launched: else its state would depend on the last stage's newest step, and so would
+every step that it runs. Programs are compiled for every bucket before the worker is ready; nothing compiles afterwards.
+No scheduler object comes here.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from moonshard.serving.steps import Step, StepKind, StepShapes
 class Launched:
     """A step in flight, and what it gives, still on the devices.
 
-    Packed tokens; an export's blocks, stage by stage; of a land, likewise, a number that is there once the blocks are.
-    Nothing for the kinds whose end nobody waits for.
+    The packed draws; an export's blocks, by stage; of a land, by stage, a number that is ready once the blocks have
+    landed. Nothing for the kinds whose end nobody waits for.
     """
 
     step: Step
@@ -46,8 +46,8 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Tokens that the first stage does not hold yet, and the slots they are for, (partition, slot) each."""
+class _Due:
+    """Draws that the first stage has not taken yet, and the slots that they are for, each as (partition, slot)."""
 
     slots: frozenset[tuple[int, int]]
     step: Step
@@ -55,7 +55,7 @@ class _Drawn:
 
 
 class Programs:
-    """What a device thread runs steps on. `stages` share the shapes."""
+    """What a device thread runs steps on. All `stages` have the same shapes of steps."""
 
     def __init__(self, shapes: StepShapes, stages: Sequence[Stage]):
         self.shapes = shapes
@@ -63,7 +63,7 @@ class Programs:
         ends = list(itertools.accumulate(len(stage.model.layers) for stage in stages))
         self._layers = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
-        self._due: list[_Drawn] = []  # at most one for each slot, oldest first
+        self._due: list[_Due] = []  # at most one for each slot, oldest first
 
     def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Runs every program once on padding, which compiles it, or loads it from the persistent cache."""
@@ -98,8 +98,8 @@ class Programs:
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
         """Waits for a step's tokens, or an export's blocks, or the end of a land. None where there is nothing to see.
 
-        The blocks are an array of their own, which no later step changes; of one device on CPU it is the device's, not
-        copied again.
+        The blocks are an array of their own, which no later step changes. From a single CPU device it is the device's
+        own memory, not copied again.
         """
         step, results = launched.step, launched.results
         match step.kind:
@@ -114,7 +114,7 @@ class Programs:
                 return None
 
     def _run(self, step: Step) -> jax.Array:
-        """Through all stages: the packed draws."""
+        """A prefill or a decode, through all stages. Returns the packed draws."""
         slots = self._slots(step)
         self._note_due(slots)
         result = None
@@ -122,11 +122,11 @@ class Programs:
             result = stage.run(step.kind, step.bucket, step.metadata, result)
         assert result is not None  # there is a stage
         if slots:
-            self._due.append(_Drawn(slots, step, result))
+            self._due.append(_Due(slots, step, result))
         return result
 
     def _slots(self, step: Step) -> frozenset[tuple[int, int]]:
-        """Those whose next input token the step reads or writes; none where no other stage draws it."""
+        """The slots whose next input token the step reads or writes; none where a single stage draws and reads it."""
         name = _SLOTS.get(step.kind)
         if len(self.stages) == 1 or name is None:
             return frozenset()
@@ -135,7 +135,7 @@ class Programs:
         return frozenset(zip(partitions.tolist(), slots[partitions, rows].tolist(), strict=True))
 
     def _note_due(self, slots: frozenset[tuple[int, int]]) -> None:
-        """Before a step of these slots: the tokens drawn for them, and all older ones, in their order."""
+        """Before a step of these slots, let the first stage take what was drawn for them, and all that is older."""
         last = max((index for index, due in enumerate(self._due) if due.slots & slots), default=-1)
         for due in self._due[: last + 1]:
             self.stages[0].note(due.step.kind, due.step.bucket, due.step.metadata, due.draws)
@@ -148,11 +148,12 @@ class Programs:
         ]
 
     def _blank_payload(self, bucket: int) -> np.ndarray:
-        _, _, *token = self.stages[0].state.pages.shape
-        return np.zeros((bucket, self._layers[-1].stop, *token), self.stages[0].state.pages.dtype)
+        pages = self.stages[0].state.pages
+        _, _, *token = pages.shape
+        return np.zeros((bucket, self._layers[-1].stop, *token), pages.dtype)
 
 
-_SLOTS = {StepKind.PREFILL: "sample_slot", StepKind.DECODE: "slot", StepKind.LOAD: "slot"}
+_SLOTS = {StepKind.PREFILL: "sample_slot", StepKind.DECODE: "slot", StepKind.LOAD: "slot"}  # names of fields
 
 
 def _drawn(packed: np.ndarray) -> Drawn:

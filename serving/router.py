@@ -3,6 +3,7 @@
 Pure: no I/O, and time is an argument. A reservation is made at the moment of decision, for every token the request may
 come to hold, and released exactly once: counting requests, or counting when a stream begins, sends a burst to one
 worker. A worker that reports its queue is believed, and what it has not seen yet is added: so several routers agree.
+A session is pinned when its request is sent: what was decided and then refused was served nowhere.
 Left out: roles, since the caller names the homes to choose among, and how each is chosen (`serving.policies`).
 """
 
@@ -25,7 +26,7 @@ Affinity = Literal["hit", "miss", "moved"]
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A worker's partition: where a request lives for life."""
+    """A worker's partition: a request stays in it for as long as that worker serves it."""
 
     worker: str
     partition: int
@@ -36,11 +37,11 @@ class Ask:
     """What the router must know of a request, or of one leg of it."""
 
     num_tokens: int  # that it may come to hold
-    num_prompt: int = 0  # of these, that have to be computed there, or moved there, unless they are known
-    is_prefill: bool = False  # it ends with its prompt: what is known weighs nothing
+    num_prompt: int = 0  # of these, those that have to be computed there, or moved there, unless they are known
+    is_prefill: bool = False  # it ends with its prompt, so that what is known there is no work at all
     names: Sequence[BlockName] = ()  # of the prompt's full blocks
     block_size: int = 64
-    session: bytes | None = None
+    session: bytes | None = None  # as `affinity.session_key` makes it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,7 @@ class Reservation:
     num_known_tokens: int = 0  # of the prompt
     num_queued_tokens: int = 0  # there, before it
     affinity: Affinity | None = None  # None: without a session
+    session: bytes | None = None
 
 
 class Router:
@@ -79,28 +81,32 @@ class Router:
     def reserve(
         self, homes: Sequence[Home], ask: Ask, *, policy: Policy = least_tokens, now_s: float = 0.0
     ) -> Reservation | None:
-        """Choose among `homes`; None when there is none. A tuple that is given again costs nothing to look up."""
+        """Choose among `homes`; None when there is none. The numbers of a tuple of homes are looked up only once."""
         if not homes:
             return None
         self._loads.decay(now_s)
         numbers = self._numbers_of(homes)
         known = self._known_tokens(numbers, ask)
-        pin = self._pin(numbers, ask, now_s)
-        candidates = self._candidates(numbers, ask, known, pin)
+        pinned = None if ask.session is None else self._pins.find(ask.session, now_s)
+        candidates = self._candidates(numbers, ask, known, pinned)
         row = policy(candidates)
-        num_known = int(known[row])
+        number, num_known = int(numbers[row]), int(known[row])
         reservation = Reservation(
             number=self._next_number,
             home=homes[row],
             num_tokens=ask.num_tokens - num_known if ask.is_prefill else ask.num_tokens,
             num_known_tokens=num_known,
             num_queued_tokens=int(candidates.queued_tokens[row]),
-            affinity=_affinity(ask, pin, row),
+            affinity=_affinity(ask, pinned, number),
+            session=ask.session,
         )
-        self._take(int(numbers[row]), reservation)
-        if ask.session is not None:
-            self._pins.put(ask.session, int(numbers[row]), now_s)
+        self._take(number, reservation)
         return reservation
+
+    def sent(self, reservation: Reservation, now_s: float) -> None:
+        """The request is on its way there, or its leg: from now on that is where its session was last."""
+        if reservation.session is not None:
+            self._pins.put(reservation.session, self._numbers[reservation.home], now_s)
 
     def seen(self, reservation: Reservation) -> None:
         """From its next report on, the worker counts this one itself."""
@@ -123,6 +129,7 @@ class Router:
         self._loads.in_flight[self._numbers[reservation.home]] -= reservation.num_tokens
 
     def in_flight_tokens(self, home: Home) -> int:
+        """Of the open reservations of a partition."""
         number = self._numbers.get(home)
         return 0 if number is None else int(self._loads.in_flight[number])
 
@@ -131,7 +138,7 @@ class Router:
         return int(self._loads.queued(np.array([self.home_number(home)]))[0])
 
     def worker_tokens(self, worker: str) -> int:
-        """In flight at all of a worker's partitions."""
+        """Of the open reservations of all of a worker's partitions."""
         return sum(self.in_flight_tokens(home) for home in self._numbers if home.worker == worker)
 
     def _numbers_of(self, homes: Sequence[Home]) -> np.ndarray:
@@ -153,22 +160,14 @@ class Router:
         known_at[list(found)] = list(found.values())
         return np.minimum(known_at[numbers] * ask.block_size, ask.num_prompt - 1)
 
-    def _pin(self, numbers: np.ndarray, ask: Ask, now_s: float) -> int | None:
-        """The row where the session was; below 0 where that home is not among these."""
-        pinned = None if ask.session is None else self._pins.find(ask.session, now_s)
-        if pinned is None:
-            return None
-        rows = np.flatnonzero(numbers == pinned)
-        return int(rows[0]) if len(rows) else -1
-
-    def _candidates(self, numbers: np.ndarray, ask: Ask, known: np.ndarray, pin: int | None) -> Candidates:
+    def _candidates(self, numbers: np.ndarray, ask: Ask, known: np.ndarray, pinned: int | None) -> Candidates:
         return Candidates(
             left_tokens=ask.num_prompt - known,
             queued_tokens=self._loads.queued(numbers),
             excess_tokens=self._loads.excess(numbers),
             total_tokens=self._loads.total[numbers],
             last_choice=self._loads.last_choice[numbers],
-            pin=None if pin == -1 else pin,
+            pin=None if pinned is None else _row_of(pinned, numbers),
             queue_weight=self._queue_weight,
         )
 
@@ -184,7 +183,13 @@ class Router:
         loads.last_choice[number] = reservation.number
 
 
-def _affinity(ask: Ask, pin: int | None, row: int) -> Affinity | None:
+def _row_of(number: int, numbers: np.ndarray) -> int | None:
+    """Where it stands in `numbers` [n]; None where it does not."""
+    rows = np.flatnonzero(numbers == number)
+    return int(rows[0]) if len(rows) else None
+
+
+def _affinity(ask: Ask, pinned: int | None, number: int) -> Affinity | None:
     if ask.session is None:
         return None
-    return "miss" if pin is None else "hit" if pin == row else "moved"
+    return "miss" if pinned is None else "hit" if pinned == number else "moved"

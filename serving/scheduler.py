@@ -9,7 +9,7 @@ the device feeds each drawn token to the next step itself. Everything follows fr
   youngest, be it running or only holding blocks, and the oldest is never preempted: something always finishes.
 - Growth before admission. Running sequences take the blocks they need next before anyone enters, so that a preempted
   sequence cannot take back at once what it had to give.
-- One prefill at a time is unfinished, of each partition. A step's budget is spent in order, so at most one sequence is
+- In each partition one prefill at a time is unfinished. A step's budget is spent in order, so at most one sequence is
   cut by its end.
 - What a launched step uses stays held until that step has completed, whatever happened meanwhile.
 
@@ -37,7 +37,10 @@ from moonshard.serving.waiting import NeverFits, QueueFull, QueueTimeout, check_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig(LaneConfig):
-    """The queue is that of the whole worker."""
+    """What each partition has, and for the whole worker the longest context, the queue and the microbatches.
+
+    An equal share of the queue is each partition's own, however long the others' are.
+    """
 
     max_context_tokens: int
     max_queued_requests: int
@@ -67,7 +70,7 @@ class Scheduler:
             for partition in range(pool.num_partitions)
         )
         self._is_decode_next = False
-        self._microbatch = 0  # that decoded last
+        self._microbatch = 0  # the one that decoded last
         self._arrivals = itertools.count()
 
     # ---- requests come and go
@@ -110,7 +113,9 @@ class Scheduler:
 
     def _check_room(self, lane: Lane, now_s: float) -> None:
         """Raises QueueFull. The head's wait so far is the best guess at how long a place in this queue takes."""
-        if sum(lane.waiting.num_queued for lane in self._lanes) >= self.config.max_queued_requests:
+        share = -(-self.config.max_queued_requests // len(self._lanes))
+        num_queued = sum(lane.waiting.num_queued for lane in self._lanes)
+        if num_queued >= self.config.max_queued_requests and lane.waiting.num_queued >= share:
             raise QueueFull(retry_after_s=max(1.0, lane.waiting.head_wait_s(now_s)))
 
     def join(self, request: Request, partition: int, block_table: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
@@ -186,7 +191,7 @@ class Scheduler:
         self._is_decode_next = False
 
     def _next_microbatch(self, ready: list[Stay]) -> list[Stay]:
-        """Those of the next one that has any: a step of others can run in the stages that this one has left."""
+        """Those of the next microbatch that has any: its step runs in the stages that the one before has left."""
         count = self.config.num_microbatches
         for microbatch in range(self._microbatch + 1, self._microbatch + 1 + count):
             found = [stay for stay in ready if stay.slot.index % count == microbatch % count]
@@ -276,6 +281,10 @@ class Scheduler:
     def num_free_seats(self, partition: int) -> int:
         """The free slots that are left once all who have joined there sit; below 0 where they lack some."""
         return self._lanes[partition].num_free_seats
+
+    def joining_tokens(self, partition: int) -> int:
+        """Of those who have joined there and wait for a slot."""
+        return self._lanes[partition].joining_tokens
 
     def num_sequences(self, partition: int) -> int:
         """Those that may need another block of the partition: what runs there, and what has joined there."""

@@ -25,7 +25,7 @@ from moonshard.serving.waiting import WaitingLine
 
 
 class Seating:
-    """Of one partition."""
+    """Who of one partition gets a slot."""
 
     def __init__(
         self,

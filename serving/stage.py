@@ -1,10 +1,11 @@
 """One stage of a worker: consecutive layers on a mesh of their own, with their pages and their compiled programs.
 
 A worker without a pipeline is one stage, the first and the last at once. The first turns tokens into activations; the
-last draws the next tokens and has the slots' state. A program is written for one device and runs on all of the stage's
-under `shard_map`: state and packed array are cut by partition, so that every device sees its own partition's alone;
-along `tensor` devices repeat it, and draw the same tokens. All of that is settled before there is an array, so that a
-step can be lowered from shapes alone. Left out: what goes from one stage to the next, which is `serving.programs`'.
+last draws the next tokens and holds the slots' state. A program is written for one device and runs on all of the
+stage's under `shard_map`: state and packed array are cut by partition, so that a device sees its own partition's alone;
+the devices along `tensor` all see the same, and draw the same tokens. Programs and the state that they take are settled
+before any array is made, so that a step can be lowered from shapes alone. Left out: what goes from one stage to the
+next, which is `serving.programs`' business.
 """
 
 import functools
@@ -77,10 +78,11 @@ class Blueprint:
 
     @property
     def has_inputs(self) -> bool:
-        """Whether it is told what the last stage drew, being another."""
+        """Whether the stage keeps input tokens that another stage draws: it is the first, and not the last."""
         return self.model.is_first and not self.model.is_last
 
     def empty_state(self) -> DeviceState:
+        """Allocates pages and slots."""
         model, num_slots = self.model, self.shapes.num_partitions * self.shapes.slots_per_partition
         (group,) = model.config.kv_groups(self._dtype)
         pages = allocate_pages(
@@ -113,7 +115,7 @@ class Blueprint:
         return jax.tree.map(place, self._specs(), jax.eval_shape(self.empty_state))
 
     def _specs(self) -> Any:
-        """Of the state."""
+        """How each part of the state is cut over the mesh: a `DeviceState` of partition specs."""
         specs: Any = (
             self.shards.pages,
             BY_PARTITION if self.has_inputs else None,
@@ -124,7 +126,7 @@ class Blueprint:
     # ---- programs
 
     def program(self, kind: StepKind, bucket: int) -> Any:
-        """Jitted; donates the state."""
+        """Jitted. Donates the state, which an export only reads."""
         layout, shards, state = self.shapes.layout(kind, bucket), self.shards, self._specs()
         match kind:
             case StepKind.EXPORT:
@@ -144,6 +146,7 @@ class Blueprint:
                 return jax.jit(over, donate_argnums=1)
 
     def note_program(self, kind: StepKind, bucket: int) -> Any:
+        """Jitted: writes what the last stage drew into the first one's input tokens, which it donates."""
         body = functools.partial(
             _note, "slot" if kind is StepKind.DECODE else "sample_slot", self.shapes.layout(kind, bucket)
         )
@@ -158,7 +161,7 @@ def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDty
 
 
 class Stage:
-    """Methods enqueue work and return without waiting for it."""
+    """A blueprint with its state and its programs. Methods enqueue work and return without waiting for it."""
 
     def __init__(
         self, model: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str
@@ -178,16 +181,16 @@ class Stage:
         }
 
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
-        """A prefill or a decode: the activations, or of the last stage the packed draws, [rows, ...] of all partitions.
+        """A prefill or a decode. Returns the activations, or on the last stage the packed draws, of all partitions.
 
-        `hidden` are the activations of the stage before, on any mesh.
+        `hidden` are the activations of the stage before, on any mesh; None on the first.
         """
         given = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
         self.state, result = self._programs[kind, bucket](self.model.weights, self.state, packed, *given)
         return result
 
     def note(self, kind: StepKind, bucket: int, packed: np.ndarray, draws: jax.Array) -> None:
-        """On the first stage: what the last one drew, for the slots' next decode step."""
+        """On the first stage: take what the last one drew as the input of the slots' next decode step."""
         given = jax.device_put(draws, self._by_partition)
         self.state = self.state._replace(last_token=self._notes[kind, bucket](self.state.last_token, packed, given))
 
@@ -196,10 +199,11 @@ class Stage:
         self.state, _ = self._programs[kind, 0](self.model.weights, self.state, packed)
 
     def export(self, bucket: int, packed: np.ndarray) -> jax.Array:
+        """This stage's layers of blocks, still on the devices, for `shards.collect`."""
         return self._programs[StepKind.EXPORT, bucket](self.state.pages, packed)
 
     def land(self, bucket: int, packed: np.ndarray, blocks: np.ndarray, partition: int) -> jax.Array:
-        """Returns a number that is there once the blocks are. `blocks` are this stage's layers of them."""
+        """`blocks` are this stage's layers of them. Returns a number that is ready once they have landed."""
         payload = self.shards.spread(blocks, partition)
         self.state, done = self._programs[StepKind.LAND, bucket](self.state, packed, payload)
         return done
@@ -218,7 +222,9 @@ def _run(
         return step(weights, state, layout.unpack(packed[0]), *hidden)
 
 
-def _prefill(model: StageModel, weights: Any, state: DeviceState, f: Fields, hidden: jax.Array | None = None):
+def _prefill(
+    model: StageModel, weights: Any, state: DeviceState, f: Fields, hidden: jax.Array | None = None
+) -> tuple[DeviceState, jax.Array]:
     batch = kimi.Batch(tokens=f["tokens"], positions=f["positions"], block_tables=f["block_tables"])
     hidden, pages = _forward(model, weights, state, batch, hidden)
     if not model.is_last:
@@ -227,7 +233,9 @@ def _prefill(model: StageModel, weights: Any, state: DeviceState, f: Fields, hid
     return _draw(state._replace(pages=pages), logits, f, f["sample_slot"])
 
 
-def _decode(model: StageModel, weights: Any, state: DeviceState, f: Fields, hidden: jax.Array | None = None):
+def _decode(
+    model: StageModel, weights: Any, state: DeviceState, f: Fields, hidden: jax.Array | None = None
+) -> tuple[DeviceState, jax.Array]:
     batch = kimi.Batch(
         tokens=_inputs(state, f["slot"])[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"]
     )
@@ -239,7 +247,7 @@ def _decode(model: StageModel, weights: Any, state: DeviceState, f: Fields, hidd
 
 
 def _inputs(state: DeviceState, slot: jax.Array) -> jax.Array:
-    """Each row's input token; a stage behind the first reads none."""
+    """Each row's input token; zeros behind the first stage, which embeds none."""
     tokens = state.slots.last_token if state.last_token is None and state.slots is not None else state.last_token
     return jnp.zeros_like(slot) if tokens is None else tokens.at[slot].get(mode="clip")
 
@@ -273,7 +281,7 @@ def _note(
     return last_token.at[rows].set(draws[:, 0], mode="drop")
 
 
-def _load(model: StageModel, weights: Any, state: DeviceState, f: Fields):
+def _load(model: StageModel, weights: Any, state: DeviceState, f: Fields) -> tuple[DeviceState, None]:
     del model, weights
     if state.last_token is not None:
         token = f["history"][jnp.maximum(f["num_history"] - 1, 0)]
@@ -293,7 +301,7 @@ def _load(model: StageModel, weights: Any, state: DeviceState, f: Fields):
     return state, None
 
 
-def _copy(model: StageModel, weights: Any, state: DeviceState, f: Fields):
+def _copy(model: StageModel, weights: Any, state: DeviceState, f: Fields) -> tuple[DeviceState, None]:
     del model, weights
     return state._replace(pages=copy_blocks(state.pages, f["source"], f["destination"])), None
 
@@ -306,7 +314,7 @@ def _land(
     shards: BlockShards, layout: StepLayout, state: DeviceState, packed: jax.Array, payload: jax.Array
 ) -> tuple[DeviceState, jax.Array]:
     pages = scatter_blocks(state.pages, layout.unpack(packed[0])["destination"], shards.whole(payload))
-    return state._replace(pages=pages), jnp.int32(0)  # all that a step gives is there at once
+    return state._replace(pages=pages), jnp.int32(0)  # all outputs of a program are ready at once
 
 
 _DRAWING = (StepKind.PREFILL, StepKind.DECODE)
@@ -318,7 +326,7 @@ _BODIES: dict[StepKind, Callable[..., Any]] = {
 }
 
 
-def _row_sampling(f: dict[str, jax.Array]) -> RowSampling:
+def _row_sampling(f: Fields) -> RowSampling:
     return RowSampling(
         temperature=f["temperature"],
         top_p=f["top_p"],

@@ -4,7 +4,7 @@ A `Step` is a kind, a bucket and one packed int32 array, so it costs one transfe
 Every partition has a row of that array, in which slots and blocks are counted as the partition counts them. The layouts
 here say what lies where in a row, and what a field holds where a step asks for nothing; `blank` runs on the host with
 numpy, `unpack` inside the jitted program. Which step comes next is the scheduler's business, what a program computes is
-`serving.programs`'.
+`serving.stage`'s.
 """
 
 import enum
@@ -39,9 +39,9 @@ class Step:
 
     number: int
     kind: StepKind
-    bucket: int  # of a partition: padded tokens, rows, or blocks; 0 for the kinds of one size
+    bucket: int  # per partition: padded tokens, rows, or blocks; 0 for the kinds that have a single size
     metadata: np.ndarray  # [partitions, size of the layout], int32
-    draws: tuple[int, ...] = ()  # where the tokens of a plan are, in its order, counted over all partitions' rows
+    draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * num_rows + r
     partition: int = 0  # whose blocks an export or a land moves
     payload: np.ndarray | None = None  # land only: [bucket, layers, block_size, features] in the pages' dtype
 
@@ -102,9 +102,7 @@ class StepShapes:
     max_context_tokens: int
     q_tile: int  # queries per row of a prefill: a row belongs to one sequence
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
-    decode_buckets: tuple[
-        int, ...
-    ]  # rows, ascending, the last is slots_per_partition; empty for a worker that only prefills
+    decode_buckets: tuple[int, ...]  # rows, ascending to slots_per_partition; empty for a worker that only prefills
     transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
 
     @property
@@ -133,17 +131,15 @@ class StepShapes:
                 return StepLayout((Field("destination", (bucket,), neutral=NOWHERE),))
 
     def _prefill(self, bucket: int) -> StepLayout:
-        rows = bucket // self.q_tile
+        rows, num_slots = bucket // self.q_tile, self.slots_per_partition
         return StepLayout(
             (
                 Field("tokens", (rows, self.q_tile)),
                 Field("positions", (rows, self.q_tile), neutral=-1),  # below 0: padding
                 Field("block_tables", (rows, self.blocks_per_sequence)),
-                Field("sample_from", (self.slots_per_partition,)),  # flat index into tokens
-                Field(
-                    "sample_slot", (self.slots_per_partition,), neutral=self.slots_per_partition
-                ),  # slots_per_partition: draws for nobody
-                *_sampling_fields(self.slots_per_partition),
+                Field("sample_from", (num_slots,)),  # flat index into tokens
+                Field("sample_slot", (num_slots,), neutral=num_slots),  # num_slots: draws for nobody
+                *_sampling_fields(num_slots),
             )
         )
 

@@ -1,8 +1,12 @@
 """How long a prompt will take to its first token, learned from those before it.
 
 A worker's time is taken to be linear in the tokens to be computed and in the tokens queued before them; what it
-depends on besides goes into the constant. The last few hundred prompts of each worker count, so that a change shows.
-Pure. Left out: what is done about a prediction.
+depends on besides goes into the constant. The last few hundred prompts of each worker count, older ones less: who is
+refused teaches nothing, so after a slow spell few come to show that it is over.
+Pure. Left out: what is done about a prediction, and where a prompt is prefilled: `serving.locality` fits parts of that
+time by itself, for a pool and not for a worker, from one length and not two.
+
+Source: non-negative least squares (Lawson and Hanson 1974, chapter 23), here by trying every subset.
 """
 
 from collections import deque
@@ -13,7 +17,7 @@ import numpy as np
 MAX_SAMPLES = 256
 MIN_SAMPLES = 16  # of a worker, before it is predicted at all
 FIT_EVERY = 16  # samples
-FEATURES = 3  # a constant, own tokens, queued tokens
+MEMORY = 0.97  # what a sample still weighs after the next one: some thirty count
 
 
 class TtftModel:
@@ -40,10 +44,10 @@ class _Worker:
     """Its last samples, and what fits them."""
 
     def __init__(self) -> None:
-        self._features: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)
+        self._features: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)  # a constant, own tokens, queued tokens
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._num_new = 0
-        self._weights: np.ndarray | None = None  # [FEATURES]
+        self._weights: np.ndarray | None = None  # [features]
 
     def observe(self, features: tuple[float, ...], seconds: float) -> None:
         self._features.append(features)
@@ -54,12 +58,14 @@ class _Worker:
         if len(self._seconds) < MIN_SAMPLES:
             return None
         if self._weights is None or self._num_new >= FIT_EVERY:
-            self._weights, self._num_new = fit(np.array(self._features), np.array(self._seconds)), 0
+            weights = np.sqrt(MEMORY ** np.arange(len(self._seconds))[::-1])  # of errors, which are squared
+            seen, seconds = np.array(self._features), np.array(self._seconds)
+            self._weights, self._num_new = fit(seen * weights[:, None], seconds * weights), 0
         return float(self._weights @ np.array(features))
 
 
 def fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """The weights [k], none below 0, that give the least squared error over [n k] and [n].
+    """The weights [k], none below 0, with the least squared error over n samples: `features` [n k], `seconds` [n].
 
     Few features: every subset of them is tried, and of those without a negative weight the best one taken.
     """

@@ -100,7 +100,7 @@ class WaitingLine:
         return len(self._queue)
 
     def head_wait_s(self, now_s: float) -> float:
-        """Of the request that was never admitted and has waited longest; 0 where none waits."""
+        """How long the first of those who were never admitted has waited; 0 where there is none."""
         return now_s - self._queue[0].added_s if self._queue else 0.0
 
     def append(self, accepted: Accepted, now_s: float) -> None:

@@ -28,7 +28,7 @@ from moonshard.serving.scheduler import Scheduler
 from moonshard.serving.waiting import QueueTimeout, Rejected
 from moonshard.serving.worker_report import kv_transfer_message, load_message, partition_state, welcome_message
 
-TICK_S = 0.1  # how late a lease's end or a place for a waiting reservation may be noticed
+TICK_S = 0.1  # how late a lease's end, a place for a waiting reservation or what is newly cached may be noticed
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class Worker:
     # ---- what others may know
 
     def load(self, link: Link | None = None) -> link_pb2.WorkerLoad:
-        """`link`: whom it is told."""
+        """As `link` is told it: `num_seen` counts what came over that one."""
         partitions = range(self._pool.num_partitions)
         return load_message(
             self.engine.counters(),
@@ -268,8 +268,15 @@ class Worker:
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             draining=self.is_draining,
             kv_transfer=self._kv_transfer(),
+            reserved_tokens=[self._reserved_tokens(partition) for partition in partitions],
             num_seen=0 if link is None else self._num_seen[link],
         )
+
+    def _reserved_tokens(self, partition: int) -> int:
+        """Between a Reserve and its first step: nobody else counts it, for its gateway no longer does."""
+        if self._decode is None:
+            return 0
+        return self._decode.reserved_tokens(partition) + self._scheduler.joining_tokens(partition)
 
     def inspect(self) -> link_pb2.Inspection:
         return link_pb2.Inspection(
@@ -326,7 +333,7 @@ class Worker:
             link.send(link_pb2.WorkerMessage(step=step))
 
     def _tell_prefixes(self) -> None:
-        """A few times a second and not with every step: what a router knows may be that old."""
+        """Every tick and not with every step: what a router knows may be that old."""
         for link, feed in self._open.items():
             while (news := feed.news()) is not None:
                 link.send(news)

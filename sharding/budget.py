@@ -35,6 +35,7 @@ class ModelPieces:
     first: tuple[Piece, ...]  # before the layers
     layers: tuple[tuple[Piece, ...], ...]
     last: tuple[Piece, ...]  # behind the layers
+    tied: tuple[Piece, ...] = ()  # of the first that are needed behind the layers too, by a stage that is not the first
     kv_bytes_per_token: int  # of one layer
 
     @property
@@ -150,4 +151,5 @@ def _weights_on_a_device(model: ModelPieces, mesh: MeshShape, rules: Rules) -> t
     def on_a_device(pieces: Sequence[Piece]) -> float:
         return math.fsum(math.prod(shard_shape(p.axes, p.shape, sizes, rules)) * p.bits / 8 for p in pieces)
 
-    return on_a_device(model.first), [on_a_device(layer) for layer in model.layers], on_a_device(model.last)
+    last = model.last if mesh.pipe == 1 else (*model.last, *model.tied)
+    return on_a_device(model.first), [on_a_device(layer) for layer in model.layers], on_a_device(last)

@@ -1,7 +1,8 @@
-"""Which experts each device holds where some are asked for more often than others: hot ones twice or more, all evenly.
+"""Which experts each device holds where some are used more than others: hot ones more than once, all evenly spread.
 
-Places are what devices hold experts in, equally many each, in the order of the devices. Pure, from loads that were
-measured elsewhere. Source: DeepSeek's EPLB (github.com/deepseek-ai/EPLB), global policy: replicate, then pack.
+A place holds one copy of one expert; every device has equally many, counted in the order of the devices. Pure, from
+loads that were measured elsewhere.
+Source: DeepSeek's EPLB (github.com/deepseek-ai/EPLB), global policy: replicate, then pack.
 """
 
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpertPlacement:
-    """Of one or more MoE layers."""
+    """Where the experts of one or more MoE layers lie."""
 
-    expert_of: np.ndarray  # [layers, places] int32: whose copy it is
-    places_of: np.ndarray  # [layers, experts, most copies] int32: where its copies are, the first ones over again
+    expert_of: np.ndarray  # [layers, places] int32: the expert of which it holds a copy
+    places_of: np.ndarray  # [layers, experts, most copies] int32: its copies, repeated up to the most of any expert
     num_copies: np.ndarray  # [layers, experts] int32
 
     @property
@@ -22,14 +23,14 @@ class ExpertPlacement:
         return self.expert_of.shape[1]
 
     def of_layers(self, layers: slice) -> "ExpertPlacement":
-        """Of some of them, as a stage has."""
+        """That of some of the layers, such as a stage's."""
         return ExpertPlacement(
             expert_of=self.expert_of[layers], places_of=self.places_of[layers], num_copies=self.num_copies[layers]
         )
 
 
 def place_experts(loads: np.ndarray, num_places: int, num_devices: int) -> ExpertPlacement:
-    """Spare places go to the experts with most load per copy; copies then to the devices with least load.
+    """Gives redundant places to the experts with most load per copy, then copies to the devices with least load.
 
     Args:
         loads: [layers, experts], tokens of each expert in any unit.
@@ -75,7 +76,7 @@ def _pack(load_of_copy: np.ndarray, num_copies: np.ndarray, num_devices: int) ->
 
 
 def _places(expert_of: np.ndarray, num_copies: np.ndarray) -> np.ndarray:
-    """[layers, experts, most copies]."""
+    """Where each expert's copies are [layers, experts, most copies]."""
     found = np.empty((*num_copies.shape, int(num_copies.max())), np.int32)
     for layer, expert in np.ndindex(num_copies.shape):
         found[layer, expert] = np.resize(np.flatnonzero(expert_of[layer] == expert), found.shape[-1])

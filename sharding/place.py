@@ -1,7 +1,7 @@
 """What a device must know of the mesh it computes in: which axes cut what, and how partial results come together.
 
-Programs are written for one device and run on all of them under `shard_map`, so every collective stands in the text
-where it happens and is counted there. On one device each of these is the identity and compiles to nothing.
+Programs are written for one device and run on all of them under `shard_map`, so every collective stands in the source
+where it happens. On one device each of these is the identity and compiles to nothing.
 """
 
 import math
@@ -25,10 +25,11 @@ class Place:
     rules: Rules = PREFILL
 
     def axes(self, logical: str) -> tuple[MeshAxis, ...]:
-        """The mesh axes that really cut a logical axis here."""
+        """The mesh axes that cut a logical axis here; those of size 1 do not."""
         return tuple(axis for axis in self.rules.of(logical) if getattr(self.mesh, axis) > 1)
 
     def num_parts(self, logical: str) -> int:
+        """Into how many parts a logical axis is cut."""
         return math.prod(getattr(self.mesh, axis) for axis in self.axes(logical))
 
     def part(self, logical: str) -> Int[Array, ""]:
@@ -55,14 +56,14 @@ class Place:
         return jax.lax.all_gather(x, axes, axis=HEADS, tiled=True) if axes else x
 
     def sum_own_heads(self, x: Array) -> Array:
-        """[n, t, heads, f], parts of sums over `kv_tokens`, to this device's heads of the sum."""
+        """[n, t, heads, f], partial sums of the devices along `kv_tokens`, to this device's heads of the sum."""
         axes = self.axes("kv_tokens")
         if self.axes("heads") != axes:
             return self.sum(x, axes)
         return jax.lax.psum_scatter(x, axes, scatter_dimension=HEADS, tiled=True)
 
     def gather(self, x: Array, logical: str) -> Array:
-        """The parts of the last axis, which is cut as `logical` is, put together."""
+        """Puts together the parts of the last dimension, which is cut as `logical` is."""
         axes = self.axes(logical)
         return jax.lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True) if axes else x
 

@@ -8,7 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from tests.compiled import forget_if_many
 
 NUM_DEVICES = 8
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -28,3 +31,9 @@ def _prepare_jax() -> None:
 _prepare_jax()
 settings.register_profile("moonshard", deadline=None)
 settings.load_profile("moonshard")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if item.get_closest_marker("xdist_group"):  # others compile little, and to count takes milliseconds
+        forget_if_many()

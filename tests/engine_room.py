@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from moonshard.serving.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import ALONE, Place
 from tests.agreement import FIXTURES, reference
+from tests.compiled import compiled_once
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 64
@@ -37,7 +37,7 @@ def programs(name: str = "kimi_k2", worker: int = 0, place: Place = ALONE) -> Pr
     return _compiled(name, worker, place)
 
 
-@cache
+@compiled_once
 def _compiled(name: str, worker: int, place: Place) -> Programs:
     del worker  # only tells one from another
     compiled = uncompiled_programs(name, place=place)
@@ -76,6 +76,7 @@ class Run:
     finish: dict[SequenceId, str] = field(default_factory=dict)
     num_steps: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
     num_wasted_tokens: int = 0
     num_prefill_steps: int = 0
 
@@ -124,6 +125,7 @@ async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill
     await until_idle(engine)
     totals = engine.counters().totals
     run.num_preemptions, run.num_wasted_tokens = totals.num_preemptions, totals.wasted_tokens
+    run.num_cached_tokens = totals.cached_tokens
     run.num_prefill_steps = totals.num_prefill_steps
     await engine.close()
     engine.failed.cancel()
@@ -140,9 +142,11 @@ def an_engine(
     num_slots: int = NUM_SLOTS,
     max_prefill_sequences: int = MAX_PREFILL_SEQUENCES,
 ) -> Engine:
-    """On the running event loop; not started."""
+    """On the running event loop; not started. As many microbatches as there are stages, as a worker has."""
+    num_stages = len(executor.stages)
     config = SchedulerConfig(
         slots_per_partition=num_slots,
+        num_microbatches=min(num_stages, num_slots),
         chunk_tokens=CHUNK_TOKENS,
         q_tile=Q_TILE,
         max_prefill_sequences=max_prefill_sequences,
@@ -157,6 +161,7 @@ def an_engine(
         on_step=on_step,
         on_expired=lambda request_id, error: None,
         on_prefill=on_prefill,
+        num_stages=num_stages,
     )
 
 

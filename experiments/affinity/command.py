@@ -40,11 +40,12 @@ COLUMNS = (
     "p90, ms",
     "`random` / this",
 )
+DEFAULT = Plan()
 
 
 def affinity(
-    sessions: int = Plan.num_sessions,
-    rounds: int = Plan.rounds,
+    sessions: int = DEFAULT.num_sessions,
+    rounds: int = DEFAULT.rounds,
     seed: int = 0,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results/affinity"),
     set: Overrides = (),
@@ -54,7 +55,7 @@ def affinity(
     Args:
         sessions: how many are played in each round.
         rounds: how often each arm is run, from empty caches.
-        seed: other sessions.
+        seed: of the sessions; another gives others.
         out: where every turn goes as JSON, and the table as Markdown.
         set: a key of the server's configuration, as for `moonshard serve`. May be repeated.
     """

@@ -20,7 +20,7 @@ from moonshard.experiments.bench.deployment import deployed
 from moonshard.experiments.bench.server import RunningServer
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.config import Config
-from moonshard.serving.policies import PolicyName
+from moonshard.serving.policy_names import PolicyName
 
 ArmName = Literal["random", "header", "cost"]
 SESSION_HEADER = "x-session-affinity"

@@ -69,7 +69,7 @@ class Process:
         self.running.wait()
 
     def stop(self) -> None:
-        """As a person would; killed where that takes too long. Nothing where it is not running."""
+        """By SIGTERM, and where that takes too long by SIGKILL. Nothing happens where it is not running."""
         if self.popen is None or self.popen.poll() is not None:
             return
         self.popen.send_signal(signal.SIGTERM)

@@ -21,6 +21,7 @@ from moonshard.experiments.bench.deployment import Process
 from moonshard.experiments.bench.grid import Grid, number
 from moonshard.experiments.bench.measurement import Measurement, Plan
 from moonshard.experiments.bench.scripted_worker import STEP_S
+from moonshard.experiments.bench.server import ServerFailed
 from moonshard.experiments.bench.streams import Seen, ask_grpc
 from moonshard.experiments.bench.transport_rows import verdict
 from moonshard.rpc import link_pb2, link_pb2_grpc
@@ -117,6 +118,7 @@ class DirectClient:
 
     def __init__(self, call: grpc.aio.StreamStreamCall):
         self._call = call
+        self._writing = asyncio.Lock()  # a call takes one message at a time
         self._arrivals: dict[bytes, list[int]] = {}
         self._ended: dict[bytes, asyncio.Future[None]] = {}
 
@@ -128,22 +130,23 @@ class DirectClient:
             hello = link_pb2.Hello(protocol_version=PROTOCOL_VERSION, gateway_epoch=secrets.token_bytes(16))
             await call.write(link_pb2.GatewayMessage(hello=hello))
             client = cls(call)
-            reading = asyncio.create_task(client._read())
-            try:
-                yield client
-            finally:
-                reading.cancel()
-                call.cancel()
+            async with asyncio.TaskGroup() as group:  # when the reading fails, nobody waits for what it would bring
+                reading = group.create_task(client._read())
+                try:
+                    yield client
+                finally:
+                    reading.cancel()
+                    call.cancel()
 
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> Seen:
         request_id = secrets.token_bytes(16)
         self._arrivals[request_id] = arrivals_ns = []
-        self._ended[request_id] = asyncio.get_running_loop().create_future()
+        self._ended[request_id] = ended = asyncio.get_running_loop().create_future()
         run = link_pb2.Run(request_id=request_id, prompt_tokens=prompt, max_tokens=max_tokens, n=1)
         sent_ns = time.perf_counter_ns()
-        await self._call.write(link_pb2.GatewayMessage(run=run))
-        await self._ended.pop(request_id)
-        del self._arrivals[request_id]
+        async with self._writing:
+            await self._call.write(link_pb2.GatewayMessage(run=run))
+        await ended
         return Seen(sent_ns=sent_ns, arrivals_ns=tuple(arrivals_ns), ended_ns=time.perf_counter_ns(), timing=None)
 
     async def _read(self) -> None:
@@ -152,7 +155,9 @@ class DirectClient:
             for output in message.step.outputs:
                 self._arrivals[output.request_id] += [now_ns] * len(output.token_ids)
                 if output.finish_reason:
-                    self._ended[output.request_id].set_result(None)
+                    del self._arrivals[output.request_id]
+                    self._ended.pop(output.request_id).set_result(None)
+        raise ServerFailed("the scripted worker ended its link")
 
 
 def _measurements(num_streams: int, way: str, seen: Sequence[Seen]) -> list[Measurement]:

@@ -1,7 +1,7 @@
 """What meshes cost: planning the way between two, collectives, stages without work, and what of a handoff is exposed.
 
-All devices are virtual ones of the CPU, so of the times only those of the first hold elsewhere; what is counted does.
-Each question has a process of its own, one after another: `meshes_device`, and for handoffs a deployment.
+All devices are virtual ones of the CPU, so times on them say nothing of other hardware. Each question is asked in a
+process of its own, one after another: `meshes_device`, and for handoffs a deployment.
 """
 
 import subprocess
@@ -16,11 +16,11 @@ from moonshard.experiments.bench.meshes_handoff import measure_mesh_handoffs
 from moonshard.serving.config import Config
 from moonshard.serving.config_file import as_overrides
 
-ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # no word that is no flag beside it: it would hide all behind it
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # beside it only flags: XLA ignores what follows any other word
 
 
 def measure_meshes(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
-    """CalledProcessError of a question's process, ServerFailed of a deployment that does not start."""
+    """Raises CalledProcessError where a question's process fails, ServerFailed where a deployment does not start."""
     return [
         *_ask("reshard", config, plan, environment),
         *_ask("collectives", config, plan, environment),

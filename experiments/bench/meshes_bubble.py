@@ -1,7 +1,7 @@
 """How much of the time the stages of a pipeline have no work while they decode: with one microbatch, and with many.
 
-The device side alone: steps are made beforehand and launched as the engine launches them, so that what is missing is
-missing on the devices. Nothing was prefilled: a step's work follows from positions, and not from what lies there.
+The device side alone: steps are made beforehand and launched as the engine launches them, so that only the devices hold
+each other up. Nothing is prefilled: a step's work depends on its positions, and not on what the pages hold.
 """
 
 import time
@@ -76,7 +76,7 @@ def _step_ms(programs: Programs, steps: Sequence[Step], in_flight: int) -> float
 
 
 def _busy_ms(programs: Programs, step: Step, num_runs: int) -> tuple[float, ...]:
-    """Of each stage's program alone, over many runs behind one another, so that no launch is waited for."""
+    """How long each stage runs its program alone: the mean of many runs in a row, so that no launch is waited for."""
     hidden, found = None, []
     for stage in programs.stages:
         result = jax.block_until_ready(stage.run(step.kind, step.bucket, step.metadata, hidden))
@@ -90,7 +90,7 @@ def _busy_ms(programs: Programs, step: Step, num_runs: int) -> tuple[float, ...]
 
 
 def _piped(config: Config, plan: Plan, num_stages: int) -> Config:
-    """With few programs to compile."""
+    """On a mesh of so many stages, with few programs to compile."""
     chunk_tokens = -(-Q_TILE // config.kv.block_size) * config.kv.block_size
     return replace(
         config,

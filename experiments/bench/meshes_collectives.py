@@ -1,7 +1,7 @@
 """Collectives of each role's step on each mesh, counted in the HLO of the very programs that a worker runs.
 
-Programs are compiled and not run. Where a stack has a single layer XLA takes its loop apart, and nobody could tell its
-collectives from those around it: that pass is left out here, and it adds or removes no collective.
+Programs are compiled and not run. XLA would take the loop over a stack of a single layer apart, and nobody could tell
+its collectives from those around it: here, and only here, that pass is switched off.
 """
 
 from collections import Counter
@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from moonshard.experiments.bench.measurement import Measurement
 from moonshard.experiments.bench.meshes_hlo import COLLECTIVES, Turn, read_program
 from moonshard.experiments.bench.meshes_tables import CASES, ROLES, WHERES, Case, Where, collective_name
-from moonshard.models import kimi, weights
 from moonshard.serving.config import Config
-from moonshard.serving.loading import backend_for, choose_sizes, open_model, resolve_dtype, split_stages
+from moonshard.serving.loading import choose_sizes, open_model, resolve_dtype
+from moonshard.serving.lowering import abstract_stages
 from moonshard.serving.stage import Blueprint, StageModel
 from moonshard.serving.steps import StepKind, StepShapes
-from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import Place
 from moonshard.sharding.shape import MeshShape
 
@@ -68,7 +67,7 @@ def measure_collectives(config: Config, cases: Sequence[Case] = CASES) -> list[M
 
 
 def step_program(config: Config, case: Case, role: str) -> StepProgram:
-    """The largest step of a role, not compiled."""
+    """The largest step of a role, not yet compiled."""
     is_prefill = role == "prefill"
     table = case.rules or (config.prefill.rules if is_prefill else config.decode.rules)
     config = _on(config, case.mesh)
@@ -76,18 +75,12 @@ def step_program(config: Config, case: Case, role: str) -> StepProgram:
     dtype = resolve_dtype(config.model.dtype)
     shapes, _ = choose_sizes(config, model, dtype, "prefill" if is_prefill else "decode")
     kind, bucket = _largest(shapes, StepKind.PREFILL if is_prefill else StepKind.DECODE)
-    only = replace(shapes, prefill_buckets=(), decode_buckets=(), transfer_buckets=())
-    only = replace(only, **{"prefill_buckets" if is_prefill else "decode_buckets": (bucket,)})
-    place = Place(mesh=case.mesh, rules=table)
-    stages = []
-    for index, layers in enumerate(split_stages(model, place)):
-        mesh = build_mesh(case.mesh, index)
-        abstract = weights.abstract(kimi.declare(model, layers), dtype, mesh, table)
-        backend = backend_for(mesh.devices.flat[0].platform)
-        part = StageModel(config=model, layers=layers, weights=abstract, mesh=mesh, place=place, backend=backend)
-        sizes = {"blocks_per_partition": NUM_BLOCKS, "block_size": config.kv.block_size}
-        stages.append(Blueprint(part, only, **sizes, dtype=dtype))
-    return StepProgram(stages=tuple(stages), kind=kind, bucket=bucket)
+    block_size = config.kv.block_size
+    stages = tuple(
+        Blueprint(stage, shapes, blocks_per_partition=NUM_BLOCKS, block_size=block_size, dtype=dtype)
+        for stage in abstract_stages(model, Place(mesh=case.mesh, rules=table), dtype)
+    )
+    return StepProgram(stages=stages, kind=kind, bucket=bucket)
 
 
 def stacks_of(model: StageModel) -> tuple[Where, ...]:

@@ -1,7 +1,7 @@
 """Questions about meshes, on virtual devices: `python -m moonshard.experiments.bench.meshes_device`, JSON in, JSON out.
 
-A process of its own, since jax is told once how many devices it has and how many threads. Reads a `Job` on stdin; on
-stdout a list of measurements.
+A process of its own, since jax is told only once how many devices and threads it has. Reads a `Job` on stdin and writes
+a list of measurements on stdout.
 """
 
 import sys

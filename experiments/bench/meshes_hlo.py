@@ -1,7 +1,7 @@
 """Which collectives a compiled program runs, and how often: read from the text of its HLO.
 
-A loop is a computation of its own there, so a collective inside it stands in the text once and runs once a turn. What
-is returned is a tree of turns. A pair of `-start` and `-done` is one collective. Left out: bytes, and over which
+There a loop's body is a computation of its own, so a collective inside it stands in the text once and runs once a turn.
+What is returned is a tree of turns. A pair of `-start` and `-done` is one collective. Left out: bytes, and over which
 devices.
 Source: HLO's text format, as `xla/hlo/parser` reads it.
 """
@@ -74,7 +74,7 @@ def _instruction(opcode: str, rest: str) -> _Instruction:
 
 
 def _turn(computations: Mapping[str, list[_Instruction]], names: tuple[str, ...]) -> Turn:
-    """All that these computations run, with what they call but the turns of their loops."""
+    """All that these computations run, and what they call; the turns of their loops apart."""
     counts, op_names, loops = Counter[str](), set[str](), list[Turn]()
     for instruction in (each for name in names for each in computations.get(name, ())):
         op_names.add(instruction.op_name)

@@ -1,6 +1,6 @@
 """What is measured of meshes: on which of them, what each figure is called, its bar, and the four tables.
 
-Imports no jax: what measures runs in processes of its own, and the command that prints the tables has none.
+Imports no jax: measuring is done in processes of its own, and the command that prints the tables loads none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ def reshard_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
     notes = (
         f"Reshard: blocks as Kimi K2 has them, {NUM_LAYERS} layers of {NUM_FEATURES} {DTYPE} for {BLOCK_SIZE} tokens; "
         f"{NUM_BLOCKS} blocks of a request of {NUM_BLOCKS * BLOCK_SIZE:,} tokens. A template is made anew each time, "
-        "which a worker does once for a pair. Owners cut a block by layers, or by tokens where the name says so.",
+        "which a worker does once for a pair. Blocks are cut by layers, or by tokens where the name says so.",
     )
     return _grid("From the layout of one mesh to that of another", RESHARD_COLUMNS, rows, notes)
 
@@ -93,8 +93,9 @@ type Where = Literal["a dense layer", "a sparse layer", "a round of the exchange
 WHERES: tuple[Where, ...] = ("a dense layer", "a sparse layer", "a round of the exchange", "outside")
 ROLES = ("decode", "prefill")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-NUM_SUMS = 2  # of a layer under tensor parallelism: one behind attention, one behind the experts
-COLLECTIVE_COLUMNS = ("mesh", "step of", *(f"in {where}" for where in WHERES[:3]), "outside the layers", "bar 2 sums")
+NUM_ALL_REDUCES = 2  # of a layer under tensor parallelism: one behind attention, one behind the experts
+BAR = f"bar {NUM_ALL_REDUCES} all-reduces"
+COLLECTIVE_COLUMNS = ("mesh", "step of", *(f"in {where}" for where in WHERES[:3]), "outside the layers", BAR)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +105,7 @@ class Case:
     name: str
     mesh: MeshShape
     rules: Rules | None = None
-    has_bar: bool = False  # whether a decode step may have two sums in a layer and nothing else
+    has_bar: bool = False  # whether a layer of a decode step should have two all-reduces and nothing else
 
 
 CASES = (
@@ -132,13 +133,13 @@ def collectives_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
         for role in ROLES:
             if collective_name(KINDS[0], WHERES[0], role, case.name) in found:
                 counts = [_counts(found, where, role, case) for where in WHERES]
-                said = verdict(_is_two_sums(counts)) if case.has_bar and role == "decode" else ""
+                said = verdict(_is_within_bar(counts)) if case.has_bar and role == "decode" else ""
                 rows.append((case.name, role, *map(_cell, counts), said))
     notes = (
         "Collectives: from the compiled HLO of the largest step of each role; a layer's are counted once a layer, a "
         "round's once a round of the exchange of tokens between experts, of which there is one unless experts are "
         "very unevenly loaded; those outside once a step, over all stages. Activations go from stage to stage by a "
-        "copy, which is none of them. Each role has its own table of rules where the name says nothing.",
+        "copy, which is none of them. A mesh whose name says nothing of rules has each role's own table.",
     )
     return _grid("Collectives of a step", COLLECTIVE_COLUMNS, rows, notes)
 
@@ -147,10 +148,10 @@ def _counts(found: Mapping[str, Measurement], where: Where, role: str, case: Cas
     return {kind: int(found[collective_name(kind, where, role, case.name)].median) for kind in KINDS}
 
 
-def _is_two_sums(counts: Sequence[Mapping[str, int]]) -> bool:
+def _is_within_bar(counts: Sequence[Mapping[str, int]]) -> bool:
     dense, sparse, rounds, _ = counts
-    is_two = (of_layer["all-reduce"] == sum(of_layer.values()) == NUM_SUMS for of_layer in (dense, sparse))
-    return all(is_two) and not any(rounds.values())
+    layers_are = (layer["all-reduce"] == sum(layer.values()) == NUM_ALL_REDUCES for layer in (dense, sparse))
+    return all(layers_are) and not any(rounds.values())
 
 
 def _cell(counts: Mapping[str, int]) -> str:
@@ -161,8 +162,15 @@ def _cell(counts: Mapping[str, int]) -> str:
 
 PIPES = (2, 4)
 BUBBLE_COLUMNS = (
-    *("stages", "microbatches", "rows of a step", "busy with a step, by stage, ms", "a step every, ms"),
-    *("bubble", "min to max", "of even overlap", "n"),
+    "stages",
+    "microbatches",
+    "rows of a step",
+    "busy with a step, by stage, ms",
+    "a step every, ms",
+    "bubble",
+    "min to max",
+    "at best",
+    "n",
 )
 
 
@@ -186,8 +194,8 @@ def bubble(busy_ms: Sequence[float], step_ms: float) -> float:
     return 1 - sum(busy_ms) / (len(busy_ms) * step_ms)
 
 
-def bubble_of_even_overlap(busy_ms: Sequence[float], num_microbatches: int) -> float:
-    """What such stages leave at best: the slowest sets the pace, or each microbatch's own way through all of them."""
+def bubble_at_best(busy_ms: Sequence[float], num_microbatches: int) -> float:
+    """The least that such stages leave: the slowest sets the pace, or each microbatch's own way through all of them."""
     return bubble(busy_ms, max(*busy_ms, sum(busy_ms) / num_microbatches))
 
 
@@ -202,11 +210,14 @@ def bubble_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
                 busy_ms = [found[busy_name(stage, *of_pipe)].median for stage in range(num_stages)]
                 rows.append(
                     (
-                        *(str(num_stages), str(num_microbatches), str(plan.pipeline_rows // num_microbatches)),
+                        str(num_stages),
+                        str(num_microbatches),
+                        str(plan.pipeline_rows // num_microbatches),
                         " + ".join(number(each) for each in busy_ms),
                         number(found[step_name(*of_pipe)].median),
-                        *(f"{share.median:.3f}", spread(share)),
-                        f"{bubble_of_even_overlap(busy_ms, num_microbatches):.3f}",
+                        f"{share.median:.3f}",
+                        spread(share),
+                        f"{bubble_at_best(busy_ms, num_microbatches):.3f}",
                         str(len(share.samples)),
                     )
                 )
@@ -214,8 +225,8 @@ def bubble_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
         f"Bubble: 1 - (busy time of all stages / stages x time), of decode steps over {plan.pipeline_rows} sequences "
         f"after {plan.pipeline_context:,} tokens; each stage a virtual device, XLA told to split no operation over "
         "threads. Busy is a stage running its program alone, again and again; the tokens' way back to the first stage "
-        "counts as no work. `Of even overlap` is what these busy times leave at best: the slowest stage sets the pace, "
-        "or the way of a microbatch through all of them. A machine with fewer cores than stages cannot run all of them "
+        "counts as no work. `At best` is the least that these busy times leave: the slowest stage sets the pace, or "
+        "the way of a microbatch through all of them. A machine with fewer cores than stages cannot run all of them "
         "at once: there the figure is of the cores, and not of the pipeline.",
     )
     return _grid("Stages without work", BUBBLE_COLUMNS, rows, notes)

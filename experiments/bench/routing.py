@@ -6,7 +6,8 @@ index as its events would put it.
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
 import numpy as np
@@ -15,11 +16,12 @@ from moonshard.experiments.bench.grid import Grid, number
 from moonshard.experiments.bench.measurement import Measurement, Plan
 from moonshard.experiments.bench.transport_rows import verdict
 from moonshard.experiments.replay.replay import ReplayConfig, Replayed, replay
-from moonshard.experiments.replay.synthetic import agent_sessions
+from moonshard.experiments.replay.synthetic import agent_trace
 from moonshard.experiments.trace_file import TracedRequest
-from moonshard.kv.prefix import NAME_BYTES, block_names, root_name
-from moonshard.serving.policies import PolicyName, policy
-from moonshard.serving.router import Ask, Home, Router
+from moonshard.kv.prefix import NAME_BYTES, block_names, root_name, split_names
+from moonshard.serving.policies import policy_of
+from moonshard.serving.policy_names import PolicyName
+from moonshard.serving.router import Ask, Home, Reservation, Router
 
 NUM_WORKERS = 1000
 BLOCKS_PER_WORKER = 1000
@@ -32,7 +34,8 @@ DECISION, HASHING, EVENT = "decision", "hashing the prompt", "taking in an event
 DECISION_BAR_US = 1000.0
 LOAD_BAR, HIT_BAR = 1.1, 0.01
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
-RATES = (4000.0, 6000.0, 10_000.0)
+DEFAULT_RATE = 6000.0  # tokens/s, of every policy
+RATES = (4000.0, DEFAULT_RATE, 10_000.0)  # of policy cost
 SPEED_COLUMNS = (
     f"{NUM_WORKERS:,} workers, {NUM_WORKERS * BLOCKS_PER_WORKER:,} blocks",
     "p50, us",
@@ -45,10 +48,10 @@ REPLAY_COLUMNS = ("policy", "tokens/s", "found again", "points below the oracle"
 
 def measure_routing(plan: Plan, trace: Sequence[TracedRequest] | None) -> list[Measurement]:
     """Without a trace, of one that is made up."""
-    requests = agent_sessions(plan.replay_sessions) if trace is None else trace
+    requests = agent_trace(plan.replay_sessions) if trace is None else trace
     found = [*_speeds(plan.decisions)]
     for name in POLICIES:
-        for rate in RATES if name == "cost" else RATES[1:2]:
+        for rate in RATES if name == "cost" else (DEFAULT_RATE,):
             found += _shares(name, rate, replay(requests, ReplayConfig(policy=name, tokens_per_s=rate)))
     return found
 
@@ -60,30 +63,43 @@ def _speeds(num_decisions: int) -> Iterator[Measurement]:
     num_sessions = NUM_WORKERS * (BLOCKS_PER_WORKER - SYSTEM_BLOCKS) // SESSION_BLOCKS
     sessions = [system + _names(names, SESSION_BLOCKS) for _ in range(num_sessions)]
     yield _samples(EVENT, _tell(router, homes, sessions))
-    choose, took, hashed, open_reservations = policy("cost"), [], [], []
-    for _ in range(num_decisions):
-        prompt = draw.choice(sessions) + _names(names, NEW_BLOCKS)
+    prompts = (draw.choice(sessions) + _names(names, NEW_BLOCKS) for _ in range(num_decisions))
+    yield _samples(DECISION, _decide(router, homes, prompts, draw))
+    yield _samples(HASHING, _hash(names, num_decisions // 10))
+
+
+def _decide(
+    router: Router, homes: tuple[Home, ...], prompts: Iterable[Sequence[bytes]], draw: random.Random
+) -> list[float]:
+    """Seconds per decision, with as many requests under way as there are workers."""
+    choose, took, under_way = policy_of("cost"), [], deque[Reservation]()
+    for prompt in prompts:
         num_tokens = len(prompt) * BLOCK_SIZE
         ask = Ask(num_tokens=num_tokens, num_prompt=num_tokens, is_prefill=True, names=prompt, block_size=BLOCK_SIZE)
         router.report(draw.choice(homes), draw.randrange(20_000))
         start_s = time.perf_counter()
         reservation = router.reserve(homes, ask, policy=choose)
         took.append(time.perf_counter() - start_s)
-        open_reservations.append(reservation)
-        if len(open_reservations) > NUM_WORKERS:
-            router.release(open_reservations.pop(0))
-    for _ in range(num_decisions // 10):
-        tokens = names.integers(VOCAB_SIZE, size=(SYSTEM_BLOCKS + SESSION_BLOCKS + NEW_BLOCKS) * BLOCK_SIZE)
+        assert reservation is not None  # there are homes
+        under_way.append(reservation)
+        if len(under_way) > NUM_WORKERS:
+            router.release(under_way.popleft())
+    return took
+
+
+def _hash(draw: np.random.Generator, count: int) -> list[float]:
+    """Seconds per prompt."""
+    took = []
+    for _ in range(count):
+        tokens = draw.integers(VOCAB_SIZE, size=(SYSTEM_BLOCKS + SESSION_BLOCKS + NEW_BLOCKS) * BLOCK_SIZE)
         start_s = time.perf_counter()
         block_names(root_name(b"model"), tokens, BLOCK_SIZE)
-        hashed.append(time.perf_counter() - start_s)
-    yield _samples(DECISION, took)
-    yield _samples(HASHING, hashed)
+        took.append(time.perf_counter() - start_s)
+    return took
 
 
 def _names(draw: np.random.Generator, count: int) -> list[bytes]:
-    joined = draw.bytes(count * NAME_BYTES)
-    return [joined[start : start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES)]
+    return split_names(draw.bytes(count * NAME_BYTES))
 
 
 def _tell(router: Router, homes: Sequence[Home], sessions: Sequence[Sequence[bytes]]) -> list[float]:

@@ -5,6 +5,7 @@ alike share their whole blocks of KV: these are computed once, and stay until th
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -89,7 +90,7 @@ class GreedyModel:
         self._max_tokens = max_context_tokens
         self._width = num_blocks_of(max_context_tokens)  # of a block table
         self._blocks = Blocks(NUM_SLOTS * self._width)
-        self._weights = weights.load(params, checkpoint, dtype, mesh)
+        self._weights: kimi.Weights[Array] = weights.load(params, checkpoint, dtype, mesh)
         self._pages = allocate_pages(
             self._blocks.num_blocks,
             config.num_hidden_layers,
@@ -117,6 +118,25 @@ class GreedyModel:
         for first in range(0, len(prompts), NUM_SLOTS):
             found += self._together(prompts[first : first + NUM_SLOTS], max_tokens, frozenset(stops))
         return found
+
+    @property
+    def router_bias(self) -> np.ndarray:
+        """[layers with experts, experts]. ModelError where there is no router."""
+        return np.asarray(self._sparse_and_router()[1].bias)
+
+    @router_bias.setter
+    def router_bias(self, bias: np.ndarray) -> None:
+        """Forgets all KV that was computed with the bias before. `fingerprint` stays that of the folder."""
+        sparse, router = self._sparse_and_router()
+        put = jax.device_put(bias.astype(router.bias.dtype), router.bias.sharding)
+        self._weights = replace(self._weights, sparse=replace(sparse, router=replace(router, bias=put)))
+        self._blocks.forget()
+
+    def _sparse_and_router(self) -> tuple[kimi.Stack[Array], kimi.Router[Array]]:
+        sparse = self._weights.sparse
+        if sparse is None or sparse.router is None:
+            raise ModelError("no layer has routed experts")
+        return sparse, sparse.router
 
     def _together(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: frozenset[int]

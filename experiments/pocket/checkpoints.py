@@ -1,5 +1,7 @@
 """Checkpoints of a run: written whole or not at all, the last two kept, the last one that can be read found again.
 
+Steps that are needed later are kept as well.
+
 Orbax writes into a folder of another name and renames it when everything is there. A checkpoint has parts that can be
 read alone, and leaves are stored by their path in a part, so that neither the order of fields nor the number of devices
 matters. Left out: what a run was told to do (`journal`), and the model folder that people use (`export`).
@@ -16,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, CustomSteps, LatestN
 
 from moonshard.experiments.pocket.recipe import RunFailed
 
@@ -31,13 +34,19 @@ Parts = Mapping[str, Any]  # pytrees by name
 class Checkpoints:
     """The checkpoints of one run's folder, by step."""
 
-    def __init__(self, folder: Path, *, is_writer: bool = True):
+    def __init__(self, folder: Path, *, is_writer: bool = True, kept: Sequence[int] = ()):
         """The one writer removes what a killed run left half-written; a reader leaves a run's folder alone.
+
+        `kept` are the steps that are not removed when later ones come.
 
         RunFailed where the folder cannot be made.
         """
         self._folder = folder.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=NUM_KEPT, enable_async_checkpointing=False, create=is_writer)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy([LatestN(NUM_KEPT), CustomSteps(kept)]),
+            enable_async_checkpointing=False,
+            create=is_writer,
+        )
         if is_writer:
             self._remove_partial()
         try:
@@ -49,9 +58,12 @@ class Checkpoints:
         """The last step of which everything was written."""
         return self._manager.latest_step()
 
+    def has(self, step: int) -> bool:
+        return step in self._manager.all_steps()
+
     def save(self, step: int, parts: Parts) -> None:
         """Nothing happens if the step is there already. RunFailed if it cannot be written; older ones stay whole."""
-        if step in self._manager.all_steps():
+        if self.has(step):
             return
         leaves = {name: _by_path(jax.device_get(part)) for name, part in parts.items()}
         saved = {name: ocp.args.StandardSave(part) for name, part in leaves.items()}

@@ -109,15 +109,19 @@ def stacked(rows: Iterable[Row]) -> Rows:
 
 
 def _row(random: Random, split: str, stage: Stage, text: Text) -> Row:
-    tokens, weights = lesson(text, draw(random, split, stage.num_tokens, dict(stage.shares)), stage.num_tokens)
+    conversation = draw(random, split, stage.num_tokens, dict(stage.shares))
+    tokens, weights = lesson(text, conversation, stage.num_tokens, stage.call_weight)
     is_gapped = random.random() < stage.gapped_share
     return tokens, weights, _positions(random, stage.num_tokens, is_gapped)
 
 
-def lesson(text: Text, conversation: Conversation, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def lesson(
+    text: Text, conversation: Conversation, num_tokens: int, call_weight: float = ANSWER_WEIGHT
+) -> tuple[np.ndarray, np.ndarray]:
     """A conversation's tokens [num_tokens + 1], cut or padded, and the weight of each prediction [num_tokens]."""
     ids = np.array(text.encode(conversation)[: num_tokens + 1], np.int32)
-    weights = np.where(spoken(ids, text.tokenizer), ANSWER_WEIGHT, CONTEXT_WEIGHT).astype(np.float32)[1:]
+    weights = np.where(spoken(ids, text.tokenizer), ANSWER_WEIGHT, CONTEXT_WEIGHT)
+    weights = np.where(called(ids, text.tokenizer), call_weight, weights).astype(np.float32)[1:]
     missing = num_tokens + 1 - len(ids)
     pad = text.tokenizer.special_tokens["[PAD]"]
     return np.pad(ids, (0, missing), constant_values=pad), np.pad(weights, (0, missing))
@@ -138,6 +142,14 @@ def spoken(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
         elif token == end:
             is_assistant = speaks = False
     return found
+
+
+def called(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Which tokens are a call's: between <|tool_call_begin|> and <|tool_call_end|>, that one included."""
+    begins = ids == tokenizer.special_tokens["<|tool_call_begin|>"]
+    ends = ids == tokenizer.special_tokens["<|tool_call_end|>"]
+    depth = np.cumsum(begins) - np.cumsum(ends)
+    return ((depth > 0) & ~begins) | ends
 
 
 def _positions(random: Random, num_tokens: int, is_gapped: bool) -> np.ndarray:

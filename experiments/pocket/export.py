@@ -1,7 +1,9 @@
-"""`python -m moonshard.experiments.pocket.export`: the newest checkpoint of a run, as the model folder that is served.
+"""`python -m moonshard.experiments.pocket.export`: what a run has come to, as the model folder that is served.
 
-Writes weights (bfloat16; what is declared float32 stays so), config.json and generation_config.json. The tokenizer and
-the chat template of the folder are not touched: the weights were trained on them.
+That is the mean of the weights of the steps that its recipe names, once it has come to the last of them, and until then
+its newest checkpoint. Weights are written in bfloat16 (what is declared float32 stays so), with config.json and
+generation_config.json. The tokenizer and the chat template of the folder are not touched: the weights were trained on
+them. Source: model soups (arXiv 2203.05482) for the mean, here of checkpoints of one run.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import numpy as np
 from moonshard.experiments.pocket import loop
 from moonshard.experiments.pocket.checkpoints import Checkpoints
 from moonshard.experiments.pocket.corpus import POCKET
-from moonshard.experiments.pocket.journal import RUN_FOLDER, TOLD, read_shape
+from moonshard.experiments.pocket.journal import RUN_FOLDER, TOLD, read_averaged, read_shape
 from moonshard.experiments.pocket.recipe import RunFailed
 from moonshard.experiments.pocket.shape import IM_END
 from moonshard.models import kimi
@@ -44,11 +46,11 @@ def tensors_of(params: kimi.Weights[Param], weights: kimi.Weights[np.ndarray]) -
     return dict(sorted(whole.items()))
 
 
-def export(run: Path, out: Path) -> int:
-    """Replaces weights and configuration of the folder `out` by those of the run's newest checkpoint.
+def export(run: Path, out: Path) -> tuple[int, ...]:
+    """Replaces weights and configuration of the folder `out` by those that the run has come to.
 
     Returns:
-        The checkpoint's step.
+        The steps of the checkpoints that went in.
 
     Raises:
         RunFailed: there is no run or no checkpoint, either cannot be read, or a value is not finite.
@@ -61,20 +63,31 @@ def export(run: Path, out: Path) -> int:
     except ModelError as error:
         raise RunFailed(f"{run / TOLD}: damaged: {error}") from error
     checkpoints = Checkpoints(run / loop.CHECKPOINTS, is_writer=False)
-    step = checkpoints.newest()
-    if step is None:
-        raise RunFailed(f"{run}: no checkpoint")
+    steps = _steps(run, checkpoints)
     like = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, np.float32), params, is_leaf=is_param)
-    tensors = tensors_of(params, checkpoints.restore(step, {loop.WEIGHTS: like})[loop.WEIGHTS])
+    found = [checkpoints.restore(step, {loop.WEIGHTS: like})[loop.WEIGHTS] for step in steps]
+    tensors = tensors_of(params, jax.tree.map(lambda *leaves: np.mean(leaves, axis=0, dtype=np.float32), *found))
     if broken := [name for name, tensor in tensors.items() if not np.isfinite(tensor.astype(np.float32)).all()]:
-        raise RunFailed(f"{run}: step {step}: tensor {broken[0]!r} is not finite")
+        raise RunFailed(f"{run}: {_named(steps)}: tensor {broken[0]!r} is not finite")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".export-") as folder:
         write_checkpoint(folder, shape, tensors)
         (Path(folder) / GENERATION).write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n")
         for name in (WEIGHTS, GENERATION, CONFIG):
             os.replace(Path(folder) / name, out / name)
-    return step
+    return steps
+
+
+def _steps(run: Path, checkpoints: Checkpoints) -> tuple[int, ...]:
+    """Whose weights are averaged: those of the recipe once the run has come to the last of them."""
+    newest, averaged = checkpoints.newest(), read_averaged(run)
+    if newest is None:
+        raise RunFailed(f"{run}: no checkpoint")
+    return averaged if averaged and averaged[-1] <= newest else (newest,)
+
+
+def _named(steps: tuple[int, ...]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(map(str, steps))}, their mean"
 
 
 def generation_config(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,11 +106,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=POCKET, metavar="DIR", help="default: the embedded model's folder")
     options = parser.parse_args()
     try:
-        step = export(options.run, options.out)
+        steps = export(options.run, options.out)
     except (RunFailed, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{options.out}: the weights of step {step}")
+    print(f"{options.out}: the weights of {_named(steps)}")
     return 0
 
 

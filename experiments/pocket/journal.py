@@ -61,6 +61,14 @@ def read_shape(folder: Path) -> dict[str, Any]:
     return _read_told(folder / TOLD)[SHAPE]
 
 
+def read_averaged(folder: Path) -> tuple[int, ...]:
+    """The steps whose weights the run's recipe averages. RunFailed as `read_shape`, or where they are no steps."""
+    averaged = _read_told(folder / TOLD)[RECIPE].get("averaged", [])
+    if not isinstance(averaged, list) or not all(type(step) is int and step > 0 for step in averaged):
+        raise RunFailed(f"{folder / TOLD}: damaged: averaged is {averaged!r}")
+    return tuple(averaged)
+
+
 def _read_told(path: Path) -> dict[str, dict[str, Any]]:
     """By part. RunFailed unless it can be read and both parts are there."""
     try:

@@ -22,7 +22,7 @@ from moonshard.experiments.pocket.folder import claim
 from moonshard.experiments.pocket.journal import Journal, tell
 from moonshard.experiments.pocket.measure import measure
 from moonshard.experiments.pocket.progress import Taken, accuracy_line, accuracy_records, line, summarise
-from moonshard.experiments.pocket.recipe import Lessons, Recipe, Rows
+from moonshard.experiments.pocket.recipe import Lessons, Recipe, Rows, RunFailed
 from moonshard.experiments.pocket.step import TrainState, Weights, build_predict, build_step, first_state, place
 from moonshard.models.kimi import KimiConfig
 from moonshard.sharding.mesh import build_mesh, replicated
@@ -62,15 +62,17 @@ def train(
         How many steps are done and saved.
 
     Raises:
-        RunFailed: the folder cannot be written, is another run's just now, or holds a run of another kind or one of
-            which nothing can be read.
+        RunFailed: the folder cannot be written, is another run's just now, or holds a run of another kind, one of
+            which nothing can be read, or one that lost a checkpoint which its recipe averages.
     """
     with claim(folder):
         tell(folder, recipe, shape)
         config, mesh = KimiConfig.from_hugging_face(shape), build_mesh(MeshShape(data=jax.device_count()))
-        checkpoints = Checkpoints(folder / CHECKPOINTS)
+        checkpoints = Checkpoints(folder / CHECKPOINTS, kept=recipe.averaged)
         state = _resume(first_state(recipe, config, mesh, lessons.alike()), checkpoints, mesh, say)
         first = int(state.step)
+        if lost := [step for step in recipe.averaged if step <= first and not checkpoints.has(step)]:
+            raise RunFailed(f"{folder}: step {lost[0]}, which is to be averaged, has no checkpoint any more")
         say(f"{recipe.num_steps} steps, {recipe.num_tokens:,} tokens, on {mesh.size} device(s); {first} steps are done")
         duties = _Duties(
             recipe=recipe,
@@ -111,7 +113,8 @@ class _Duties:
             self._tell(step)
         if step % self.rhythm.steps_per_measurement == 0 or step == self.recipe.num_steps:
             self._measure(step, state.weights)
-        if time.monotonic() - self.saved_s >= self.rhythm.seconds_per_checkpoint or is_end:
+        is_due = time.monotonic() - self.saved_s >= self.rhythm.seconds_per_checkpoint
+        if is_due or is_end or step in self.recipe.averaged:
             self.checkpoints.save(step, _parts(state))
             self.saved_s = time.monotonic()
 

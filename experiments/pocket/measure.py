@@ -22,7 +22,7 @@ class Accuracy:
 
 
 def accuracy(predictions: np.ndarray, rows: Rows) -> Accuracy:
-    """Compares predictions [n, t] of `rows.tokens[:, 1:]`. An answer is a run of tokens of ANSWER_WEIGHT."""
+    """Compares predictions [n, t] of `rows.tokens[:, 1:]`. An answer is a run of tokens of ANSWER_WEIGHT or more."""
     is_answer = rows.weights >= ANSWER_WEIGHT
     is_right = predictions == rows.tokens[:, 1:]
     answers = [right.all() for row in zip(is_answer, is_right, strict=True) for right in _runs(*row)]

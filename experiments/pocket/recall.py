@@ -16,6 +16,7 @@ from moonshard.experiments.pocket.conversation import Conversation, Exchange, is
 UNKNOWN = "I don't know."
 UNKNOWN_SHARE = 0.12  # of the questions
 CHARS_PER_TOKEN = 3.0  # an estimate, for lengths
+MAX_MISSES = 100_000  # keys drawn in a row that are there already: then there is no other
 Maker = Callable[[Random], str]
 
 
@@ -170,7 +171,7 @@ class Document:
 
 
 def document(random: Random, split: str, num_tokens: int) -> Document:
-    """A document of about so many tokens; keys differ, facts belong to the split."""
+    """A document of about so many tokens, or of all the keys of its kind; keys differ, facts belong to the split."""
     domain = random.choice(DOMAINS)
     num_labels = 1 if random.random() < 0.75 else 2
     attributes = random.sample(domain.attributes, num_labels)
@@ -179,13 +180,15 @@ def document(random: Random, split: str, num_tokens: int) -> Document:
     facts: list[Fact] = []
     lines: list[str] = []
     keys: set[str] = set()
-    length = len(title)
-    while length < num_tokens * CHARS_PER_TOKEN or not lines:
+    length, num_misses = len(title), 0
+    while (length < num_tokens * CHARS_PER_TOKEN and num_misses < MAX_MISSES) or not lines:
         key = domain.key(random)
         own = [Fact(key=key, label=attribute.label, value=attribute.value(random)) for attribute in attributes]
         if key in keys or not is_of(split, key, *(fact.value for fact in own)):
+            num_misses += 1
             continue
         keys.add(key)
+        num_misses = 0
         facts += own
         lines += [LINES[style].format(key=fact.key, label=fact.label, value=fact.value) for fact in own]
         length += sum(len(line) + 1 for line in lines[-len(own) :])
@@ -199,10 +202,15 @@ def ask(random: Random, fact: Fact) -> str:
 
 
 def unknown_fact(random: Random, found: Document) -> Fact:
-    """A key that is not in the document, often with a word in common with one that is."""
+    """A key that is not in the document, often with a word in common with one that is.
+
+    ValueError for a document that has all keys of its kind.
+    """
     keys = {fact.key for fact in found.facts}
-    while (key := found.domain.key(random)) in keys:
-        pass
+    drawn = (found.domain.key(random) for _ in range(MAX_MISSES))
+    key = next((key for key in drawn if key not in keys), None)
+    if key is None:
+        raise ValueError(f"{found.title.strip()}: it has all keys of its kind")
     return Fact(key=key, label=random.choice(found.labels), value="")
 
 

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 DECAY_SHARE = 0.25  # of the steps of a cycle, from one restart to the next: the last ones
-ANSWER_WEIGHT = 1.0  # of tokens that the assistant says; all others weigh less
+ANSWER_WEIGHT = 1.0  # of tokens that the assistant says, unless a stage weighs its calls more; all others weigh less
 
 
 class RunFailed(Exception):
@@ -30,6 +30,7 @@ class Stage:
     num_steps: int
     gapped_share: float = 0.0  # of rows: with gaps between positions, which slow the first lessons down
     shares: tuple[tuple[str, float], ...] = ()  # by skill: relative weight among those that fit; none: the skills' own
+    call_weight: float = ANSWER_WEIGHT  # of the tokens of calls, from a function's name to <|tool_call_end|>
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,9 @@ class Recipe:
 
     stages: tuple[Stage, ...]
     restarts: tuple[Restart, ...] = ()  # in the order of their steps
+    averaged: tuple[
+        int, ...
+    ] = ()  # steps, ascending; the model has the mean of their weights; none: those of the last step
     seed: int = 0
     optimiser: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 2e-3  # at 1e-2 Muon takes apart what `beginning` laid in
@@ -113,6 +117,8 @@ MOSTLY_TOOLS = (("recall", 0.20), ("tools", 0.54), ("agents", 0.16), ("talk", 0.
 TOOLS_AGAIN = (("recall", 0.14), ("tools", 0.62), ("agents", 0.16), ("talk", 0.04), ("copying", 0.04))
 MORE_TOOLS = (("recall", 0.36), ("tools", 0.40), ("agents", 0.20), ("talk", 0.04))
 MORE_RECALL = (("recall", 0.54), ("tools", 0.24), ("agents", 0.18), ("talk", 0.04))
+MOSTLY_RECALL = (("recall", 0.66), ("tools", 0.20), ("agents", 0.12), ("talk", 0.02))
+EVENLY = (("recall", 0.44), ("tools", 0.36), ("agents", 0.16), ("talk", 0.04))
 CPU = Recipe(
     stages=(
         Stage(name="short", num_tokens=256, num_rows=16, num_steps=900),
@@ -125,8 +131,31 @@ CPU = Recipe(
         Stage(name="long again", num_tokens=1024, num_rows=4, num_steps=300, gapped_share=0.3, shares=MORE_TOOLS),
         Stage(name="longer again", num_tokens=2048, num_rows=2, num_steps=300, gapped_share=0.3, shares=MORE_RECALL),
         Stage(name="longest again", num_tokens=4096, num_rows=1, num_steps=200, shares=MORE_RECALL),
+        Stage(name="tools at last", num_tokens=512, num_rows=8, num_steps=500, gapped_share=0.3, shares=TOOLS_AGAIN),
+        Stage(name="longer at last", num_tokens=2048, num_rows=2, num_steps=250, gapped_share=0.3, shares=EVENLY),
+        Stage(name="longest at last", num_tokens=4096, num_rows=1, num_steps=450, shares=EVENLY),
+        Stage(
+            name="calls", num_tokens=512, num_rows=8, num_steps=600, gapped_share=0.3, shares=TOOLS_AGAIN, call_weight=4
+        ),
+        Stage(
+            name="longer with calls",
+            num_tokens=2048,
+            num_rows=2,
+            num_steps=150,
+            gapped_share=0.3,
+            shares=MORE_RECALL,
+            call_weight=4,
+        ),
+        Stage(
+            name="longest with calls", num_tokens=4096, num_rows=1, num_steps=200, shares=MOSTLY_RECALL, call_weight=4
+        ),
     ),
-    restarts=(Restart(step=6250, rate=0.5, least_balance=0.2),),
+    restarts=(
+        Restart(step=6250, rate=0.5, least_balance=0.2),
+        Restart(step=10050, rate=0.5, least_balance=0.5),
+        Restart(step=11250, rate=0.5, least_balance=0.5),
+    ),
+    averaged=(10050, 11250, 12200),  # the ends of the last three cycles
 )
 GPU = Recipe(
     stages=(

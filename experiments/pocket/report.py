@@ -74,7 +74,7 @@ def draw_answers(axes: Axes, at: list[int], xs: list[float], skills: Mapping[str
         axes.plot(np.interp([record["step"] for record in records], at, xs), shares, marker=".", label=skill)
     axes.set(ylim=(0, 101), title="held-out answers wholly right, % (teacher-forced)")
     if skills:
-        axes.legend()
+        axes.legend(loc="lower right")
 
 
 def smooth(values: Iterable[float]) -> np.ndarray:

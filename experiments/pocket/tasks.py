@@ -1,4 +1,4 @@
-"""Held-out questions with known answers: what an evaluation asks, in one process or of a server.
+"""Questions with known answers: held-out ones for an evaluation, in one process or of a server, others for training.
 
 The same seed gives the same tasks, whoever answers them. Recall documents are filled, by the tokenizer's own count, up
 to the length that a row names. Conversations with tools are cut before one of the assistant's turns, so that all turns
@@ -40,7 +40,18 @@ class Task:
     depth: int | None = None  # of the fact in its document, in fifths: 0 to 4
 
 
-def recall_tasks(text: Text, seed: int, num_tokens: int, num: int) -> list[Task]:
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where tasks come from: the same one gives the same tasks."""
+
+    seed: int
+    split: str = HELD_OUT
+
+    def random(self, *place: object) -> Random:
+        return random_of(self.split, self.seed, *place)
+
+
+def recall_tasks(text: Text, seed: int, num_tokens: int, num: int, split: str = HELD_OUT) -> list[Task]:
     """Single questions about documents, each prompt as near below `num_tokens` as whole lines allow.
 
     Of each document one question per fifth of its length, and one about a fact that is not there (kind "unknown").
@@ -48,14 +59,15 @@ def recall_tasks(text: Text, seed: int, num_tokens: int, num: int) -> list[Task]
     """
     found: list[Task] = []
     for number in range(-(-num // NUM_DEPTHS)):
-        found += _document_tasks(text, seed, num_tokens, number)
+        found += _document_tasks(text, Source(seed, split), num_tokens, number)
     return found
 
 
-def tool_tasks(seed: int, num: int) -> list[Task]:
+def tool_tasks(seed: int, num: int, split: str = HELD_OUT) -> list[Task]:
     """`num` questions that take calls, and a quarter as many that take none; of both, some in agent sessions."""
-    calling = [_tool_task(seed, number, takes_calls=True) for number in range(num)]
-    return calling + [_tool_task(seed, number, takes_calls=False) for number in range(-(-num // 4))]
+    source = Source(seed, split)
+    calling = [_tool_task(source, number, takes_calls=True) for number in range(num)]
+    return calling + [_tool_task(source, number, takes_calls=False) for number in range(-(-num // 4))]
 
 
 def talk_tasks(seed: int, num: int) -> list[Task]:
@@ -90,13 +102,13 @@ def prompt_tokens(text: Text, messages: Sequence[Message], tools: Sequence[Tool]
     return text.template.encode_chat(text.tokenizer, messages, template_kwargs={"tools": list(tools) or None})
 
 
-def _tool_task(seed: int, number: int, *, takes_calls: bool) -> Task:
+def _tool_task(source: Source, number: int, *, takes_calls: bool) -> Task:
     """An exchange of a conversation; one that has none of the wanted sort is drawn again."""
     is_agent = number % AGENTS_EVERY == AGENTS_EVERY - 1
     kind, generator, bounds = _TOOL_KINDS[is_agent]
     for attempt in range(1000):
-        random = random_of(HELD_OUT, seed, kind, takes_calls, number, attempt)
-        conversation = generator(random, HELD_OUT, random.randint(*bounds))
+        random = source.random(kind, takes_calls, number, attempt)
+        conversation = generator(random, source.split, random.randint(*bounds))
         wanted = [
             index for index, exchange in enumerate(conversation.exchanges) if bool(exchange.rounds) == takes_calls
         ]
@@ -111,43 +123,53 @@ _TOOL_KINDS: dict[bool, tuple[str, Generator, tuple[int, int]]] = {
 }
 
 
-def _document_tasks(text: Text, seed: int, num_tokens: int, number: int) -> list[Task]:
+def _document_tasks(text: Text, source: Source, num_tokens: int, number: int) -> list[Task]:
     in_system = number % SYSTEM_EVERY == SYSTEM_EVERY - 1
-    whole = _document(text, seed, num_tokens, number)
+    whole = _document(text, source, num_tokens, number)
 
     def longest(num_lines: int) -> int:
         """Tokens of the longest prompt about so many lines."""
-        messages = [task.messages for task in _questions(whole, seed, num_tokens, number, num_lines, in_system)]
+        messages = [task.messages for task in _questions(whole, source, num_tokens, number, num_lines, in_system)]
         return num_prompt_tokens(text, max(messages, key=lambda each: len(each[-1]["content"])))
 
     sizes = range(NUM_DEPTHS, len(whole.lines) + 1)
     num_lines = sizes[bisect_right(sizes, num_tokens, key=longest) - 1]
     while True:  # the longest in characters need not be the longest in tokens
-        tasks = _questions(whole, seed, num_tokens, number, num_lines, in_system)
+        tasks = _questions(whole, source, num_tokens, number, num_lines, in_system)
         if all(num_prompt_tokens(text, task.messages) <= num_tokens for task in tasks):
             return tasks
         num_lines -= 1
 
 
-def _document(text: Text, seed: int, num_tokens: int, number: int) -> Document:
+def _document(text: Text, source: Source, num_tokens: int, number: int) -> Document:
     """A document of the kind whose turn it is, longer than `num_tokens`."""
     for attempt in range(1000):
         place = ("recall", num_tokens, number, attempt)
         domain = DOMAINS[number % len(DOMAINS)]
-        if document(random_of(HELD_OUT, seed, *place), HELD_OUT, 1).domain is not domain:
+        if document(source.random(*place), source.split, 1).domain is not domain:
             continue
-        size = num_tokens
-        while True:
-            found = document(random_of(HELD_OUT, seed, *place), HELD_OUT, size)
-            if len(text.tokenizer.encode(found.text)) > num_tokens:
-                return found
-            size += size // 4
+        if (found := _longer_than(num_tokens, text, source, place)) is not None:
+            return found
     raise RuntimeError(f"no document of kind {DOMAINS[number % len(DOMAINS)].title!r} was drawn")
 
 
-def _questions(whole: Document, seed: int, num_tokens: int, number: int, num_lines: int, in_system: bool) -> list[Task]:
+def _longer_than(num_tokens: int, text: Text, source: Source, place: tuple[object, ...]) -> Document | None:
+    """None where the kind has too few keys for that."""
+    size, num_lines = num_tokens, 0
+    while True:
+        found = document(source.random(*place), source.split, size)
+        if len(text.tokenizer.encode(found.text)) > num_tokens:
+            return found
+        if len(found.lines) == num_lines:
+            return None
+        size, num_lines = size + size // 4, len(found.lines)
+
+
+def _questions(
+    whole: Document, source: Source, num_tokens: int, number: int, num_lines: int, in_system: bool
+) -> list[Task]:
     """Of the document's first `num_lines` lines."""
-    random = random_of(HELD_OUT, seed, "questions", num_tokens, number)
+    random = source.random("questions", num_tokens, number)
     found = replace(whole, lines=whole.lines[:num_lines], facts=whole.facts[:num_lines])
     tasks = [_recall_task(random, found, depth, num_tokens, in_system) for depth in range(NUM_DEPTHS)]
     question = ask(random, unknown_fact(random, found))

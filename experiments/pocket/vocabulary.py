@@ -20,7 +20,6 @@ from moonshard.models.tokenizer_tiktoken import KIMI_NAMES, KIMI_PATTERN
 NUM_CONVERSATIONS = 6_000
 NUM_LISTINGS = 600  # of the closed vocabulary: a word counts at least so often
 TITLE_WORDS = (words.COLOURS, words.ANIMALS, words.MATERIALS, words.ITEMS)
-POCKET = Path(__file__).resolve().parents[2] / "models" / "pocket"
 
 
 def special_names() -> list[str]:
@@ -103,7 +102,7 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=POCKET)
+    parser.add_argument("--out", type=Path, default=corpus.POCKET)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     write(train(texts(options.seed)), options.out)

@@ -8,15 +8,15 @@ the blocks that they know. The oracle is one cache without bound that sees all r
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest
-from moonshard.serving.policies import policy
+from moonshard.serving.policies import policy_of
 from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
 from moonshard.serving.router import Ask, Home, Router
 
-NAME_BYTES = 8
+NUMBER_BYTES = 8  # of a block in the trace, which stands for its name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +53,14 @@ class _Worker:
     def drain(self, num_tokens: float) -> None:
         self.queued_tokens = max(0.0, self.queued_tokens - num_tokens)
 
-    def num_known(self, names: Sequence[bytes]) -> int:
-        return sum(1 for _ in itertools.takewhile(self.blocks.__contains__, names))
+    def take(self, request: TracedRequest, names: Sequence[bytes], router: Router) -> int:
+        """Queue what it does not know of the request; how many of the first names it knows."""
+        num_known = _num_known(names, self.blocks)
+        left = max(1, request.input_tokens - num_known * BLOCK_TOKENS)
+        self.queued_tokens += left
+        self.computed_tokens += left
+        self.use(names, router)
+        return num_known
 
     def use(self, names: Sequence[bytes], router: Router) -> None:
         """The end of the chain first, so that it is also forgotten first."""
@@ -74,8 +80,8 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
     if not requests:
         raise ValueError("the trace has no requests")
     router = Router(queue_weight=config.queue_weight)
-    choose = policy(config.policy)
-    homes = [Home(f"worker-{index}", 0) for index in range(config.num_workers)]
+    choose = policy_of(config.policy)
+    homes = tuple(Home(f"worker-{index}", 0) for index in range(config.num_workers))
     workers = [_Worker(home, router.home_number(home), config.blocks_per_worker) for home in homes]
     oracle: set[bytes] = set()
     num_hits = num_oracle_hits = num_blocks = 0
@@ -91,14 +97,8 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
         took_s.append(time.perf_counter() - start_s)
         assert reservation is not None  # there are homes
         router.release(reservation)
-        worker = workers[homes.index(reservation.home)]
-        num_known = worker.num_known(names)
-        left = max(1, request.input_tokens - num_known * BLOCK_TOKENS)
-        worker.queued_tokens += left
-        worker.computed_tokens += left
-        worker.use(names, router)
-        num_hits += num_known
-        num_oracle_hits += sum(1 for _ in itertools.takewhile(oracle.__contains__, names))
+        num_hits += workers[homes.index(reservation.home)].take(request, names, router)
+        num_oracle_hits += _num_known(names, oracle)
         oracle.update(names)
         num_blocks += len(names)
     loads = [worker.computed_tokens for worker in workers]
@@ -114,10 +114,15 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
     )
 
 
+def _num_known(names: Sequence[bytes], known: Container[bytes]) -> int:
+    """Of the first names."""
+    return sum(1 for _ in itertools.takewhile(known.__contains__, names))
+
+
 def _in_time(requests: Sequence[TracedRequest]) -> Iterator[tuple[TracedRequest, list[bytes], float]]:
     """Each with its blocks' names, and the seconds since the one before."""
     before_ms = requests[0].timestamp_ms
     for request in requests:
-        names = [block.to_bytes(NAME_BYTES, "little") for block in request.blocks]
+        names = [block.to_bytes(NUMBER_BYTES, "little") for block in request.blocks]
         yield request, names, (request.timestamp_ms - before_ms) / 1e3
         before_ms = request.timestamp_ms

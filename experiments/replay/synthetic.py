@@ -16,9 +16,7 @@ MEAN_NEW_TOKENS = 1200.0
 NUM_OUTPUT_TOKENS = 200
 
 
-def agent_sessions(
-    num_sessions: int, *, num_turns: int = 12, over_s: float = 600.0, seed: int = 0
-) -> list[TracedRequest]:
+def agent_trace(num_sessions: int, *, num_turns: int = 12, over_s: float = 600.0, seed: int = 0) -> list[TracedRequest]:
     """Sessions begin evenly over that time; their turns follow after thinking. In the order of their time."""
     draw = random.Random(seed)
     found = [request for number in range(num_sessions) for request in _session(number, num_turns, over_s, draw)]

@@ -39,7 +39,7 @@ def budget(
 ) -> int:
     """Compute what a mesh leaves for the KV cache: bytes per device and unique tokens, from shapes alone.
 
-    It counts formats that this version does not serve yet, too: fp8 and int4 weights.
+    It also counts formats that this version does not serve yet: fp8 and int4 weights.
 
     Args:
         model: a known model's name, or a Hugging Face folder, of which only config.json is read.
@@ -49,8 +49,8 @@ def budget(
         weights: their format in memory; native: a known model's on the hub, bf16 for a folder.
         chunk_tokens: of a prefill step, per partition.
         max_slots: sequences that a worker decodes at once, over all partitions.
-        lower: also lower the step that serves, with weights in bf16, on as many virtual CPU devices as the mesh has,
-            compile it if that takes less than ten minutes, and compare what XLA says it holds. Needs --mesh.
+        lower: also lower the step that serves, with weights in bf16, for as many virtual CPU devices as the mesh has,
+            compile it if that takes less than ten minutes, and compare its bytes with the budget's. Needs --mesh.
         json_file: also write the figures here.
     """
     device_bytes, num_devices = _parse_device(device)
@@ -151,29 +151,30 @@ def _find_model(name: str) -> tuple[Any, Any]:
 
 
 def _table(found: Sequence[Budget], split: Sequence[Budget]) -> str:
-    """One line per mesh, totals over all devices unless it says otherwise; then those that cannot be cut so."""
+    """One line per mesh, totals over all devices unless it says otherwise; then why those that do not fit do not."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE)
     table.add_column("mesh", no_wrap=True)
-    for name in ("GiB a device", "repeated GiB", "KV GiB", "tokens", "tokens, context parallel", "layers"):
+    names = ("weights GiB a device", "activations GiB a device", "repeated GiB", "KV GiB", "tokens")
+    for name in (*names, "tokens, context parallel", "layers"):
         table.add_column(name, justify="right", no_wrap=True)
-    refused = []
     for whole, parted in zip(found, split, strict=True):
         if not whole.stages:
-            refused.append(f"{whole.mesh}: {whole.reason}")
             continue
         table.add_row(
             str(whole.mesh),
             f"{max(stage.weight_bytes for stage in whole.stages) / GIB:.1f}",
+            f"{max(stage.workspace_bytes for stage in whole.stages) / GIB:.2f}",
             f"{whole.repeated_bytes / GIB:.1f}",
             f"{whole.headroom_bytes / GIB:.1f}",
             f"{whole.num_tokens:,}" if whole.reason is None else "does not fit",
             f"{parted.num_tokens:,}" if parted.reason is None else "",
             "+".join(str(stage.num_layers) for stage in whole.stages),
         )
+    refused = [f"{each.mesh}: {each.reason}" for each in found if each.reason is not None]
     console = Console(width=200)
     with console.capture() as capture:
         console.print(table)

@@ -19,18 +19,19 @@ def experts(
     text: Annotated[Path, tyro.conf.arg(metavar="FILE")],
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")],
     devices: int = 8,
-    spare: int = 0,
+    redundant: int = 0,
 ) -> int:
     """Measure how much a text uses each routed expert, for placing experts on devices by their load.
 
-    What it writes is what `decode.expert_loads` and `prefill.expert_loads` read.
+    The file that it writes is for `decode.expert_loads` and `prefill.expert_loads`. It prints how unevenly experts and
+    devices are loaded, and how evenly devices would be with experts placed by these loads.
 
     Args:
         model: the checkpoint's folder.
-        text: a file of UTF-8 text like that which will be served.
+        text: a file of UTF-8 text, of the kind that will be served.
         out: the JSON file to write.
         devices: how many devices share the experts, for the printed table.
-        spare: places for second copies in each layer, for the printed table.
+        redundant: further copies of experts in each layer, over all devices, for the printed table.
     """
     tokens = _tokens_of(model, text)
     prepare_jax(MeshShape())
@@ -38,21 +39,21 @@ def experts(
     from moonshard.models.score import Scorer
 
     scorer = Scorer(model)
-    _check_sizes(scorer.config.n_routed_experts, devices, spare)
+    _check_sizes(scorer.config.n_routed_experts, devices, redundant)
     loads = measure(scorer, tokens, _show_progress)
     try:
         write_loads(out, loads, scorer.fingerprint)
     except OSError as error:
         raise ConfigError([f"--out {out}: {error.strerror}"]) from error
-    sys.stdout.write(_table(loads, devices, spare))
+    sys.stdout.write(_table(loads, devices, redundant))
     return 0
 
 
-def _check_sizes(num_experts: int, num_devices: int, num_spare: int) -> None:
+def _check_sizes(num_experts: int, num_devices: int, num_redundant: int) -> None:
     if num_devices < 1 or num_experts % num_devices:
         raise ConfigError([f"--devices {num_devices}: does not divide {num_experts} experts"])
-    if num_spare < 0 or num_spare % num_devices:
-        raise ConfigError([f"--spare {num_spare}: {num_devices} devices cannot share them equally"])
+    if num_redundant < 0 or num_redundant % num_devices:
+        raise ConfigError([f"--redundant {num_redundant}: {num_devices} devices cannot share them equally"])
 
 
 def _tokens_of(model: Path, text: Path) -> list[int]:
@@ -76,14 +77,14 @@ def _show_progress(done: int, total: int) -> None:
     sys.stderr.flush()
 
 
-def _table(loads: "np.ndarray", num_devices: int, num_spare: int) -> str:
-    """By layer: the busiest expert, and the busiest device as experts lie in order and as they would be placed."""
+def _table(loads: "np.ndarray", num_devices: int, num_redundant: int) -> str:
+    """For each layer the load of the busiest expert, and of the busiest device with experts in order and as placed."""
     import numpy as np
 
     from moonshard.sharding.experts import place_experts
 
     num_experts = loads.shape[1]
-    placed = place_experts(loads, num_experts + num_spare, num_devices)
+    placed = place_experts(loads, num_experts + num_redundant, num_devices)
     at_places = np.take_along_axis(loads / placed.num_copies, placed.expert_of, axis=1)
     lines = ["max / mean of the load, by MoE layer", "layer  expert  device  device, placed"]
     for layer, (of_experts, of_places) in enumerate(zip(loads, at_places, strict=True)):
@@ -93,6 +94,6 @@ def _table(loads: "np.ndarray", num_devices: int, num_spare: int) -> str:
 
 
 def _ratio(loads: "np.ndarray", num_parts: int) -> float:
-    """The largest over the mean of equally many loads in each part."""
+    """The largest over the mean load of parts that have equally many each."""
     parts = loads.reshape(num_parts, -1).sum(axis=1)
     return float(parts.max() / parts.mean())

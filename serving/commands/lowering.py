@@ -1,4 +1,4 @@
-"""`moonshard budget --lower`: what it prints as stages are lowered and compiled, and if XLA agrees with the budget."""
+"""`moonshard budget --lower`: tells how each stage was lowered and compiled, and whether XLA agrees with the budget."""
 
 import os
 import sys
@@ -8,17 +8,17 @@ from moonshard.serving.lowering_process import Job, LoweringFailed, StageReport,
 from moonshard.sharding.shape import MeshShape
 
 GIB = 2**30
-LARGEST_DIFFERENCE = 0.01  # of XLA's bytes and the budget's, that agree
+LARGEST_DIFFERENCE = 0.01  # between XLA's bytes and the budget's, relative, where they agree
 
 
 def lower_and_tell(job: Job) -> tuple[int, list[StageReport]]:
-    """The exit code, and what became of each stage."""
+    """The exit code, 1 where lowering failed or a figure differs; and what became of each stage."""
     _tell(f"the largest {job.role} step on {_devices(job.mesh)}, weights in bf16, which is what is served:")
     reports: list[StageReport] = []
     num_stages = job.mesh.pipe
     try:
         for count, report in enumerate(lower_apart(job, os.environ)):
-            index = count % num_stages
+            index = count % num_stages  # each comes once when it is lowered, and again when it is compiled
             reports[index : index + 1] = [report]
             _tell(f"  stage {index + 1} of {num_stages}: {_progress(report)}")
     except LoweringFailed as error:
@@ -50,7 +50,7 @@ def _progress(report: StageReport) -> str:
 
 
 def _difference(report: StageReport) -> float:
-    """The larger of two, relative to the budget's; 0 of what is not compiled."""
+    """That of arguments or of outputs, whichever is larger, relative to the budget's; 0 where nothing is compiled."""
     if report.compiled is None:
         return 0.0
     pairs = zip(astuple(report.compiled.held), astuple(report.counted), strict=True)

@@ -1,8 +1,8 @@
 """What each request used, for whoever pays: its row in the ledger, and its tokens against its tenant's rate.
 
-A request has an account once it was found valid and its tenant may send it; what was refused before that used nothing.
-Tokens are those that the metrics count, so that ledger, metrics and answers add up to the same. Left out: how a row is
-written (`serving.ledger`), and how a rate is kept (`rates`).
+A request has an account once it was sent to a worker, however it ends then; what this gateway refused used nothing, and
+has none. Tokens are those that the metrics count, so that ledger, metrics and answers add up to the same. Left out: how
+a row is written (`serving.ledger`), and how a rate is kept (`rates`).
 """
 
 from collections.abc import Iterator
@@ -43,9 +43,14 @@ class Accounts:
             self._metrics.rate_rejections.inc()
             raise
 
+    def sent(self, tenant: Tenant, num_prompt: int) -> None:
+        """A prompt that was admitted is on its way to a worker."""
+        if self._rates is not None:
+            self._rates.used(tenant.name, num_prompt)
+
     @contextmanager
     def entry(self, request: GenerationRequest, record: RequestRecord) -> Iterator[None]:
-        """The block is the request's time on workers; however it ends, it is accounted for once."""
+        """The block is the request's time on workers. Sent to one, it is accounted for once, however it ends."""
         outcome = ""
         try:
             yield
@@ -54,7 +59,8 @@ class Accounts:
             outcome = outcome_of(error)
             raise
         finally:
-            self._close(request, record.usage(), outcome)
+            if record.is_sent:
+                self._close(request, record.usage(), outcome)
 
     def _close(self, request: GenerationRequest, usage: pb.Usage, outcome: str) -> None:
         caller = request.caller
@@ -76,7 +82,7 @@ class Accounts:
 
 
 class LedgerCollector(Collector):
-    """Whether the ledger can be written: the first of these is what to raise an alarm on."""
+    """Whether the ledger can be written: the failures are what to raise an alarm on."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

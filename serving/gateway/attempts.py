@@ -64,7 +64,7 @@ class _Attempt:
         return None if self.prefill is None else self.prefill.session.epoch
 
     @property
-    def sent(self) -> Route:
+    def prompt_route(self) -> Route:
         """Where its prompt is computed."""
         return self.prefill or self.route
 
@@ -115,7 +115,7 @@ class Attempts:
                 record.sent(route.worker_index, is_moving=attempt.handoff is not None)
                 held.callback(self._end, attempt, record)
                 try:
-                    where = attempt.sent
+                    where = attempt.prompt_route
                     yield Sent(failures.num_attempts, where.session.address, where.reservation.affinity)
                     is_first = not attempt.run.resumed
                     while not attempt.is_over:
@@ -145,7 +145,7 @@ class Attempts:
             await self._pool.wait_changed(max(0.0, end_s - clock.time()))
 
     def _ask(self, run: link_pb2.Run, session: bytes | None, *, is_prefill: bool) -> Ask:
-        """Each leg of a session has a pin of its own."""
+        """What one leg asks of the router. Each leg of a session has a pin of its own."""
         num_prompt, names = len(run.prompt_tokens), split_names(run.block_names)
         return Ask(
             num_tokens=num_prompt if is_prefill else num_prompt + run.n * run.max_tokens,
@@ -228,7 +228,9 @@ class Attempts:
 
     def _prefilled(self, attempt: _Attempt, first: Arrival) -> None:
         """Its first token came: whoever predicts learns from it."""
-        self._pool.first_token(attempt.sent, len(attempt.run.prompt_tokens), time.perf_counter() - attempt.begun_s)
+        self._pool.first_token(
+            attempt.prompt_route, len(attempt.run.prompt_tokens), time.perf_counter() - attempt.begun_s
+        )
         if first.output.HasField("phases"):
             self._place.prefilled(len(attempt.run.prompt_tokens), first.output, is_here=attempt.prefill is None)
 

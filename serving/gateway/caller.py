@@ -1,7 +1,7 @@
 """Who calls, and in which session: read off headers or metadata, whichever front they came through.
 
-Agents name their sessions under many names; the first that is there counts. A name is opaque and may be anything, so it
-is hashed at once, with its tenant.
+Agents send their session's name under many headers; the first that is there counts. A name is opaque and may be
+anything, so it is hashed at once, with its tenant.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,14 @@ from moonshard.rpc.status import Unauthenticated
 from moonshard.serving.affinity import session_key
 from moonshard.serving.tenants import DEFAULT, Tenant, Tenants, UnknownKey
 
-# Cloudflare, OpenCode and others; Claude Code; Codex; Grok.
 SESSION_NAMES = (
-    "x-session-affinity",
+    "x-session-affinity",  # Cloudflare, OpenCode and others
     "x-session-id",
     "x-claude-code-session-id",
-    "session-id",
+    "session-id",  # Codex, in two spellings
     "session_id",
     "x-grok-conv-id",
 )
-
-
 ANYBODY = Tenant(DEFAULT)
 
 

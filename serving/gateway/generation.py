@@ -42,6 +42,11 @@ class Placed:
     worker: str
     affinity: Affinity | None  # None: it has no session
 
+    def headers(self) -> dict[str, str]:
+        """As clients are told; over gRPC it is metadata."""
+        affinity = {} if self.affinity is None else {"x-moonshard-affinity": self.affinity}
+        return {"x-moonshard-worker": self.worker, **affinity}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
@@ -162,6 +167,7 @@ class Gateway:
             async for event in events:
                 if isinstance(event, Sent):
                     if not event.num_failed:
+                        self._accounts.sent(request.caller.tenant, len(run.prompt_tokens))
                         yield Placed(event.worker, event.affinity)
                         yield pb.TokenIds(ids=run.prompt_tokens)
                     continue

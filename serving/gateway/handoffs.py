@@ -72,9 +72,7 @@ class Handoffs:
     def begin(self, run: link_pb2.Run, *, prefill: Route, decode: Session, prefill_leg: ExitStack) -> Handoff:
         """Reserve on `decode`, in the run's partition; the run's id becomes the handoff's.
 
-        Its caller calls `end` exactly once.
-
-        Everything that happens to the request comes through the inbox.
+        Everything that happens to the request comes through the inbox. Its caller calls `end` exactly once.
         """
         now_s = time.monotonic()
         handoff = Handoff(

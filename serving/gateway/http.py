@@ -92,7 +92,7 @@ class HttpFront:
         self.app: ASGIApp = Edge(fastapi, metrics, frozenset(routes))
 
     def _keyed(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """For tenants only, and nobody else's body is read."""
+        """The handler, for callers whose key names a tenant: of nobody else is the body read."""
 
         async def keyed(request: Request) -> Response:
             check_key(self._tenants, request.headers.get)
@@ -142,7 +142,7 @@ class HttpFront:
         return Response(whole, media_type="application/json", headers=headers)
 
     async def _events(self, asked: GenerationRequest, chunks: Chunks, headers: dict[str, str]) -> AsyncGenerator[bytes]:
-        """`headers` are there before the first of them."""
+        """Fills `headers` before the first event."""
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Delta):
@@ -152,7 +152,7 @@ class HttpFront:
                 elif isinstance(event, pb.TokenIds):
                     chunks.set_prompt(event)
                 elif isinstance(event, Placed):
-                    headers |= placement_headers(event)
+                    headers |= event.headers()
                 else:
                     yield chunks.summary(event) + DONE
 
@@ -162,7 +162,7 @@ class HttpFront:
                 if isinstance(event, pb.Summary):
                     return whole.body(event)
                 if isinstance(event, Placed):
-                    headers |= placement_headers(event)
+                    headers |= event.headers()
                 else:
                     whole.add(event)
         raise InternalError("the pipeline ended without a summary")
@@ -218,9 +218,3 @@ class HttpFront:
 
     async def _show_version(self, _request: Request) -> Response:
         return json_response({"version": self._version})
-
-
-def placement_headers(placed: Placed) -> dict[str, str]:
-    """Which worker computes the prompt, and whether the session was there last."""
-    affinity = {} if placed.affinity is None else {"x-moonshard-affinity": placed.affinity}
-    return {"x-moonshard-worker": placed.worker, **affinity}

@@ -17,7 +17,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
 from moonshard.serving.gateway.caller import check_key, read_caller
-from moonshard.serving.gateway.generation import Gateway
+from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from moonshard.serving.tenants import Tenants
 
@@ -60,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         handler: Callable[[Asked], Coroutine[None, None, Told]],
         request: Asked,
     ) -> Told:
-        """For tenants only."""
+        """The answer, for callers whose key names a tenant."""
         check_key(self._tenants, _header(context))
         return await handler(request)
 
@@ -68,7 +68,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         asked = replace(asked, caller=read_caller(self._tenants, _header(context)))
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
-                if isinstance(event, pb.Delta):
+                if isinstance(event, Placed):
+                    await context.send_initial_metadata(tuple(event.headers().items()))
+                elif isinstance(event, pb.Delta):
                     await context.write(pb.GenerateResponse(delta=event))
                 elif isinstance(event, pb.TokenIds):
                     await context.write(pb.GenerateResponse(prompt=event))
@@ -124,7 +126,7 @@ def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> Gene
 
 
 def _header(context: grpc.aio.ServicerContext) -> Callable[[str], str | None]:
-    """A call's metadata by name."""
+    """Gives a call's metadata by name."""
     metadata = dict(context.invocation_metadata() or ())
 
     def header(name: str) -> str | None:

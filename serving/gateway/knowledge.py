@@ -1,7 +1,7 @@
 """What a gateway's router is told of its workers: which blocks they know, and how much they have to do.
 
-Between the links, which bring messages, and the router, which knows none. A worker counts what it was sent; what was
-sent after its last report is not in that report, and the router adds it. Left out: decisions.
+Stands between the links, which bring messages, and the router, which knows none. A worker counts what it was sent; what
+was sent after its last report is not in that report, and the router adds it. Left out: decisions.
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from collections import deque
 from moonshard.kv.prefix import split_names
 from moonshard.rpc import link_pb2
 from moonshard.serving.gateway.session import Session
-from moonshard.serving.prefix_index import Hearsay, Said
+from moonshard.serving.prefix_index import PrefixChange, PrefixSubscriber
 from moonshard.serving.router import Home, Reservation, Router
 
 TELL_PREFIXES = link_pb2.GatewayMessage(tell_prefixes=link_pb2.TellPrefixes())
@@ -25,27 +25,30 @@ class Knowledge:
 
     def __init__(self, router: Router):
         self._router = router
-        self._hearsay: dict[Session, Hearsay] = {}
+        self._subscribers: dict[Session, PrefixSubscriber] = {}
+        self._asked: set[Session] = set()  # for a snapshot, which is on its way
         self._unseen: dict[Session, deque[tuple[int, Reservation]]] = {}
 
     def begin(self, session: Session) -> None:
         """A worker is there: ask what it knows."""
         homes = tuple(self._router.home_number(home) for home in homes_of(session))
-        self._hearsay[session] = Hearsay(self._router.index, homes)
+        self._subscribers[session] = PrefixSubscriber(self._router.index, homes)
         self._unseen[session] = deque()
+        self._asked.add(session)
         session.send(TELL_PREFIXES)
 
     def end(self, session: Session) -> None:
         """It is lost: what it knew may be gone, and it reports nothing."""
-        if (heard := self._hearsay.pop(session, None)) is not None:
+        if (heard := self._subscribers.pop(session, None)) is not None:
             heard.gone()
         self._unseen.pop(session, None)
+        self._asked.discard(session)
         for home in homes_of(session):
             self._router.silent(home)
 
     def prefixes(self, session: Session, message: link_pb2.WorkerMessage) -> None:
         """After a gap everything is asked for anew; what is malformed is a gap."""
-        heard = self._hearsay.get(session)
+        heard = self._subscribers.get(session)
         if heard is None:
             return
         if message.WhichOneof("message") == "prefix_snapshot":
@@ -53,16 +56,18 @@ class Knowledge:
             pairs = zip(heard.homes, snapshot.names, strict=False)
             names = ((home, name) for home, joined in pairs for name in split_names(joined))
             heard.snapshot(session.epoch, snapshot.next_number, names)
-        elif not self._take_events(heard, session.epoch, message.prefix_events):
+            self._asked.discard(session)
+        elif not self._take_events(heard, session.epoch, message.prefix_events) and session not in self._asked:
+            self._asked.add(session)
             session.send(TELL_PREFIXES)
 
-    def _take_events(self, heard: Hearsay, epoch: int, events: link_pb2.PrefixEvents) -> bool:
+    def _take_events(self, heard: PrefixSubscriber, epoch: int, events: link_pb2.PrefixEvents) -> bool:
         names = split_names(events.names)
         is_sound = len(names) == len(events.partitions) == len(events.is_known)
         if not is_sound or any(partition >= len(heard.homes) for partition in events.partitions):
             return False
         rows = zip(events.partitions, names, events.is_known, strict=True)
-        said = [Said(heard.homes[partition], name, is_known) for partition, name, is_known in rows]
+        said = [PrefixChange(heard.homes[partition], name, is_known) for partition, name, is_known in rows]
         return heard.events(epoch, events.first_number, said)
 
     def sent(self, session: Session, reservation: Reservation) -> None:
@@ -71,10 +76,11 @@ class Knowledge:
             unseen.append((session.num_sent, reservation))
 
     def loaded(self, session: Session) -> None:
-        """A report came: of each partition, what is to be prefilled and, where it decodes, what is held."""
+        """A report came: of each partition, what is to be prefilled and, where it decodes, what is held or to come."""
         load, unseen = session.load, self._unseen.get(session)
         while unseen and unseen[0][0] <= load.num_seen:
             self._router.seen(unseen.popleft()[1])
         held = load.active_tokens if session.role != "prefill" else [0] * len(load.queued_tokens)
-        for home, queued, active in zip(homes_of(session), load.queued_tokens, held, strict=False):
-            self._router.report(home, queued + active)
+        homes, reserved = homes_of(session), load.reserved_tokens or [0] * len(held)
+        for home, queued, active, coming in zip(homes, load.queued_tokens, held, reserved, strict=False):
+            self._router.report(home, queued + active + coming)

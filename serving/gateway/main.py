@@ -89,18 +89,11 @@ async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Asyn
 async def _serving(
     config: Config, listener: socket.socket, ledger: Ledger | None, keep_alive_s: float
 ) -> AsyncIterator[RunningGateway]:
+    """With what is open already: the HTTP port, and the ledger where there is one."""
     model = load_served_model(config.model.path, config.model.name)
     tenants = load_tenants(config.gateway.keys)
     metrics = GatewayMetrics(model.name)
-    pool = LinkPool(
-        worker_addresses(config),
-        on_load=StepObserver(metrics),
-        silence_s=config.gateway.worker_silence_s,
-        credentials=link_credentials(config),
-        policy=config.routing.policy,
-        queue_weight=config.routing.queue_weight,
-    )
-    metrics.registry.register(WorkerCollector(pool, model.name))
+    pool = _link_pool(config, metrics)
     gateway = Gateway(
         model,
         pool,
@@ -192,6 +185,19 @@ def _grpc_server(config: GatewayConfig, gateway: Gateway, tenants: Tenants) -> B
         service_names=[SERVICE_NAME],
         max_message_bytes=config.max_body_bytes,
     )
+
+
+def _link_pool(config: Config, metrics: GatewayMetrics) -> LinkPool:
+    pool = LinkPool(
+        worker_addresses(config),
+        on_load=StepObserver(metrics),
+        silence_s=config.gateway.worker_silence_s,
+        credentials=link_credentials(config),
+        policy=config.routing.policy,
+        queue_weight=config.routing.queue_weight,
+    )
+    metrics.registry.register(WorkerCollector(pool, metrics.model_name))
+    return pool
 
 
 def _accounts(config: Config, metrics: GatewayMetrics, ledger: Ledger | None) -> Accounts:

@@ -19,7 +19,7 @@ from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable
 from moonshard.serving.gateway.knowledge import Knowledge, homes_of
 from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
 from moonshard.serving.gateway.session import Session
-from moonshard.serving.policies import policy as policy_of
+from moonshard.serving.policies import policy_of
 from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
 from moonshard.serving.router import Ask, Home, Reservation, Router
 from moonshard.serving.ttft import TtftModel
@@ -94,7 +94,7 @@ class LinkPool:
         config = LinkConfig(gateway_epoch=secrets.token_bytes(16), silence_s=silence_s, credentials=credentials)
         events = LinkEvents(
             accept=self._misfit,
-            on_change=self._changed_session,
+            on_change=self._session_changed,
             on_load=self._link_loaded,
             on_handoff=self._hand_over,
             on_prefixes=self._knowledge.prefixes,
@@ -185,6 +185,7 @@ class LinkPool:
     def sent(self, route: Route) -> None:
         """The request has just been sent to where it was reserved, or its leg."""
         self._knowledge.sent(route.session, route.reservation)
+        self._router.sent(route.reservation, time.monotonic())
 
     def first_token(self, route: Route, num_prompt: int, ttft_s: float) -> None:
         """It came, that long after the request was sent."""
@@ -234,7 +235,7 @@ class LinkPool:
         finally:
             self._router.release(reservation)
 
-    def _fleet(self, roles: Collection[str], exclude: Collection[int]) -> "_Fleet":
+    def _fleet(self, roles: Collection[str], exclude: Collection[int]) -> _Fleet:
         """The workers of these roles that can be routed to; the same object as long as they are the same."""
         if exclude:
             return _Fleet.of(s for s in self._routable() if s.role in roles and s.epoch not in exclude)
@@ -279,7 +280,7 @@ class LinkPool:
         self._notice(link)  # `draining` may have begun or ended
         self._on_load(self._index[link.address], link.last_load)
 
-    def _changed_session(self, link: WorkerLink) -> None:
+    def _session_changed(self, link: WorkerLink) -> None:
         if link.session is not None:
             self._knowledge.begin(link.session)
         self._notice(link)

@@ -1,13 +1,13 @@
 """Where prompts are prefilled, as a gateway decides it: by `serving.locality`, fed with what workers report.
 
-Between the attempts, which know routes and outputs, and the rules, which know neither. Left out: which worker of a role
-it is.
+Stands between the attempts, which know routes and outputs, and the rules, which know neither. Left out: which worker of
+a role it is.
 """
 
 from moonshard.rpc import link_pb2
 from moonshard.serving.config import RoutingConfig
 from moonshard.serving.gateway.pool import Route
-from moonshard.serving.locality import Choice, Locality, is_short
+from moonshard.serving.locality import Alternatives, Locality, is_short
 
 
 class PrefillPlace:
@@ -18,7 +18,7 @@ class PrefillPlace:
         self._locality = Locality()
 
     def is_here_anyway(self, num_prompt: int, decode: Route) -> bool:
-        """Whether the decode worker should prefill, whoever else could."""
+        """Whether the decode worker should prefill, whatever prefill worker there is: by the static rule."""
         return self._routing.local_prefill == "static" and is_short(
             num_prompt,
             num_prompt - decode.reservation.num_known_tokens,
@@ -27,19 +27,19 @@ class PrefillPlace:
         )
 
     def is_here(self, num_prompt: int, decode: Route, prefill: Route) -> bool:
-        """Whether it should rather than this prefill worker."""
+        """Whether the decode worker should prefill and not this prefill worker: by what each costs."""
         if self._routing.local_prefill == "static":
             return False
         load, num_known = decode.session.load, decode.reservation.num_known_tokens
-        choice = Choice(
+        ways = Alternatives(
             left_here_tokens=num_prompt - num_known,
-            queued_here_tokens=sum(load.queued_tokens[decode.partition : decode.partition + 1]),
+            queued_here_tokens=sum(load.queued_tokens[decode.partition : decode.partition + 1]),  # 0 before a report
             num_decoding=load.num_running,
             left_there_tokens=num_prompt - prefill.reservation.num_known_tokens,
             queued_there_tokens=prefill.reservation.num_queued_tokens,
             moved_tokens=num_prompt - num_known,
         )
-        return self._locality.is_here(choice)
+        return self._locality.is_here(ways)
 
     def prefilled(self, num_prompt: int, first: link_pb2.SequenceOutput, *, is_here: bool) -> None:
         """The first output of a request, with the time that its prompt took."""

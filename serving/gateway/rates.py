@@ -1,9 +1,9 @@
-"""How many tokens a tenant may use in a time: a window that slides over its last minute.
+"""How many tokens a tenant may use: a window that slides over its last minute.
 
-A prompt counts when it is let in, and is refused where the window has no room for it. How long a completion gets is
-known only afterwards: its tokens are owed, and paid before the tenant's next prompt. So a tenant gets no more than its
-rate in the long run, and a refused prompt uses up nothing. The window is the library `limits`' sliding counter: two
-numbers for each tenant. Left out: rates that several gateways share.
+A prompt is refused where the window has no room for it, and counts once it is sent to a worker. How long a completion
+gets is known only afterwards: its tokens are owed, and paid before the tenant's next prompt. So a tenant gets no more
+than its rate in the long run, and a prompt that is refused, for this or for anything else, uses up nothing. The window
+is the library `limits`' sliding counter: two numbers for each tenant. Left out: rates that several gateways share.
 """
 
 from collections import Counter
@@ -27,17 +27,17 @@ class TokenRates:
         self._owed = Counter[str]()  # tokens that were used, and are not in the window yet
 
     def admit(self, tenant: str, num_tokens: int) -> None:
-        """Count a prompt. Raises Overloaded, without a delay where no wait makes room for that many."""
+        """Raises Overloaded where there is no room for a prompt, without a delay where no wait makes any."""
         limit, window_s = self._item.amount, self._item.get_expiry()
         if num_tokens > limit:
             raise Overloaded(f"{num_tokens} tokens are more than {limit} in {window_s} s, which is the tenant's rate")
-        owed = self._pay(tenant)  # while anything is owed there is no room
-        if not self._limiter.hit(self._item, tenant, cost=num_tokens):
+        owed = self._pay(tenant)
+        if owed or not self._limiter.test(self._item, tenant, cost=num_tokens):
             wait_s = self._wait_s(tenant, min(limit, owed + num_tokens))
             raise Overloaded(f"the tenant has used its {limit} tokens in {window_s} s", retry_after_s=wait_s)
 
     def used(self, tenant: str, num_tokens: int) -> None:
-        """A completion has ended, with so many tokens."""
+        """A prompt of so many tokens was sent, or a completion has ended."""
         self._owed[tenant] += num_tokens
         self._pay(tenant)
 

@@ -49,7 +49,7 @@ class RequestRecord:
         return self
 
     def __exit__(self, *_how: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._worker is None:
+        if not self.is_sent:
             return
         if self._num_ended < self._run.n:
             self._metrics.finished_choices.labels(*self._labels, "abort").inc(self._run.n - self._num_ended)
@@ -65,6 +65,11 @@ class RequestRecord:
             generation_tokens=self._metrics.generation_tokens.labels(*labels),
             inter_token_s=self._metrics.inter_token_s.labels(*labels),
         )
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether any worker got it, be it one that turned it down."""
+        return self._worker is not None
 
     def retried(self) -> None:
         """Its worker or its handoff failed, and it is to go on elsewhere."""

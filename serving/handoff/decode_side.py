@@ -98,6 +98,11 @@ class DecodeSide:
         reservations = (r for r in self._reservations.values() if r.target.partition == partition)
         return sum(r.reserve.request.n for r in reservations)
 
+    def num_tokens_reserved(self, partition: int) -> int:
+        """Of the prompts whose KV is to come there."""
+        reservations = (r for r in self._reservations.values() if r.target.partition == partition)
+        return sum(len(r.reserve.request.prompt) for r in reservations)
+
     def knows(self, handoff: bytes) -> bool:
         """Whether it is reserved or has joined."""
         return handoff in self._reservations or handoff in self._joined

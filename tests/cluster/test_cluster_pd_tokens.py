@@ -155,6 +155,7 @@ def test_a_stop_string_ends_the_same_text_in_both_arrangements(cluster, aggregat
 
 def test_a_request_that_its_first_token_ends_is_never_decoded(cluster, aggregated):
     prompt = long_text(100, seed=9)
+    # Asked of both, so that both know as much of the prompt when it comes again.
     first, _ = (generate(each, prompt, temperature=0.0).choices[0].token_ids[0] for each in (cluster, aggregated))
     num_steps = cluster.inspect("decode").load.num_decode_steps
     for options, end in (({"max_tokens": 1}, ("length", None)), ({"stop_token_ids": [first]}, ("stop", first))):

@@ -24,8 +24,8 @@ from moonshard.kv.transfer import (
     PublishResult,
     TransferFailed,
     TransportUnavailable,
-    checksums,
 )
+from tests.kv.slab_checksums import checksums
 
 pytestmark = pytest.mark.xdist_group("mooncake")
 

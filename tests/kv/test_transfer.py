@@ -16,9 +16,9 @@ from moonshard.kv.transfer import (
     TransferFailed,
     Transport,
     checksum,
-    checksums,
     copy_verified,
 )
+from tests.kv.slab_checksums import checksums
 
 
 def random_slab(num_slots: int, slot_bytes: int) -> Slab:
@@ -94,7 +94,7 @@ def test_a_slot_that_the_slab_does_not_have_is_refused(slot: int):
     with pytest.raises(IndexError, match=f"slot {slot} of 2"):
         copy_verified(slab, (0, slot), checksums(slab, (0, 1)))
     with pytest.raises(IndexError, match=f"slot {slot} of 2"):
-        checksums(slab, (slot,))
+        slab.slot(slot)
 
 
 def test_a_checksum_too_few_or_too_many_is_refused():

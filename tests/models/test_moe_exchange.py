@@ -10,15 +10,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from moonshard.models import moe
-from moonshard.models.moe_exchange import exchanged, room_for
+from moonshard.models.moe_exchange import capacity_for, exchanged
 from moonshard.sharding.mesh import build_mesh, partition_spec
 from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape
 
 pytestmark = pytest.mark.xdist_group("jax")
-NUM_EXPERTS, TOP_K, WIDTH, FFW, NUM_LAYERS = 16, 4, 24, 12, 2
-TOKENS = 64  # of all devices together
+NUM_EXPERTS, TOP_K, WIDTH, FFW, NUM_LAYERS = 16, 2, 24, 12, 2
+TOKENS = 256  # of all devices together
 AXES = {
     "gate_up": ("layers", "experts", None, "expert_ffw", "embed"),
     "down": ("layers", "experts", "embed", "expert_ffw"),
@@ -29,6 +29,7 @@ MESHES = [
     (MeshShape(tensor=4), DECODE),
     (MeshShape(expert=2, tensor=2), PREFILL),
     (MeshShape(expert=2, tensor=2), DECODE),
+    (MeshShape(expert=4, tensor=2), DECODE),  # of which those along `tensor` need unlike numbers of rounds
     (MeshShape(data=2, expert=2, tensor=2), DECODE),
 ]
 
@@ -86,10 +87,15 @@ def test_every_token_gets_the_sum_of_its_experts_however_they_are_spread(mesh: M
     assert np.abs(np.asarray(found - expected)).max() < 1e-5 * np.abs(np.asarray(expected)).max()
 
 
-def test_where_all_tokens_choose_one_device_they_do_not_fit_into_one_round():
-    assert room_for(TOKENS // 8, 1, 8) < TOKENS
-    assert room_for(1024, 8, 32) == 1024 * 8 // 32 * 3 // 2 + 1
-    assert room_for(4, 8, 8) == 4
+@pytest.mark.parametrize(("num_devices", "num_rounds"), [(4, 2), (8, 3)])
+def test_where_all_tokens_choose_one_device_they_do_not_fit_into_one_round(num_devices: int, num_rounds: int):
+    num_own = TOKENS // num_devices
+    assert -(-num_own // capacity_for(num_own, TOP_K, num_devices)) == num_rounds
+
+
+def test_a_buffer_has_room_for_somewhat_more_than_a_fair_share_and_for_no_more_than_there_is():
+    assert capacity_for(1024, 8, 32) == 1024 * 8 // 32 * 3 // 2 + 1
+    assert capacity_for(4, 8, 8) == 4
 
 
 @pytest.mark.parametrize("rules", [PREFILL, DECODE])

@@ -39,6 +39,7 @@ FORMS = [
     (MeshShape(expert=2, tensor=2), DECODE),
     (MeshShape(data=2, expert=2, tensor=2), DECODE),
     (MeshShape(pipe=2), PREFILL),
+    (MeshShape(pipe=3), PREFILL),  # of 4 layers: unequally many
     (MeshShape(pipe=4), PREFILL),
     (MeshShape(data=2, tensor=2, pipe=2), PREFILL),
     (MeshShape(expert=4, pipe=2), DECODE),

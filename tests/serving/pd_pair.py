@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -30,6 +29,7 @@ from moonshard.serving.worker import Worker
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
+from tests.compiled import compiled_once
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
@@ -71,7 +71,7 @@ def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE) -
     return _loaded(role, dtype, Meshes(decode=meshes.decode, decode_rules=meshes.decode_rules))
 
 
-@cache
+@compiled_once
 def _loaded(role: WorkerRole, dtype: Dtype, meshes: Meshes) -> LoadedModel:
     return load_model(pd_config(dtype, meshes), role, lambda message: None)
 
@@ -130,7 +130,7 @@ class Pair:
         return self._links[id(worker)]
 
     def begin(self, run: link_pb2.Run, deadline_s: float = LEASE_S, prefill_partition: int | None = None) -> Answer:
-        """Decodes in the run's partition. Of both workers, any partition where none is named."""
+        """Decodes in the run's partition. Where none is named for a worker, it chooses."""
         answer = self._expect(run)
         self._prefill_partitions[run.request_id] = prefill_partition
         reserve = m.Reserve(

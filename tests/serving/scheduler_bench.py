@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
@@ -37,6 +37,8 @@ class Bench:
         self.num_join_loads = 0  # more than joined requests where choices were forked
         self.num_joined_prefills = 0  # of joined requests that gave way, or of choices without room
         self.num_waits_for_leases = 0
+        self.num_wasted = 0  # tokens that were drawn for whoever had ended
+        self.num_wasted_uncut = 0  # of these, for requests that nobody cut short
         self.num_plans = 0
         self.now_s = 0.0
 
@@ -141,9 +143,17 @@ class Bench:
         delivered = self.scheduler.complete(plan.number, results)
         for output in delivered.outputs:
             self.take(output)
+        self.count_wasted(results.keys() - {output.sequence for output in delivered.outputs})
         self.ended.update(delivered.ended)
         for request_id in delivered.ended:
             assert all(SequenceId(request_id, choice) in self.finished for choice in range(self.requests[request_id].n))
+
+    def count_wasted(self, sequences: Set[SequenceId]) -> None:
+        """A token that is not delivered was drawn for a sequence that is over, and is counted."""
+        assert all(id in self.finished or id.request_id in self.cut_short for id in sequences)
+        self.num_wasted += len(sequences)
+        self.num_wasted_uncut += sum(id.request_id not in self.cut_short for id in sequences)
+        assert self.scheduler.counters().totals.wasted_tokens == self.num_wasted
 
     def take(self, output: Output) -> None:
         id = output.sequence
@@ -197,13 +207,13 @@ class Bench:
         self.check_what_is_in_flight()
         self.check_counters()
 
-    def note_holder(self, holders: "Holders", partition: int, blocks: tuple[int, ...], sequence: Sequence) -> None:
+    def note_holder(self, holders: Holders, partition: int, blocks: tuple[int, ...], sequence: Sequence) -> None:
         for index, block in enumerate(blocks):
             end = (index + 1) * self.pool.block_size
             content = sequence.tokens(0, end) if end <= sequence.num_tokens else None
             holders.setdefault((partition, block), []).append(content)
 
-    def check_conservation(self, holders: "Holders", slots: list[SlotId]):
+    def check_conservation(self, holders: Holders, slots: list[SlotId]):
         for partition in range(self.pool.num_partitions):
             counts = self.scheduler.counts(partition)
             assert counts.total == self.pool.blocks_per_partition

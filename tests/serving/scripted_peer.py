@@ -14,11 +14,11 @@ import numpy as np
 
 from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
 from moonshard.kv.slab import Slab
-from moonshard.kv.transfer import checksums
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.serving.kv_endpoint import endpoint_from
 from moonshard.serving.kv_plane import KvPlane
+from tests.kv.slab_checksums import checksums
 
 ANSWER_TIMEOUT_S = 20.0
 NUM_SLOTS = 4

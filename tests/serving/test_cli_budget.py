@@ -28,6 +28,7 @@ def test_all_meshes_are_ranked_with_the_reason_of_those_that_do_not_fit(capsys, 
     assert "553.4 GiB of weights (int4-experts) on h100-80gb:8, rules for decode" in shown
     assert "tensor=8" in shown
     assert "does not fit" in shown
+    assert "\nexpert=8: weights and workspace exceed a device by 8." in shown
     records = json.loads(out.read_text())
     tokens = [record["num_tokens"] for record in records]
     assert tokens == sorted(tokens, reverse=True)
@@ -73,7 +74,7 @@ def test_what_cannot_be_meant_is_refused_by_its_option(arguments: tuple[str, ...
 
 
 def lowered(out: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Of each stage what is told of it, once a process of its own has lowered and compiled it."""
+    """The record of each stage, which a process of its own has lowered and compiled."""
     assert run(*arguments, "--lower", "--json", str(out)) == 0
     (record,) = json.loads(out.read_text())
     return record["lowered"]

@@ -21,7 +21,7 @@ def run(folder: Path, *arguments: str) -> int:
 
 def test_the_file_is_what_a_worker_reads_and_the_table_shows_what_placing_gains(tmp_path: Path, capsys):
     (tmp_path / "text.txt").write_text("The desk of Ada Lovelace is A1. " * 40)
-    assert run(tmp_path, "--devices", "4", "--spare", "8") == 0
+    assert run(tmp_path, "--devices", "4", "--redundant", "8") == 0
     loads = read_loads(tmp_path / "loads.json", Checkpoint.open(FOLDER).fingerprint, (3, 16))
     assert len(set(loads.sum(axis=1))) == 1
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
@@ -35,7 +35,7 @@ def test_the_file_is_what_a_worker_reads_and_the_table_shows_what_placing_gains(
     [
         (("--devices", "0"), "text", "--devices 0: does not divide 16 experts"),
         (("--devices", "3"), "text", "--devices 3: does not divide 16 experts"),
-        (("--devices", "4", "--spare", "2"), "text", "--spare 2: 4 devices cannot share them equally"),
+        (("--devices", "4", "--redundant", "2"), "text", "--redundant 2: 4 devices cannot share them equally"),
         ((), "", "text.txt: the file is empty"),
     ],
 )

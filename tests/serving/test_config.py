@@ -105,8 +105,8 @@ def test_all_faults_are_reported_together(tmp_path: Path):
             "prefill.rules.expert_ffw: tensor is in rules.experts too, and cuts the same arrays",
         ),
         (
-            "decode.spare_experts=4",
-            "decode.spare_experts: 4 places for copies, but decode.expert_loads does not say of whom",
+            "decode.redundant_experts=4",
+            "decode.redundant_experts: 4 copies, but no decode.expert_loads that says of which",
         ),
         (
             "decode={mesh={tensor=3}, rules={kv_tokens=['tensor']}}",

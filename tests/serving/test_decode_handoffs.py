@@ -81,9 +81,9 @@ def handoffs(
     return decode, engine
 
 
-def reserve(handoffs: DecodeHandoffs, number: int, gateway: Gateway, n: int = 1) -> None:
+def reserve(handoffs: DecodeHandoffs, number: int, gateway: Gateway, n: int = 1, partition: int | None = None) -> None:
     request = Request(id=bytes([number]) * 16, prompt=(0,), max_tokens=1, n=n)
-    handoffs.reserve(link_pb2.Reserve(deadline_s=20.0), request, gateway)
+    handoffs.reserve(link_pb2.Reserve(deadline_s=20.0, run=link_pb2.Run(partition=partition)), request, gateway)
 
 
 def test_a_partition_whose_slots_are_in_quarantine_is_passed_over_for_one_that_has_some():
@@ -116,6 +116,16 @@ def test_who_waits_is_reserved_for_as_slots_come_free():
         engine.seats = num_free
         decode.admit()
         assert what(gateway) == ["target"] * (1 + num_free)
+
+
+def test_a_partition_whose_line_is_as_long_as_may_be_stops_nobody_in_another():
+    (decode, _), gateway = handoffs(), Gateway()
+    for number in range(2 + 4):  # two slots, and all that may wait
+        reserve(decode, number, gateway, partition=0)
+    reserve(decode, 6, gateway, partition=0)
+    assert what(gateway) == ["target"] * 2 + ["failed"]
+    reserve(decode, 7, gateway, partition=1)
+    assert gateway.heard[-1].target.partition == 1
 
 
 def test_every_choice_of_a_reservation_counts_as_one_that_needs_a_slot():

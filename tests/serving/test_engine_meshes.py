@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from moonshard.kv.blocks import BlockPool
+from moonshard.serving.compilations import CompilationCounter
+from moonshard.serving.engine import Engine
 from moonshard.serving.request import Request, Sampling
 from moonshard.sharding.place import ALONE, Place
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import LOGIT_TOLERANCE, assert_drawn_from, reference
-from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, Run, an_engine, programs, serve, until_idle
+from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, Run, an_engine, long_text, programs, serve, until_idle
 
 pytestmark = pytest.mark.xdist_group("jax")
 CONTEXT_PARALLEL = Rules(kv_tokens=("tensor",))
@@ -52,6 +54,31 @@ def test_every_partition_draws_the_tokens_of_one_device(mesh: MeshShape, rules: 
             assert_drawn_from(reference(), request.prompt, run.of(request, choice), request.sampling, choice)
 
 
+@pytest.mark.parametrize(("mesh", "rules"), [FORMS[2], FORMS[5]], ids=lambda each: str(each).split("(")[0])
+def test_partitions_too_small_for_their_requests_preempt_and_draw_the_same(mesh: MeshShape, rules: Rules):
+    asked = [
+        Request(
+            id=number.to_bytes(16),
+            prompt=tuple(long_text(60, seed=number)),
+            max_tokens=40,
+            sampling=Sampling(temperature=float(number % 2), seed=number),
+        )
+        for number in range(3 * mesh.num_partitions)  # as many to each, and each partition holds less than two of them
+    ]
+    *staying, cancelled = asked
+
+    def cancel(engine: Engine, run: Run) -> None:
+        if run.num_steps == 8:
+            engine.cancel(cancelled.id)
+
+    run = serve(asked, num_blocks=12, place=Place(mesh=mesh, rules=rules), on_step=cancel)
+    assert run.num_preemptions >= mesh.num_partitions
+    assert cancelled.id not in {sequence.request_id for sequence in run.finish}
+    for request in staying:
+        assert len(run.of(request)) == 40
+        assert_drawn_from(reference(), request.prompt, run.of(request), request.sampling)
+
+
 @pytest.mark.parametrize(("mesh", "rules"), FORMS, ids=lambda each: str(each).split("(")[0])
 def test_blocks_leave_and_enter_every_partition_as_they_are_on_one_device(mesh: MeshShape, rules: Rules):
     place = Place(mesh=mesh, rules=rules)
@@ -60,6 +87,18 @@ def test_blocks_leave_and_enter_every_partition_as_they_are_on_one_device(mesh: 
         found = asyncio.run(_prefilled(place, partition))
         assert np.abs(found - alone).max() < LOGIT_TOLERANCE
         assert np.array_equal(asyncio.run(_through(place, partition, found)), found)
+
+
+@pytest.mark.parametrize(("mesh", "rules"), FORMS, ids=lambda each: str(each).split("(")[0])
+def test_nothing_compiles_while_a_mesh_serves_or_blocks_leave_and_enter(mesh: MeshShape, rules: Rules):
+    place, partition = Place(mesh=mesh, rules=rules), mesh.num_partitions - 1
+    programs(place=place)
+    counter = CompilationCounter()
+    counter.start()
+    counter.mark_serving()
+    serve(requests(), place=place)
+    asyncio.run(_through(place, partition, asyncio.run(_prefilled(place, partition))))
+    assert counter.num_while_serving == 0
 
 
 async def _prefilled(place: Place, partition: int) -> np.ndarray:

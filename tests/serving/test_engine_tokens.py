@@ -49,6 +49,20 @@ def test_preempted_requests_get_the_tokens_they_get_undisturbed():
     assert tight.tokens == roomy.tokens
 
 
+def test_preempted_requests_that_share_blocks_with_others_get_the_tokens_they_get_undisturbed():
+    sampling, shared = Sampling(temperature=1.0, seed=17, repetition_penalty=1.3, frequency_penalty=0.2), long_text(64)
+    requests = [
+        request([*shared, *long_text(20 + 5 * n, seed=n)], 70, sampling=sampling, n=1 + n % 2) for n in range(1, 6)
+    ]
+    roomy, tight = serve(requests), serve(requests, num_blocks=18)
+    assert roomy.num_preemptions == 0
+    assert tight.num_preemptions > 0
+    assert min(roomy.num_cached_tokens, tight.num_cached_tokens) >= len(shared) * (len(requests) - 1)
+    for asked in requests:
+        for choice in range(asked.n):
+            assert_same_tokens(reference(), asked.prompt, roomy.of(asked, choice), tight.of(asked, choice), sampling)
+
+
 def test_forked_choices_are_those_of_separate_requests_with_the_same_noise():
     sampling = Sampling(temperature=1.0, seed=3)
     asked = request(long_text(37), 30, sampling=sampling, n=4)

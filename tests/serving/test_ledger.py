@@ -115,11 +115,14 @@ def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path):
     assert list(read_ledger(tmp_path / "ledger")) == rows(2)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"request_id": "x"}'])
-def test_a_line_that_is_no_row_is_refused_with_its_number(tmp_path: Path, line: str):
+WRONG_TYPE = json.dumps(asdict(rows(1)[0]) | {"prompt_tokens": "many"}).encode()
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"{}", b'{"request_id": "x"}', b"\xff\xfe", WRONG_TYPE])
+def test_a_line_that_is_no_row_is_refused_with_its_number(tmp_path: Path, line: bytes):
     write(tmp_path / "ledger", rows(1))
-    with (tmp_path / "ledger").open("a") as file:
-        file.write(line + "\n")
+    with (tmp_path / "ledger").open("ab") as file:
+        file.write(line + b"\n")
     with pytest.raises(LedgerError, match="line 2: "):
         list(read_ledger(tmp_path / "ledger"))
 

@@ -18,13 +18,14 @@ from moonshard.serving import loading
 from moonshard.serving.config import Config, ConfigError, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
 from moonshard.serving.loading import DEFAULT_MAX_CONTEXT_TOKENS, Q_TILE, buckets, load_model, open_model, resolve_dtype
 from moonshard.sharding.experts import place_experts
-from moonshard.sharding.rules import MeshError
+from moonshard.sharding.rules import DecodeRules, MeshError
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
 
 pytestmark = pytest.mark.xdist_group("jax")
 FOLDER = FIXTURES / "kimi_k2"
 BLOCK_SIZE = 64
+BY_TOKENS = DecodeRules(kv_tokens=("tensor",))
 
 
 def config(*, max_context_tokens: int | None = None, num_blocks: int | None = 64, **options) -> Config:
@@ -76,6 +77,37 @@ def test_a_pool_beyond_the_memory_there_is_is_refused_with_all_its_partitions(mo
     message = f"kv.num_blocks: {fitting + 1} blocks of {block_bytes} bytes for each of 2 partitions take 1.00 GiB"
     with pytest.raises(ConfigError, match=re.escape(message)):
         size(config(num_blocks=fitting + 1, decode=meshes))
+
+
+def test_the_memory_of_a_machine_holds_every_device_s_copy_of_a_block(monkeypatch: pytest.MonkeyPatch):
+    def on(**options) -> DecodeConfig:
+        return DecodeConfig(max_slots=6, mesh=MeshShape(data=2, tensor=2), **options)
+
+    block_bytes = 49152
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 2 * 8 * block_bytes)
+    assert size(config(num_blocks=None, decode=on()))[1].blocks_per_partition == 2
+    assert size(config(num_blocks=None, decode=on(rules=BY_TOKENS)))[1].blocks_per_partition == 4
+    assert size(config(num_blocks=4, decode=on()))[1].blocks_per_partition == 4
+    with pytest.raises(ConfigError, match=f"5 blocks of {2 * block_bytes} bytes for each of 2 partitions"):
+        size(config(num_blocks=5, decode=on()))
+    assert size(config(num_blocks=8, decode=on(rules=BY_TOKENS)))[1].blocks_per_partition == 8
+
+
+def test_a_device_with_memory_of_its_own_holds_only_its_partition_its_layers_and_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    block_bytes = 49152
+    monkeypatch.setattr(loading, "_free_device_bytes", lambda num_devices: 2 * 8 * block_bytes)
+    for mesh, rules, fitting in (
+        (MeshShape(data=2, tensor=2), DecodeRules(), 8),
+        (MeshShape(data=2, tensor=2), BY_TOKENS, 16),
+        (MeshShape(pipe=2), DecodeRules(), 16),
+    ):
+        decode = DecodeConfig(max_slots=6, mesh=mesh, rules=rules)
+        assert size(config(num_blocks=None, decode=decode))[1].blocks_per_partition == fitting
+        assert size(config(num_blocks=2 * fitting, decode=decode))[1].blocks_per_partition == 2 * fitting
+        with pytest.raises(ConfigError, match="bytes on a device take"):
+            size(config(num_blocks=2 * fitting + 1, decode=decode))
 
 
 def test_a_context_is_the_least_of_model_pool_and_default_unless_configured():
@@ -133,7 +165,8 @@ def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path)
     write_loads(tmp_path / "loads.json", random, checkpoint.fingerprint)
     loads = read_loads(tmp_path / "loads.json", checkpoint.fingerprint, random.shape)
     mesh = MeshShape(expert=2, pipe=2)
-    asked = config(decode=DecodeConfig(max_slots=2, mesh=mesh, expert_loads=tmp_path / "loads.json", spare_experts=4))
+    decode = DecodeConfig(max_slots=2, mesh=mesh, expert_loads=tmp_path / "loads.json", redundant_experts=4)
+    asked = config(decode=decode)
     expected = place_experts(loads, model.n_routed_experts + 4, 2).expert_of
     stages = [stage.model for stage in load_model(asked, "both", lambda text: None).programs.stages]
     assert len(stages) == 2
@@ -142,8 +175,8 @@ def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path)
         for place, expert in enumerate(experts):
             name = f"model.layers.{layer + model.num_dense_layers}.mlp.experts.{expert}.down_proj.weight"
             assert (placed[layer, place] == checkpoint.tensor(name)).all()
-    refused = replace(asked, decode=replace(asked.decode, spare_experts=3))
-    with pytest.raises(MeshError, match=r"^decode\.spare_experts = 3: 19 places on 2 devices for 16 experts"):
+    refused = replace(asked, decode=replace(asked.decode, redundant_experts=3))
+    with pytest.raises(MeshError, match=r"^decode\.redundant_experts = 3: 19 places on 2 devices for 16 experts"):
         load_model(refused, "both", lambda text: None)
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moonshard.serving.locality import RETRY_AFTER, Choice, Line, Locality, is_short
+from moonshard.serving.locality import MAX_ALIKE, Alternatives, Line, Locality, is_short
 
 tokens = st.integers(0, 100_000)
 milliseconds = st.floats(0, 1e5)
 choices = st.builds(
-    Choice,
+    Alternatives,
     left_here_tokens=tokens,
     queued_here_tokens=tokens,
     num_decoding=st.integers(0, 256),
@@ -20,7 +20,7 @@ choices = st.builds(
     moved_tokens=tokens,
 )
 observations = st.lists(st.tuples(tokens, milliseconds), min_size=4, max_size=60)
-ALIKE = Choice(
+ALIKE = Alternatives(
     left_here_tokens=1000,
     queued_here_tokens=0,
     num_decoding=0,
@@ -74,18 +74,18 @@ def test_prompts_of_one_length_say_what_a_token_takes():
 
 
 @given(choices)
-def test_before_anything_was_seen_prefill_workers_prefill(choice: Choice):
+def test_before_anything_was_seen_prefill_workers_prefill(choice: Alternatives):
     assert not Locality().is_here(choice)
 
 
 @given(observations, observations, observations, choices, st.integers(1, 100_000))
-def test_each_reason_pulls_in_its_direction(here: list, there: list, transfer: list, choice: Choice, more: int):
+def test_each_reason_pulls_in_its_direction(here: list, there: list, transfer: list, choice: Alternatives, more: int):
     known = Locality()
     for line, seen in ((known.here, here), (known.there, there), (known.transfer, transfer)):
         for num_tokens, ms in seen:
             line.observe(num_tokens, ms)
 
-    def is_cheaper_here(changed: Choice) -> bool:
+    def is_cheaper_here(changed: Alternatives) -> bool:
         here_ms, there_ms = known.costs_ms(changed)
         return here_ms < there_ms
 
@@ -108,10 +108,10 @@ def test_where_nobody_waits_a_prompt_is_not_moved_and_where_many_decode_it_is():
 
 def test_the_side_that_was_not_taken_is_tried_again_unless_it_is_far_worse():
     known = locality()
-    taken = [known.is_here(ALIKE) for _ in range(3 * RETRY_AFTER)]
+    taken = [known.is_here(ALIKE) for _ in range(3 * MAX_ALIKE)]
     assert taken.count(False) == 2
-    assert taken[RETRY_AFTER] is False
-    assert all(known.is_here(replace(ALIKE, queued_there_tokens=10_000)) for _ in range(3 * RETRY_AFTER))
+    assert taken[MAX_ALIKE] is False
+    assert all(known.is_here(replace(ALIKE, queued_there_tokens=10_000)) for _ in range(3 * MAX_ALIKE))
 
 
 @pytest.mark.parametrize(("left", "expected"), [(1, True), (64, True), (65, False), (1000, False)])

@@ -25,8 +25,8 @@ CONTEXT_PARALLEL = DecodeRules(kv_tokens=("tensor",))
 
 
 @pytest.fixture(autouse=True)
-def _shapes_are_let_stand_for_arrays(monkeypatch: pytest.MonkeyPatch):
-    """Whoever lowers has trees of shapes, which the checks of annotations refuse."""
+def shapes_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowering works on trees of shapes, which the checks of annotations would refuse."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 

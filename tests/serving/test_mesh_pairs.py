@@ -80,24 +80,39 @@ async def test_any_mesh_hands_over_to_any_mesh(prefill: str, decode: str):
 
 
 async def bytes_arrive_as_they_left(pair: Pair, meshes: Meshes) -> None:
-    """In the last partitions: bit for bit what prefill has, and what decode computes itself but for order of sums."""
+    """In the last partitions: bit for bit what prefill has, and but for the order of sums what decode computes."""
     here, there = meshes.prefill.num_partitions - 1, meshes.decode.num_partitions - 1
+    num_blocks = -(-len(PROMPT) // BLOCK_SIZE)
+    first, second = range(num_blocks), range(num_blocks, 2 * num_blocks)  # as a pool gives out its blocks
+    await blank(pair.decode.engine, there, [*first, *second])
     await pair.ask(run(PROMPT, 2, partition=there), prefill_partition=here)
-    left, arrived = await kv_of(pair.prefill.engine, here), await kv_of(pair.decode.engine, there)
+    left, arrived = await kv_of(pair.prefill.engine, here, first), await kv_of(pair.decode.engine, there, first)
     assert left.any()
     assert (left.view(np.uint32) == arrived.view(np.uint32)).all()
     await pair.ask_decode_alone(run(PROMPT, 2, partition=there))
-    alone = await kv_of(pair.decode.engine, there)
+    alone = await kv_of(pair.decode.engine, there, second)
     assert np.abs(alone - arrived).max() < LOGIT_TOLERANCE
 
 
-async def kv_of(engine: Engine, partition: int) -> np.ndarray:
-    """Of the prompt, [tokens, layers, features], from the blocks that a pool gives out first."""
-    found = asyncio.get_running_loop().create_future()
-    blocks: Sequence[int] = range(-(-len(PROMPT) // BLOCK_SIZE))
-    engine.export(partition, blocks, found.set_result)
-    pages = (await found).copy()
+async def blank(engine: Engine, partition: int, blocks: Sequence[int]) -> None:
+    """Nothing that another test left can pass for what this one brings."""
+    landed = asyncio.get_running_loop().create_future()
+    pages = await export(engine, partition, blocks)
+    engine.land(partition, blocks, np.zeros_like(pages), lambda: landed.set_result(None))
+    await landed
+
+
+async def kv_of(engine: Engine, partition: int, blocks: Sequence[int]) -> np.ndarray:
+    """Of the prompt, [tokens, layers, features]."""
+    pages = await export(engine, partition, blocks)
     return pages.swapaxes(1, 2).reshape(-1, *pages.shape[1::2])[: len(PROMPT)]
+
+
+async def export(engine: Engine, partition: int, blocks: Sequence[int]) -> np.ndarray:
+    """[blocks, layers, block_size, features]."""
+    found = asyncio.get_running_loop().create_future()
+    engine.export(partition, blocks, found.set_result)
+    return (await found).copy()
 
 
 async def tokens_are_the_references(pair: Pair, meshes: Meshes) -> None:

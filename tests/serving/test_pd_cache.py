@@ -1,13 +1,16 @@
 """What prefill or decode knows of a prompt is neither computed nor moved again, and changes no token."""
 
+import asyncio
+
 import pytest
 
 from moonshard.rpc import link_pb2
+from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.request import Sampling
 from moonshard.serving.steps import StepKind
 from moonshard.sharding.rules import DecodeRules
 from moonshard.sharding.shape import MeshShape
-from tests.agreement import assert_drawn_from, reference
+from tests.agreement import assert_drawn_from, assert_same_tokens, reference
 from tests.engine_room import long_text
 from tests.serving.pd_pair import BLOCK_SIZE, Answer, Meshes, Pair, run, running
 
@@ -106,6 +109,40 @@ async def test_what_prefill_knows_goes_out_before_the_rest_is_computed(monkeypat
         assert kinds.count(StepKind.PREFILL) == 1
 
 
+async def test_what_another_prompt_computes_in_the_same_step_goes_out_after_it(monkeypatch: pytest.MonkeyPatch):
+    async with running() as pair:
+        plans: list[PrefillPlan] = []
+        prefill = pair.prefill._prefill
+        assert prefill is not None
+        launching = prefill.launching
+        monkeypatch.setattr(prefill, "launching", lambda plan: (plans.append(plan), launching(plan))[1])
+        prompt = long_text(17, seed=11)
+        busy = pair.begin(run(long_text(640, seed=3), 2))
+        twins = [pair.begin(run(prompt, 20)) for _ in range(2)]
+        for answer in (busy, *twins):
+            await answer.is_over.wait()
+        assert any([chunk.start for chunk in plan.chunks][-2:] == [0, BLOCK_SIZE] for plan in plans)
+        for answer in twins:
+            assert_drawn_from(reference(), prompt, answer.tokens[0], GREEDY)
+        assert twins[0].tokens == twins[1].tokens
+
+
+async def test_a_prompt_on_its_way_is_in_every_report_of_the_worker_that_decodes_it():
+    def reported() -> int:
+        load = pair.decode.load(pair.link(pair.decode))
+        return sum((*load.queued_tokens, *load.active_tokens, *load.reserved_tokens))
+
+    async with running() as pair:
+        assert reported() == 0
+        answer = pair.begin(run(long_text(100, seed=21), 20))
+        while len(answer.tokens.get(0, ())) < 2:  # the first came from the worker that prefilled
+            assert pair.decode.load(pair.link(pair.decode)).num_seen == 1
+            assert reported() >= 100
+            await asyncio.sleep(0)
+        await answer.is_over.wait()
+        assert reported() == 0
+
+
 async def test_another_root_is_cold_on_both_sides():
     async with running() as pair:
         prompt = long_text(64)
@@ -114,6 +151,24 @@ async def test_another_root_is_cold_on_both_sides():
         assert (other.num_cached, num_moved) == (0, 4)
         again, num_moved = await ask(pair, run(prompt, 20, prefix_root=b"a tenant"))
         assert (again.num_cached, num_moved) == (63, 1)
+
+
+async def test_who_is_preempted_beside_others_that_hold_the_same_blocks_gets_the_tokens_it_gets_alone():
+    async with running() as pair:
+        shared, totals = long_text(640, seed=31), lambda: pair.decode.engine.counters().totals
+        prompts = [[*shared, *long_text(200, seed=40 + number)] for number in range(4)]
+        await ask(pair, run(shared, 2))
+        before = num_landed(pair)
+        together = [pair.begin(run(prompt, 200)) for prompt in prompts]
+        for answer in together:
+            await answer.is_over.wait()
+        assert num_landed(pair) - before <= 4 * (200 // BLOCK_SIZE + 2)  # the rest is held four times
+        assert (num_preemptions := totals().num_preemptions) > 0
+        assert totals().prefill_tokens <= num_preemptions * (400 + BLOCK_SIZE)  # who comes back finds what was shared
+        for prompt, answer in zip(prompts, together, strict=True):
+            alone, _ = await ask(pair, run(prompt, 200))
+            assert_same_tokens(reference(), prompt, alone.tokens[0], answer.tokens[0], GREEDY)
+        assert totals().num_preemptions == num_preemptions
 
 
 async def test_pools_too_small_to_remember_everything_still_give_the_right_tokens():

@@ -9,7 +9,7 @@ from moonshard.kv.prefix import PrefixCache, block_names, root_name, split_names
 from moonshard.rpc import link_pb2
 from moonshard.serving import prefix_feed
 from moonshard.serving.prefix_feed import PrefixFeed
-from moonshard.serving.prefix_index import Hearsay, PrefixIndex, Said
+from moonshard.serving.prefix_index import PrefixChange, PrefixIndex, PrefixSubscriber
 
 SIZE, EPOCH = 4, 7
 
@@ -19,7 +19,7 @@ class Listener:
 
     def __init__(self, num_partitions: int):
         self.index = PrefixIndex()
-        self.heard = Hearsay(self.index, homes=tuple(range(num_partitions)))
+        self.heard = PrefixSubscriber(self.index, homes=tuple(range(num_partitions)))
 
     def take(self, message: link_pb2.WorkerMessage) -> None:
         if message.WhichOneof("message") == "prefix_snapshot":
@@ -29,7 +29,7 @@ class Listener:
         else:
             events = message.prefix_events
             rows = zip(events.partitions, split_names(events.names), events.is_known, strict=True)
-            assert self.heard.events(EPOCH, events.first_number, [Said(*row) for row in rows])
+            assert self.heard.events(EPOCH, events.first_number, [PrefixChange(*row) for row in rows])
 
 
 def run(cache: PrefixCache, pool: BlockPool, partition: int, tokens: list[int]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.serving.prefix_index import Hearsay, PrefixIndex, Said
+from moonshard.serving.prefix_index import PrefixChange, PrefixIndex, PrefixSubscriber
 
 NUM_HOMES = 4
 
@@ -63,16 +63,31 @@ def test_the_end_of_a_chain_is_forgotten_alone(facts: list[tuple[int, str]], hom
     assert index.num_known(chain(text)).get(home, 0) == len(text) - 1
 
 
-def said(*changes: tuple[str, bool]) -> list[Said]:
-    return [Said(0, name.encode(), is_known) for name, is_known in changes]
+@given(names=st.sets(st.sampled_from(chain("abab"))))
+def test_ends_whose_beginning_is_forgotten_count_for_nothing(names: set[bytes]):
+    index = PrefixIndex()
+    for name in names:
+        index.add(0, name)
+    asked = chain("abab")
+    assert index.num_known(asked).get(0, 0) in range(by_hand_of(names, asked) + 1)
+    if names == set(asked):
+        assert index.num_known(asked) == {0: len(asked)}
+
+
+def by_hand_of(names: set[bytes], asked: Sequence[bytes]) -> int:
+    return next((i for i, name in enumerate(asked) if name not in names), len(asked))
+
+
+def said(*changes: tuple[str, bool]) -> list[PrefixChange]:
+    return [PrefixChange(0, name.encode(), is_known) for name, is_known in changes]
 
 
 EVENTS = said(("a", True), ("b", True), ("a", False), ("c", True), ("a", True), ("b", False))
 AFTER = {b"c", b"a"}
 
 
-def hearing() -> Hearsay:
-    return Hearsay(PrefixIndex(), homes=(0,))
+def hearing() -> PrefixSubscriber:
+    return PrefixSubscriber(PrefixIndex(), homes=(0,))
 
 
 @given(cuts=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))

@@ -182,6 +182,7 @@ def test_a_session_stays_where_it_is_unless_that_home_is_overloaded_or_away():
     def ask(among: list[Home]) -> Home:
         reservation = router.reserve(among, prompt(4, session=key), policy=policies.cost, now_s=1.0)
         assert reservation is not None
+        router.sent(reservation, now_s=1.0)
         router.release(reservation)
         outcomes.append(reservation.affinity)
         return reservation.home
@@ -196,26 +197,47 @@ def test_a_session_stays_where_it_is_unless_that_home_is_overloaded_or_away():
     assert outcomes == ["miss", "hit", "moved", "hit", "moved"]
 
 
+def test_a_request_that_is_never_sent_moves_no_session():
+    router = Router(pins=Pins())
+
+    def ask(among: list[Home], *, is_sent: bool) -> str | None:
+        reservation = router.reserve(among, prompt(4, session=b"session"), policy=policies.cost, now_s=1.0)
+        assert reservation is not None
+        if is_sent:
+            router.sent(reservation, now_s=1.0)
+        router.release(reservation)
+        return reservation.affinity
+
+    assert [ask(homes("a", "b"), is_sent=is_sent) for is_sent in (False, True)] == ["miss", "miss"]
+    (first,) = [home for home in homes("a", "b") if ask([home], is_sent=False) == "hit"]
+    (other,) = [home for home in homes("a", "b") if home != first]
+    assert [ask([other], is_sent=False), ask([first], is_sent=False)] == ["moved", "hit"]
+    assert router.worker_tokens("a") == router.worker_tokens("b") == 0
+
+
 def test_without_a_session_nothing_is_pinned():
     router = Router(pins=(pins := Pins()))
-    assert take(router, HOMES).affinity is None
+    reservation = take(router, HOMES)
+    router.sent(reservation, now_s=0.0)
+    assert reservation.affinity is None
     assert len(pins) == 0
 
 
 def test_every_policy_chooses_among_the_candidates_and_has_its_own_way():
     chosen = {}
     for name in ("cost", "affinity", "round_robin", "random", "least_tokens"):
-        router, choose = Router(), policies.policy(name)
+        router, choose = Router(), policies.policy_of(name)
         if name == "cost":
             knows(router, Home("a", 0), 4)
         found = []
         for _ in range(6):
             reservation = router.reserve(homes("a", "b", "c"), prompt(4, session=b"s"), policy=choose, now_s=0.0)
             assert reservation is not None
+            router.sent(reservation, now_s=0.0)
             found.append(reservation.home.worker)
         chosen[name] = "".join(found)
     assert chosen["cost"][0] == "a"
     assert len(set(chosen["affinity"])) == 1
     assert chosen["round_robin"] == "abcabc"
     assert len(set(chosen["random"])) > 1
-    assert chosen["least_tokens"] == "abcaaa"  # where it is known, it leaves one token to do
+    assert chosen["least_tokens"] == "abcabc"

@@ -106,6 +106,17 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
     assert caught.value.retry_after_s == 7.0
 
 
+def test_a_queue_filled_by_one_partition_leaves_each_other_its_share():
+    scheduler = a_scheduler(num_partitions=2, max_queued_requests=4)
+    for number in range(4):
+        scheduler.add(a_request(f"a{number}", 5), 0.0, partition=0)
+    scheduler.add(a_request("b", 5), 0.0, partition=1)
+    scheduler.add(a_request("c", 5), 0.0)
+    for partition in (0, 1):
+        with pytest.raises(QueueFull):
+            scheduler.add(a_request("d", 5), 0.0, partition=partition)
+
+
 def test_only_a_request_that_was_never_admitted_expires():
     scheduler = a_scheduler(num_blocks=4, slots_per_partition=2)
     for name, now_s in (("a", 0.0), ("b", 1.0), ("c", 2.0), ("d", 20.0)):

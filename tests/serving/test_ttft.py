@@ -71,3 +71,9 @@ def test_what_has_changed_is_learned_anew():
     for i in range(MAX_SAMPLES + FIT_EVERY):
         model.observe("a", own_tokens=i, queued_tokens=0, ttft_s=5e-3 * i)
     assert model.predict_s("a", own_tokens=1000, queued_tokens=0) == pytest.approx(5.0)
+
+
+def test_a_slow_spell_is_forgotten_within_a_hundred_prompts():
+    spell, since = [(100, 0, 5.0)] * MAX_SAMPLES, [(100, 0, 0.05)] * 100
+    found = taught([*spell, *since]).predict_s("a", own_tokens=100, queued_tokens=10)
+    assert found == pytest.approx(0.05, abs=0.5)

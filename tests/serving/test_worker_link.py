@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from functools import cache
 from pathlib import Path
 
 import grpc
@@ -20,6 +19,7 @@ from moonshard.serving.loading import LoadedModel, load_model
 from moonshard.serving.request import Sampling
 from moonshard.serving.worker import Worker
 from tests.agreement import FIXTURES, assert_drawn_from, reference
+from tests.compiled import compiled_once
 from tests.engine_room import long_text
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -36,7 +36,7 @@ def config(**gateway) -> Config:
     )
 
 
-@cache
+@compiled_once
 def model() -> LoadedModel:
     return load_model(config(), "both", lambda message: None)
 

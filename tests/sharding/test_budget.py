@@ -72,12 +72,33 @@ def test_a_latent_on_every_tensor_device_costs_what_context_parallel_gives_back(
 @pytest.mark.parametrize("rules", [PREFILL, DECODE])
 @pytest.mark.parametrize("mesh", [MeshShape(expert=2, tensor=2), MeshShape(data=2, expert=4), MeshShape(tensor=4)])
 def test_the_bytes_of_a_device_are_those_of_its_arrays(mesh: MeshShape, rules: Rules):
-    small = dict(KNOWN["moonlight-16b"].config) | {"hidden_size": 64, "moe_intermediate_size": 16, "vocab_size": 128}
-    config = kimi.KimiConfig.from_hugging_face(small | {"num_hidden_layers": 3, "intermediate_size": 96})
-    leaves = jax.tree.leaves(abstract(kimi.declare(config), "bfloat16", build_mesh(mesh), rules))
-    on_a_device = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    config = small()
     found = of(mesh, pieces(config, "bf16"), rules)
-    assert found.stages[0].weight_bytes == on_a_device
+    assert found.stages[0].weight_bytes == bytes_on_a_device(config, mesh, range(3), rules)
+
+
+def small(**changes: object) -> kimi.KimiConfig:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 16, "vocab_size": 128, "intermediate_size": 96}
+    return kimi.KimiConfig.from_hugging_face(
+        {**KNOWN["moonlight-16b"].config, **sizes, "num_hidden_layers": 3, **changes}
+    )
+
+
+def bytes_on_a_device(config: kimi.KimiConfig, mesh: MeshShape, layers: range, rules: Rules) -> int:
+    leaves = jax.tree.leaves(abstract(kimi.declare(config, layers), "bfloat16", build_mesh(mesh), rules))
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_table_that_is_tied_is_held_twice_only_by_stages_that_are_two(num_stages: int):
+    config, mesh = small(tie_word_embeddings=True), MeshShape(pipe=num_stages)
+    found = of(mesh, pieces(config, "bf16"))
+    sizes = [stage.num_layers for stage in found.stages]
+    layers = [range(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(num_stages)]
+    held = [bytes_on_a_device(config, mesh, each, DECODE) for each in layers]
+    assert [stage.weight_bytes for stage in found.stages] == held
+    table_bytes = config.vocab_size * config.hidden_size * 2
+    assert found.repeated_bytes == (table_bytes if num_stages > 1 else 0)
 
 
 def test_every_parameter_is_counted_once():

@@ -1,4 +1,4 @@
-"""Experts are placed so that every one is there, spare places go where the load is, and devices carry equally much."""
+"""Experts are placed so that every one is there, copies go where the load is, and devices carry equally much."""
 
 import itertools
 
@@ -22,13 +22,13 @@ def device_loads(loads: np.ndarray, num_places: int, num_devices: int) -> np.nda
 def test_every_expert_has_its_copies_where_the_table_says(data: st.DataObject):
     num_devices = data.draw(st.sampled_from([1, 2, 4, 8]))
     num_experts = data.draw(st.integers(1, 24))
-    spare = -num_experts % num_devices + num_devices * data.draw(st.integers(0, 3))
+    num_redundant = -num_experts % num_devices + num_devices * data.draw(st.integers(0, 3))
     sizes = st.lists(st.integers(0, 1000), min_size=num_experts, max_size=num_experts)
     loads = np.array([data.draw(sizes) for _ in range(2)], np.float64)
-    placed = place_experts(loads, num_experts + spare, num_devices)
-    assert placed.expert_of.shape == (2, num_experts + spare)
+    placed = place_experts(loads, num_experts + num_redundant, num_devices)
+    assert placed.expert_of.shape == (2, num_experts + num_redundant)
     assert (placed.num_copies >= 1).all()
-    assert (placed.num_copies.sum(axis=1) == num_experts + spare).all()
+    assert (placed.num_copies.sum(axis=1) == num_experts + num_redundant).all()
     for layer, expert in itertools.product(range(2), range(num_experts)):
         places = placed.places_of[layer, expert]
         assert set(places.tolist()) == set(np.flatnonzero(placed.expert_of[layer] == expert).tolist())

@@ -18,12 +18,12 @@ LAYER_SCOPES = frozenset({"while/body/attention/dot", "while/body/feed_forward/d
 
 
 @pytest.fixture(autouse=True)
-def descriptions_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lowered program describes its arguments by their own types, whose fields are then no arrays."""
+def shapes_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowering works on trees of shapes, which the checks of annotations would refuse."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
-def test_a_decode_step_of_tensor_parallelism_needs_two_sums_a_layer():
+def test_a_decode_step_of_tensor_parallelism_needs_two_all_reduces_a_layer():
     counts = step_program(CONFIG, BY_NAME["tensor 2"], "decode").count()
     assert counts["a dense layer"] == counts["a sparse layer"] == Counter({"all-reduce": 2})
     assert counts["a round of the exchange"] == Counter()

@@ -22,9 +22,9 @@ from moonshard.experiments.bench.meshes_tables import (
     WHERES,
     Where,
     bubble,
+    bubble_at_best,
     bubble_grid,
     bubble_name,
-    bubble_of_even_overlap,
     busy_name,
     collective_name,
     collectives_grid,
@@ -81,7 +81,7 @@ class TestCollectives:
             (Counter({"all-reduce": 2}), Counter({"all-reduce": 2, "all-gather": 1}), "missed"),
         ],
     )
-    def test_the_bar_of_a_decode_step_is_two_sums_and_nothing_else(self, dense, sparse, said: str):
+    def test_the_bar_of_a_decode_step_is_two_all_reduces_and_nothing_else(self, dense, sparse, said: str):
         found = self.found("tensor 2", "decode", {"a dense layer": dense, "a sparse layer": sparse})
         ((*_, verdict),) = collectives_grid(found, Plan()).rows
         assert verdict == said
@@ -117,7 +117,7 @@ class TestBubbles:
     def test_at_best_the_slowest_stage_or_the_way_of_a_microbatch_sets_the_pace(
         self, busy_ms: list[float], num_microbatches: int, expected: float
     ):
-        assert bubble_of_even_overlap(busy_ms, num_microbatches) == pytest.approx(expected)
+        assert bubble_at_best(busy_ms, num_microbatches) == pytest.approx(expected)
 
     def test_a_row_has_the_stages_side_by_side(self):
         found = [

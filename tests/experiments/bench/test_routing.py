@@ -8,7 +8,7 @@ from moonshard.experiments.bench import routing
 from moonshard.experiments.bench.gateway_cost import BARS_MS, DIRECT, THROUGH, gateway_grid
 from moonshard.experiments.bench.measurement import Measurement, Plan
 from moonshard.experiments.bench.routing import POLICIES, RATES, measure_routing, replay_grid, speed_grid
-from moonshard.experiments.replay.synthetic import NUM_SYSTEM_PROMPTS, SYSTEM_BLOCKS, agent_sessions
+from moonshard.experiments.replay.synthetic import NUM_SYSTEM_PROMPTS, SYSTEM_BLOCKS, agent_trace
 
 MINIATURE = replace(Plan(), decisions=20, replay_sessions=10)
 
@@ -48,9 +48,9 @@ def test_what_the_gateway_adds_is_a_difference_of_p99s():
 
 
 def test_sessions_that_are_made_up_are_traces_that_share_their_beginnings():
-    requests = agent_sessions(6, num_turns=4)
+    requests = agent_trace(6, num_turns=4)
     assert len(requests) == 24
-    assert requests == agent_sessions(6, num_turns=4)
+    assert requests == agent_trace(6, num_turns=4)
     assert [r.timestamp_ms for r in requests] == sorted(r.timestamp_ms for r in requests)
     for request in requests:
         assert len(request.blocks) == -(-request.input_tokens // 512)

@@ -1,14 +1,15 @@
-"""Which skills a stage's rows practise, and how often."""
+"""Which skills a stage's rows practise, and how often; and what of a row counts how much."""
 
 from collections import Counter
 from random import Random
 
+import numpy as np
 import pytest
 
 from moonshard.experiments.pocket import corpus
-from moonshard.experiments.pocket.conversation import TRAIN, Conversation
-from moonshard.experiments.pocket.corpus import SKILLS, Skill
-from moonshard.experiments.pocket.recipe import RECIPES
+from moonshard.experiments.pocket.conversation import TRAIN, Call, Conversation, Exchange, Round
+from moonshard.experiments.pocket.corpus import CONTEXT_WEIGHT, SKILLS, Skill, lesson, pocket_text
+from moonshard.experiments.pocket.recipe import ANSWER_WEIGHT, RECIPES
 
 NUM_DRAWS = 2000
 
@@ -60,3 +61,18 @@ def test_every_share_of_a_recipe_is_a_skill_s_and_fits_its_rows(name: str) -> No
         for skill, share in stage.shares:
             assert share > 0
             assert SKILLS[skill].min_tokens <= stage.num_tokens <= SKILLS[skill].max_tokens
+
+
+def test_the_tokens_of_calls_weigh_what_the_stage_says_and_all_others_what_they_did() -> None:
+    call = Call(name="exchange", arguments={"amount": 5})
+    rounds = (Round(calls=(call, call), results=("7", "7")),)
+    conversation = Conversation(exchanges=(Exchange(question="5 dollars?", answer="7 euros.", rounds=rounds),))
+    text = pocket_text()
+    ids, plain = lesson(text, conversation, 160)
+    _, weights = lesson(text, conversation, 160, 4.0)
+    of_calls = ids[1:][weights == 4.0].tolist()
+    assert text.tokenizer.decode(of_calls) == 'functions.exchange:0{"amount": 5}functions.exchange:1{"amount": 5}'
+    assert of_calls.count(text.tokenizer.special_tokens["<|tool_call_end|>"]) == 2
+    assert set(plain[weights == 4.0]) == {np.float32(ANSWER_WEIGHT)}
+    assert (plain[weights != 4.0] == weights[weights != 4.0]).all()
+    assert set(plain.tolist()) == {0.0, np.float32(CONTEXT_WEIGHT), ANSWER_WEIGHT}

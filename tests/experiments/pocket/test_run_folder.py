@@ -15,7 +15,8 @@ from moonshard.experiments.pocket.checkpoints import PARTIAL, Checkpoints, Parts
 from moonshard.experiments.pocket.folder import claim
 from moonshard.experiments.pocket.journal import METRICS, TOLD, read_shape, tell
 from moonshard.experiments.pocket.loop import Rhythm, train
-from moonshard.experiments.pocket.recipe import Recipe, RunFailed
+from moonshard.experiments.pocket.recipe import RECIPES, Recipe, RunFailed
+from moonshard.models.checkpoint import Checkpoint
 from tests.experiments.pocket.rehearsal import RECIPE, SHAPE, Repeats
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -226,3 +227,74 @@ def test_export_of_a_run_that_saved_nothing_says_so(
     assert run_export(tmp_path, tmp_path / "out", monkeypatch) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {tmp_path}")
+
+
+@pytest.fixture
+def averaged(tmp_path: Path) -> Path:
+    """A run that has come to step 8, and whose recipe averages the weights of steps 2 and 6."""
+    recipe = replace(RECIPE, stages=(replace(RECIPE.stages[0], num_rows=3, num_steps=8),), averaged=(2, 6))
+    rhythm = Rhythm(seconds_per_checkpoint=0.0)
+    train(recipe, SHAPE, Repeats(), tmp_path, rhythm=rhythm, is_stopping=lambda: False, say=lambda _line: None)
+    return tmp_path
+
+
+def test_what_is_to_be_averaged_is_kept_and_averaged(averaged: Path, tmp_path: Path) -> None:
+    assert sorted(path.name for path in (averaged / loop.CHECKPOINTS).iterdir()) == ["2", "6", "7", "8"]
+    assert export.export(averaged, tmp_path / "mean") == (2, 6)
+    found, parts = tensors_in(tmp_path / "mean"), [weights_of(averaged, step, tmp_path) for step in (2, 6)]
+    assert found.keys() == parts[0].keys()
+    for name, values in found.items():
+        expected = (parts[0][name] + parts[1][name]) / 2
+        assert np.abs(parts[0][name] - parts[1][name]).max() > 0 or "norm" in name or "bias" in name
+        rounding = 2**-8 * (np.abs(parts[0][name]) + np.abs(parts[1][name]))  # all three were, to bfloat16
+        assert (np.abs(values - expected) <= rounding + 1e-30).all()
+
+
+def test_a_run_that_seldom_saves_saves_what_is_to_be_averaged(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, stages=(replace(RECIPE.stages[0], num_rows=3, num_steps=4),), averaged=(2,))
+    rehearse(recipe, tmp_path)
+    assert sorted(path.name for path in (tmp_path / loop.CHECKPOINTS).iterdir()) == ["2", "4"]
+
+
+def test_a_run_that_lost_what_is_to_be_averaged_does_not_go_on(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, stages=(replace(RECIPE.stages[0], num_rows=3, num_steps=4),), averaged=(2,))
+    rehearse(recipe, tmp_path)
+    shutil.rmtree(tmp_path / loop.CHECKPOINTS / "2")
+    with pytest.raises(RunFailed, match="step 2, which is to be averaged, has no checkpoint any more"):
+        rehearse(recipe, tmp_path)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_recipe_averages_are_ends_of_its_cycles_in_order(name: str) -> None:
+    recipe = RECIPES[name]
+    ends = {*(restart.step for restart in recipe.restarts), recipe.num_steps}
+    assert list(recipe.averaged) == sorted(set(recipe.averaged) & ends)
+
+
+def test_before_the_last_of_them_the_newest_step_is_exported(averaged: Path, tmp_path: Path) -> None:
+    for step in (6, 7, 8):
+        shutil.rmtree(averaged / loop.CHECKPOINTS / str(step))
+    assert export.export(averaged, tmp_path / "out") == (2,)
+
+
+@pytest.mark.parametrize("value", ['"2"', "[2.5]", "[0]", "[true]"])
+def test_steps_that_are_none_are_named(averaged: Path, tmp_path: Path, value: str) -> None:
+    told = json.loads((averaged / TOLD).read_text())
+    told["recipe"]["averaged"] = json.loads(value)
+    (averaged / TOLD).write_text(json.dumps(told))
+    with pytest.raises(RunFailed, match="damaged: averaged is"):
+        export.export(averaged, tmp_path / "out")
+
+
+def weights_of(run: Path, step: int, tmp_path: Path) -> dict[str, np.ndarray]:
+    """As if the run had ended there."""
+    alone = tmp_path / f"until {step}"
+    shutil.copytree(run / loop.CHECKPOINTS / str(step), alone / loop.CHECKPOINTS / str(step))
+    tell(alone, RECIPE, SHAPE)
+    assert export.export(alone, tmp_path / f"of {step}") == (step,)
+    return tensors_in(tmp_path / f"of {step}")
+
+
+def tensors_in(folder: Path) -> dict[str, np.ndarray]:
+    opened = Checkpoint.open(folder)
+    return {name: opened.tensor(name).astype(np.float32) for name in opened.names}

@@ -9,7 +9,7 @@ import pytest
 from moonshard.experiments.pocket.agents import LISTINGS, RUNS, TOOLS
 from moonshard.experiments.pocket.conversation import HELD_OUT, TRAIN, Call, is_of, part_of, random_of
 from moonshard.experiments.pocket.corpus import pocket_text
-from moonshard.experiments.pocket.recall import DOMAINS, UNKNOWN, document
+from moonshard.experiments.pocket.recall import DOMAINS, UNKNOWN, document, unknown_fact
 from moonshard.experiments.pocket.tasks import (
     MAX_ANSWER_TOKENS,
     MAX_CONTEXT_TOKENS,
@@ -64,6 +64,15 @@ def test_more_questions_begin_with_the_fewer():
     assert tool_tasks(0, 20)[:8] == tool_tasks(0, 8)[:8]
 
 
+def test_no_line_of_a_training_document_but_its_title_is_held_out():
+    def lines(split: str) -> set[str]:
+        tasks = recall_tasks(pocket_text(), 0, 2048, 24 * NUM_DEPTHS, split)
+        return {line for task in tasks for line in task.messages[0]["content"].splitlines()}
+
+    assert len(lines(TRAIN)) > 5000
+    assert lines(TRAIN) & lines(HELD_OUT) <= {"", *(domain.title for domain in DOMAINS)}
+
+
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_prompts_are_as_near_below_their_length_as_one_more_line_allows(num_tokens):
     text = pocket_text()
@@ -111,6 +120,22 @@ def test_documents_of_every_kind_take_turns_in_both_places():
     titles = [task.messages[0]["content"].split("\n")[0].split(":")[0] for task in tasks]
     assert titles == [domain.title for domain in DOMAINS] * 3
     assert Counter(task.messages[0]["role"] for task in tasks) == {"user": 16, "system": 8}
+
+
+def test_a_document_ends_where_its_kind_has_no_more_keys():
+    seed = next(seed for seed in range(100) if document(random_of(HELD_OUT, seed), HELD_OUT, 1).domain is DOMAINS[3])
+    found = document(random_of(HELD_OUT, seed), HELD_OUT, 100_000)
+    assert found.domain.title == "Inventory"
+    assert len({fact.key for fact in found.facts}) == 880  # of 20 materials and 44 things
+    with pytest.raises(ValueError, match="it has all keys of its kind"):
+        unknown_fact(random_of(HELD_OUT, seed), found)
+
+
+def test_questions_about_a_kind_with_few_keys_end_too():
+    """The thirteenth of these once had no end."""
+    tasks = recall_tasks(pocket_text(), 3, 4000, 13 * NUM_DEPTHS)
+    assert len(tasks) == 13 * (NUM_DEPTHS + 1)
+    assert tasks[-1].messages[0]["content"].startswith("Lost and found")
 
 
 def test_no_fact_of_a_document_is_a_training_fact():
@@ -161,6 +186,15 @@ def test_no_expected_call_is_a_training_call():
         assert len(purposes) == 1
         assert is_of(HELD_OUT, purposes[0], *call.arguments.values())
         assert not is_of(TRAIN, purposes[0], *call.arguments.values())
+
+
+def test_the_calls_that_are_asked_of_training_are_not_held_out():
+    tasks = [task for task in tool_tasks(3, 120, TRAIN) if task.kind == "tools"]
+    calls = [call for task in tasks for part in task.rounds for call in part.calls]
+    assert len(calls) > 90
+    for call in calls:
+        (purpose,) = (purpose.names[0] for purpose in PURPOSES if call.name in purpose.names)
+        assert not is_of(HELD_OUT, purpose, *call.arguments.values())
 
 
 def assert_held_out_agent_call(call: Call, question: str) -> None:

@@ -74,7 +74,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def tensors(folder: Path, out: Path) -> dict[str, np.ndarray]:
-    assert export(folder, out) == RECIPE.num_steps
+    assert export(folder, out) == (RECIPE.num_steps,)
     opened = Checkpoint.open(out)
     kimi.KimiConfig.of(opened)
     return {name: opened.tensor(name).astype(np.float32) for name in opened.names}

@@ -48,9 +48,9 @@ def test_one_worker_is_its_own_oracle_with_any_policy():
         assert found.load_max_over_mean == 1.0
 
 
-def test_turns_in_turn_find_what_chance_leaves_them():
+def test_round_robin_finds_only_what_the_turn_before_last_left():
     found = replay(a_session(0, 8), ReplayConfig(num_workers=2, policy="round_robin"))
-    assert found.hit_rate == pytest.approx(sum(range(7)) / sum(range(1, 9)))  # what the turn before last had
+    assert found.hit_rate == pytest.approx(sum(range(7)) / sum(range(1, 9)))
 
 
 def test_a_bounded_cache_forgets_who_came_longest_ago_and_the_end_of_that_first():
@@ -87,6 +87,9 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
         ({"output_length": 1.5}, "output_length is 1.5"),
         ({"hash_ids": [0]}, "hash_ids has 1 blocks for 600 tokens"),
         ({"hash_ids": [0, "x"]}, "hash_ids is not a list of numbers"),
+        ({"hash_ids": [0, 1 << 64]}, "hash_ids is not a list of numbers below 2^64"),
+        ({"hash_ids": [0, True]}, "hash_ids is not a list of numbers"),
+        ({"timestamp": 10**400}, "line 2: "),
         ({"hash_ids": None}, "hash_ids is not a list of numbers"),
     ],
 )

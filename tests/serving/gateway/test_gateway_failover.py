@@ -4,12 +4,15 @@ import asyncio
 import time
 from typing import get_args
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from moonshard.models.tokenizer import load_tokenizer
 from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import InternalError, InvalidArgument, Overloaded, Unavailable
+from moonshard.serving.gateway.main import RunningGateway
 from tests.serving.gateway.conftest import FIXTURE
 from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
 from tests.serving.gateway.fleet import (
@@ -93,6 +96,16 @@ async def test_decode_needs_no_prefill_worker_that_has_done_its_part():
         assert decode.runs == []
 
 
+async def until_arrived(running: RunningGateway, num_tokens: int) -> None:
+    """So many tokens, from the workers at the gateway."""
+    async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
+        while True:
+            families = text_string_to_metric_families((await http.get("/metrics")).text)
+            samples = (sample for family in families for sample in family.samples)
+            if sum(s.value for s in samples if s.name == "vllm:generation_tokens_total") == num_tokens:
+                return
+
+
 async def test_a_choice_that_ended_is_not_begun_again():
     """Choice 1 ends by a stop token at its third; then the worker dies."""
     stop = EXPECTED[1][2]
@@ -104,6 +117,7 @@ async def test_a_choice_that_ended_is_not_begun_again():
     async with fleet(*workers) as running:
         asking = asyncio.create_task(ask(running, "http stream", n=3, stop_token_ids=[stop]))
         victim = await first_to_reach("step 4", workers[1:])
+        await until_arrived(running, 5 + 3 + 5)  # what it said may still be on its way
         victim.die()
         answer = await asking
         assert answer.tokens == (EXPECTED[0], EXPECTED[1][:3], EXPECTED[2])

@@ -24,6 +24,7 @@ from tests.serving.gateway.fleet import (
     until,
 )
 
+SESSION = (("x-session-affinity", "a session"),)
 EXPECTED = tuple(expected_tokens(PROMPT, NUM_TOKENS, choice) for choice in range(3))
 
 
@@ -207,6 +208,24 @@ async def test_a_full_decode_worker_is_passed_over():
         assert len(free.reserves) == 3
         await running.gateway.wait_idle()
         assert_nothing_left(running)
+
+
+async def test_a_session_is_not_where_its_leg_was_never_sent():
+    prefill, decode = [prefill_worker(1), prefill_worker(2)], decode_worker()
+    decode.script.reserve_failure = overloaded()
+    told = []
+    async with fleet(*prefill, decode) as running, AsyncClient(running.grpc) as client:
+        with pytest.raises(Overloaded):
+            await client.generate(PROMPT, metadata=SESSION)
+        decode.script.reserve_failure = None
+        for _ in range(2):
+            async with client.stream(PROMPT, max_tokens=2, metadata=SESSION) as stream:
+                told.append((await stream.headers())["x-moonshard-affinity"])
+                assert [delta async for delta in stream]
+        await running.gateway.wait_idle()
+        assert_nothing_left(running)
+    assert told == ["miss", "hit"]
+    assert sorted(len(worker.runs) for worker in prefill) == [0, 2]
 
 
 async def test_when_all_decode_workers_are_full_the_client_is_told_when_to_come_back():

@@ -19,6 +19,11 @@ from tests.serving.gateway.test_gateway_metrics import samples
 LONG_S = 3600 * 24 * 365 * 50  # a window that does not end during a test
 
 
+def let_in(rates: TokenRates, tenant: str, num_prompt: int) -> None:
+    rates.admit(tenant, num_prompt)
+    rates.used(tenant, num_prompt)
+
+
 @settings(deadline=None)
 @given(
     limit=st.integers(1, 1000),
@@ -33,7 +38,7 @@ def test_within_a_window_no_tenant_is_let_in_beyond_its_tokens(limit: int, asked
             with pytest.raises(Overloaded):
                 rates.admit(tenant, num_prompt)
             continue
-        rates.admit(tenant, num_prompt)  # a refusal before it used up nothing
+        let_in(rates, tenant, num_prompt)  # a refusal before it used up nothing
         prompts[tenant] += num_prompt
         completions[tenant] += num_completion
         rates.used(tenant, num_completion)
@@ -42,20 +47,20 @@ def test_within_a_window_no_tenant_is_let_in_beyond_its_tokens(limit: int, asked
 @pytest.mark.parametrize("num_completion", [0, 30])
 def test_after_the_delay_that_it_was_told_it_is_let_in(num_completion: int):
     rates = TokenRates(100, 1)
-    rates.admit("a", 90)
+    let_in(rates, "a", 90)
     rates.used("a", num_completion)
     with pytest.raises(Overloaded) as refused:
         rates.admit("a", 50)
     assert refused.value.retry_after_s is not None
     assert 0 < refused.value.retry_after_s <= 2
-    rates.admit("b", 50)
+    let_in(rates, "b", 50)
     time.sleep(refused.value.retry_after_s + 0.01)
-    rates.admit("a", 50)
+    let_in(rates, "a", 50)
 
 
 def test_a_completion_beyond_the_rate_is_paid_for_before_the_next_prompt():
     rates, start_s = TokenRates(100, 1), time.perf_counter()
-    rates.admit("a", 90)
+    let_in(rates, "a", 90)
     rates.used("a", 150)  # 140 tokens more than the window has room for
     while True:
         try:
@@ -101,3 +106,21 @@ async def test_a_tenant_over_its_rate_is_refused_on_both_fronts_and_another_serv
         found = await samples(http)
         assert found["vllm:admission_rejections_total", "kimi", "tenant_tokens_per_minute"] == 3
     assert len(worker.runs) == 2
+
+
+async def test_a_prompt_that_no_worker_was_sent_uses_up_nothing(worker: FakeWorker, config: GatewayConfig):
+    one = {"authorization": "Bearer one"}
+    body = {"model": "kimi", "prompt": [1] * 10, "max_tokens": 1}
+    async with front_of(worker, config) as (running, http):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(running.gateway._attempts, "_check_ttft", refuse)
+            for _ in range(5):
+                assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 429
+        assert not worker.runs
+        for _ in range(2):
+            assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 200
+        assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 429
+
+
+def refuse(*_: object) -> None:
+    raise Overloaded("the first token would take long", retry_after_s=1.0)

@@ -12,6 +12,7 @@ import pytest
 from moonshard.kv.prefix import block_names, root_name, split_names
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc, link_pb2
+from moonshard.rpc.client import AsyncClient
 from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
 from moonshard.serving.tenants import Tenant, hash_key
@@ -43,7 +44,7 @@ async def running(
 
 
 async def complete(
-    http: httpx.AsyncClient, prompt: list[int], *, stream: bool = False, **headers: str
+    http: httpx.AsyncClient, prompt: list[int], headers: dict[str, str] | None = None, *, stream: bool = False
 ) -> httpx.Response:
     body = {"prompt": prompt, "max_tokens": 2, "stream": stream}
     answer = await http.post("/v1/completions", json=body, headers=headers)
@@ -54,14 +55,25 @@ async def complete(
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_session_stays_where_it_is_and_the_client_is_told(http: httpx.AsyncClient, stream: bool):
     name = {"x-session-affinity": "a session"}
-    first = await complete(http, [1, 2, 3], stream=stream, **name)
+    first = await complete(http, [1, 2, 3], stream=stream, headers=name)
     assert first.headers["x-moonshard-affinity"] == "miss"
     for _ in range(4):
         await complete(http, [7, 8, 9])  # others take turns on all workers
-        again = await complete(http, [1, 2, 3, 4], stream=stream, **name)
+        again = await complete(http, [1, 2, 3, 4], stream=stream, headers=name)
         assert again.headers["x-moonshard-affinity"] == "hit"
         assert again.headers["x-moonshard-worker"] == first.headers["x-moonshard-worker"]
     assert "x-moonshard-affinity" not in (await complete(http, [1])).headers
+
+
+async def test_over_grpc_metadata_names_the_session_and_tells_where_it_is(grpc_client: AsyncClient):
+    told = []
+    for _ in range(3):
+        metadata = (("x-session-affinity", "a session"),)
+        async with grpc_client.stream([1, 2, 3], max_tokens=1, metadata=metadata) as stream:
+            told.append(await stream.headers())
+            assert [delta async for delta in stream]
+    assert [headers["x-moonshard-affinity"] for headers in told] == ["miss", "hit", "hit"]
+    assert len({headers["x-moonshard-worker"] for headers in told}) == 1
 
 
 async def test_the_body_may_name_the_session(http: httpx.AsyncClient):
@@ -75,7 +87,7 @@ async def test_the_body_may_name_the_session(http: httpx.AsyncClient):
 async def test_no_client_chooses_its_worker_by_name(http: httpx.AsyncClient):
     wanted = (await complete(http, [1])).headers["x-moonshard-worker"]
     forged = {"x-moonshard-worker": wanted, "x-moonshard-affinity": "hit"}
-    answers = [await complete(http, [1], **forged) for _ in range(2 * NUM_WORKERS)]
+    answers = [await complete(http, [1], headers=forged) for _ in range(2 * NUM_WORKERS)]
     assert len({answer.headers["x-moonshard-worker"] for answer in answers}) == NUM_WORKERS
     assert all("x-moonshard-affinity" not in answer.headers for answer in answers)
 
@@ -149,6 +161,6 @@ class TestKeys:
 
     async def test_tenants_share_no_names_of_blocks(self, http: httpx.AsyncClient, workers: list[FakeWorker]):
         for key in ("one", "two", "one"):
-            await complete(http, PROMPT, authorization=f"Bearer {key}")
+            await complete(http, PROMPT, headers={"authorization": f"Bearer {key}"})
         roots = [run.prefix_root for worker in workers for run in worker.runs]
         assert sorted(roots.count(root) for root in set(roots)) == [1, 2]

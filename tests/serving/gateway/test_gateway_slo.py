@@ -1,7 +1,10 @@
 """A request that would wait too long for its first token is refused at once, and told how long it would have been."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,17 +13,29 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import Overloaded
 from moonshard.serving.config import GatewayConfig, RoutingConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
+from moonshard.serving.ledger import read_ledger
 from moonshard.serving.ttft import MIN_SAMPLES
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker
+from tests.serving.gateway.fleet import until
 
 PREDICTED = "x-moonshard-predicted-ttft-ms"
 BODY = {"prompt": [1, 2, 3], "max_tokens": 2}
 
 
 @pytest.fixture
-async def running(worker: FakeWorker, gateway_config: GatewayConfig, model_path):
+def ledger(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.jsonl"
+
+
+@pytest.fixture
+def gateway_config(gateway_config: GatewayConfig, ledger: Path) -> GatewayConfig:
+    return replace(gateway_config, ledger=ledger)
+
+
+@pytest.fixture
+async def running(worker: FakeWorker, gateway_config: GatewayConfig, model_path: Path) -> AsyncIterator[RunningGateway]:
     """No first token can come in a microsecond."""
     async with fake_worker.serving(worker) as port:
         config = make_config(gateway_config, model_path, [f"127.0.0.1:{port}"])
@@ -34,25 +49,49 @@ async def learn(http: httpx.AsyncClient) -> None:
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
 
 
+@asynccontextmanager
+async def one_before(http: httpx.AsyncClient, worker: FakeWorker) -> AsyncIterator[None]:
+    """Whoever comes during the block finds another request queued."""
+    worker.script.may_step.clear()
+    num_before = len(worker.runs)
+    first = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    await worker.seen(num_before + 1)
+    yield
+    worker.script.may_step.set()
+    assert (await first).status_code == 200
+
+
 async def test_a_request_behind_others_is_refused_and_one_that_comes_first_is_not(
     http: httpx.AsyncClient, grpc_client: AsyncClient, worker: FakeWorker, running: RunningGateway
 ):
     await learn(http)
-    worker.script.may_step.clear()
-    first = asyncio.create_task(http.post("/v1/completions", json=BODY))
-    await worker.seen(MIN_SAMPLES + 1)
-    refused = await http.post("/v1/completions", json=BODY)
-    assert refused.status_code == 429
-    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-    assert int(refused.headers["retry-after"]) >= 1
-    assert int(refused.headers[PREDICTED]) >= 0
-    with pytest.raises(Overloaded, match="the first token would take"):
-        await grpc_client.generate([1, 2, 3], max_tokens=2)
-    assert len(worker.runs) == MIN_SAMPLES + 1
-    worker.script.may_step.set()
-    assert (await first).status_code == 200
+    async with one_before(http, worker):
+        refused = await http.post("/v1/completions", json=BODY)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert int(refused.headers[PREDICTED]) >= 0
+        with pytest.raises(Overloaded, match="the first token would take"):
+            await grpc_client.generate([1, 2, 3], max_tokens=2)
+        assert len(worker.runs) == MIN_SAMPLES + 1
     assert (await http.post("/v1/completions", json=BODY)).status_code == 200
     assert 'reason="ttft_slo"} 2.0' in (await http.get("/metrics")).text
+
+
+async def test_what_is_refused_leaves_no_row_no_tokens_and_no_session_behind(
+    http: httpx.AsyncClient, worker: FakeWorker, running: RunningGateway, ledger: Path
+):
+    await learn(http)
+    session, (address,) = {"x-session-affinity": "a session"}, (link.address for link in running.gateway.pool.links)
+    async with one_before(http, worker):
+        num_tokens = running.gateway.pool.in_flight_tokens(address)
+        assert (await http.post("/v1/completions", json=BODY, headers=session)).status_code == 429
+        assert running.gateway.pool.in_flight_tokens(address) == num_tokens > 0
+    answers = [await http.post("/v1/completions", json=BODY, headers=session) for _ in range(2)]
+    assert [answer.headers["x-moonshard-affinity"] for answer in answers] == ["miss", "hit"]
+    num_served = MIN_SAMPLES + 1 + len(answers)
+    await until(lambda: len(list(read_ledger(ledger))) >= num_served)
+    assert [row.outcome for row in read_ledger(ledger)] == ["length"] * num_served
 
 
 async def test_nothing_is_refused_before_anything_is_known(http: httpx.AsyncClient, worker: FakeWorker):

@@ -130,6 +130,15 @@ async def test_another_process_at_the_address_begins_with_nothing(knowledge: Kno
     assert again.known() == [3, 0]
 
 
+async def test_prompts_on_their_way_to_a_worker_are_counted_until_it_holds_them(
+    knowledge: Knowledge, told: Told, router: Router
+):
+    load = link_pb2.WorkerLoad(queued_tokens=[5, 0], active_tokens=[10, 0], reserved_tokens=[100, 7])
+    told.session.load.CopyFrom(load)
+    knowledge.loaded(told.session)
+    assert [router.queued_tokens(home) for home in told.homes] == [115, 7]
+
+
 async def test_what_was_sent_is_added_to_a_report_that_does_not_count_it_yet(
     knowledge: Knowledge, told: Told, router: Router
 ):

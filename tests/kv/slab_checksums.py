@@ -1,0 +1,11 @@
+"""The checksums that a manifest would carry, for tests that write into slabs themselves."""
+
+from collections.abc import Sequence
+
+from moonshard.kv.slab import Slab
+from moonshard.kv.transfer import checksum
+
+
+def checksums(slab: Slab, slots: Sequence[int]) -> tuple[int, ...]:
+    """Those of whole slots, as they are now."""
+    return tuple(checksum(slab.slot(slot)) for slot in slots)
