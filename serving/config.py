@@ -134,6 +134,16 @@ class KvConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TraceConfig:
+    """What every process records of its requests and steps, as Parquet: experiments/SCHEMA.md names the columns."""
+
+    path: Path | None = None  # a folder, made where it is missing; None: nothing is recorded
+    tokens: bool = False  # by the gateway, also a row for each token
+    max_rows: Positive = 8192  # of one file
+    max_age_s: Seconds = 10.0  # a row waits no longer to be written: what a killed process loses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TlsConfig:
     """Mutual TLS between gateway and workers: PEM files, all or none. Workers and gateways each show `cert`."""
 
@@ -159,6 +169,7 @@ class Config:
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     kv: KvConfig = field(default_factory=KvConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
 
 

@@ -1,0 +1,87 @@
+"""Parts of tables as Parquet files: written whole or not at all, and read back as one table.
+
+A part gets its name when all of it is on the disk, so that a reader never sees half a file and a killed process leaves
+at most a `.tmp` that nobody reads. Left out: when a part is written, and by which thread.
+"""
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moonshard.serving.trace.schema import Kind, Row, Table, Value
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+class PartsError(ValueError):
+    """A folder whose parts cannot be read as a table; the message names it."""
+
+
+def load_polars() -> None:
+    """Import it now, with one thread of its own: what is written beside a server must not take its cores.
+
+    Only who records or reads a recording needs it; it takes 50 MB.
+    """
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+    import polars as _  # noqa: F401
+
+
+def encode_part(table: Table, columns: Sequence[list[Value]], origin: Row) -> bytes:
+    """A Parquet file of these columns, with `origin` in each row.
+
+    Python's lock is given up after each column: whoever serves waits for one column's conversion, never for a part's.
+    """
+    import polars as pl
+
+    series = []
+    for column, values in zip(table.columns, columns, strict=True):
+        series.append(pl.Series(column.name, values, dtype=_dtypes()[column.kind]))
+        time.sleep(0)
+    frame = pl.DataFrame(series)
+    constants = zip(table.all_columns[len(table.columns) :], origin, strict=True)
+    frame = frame.with_columns(pl.lit(value, _dtypes()[column.kind]).alias(column.name) for column, value in constants)
+    out = io.BytesIO()
+    frame.write_parquet(out)
+    return out.getvalue()
+
+
+def write_part(path: Path, data: bytes) -> None:
+    """All of it, or nothing and OSError. The folder is made where it is missing; only its owner may read the file."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        temporary.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def read_table(folder: Path, table: Table) -> "pl.DataFrame":
+    """All parts that are there now, in no order of time; no rows where there are none. PartsError for a foreign one."""
+    import polars as pl
+
+    schema = {column.name: _dtypes()[column.kind] for column in table.all_columns}
+    parts = []
+    for path in sorted((folder / table.name).glob("*.parquet")):
+        try:
+            part = pl.read_parquet(path)
+        except (OSError, pl.exceptions.PolarsError) as error:
+            raise PartsError(f"{path}: {error}") from error
+        if part.schema != schema:
+            raise PartsError(f"{path}: its columns are not those of {table.name}")
+        parts.append(part)
+    return pl.concat(parts) if parts else pl.DataFrame(schema=schema)
+
+
+def _dtypes() -> Mapping[Kind, Any]:
+    import polars as pl
+
+    return {"text": pl.String, "int": pl.Int64, "float": pl.Float64, "bool": pl.Boolean, "ints": pl.List(pl.Int64)}
