@@ -34,7 +34,11 @@ class StepDone:
     kind: StepKind
     drawn: Drawn | None
     exported: np.ndarray | None  # of an export: [bucket, layers, block_size, features]
+    bucket: int
+    partition: int  # of an export or a land, and how many blocks it moved
+    num_blocks: int
     launched_ns: int
+    enqueued_ns: int  # the launch returned
     done_ns: int
     was_overlapped: bool  # launched before the previous step's tokens had reached the host
 
@@ -46,6 +50,7 @@ class _InFlight:
     step: Step
     launched: Launched
     launched_ns: int
+    enqueued_ns: int
     was_overlapped: bool
 
 
@@ -89,8 +94,9 @@ class DeviceThread:
             was_overlapped = self._num_fetched < num_launched
             launched_ns = time.perf_counter_ns()
             launched = self._executor.launch(step)
+            enqueued_ns = time.perf_counter_ns()
             num_launched += 1
-            self._in_flight.put(_InFlight(step, launched, launched_ns, was_overlapped))
+            self._in_flight.put(_InFlight(step, launched, launched_ns, enqueued_ns, was_overlapped))
         self._in_flight.put(None)
 
     def _fetch_all(self) -> None:
@@ -103,7 +109,11 @@ class DeviceThread:
                     kind=flight.step.kind,
                     drawn=fetched if isinstance(fetched, Drawn) else None,
                     exported=fetched if isinstance(fetched, np.ndarray) else None,
+                    bucket=flight.step.bucket,
+                    partition=flight.step.partition,
+                    num_blocks=flight.step.num_blocks,
                     launched_ns=flight.launched_ns,
+                    enqueued_ns=flight.enqueued_ns,
                     done_ns=time.perf_counter_ns(),
                     was_overlapped=flight.was_overlapped,
                 )

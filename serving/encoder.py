@@ -147,7 +147,7 @@ class StepEncoder:
         bucket = bucket_for(self._shapes.transfer_buckets, len(blocks))
         packed, fields = self._blank(StepKind.EXPORT, bucket)
         fields["source"][partition, : len(blocks)] = blocks
-        return Step(number, StepKind.EXPORT, bucket, packed, partition=partition)
+        return Step(number, StepKind.EXPORT, bucket, packed, partition=partition, num_blocks=len(blocks))
 
     def encode_land(self, number: int, partition: int, blocks: Sequence[int], payload: np.ndarray) -> Step:
         """Overwrite them with `payload` [len(blocks), ...], which is copied only where the bucket has more room."""
@@ -158,7 +158,7 @@ class StepEncoder:
             padded = np.zeros((bucket, *payload.shape[1:]), payload.dtype)
             padded[: len(blocks)] = payload
             payload = padded
-        return Step(number, StepKind.LAND, bucket, packed, partition=partition, payload=payload)
+        return Step(number, StepKind.LAND, bucket, packed, partition=partition, num_blocks=len(blocks), payload=payload)
 
     def _blank(self, kind: StepKind, bucket: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         return self._layouts[kind, bucket].blank(self._shapes.num_partitions)

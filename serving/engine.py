@@ -58,12 +58,14 @@ class Engine:
         on_expired: Callable[[bytes, QueueTimeout], None],
         before_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
         on_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
+        on_done: Callable[[StepDone, Plan | None], None] | None = None,
         num_stages: int = 1,
     ):
         """`on_prefill` is called when a prefill step was launched: an export made in it runs right behind that step.
 
         `before_prefill` likewise when it is about to be: an export made in it runs before that step. Both may call
-        `export`, and nothing else of the engine.
+        `export`, and nothing else of the engine. `on_done` is told of every step that is done, last of all: with its
+        plan, or None for an export and a land.
         """
         self._scheduler = scheduler
         self._encoder = encoder
@@ -71,6 +73,7 @@ class Engine:
         self._on_expired = on_expired
         self._before_prefill = before_prefill
         self._on_prefill = on_prefill
+        self._on_done = on_done
         self._loop = asyncio.get_running_loop()
         self._device = DeviceThread(
             executor,
@@ -219,6 +222,8 @@ class Engine:
         self._pace.skip(done)
         self._exchange.complete(done)
         self._launch()  # blocks may have come back with it
+        if self._on_done is not None:
+            self._on_done(done, None)
 
     def _complete_plan(self, done: StepDone) -> None:
         plan = self._plans.pop(done.number)
@@ -230,6 +235,8 @@ class Engine:
         self._drop_expired()
         self._launch()  # first, so that the device has work while the outputs are sent
         self._emit(done, delivered)
+        if self._on_done is not None:
+            self._on_done(done, plan)
 
     def _emit(self, done: StepDone, delivered: Delivered) -> None:
         if delivered.outputs:

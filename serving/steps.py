@@ -43,6 +43,7 @@ class Step:
     metadata: np.ndarray  # [partitions, size of the layout], int32
     draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * num_rows + r
     partition: int = 0  # whose blocks an export or a land moves
+    num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding
     payload: np.ndarray | None = None  # land only: [bucket, layers, block_size, features] in the pages' dtype
 
 

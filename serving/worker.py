@@ -25,6 +25,7 @@ from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.prefill_handoffs import PrefillHandoffs
 from moonshard.serving.prefix_feed import PrefixFeed
 from moonshard.serving.scheduler import Scheduler
+from moonshard.serving.trace.steps import RecordedSteps
 from moonshard.serving.waiting import QueueTimeout, Rejected
 from moonshard.serving.worker_report import kv_transfer_message, load_message, partition_state, welcome_message
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 class Worker:
     """What is behind the link: the engine, the handoffs, and which link each request came over.
 
-    `plane` is that of a worker whose role has handoffs.
+    `plane` is that of a worker whose role has handoffs; `recorded` is where its steps are recorded, None: nowhere.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Worker:
         model: LoadedModel,
         compilations: CompilationCounter,
         plane: KvPlane | None,
+        recorded: RecordedSteps | None = None,
     ):
         self.role: WorkerRole = role
         self.epoch = secrets.token_bytes(16)
@@ -67,6 +69,7 @@ class Worker:
             on_expired=self._on_expired,
             before_prefill=self._before_prefill,
             on_prefill=self._on_prefill,
+            on_done=None if recorded is None else recorded.trace(epoch=self.epoch, role=role),
             num_stages=model.num_stages,
         )
         self._prefill = None if plane is None or role != "prefill" else self._prefill_handoffs(plane)

@@ -19,6 +19,9 @@ from moonshard.serving.kv_transports import KvTransports
 from moonshard.serving.link_service import LinkServicer
 from moonshard.serving.loading import LoadedModel, load_model
 from moonshard.serving.status_pipe import Status
+from moonshard.serving.trace.recorder import recording
+from moonshard.serving.trace.schema import STEPS
+from moonshard.serving.trace.steps import RecordedSteps
 from moonshard.serving.transport_security import server_tls
 from moonshard.serving.worker import Worker
 
@@ -57,16 +60,19 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int
         tls=server_tls(config),
     )
     await server.start()
-    status("listening", {"address": _address(config.worker.host, server.port)})
+    address = _address(config.worker.host, server.port)
+    status("listening", {"address": address})
     try:
-        worker = await _load(config, role, transports, server.port, status, stop)
-        if worker is None:
-            return 0
-        worker.start()
-        ready.set_result(worker)
-        await server.set_serving(True)
-        status("ready", {})
-        return await _serve(worker, server, stop, status, config.gateway.drain_timeout_s)
+        async with recording(config.trace, STEPS) as recorder:
+            recorded = None if recorder is None else RecordedSteps(recorder.rows(STEPS).append, address)
+            worker = await _load(config, role, transports, server.port, recorded, status, stop)
+            if worker is None:
+                return 0
+            worker.start()
+            ready.set_result(worker)
+            await server.set_serving(True)
+            status("ready", {})
+            return await _serve(worker, server, stop, status, config.gateway.drain_timeout_s)
     finally:
         ready.cancel()
         await server.stop(STOP_GRACE_S)
@@ -84,7 +90,13 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 async def _load(
-    config: Config, role: WorkerRole, transports: KvTransports, port: int, status: Status, stop: asyncio.Event
+    config: Config,
+    role: WorkerRole,
+    transports: KvTransports,
+    port: int,
+    recorded: RecordedSteps | None,
+    status: Status,
+    stop: asyncio.Event,
 ) -> Worker | None:
     """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
     loop = asyncio.get_running_loop()
@@ -104,7 +116,7 @@ async def _load(
         model, plane = await asyncio.to_thread(load)
     except _Stopped:
         return None
-    worker = Worker(config, role, model, compilations, plane)
+    worker = Worker(config, role, model, compilations, plane, recorded)
     compilations.mark_serving()
     return worker
 

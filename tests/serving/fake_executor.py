@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
+from moonshard.serving.device import StepDone
 from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.engine import Engine, StepReport
-from moonshard.serving.plan import PrefillPlan
+from moonshard.serving.plan import Plan, PrefillPlan
 from moonshard.serving.programs import Drawn, Launched
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.steps import Step, StepKind, StepShapes
@@ -52,6 +53,7 @@ def an_engine(
     on_step: Callable[[StepReport], None] = lambda report: None,
     on_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
     pool: BlockPool | None = None,
+    on_done: Callable[[StepDone, Plan | None], None] | None = None,
 ) -> Engine:
     shapes = StepShapes(
         slots_per_partition=NUM_SLOTS,
@@ -77,4 +79,5 @@ def an_engine(
         on_step=on_step,
         on_expired=lambda request_id, error: None,
         on_prefill=on_prefill,
+        on_done=on_done,
     )
