@@ -23,7 +23,7 @@ from moonshard.serving.gateway.handoffs import Handoff, Handoffs
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.pool import LinkPool, Route
 from moonshard.serving.gateway.prefill_place import PrefillPlace
-from moonshard.serving.gateway.record import RequestRecord
+from moonshard.serving.gateway.record import Leg, Placement, RequestRecord
 from moonshard.serving.gateway.session import Arrival, Inbox
 from moonshard.serving.router import Affinity, Ask
 
@@ -67,6 +67,11 @@ class _Attempt:
     def prompt_route(self) -> Route:
         """Where its prompt is computed."""
         return self.prefill or self.route
+
+    def placement(self) -> Placement:
+        decode = _leg_of(self.route)
+        prefill = decode if self.prefill is None else _leg_of(self.prefill)
+        return Placement(attempt_id=self.run.request_id, prefill=prefill, decode=decode)
 
     async def next(self) -> Arrival:
         """Raises the error that ends the attempt."""
@@ -112,7 +117,7 @@ class Attempts:
             with ExitStack() as held:
                 route = await self._decode_route(run, session, failures, held)
                 attempt = self._begin(run, choices, route, session, failures, held)
-                record.sent(route.worker_index, is_moving=attempt.handoff is not None)
+                record.sent(route.worker_index, attempt.placement())
                 held.callback(self._end, attempt, record)
                 try:
                     where = attempt.prompt_route
@@ -247,12 +252,16 @@ class Attempts:
             session.close(attempt.run.request_id, cancel=not attempt.is_worker_done)
             return
         if handoff.transfer is not None:
-            record.moved(handoff.transfer)
+            record.moved(handoff.transfer, handoff.transferred_ns)
             self._place.moved(len(attempt.run.prompt_tokens), attempt.route, handoff.transfer)
         self._handoffs.end(handoff, decode=session, is_finished=attempt.is_worker_done)
 
     def _labels(self, route: Route) -> tuple[str, str]:
         return self._metrics.model_name, str(route.worker_index)
+
+
+def _leg_of(route: Route) -> Leg:
+    return Leg(route.session.address, route.session.welcome.epoch, route.partition)
 
 
 def rest_of(run: link_pb2.Run, choices: Sequence[ChoiceStream]) -> link_pb2.Run:

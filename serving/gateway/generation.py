@@ -27,6 +27,7 @@ from moonshard.serving.gateway.pool import LinkPool, ModelLimits
 from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
+from moonshard.serving.gateway.traces import RequestTrace, RequestTraces
 from moonshard.serving.router import Affinity
 
 type Event = Placed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
@@ -66,6 +67,7 @@ class Gateway:
         pool: LinkPool,
         metrics: GatewayMetrics,
         accounts: Accounts,
+        traces: RequestTraces,
         *,
         max_queued_requests: int,
         routing: RoutingConfig,
@@ -77,6 +79,7 @@ class Gateway:
         self.is_draining = False
         self._metrics = metrics
         self._accounts = accounts
+        self._traces = traces
         self._max_queued_requests = max_queued_requests
         self._attempts = Attempts(pool, self.handoffs, metrics, routing, may_retry=lambda: not self.is_draining)
         self._numbers = itertools.count()
@@ -108,13 +111,19 @@ class Gateway:
         Close it (`aclosing`) to cancel.
         Raises RequestError, before the first event for what is wrong with the request itself.
         """
-        with self._metrics.outcome(), self._admitted(request) as admission:
-            stamps = Stamps(received_ns=request.received_ns)
+        stamps = Stamps(received_ns=request.received_ns)
+        with (
+            self._metrics.outcome(),
+            self._traces.entry(request, stamps) as trace,
+            self._admitted(request) as admission,
+        ):
             prompt = await self.model.tokenize(request)
             run = self._make_run(admission, prompt)
+            record = RequestRecord(self._metrics, run, stamps)
+            trace.tokenized(record)
             self._accounts.admit(request.caller.tenant, len(prompt))
-            with RequestRecord(self._metrics, run, stamps) as record, self._accounts.entry(request, record):
-                async with aclosing(self._stream(admission, run, record)) as events:
+            with record, self._accounts.entry(request, record):
+                async with aclosing(self._stream(admission, run, record, trace)) as events:
                     async for event in events:
                         yield event
                         if isinstance(event, pb.Delta) and stamps.delivered():
@@ -158,7 +167,7 @@ class Gateway:
                 self._idle.set()
 
     async def _stream(
-        self, admission: Admission, run: link_pb2.Run, record: RequestRecord
+        self, admission: Admission, run: link_pb2.Run, record: RequestRecord, trace: RequestTrace
     ) -> AsyncGenerator[Placed | pb.TokenIds | CallsMade | pb.Delta]:
         """The prompt as soon as it was sent; then deltas until every choice has ended."""
         model, request = self.model, admission.request
@@ -176,6 +185,7 @@ class Gateway:
                 self._waiting.discard(admission.number)
                 if delta is None:
                     continue
+                trace.arrived(event.arrived_ns, delta)
                 if (made := choices[delta.choice].take_calls()) is not None:
                     yield made
                 yield delta

@@ -45,6 +45,7 @@ class Handoff:
     prefill: Route
     has_first_tokens: bool = False
     transfer: link_pb2.TransferPhases | None = None  # once its last chunk is here
+    transferred_ns: int = 0  # likewise: when that was
     retry_after_s: float = 0.0  # as a worker without room said
 
     @property
@@ -134,7 +135,7 @@ class Handoffs:
         self._execute(self._side.chunk(handoff_wire.manifest_from(chunk)))
         handoff = self._handoffs.get(chunk.handoff)
         if handoff is not None and chunk.is_last:
-            handoff.transfer = chunk.phases
+            handoff.transfer, handoff.transferred_ns = chunk.phases, time.perf_counter_ns()
             self._close_prefill_leg(handoff)
 
     def _first_tokens(self, first: link_pb2.FirstTokens) -> None:

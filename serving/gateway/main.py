@@ -31,10 +31,13 @@ from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.rates import TokenRates
+from moonshard.serving.gateway.traces import RequestTraces, TraceCollector
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
 from moonshard.serving.ledger import Ledger
 from moonshard.serving.status_pipe import Status
 from moonshard.serving.tenants import Tenants, load_tenants
+from moonshard.serving.trace.recorder import Recorder, recording
+from moonshard.serving.trace.schema import REQUESTS, TOKENS
 from moonshard.serving.transport_security import link_credentials
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
@@ -80,16 +83,17 @@ async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Asyn
     with contextlib.closing(bind_http(config.gateway.host, config.gateway.port)) as listener:
         async with (
             _ledger_at(config.gateway.ledger) as ledger,
-            _serving(config, listener, ledger, keep_alive_s) as running,
+            recording(config.trace, REQUESTS, TOKENS) as recorder,
+            _serving(config, listener, ledger, recorder, keep_alive_s) as running,
         ):
             yield running
 
 
 @contextlib.asynccontextmanager
 async def _serving(
-    config: Config, listener: socket.socket, ledger: Ledger | None, keep_alive_s: float
+    config: Config, listener: socket.socket, ledger: Ledger | None, recorder: Recorder | None, keep_alive_s: float
 ) -> AsyncIterator[RunningGateway]:
-    """With what is open already: the HTTP port, and the ledger where there is one."""
+    """With what is open already: the HTTP port, and ledger and recorder where there are any."""
     model = load_served_model(config.model.path, config.model.name)
     tenants = load_tenants(config.gateway.keys)
     metrics = GatewayMetrics(model.name)
@@ -99,6 +103,7 @@ async def _serving(
         pool,
         metrics,
         _accounts(config, metrics, ledger),
+        _traces(config, metrics, recorder),
         max_queued_requests=config.gateway.max_queued_requests,
         routing=config.routing,
         lease_s=config.kv.lease_s,
@@ -206,6 +211,12 @@ def _accounts(config: Config, metrics: GatewayMetrics, ledger: Ledger | None) ->
     num_tokens = config.gateway.tenant_tokens_per_minute
     rates = None if num_tokens is None else TokenRates(num_tokens)
     return Accounts(metrics, config.prices, ledger=ledger, rates=rates)
+
+
+def _traces(config: Config, metrics: GatewayMetrics, recorder: Recorder | None) -> RequestTraces:
+    if recorder is not None:
+        metrics.registry.register(TraceCollector(recorder))
+    return RequestTraces(metrics.model_name, recorder, has_tokens=config.trace.tokens)
 
 
 @contextlib.asynccontextmanager

@@ -19,6 +19,24 @@ from moonshard.serving.gateway.stamps import Stamps
 _PHASES = ("gateway_queue", "first_token", "decode", "finish")
 
 
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Where a part of an attempt runs."""
+
+    worker: str  # its address
+    epoch: bytes
+    partition: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where an attempt was sent: `prefill` is `decode` where its KV does not move."""
+
+    attempt_id: bytes
+    prefill: Leg
+    decode: Leg
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Worker:
     """Whom a request was sent to, and the metrics of its tokens: looked up once, used per token."""
@@ -35,9 +53,11 @@ class RequestRecord:
     def __init__(self, metrics: GatewayMetrics, run: link_pb2.Run, stamps: Stamps) -> None:
         self._metrics = metrics
         self._worker: _Worker | None = None  # until it is sent
+        self.placement: Placement | None = None  # likewise; then of the last attempt
         self._run = run
         self.stamps = stamps
-        self._num_prompt = len(run.prompt_tokens)
+        self.num_prompt = len(run.prompt_tokens)
+        self.max_tokens = run.max_tokens
         self._num_cached = 0
         self._num_ended = 0
         self._finish_reason = ""
@@ -55,13 +75,14 @@ class RequestRecord:
             self._metrics.finished_choices.labels(*self._labels, "abort").inc(self._run.n - self._num_ended)
         self._metrics.dropped_tokens.labels(*self._labels).inc(self._num_dropped)
 
-    def sent(self, worker_index: int, *, is_moving: bool) -> None:
-        """To that worker; `is_moving`: it will decode what another prefills."""
+    def sent(self, worker_index: int, placement: Placement) -> None:
+        """To that worker, which will decode it."""
         self.stamps.sent()
+        self.placement = placement
         labels = (self._metrics.model_name, str(worker_index))
         self._worker = _Worker(
             labels=labels,
-            is_moving=is_moving,
+            is_moving=placement.prefill is not placement.decode,
             generation_tokens=self._metrics.generation_tokens.labels(*labels),
             inter_token_s=self._metrics.inter_token_s.labels(*labels),
         )
@@ -75,9 +96,9 @@ class RequestRecord:
         """Its worker or its handoff failed, and it is to go on elsewhere."""
         self.stamps.retried()
 
-    def moved(self, transfer: link_pb2.TransferPhases) -> None:
+    def moved(self, transfer: link_pb2.TransferPhases, transferred_ns: int) -> None:
         """Its KV is with the worker that decodes it."""
-        self.stamps.transfer = transfer
+        self.stamps.transfer, self.stamps.transferred_ns = transfer, transferred_ns
 
     def arrived(self, arrival: Arrival, delta: pb.Delta | None) -> None:
         """A step's output, and what of it the client is told (None: nothing)."""
@@ -86,7 +107,7 @@ class RequestRecord:
         self.stamps.arrived(arrival.arrived_ns, output)
         self._num_dropped += len(output.token_ids) - (0 if delta is None else len(delta.token_ids))
         if is_first:
-            self._num_cached = min(self._num_prompt - 1, output.cached_tokens)
+            self._num_cached = min(self.num_prompt - 1, output.cached_tokens)
             self._count_prompt()
         if delta is not None:
             self._count_delta(delta, arrival.arrived_ns)
@@ -103,7 +124,7 @@ class RequestRecord:
         metrics.prefill_s.labels(*labels).observe(timing.worker_prefill_ms / 1e3)
         metrics.decode_s.labels(*labels).observe(timing.worker_decode_ms / 1e3)
         metrics.inference_s.labels(*labels).observe((timing.worker_prefill_ms + timing.worker_decode_ms) / 1e3)
-        metrics.request_prompt_tokens.labels(*labels).observe(self._num_prompt)
+        metrics.request_prompt_tokens.labels(*labels).observe(self.num_prompt)
         metrics.request_generation_tokens.labels(*labels).observe(num_tokens)
         metrics.params_n.labels(*labels).observe(run.n)
         metrics.params_max_tokens.labels(*labels).observe(run.max_tokens)
@@ -124,7 +145,7 @@ class RequestRecord:
         if not self.stamps.first_arrival_ns:
             return pb.Usage()
         return pb.Usage(
-            prompt_tokens=self._num_prompt, completion_tokens=sum(self._num_tokens), cached_tokens=self._num_cached
+            prompt_tokens=self.num_prompt, completion_tokens=sum(self._num_tokens), cached_tokens=self._num_cached
         )
 
     @property
@@ -143,12 +164,12 @@ class RequestRecord:
         return self._sent_to.labels
 
     def _count_prompt(self) -> None:
-        self._metrics.prompt_tokens.labels(*self._labels).inc(self._num_prompt)
+        self._metrics.prompt_tokens.labels(*self._labels).inc(self.num_prompt)
         by_source = self._metrics.prompt_tokens_by_source
         source = "external_kv_transfer" if self._sent_to.is_moving else "local_compute"
-        by_source.labels(*self._labels, source).inc(self._num_prompt - self._num_cached)
+        by_source.labels(*self._labels, source).inc(self.num_prompt - self._num_cached)
         by_source.labels(*self._labels, "local_cache_hit").inc(self._num_cached)
-        self._metrics.prefix_queries_tokens.labels(*self._labels).inc(self._num_prompt)
+        self._metrics.prefix_queries_tokens.labels(*self._labels).inc(self.num_prompt)
         self._metrics.prefix_hits_tokens.labels(*self._labels).inc(self._num_cached)
 
     def _count_delta(self, delta: pb.Delta, arrived_ns: int) -> None:

@@ -22,7 +22,9 @@ class Stamps:
     last_arrival_ns: int = 0
     first_two_ns: tuple[int, ...] = ()  # arrivals of choice 0's first two outputs
     phases: link_pb2.WorkerPhases = field(default_factory=link_pb2.WorkerPhases)
+    ended_ns: int = 0
     transfer: link_pb2.TransferPhases | None = None  # of a request whose KV moved
+    transferred_ns: int = 0  # its last manifest arrived
     num_retries: int = 0
 
     def sent(self) -> None:
@@ -61,23 +63,34 @@ class Stamps:
     def ttft_s(self) -> float:
         return (self.first_delivered_ns - self.received_ns) / 1e9
 
+    def phases_ns(self, *, is_complete: bool) -> tuple[int, int, int, int]:
+        """Gateway's queue, wait for the first token, decode, finish: they add up to the time until the request ended.
+
+        It ends with the first call. One that is not complete has the rest of its time in the phase it ended in.
+        """
+        ended_ns = self.ended_ns = self.ended_ns or time.perf_counter_ns()
+        sent_ns, first_ns = self.sent_ns or ended_ns, self.first_arrival_ns or ended_ns
+        last_ns = self.last_arrival_ns if is_complete else ended_ns
+        return sent_ns - self.received_ns, first_ns - sent_ns, last_ns - first_ns, ended_ns - last_ns
+
     def timing(self) -> inference_pb2.Timing:
         """For a request that has had its last token, at the moment it ends."""
-        ended_ns = time.perf_counter_ns()
-        edges = (self.received_ns, self.sent_ns, self.first_arrival_ns, self.last_arrival_ns, ended_ns)
-        phases_ms = [(end - start) / 1e6 for start, end in pairwise(edges)]
+        phases_ms = [phase_ns / 1e6 for phase_ns in self.phases_ns(is_complete=True)]
+        timing = self.worker_timing()
+        timing.e2e_ms = sum(phases_ms)
+        timing.ttft_ms = self.ttft_s() * 1e3
+        timing.gateway_queue_ms, timing.first_token_ms, timing.decode_ms, timing.finish_ms = phases_ms
+        timing.num_retries = self.num_retries
+        return timing
+
+    def worker_timing(self) -> inference_pb2.Timing:
+        """What workers measured, and what the way to the first token took besides, of a request that has had it."""
+        first_token_ms = (self.first_arrival_ns - self.sent_ns) / 1e6
         timing = inference_pb2.Timing(
-            e2e_ms=sum(phases_ms),
-            ttft_ms=self.ttft_s() * 1e3,
-            gateway_queue_ms=phases_ms[0],
-            first_token_ms=phases_ms[1],
-            decode_ms=phases_ms[2],
-            finish_ms=phases_ms[3],
             worker_queue_ms=self.phases.queue_ms,
             worker_prefill_ms=self.phases.prefill_ms,
             worker_decode_ms=self.phases.decode_ms,
-            wire_ms=phases_ms[1] - self.phases.queue_ms - self.phases.prefill_ms,
-            num_retries=self.num_retries,
+            wire_ms=first_token_ms - self.phases.queue_ms - self.phases.prefill_ms,
         )
         if self.transfer is not None:
             self._add_handoff(timing, self.transfer)

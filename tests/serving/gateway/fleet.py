@@ -9,7 +9,7 @@ from typing import Literal
 import httpx
 
 from moonshard.rpc.client import AsyncClient
-from moonshard.serving.config import GatewayConfig, RoutingConfig
+from moonshard.serving.config import GatewayConfig, RoutingConfig, TraceConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import FIXTURE, make_config
@@ -43,7 +43,9 @@ def decode_worker(number: int = 0) -> FakeWorker:
 
 
 @asynccontextmanager
-async def fleet(*workers: FakeWorker, lease_s: float = 60.0, **routing: float | str) -> AsyncIterator[RunningGateway]:
+async def fleet(
+    *workers: FakeWorker, lease_s: float = 60.0, trace: TraceConfig | None = None, **routing: float | str
+) -> AsyncIterator[RunningGateway]:
     """All workers are there when the block begins."""
     async with asyncio.timeout(HANG_S), AsyncExitStack() as stack:
         ports = [await stack.enter_async_context(fake_worker.serving(worker)) for worker in workers]
@@ -53,6 +55,7 @@ async def fleet(*workers: FakeWorker, lease_s: float = 60.0, **routing: float | 
             config,
             routing=RoutingConfig(**routing),  # pyright: ignore[reportArgumentType]
             kv=replace(config.kv, lease_s=lease_s),
+            trace=trace or TraceConfig(),
         )
         running = await stack.enter_async_context(serving(made))
         pool = running.gateway.pool

@@ -1,0 +1,162 @@
+"""A row for every request that the pipeline was asked, however it ended, and on demand one for every token.
+
+Rows are as many as `moonshard_requests` counts: what was no request (no JSON, an unknown key, too large a body) has
+none. Names of tenants and sessions are hashed, and neither text nor tokens are kept. Left out: what is told to
+Prometheus (`record`) and to whoever pays (`accounts`).
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.serving.gateway.metrics import outcome_of
+from moonshard.serving.gateway.parameters import GenerationRequest
+from moonshard.serving.gateway.record import Leg, RequestRecord
+from moonshard.serving.gateway.stamps import Stamps
+from moonshard.serving.trace.recorder import Recorder, Rows
+from moonshard.serving.trace.schema import REQUESTS, TOKENS, Row
+
+MAX_ERROR_CHARS = 500
+
+
+class RequestTrace:
+    """One request's. What is not known yet when it ends is null in its row."""
+
+    def __init__(self, request: GenerationRequest, stamps: Stamps, tokens: Rows | None) -> None:
+        self._request = request
+        self._stamps = stamps
+        self._tokens = tokens
+        self._num_tokens = [0] * request.n if tokens is not None else []
+        self._record: RequestRecord | None = None
+
+    def tokenized(self, record: RequestRecord) -> None:
+        """The prompt is known, and `record` will be told of all that follows."""
+        self._record = record
+
+    def arrived(self, arrived_ns: int, delta: pb.Delta) -> None:
+        """The client is told of these tokens."""
+        if self._tokens is None:
+            return
+        index = self._num_tokens[delta.choice]
+        self._num_tokens[delta.choice] += len(delta.token_ids)
+        for offset in range(len(delta.token_ids)):
+            self._tokens.append((self._request.request_id, delta.choice, index + offset, arrived_ns))
+
+    def row(self, model: str, outcome: str, error: str | None) -> Row:
+        caller = self._request.caller
+        return (
+            self._request.request_id,
+            *_attempt_id(self._record),
+            model,
+            _hash(caller.tenant.name),
+            None if caller.session is None else caller.session.hex(),
+            outcome,
+            error,
+            *_sizes(self._request, self._record),
+            *_places(self._record),
+            *_times(self._stamps, is_complete=outcome == "completed"),
+            *_worker_times(self._stamps),
+        )
+
+
+class RequestTraces:
+    """Of one gateway. Without a recorder nothing is recorded."""
+
+    def __init__(self, model: str, recorder: Recorder | None, *, has_tokens: bool = False) -> None:
+        self._model = model
+        self._requests = None if recorder is None else recorder.rows(REQUESTS)
+        self._tokens = None if recorder is None or not has_tokens else recorder.rows(TOKENS)
+
+    @contextmanager
+    def entry(self, request: GenerationRequest, stamps: Stamps) -> Iterator[RequestTrace]:
+        """The block is the request's time here; its row is appended as it ends."""
+        trace, outcome, message = RequestTrace(request, stamps, self._tokens), "completed", None
+        try:
+            yield trace
+        except BaseException as error:
+            outcome, message = outcome_of(error), str(error)[:MAX_ERROR_CHARS] or None
+            raise
+        finally:
+            if self._requests is not None:
+                self._requests.append(trace.row(self._model, outcome, message))
+
+
+class TraceCollector(Collector):
+    """Whether records can be written."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "moonshard_trace_failures", "Parts of records that could not be written.", self._recorder.num_failures
+        )
+        yield CounterMetricFamily(
+            "moonshard_trace_lost_rows", "Requests and tokens that are in no record.", self._recorder.num_lost
+        )
+
+
+def _hash(name: str) -> str:
+    return hashlib.sha256(b"moonshard trace\0" + name.encode()).hexdigest()[:16]
+
+
+def _attempt_id(record: RequestRecord | None) -> Row:
+    return (None,) if record is None or record.placement is None else (record.placement.attempt_id.hex(),)
+
+
+def _sizes(request: GenerationRequest, record: RequestRecord | None) -> Row:
+    """finish_reason to completion_tokens; cached tokens are known with the first output only."""
+    if record is None:
+        return None, request.n, request.max_tokens, None, None, 0, 0
+    usage = record.usage()
+    num_cached = usage.cached_tokens if usage.prompt_tokens else None
+    return (
+        record.finish_reason or None,
+        request.n,
+        record.max_tokens,
+        record.num_prompt,
+        num_cached,
+        usage.completion_tokens,
+        record.stamps.num_retries,
+    )
+
+
+def _places(record: RequestRecord | None) -> Row:
+    if record is None or record.placement is None:
+        return (None,) * 7
+    prefill, decode = record.placement.prefill, record.placement.decode
+    return *_leg(prefill), *_leg(decode), prefill is decode
+
+
+def _leg(leg: Leg) -> Row:
+    return leg.worker, leg.epoch.hex(), leg.partition
+
+
+def _times(stamps: Stamps, *, is_complete: bool) -> Row:
+    """received_ns to finish_ns: the phases of a request add up to its time here."""
+    phases_ns = stamps.phases_ns(is_complete=is_complete)
+    ttft_ns = stamps.first_delivered_ns - stamps.received_ns if stamps.first_delivered_ns else None
+    return stamps.received_ns, ttft_ns, sum(phases_ns), *phases_ns
+
+
+def _worker_times(stamps: Stamps) -> Row:
+    """worker_queue_ms to join_ms: null where no worker said so."""
+    if not stamps.first_arrival_ns:
+        return (None,) * 10
+    timing, transfer = stamps.worker_timing(), stamps.transfer
+    own = timing.worker_queue_ms, timing.worker_prefill_ms, timing.worker_decode_ms, timing.wire_ms
+    if transfer is None:
+        return *own, *(None,) * 6
+    return (
+        *own,
+        timing.handoff_gap_ms if len(stamps.first_two_ns) == 2 else None,
+        timing.transfer_ms,
+        timing.exposed_transfer_ms,
+        stamps.transferred_ns,
+        timing.land_ms,
+        timing.join_ms,
+    )
