@@ -22,7 +22,10 @@ Command = Callable[..., int]
 
 BUILT_IN = tuple(
     EntryPoint(name=name, value=f"moonshard.serving.commands.{name}:{name}", group=ENTRY_POINT_GROUP)
-    for name in ("serve", "gateway", "prefill", "decode", "worker", "chat", "score", "budget", "experts", "ledger")
+    for name in (
+        *("serve", "gateway", "prefill", "decode", "worker"),
+        *("chat", "score", "budget", "experts", "ledger", "trace"),
+    )
 )
 
 
