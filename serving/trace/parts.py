@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moonshard.serving.trace.schema import Kind, Row, Table, Value
+from moonshard.serving.trace.schema import Column, Kind, Row, Table, Value
 
 if TYPE_CHECKING:
     import polars as pl
@@ -40,7 +40,7 @@ def encode_part(table: Table, columns: Sequence[list[Value]], origin: Row) -> by
 
     series = []
     for column, values in zip(table.columns, columns, strict=True):
-        series.append(pl.Series(column.name, values, dtype=_dtypes()[column.kind]))
+        series.append(_series(column, values))
         time.sleep(0)
     frame = pl.DataFrame(series)
     constants = zip(table.all_columns[len(table.columns) :], origin, strict=True)
@@ -79,6 +79,17 @@ def read_table(folder: Path, table: Table) -> "pl.DataFrame":
             raise PartsError(f"{path}: its columns are not those of {table.name}")
         parts.append(part)
     return pl.concat(parts) if parts else pl.DataFrame(schema=schema)
+
+
+def _series(column: Column, values: list[Value]) -> "pl.Series":
+    """Lists are made once for each that differs: polars is slow with them, and steps have few different ones."""
+    import polars as pl
+
+    dtype = _dtypes()[column.kind]
+    if column.kind != "ints":
+        return pl.Series(column.name, values, dtype=dtype)
+    distinct = {value: index for index, value in enumerate(dict.fromkeys(values))}
+    return pl.Series(column.name, list(distinct), dtype=dtype).gather([distinct[value] for value in values])
 
 
 def _dtypes() -> Mapping[Kind, Any]:

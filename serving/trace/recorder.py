@@ -34,13 +34,13 @@ class Rows:
         self._max_rows = max_rows
         self._on_full = on_full
         self._lock = threading.Lock()  # held for a microsecond, by whoever appends or takes
-        self._columns = self._blank()
+        self._begin()
 
     def append(self, row: Row) -> None:
         """Never waits for the disk."""
         with self._lock:
-            for column, value in zip(self._columns, row, strict=True):
-                column.append(value)
+            for add, value in zip(self._adds, row, strict=True):
+                add(value)
             if len(self._columns[0]) >= self._max_rows:
                 self._hand_over()
 
@@ -49,7 +49,8 @@ class Rows:
         with self._lock:
             if not self._columns[0]:
                 return None
-            columns, self._columns = self._columns, self._blank()
+            columns = self._columns
+            self._begin()
             return columns
 
     def _hand_over(self) -> None:
@@ -57,10 +58,11 @@ class Rows:
             self._on_full.put((self, self._columns))
         else:
             self.num_lost += len(self._columns[0])
-        self._columns = self._blank()
+        self._begin()
 
-    def _blank(self) -> Columns:
-        return [[] for _ in self.table.columns]
+    def _begin(self) -> None:
+        self._columns: Columns = [[] for _ in self.table.columns]
+        self._adds = [column.append for column in self._columns]  # looked up once, called for each row
 
 
 type _Part = tuple[Rows, Columns]

@@ -5,23 +5,15 @@ the time that the device had been busy: from its launch, or from the end of the 
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonshard.serving.device import StepDone
 from moonshard.serving.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan
 from moonshard.serving.trace.schema import Row
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
-    """What a step was for. Of a load, only the slot's partition is known: it computes nothing."""
-
-    partitions: tuple[int, ...]
-    batch: int = 0
-    tokens: int = 0
-    context_tokens: int = 0
-    blocks: int = 0
+# What a step was for: partitions, batch, tokens, context tokens, blocks. A plain tuple, for it is made with each step.
+type _Work = tuple[tuple[int, ...], int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +38,7 @@ class StepTrace:
 
     def __call__(self, done: StepDone, plan: Plan | None) -> None:
         """`plan` is None for an export and a land."""
-        work = _work_of(done, plan)
+        partitions, *sizes = _work_of(done, plan)
         device_ns = done.done_ns - max(done.launched_ns, self._last_done_ns)
         self._last_done_ns = done.done_ns
         self._append(
@@ -54,12 +46,9 @@ class StepTrace:
                 *self._worker,
                 done.number,
                 done.kind.value,
-                work.partitions,
+                partitions,
                 done.bucket,
-                work.batch,
-                work.tokens,
-                work.context_tokens,
-                work.blocks,
+                *sizes,
                 done.was_overlapped,
                 done.launched_ns,
                 done.enqueued_ns - done.launched_ns,
@@ -73,27 +62,20 @@ class StepTrace:
 def _work_of(done: StepDone, plan: Plan | None) -> _Work:
     match plan:
         case DecodePlan(rows=rows):
-            return _Work(
-                partitions=_distinct(row.slot.partition for row in rows),
-                batch=len(rows),
-                tokens=len(rows),
-                context_tokens=sum(row.position for row in rows) + len(rows),
-            )
+            num_rows = len(rows)
+            num_context = sum([row.position for row in rows]) + num_rows
+            return _distinct({row.slot.partition for row in rows}), num_rows, num_rows, num_context, 0
         case PrefillPlan(chunks=chunks):
             num_tokens = sum(len(chunk.tokens) for chunk in chunks)
-            return _Work(
-                partitions=_distinct(chunk.slot.partition for chunk in chunks),
-                batch=len(chunks),
-                tokens=num_tokens,
-                context_tokens=sum(chunk.start for chunk in chunks) + num_tokens,
-            )
+            num_context = sum(chunk.start for chunk in chunks) + num_tokens
+            return _distinct({chunk.slot.partition for chunk in chunks}), len(chunks), num_tokens, num_context, 0
         case LoadPlan(slot=slot):
-            return _Work(partitions=(slot.partition,), batch=1)
+            return (slot.partition,), 1, 0, 0, 0
         case CopyPlan(pairs=pairs):
-            return _Work(partitions=_distinct(partition for partition, _, _ in pairs), blocks=len(pairs))
+            return _distinct({partition for partition, _, _ in pairs}), 0, 0, 0, len(pairs)
         case None:
-            return _Work(partitions=(done.partition,), blocks=done.num_blocks)
+            return (done.partition,), 0, 0, 0, done.num_blocks
 
 
-def _distinct(partitions: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(partitions)))
+def _distinct(partitions: set[int]) -> tuple[int, ...]:
+    return tuple(partitions) if len(partitions) == 1 else tuple(sorted(partitions))
