@@ -36,7 +36,7 @@ STEP = {
     "role": "prefill",
     "number": 3,
     "kind": "prefill",
-    "partitions": [0],
+    "partitions": (0,),
     "bucket": 64,
     "batch": 1,
     "tokens": 40,
