@@ -71,7 +71,7 @@ class RoutingConfig:
 
     policy: PolicyName = "cost"  # how a worker is chosen: see serving/policies.py
     queue_weight: Annotated[float, Meta(ge=0, le=1e3)] = QUEUE_WEIGHT  # of policy cost: a queued token beside one to do
-    local_prefill: Literal["static", "cost"] = "static"  # when the decode worker prefills: see serving/locality.py
+    local_prefill: Literal["cost", "static"] = "cost"  # when the decode worker prefills: see serving/locality.py
     local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0  # static: where at most so many are unknown there
     local_prefill_min_known: Annotated[float, Meta(ge=0, le=1)] = 1.0  # static: or where this share of it is known
     ttft_slo_s: Seconds | None = None  # a request that is predicted to wait longer for its first token is refused

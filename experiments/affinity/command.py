@@ -22,7 +22,7 @@ from moonshard.experiments.affinity.run import ARMS, Plan, Round, run_round
 from moonshard.experiments.affinity.workload import agent_sessions
 from moonshard.experiments.bench.grid import Grid, as_markdown, as_table, number
 from moonshard.experiments.bench.machine import describe_commit, describe_machine, describe_versions
-from moonshard.experiments.bench.server import ServerFailed
+from moonshard.experiments.bench.server import HANDED_OVER, ServerFailed
 from moonshard.experiments.bench.transport_rows import verdict
 from moonshard.experiments.pocket.corpus import pocket_text
 from moonshard.rpc.status import RequestError
@@ -64,7 +64,7 @@ def affinity(
             sys.stderr.write(f"moonshard affinity: {option} {value}: expected at least 1\n")
             return 2
     plan = Plan(num_sessions=sessions, rounds=rounds, seed=seed)
-    config = load_config(None, set)
+    config = load_config(None, (HANDED_OVER, *set))
     console = Console(width=None if sys.stdout.isatty() else 170)
     played = agent_sessions(pocket_text(), plan.num_sessions, plan.session_tokens, seed=plan.seed)
     found: list[Round] = []

@@ -71,9 +71,7 @@ class Recipe:
 
     stages: tuple[Stage, ...]
     restarts: tuple[Restart, ...] = ()  # in the order of their steps
-    averaged: tuple[
-        int, ...
-    ] = ()  # steps, ascending; the model has the mean of their weights; none: those of the last step
+    averaged: tuple[int, ...] = ()  # steps, ascending, of whose weights the model has the mean; none: the last step's
     seed: int = 0
     optimiser: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 2e-3  # at 1e-2 Muon takes apart what `beginning` laid in

@@ -43,6 +43,7 @@ OVERRIDES = {
     "kv.num_blocks": NUM_BLOCKS,
     "kv.slab_bytes": NUM_SLAB_SLOTS * BLOCK_BYTES,
     "kv.quarantine_s": QUARANTINE_S,
+    "routing.local_prefill": "static",  # every prompt is handed over, unless a test says when not
 }
 AGGREGATED = {"mode": "aggregated"}
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -26,6 +27,14 @@ def a_decode(executor: Programs, slot: int) -> Step:
     return Step(-1, StepKind.DECODE, 1, packed, draws=(0,))
 
 
+@jax.jit
+def busy(x: jax.Array) -> jax.Array:
+    """`x`, about a second later: a program that calls back into Python runs in the thread that launches it, where all
+    that it needs is there already."""
+    turned = jax.lax.fori_loop(0, 400, lambda _, turned: jnp.tanh(turned @ turned), jnp.eye(256) * x.sum())
+    return x + 0.0 * turned.sum()
+
+
 class Gate:
     """The second stage's steps wait before it, on that stage's device. Open at first."""
 
@@ -45,7 +54,8 @@ class Gate:
                 return self.first_stage[-1]
             shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
             wait = programs.setdefault(bucket, jax.jit(lambda x: jax.pure_callback(pass_gate, shape, x)))
-            return run(stage, kind, bucket, packed, wait(jax.device_put(hidden, stage.model.mesh.devices.flat[0])))
+            there = jax.device_put(hidden, stage.model.mesh.devices.flat[0])
+            return run(stage, kind, bucket, packed, wait(busy(there)))
 
         monkeypatch.setattr(Stage, "run", gated)
 

@@ -46,14 +46,14 @@ def decode_worker(number: int = 0) -> FakeWorker:
 async def fleet(
     *workers: FakeWorker, lease_s: float = 60.0, trace: TraceConfig | None = None, **routing: float | str
 ) -> AsyncIterator[RunningGateway]:
-    """All workers are there when the block begins."""
+    """All workers are there when the block begins. Prompts are handed over unless a test says when not."""
     async with asyncio.timeout(HANG_S), AsyncExitStack() as stack:
         ports = [await stack.enter_async_context(fake_worker.serving(worker)) for worker in workers]
         gateway = GatewayConfig(port=0, grpc_port=0, drain_timeout_s=1)
         config = make_config(gateway, FIXTURE, [f"127.0.0.1:{port}" for port in ports])
         made = replace(
             config,
-            routing=RoutingConfig(**routing),  # pyright: ignore[reportArgumentType]
+            routing=RoutingConfig(**({"local_prefill": "static"} | routing)),  # pyright: ignore[reportArgumentType]
             kv=replace(config.kv, lease_s=lease_s),
             trace=trace or TraceConfig(),
         )
