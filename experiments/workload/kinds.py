@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
+from typing import TypeGuard
 
 from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest, TraceError
 from moonshard.experiments.workload.arrivals import gamma
@@ -188,14 +189,13 @@ def _planned(raw: object, place: int) -> Planned:
         raise TraceError("prompt is not a list of token ids")
     if not _is_count(max_tokens) or max_tokens < 1:
         raise TraceError(f"max_tokens is {max_tokens!r}")
+    planned = Planned(prompt=Tokens(tuple(prompt)), max_tokens=max_tokens, at_s=0.0)
     if at_s is None:
-        times = {"at_s": 0.0} if place == 0 else {"after": place - 1}
-    elif isinstance(at_s, int | float) and not isinstance(at_s, bool) and 0 <= at_s < float("inf"):
-        times = {"at_s": float(at_s)}
-    else:
+        return planned if place == 0 else replace(planned, at_s=None, after=place - 1)
+    if not isinstance(at_s, int | float) or isinstance(at_s, bool) or not 0 <= at_s < float("inf"):
         raise TraceError(f"at_s is {at_s!r}, not a number of seconds")
-    return Planned(prompt=Tokens(tuple(prompt)), max_tokens=max_tokens, **times)
+    return replace(planned, at_s=float(at_s))
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
