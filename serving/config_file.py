@@ -4,6 +4,7 @@ One walk over the dataclasses of `config` checks every value and collects every 
 mistakes wants to hear of three; msgspec converts the single values, and alone would stop at the first.
 """
 
+import copy
 import difflib
 import json
 import tomllib
@@ -31,15 +32,17 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """
     tree = {} if path is None else _read(path)
     faults = [fault for text in overrides if (fault := _override(tree, text))]
-    values = _walk(Config, tree, "", faults)
-    _complete_model(values, faults)
-    faults += _unreadable(values.get("tls"))
-    if faults:
-        raise ConfigError(faults)
-    config = _build(Config, values)
-    if faults := joint_faults(config):
-        raise ConfigError(faults)
-    return config
+    return _checked(tree, faults)
+
+
+def config_of(tree: Mapping[str, object]) -> Config:
+    """Of tables as a file has them, but with whole paths. ConfigError names every fault at once."""
+    return _checked(copy.deepcopy(dict(tree)), [])
+
+
+def path_keys() -> frozenset[str]:
+    """The dotted keys whose values name a file or a folder."""
+    return frozenset(key for key, hint in _all_hints(Config) if _is_path(hint))
 
 
 def as_overrides(config: Config) -> list[str]:
@@ -55,6 +58,18 @@ def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def _checked(tree: Tree, faults: list[str]) -> Config:
+    values = _walk(Config, tree, "", faults)
+    _complete_model(values, faults)
+    faults += _unreadable(values.get("tls"))
+    if faults:
+        raise ConfigError(faults)
+    config = _build(Config, values)
+    if faults := joint_faults(config):
+        raise ConfigError(faults)
+    return config
 
 
 def _read(path: Path) -> Tree:
@@ -77,9 +92,13 @@ def _beside(folder: Path, tree: Tree, node: type) -> Tree:
         value = tree.get(name)
         if isinstance(value, dict) and is_dataclass(hint):
             _beside(folder, value, _class(hint))
-        elif Path in (hint, *typing.get_args(hint)) and isinstance(value, str) and value not in ("", *UNSET):
+        elif _is_path(hint) and isinstance(value, str) and value not in ("", *UNSET):
             tree[name] = str(folder / Path(value).expanduser())
     return tree
+
+
+def _is_path(hint: object) -> bool:
+    return Path in (hint, *typing.get_args(hint))
 
 
 def _override(tree: Tree, text: str) -> str | None:
@@ -167,18 +186,19 @@ def _did_you_mean(names: Sequence[str]) -> str:
 def _nearest(key: str, siblings: Mapping[str, object], prefix: str) -> list[str]:
     """Valid keys that `key` may have meant: the same name in another table, a like name here, a like name anywhere."""
     name = key.rpartition(".")[2]
-    last_names = {k: k.rpartition(".")[2] for k in _all_keys(Config)}
+    last_names = {k: k.rpartition(".")[2] for k, _ in _all_hints(Config)}
     same = [k for k, last in last_names.items() if last == name]
     here = [prefix + n for n in difflib.get_close_matches(name, siblings, n=1)]
     like = difflib.get_close_matches(name, last_names.values(), n=1, cutoff=0.75)
     return same[:3] or here or [k for k, last in last_names.items() if last in like][:3]
 
 
-def _all_keys(node: type, prefix: str = "") -> Iterator[str]:
+def _all_hints(node: type, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """(dotted key, type) of every key and every table."""
     for name, hint in _keys(node):
-        yield prefix + name
+        yield prefix + name, hint
         if is_dataclass(hint):
-            yield from _all_keys(_class(hint), f"{prefix}{name}.")
+            yield from _all_hints(_class(hint), f"{prefix}{name}.")
 
 
 def _keys(node: type) -> Iterator[tuple[str, object]]:
