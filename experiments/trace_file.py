@@ -29,15 +29,27 @@ class TracedRequest:
 def read_trace(path: Path) -> list[TracedRequest]:
     """In the order of their time. TraceError for a line that is no request, OSError for a file that cannot be read."""
     with path.open(encoding="utf-8", errors="replace") as lines:
-        return sorted(_requests(path, lines), key=lambda request: request.timestamp_ms)
+        return sorted((request for _, request in _requests(path, lines)), key=lambda request: request.timestamp_ms)
 
 
-def _requests(path: Path, lines: Iterator[str]) -> Iterator[TracedRequest]:
+def read_ordered_trace(path: Path) -> list[TracedRequest]:
+    """As `read_trace`, but TraceError too for a line that comes before the one above it."""
+    found: list[TracedRequest] = []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, request in _requests(path, lines):
+            if found and request.timestamp_ms < found[-1].timestamp_ms:
+                raise TraceError(f"{path}, line {number}: timestamp {request.timestamp_ms:g} after a later one")
+            found.append(request)
+    return found
+
+
+def _requests(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedRequest]]:
+    """With the number of each line."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            yield _request(json.loads(line))
+            yield number, _request(json.loads(line))
         except (ValueError, OverflowError, RecursionError) as error:
             raise TraceError(f"{path}, line {number}: {error}") from error
 

@@ -2,16 +2,17 @@
 
 Apart from `server`, which is one `moonshard serve`: that one restarts what dies, and pins nothing. A worker pinned to
 one core has one XLA thread of each kind (by its threads' names): XLA counts the cores that a process may use.
-Left out: several machines.
+None of them outlives the thread that started it, even where that is killed. Left out: several machines.
 """
 
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
 LINK_TIMEOUT_S = 60.0
 POLL_S = 0.05
+TETHER = (sys.executable, "-m", "moonshard.experiments.bench.tether")
 WORKER_UP = "moonshard_worker_up"
 
 
@@ -41,7 +43,11 @@ class Process:
         """A new process; its log takes the place of the one before it."""
         with self.log_path.open("wb") as log, _on_core(self.core):
             self.popen = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(self.environment)
+                [*TETHER, str(os.getpid()), *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(self.environment),
             )
 
     @property
@@ -141,18 +147,24 @@ class Deployment:
 
 @contextmanager
 def deployed(
-    config: Config, environment: Mapping[str, str], *, cores: Sequence[int] | None = None
+    config: Config,
+    environment: Mapping[str, str],
+    *,
+    cores: Sequence[int] | None = None,
+    logs: Path | None = None,
 ) -> Iterator[Deployment]:
     """All that the configuration asks for, ready during the block; `cores`: one for each worker, prefill first.
 
+    What the processes say goes into the folder `logs`; without one it is thrown away at the end.
     ServerFailed if it cannot start.
     """
     config = replace(config, gateway=replace(config.gateway, port=0, grpc_port=0))
     commands = ChildCommands(config)
-    with TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+        folder = logs or Path(stack.enter_context(TemporaryDirectory()))
 
         def process(name: str, core: int | None = None) -> Process:
-            log_path = Path(folder) / f"{name.replace(' ', '_')}.log"
+            log_path = folder / f"{name.replace(' ', '_')}.log"
             return Process(name=name, log_path=log_path, environment=environment, core=core)
 
         pinned = cores or [None] * len(commands.workers)

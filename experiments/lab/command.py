@@ -1,0 +1,119 @@
+"""`moonshard experiment`: run an experiment's sweep, and compare two runs."""
+
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from moonshard.experiments.bench.grid import as_markdown, as_table
+from moonshard.experiments.lab.comparing import compare, write_rows
+from moonshard.experiments.lab.experiment import Experiment, load_experiment
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.frames import load_run
+from moonshard.experiments.lab.matching import choice
+from moonshard.experiments.lab.report import run_grid
+from moonshard.experiments.lab.run import RunIncomplete, run_all
+from moonshard.experiments.lab.run_folder import RunFolder, begin, resume
+from moonshard.experiments.lab.target import grpc_address
+from moonshard.experiments.workload.plan import WorkloadError
+from moonshard.serving.commands.options import Overrides
+
+PIPED_WIDTH = 200  # characters; a terminal has its own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Run the sweep of an experiment's config.toml, and leave OUT/NAME/STAMP."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Where config.toml is: experiments/NAME."""
+
+    url: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """The gRPC address of a server that runs already. Without it each trial starts its own."""
+
+    set: Overrides = ()
+    """Set one key, for example --set workload.rate_per_s=2 or --set server.decode.max_slots=4. May be repeated."""
+
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("results")
+    """Where runs go."""
+
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="STAMP")] = None
+    """Go on with this run, at the first trial that is not done: its folder, or its name under OUT/NAME."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compare:
+    """What changed from run A to run B: percentiles, rates and goodput, with intervals by resampling."""
+
+    folders: Annotated[tuple[Path, Path], tyro.conf.Positional]
+    """Of A and of B: results/NAME/STAMP. May be the same one, with --a and --b."""
+
+    a: Overrides = ()
+    """Only the points of A that have this value, for example --a server.mode=aggregated. May be repeated."""
+
+    b: Overrides = ()
+    """Likewise of B. What --a and --b name may differ between the two."""
+
+    despite: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY")] = ()
+    """A key, or a table, that may differ as well, for example --despite machine.cpu. May be repeated."""
+
+    seed: int = 0
+    """Of the resampling."""
+
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="OUT")] = None
+    """Also write the differences here."""
+
+
+def experiment(action: Annotated[Run | Compare, tyro.conf.arg(name="")]) -> int:
+    """Run an experiment's sweep over a workload, or compare two runs with intervals."""
+    try:
+        return run_command(action) if isinstance(action, Run) else compare_command(action)
+    except (ExperimentError, WorkloadError) as error:
+        sys.stderr.write("moonshard experiment: " + str(error).replace("\n", "\n                      ") + "\n")
+        return 2
+
+
+def run_command(options: Run) -> int:
+    """1 for a run that is incomplete. ExperimentError or WorkloadError for what the user can mend."""
+    if options.url is not None:
+        grpc_address(options.url)
+    asked = load_experiment(options.folder, options.set, options.url)
+    console = _console()
+    with _folder(options, asked) as folder:
+        console.print(f"run: {folder.path}", soft_wrap=True, highlight=False)
+        try:
+            run_all(asked, folder, console)
+        except RunIncomplete as error:
+            sys.stderr.write(f"moonshard experiment: incomplete: {error}\n")
+            sys.stderr.write(f"go on with: --resume {folder.path}\n")
+            return 1
+        grid = run_grid(load_run(folder.path))
+        (folder.path / "figures.md").write_text(as_markdown(grid) + "\n")
+    console.print(as_table(grid))
+    return 0
+
+
+def compare_command(options: Compare) -> int:
+    """ExperimentError for two runs that measured different things."""
+    a, b = options.folders
+    chosen = choice("--a", options.a), choice("--b", options.b)
+    grid, rows = compare(a, b, *chosen, options.despite, seed=options.seed)
+    if options.json_file is not None:
+        write_rows(options.json_file, rows)
+    _console().print(as_table(grid))
+    return 0
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def _folder(options: Run, asked: Experiment) -> AbstractContextManager[RunFolder]:
+    if options.resume is None:
+        return begin(options.out, asked)
+    named = options.out / asked.name / options.resume
+    return resume(options.resume if (options.resume / "run.json").is_file() else named, asked)

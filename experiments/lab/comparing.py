@@ -1,0 +1,81 @@
+"""Two runs side by side: first whether they may be compared at all, then what changed, as a table."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from moonshard.experiments.bench.grid import Grid, number
+from moonshard.experiments.lab.differences import Row, compare_point
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.frames import RunFrames, load_run
+from moonshard.experiments.lab.matching import Choice, Pair, matched, models_differ
+from moonshard.experiments.lab.report import slo_of
+
+COLUMNS = ("point", "metric", "A", "B", "B less A", "95% interval", "B is")
+
+
+def compare(
+    a_path: Path, b_path: Path, of_a: Choice, of_b: Choice, despite: Sequence[str], *, seed: int = 0
+) -> tuple[Grid, list[Row]]:
+    """ExperimentError naming each difference that nobody has declared."""
+    a, b = load_run(a_path), load_run(b_path)
+    pairs = matched(a.record, b.record, of_a, of_b, despite)
+    _check_models(a, b, pairs, [*despite, *of_a.given, *of_b.given])
+    rows = [row for pair in pairs for row in compare_point(a, b, pair, slo_of(a), seed=seed)]
+    return _grid(a, b, pairs, rows), rows
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """As JSON, a record for each metric of each point. ExperimentError where that cannot be written."""
+    told = [
+        {"point": row.point, "metric": row.metric, **asdict(row.found), "difference": row.found.difference}
+        for row in rows
+    ]
+    try:
+        path.write_text(json.dumps(told, indent=1) + "\n")
+    except OSError as error:
+        raise ExperimentError(f"--json {path}: {error.strerror}") from error
+
+
+def _check_models(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], declared: Sequence[str]) -> None:
+    """`server.model` names the model too."""
+    if any(key.startswith("server.model") for key in declared):
+        return
+    faults = [
+        fault
+        for pair in pairs
+        for one, other in zip(a.of_point(pair.a.number), b.of_point(pair.b.number), strict=False)
+        for fault in models_differ(asdict(one.record.model), asdict(other.record.model), declared)
+    ]
+    if faults:
+        raise ExperimentError(*dict.fromkeys(faults))
+
+
+def _grid(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], rows: Sequence[Row]) -> Grid:
+    notes = [f"{name}: {run.path}, commit {_commits(run)}" for name, run in (("A", a), ("B", b))]
+    left_out = [
+        f"{name} has {len(run.record.points) - len(pairs)} points that are not compared"
+        for name, run in (("A", a), ("B", b))
+        if len(run.record.points) > len(pairs)
+    ]
+    unpaired = [pair.label for pair in pairs if not pair.is_paired]
+    notes += [f"not paired by request, since the workloads differ: {', '.join(unpaired)}"] if unpaired else []
+    return Grid(title="B beside A", columns=COLUMNS, rows=tuple(map(_row, rows)), notes=(*notes, *left_out))
+
+
+def _commits(run: RunFrames) -> str:
+    return ", ".join(dict.fromkeys(start.commit for start in run.record.starts))
+
+
+def _row(row: Row) -> tuple[str, ...]:
+    found = row.found
+    interval = (
+        "one repeat" if found.low is None or found.high is None else f"{_signed(found.low)} to {_signed(found.high)}"
+    )
+    verdict = {None: "-", True: "better", False: "worse"}[row.is_better]
+    return (row.point, row.metric, number(found.a), number(found.b), _signed(found.difference), interval, verdict)
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value > 0 else ''}{number(value)}"

@@ -1,0 +1,129 @@
+"""What changed from A to B at one point: latency percentiles, rates and goodput, each with its interval.
+
+Only repeats that are done on both sides count, and of paired requests those that completed on both.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonshard.experiments.lab.bootstrap import (
+    Difference,
+    Samples,
+    mean_difference,
+    percentile_differences,
+)
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.figures import latencies_of
+from moonshard.experiments.lab.frames import RunFrames, TrialFrames, gaps_ms
+from moonshard.experiments.lab.goodput import Slo, attained, meets
+from moonshard.experiments.lab.matching import Pair
+
+if TYPE_CHECKING:
+    import polars as pl
+
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+IDENTITY = ("planned_prompt_tokens", "max_tokens", "session", "turn")  # what makes two requests the same
+
+Values = Callable[[TrialFrames], "pl.DataFrame"]  # (place, value) rows of what completed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One metric of one point. `is_better` is None where nothing clear can be said, or nobody knows what is good."""
+
+    point: str
+    metric: str
+    found: Difference
+    higher_is_better: bool
+
+    @property
+    def is_better(self) -> bool | None:
+        return (self.found.difference > 0) == self.higher_is_better if self.found.is_clear else None
+
+
+def compare_point(a: RunFrames, b: RunFrames, pair: Pair, slo: Slo, *, seed: int = 0) -> list[Row]:
+    """ExperimentError where no repeat is done on both sides, or paired requests are not the same."""
+    shared = sorted({r for p, r in a.trials if p == pair.a.number} & {r for p, r in b.trials if p == pair.b.number})
+    if not shared:
+        raise ExperimentError(f"{pair.label}: no repeat is done in both runs")
+    sides = [(a.trials[pair.a.number, repeat], b.trials[pair.b.number, repeat]) for repeat in shared]
+    if pair.is_paired:
+        for one, other in sides:
+            _check_same(pair.label, one, other)
+    return [*_latencies(pair, sides, seed), *_rates(pair, sides, slo, seed)]
+
+
+def _latencies(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], seed: int) -> list[Row]:
+    metrics: dict[str, Values] = {
+        "TTFT": lambda trial: _column(trial, "ttft_ms"),
+        "ITL": lambda trial: gaps_ms(trial).rename({"gap_ms": "value"}),
+        "TPOT": lambda trial: _column(trial, "tpot_ms"),
+        "handoff gap": lambda trial: _column(trial, "handoff_gap_ms"),
+        "E2E": lambda trial: _column(trial, "e2e_ms"),
+    }
+    found = []
+    for name, values in metrics.items():
+        samples = [_samples(one, other, values, pair.is_paired) for one, other in sides]
+        a, b = [x for x, _ in samples], [y for _, y in samples]
+        if not all(any(len(one.values) for one in side) for side in (a, b)):
+            continue  # no tokens were kept, or no KV moved on one side
+        differences = percentile_differences(a, b, list(SHARES.values()), is_paired=pair.is_paired, seed=seed)
+        found += [
+            Row(point=pair.label, metric=f"{name} {share}, ms", found=one, higher_is_better=False)
+            for share, one in zip(SHARES, differences, strict=True)
+        ]
+    return found
+
+
+def _rates(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], slo: Slo, seed: int) -> list[Row]:
+    metrics: dict[str, Callable[[TrialFrames], float]] = {
+        "requests/s": lambda trial: trial.completed.height / trial.record.wall_s,
+        "output tokens/s": lambda trial: trial.completed["completion_tokens"].to_numpy().sum() / trial.record.wall_s,
+        "in SLO": lambda trial: attained(slo, latencies_of(trial)),
+        "good requests/s": lambda trial: sum(meets(slo, one) for one in latencies_of(trial)) / trial.record.wall_s,
+    }
+    return [
+        Row(
+            point=pair.label,
+            metric=name,
+            found=mean_difference([of(one) for one, _ in sides], [of(other) for _, other in sides], seed=seed),
+            higher_is_better=True,
+        )
+        for name, of in metrics.items()
+    ]
+
+
+def _samples(one: TrialFrames, other: TrialFrames, values: Values, is_paired: bool) -> tuple[Samples, Samples]:
+    places = [set(trial.completed["place"].to_list()) for trial in (one, other)]
+    if is_paired:
+        places = [places[0] & places[1]] * 2
+    return _numbered(values(one), places[0]), _numbered(values(other), places[1])
+
+
+def _numbered(values: "pl.DataFrame", places: set[int]) -> Samples:
+    """Requests are numbered by the order of their places, so that pairs have the same number."""
+    import polars as pl
+
+    own = values.filter(pl.col("place").is_in(sorted(places)))
+    numbers = np.searchsorted(np.array(sorted(places), np.int64), own["place"].to_numpy())
+    return Samples(own["value"].to_numpy(), numbers, len(places))
+
+
+def _column(trial: TrialFrames, name: str) -> "pl.DataFrame":
+    import polars as pl
+
+    return trial.completed.select("place", pl.col(name).alias("value")).drop_nulls()
+
+
+def _check_same(point: str, one: TrialFrames, other: TrialFrames) -> None:
+    if one.record.workload != other.record.workload:
+        raise ExperimentError(f"{point}: its workload is {one.record.workload} in A and {other.record.workload} in B")
+    both = one.requests.join(other.requests, on="place", suffix="_b")
+    for place, *identities in both.select("place", *IDENTITY, *(f"{name}_b" for name in IDENTITY)).iter_rows():
+        ours, theirs = identities[: len(IDENTITY)], identities[len(IDENTITY) :]
+        if ours != theirs:
+            said = ", ".join(f"{n} {x} and {y}" for n, x, y in zip(IDENTITY, ours, theirs, strict=True) if x != y)
+            raise ExperimentError(f"{point}: request {place} is not the same in A and B: {said}")

@@ -1,0 +1,102 @@
+"""What the trials of a point come to: latencies, rates, goodput, and what the load generator itself took."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moonshard.experiments.lab.flat import Flat
+from moonshard.experiments.lab.frames import RunFrames, TrialFrames, gaps_ms
+from moonshard.experiments.lab.goodput import Latency, Offered, Slo, attained, goodput, meets
+from moonshard.experiments.lab.sweep import label
+from moonshard.experiments.lab.workloads import RATE_KEYS
+
+if TYPE_CHECKING:
+    import polars as pl
+
+SHARES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PointFigures:
+    """Over all repeats that are done. Percentiles are p50, p90 and p99, of what completed; none where nothing did."""
+
+    number: int
+    label: str
+    num_repeats: int
+    num_requests: int
+    num_failed: int
+    num_late: int
+    offered_per_s: float | None  # None: a closed loop
+    completed_per_s: float
+    output_tokens_per_s: float
+    cached_share: float  # of the prompts of what completed
+    ttft_ms: tuple[float, ...]
+    itl_ms: tuple[float, ...]
+    tpot_ms: tuple[float, ...]
+    e2e_ms: tuple[float, ...]
+    handoff_gap_ms: tuple[float, ...]
+    attained: float  # share of all requests that met all objectives
+    good_per_s: float  # requests a second that did
+    client_cores: float  # processor time of the load generator by wall time: 1 is one core
+
+
+def point_figures(run: RunFrames, number: int, slo: Slo) -> PointFigures | None:
+    """None where no repeat of the point is done."""
+    trials = run.of_point(number)
+    if not trials:
+        return None
+    records = [trial.record for trial in trials]
+    completed = [trial.completed for trial in trials]
+    latencies = [latency for trial in trials for latency in latencies_of(trial)]
+    wall_s = sum(record.wall_s for record in records)
+    offered = [record.offered_per_s for record in records if record.offered_per_s is not None]
+    return PointFigures(
+        number=number,
+        label=run.record.points[number].label,
+        num_repeats=len(trials),
+        num_requests=sum(record.num_sent for record in records),
+        num_failed=sum(record.num_failed for record in records),
+        num_late=sum(record.num_late for record in records),
+        offered_per_s=float(np.mean(offered)) if offered else None,
+        completed_per_s=sum(frame.height for frame in completed) / wall_s,
+        output_tokens_per_s=_total(completed, "completion_tokens") / wall_s,
+        cached_share=_total(completed, "cached_tokens") / max(1.0, _total(completed, "prompt_tokens")),
+        ttft_ms=_percentiles([frame["ttft_ms"].drop_nulls().to_numpy() for frame in completed]),
+        itl_ms=_percentiles([gaps_ms(trial)["gap_ms"].to_numpy() for trial in trials]),
+        tpot_ms=_percentiles([frame["tpot_ms"].drop_nulls().to_numpy() for frame in completed]),
+        e2e_ms=_percentiles([frame["e2e_ms"].to_numpy() for frame in completed]),
+        handoff_gap_ms=_percentiles([frame["handoff_gap_ms"].drop_nulls().to_numpy() for frame in completed]),
+        attained=attained(slo, latencies),
+        good_per_s=sum(meets(slo, latency) for latency in latencies) / wall_s,
+        client_cores=sum(record.client_cpu_s for record in records) / wall_s,
+    )
+
+
+def latencies_of(trial: TrialFrames) -> list[Latency]:
+    """Of every request that was sent, in the order of their places; one that failed has no TTFT."""
+    names = ("outcome", "ttft_ms", "tpot_ms", "max_itl_ms")
+    return [
+        Latency(ttft_ms=ttft_ms, tpot_ms=tpot_ms, itl_ms=itl_ms) if outcome == "completed" else Latency(ttft_ms=None)
+        for outcome, ttft_ms, tpot_ms, itl_ms in trial.requests.select(names).iter_rows()
+    ]
+
+
+def goodputs(points: Sequence[tuple[Flat, PointFigures]], attainment: float) -> Mapping[str, float | None]:
+    """By what points set besides the rate: the highest offered rate that attains it. Closed loops are left out."""
+    loads: dict[str, list[Offered]] = {}
+    for swept, found in points:
+        if found.offered_per_s is not None:
+            rest = label({key: value for key, value in swept.items() if key not in RATE_KEYS})
+            loads.setdefault(rest, []).append(Offered(rate_per_s=found.offered_per_s, attained=found.attained))
+    return {rest: goodput(offered, attainment) for rest, offered in loads.items()}
+
+
+def _total(frames: Sequence["pl.DataFrame"], column: str) -> float:
+    return sum(float(frame[column].to_numpy().sum()) for frame in frames)
+
+
+def _percentiles(parts: Sequence[np.ndarray]) -> tuple[float, ...]:
+    values = np.concatenate(parts)
+    return tuple(map(float, np.quantile(values, SHARES, method="inverted_cdf"))) if len(values) else ()

@@ -1,0 +1,85 @@
+"""What trials left, read back: records, and the client's rows as polars frames with the latencies in milliseconds."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from moonshard.experiments.lab.asking import COMPLETED
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.run_folder import RunRecord, read_run
+from moonshard.experiments.lab.trial import TrialRecord
+from moonshard.serving.trace.parts import load_polars
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TrialFrames:
+    """One trial that is done. `tokens` is None where the run kept none."""
+
+    record: TrialRecord
+    requests: "pl.DataFrame"
+    tokens: "pl.DataFrame | None"
+
+    @property
+    def completed(self) -> "pl.DataFrame":
+        import polars as pl
+
+        return self.requests.filter(pl.col("outcome") == COMPLETED)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RunFrames:
+    """A run, and those of its trials that are done, by point and repeat."""
+
+    path: Path
+    record: RunRecord
+    trials: dict[tuple[int, int], TrialFrames]
+
+    def of_point(self, number: int) -> list[TrialFrames]:
+        """In the order of repeats."""
+        return [trial for (point, _), trial in sorted(self.trials.items()) if point == number]
+
+
+def load_run(path: Path) -> RunFrames:
+    """ExperimentError for a folder that has no run, or one that cannot be read."""
+    record = read_run(path)
+    done = [trial for trial in record.trials if (path / trial.name).is_dir()]
+    return RunFrames(path, record, {(trial.point, trial.repeat): load_trial(path / trial.name) for trial in done})
+
+
+def load_trial(folder: Path) -> TrialFrames:
+    """With `ttft_ms`, `tpot_ms`, `max_itl_ms`, `e2e_ms` and `late_ms` beside the columns of the file."""
+    load_polars()
+    import polars as pl
+
+    try:
+        record = msgspec.json.decode((folder / "trial.json").read_bytes(), type=TrialRecord)
+        requests = pl.read_parquet(folder / "requests.parquet")
+        tokens = folder / "tokens.parquet"
+        found = pl.read_parquet(tokens) if tokens.is_file() else None
+    except (OSError, msgspec.DecodeError, pl.exceptions.PolarsError) as error:
+        raise ExperimentError(f"{folder}: {error}") from error
+    gaps = pl.col("completion_tokens") - 1
+    return TrialFrames(
+        record,
+        requests.with_columns(
+            *((pl.col(f"{name}_ns") / 1e6).alias(f"{name}_ms") for name in ("ttft", "max_itl", "e2e", "late")),
+            pl.when(gaps > 0).then(pl.col("decode_ns") / 1e6 / gaps).alias("tpot_ms"),
+        ),
+        found,
+    )
+
+
+def gaps_ms(trial: TrialFrames) -> "pl.DataFrame":
+    """(place, gap_ms) of every gap between two tokens of a request that completed. No rows without tokens."""
+    import polars as pl
+
+    if trial.tokens is None:
+        return pl.DataFrame(schema={"place": pl.Int64, "gap_ms": pl.Float64})
+    gap = pl.col("arrived_ns").diff().over("place") / 1e6
+    whole = trial.tokens.join(trial.completed.select("place"), on="place", how="semi").sort("place", "index")
+    return whole.select("place", gap.alias("gap_ms")).drop_nulls()

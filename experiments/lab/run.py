@@ -1,0 +1,65 @@
+"""Runs what of an experiment is left, trial by trial, and shows how far it is."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moonshard.experiments.bench.server import ServerFailed
+from moonshard.experiments.lab.experiment import Experiment
+from moonshard.experiments.lab.run_folder import RunFolder
+from moonshard.experiments.lab.sending import Sender
+from moonshard.experiments.lab.sweep import Trial
+from moonshard.experiments.lab.trial import TrialFailed, TrialRecord, run_trial
+from moonshard.rpc.status import RequestError
+from moonshard.serving.trace.parts import load_polars
+
+
+class RunIncomplete(Exception):
+    """The run ended before all trials were done; the message names the trial and says why."""
+
+
+def run_all(experiment: Experiment, folder: RunFolder, console: Console) -> None:
+    """RunIncomplete when a trial comes to no end: what is there stays, and resuming begins with that trial.
+
+    WorkloadError where the workload does not fit the model that is served.
+    """
+    load_polars()
+    left = folder.left()
+    num_trials = len(experiment.points) * experiment.options.repeats
+    with _progress(console) as progress:
+        bar = progress.add_task("", total=None)
+        for place, trial in enumerate(left, start=num_trials - len(left) + 1):
+            title = f"{place}/{num_trials}: {experiment.points[trial.point].label}, repeat {trial.repeat + 1}"
+            progress.update(bar, description=f"{title}: starting", total=None, completed=0)
+
+            def tell(sender: Sender, title: str = title) -> None:
+                said = f"{sender.num_sent} sent, {sender.num_failed} failed, {sender.num_late} late"
+                done, total = len(sender.asked), sender.num_planned
+                progress.update(bar, description=f"{title}: {said}", total=total, completed=done)
+
+            record = _run_one(experiment, folder, trial, tell)
+            said = f"{record.num_sent} requests, {record.num_failed} failed, {record.num_late} late"
+            progress.print(f"[dim]{title}: {said}, {record.wall_s:.1f} s[/dim]")
+
+
+def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Callable[[Sender], None]) -> TrialRecord:
+    """run.json tells of it however it ends, where it still can be written."""
+    try:
+        with folder.trial(trial) as part:
+            record = run_trial(experiment, trial, f"{folder.path.name}-{trial.name}", part, os.environ, tell)
+            if record.why_incomplete is not None:
+                raise TrialFailed(record.why_incomplete)
+        return record
+    except (ServerFailed, TrialFailed, RequestError, OSError) as error:
+        raise RunIncomplete(f"{trial.name}: {error}") from error
+    finally:
+        folder.write()
+
+
+def _progress(console: Console) -> AbstractContextManager[Progress]:
+    """Drawn twice a second, by the process that sends: often would be in its own way."""
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=console, refresh_per_second=2, transient=True, disable=not console.is_terminal)

@@ -1,0 +1,194 @@
+"""One trial: a server, a warm-up, the workload of a point once, and the tables of it in a folder.
+
+The load generator shares the machine with what it measures, so that its processor time is part of the result.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from moonshard.experiments.lab.asking import COMPLETED, Asked
+from moonshard.experiments.lab.experiment import Experiment, Point
+from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS, VERSION
+from moonshard.experiments.lab.sending import Sender
+from moonshard.experiments.lab.sweep import Trial
+from moonshard.experiments.lab.target import Target, death, last_look, target_of
+from moonshard.experiments.lab.workloads import plan, settings_of, with_seed
+from moonshard.experiments.workload.blocks import BlockPrompt
+from moonshard.experiments.workload.plan import Planned, Workload
+from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.types import ModelInfo
+from moonshard.serving.trace.origin import this_process
+from moonshard.serving.trace.parts import encode_part, write_part
+from moonshard.serving.trace.schema import Row, Table, Value
+
+WARMUP_SEED = 1 << 32  # beyond those of workloads: no prompt of a warm-up begins like one that is measured
+MAX_WARMUP_TOKENS = 16
+TELL_INTERVAL_S = 0.5
+
+Tell = Callable[[Sender], None]  # how far it is; called now and then
+
+
+class TrialFailed(Exception):
+    """A trial that came to no end; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialRecord:
+    """What trial.json holds. Seconds and counts are of the measured part, without the warm-up."""
+
+    schema_version: int = VERSION
+    trial: str
+    point: int
+    repeat: int
+    begun_at: str  # UTC
+    workload: dict[str, object]  # its options with the seed of this repeat
+    model: ModelInfo
+    is_open: bool
+    offered_per_s: float | None  # requests by the time that the workload gives them; of a closed loop there is none
+    num_planned: int
+    num_clipped: int
+    num_sent: int
+    num_failed: int
+    num_late: int
+    wall_s: float
+    client_cpu_s: float
+    server_cpu_s: dict[str, float] = field(default_factory=dict)  # by process; of a server that ran already unknown
+    why_incomplete: str | None = None
+
+
+def run_trial(
+    experiment: Experiment, trial: Trial, id_prefix: str, folder: Path, environment: Mapping[str, str], tell: Tell
+) -> TrialRecord:
+    """Leaves everything in `folder`, which is there.
+
+    Raises:
+        ServerFailed: it did not start. WorkloadError: the workload does not fit the model. TrialFailed: the warm-up
+        failed. RequestError: the server does not tell its model. OSError: the folder cannot be written.
+    """
+    point = experiment.points[trial.point]
+    with target_of(point, experiment.url, folder, environment) as target:
+        record, asked, warmup = asyncio.run(_measure(experiment, point, trial, id_prefix, target, tell))
+    asked = sorted(asked, key=lambda one: one.place)
+    _write(folder / "warmup.parquet", CLIENT_REQUESTS, [one.row() for one in warmup])
+    _write(folder / "requests.parquet", CLIENT_REQUESTS, [one.row() for one in asked])
+    if experiment.client.tokens:
+        _write(folder / "tokens.parquet", CLIENT_TOKENS, [row for one in asked for row in one.token_rows()])
+    (folder / "trial.json").write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    return record
+
+
+def seed_shift(experiment: Experiment, trial: Trial) -> int:
+    """All points of one repeat have the same requests. A server that keeps its cache gets others for each trial."""
+    if experiment.url is None:
+        return trial.repeat
+    return trial.repeat * len(experiment.points) + trial.point
+
+
+async def _measure(
+    experiment: Experiment, point: Point, trial: Trial, id_prefix: str, target: Target, tell: Tell
+) -> tuple[TrialRecord, Sequence[Asked], Sequence[Asked]]:
+    shift = seed_shift(experiment, trial)
+    options = with_seed(point.workload, shift)
+    begun_at = datetime.now(UTC).isoformat(timespec="seconds")
+    async with AsyncClient(target.grpc) as client:
+        model = await client.model_info()
+        workload = plan(options, model)
+        warmup = await _warm_up(client, workload, experiment, model, shift, id_prefix)
+        sender = Sender(client, workload, experiment.client, f"{id_prefix}-")
+        before, wall_s, cpu_s = target.cpu_s(), time.perf_counter(), time.process_time()
+        why = await _send(sender, target, client, tell)
+        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        server_cpu_s = {name: round(after - before[name], 3) for name, after in target.cpu_s().items()}
+    record = TrialRecord(
+        trial=trial.name,
+        point=trial.point,
+        repeat=trial.repeat,
+        begun_at=begun_at,
+        workload=settings_of(options),
+        model=model,
+        is_open=workload.is_open,
+        offered_per_s=offered_per_s(workload),
+        num_planned=sender.num_planned,
+        num_clipped=workload.num_clipped,
+        num_sent=sender.num_sent,
+        num_failed=sender.num_failed,
+        num_late=sender.num_late,
+        wall_s=wall_s,
+        client_cpu_s=cpu_s,
+        server_cpu_s=server_cpu_s,
+        why_incomplete=why,
+    )
+    return record, sender.asked, warmup
+
+
+async def _send(sender: Sender, target: Target, client: AsyncClient, tell: Tell) -> str | None:
+    """Until all of it was sent and has ended, or the server is gone: why it ended early, else None."""
+    sending = asyncio.create_task(sender.run())
+    dying = asyncio.create_task(death(target, client))
+    telling = asyncio.create_task(_tell_often(sender, tell))
+    try:
+        await asyncio.wait((sending, dying), return_when=asyncio.FIRST_COMPLETED)
+        if dying.done():
+            await sender.stop()
+        await sending
+        why = dying.result() if dying.done() else None
+        if why is None and sender.num_failed:
+            why = await last_look(target, client)
+    finally:
+        for task in (sending, dying, telling):
+            task.cancel()
+        await asyncio.wait((sending, dying, telling))
+    tell(sender)
+    return why
+
+
+async def _tell_often(sender: Sender, tell: Tell) -> None:
+    while True:
+        tell(sender)
+        await asyncio.sleep(TELL_INTERVAL_S)
+
+
+async def _warm_up(
+    client: AsyncClient, workload: Workload, experiment: Experiment, model: ModelInfo, shift: int, id_prefix: str
+) -> Sequence[Asked]:
+    """Prompts as long as the first ones of the workload, all at once. TrialFailed if one of them fails."""
+    sample = workload.requests[: experiment.options.warmup_requests]
+    requests = [
+        Planned(
+            prompt=BlockPrompt(
+                blocks=(place,),
+                num_tokens=len(planned.prompt),
+                block_tokens=len(planned.prompt),
+                vocab_size=model.vocab_size,
+                seed=WARMUP_SEED + shift,
+            ),
+            max_tokens=min(planned.max_tokens, MAX_WARMUP_TOKENS),
+            at_s=0.0,
+        )
+        for place, planned in enumerate(sample)
+    ]
+    sender = Sender(client, Workload(requests=requests), experiment.client, f"{id_prefix}-warmup-")
+    await sender.run()
+    for one in sender.asked:
+        if one.outcome != COMPLETED:
+            raise TrialFailed(f"warm-up: {one.outcome}: {one.error}")
+    return sender.asked
+
+
+def offered_per_s(workload: Workload) -> float | None:
+    """Requests by the time between the first and the last; None for a closed loop, and where that is no time."""
+    times = [planned.at_s for planned in workload.requests if planned.at_s is not None]
+    if not workload.is_open or len(times) < 2 or max(times) == min(times):
+        return None
+    return (len(times) - 1) / (max(times) - min(times))
+
+
+def _write(path: Path, table: Table, rows: Sequence[Row]) -> None:
+    columns: list[list[Value]] = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in table.columns]
+    write_part(path, encode_part(table, columns, this_process().row()))

@@ -1,0 +1,129 @@
+"""Runs are compared where they measured the same; every other difference is refused by its name, once."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.flat import Flat
+from moonshard.experiments.lab.matching import Pair, choice, matched, models_differ
+from moonshard.experiments.lab.run_folder import PointRecord, RunRecord, Start
+from moonshard.experiments.lab.sweep import expand, label
+
+SETTINGS: Flat = {
+    "server.mode": "aggregated",
+    "server.decode.max_slots": 4,
+    "server.gateway.port": 8000,
+    "workload.kind": "fixed",
+    "workload.rate_per_s": 1.0,
+    "slo.ttft_ms": 500.0,
+}
+MACHINE: dict[str, object] = {"cpu": "one", "cores": 2, "memory_gib": 8.0, "load_average_before": 0.1}
+
+
+def run(sweep: dict[str, list[Any]], settings: Flat | None = None, **machine: object) -> RunRecord:
+    base = SETTINGS | (settings or {})
+    points = [
+        PointRecord(number=n, label=label(swept), state="done", swept=swept, settings=base | swept)
+        for n, swept in enumerate(expand(sweep, []))
+    ]
+    start = Start(at="", commit="", versions={}, machine=MACHINE | machine)
+    return RunRecord(
+        schema_version=1, trace_version=1, name="x", state="done", url=None, given={}, repeats=1,
+        starts=[start], points=points,
+    )  # fmt: skip
+
+
+RATES = run({"workload.rate_per_s": [1.0, 2.0, 4.0]})
+MODES = run({"server.mode": ["aggregated", "disaggregated"], "workload.rate_per_s": [1.0, 2.0]})
+
+
+def pairs(a: RunRecord, b: RunRecord, of_a: tuple = (), of_b: tuple = (), despite: tuple = ()) -> list[Pair]:
+    return matched(a, b, choice("--a", of_a), choice("--b", of_b), despite)
+
+
+def numbers(found: list[Pair]) -> list[tuple[int, int]]:
+    return [(pair.a.number, pair.b.number) for pair in found]
+
+
+def test_points_that_set_the_same_belong_together():
+    found = pairs(RATES, run({"workload.rate_per_s": [4.0, 1.0, 8.0]}))
+    assert numbers(found) == [(0, 1), (2, 0)]
+    assert [pair.label for pair in found] == ["rate_per_s=1", "rate_per_s=4"]
+    assert all(pair.is_paired for pair in found)
+
+
+def test_two_points_of_one_run_are_compared_by_what_they_are_chosen_by():
+    found = pairs(MODES, MODES, ("server.mode=aggregated",), ("server.mode=disaggregated",))
+    assert numbers(found) == [(0, 2), (1, 3)]
+    assert [pair.label for pair in found] == ["rate_per_s=1", "rate_per_s=2"]
+
+
+def test_what_a_choice_names_may_differ_between_runs_without_a_sweep():
+    other = run({}, {"server.mode": "disaggregated"})
+    found = pairs(run({}), other, ("server.mode=aggregated",), ("server.mode=disaggregated",))
+    assert numbers(found) == [(0, 0)]
+    assert numbers(pairs(run({}), other, despite=("server.mode",))) == [(0, 0)]
+    assert numbers(pairs(run({}), other, despite=("server",))) == [(0, 0)]
+
+
+def test_other_requests_are_not_paired():
+    found = pairs(RATES, RATES, ("workload.rate_per_s=1",), ("workload.rate_per_s=2",))
+    assert [(pair.label, pair.is_paired) for pair in found] == [("as configured", False)]
+
+
+def test_where_a_server_listens_is_no_difference():
+    assert pairs(run({}), run({}, {"server.gateway.port": 1}, load_average_before=3.0))
+
+
+@pytest.mark.parametrize(
+    ("b", "said"),
+    [
+        (run({}, {"workload.kind": "trace"}), "workload.kind is 'fixed' in A and 'trace' in B"),
+        (run({}, {"server.decode.max_slots": 8}), "server.decode.max_slots is 4 in A and 8 in B"),
+        (run({}, {"workload.new": 1}), "workload.new is None in A and 1 in B"),
+        (run({}, {"slo.ttft_ms": 1.0}), "slo.ttft_ms is 500.0 in A and 1.0 in B"),
+        (run({}, cpu="other"), "machine.cpu is one in A and other in B"),
+        (replace(run({}), url="a:1"), "url is None in A and 'a:1' in B"),
+    ],
+)
+def test_an_undeclared_difference_is_refused_by_its_name(b: RunRecord, said: str):
+    with pytest.raises(ExperimentError) as refused:
+        pairs(run({}), b)
+    assert refused.value.faults[:-1] == (said,)
+    assert "--despite" in refused.value.faults[-1]
+    key = said.partition(" ")[0]
+    assert pairs(run({}), b, despite=(key,))
+
+
+def test_a_difference_of_all_points_is_named_once():
+    with pytest.raises(ExperimentError) as refused:
+        pairs(RATES, run({"workload.rate_per_s": [1.0, 2.0]}, {"server.mode": "disaggregated"}))
+    assert len(refused.value.faults) == 2
+
+
+@pytest.mark.parametrize(
+    ("b", "of_a", "said"),
+    [
+        (RATES, ("server.mod=x",), "--a server.mod: unknown key; did you mean server.mode?"),
+        (RATES, ("server.mode=x",), "--a server.mode=x: x has no such point"),
+        (RATES, ("server.mode",), "--a server.mode: expected key=value"),
+        (run({"workload.rate_per_s": [8.0]}), (), "no point in common"),
+    ],
+)
+def test_choices_that_choose_nothing_are_refused(b: RunRecord, of_a: tuple, said: str):
+    with pytest.raises(ExperimentError, match=said.replace("?", r"\?")):
+        pairs(RATES, b, of_a)
+
+
+def test_points_that_are_alike_but_for_what_was_declared_need_a_choice():
+    with pytest.raises(ExperimentError, match=r"--a: x has .* choose one with --a KEY=VALUE"):
+        pairs(MODES, MODES, despite=("server.mode",))
+
+
+def test_other_weights_under_the_same_path_are_another_model():
+    a = {"fingerprint": "a", "dtype": "float32", "vocab_size": 9, "max_context_tokens": 8}
+    assert models_differ(a, a, ()) == []
+    assert models_differ(a, a | {"fingerprint": "b"}, ()) == ["model.fingerprint is 'a' in A and 'b' in B"]
+    assert models_differ(a, a | {"fingerprint": "b"}, ("model",)) == []

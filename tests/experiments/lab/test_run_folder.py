@@ -1,0 +1,133 @@
+"""The folder of a run: what is done is told by folders alone, whatever happened; foreign ones are refused by name."""
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonshard.experiments.lab.command import Run, experiment
+from moonshard.experiments.lab.experiment import Experiment, load_experiment
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.run_folder import begin, read_run, resume
+from moonshard.experiments.lab.sweep import interleaved
+from tests.experiments.lab.test_experiment import BASE, folder
+
+SWEEP = BASE + "[sweep]\nworkload.rate_per_s = [1, 2]\n"
+
+
+class Killed(BaseException):
+    """Stands for what no `except Exception` sees."""
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory) -> Experiment:
+    return load_experiment(folder(tmp_path_factory.mktemp("asked"), SWEEP))
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(("done", "fails", "killed")), max_size=8))
+def test_whatever_happens_a_run_goes_on_with_what_is_not_done(asked: Experiment, fates: list[str]):
+    trials = list(interleaved(len(asked.points), asked.options.repeats))
+    done: list[str] = []
+    with tempfile.TemporaryDirectory() as out:
+        with begin(Path(out), asked) as run:
+            path = run.path
+        for fate in fates:
+            with resume(path, asked) as run:
+                left = run.left()
+                assert [trial.name for trial in left] == [t.name for t in trials if t.name not in done]
+                if not left:
+                    break
+                if fate == "killed":  # the block is left without a word, as by SIGKILL
+                    (path / f"{left[0].name}.part").mkdir(exist_ok=True)
+                    (path / f"{left[0].name}.part" / "half").touch()
+                    continue
+                try:
+                    with run.trial(left[0]) as part:
+                        assert list(part.iterdir()) == []
+                        (part / "whole").write_text(left[0].name)
+                        if fate == "fails":
+                            raise Killed("the server died")
+                except Killed:
+                    pass
+                else:
+                    done.append(left[0].name)
+                run.write()
+        record = read_run(path)
+        states = {trial.name: trial.state for trial in record.trials}
+        assert {name for name, state in states.items() if state == "done"} == set(done)
+        assert all((path / name / "whole").read_text() == name for name in done)
+        assert (record.state == "done") == (len(done) == len(trials))
+        for point in record.points:
+            own = {trial.state for trial in record.trials if trial.point == point.number}
+            assert (point.state == "done") == (own == {"done"})
+        assert all((trial.why is not None) == (trial.state == "incomplete") for trial in record.trials)
+
+
+def test_a_trial_that_failed_says_why_until_it_is_done(asked: Experiment, tmp_path: Path):
+    with begin(tmp_path, asked) as run:
+        first = run.left()[0]
+        with pytest.raises(Killed), run.trial(first):
+            raise Killed("decode 0 ended with code -9")
+        run.write()
+    assert (run.path / f"{first.name}.incomplete").is_dir()
+    told = next(trial for trial in read_run(run.path).trials if trial.name == first.name)
+    assert (told.state, told.why) == ("incomplete", "decode 0 ended with code -9")
+    with resume(run.path, asked) as run:
+        with run.trial(first):
+            pass
+        run.write()
+    assert not list(run.path.glob("*.incomplete"))
+    record = read_run(run.path)
+    assert (record.trials[0].state, record.trials[0].why, len(record.starts)) == ("done", None, 2)
+
+
+def test_two_processes_do_not_run_one_folder(asked: Experiment, tmp_path: Path):
+    with begin(tmp_path, asked) as run, pytest.raises(ExperimentError, match="another process runs it"):  # noqa: SIM117
+        with resume(run.path, asked):
+            pass
+
+
+def test_a_run_goes_on_as_it_began(asked: Experiment, tmp_path: Path):
+    with begin(tmp_path, asked) as run:
+        pass
+    other = replace(asked, given={**asked.given, "workload.num_requests": 7, "slo.ttft_ms": 1})
+    with pytest.raises(ExperimentError) as refused, resume(run.path, other):
+        pass
+    assert [fault.partition(": ")[2] for fault in refused.value.faults] == [
+        "slo.ttft_ms was None and is 1; a run goes on as it began",
+        "workload.num_requests was 6 and is 7; a run goes on as it began",
+    ]
+
+
+@pytest.mark.parametrize("key", ["schema_version", "trace_version"])
+def test_a_run_of_another_schema_version_is_refused_by_its_name(asked: Experiment, tmp_path: Path, key: str):
+    with begin(tmp_path, asked) as run:
+        pass
+    file = run.path / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: 0}))
+    with pytest.raises(ExperimentError, match=f"{run.path.name}: its tables are of schema version .*0"):
+        read_run(run.path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 1}'])
+def test_a_file_that_tells_of_no_run_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ExperimentError, match=str(tmp_path)):
+        read_run(tmp_path)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys):
+    asked = Run(folder=folder(tmp_path, SWEEP), out=tmp_path, resume=Path("none"))
+    assert experiment(asked) == 2
+    assert "none: no run of an experiment: run.json: No such file" in capsys.readouterr().err
+
+
+def test_results_that_cannot_be_written_are_refused_by_their_name(tmp_path: Path, capsys):
+    (tmp_path / "file").touch()
+    assert experiment(Run(folder=folder(tmp_path, SWEEP), out=tmp_path / "file")) == 2
+    assert f"--out {tmp_path / 'file'}: " in capsys.readouterr().err
