@@ -1,0 +1,225 @@
+"""The command on real processes: a sweep that is killed goes on where it was, and a server that dies ends it."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from moonshard.experiments.lab.frames import load_run
+from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS
+from moonshard.serving.trace.parts import read_table
+from moonshard.serving.trace.schema import REQUESTS, STEPS
+
+MODEL = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
+PROGRAM = (
+    "import sys, tyro; from moonshard.experiments.lab.command import experiment; "
+    "sys.exit(tyro.cli(experiment, args=sys.argv[1:]))"
+)
+CONFIG = f"""
+repeats = 2
+warmup_requests = 2
+[server]
+mode = "aggregated"
+model.path = "{MODEL}"
+model.max_context_tokens = 128
+kv = {{ num_blocks = 64, block_size = 16 }}
+prefill.chunk_tokens = 32
+decode.max_slots = 2
+[workload]
+kind = "fixed"
+num_prompt = 20
+num_output = 6
+num_requests = 10
+rate_per_s = 50
+[slo]
+ttft_ms = 10_000
+[sweep]
+workload.rate_per_s = [50, 100]
+"""
+EXIT_TIMEOUT_S = 30.0
+PATIENCE_S = 120.0
+
+pytestmark = pytest.mark.xdist_group("cluster")
+
+
+def runner(*arguments: object) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-u", "-c", PROGRAM, *map(str, arguments)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def started(folder: Path) -> dict[int, str]:
+    """The processes that record below the folder, and each one's command."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            argv = (process / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if any(str(folder) in argument for argument in argv) and "moonshard.serving.cli" in argv:
+            found[int(process.name)] = argv[argv.index("moonshard.serving.cli") + 1]
+    return found
+
+
+def all_end(pids: Sequence[int]) -> bool:
+    poll, left = select.poll(), set()
+    for pid in pids:
+        try:
+            left.add(descriptor := os.pidfd_open(pid))
+        except ProcessLookupError:
+            continue
+        poll.register(descriptor, select.POLLIN)
+    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+    while left and (ready := poll.poll(max(0.0, 1e3 * (deadline_s - time.monotonic())))):
+        for descriptor, _ in ready:
+            poll.unregister(descriptor)
+            os.close(descriptor)
+            left.discard(descriptor)
+    return not left
+
+
+def experiment_folder(tmp_path: Path, text: str = CONFIG) -> Path:
+    folder = tmp_path / "mini"
+    folder.mkdir()
+    (folder / "config.toml").write_text(text)
+    return folder
+
+
+def the_run(out: Path) -> Path:
+    (run,) = (out / "mini").iterdir()
+    return run
+
+
+@pytest.mark.timeout(600)
+def test_a_runner_that_is_killed_goes_on_at_the_next_point(tmp_path: Path):
+    folder, out = experiment_folder(tmp_path), tmp_path / "results"
+    with runner("run", folder, "--out", out) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("1/4: ") for line in process.stdout), process.communicate()
+        process.kill()
+        process.communicate()
+    run = the_run(out)
+    assert all_end(list(started(run)))
+    done = [path.name for path in run.iterdir() if re.fullmatch(r"point-\d+-repeat-\d", path.name)]
+    assert done == ["point-000-repeat-0"]
+    before = (run / "point-000-repeat-0" / "trial.json").stat().st_mtime_ns
+
+    with runner("run", folder, "--out", out, "--resume", run.name) as process:
+        said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert [line[:4] for line in said.splitlines() if re.match(r"\d/4: ", line)] == ["2/4:", "3/4:", "4/4:"]
+    assert (run / "point-000-repeat-0" / "trial.json").stat().st_mtime_ns == before
+    check_run(run)
+    check_comparison(run, tmp_path / "differences.json")
+
+
+def check_run(run: Path) -> None:
+    """Every file of a run that is done."""
+    told = json.loads((run / "run.json").read_text())
+    assert told["state"] == "done"
+    assert [trial["name"] for trial in told["trials"]] == [
+        f"point-00{point}-repeat-{repeat}" for repeat in (0, 1) for point in (0, 1)
+    ]
+    assert {trial["state"] for trial in told["trials"]} == {point["state"] for point in told["points"]} == {"done"}
+    assert [point["settings"]["workload.rate_per_s"] for point in told["points"]] == [50, 100]
+    assert told["points"][0]["settings"]["server.decode.max_slots"] == 2
+    assert len(told["starts"]) == 2
+    for start in told["starts"]:
+        assert start["commit"]
+        assert start["versions"]["jax"]
+        assert start["machine"]["cores"] >= 1
+    names = {trial["name"] for trial in told["trials"]}
+    assert {path.name for path in run.iterdir()} == {*names, "run.json", "figures.md"}
+    for name in names:
+        check_trial(run / name)
+    frames = load_run(run)
+    prompts = {(point, repeat): trial.record.workload["seed"] for (point, repeat), trial in frames.trials.items()}
+    assert prompts == {(0, 0): 0, (1, 0): 0, (0, 1): 1, (1, 1): 1}
+    assert "Goodput at 90%, as configured: " in (run / "figures.md").read_text()
+
+
+def check_trial(folder: Path) -> None:
+    record = json.loads((folder / "trial.json").read_text())
+    assert (record["num_sent"], record["num_failed"], record["why_incomplete"]) == (10, 0, None)
+    assert 0 < record["client_cpu_s"] < 2 * record["wall_s"]
+    assert record["server_cpu_s"].keys() == {"worker 0", "gateway"}
+    client = pl.read_parquet(folder / "requests.parquet")
+    tokens = pl.read_parquet(folder / "tokens.parquet")
+    assert client.columns == [column.name for column in CLIENT_REQUESTS.all_columns]
+    assert tokens.columns == [column.name for column in CLIENT_TOKENS.all_columns]
+    assert client["place"].to_list() == list(range(10))
+    assert set(client["outcome"]) == {"completed"}
+    assert tokens.group_by("place").len()["len"].to_list() == [6] * 10
+    assert (client["late_ns"] == client["sent_ns"] - client["intended_ns"]).all()
+    assert (client["late_ns"] > -1_000_000).all()
+    assert record["num_late"] == client.filter(pl.col("late_ns") > 5_000_000).height
+    assert pl.read_parquet(folder / "warmup.parquet").height == 2
+
+    server = read_table(folder / "server", REQUESTS)
+    assert server.height == 12
+    both = client.join(server, on="request_id", suffix="_server")
+    assert both.height == 10
+    assert (both["clock"] == both["clock_server"]).all()
+    assert (both["sent_ns"] <= both["received_ns"]).all()
+    assert (both["e2e_ns_server"] <= both["e2e_ns"]).all()
+    assert (both["cached_tokens"] == 0).all()
+    assert {"prefill", "decode"} <= set(read_table(folder / "server", STEPS)["kind"])
+    assert all("moonshard ready" in log.read_text() for log in (folder / "logs").iterdir())
+
+
+def check_comparison(run: Path, out: Path) -> None:
+    """The same run on both sides has no differences; and two of its points can be compared."""
+    with runner("compare", run, run, "--json", out) as process:
+        said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert {one["difference"] for one in json.loads(out.read_text())} == {0}
+    assert "goodput" not in said
+    with runner("compare", run, run, "--a", "workload.rate_per_s=50", "--b", "workload.rate_per_s=100") as process:
+        said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "not paired by request" in said
+
+
+@pytest.mark.timeout(600)
+def test_a_server_that_dies_ends_the_run_with_what_it_has(tmp_path: Path):
+    folder, out = experiment_folder(tmp_path), tmp_path / "results"
+    settings = ("warmup_requests=0", "server.trace.max_rows=1", "workload.num_requests=2000", "workload.num_output=64")
+    sets = [part for setting in settings for part in ("--set", setting)]
+    with runner("run", folder, "--out", out, *sets) as process:
+        first = next(recorded(out))
+        victims = [pid for pid, command in started(the_run(out)).items() if command == "worker"]
+        os.kill(*victims, signal.SIGKILL)
+        _, errors = process.communicate()
+    assert first.suffix == ".parquet"
+    assert process.returncode == 1
+    assert "incomplete: point-000-repeat-0: worker 0 ended with code -9" in errors
+    run = the_run(out)
+    told = json.loads((run / "run.json").read_text())
+    assert told["state"] == told["points"][0]["state"] == "incomplete"
+    assert [trial["state"] for trial in told["trials"]] == ["incomplete", "pending", "pending", "pending"]
+    assert told["trials"][0]["why"] == "worker 0 ended with code -9"
+    left = run / "point-000-repeat-0.incomplete"
+    record = json.loads((left / "trial.json").read_text())
+    rows = pl.read_parquet(left / "requests.parquet")
+    assert rows.height == record["num_sent"] < record["num_planned"] == 2000
+    failed = rows.filter(pl.col("outcome") != "completed")
+    assert failed.height == record["num_failed"] > 0
+    assert failed["error"].null_count() == 0
+    assert all_end(list(started(run)))
+
+
+def recorded(out: Path) -> Iterator[Path]:
+    """Files of the gateway's requests as they come: they are written by another process, which tells nobody."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        yield from out.glob("mini/*/*.part/server/requests/*.parquet")
+        time.sleep(0.05)
+    raise TimeoutError("no request came")

@@ -1,0 +1,166 @@
+"""What is sent when: an open loop never waits, a closed one always does, and whatever happens is a row."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from moonshard.experiments.lab.asking import ABANDONED
+from moonshard.experiments.lab.experiment import ClientOptions
+from moonshard.experiments.lab.sending import Sender
+from moonshard.experiments.lab.trial import offered_per_s
+from moonshard.experiments.workload.kinds import fixed, sessions
+from moonshard.experiments.workload.plan import Planned, Tokens, Workload
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from moonshard.rpc.server import build_server
+from moonshard.rpc.status import Overloaded, abort
+
+REFUSED = 13  # a prompt of so many tokens is refused
+
+
+class Scripted(InferenceServicer):
+    """Answers with the tokens asked for, once `opened`; keeps who came, and how many were there at once."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.came: list[pb.GenerateRequest] = []
+        self.sessions: list[str] = []
+        self.num_now = self.most = 0
+        self.all_came = asyncio.Event()
+        self.awaited = 0
+
+    async def Generate(self, request, context):
+        self.came.append(request)
+        self.sessions.append(dict(context.invocation_metadata()).get("x-session-affinity", ""))
+        self.num_now += 1
+        self.most = max(self.most, self.num_now)
+        if len(self.came) == self.awaited:
+            self.all_came.set()
+        try:
+            prompt = list(request.tokens.ids)
+            if len(prompt) == REFUSED:
+                await abort(context, Overloaded("no room", retry_after_s=1))
+            yield pb.GenerateResponse(prompt=pb.TokenIds(ids=prompt))
+            await self.opened.wait()
+            for index in range(request.stop.max_tokens):
+                reason = pb.FINISH_REASON_LENGTH if index + 1 == request.stop.max_tokens else None
+                yield pb.GenerateResponse(delta=pb.Delta(token_ids=[index], finish_reason=reason))
+            usage = pb.Usage(prompt_tokens=len(prompt), completion_tokens=request.stop.max_tokens)
+            yield pb.GenerateResponse(summary=pb.Summary(request_id=request.request_id, usage=usage))
+        finally:
+            self.num_now -= 1
+
+
+@pytest.fixture
+def scripted() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+async def client(scripted: Scripted) -> AsyncIterator[AsyncClient]:
+    add = partial(add_InferenceServicer_to_server, scripted)
+    server = build_server(host="127.0.0.1", port=0, add_servicers=[add], service_names=[])
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+        yield client
+    await server.stop(0)
+
+
+def sender(client: AsyncClient, workload: Workload, **options) -> Sender:
+    return Sender(client, workload, ClientOptions(**options), "x-")
+
+
+async def test_an_open_loop_sends_everything_before_anything_is_answered(client: AsyncClient, scripted: Scripted):
+    workload = fixed(num_prompt=4, num_output=3, num_requests=20, vocab_size=50, rate_per_s=400.0)
+    sending = sender(client, workload)
+    scripted.awaited = 20
+    async with asyncio.TaskGroup() as group:
+        group.create_task(sending.run())
+        await scripted.all_came.wait()
+        assert (sending.num_sent, len(sending.asked), scripted.most) == (20, 0, 20)
+        scripted.opened.set()
+    assert sorted(one.place for one in sending.asked) == list(range(20))
+    for one in sending.asked:
+        planned = workload.requests[one.place]
+        begun_ns = one.intended_ns - round((planned.at_s or 0.0) * 1e9)
+        assert begun_ns == pytest.approx(sending.asked[0].intended_ns - (first_at_s(sending) * 1e9), abs=2)
+        assert one.late_ns > -1_000_000
+        assert len(one.arrivals_ns) == 3
+        assert one.sent_ns < one.arrivals_ns[0] <= one.arrivals_ns[-1] <= one.ended_ns
+
+
+def first_at_s(sending: Sender) -> float:
+    return sending.asked[0].planned.at_s or 0.0
+
+
+async def test_late_is_what_was_sent_later_than_allowed(client: AsyncClient, scripted: Scripted):
+    """Requests of one time cannot all be sent at it: with a bound of a nanosecond all are late, with a day's none."""
+    scripted.opened.set()
+    at_once = Workload(requests=[Planned(prompt=Tokens((1,)), max_tokens=1, at_s=0.0) for _ in range(5)])
+    for late_ms, expected in ((1e-6, 5), (864e5, 0)):
+        sending = sender(client, at_once, late_ms=late_ms)
+        await sending.run()
+        assert sending.num_late == expected
+
+
+async def test_closed_clients_wait_for_their_answers(client: AsyncClient, scripted: Scripted):
+    scripted.opened.set()
+    sending = sender(client, fixed(num_prompt=4, num_output=2, num_requests=12, vocab_size=50, num_clients=3))
+    await sending.run()
+    by_place = {one.place: one for one in sending.asked}
+    assert len(by_place) == 12
+    assert scripted.most <= 3
+    for place in range(3, 12):
+        assert by_place[place].intended_ns == by_place[place - 3].ended_ns <= by_place[place].sent_ns
+
+
+async def test_turns_come_in_order_after_their_thought_and_name_their_session(client: AsyncClient, scripted: Scripted):
+    scripted.opened.set()
+    workload = sessions([[[1], [1, 2]], [[3], [3, 4]]], max_tokens=1, num_clients=2, mean_think_s=0.01)
+    sending = sender(client, workload, names_sessions=True)
+    await sending.run()
+    by_place = {one.place: one for one in sending.asked}
+    for before, after in ((0, 1), (2, 3)):
+        pause_ns = by_place[after].intended_ns - by_place[before].ended_ns
+        assert pause_ns == round(workload.requests[after].pause_s * 1e9)
+    assert sorted(scripted.sessions) == ["session 0", "session 0", "session 1", "session 1"]
+
+
+async def test_a_refused_request_is_a_row_and_its_followers_are_sent(client: AsyncClient, scripted: Scripted):
+    scripted.opened.set()
+    prompts = [Tokens((1,) * n) for n in (2, REFUSED, 3)]
+    requests = [
+        Planned(prompt=prompt, max_tokens=2, at_s=None if place else 0.0, after=place - 1 if place else None)
+        for place, prompt in enumerate(prompts)
+    ]
+    sending = sender(client, Workload(requests=requests))
+    await sending.run()
+    assert [one.outcome for one in sending.asked] == ["completed", "resource_exhausted", "completed"]
+    assert (sending.num_failed, sending.asked[1].error, sending.asked[1].arrivals_ns) == (1, "no room", ())
+    assert [len(one.row()) for one in sending.asked] == [24] * 3
+
+
+async def test_stopping_sends_nothing_more_and_abandons_what_never_ends(
+    client: AsyncClient, scripted: Scripted, monkeypatch
+):
+    monkeypatch.setattr("moonshard.experiments.lab.sending.GRACE_S", 0.01)
+    requests = [Planned(prompt=Tokens((1,)), max_tokens=1, at_s=at_s) for at_s in (0.0, 0.0, 3600.0)]
+    requests.append(Planned(prompt=Tokens((1,)), max_tokens=1, after=0))
+    sending = sender(client, Workload(requests=requests))
+    scripted.awaited = 2
+    async with asyncio.TaskGroup() as group:
+        group.create_task(sending.run())
+        await scripted.all_came.wait()
+        await sending.stop()
+    assert [one.outcome for one in sending.asked] == [ABANDONED] * 2
+    assert sending.num_sent == len(scripted.came) == 2
+
+
+def test_what_is_offered_is_by_the_workload_and_not_by_what_became_of_it():
+    steady = fixed(num_prompt=1, num_output=1, num_requests=11, vocab_size=9, rate_per_s=5.0, variation=0.0)
+    assert offered_per_s(steady) == pytest.approx(5.0)
+    assert offered_per_s(fixed(num_prompt=1, num_output=1, num_requests=4, vocab_size=9)) is None
+    assert offered_per_s(Workload(requests=steady.requests[:1])) is None
