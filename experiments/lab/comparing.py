@@ -54,6 +54,7 @@ def _check_models(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], declared: S
 
 def _grid(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], rows: Sequence[Row]) -> Grid:
     notes = [f"{name}: {run.path}, commit {_commits(run)}" for name, run in (("A", a), ("B", b))]
+    notes += _version_notes(a, b)
     left_out = [
         f"{name} has {len(run.record.points) - len(pairs)} points that are not compared"
         for name, run in (("A", a), ("B", b))
@@ -62,6 +63,16 @@ def _grid(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], rows: Sequence[Row]
     unpaired = [pair.label for pair in pairs if not pair.is_paired]
     notes += [f"not paired by request, since the workloads differ: {', '.join(unpaired)}"] if unpaired else []
     return Grid(title="B beside A", columns=COLUMNS, rows=tuple(map(_row, rows)), notes=(*notes, *left_out))
+
+
+def _version_notes(a: RunFrames, b: RunFrames) -> list[str]:
+    """Of packages: another version may be what is compared, and is never silent."""
+    ours, theirs = a.record.starts[-1].versions, b.record.starts[-1].versions
+    return [
+        f"{name} is {ours.get(name)} in A and {theirs.get(name)} in B"
+        for name in sorted({*ours, *theirs})
+        if ours.get(name) != theirs.get(name)
+    ]
 
 
 def _commits(run: RunFrames) -> str:

@@ -3,6 +3,7 @@
 Every fault is named at once, with its key. A point may set any key of `[server]` and `[workload]`, and `cores`.
 """
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -178,10 +179,10 @@ def _point(
     workload = read_workload(below(given, "workload"), faults)
     own = read_fields(RunOptions, {"cores": given.get("cores", ())}, "", faults)
     server = None if url is not None else _server(given, faults)
+    if "server.trace.path" in given:
+        faults.append("server.trace.path: each trial records into its own folder")
     if own is not None and server is not None and own.cores:
-        num_workers = len(ChildCommands(server).workers)
-        if len(own.cores) != num_workers:
-            faults.append(f"cores: {len(own.cores)} for {num_workers} workers")
+        faults += _core_faults(own.cores, num_workers=len(ChildCommands(server).workers))
     if len(faults) > num_before or workload is None or own is None:
         return None
     settings = flatten({**shared, "workload": settings_of(workload)})
@@ -189,6 +190,12 @@ def _point(
         told = {key: _plain(value) for key, value in leaves(server) if key != "trace.path"}
         settings |= {"cores": list(own.cores)} | {f"server.{key}": value for key, value in told.items()}
     return Point(number=number, swept=swept, settings=settings, cores=own.cores, server=server, workload=workload)
+
+
+def _core_faults(cores: Sequence[int], num_workers: int) -> list[str]:
+    usable = sorted(os.sched_getaffinity(0))
+    faults = [f"cores: {core} is none of this process's cores: {usable}" for core in cores if core not in usable]
+    return faults + ([f"cores: {len(cores)} for {num_workers} workers"] if len(cores) != num_workers else [])
 
 
 def _server(given: Flat, faults: list[str]) -> Config | None:

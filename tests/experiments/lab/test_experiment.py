@@ -11,6 +11,7 @@ from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.workloads import FixedOptions
 
 MODEL = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
+README = Path(__file__).parents[3] / "experiments" / "README.md"
 BASE = f"""
 repeats = 2
 [server]
@@ -58,6 +59,13 @@ def test_the_command_line_comes_last_and_a_swept_key_is_set_in_its_sweep(tmp_pat
         load_experiment(tmp_path, ("server.decode.max_slots=3",))
 
 
+def test_the_documented_example_is_one(tmp_path: Path):
+    text = README.read_text().partition("```toml\n")[2].partition("```")[0]
+    found = load_experiment(folder(tmp_path, text), (f"server.model.path={MODEL}", "cores=[]"))
+    assert len(found.points) == 6
+    assert found.slo.itl_ms == 200
+
+
 def test_paths_are_beside_the_file_and_those_of_the_command_line_beside_the_caller(tmp_path: Path, monkeypatch):
     own = tmp_path / "own"
     own.mkdir()
@@ -95,6 +103,8 @@ def test_paths_are_beside_the_file_and_those_of_the_command_line_beside_the_call
         ("points=3", "points: expected tables"),
         ("server=3", "server: expected a table"),
         ("cores=[0]", "cores: 1 for 2 workers"),
+        ("cores=[0, 9999]", "cores: 9999 is none of this process's cores"),
+        ("server.trace.path=x", "server.trace.path: each trial records into its own folder"),
         ("repeats", "--set repeats: expected key=value"),
     ],
 )
