@@ -14,6 +14,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from moonshard.experiments.bench.deployment import deployed
+from moonshard.experiments.lab.experiment import load_experiment
 from moonshard.experiments.lab.frames import load_run
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS
 from moonshard.serving.trace.parts import read_table
@@ -195,8 +197,8 @@ def test_a_server_that_dies_ends_the_run_with_what_it_has(tmp_path: Path):
     sets = [part for setting in settings for part in ("--set", setting)]
     with runner("run", folder, "--out", out, *sets) as process:
         first = next(recorded(out))
-        victims = [pid for pid, command in started(the_run(out)).items() if command == "worker"]
-        os.kill(*victims, signal.SIGKILL)
+        (victim,) = [pid for pid, command in started(the_run(out)).items() if command == "worker"]
+        os.kill(victim, signal.SIGKILL)
         _, errors = process.communicate()
     assert first.suffix == ".parquet"
     assert process.returncode == 1
@@ -214,6 +216,31 @@ def test_a_server_that_dies_ends_the_run_with_what_it_has(tmp_path: Path):
     assert failed.height == record["num_failed"] > 0
     assert failed["error"].null_count() == 0
     assert all_end(list(started(run)))
+
+
+@pytest.mark.timeout(300)
+def test_a_server_that_runs_already_is_measured_over_grpc_and_missed_when_it_is_gone(tmp_path: Path):
+    folder, out = experiment_folder(tmp_path), tmp_path / "results"
+    config = load_experiment(folder).points[0].server
+    assert config is not None
+    arguments = ("run", folder, "--out", out, "--set", "repeats=1")
+    with deployed(config, os.environ) as deployment:
+        url = deployment.server.grpc
+        with runner(*arguments, "--url", f"grpc://{url}") as process:
+            _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    run = load_run(the_run(out))
+    assert run.record.url == f"grpc://{url}"
+    assert not any(key.startswith("server.") for key in run.record.points[0].settings)
+    assert [trial.record.workload["seed"] for trial in run.trials.values()] == [0, 1]
+    for trial in run.trials.values():
+        assert trial.requests["outcome"].to_list() == ["completed"] * 10
+        assert trial.requests["cached_tokens"].sum() == 0
+        assert trial.record.server_cpu_s == {}
+    with runner(*arguments, "--url", url) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert "incomplete: point-000-repeat-0: " in errors
 
 
 def recorded(out: Path) -> Iterator[Path]:
