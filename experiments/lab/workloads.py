@@ -6,7 +6,7 @@ served, so that the requests are made when a server tells of it; files are read 
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -16,6 +16,7 @@ from moonshard.experiments.lab.flat import Flat
 from moonshard.experiments.pocket.corpus import pocket_text
 from moonshard.experiments.trace_file import read_ordered_trace
 from moonshard.experiments.workload.kinds import fixed, from_prompts, from_trace, sessions
+from moonshard.experiments.workload.mixed import mixed
 from moonshard.experiments.workload.plan import Workload, WorkloadError
 from moonshard.rpc.types import ModelInfo
 
@@ -53,6 +54,20 @@ class FixedOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MixedOptions:
+    """Fresh prompts of several shapes: a list entry for each of them."""
+
+    kind: Literal["mixed"]
+    num_prompt: tuple[Count, ...]
+    num_output: tuple[Count, ...]
+    weights: tuple[Annotated[float, Meta(ge=0)], ...]
+    num_requests: Count
+    rate_per_s: Rate
+    variation: Annotated[float, Meta(ge=0)] = 1.0
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOptions:
     """Agents whose context grows turn by turn, in the tokens of the embedded model."""
 
@@ -74,10 +89,11 @@ class PromptOptions:
     clips: bool = False
 
 
-type WorkloadOptions = TraceOptions | FixedOptions | SessionOptions | PromptOptions
+type WorkloadOptions = TraceOptions | FixedOptions | MixedOptions | SessionOptions | PromptOptions
 KINDS: dict[str, type[WorkloadOptions]] = {
     "trace": TraceOptions,
     "fixed": FixedOptions,
+    "mixed": MixedOptions,
     "sessions": SessionOptions,
     "prompts": PromptOptions,
 }
@@ -119,19 +135,15 @@ def plan(options: WorkloadOptions, model: ModelInfo) -> Workload:
     context = {"max_context_tokens": model.max_context_tokens, "vocab_size": model.vocab_size}
     match options:
         case TraceOptions(path=path, max_requests=most):
-            told = {name: getattr(options, name) for name in ("time_scale", "length_scale", "clips", "seed")}
+            told = {key: value for key, value in _told(options).items() if key not in ("path", "max_requests")}
             try:
                 return from_trace(read_ordered_trace(path)[:most], **context, **told)
             except WorkloadError as error:
                 raise WorkloadError(f"{path}: {error}") from error
         case FixedOptions():
-            if options.num_prompt + options.num_output > model.max_context_tokens:
-                raise WorkloadError(
-                    f"{options.num_prompt} + {options.num_output} tokens are more than a context of "
-                    f"{model.max_context_tokens}"
-                )
-            told = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "kind"}
-            return fixed(vocab_size=model.vocab_size, **told)
+            return _fitting(fixed(vocab_size=model.vocab_size, **_told(options)), model)
+        case MixedOptions():
+            return _fitting(mixed(vocab_size=model.vocab_size, **_told(options)), model)
         case SessionOptions():
             return _sessions(options, model)
         case PromptOptions():
@@ -140,7 +152,24 @@ def plan(options: WorkloadOptions, model: ModelInfo) -> Workload:
 
 def settings_of(options: WorkloadOptions) -> Flat:
     """Every option, as JSON has it."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    return {name: _plain(value) for name, value in asdict(options).items()}
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def _told(options: TraceOptions | FixedOptions | MixedOptions) -> dict[str, Any]:
+    """What the function that makes the requests is told."""
+    return {field.name: getattr(options, field.name) for field in fields(options) if field.name != "kind"}
+
+
+def _fitting(workload: Workload, model: ModelInfo) -> Workload:
+    for place, one in enumerate(workload.requests):
+        if len(one.prompt) + one.max_tokens > model.max_context_tokens:
+            both = f"{len(one.prompt)} + {one.max_tokens} tokens"
+            raise WorkloadError(f"request {place}: {both} are more than a context of {model.max_context_tokens}")
+    return workload
 
 
 def _sessions(options: SessionOptions, model: ModelInfo) -> Workload:

@@ -1,0 +1,77 @@
+"""Each kind of workload is made of its table, fits the model that is served, and has other requests in each repeat."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonshard.experiments.lab.workloads import KINDS, plan, read_workload, with_seed
+from moonshard.experiments.workload.plan import Workload, WorkloadError
+from moonshard.rpc.types import ModelInfo
+
+MODEL = ModelInfo(
+    model="m", max_context_tokens=700, vocab_size=8192, stop_token_ids=(), has_tokenizer=True, dtype="float32",
+    fingerprint="f", version="0",
+)  # fmt: skip
+LINES: dict[str, list[dict[str, Any]]] = {
+    "trace": [
+        {"timestamp": 3000 * i, "input_length": 600, "output_length": 5 + i, "hash_ids": [0, i]} for i in range(4)
+    ],
+    "prompts": [{"prompt": [1, 2, 3], "max_tokens": 4}, {"prompt": [5] * 690, "max_tokens": 4, "at_s": 1}],
+}
+TABLES: dict[str, dict[str, Any]] = {
+    "trace": {"max_requests": 3, "time_scale": 0.1},
+    "fixed": {"num_prompt": 600, "num_output": 9, "num_requests": 3, "rate_per_s": 2},
+    "mixed": {"num_prompt": [600, 5], "num_output": [9, 8], "weights": [1, 1], "num_requests": 3, "rate_per_s": 2},
+    "sessions": {"num_sessions": 2, "session_tokens": 300, "max_tokens": 4},
+    "prompts": {},
+}
+
+
+def options_of(kind: str, folder: Path, **changes: Any):
+    table = {"kind": kind, **TABLES[kind], **changes}
+    if kind in LINES:
+        (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, LINES[kind])))
+        table["path"] = str(folder / "lines.jsonl")
+    faults: list[str] = []
+    options = read_workload(table, faults)
+    assert options is not None, faults
+    return options
+
+
+def prompts(workload: Workload) -> list[list[int]]:
+    return [request.prompt.tokens() for request in workload.requests]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_made_of_its_table(kind: str, tmp_path: Path):
+    options = options_of(kind, tmp_path)
+    workload = plan(options, MODEL)
+    assert len(workload.requests) >= 2
+    assert prompts(plan(options, MODEL)) == prompts(workload)
+    again = prompts(plan(with_seed(options, 1), MODEL))
+    assert (again == prompts(workload)) == (kind == "prompts")
+    assert all(0 <= token < MODEL.vocab_size for prompt in again for token in prompt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_longer_than_the_context_is_refused_with_its_place(kind: str, tmp_path: Path):
+    changes = {"session_tokens": 900} if kind == "sessions" else {}
+    short = ModelInfo(**{name: getattr(MODEL, name) for name in MODEL.__slots__} | {"max_context_tokens": 600})
+    with pytest.raises(WorkloadError, match=r"(request|session|line) \d+.* context of 600"):
+        plan(options_of(kind, tmp_path, **changes), short)
+
+
+@pytest.mark.parametrize("kind", ["trace", "prompts"])
+def test_what_is_longer_is_cut_and_counted_where_that_is_said(kind: str, tmp_path: Path):
+    short = ModelInfo(**{name: getattr(MODEL, name) for name in MODEL.__slots__} | {"max_context_tokens": 602})
+    workload = plan(options_of(kind, tmp_path, clips=True), short)
+    assert workload.num_clipped == (3 if kind == "trace" else 1)
+    assert max(len(one.prompt) + one.max_tokens for one in workload.requests) == 602
+
+
+def test_sessions_need_the_tokens_of_the_embedded_model(tmp_path: Path):
+    small = ModelInfo(**{name: getattr(MODEL, name) for name in MODEL.__slots__} | {"vocab_size": 100})
+    with pytest.raises(WorkloadError, match="tokens of the embedded model"):
+        plan(options_of("sessions", tmp_path), small)

@@ -1,0 +1,49 @@
+"""Mixed requests are of their shapes and in their shares, the same ones at every rate; what cannot be is refused."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonshard.experiments.workload.mixed import mixed
+from moonshard.experiments.workload.plan import WorkloadError
+
+TWO: dict[str, Any] = {
+    "num_prompt": [8, 90], "num_output": [40, 2], "weights": [3, 1], "num_requests": 800, "rate_per_s": 5.0,
+    "vocab_size": 50,
+}  # fmt: skip
+
+
+def test_shapes_come_in_their_shares():
+    requests = mixed(**TWO).requests
+    shapes = [(len(one.prompt), one.max_tokens) for one in requests]
+    assert set(shapes) == {(8, 40), (90, 2)}
+    assert shapes.count((90, 2)) / len(shapes) == pytest.approx(0.25, abs=0.05)
+    assert (requests[-1].at_s or 0) == pytest.approx(800 / 5, rel=0.15)
+
+
+@given(st.floats(0.1, 100), st.integers(0, 5))
+def test_another_rate_sends_the_same_requests(rate_per_s: float, seed: int):
+    told = TWO | {"num_requests": 20, "seed": seed}
+    one, other = mixed(**told).requests, mixed(**told | {"rate_per_s": rate_per_s}).requests
+    assert [request.prompt.tokens() for request in one] == [request.prompt.tokens() for request in other]
+    assert [request.at_s for request in other] == pytest.approx([5 / rate_per_s * (r.at_s or 0) for r in one])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weights": [1]}, "an entry for each shape"),
+        ({"num_prompt": [], "num_output": [], "weights": []}, "an entry for each shape"),
+        ({"num_output": [0, 1]}, "begin at 1"),
+        ({"num_requests": 0}, "begin at 1"),
+        ({"weights": [0, 0]}, "weights begin at 0"),
+        ({"weights": [-1, 2]}, "weights begin at 0"),
+        ({"weights": [float("nan"), 2]}, "weights begin at 0"),
+        ({"rate_per_s": 0.0}, "rate_per_s is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, Any], said: str):
+    with pytest.raises(WorkloadError, match=said):
+        mixed(**TWO | change)
