@@ -28,7 +28,7 @@ def asked(tmp_path_factory) -> Experiment:
     return load_experiment(folder(tmp_path_factory.mktemp("asked"), SWEEP))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(st.lists(st.sampled_from(("done", "fails", "killed")), max_size=8))
 def test_whatever_happens_a_run_goes_on_with_what_is_not_done(asked: Experiment, fates: list[str]):
     trials = list(interleaved(len(asked.points), asked.options.repeats))

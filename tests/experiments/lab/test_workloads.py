@@ -1,6 +1,7 @@
 """Each kind of workload is made of its table, fits the model that is served, and has other requests in each repeat."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +59,20 @@ def test_a_kind_is_made_of_its_table(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_longer_than_the_context_is_refused_with_its_place(kind: str, tmp_path: Path):
     changes = {"session_tokens": 900} if kind == "sessions" else {}
-    short = ModelInfo(**{name: getattr(MODEL, name) for name in MODEL.__slots__} | {"max_context_tokens": 600})
+    short = replace(MODEL, max_context_tokens=600)
     with pytest.raises(WorkloadError, match=r"(request|session|line) \d+.* context of 600"):
         plan(options_of(kind, tmp_path, **changes), short)
 
 
 @pytest.mark.parametrize("kind", ["trace", "prompts"])
 def test_what_is_longer_is_cut_and_counted_where_that_is_said(kind: str, tmp_path: Path):
-    short = ModelInfo(**{name: getattr(MODEL, name) for name in MODEL.__slots__} | {"max_context_tokens": 602})
+    short = replace(MODEL, max_context_tokens=602)
     workload = plan(options_of(kind, tmp_path, clips=True), short)
     assert workload.num_clipped == (3 if kind == "trace" else 1)
     assert max(len(one.prompt) + one.max_tokens for one in workload.requests) == 602
 
 
 def test_sessions_need_the_tokens_of_the_embedded_model(tmp_path: Path):
-    small = ModelInfo(**{name: getattr(MODEL, name) for name in MODEL.__slots__} | {"vocab_size": 100})
+    small = replace(MODEL, vocab_size=100)
     with pytest.raises(WorkloadError, match="tokens of the embedded model"):
         plan(options_of("sessions", tmp_path), small)

@@ -25,8 +25,8 @@ def test_shapes_come_in_their_shares():
 
 @given(st.floats(0.1, 100), st.integers(0, 5))
 def test_another_rate_sends_the_same_requests(rate_per_s: float, seed: int):
-    told = TWO | {"num_requests": 20, "seed": seed}
-    one, other = mixed(**told).requests, mixed(**told | {"rate_per_s": rate_per_s}).requests
+    told: dict[str, Any] = TWO | {"num_requests": 20, "seed": seed}
+    one, other = mixed(**told).requests, mixed(**{**told, "rate_per_s": rate_per_s}).requests
     assert [request.prompt.tokens() for request in one] == [request.prompt.tokens() for request in other]
     assert [request.at_s for request in other] == pytest.approx([5 / rate_per_s * (r.at_s or 0) for r in one])
 
@@ -46,4 +46,4 @@ def test_another_rate_sends_the_same_requests(rate_per_s: float, seed: int):
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], said: str):
     with pytest.raises(WorkloadError, match=said):
-        mixed(**TWO | change)
+        mixed(**{**TWO, **change})
