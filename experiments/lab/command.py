@@ -15,7 +15,7 @@ from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.frames import load_run
 from moonshard.experiments.lab.matching import choice
-from moonshard.experiments.lab.report import run_grid
+from moonshard.experiments.lab.report import run_grids
 from moonshard.experiments.lab.run import RunIncomplete, run_all
 from moonshard.experiments.lab.run_folder import RunFolder, begin, resume
 from moonshard.experiments.lab.target import grpc_address
@@ -91,9 +91,10 @@ def run_command(options: Run) -> int:
             sys.stderr.write(f"moonshard experiment: incomplete: {error}\n")
             sys.stderr.write(f"go on with: --resume {folder.path}\n")
             return 1
-        grid = run_grid(load_run(folder.path))
-        (folder.path / "figures.md").write_text(as_markdown(grid) + "\n")
-    console.print(as_table(grid))
+        grids = run_grids(load_run(folder.path))
+        (folder.path / "figures.md").write_text("\n\n".join(map(as_markdown, grids)) + "\n")
+    for grid in grids:
+        console.print(as_table(grid))
     return 0
 
 

@@ -61,5 +61,5 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
 
 def _progress(console: Console) -> AbstractContextManager[Progress]:
     """Drawn twice a second, by the process that sends: often would be in its own way."""
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn())
     return Progress(*columns, console=console, refresh_per_second=2, transient=True, disable=not console.is_terminal)

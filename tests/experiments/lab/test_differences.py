@@ -14,7 +14,7 @@ from moonshard.experiments.lab.flat import Flat
 from moonshard.experiments.lab.frames import RunFrames, TrialFrames, gaps_ms, load_run
 from moonshard.experiments.lab.goodput import Slo
 from moonshard.experiments.lab.matching import Pair
-from moonshard.experiments.lab.report import run_grid
+from moonshard.experiments.lab.report import run_grids
 from moonshard.experiments.lab.run_folder import PointRecord, RunRecord, Start, TrialState
 from moonshard.experiments.lab.trial import TrialRecord
 from moonshard.rpc.types import ModelInfo
@@ -103,8 +103,10 @@ def test_goodput_is_told_for_each_group_of_points_that_differ_in_their_rate_alon
 
     points = [at("a", 1.0, 10), at("a", 2.0, 10), at("a", 4.0, 30), at("b", 1.0, 30)]
     assert goodputs(points, 0.9) == {"mode=a": 2.0, "mode=b": None}
-    (note, *_) = run_grid(run(trial([10, 20, 30]))).notes[1:]
-    assert note == "Goodput at 50%, as configured: 1.00 requests/s."
+    loads, latencies = run_grids(run(trial([10, 20, 30])))
+    assert loads.notes == ("SLO: TTFT 20 ms.", "Goodput at 50%, as configured: 1.00 requests/s.")
+    assert latencies.rows[0] == ("p", "TTFT", "20.0", "30.0", "30.0")
+    assert [row[1] for row in latencies.rows] == ["TTFT", "ITL", "TPOT", "E2E"]
 
 
 def test_a_shift_of_every_request_is_found_exactly_and_said_to_be_worse():
