@@ -106,7 +106,8 @@ class PrefillHandoffs:
         if target.handoff != request.id or target.writer_epoch != self._epoch:
             raise FailedPrecondition("this target is for another handoff or another process", field="target")
         num_blocks = self._pool.num_blocks_for(len(request.prompt))
-        if target.num_blocks != num_blocks or target.num_blocks_held >= num_blocks:
+        max_held = len(request.prompt) // self._pool.block_size
+        if target.num_blocks != num_blocks or target.num_blocks_held > max_held:
             raise FailedPrecondition(f"this target is not for a prompt of {num_blocks} blocks", field="target")
         if request.id in self._legs:
             return

@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter, deque
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import block_names
@@ -75,17 +75,18 @@ class Bench:
         self.resumed.add(request.id)
 
     def reserve(self, request: Request, partition: int) -> bool:
-        """Blocks for the prompt, as the decode side of a handoff takes them: its last block always moves."""
+        """Blocks for the prompt, as the decode side of a handoff takes them."""
         self.scheduler.check(request)
         num_blocks = self.pool.num_blocks_for(len(request.prompt))
         names = block_names(request.prefix_root, request.prompt, self.pool.block_size)
-        held = self.scheduler.cache.match(partition, names[: num_blocks - 1])
+        held = self.scheduler.cache.match(partition, names)
         self.pool.hold(partition, held)
         leased = self.pool.lease(partition, num_blocks - len(held))
         if leased is None:
             self.pool.release(partition, held[::-1])
             return False
-        self.reserved[request.id] = Reserved(request=request, partition=partition, held=held, leased=leased)
+        named = replace(request, block_names=tuple(names))
+        self.reserved[request.id] = Reserved(request=named, partition=partition, held=held, leased=leased)
         self.num_held += len(held)
         return True
 
