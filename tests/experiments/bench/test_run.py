@@ -16,6 +16,7 @@ from moonshard.experiments.bench.meshes_tables import MESH_GRIDS, MESH_PAIRS
 from moonshard.experiments.bench.report import Report, grids, tables
 from moonshard.serving.config_file import load_config
 
+pytestmark = pytest.mark.timeout(1200)  # a fixture runs whole parts of the bench, whatever else the machine does
 MINIATURE = Plan(
     prompt_tokens=(8, 20),
     batches=(1, 2),
