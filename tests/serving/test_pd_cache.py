@@ -24,6 +24,7 @@ CACHED_MESHES = {
         prefill=MeshShape(pipe=2), decode=MeshShape(tensor=2), decode_rules=BY_TOKENS
     ),
     "tensor 2 to expert 2": Meshes(prefill=MeshShape(tensor=2), decode=MeshShape(expert=2)),
+    "expert 2 to pipe 2": Meshes(prefill=MeshShape(expert=2), decode=MeshShape(pipe=2)),
 }
 
 
@@ -65,6 +66,14 @@ async def test_on_other_meshes_a_partition_finds_its_own_prompts_again_and_no_ot
             assert_drawn_from(reference(), prompt, answer.tokens[0], GREEDY)
             assert (answer.num_cached, num_landed(pair) - before) == (num_cached, num_moved)
             before = num_landed(pair)
+        known = [*prompt, *answer.tokens[0]][: 7 * BLOCK_SIZE]  # by decode, to the end of a block
+        alone = await pair.ask_decode_alone(run(known, 20, partition=there))
+        assert alone.num_cached == len(known) - 1
+        assert_drawn_from(reference(), known, alone.tokens[0], GREEDY)
+        for num_cached in (96, len(known) - 1):
+            both = await pair.ask(run(known, 20, partition=there), prefill_partition=here)
+            assert_same_tokens(reference(), known, alone.tokens[0], both.tokens[0], GREEDY)
+            assert (both.num_cached, num_landed(pair) - before) == (num_cached, 0)
         if there:
             elsewhere = await pair.ask_decode_alone(run(prompt, 20, partition=0))
             assert elsewhere.num_cached == 0
