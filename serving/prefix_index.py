@@ -52,6 +52,9 @@ class PrefixIndex:
     def known(self, home: int) -> frozenset[BlockName]:
         return frozenset(self._names.get(home, ()))
 
+    def num_names(self, home: int) -> int:
+        return len(self._names.get(home, ()))
+
     def num_known(self, names: Sequence[BlockName]) -> dict[int, int]:
         """How many of the first names each home knows; homes that know none are not in it.
 

@@ -149,6 +149,9 @@ class Router:
         """What a request that is sent there now would find before it."""
         return int(self._loads.queued(np.array([self.home_number(home)]))[0])
 
+    def num_known_blocks(self, home: Home) -> int:
+        return self.index.num_names(self.home_number(home))
+
     def worker_tokens(self, worker: str) -> int:
         """Of the open reservations of all of a worker's partitions."""
         return sum(self.in_flight_tokens(home) for home in self._numbers if home.worker == worker)

@@ -50,6 +50,7 @@ SETTINGS: Mapping[str, object] = {
     "kv.quarantine_s": QUARANTINE_S,
     "kv.lease_s": 20.0,
     "kv.transfer_timeout_s": 2.0,
+    "routing.local_prefill": "static",  # every prompt is handed over, unless a test says when not
 }
 
 
