@@ -33,6 +33,14 @@ settings.register_profile("moonshard", deadline=None)
 settings.load_profile("moonshard")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of what compiles, each file is a group: all of it in one process would take longer than all else."""
+    for item in items:
+        if (mark := item.get_closest_marker("xdist_group")) and mark.args == ("jax",):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     if item.get_closest_marker("xdist_group"):  # others compile little, and to count takes milliseconds
