@@ -46,7 +46,7 @@ ARMS: Mapping[ArmName, Arm] = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     num_prefill: int = 3
-    num_blocks: int = 320  # of each worker's cache
+    num_blocks: int = 160  # of each worker's cache: a third of the sessions fit in well, all of them do not
     num_clients: int = 8
     num_sessions: int = 48
     session_tokens: int = 2500

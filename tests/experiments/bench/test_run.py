@@ -116,7 +116,7 @@ def served_names(roles: tuple[str, ...]) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench")
+@pytest.mark.xdist_group("cluster")
 class TestMiniatureRun:
     def test_every_figure_is_present(self, report: Report):
         names = [one.name for one in report.measurements]
@@ -153,7 +153,7 @@ class TestMiniatureRun:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench")
+@pytest.mark.xdist_group("cluster")
 class TestMiniatureDisaggregated:
     def test_the_twin_of_the_whole_stack_has_every_figure_of_it(self, disaggregated: Report):
         found = {one.name for one in disaggregated.measurements if one.level == "disaggregated"}
