@@ -63,8 +63,8 @@ class Loss:
 def under_load(fleet: Fleet, victim: str, fault: str, seed: int) -> Loss:
     """Load, and the fault at a moment of the seed. The victim is back and linked afterwards.
 
-    The worker's last request may end in the instant before the fault. Such a fault shows nothing, and all is asked
-    again. One that only prefills may be lost unnoticed.
+    The worker's last request may end before the fault. Such a fault shows nothing, and all is asked again, for one that
+    comes earlier. A worker that only prefills may be lost unnoticed.
     """
     rng = random.Random(seed)
     asked = [draw(rng, number) for number in range(NUM_REQUESTS)]
@@ -73,6 +73,7 @@ def under_load(fleet: Fleet, victim: str, fault: str, seed: int) -> Loss:
         loss = lose(fleet, victim, fault, asked, moment)
         if "prefill" in victim or loss.met_a_request:
             return loss
+        moment //= 2
     raise AssertionError(f"{NUM_TRIES} faults met no request\n{fleet.logs()}")
 
 
