@@ -46,6 +46,7 @@ class Bench:
         self.resumed: set[bytes] = set()
         self.homes: dict[bytes, int] = {}  # partition by request that was joined or prefilled
         self.num_held = 0  # blocks that were known when a handoff reserved
+        self.num_joins_ahead = 0  # of handoffs that held blocks which a step was yet to write
         self.num_forks = 0
         self.num_join_loads = 0  # more than joined requests where choices were forked
         self.num_joined_prefills = 0  # of joined requests that gave way, or of choices without room
@@ -100,7 +101,9 @@ class Bench:
         request, partition = reserved.request, reserved.partition
         blocks = (*reserved.held, *reserved.leased)
         self.pool.land(partition, reserved.leased)
-        self.device.land(request, partition, blocks, len(reserved.held))
+        due = self.due_blocks
+        self.num_joins_ahead += any((partition, block) in due for block in reserved.held)
+        self.device.land(request, partition, blocks, len(reserved.held), due)
         self.requests[request.id] = request
         self.joined.add(request.id)
         self.homes[request.id] = partition
@@ -269,6 +272,12 @@ class Bench:
             SequenceId(id, choice) not in self.finished for id in self.live for choice in range(self.requests[id].n)
         )
         assert counters.num_running + counters.num_waiting == num_unfinished
+
+    @property
+    def due_blocks(self) -> set[tuple[int, int]]:
+        """(partition, block) of what the steps use that are decided and not handed out."""
+        plans = [launch.plan for launch in self.scheduler._launches._outbox]
+        return {(slot.partition, block) for plan in plans for slot, block in used_blocks(plan)}
 
     @property
     def residents(self) -> list[Stay]:
