@@ -18,7 +18,7 @@ Source: PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4); vLLM's a
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 
@@ -158,6 +158,13 @@ class BlockPool:
         if strangers := [block for block in blocks if not pool.is_kept[block]]:
             raise BlockMisuse(f"blocks that nobody kept: {strangers}")
         pool.hold(blocks)
+
+    def renew(self, partition: int, blocks: Iterable[int]) -> None:
+        """Those of these that are kept and free, as if they had become free only now, in this order."""
+        free_kept = self._partitions[partition].free_kept
+        for block in blocks:
+            if block in free_kept:
+                free_kept.move_to_end(block)
 
     def take_lost(self) -> list[tuple[int, int]]:
         """(partition, block) of the kept ones that were taken for something else since this was last asked."""

@@ -81,6 +81,15 @@ class PrefixCache:
         """One more reference to each of these blocks, as `match` gave them."""
         self._pool.hold(partition, blocks)
 
+    def renew(self, partition: int, names: Sequence[BlockName]) -> None:
+        """A chain was used up to now: of its blocks that are free the end is forgotten first, after all else.
+
+        For whoever could not release the blocks themselves from the end on, or had others of the same names.
+        """
+        self._forget_lost()
+        known = self._blocks[partition]
+        self._pool.renew(partition, [known[name] for name in reversed(names) if name in known])
+
     def note(self, partition: int, block: int, name: BlockName) -> None:
         """A used block is complete, and never written again while it is held.
 

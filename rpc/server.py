@@ -17,6 +17,7 @@ from moonshard.rpc.tls import TlsFiles, server_credentials
 
 REFLECTION = "grpc.reflection.v1.ServerReflection"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+MAX_METADATA_BYTES = 64 * 1024  # of a call; by default a growing share of those over 8 KiB is refused at random
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two servers share one port in silence
@@ -24,6 +25,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients of silent streams may ping; by default 5 min
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
 )
 
 SetHealth = Callable[[str, health_pb2.HealthCheckResponse.ServingStatus], Awaitable[None]]

@@ -188,7 +188,7 @@ def to_status(error: RequestError) -> RichStatus:
 
 def advice(error: RequestError) -> dict[str, str]:
     """Headers that say when to come back, and how long it would have taken; over gRPC they are trailing metadata."""
-    found = {} if error.retry_after_s is None else {"retry-after": str(math.ceil(error.retry_after_s))}
+    found = {} if error.retry_after_s is None else {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, Overloaded) and error.predicted_ttft_s is not None:
         found["x-moonshard-predicted-ttft-ms"] = str(round(1e3 * error.predicted_ttft_s))
     return found

@@ -189,9 +189,8 @@ class DecodeHandoffs:
         return not isinstance(answer, m.Overloaded)
 
     def _found(self, request: Request, partition: int) -> tuple[int, ...]:
-        """Blocks that begin the prompt and need not move: never its last."""
-        num_blocks = self._pool.num_blocks_for(len(request.prompt))
-        return self._cache.match(partition, request.block_names[: num_blocks - 1])
+        """Blocks that begin the prompt and need not move."""
+        return self._cache.match(partition, request.block_names)
 
     def _roomiest(self, request: Request) -> int:
         """The partition for a request that names none: one with room now, or else with the shortest line."""

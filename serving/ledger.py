@@ -60,6 +60,7 @@ class Ledger:
         self._file = _open(path)
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._pending: deque[bytes] = deque()
+        self._whole_bytes: int | None = None  # of the file, where the row behind them was cut off and is still there
         self.num_lost = 0
         self.num_failures = 0
         self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
@@ -104,6 +105,7 @@ class Ledger:
 
     def _append(self, line: bytes) -> None:
         """The whole line, or nothing and OSError."""
+        self._take_back()
         start = os.fstat(self._file).st_size
         rest = memoryview(line)
         try:
@@ -111,8 +113,15 @@ class Ledger:
                 rest = rest[os.write(self._file, rest) :]
         except OSError:
             if len(rest) < len(line):
-                os.ftruncate(self._file, start)
+                self._whole_bytes = start
+                self._take_back()
             raise
+
+    def _take_back(self) -> None:
+        """OSError where that has to wait too: file systems that copy on write need room for it."""
+        if self._whole_bytes is not None:
+            os.ftruncate(self._file, self._whole_bytes)
+            self._whole_bytes = None
 
 
 def _open(path: Path) -> int:

@@ -17,10 +17,10 @@ class Loads:
         self.in_flight = _column(0)  # reserved and not released
         self.unseen = _column(0)  # of these, what the worker does not report yet
         self.reported = _column(SILENT)  # what the worker says that it has to do
-        self.total = _column(0)  # ever reserved
+        self.total = _column(0)  # of prompts, ever given to it to be computed or landed
         self.recent = _column(0).astype(np.float64)  # likewise, halved every `HALF_LIFE_S`, as of the last `decay`
         self.last_choice = _column(NEVER)  # in decisions
-        self._decayed_s = 0.0
+        self.decayed_s = 0.0  # when that was
         self._num_homes = 0
 
     def __len__(self) -> int:
@@ -36,9 +36,20 @@ class Loads:
 
     def decay(self, now_s: float) -> None:
         """What was given lately is now longer ago; a clock that goes back changes nothing."""
-        elapsed_s = max(0.0, now_s - self._decayed_s)
-        self._decayed_s += elapsed_s
+        elapsed_s = max(0.0, now_s - self.decayed_s)
+        self.decayed_s += elapsed_s
         self.recent *= 0.5 ** (elapsed_s / HALF_LIFE_S)
+
+    def give(self, number: int, num_tokens: int) -> None:
+        """To one home, as of the last `decay`."""
+        self.total[number] += num_tokens
+        self.recent[number] += num_tokens
+
+    def take_back(self, number: int, num_tokens: int, given_s: float) -> None:
+        """What was given then, with what is left of it."""
+        self.total[number] -= num_tokens
+        left = num_tokens * 0.5 ** ((self.decayed_s - given_s) / HALF_LIFE_S)
+        self.recent[number] = max(0.0, self.recent[number] - left)
 
     def excess(self, numbers: np.ndarray) -> np.ndarray:
         """[n] float64 of `numbers` [n]: what each was given lately beyond their mean."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
+from moonshard.kv.prefix import PrefixCache
 from moonshard.kv.transfer import TransferFailed
 from moonshard.rpc import inference_pb2, link_pb2
 from moonshard.rpc.status import FailedPrecondition, NotFound
@@ -41,7 +42,7 @@ class _Leg:
     target: m.Target
     remote: Endpoint
     arrived_s: float
-    has_begun: bool = False  # a step for it was launched, or is about to be
+    partition: int | None = None  # of this worker, once a step for it was launched or is about to be
     num_finished: int = 0  # blocks whose KV launched steps complete
     outputs: dict[int, link_pb2.SequenceOutput] = field(default_factory=dict)  # by choice
     staged_s: float | None = None  # when the first block was
@@ -67,6 +68,7 @@ class PrefillHandoffs:
         *,
         engine: Engine,
         pool: BlockPool,
+        cache: PrefixCache,
         plane: KvPlane,
         epoch: int,
         quarantine_s: float,
@@ -75,6 +77,7 @@ class PrefillHandoffs:
         self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_slots, 1)
         self._engine = engine
         self._pool = pool
+        self._cache = cache
         self._plane = plane
         self._epoch = epoch
         self._side = PrefillSide(epoch, pool, self.slab, quarantine_s)
@@ -103,7 +106,8 @@ class PrefillHandoffs:
         if target.handoff != request.id or target.writer_epoch != self._epoch:
             raise FailedPrecondition("this target is for another handoff or another process", field="target")
         num_blocks = self._pool.num_blocks_for(len(request.prompt))
-        if target.num_blocks != num_blocks or target.num_blocks_held >= num_blocks:
+        max_held = len(request.prompt) // self._pool.block_size
+        if target.num_blocks != num_blocks or target.num_blocks_held > max_held:
             raise FailedPrecondition(f"this target is not for a prompt of {num_blocks} blocks", field="target")
         if request.id in self._legs:
             return
@@ -159,7 +163,7 @@ class PrefillHandoffs:
         """
         written = {(chunk.slot.partition, block) for chunk in plan.chunks for block in self._written(chunk)}
         for leg, chunk in self._chunks(plan):
-            if not leg.has_begun:
+            if leg.partition is None:
                 self._begin(leg, chunk)
                 blocks = chunk.block_table[: chunk.start // self._pool.block_size]
                 known = ((chunk.slot.partition, block) for block in blocks)
@@ -187,7 +191,7 @@ class PrefillHandoffs:
         now_s = time.perf_counter()
         target = replace(leg.target, lease_s=leg.target.lease_s - (now_s - leg.arrived_s))
         self._side.run(target, chunk.slot.partition, now_s)
-        leg.has_begun = True
+        leg.partition = chunk.slot.partition
 
     def _finish(self, leg: _Leg, chunk: PrefillChunk, num_finished: int) -> None:
         fresh = range(leg.num_finished, num_finished)
@@ -293,7 +297,9 @@ class PrefillHandoffs:
         self._do(self._side.write_failed(write.ticket, time.perf_counter()))
 
     def _sweep(self) -> None:
-        """Forget the handoffs that are over."""
+        """Forget the handoffs that are over. Their blocks came back as they were staged: the beginning first."""
         for handoff, leg in tuple(self._legs.items()):
             if (leg.is_done or leg.is_given_up) and not self._side.knows(handoff):
                 del self._legs[handoff]
+                if leg.partition is not None:
+                    self._cache.renew(leg.partition, leg.request.block_names)

@@ -52,26 +52,31 @@ class PrefixIndex:
     def known(self, home: int) -> frozenset[BlockName]:
         return frozenset(self._names.get(home, ()))
 
+    def num_names(self, home: int) -> int:
+        return len(self._names.get(home, ()))
+
     def num_known(self, names: Sequence[BlockName]) -> dict[int, int]:
         """How many of the first names each home knows; homes that know none are not in it.
 
-        What stands behind a name that nobody knows is of no use: such ends are left where two prompts that begin alike
-        came at once, and the beginning that was kept is the one that was forgotten first.
+        What stands behind a name that a home does not know is of no use to it: such ends are left where two prompts
+        that begin alike came at once, and the beginning that was kept is the one that was forgotten first. Homes that
+        differ from one block to the next without there being fewer are not looked at one by one: that takes too long.
         """
         num_found = self._num_found(names)
         found: dict[int, int] = {}
-        num_seen = 0
         for index in range(num_found - 1, -1, -1):
             known = self._homes.get(names[index])
             if known is None:
-                found, num_seen = {}, 0
+                found = {}
                 continue
-            num_homes = len(known) if isinstance(known, set) else 1
-            if num_homes == num_seen:
+            homes = known if isinstance(known, set) else (known,)
+            is_like_next = next(iter(homes)) in found
+            if is_like_next and len(homes) == len(found):
                 continue  # the same as one block further on
-            for home in known if isinstance(known, set) else (known,):
+            if len(homes) <= len(found):
+                found = {home: num for home, num in found.items() if home in homes}
+            for home in homes:
                 found.setdefault(home, index + 1)
-            num_seen = num_homes
         return found
 
     def _num_found(self, names: Sequence[BlockName]) -> int:

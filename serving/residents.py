@@ -77,6 +77,7 @@ class Residents:
         """Give back the slot and the blocks. The last block first: it is the least likely to be asked for again."""
         self._stays.remove(stay)
         self._pool.release(self.partition, stay.blocks[::-1])
+        self._cache.renew(self.partition, stay.sequence.names(stay.num_noted, self._pool.block_size))
         heapq.heappush(self._free_slots, stay.slot.index)
 
     def grow(self, stay: Stay) -> bool:

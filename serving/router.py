@@ -3,7 +3,8 @@
 Pure: no I/O, and time is an argument. A reservation is made at the moment of decision, for every token the request may
 come to hold, and released exactly once: counting requests, or counting when a stream begins, sends a burst to one
 worker. A worker that reports its queue is believed, and what it has not seen yet is added: so several routers agree.
-A session is pinned when its request is sent: what was decided and then refused was served nowhere.
+A session is pinned when its request is sent: what was decided and then refused was served nowhere, and no home was
+given it. Until then the session's other requests follow it, as far as a pin is followed.
 Left out: roles, since the caller names the homes to choose among, and how each is chosen (`serving.policies`).
 """
 
@@ -51,6 +52,7 @@ class Reservation:
     number: int
     home: Home
     num_tokens: int
+    num_left_tokens: int = 0  # of the prompt, to be computed there, or moved there
     num_known_tokens: int = 0  # of the prompt
     num_queued_tokens: int = 0  # there, before it
     affinity: Affinity | None = None  # None: without a session
@@ -68,6 +70,8 @@ class Router:
         self._numbers: dict[Home, int] = {}
         self._reservations: dict[int, Reservation] = {}
         self._unseen: set[int] = set()  # reservations that their workers do not report yet
+        self._unsent: dict[int, float] = {}  # reservations whose requests were not sent, and when they were decided
+        self._coming: dict[bytes, Reservation] = {}  # by session: the last of these
         self._next_number = 0
         self._fleets: deque[tuple[Sequence[Home], np.ndarray]] = deque(maxlen=MAX_FLEETS)
 
@@ -87,7 +91,7 @@ class Router:
         self._loads.decay(now_s)
         numbers = self._numbers_of(homes)
         known = self._known_tokens(numbers, ask)
-        pinned = None if ask.session is None else self._pins.find(ask.session, now_s)
+        pinned = None if ask.session is None else self._last_home(ask.session, now_s)
         candidates = self._candidates(numbers, ask, known, pinned)
         row = policy(candidates)
         number, num_known = int(numbers[row]), int(known[row])
@@ -95,6 +99,7 @@ class Router:
             number=self._next_number,
             home=homes[row],
             num_tokens=ask.num_tokens - num_known if ask.is_prefill else ask.num_tokens,
+            num_left_tokens=ask.num_prompt - num_known,
             num_known_tokens=num_known,
             num_queued_tokens=int(candidates.queued_tokens[row]),
             affinity=_affinity(ask, pinned, number),
@@ -105,7 +110,9 @@ class Router:
 
     def sent(self, reservation: Reservation, now_s: float) -> None:
         """The request is on its way there, or its leg: from now on that is where its session was last."""
+        self._unsent.pop(reservation.number, None)
         if reservation.session is not None:
+            self._forget_coming(reservation.session, reservation)
             self._pins.put(reservation.session, self._numbers[reservation.home], now_s)
 
     def seen(self, reservation: Reservation) -> None:
@@ -126,7 +133,12 @@ class Router:
         """KeyError when it was released before."""
         del self._reservations[reservation.number]
         self.seen(reservation)
-        self._loads.in_flight[self._numbers[reservation.home]] -= reservation.num_tokens
+        number = self._numbers[reservation.home]
+        self._loads.in_flight[number] -= reservation.num_tokens
+        if (decided_s := self._unsent.pop(reservation.number, None)) is not None:
+            self._loads.take_back(number, reservation.num_left_tokens, decided_s)
+            if reservation.session is not None:
+                self._forget_coming(reservation.session, reservation)
 
     def in_flight_tokens(self, home: Home) -> int:
         """Of the open reservations of a partition."""
@@ -137,9 +149,22 @@ class Router:
         """What a request that is sent there now would find before it."""
         return int(self._loads.queued(np.array([self.home_number(home)]))[0])
 
+    def num_known_blocks(self, home: Home) -> int:
+        return self.index.num_names(self.home_number(home))
+
     def worker_tokens(self, worker: str) -> int:
         """Of the open reservations of all of a worker's partitions."""
         return sum(self.in_flight_tokens(home) for home in self._numbers if home.worker == worker)
+
+    def _last_home(self, session: bytes, now_s: float) -> int | None:
+        """Where one of its requests is about to be sent, or was sent last."""
+        coming = self._coming.get(session)
+        return self._pins.find(session, now_s) if coming is None else self._numbers[coming.home]
+
+    def _forget_coming(self, session: bytes, reservation: Reservation) -> None:
+        """It was sent or given up, and is followed no more; a later one still is."""
+        if self._coming.get(session) is reservation:
+            del self._coming[session]
 
     def _numbers_of(self, homes: Sequence[Home]) -> np.ndarray:
         """[n] int64. To hash a thousand homes takes longer than all else in a decision."""
@@ -176,10 +201,12 @@ class Router:
         self._reservations[reservation.number] = reservation
         self._unseen.add(reservation.number)
         loads, num_tokens = self._loads, reservation.num_tokens
+        self._unsent[reservation.number] = loads.decayed_s
+        if reservation.session is not None:
+            self._coming[reservation.session] = reservation
         loads.in_flight[number] += num_tokens
         loads.unseen[number] += num_tokens
-        loads.total[number] += num_tokens
-        loads.recent[number] += num_tokens
+        loads.give(number, reservation.num_left_tokens)
         loads.last_choice[number] = reservation.number
 
 

@@ -127,6 +127,8 @@ class Scheduler:
         self.check(request, partition)
         if len(tokens) != request.n:
             raise NeverFits("tokens", f"{len(tokens)} first tokens came for {request.n} choices")
+        for block, name in zip(block_table, request.block_names, strict=False):
+            self.cache.note(partition, block, name)  # also of one that never gets a slot
         going_on = {choice: (token,) for choice, token in enumerate(tokens) if finish_reason(request, token, 1) is None}
         if not going_on:
             self._pool.release(partition, block_table[::-1])

@@ -82,6 +82,7 @@ class Worker:
         return PrefillHandoffs(
             engine=self.engine,
             pool=self._pool,
+            cache=self._scheduler.cache,
             plane=plane,
             epoch=handoff_wire.epoch_from(self.epoch),
             quarantine_s=self._config.kv.quarantine_s,

@@ -1,7 +1,8 @@
 """What jax is told before anything imports it: eight CPU devices, and a cache of compilations kept between runs.
 
 It is told through the environment, so that processes started by tests are told the same. A caller's own settings win.
-Hypothesis is told that no example has a deadline: on a shared machine that would measure the neighbours.
+Hypothesis is told that no example has a deadline: on a shared machine that would measure the neighbours. Where `CI` is
+set its examples are the same in every run, so that a failure there is due to the change; all other runs look for more.
 """
 
 import os
@@ -29,8 +30,16 @@ def _prepare_jax() -> None:
 
 
 _prepare_jax()
-settings.register_profile("moonshard", deadline=None)
+settings.register_profile("moonshard", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("moonshard")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of what compiles, each file is a group: all of it in one process would take longer than all else."""
+    for item in items:
+        if (mark := item.get_closest_marker("xdist_group")) and mark.args == ("jax",):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.hookimpl(trylast=True)

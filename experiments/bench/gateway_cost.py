@@ -58,14 +58,11 @@ def measure_gateway(config: Config, plan: Plan, environment: Mapping[str, str]) 
 @contextmanager
 def _scripted_worker(environment: Mapping[str, str]) -> Iterator[str]:
     argv = [sys.executable, "-m", "moonshard.experiments.bench.scripted_worker"]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdin is not None  # they were asked for
-    assert process.stdout is not None
-    try:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None  # it was asked for
         yield f"127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.stdin.close()
-        process.wait()
+        # leaving closes its input, which is what it ends by
 
 
 @contextmanager

@@ -81,6 +81,7 @@ def _decide(
         reservation = router.reserve(homes, ask, policy=choose)
         took.append(time.perf_counter() - start_s)
         assert reservation is not None  # there are homes
+        router.sent(reservation, now_s=0.0)
         under_way.append(reservation)
         if len(under_way) > NUM_WORKERS:
             router.release(under_way.popleft())

@@ -96,6 +96,7 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
         reservation = router.reserve(homes, ask, policy=choose, now_s=request.timestamp_ms / 1e3)
         took_s.append(time.perf_counter() - start_s)
         assert reservation is not None  # there are homes
+        router.sent(reservation, now_s=request.timestamp_ms / 1e3)
         router.release(reservation)
         num_hits += workers[homes.index(reservation.home)].take(request, names, router)
         num_oracle_hits += _num_known(names, oracle)

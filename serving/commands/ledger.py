@@ -52,6 +52,8 @@ def ledger(
     names = [name.strip() for name in by.split(",")]
     if unknown := [name for name in names if name not in GROUPS]:
         raise ConfigError([f"--by {unknown[0]}: expected some of {', '.join(GROUPS)}"])
+    if not files:
+        raise ConfigError(["no ledger is named: give one or more files"])
     sums = sum_by(names, (row for file in files for row in _rows(file)))
     sys.stdout.write(_table(names, sums))
     if json_file is not None:
@@ -93,7 +95,7 @@ def _table(names: list[str], sums: Mapping[tuple[str, ...], Sum]) -> str:
         own = sums[key]
         counts = (own.requests, own.prompt_tokens, own.cached_tokens, own.completion_tokens)
         table.add_row(*key, *(f"{count:,}" for count in counts), f"{own.usd:,.6f}")
-    console = Console(width=200)
+    console = Console(width=200, markup=False, emoji=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get()

@@ -34,7 +34,6 @@ MAX_PREFILL_FAILURES = 2  # then the decode worker prefills
 class Sent:
     """An attempt is on its way."""
 
-    num_failed: int  # attempts before it
     worker: str  # the address of the one that prefills it
     affinity: Affinity | None
 
@@ -121,7 +120,7 @@ class Attempts:
                 held.callback(self._end, attempt, record)
                 try:
                     where = attempt.prompt_route
-                    yield Sent(failures.num_attempts, where.session.address, where.reservation.affinity)
+                    yield Sent(where.session.address, where.reservation.affinity)
                     is_first = not attempt.run.resumed
                     while not attempt.is_over:
                         arrival = await attempt.next()

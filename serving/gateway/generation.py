@@ -43,6 +43,11 @@ class Placed:
     worker: str
     affinity: Affinity | None  # None: it has no session
 
+    def again(self, worker: str) -> "Placed":
+        """It was lost there before its first token, and has gone to that one."""
+        is_moved = self.affinity == "hit" and worker != self.worker
+        return Placed(worker, "moved" if is_moved else self.affinity)
+
     def headers(self) -> dict[str, str]:
         """As clients are told; over gRPC it is metadata."""
         affinity = {} if self.affinity is None else {"x-moonshard-affinity": self.affinity}
@@ -108,6 +113,7 @@ class Gateway:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event]:
         """Placed and TokenIds (the prompt), then CallsMade and Deltas, then one Summary.
 
+        Placed again for each time that its worker is lost before the first token.
         Close it (`aclosing`) to cancel.
         Raises RequestError, before the first event for what is wrong with the request itself.
         """
@@ -172,13 +178,18 @@ class Gateway:
         """The prompt as soon as it was sent; then deltas until every choice has ended."""
         model, request = self.model, admission.request
         choices = [ChoiceStream(i, model.detokenizer(request), model.call_parser(request)) for i in range(run.n)]
+        placed: Placed | None = None
         async with aclosing(self._attempts.events(run, choices, record, request.caller.session)) as events:
             async for event in events:
                 if isinstance(event, Sent):
-                    if not event.num_failed:
+                    if placed is None:
                         self._accounts.sent(request.caller.tenant, len(run.prompt_tokens))
-                        yield Placed(event.worker, event.affinity)
+                        placed = Placed(event.worker, event.affinity)
+                        yield placed
                         yield pb.TokenIds(ids=run.prompt_tokens)
+                    elif not record.has_begun:
+                        placed = placed.again(event.worker)
+                        yield placed
                     continue
                 delta = _accept(choices, event)
                 record.arrived(event, delta)

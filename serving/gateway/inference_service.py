@@ -66,10 +66,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _generate(self, asked: GenerationRequest, context: grpc.aio.ServicerContext) -> None:
         asked = replace(asked, caller=read_caller(self._tenants, _header(context)))
+        is_placed = False
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
-                if isinstance(event, Placed):
+                if isinstance(event, Placed) and is_placed:
+                    context.set_trailing_metadata(tuple(event.headers().items()))
+                elif isinstance(event, Placed):
                     await context.send_initial_metadata(tuple(event.headers().items()))
+                    is_placed = True
                 elif isinstance(event, pb.Delta):
                     await context.write(pb.GenerateResponse(delta=event))
                 elif isinstance(event, pb.TokenIds):

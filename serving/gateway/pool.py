@@ -157,6 +157,10 @@ class LinkPool:
     def in_flight_tokens(self, address: str) -> int:
         return self._router.worker_tokens(address)
 
+    def num_known_blocks(self, address: str, partition: int) -> int:
+        """That the worker said can be found again."""
+        return self._router.num_known_blocks(Home(address, partition))
+
     def knows(self, name: bytes) -> bool:
         """Whether some worker has said that it has this block."""
         return bool(self._router.index.num_known([name]))

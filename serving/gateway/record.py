@@ -92,6 +92,11 @@ class RequestRecord:
         """Whether any worker got it, be it one that turned it down."""
         return self._worker is not None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has come back: its prompt was computed."""
+        return self.stamps.first_arrival_ns > 0
+
     def retried(self) -> None:
         """Its worker or its handoff failed, and it is to go on elsewhere."""
         self.stamps.retried()
@@ -103,7 +108,7 @@ class RequestRecord:
     def arrived(self, arrival: Arrival, delta: pb.Delta | None) -> None:
         """A step's output, and what of it the client is told (None: nothing)."""
         output = arrival.output
-        is_first = not self.stamps.first_arrival_ns
+        is_first = not self.has_begun
         self.stamps.arrived(arrival.arrived_ns, output)
         self._num_dropped += len(output.token_ids) - (0 if delta is None else len(delta.token_ids))
         if is_first:
@@ -142,7 +147,7 @@ class RequestRecord:
 
         What was cached is what the worker found that computed the prompt; whoever goes on elsewhere finds more.
         """
-        if not self.stamps.first_arrival_ns:
+        if not self.has_begun:
             return pb.Usage()
         return pb.Usage(
             prompt_tokens=self.num_prompt, completion_tokens=sum(self._num_tokens), cached_tokens=self._num_cached

@@ -130,11 +130,14 @@ class WorkerCollector(Collector):
         labels = ("worker", "partition")
         free = GaugeMetricFamily("moonshard_free_blocks", "KV blocks that nothing holds.", labels=labels)
         used = GaugeMetricFamily("moonshard_used_blocks", "KV blocks that requests hold.", labels=labels)
+        known = GaugeMetricFamily("moonshard_known_blocks", "KV blocks that prompts can find again.", labels=labels)
         for link in self._pool.links:
             for partition, num_free in enumerate(_load_now(link).free_blocks):
                 free.add_metric((link.address, str(partition)), num_free)
                 used.add_metric((link.address, str(partition)), link.num_blocks - num_free)
-        yield from (free, used)
+                num_known = self._pool.num_known_blocks(link.address, partition)
+                known.add_metric((link.address, str(partition)), num_known)
+        yield from (free, used, known)
 
     def _start_times(self) -> Iterator[Metric]:
         seconds = GaugeMetricFamily(

@@ -112,20 +112,21 @@ class DecodeSide:
     def reserve(
         self, reserve: Reserve, partition: int, held_blocks: tuple[int, ...], now_s: float
     ) -> Target | Overloaded | None:
-        """Hold the blocks of the whole prompt, and at least one slot; or nothing. None for one that has joined.
+        """Hold the blocks of the whole prompt, and a slot at least if any is to move; or nothing.
 
-        `held_blocks` are kept blocks that begin the prompt, used or free. The last block always moves, so that every
-        handoff has a last manifest. Asked twice, it answers with the same target.
+        `held_blocks` are kept blocks that begin the prompt, used or free. Where they are all of it, the last manifest
+        names none. None for a handoff that has joined; asked twice, it answers with the same target.
         """
         if reserve.handoff in self._joined:
             return None
         if reserve.handoff in self._reservations:
             return self._reservations[reserve.handoff].target
         num_blocks = self._pool.num_blocks_for(len(reserve.request.prompt))
-        held = held_blocks[: num_blocks - 1]
+        held = held_blocks[:num_blocks]
         num_missing = num_blocks - len(held)
         self._pool.hold(partition, held)
-        own = self._pool.lease(partition, num_missing) if self._slab.num_free(partition) else None
+        has_slot = num_missing == 0 or self._slab.num_free(partition) > 0
+        own = self._pool.lease(partition, num_missing) if has_slot else None
         if own is None:
             self._pool.release(partition, held[::-1])
             return Overloaded(handoff=reserve.handoff, retry_after_s=self.config.retry_after_s)
@@ -183,6 +184,8 @@ class DecodeSide:
         if reservation is None or reservation.tokens is not None or not reservation.accepts(start.last):
             return ()
         reservation.tokens = start.tokens
+        if not (reservation.missing or start.last.blocks):
+            return self._join(reservation)
         return self.landed(start.last, now_s)
 
     def left(self, handoff: bytes) -> None:

@@ -81,7 +81,7 @@ class Manifest:
     """P to gateway (Chunk) and on to D (Landed): these blocks of the prompt were written into these slots.
 
     `blocks`, `grants` and `checksums` are parallel; blocks count from the prompt's start. Checksums are of the bytes as
-    P staged them, one slot each.
+    P staged them, one slot each. Only the last manifest of a prompt that D holds already names none.
     """
 
     handoff: bytes

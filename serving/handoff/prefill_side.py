@@ -101,9 +101,12 @@ class PrefillSide:
         run = self._runs.get(handoff)
         if run is None:
             return ()
+        blocks = tuple(blocks)
         fresh = [(index, block) for index, block in blocks if index >= run.target.num_blocks_held]
         self._pool.retain(run.partition, [block for _, block in fresh])
         run.queue.extend(fresh)
+        if run.num_left == 0 and any(index == run.target.num_blocks - 1 for index, _ in blocks):
+            return self._announce(run)  # the prompt is complete, and nothing of it moves
         return self._publish()
 
     def credits(self, credits: Credits) -> tuple[PrefillAction, ...]:
@@ -128,7 +131,7 @@ class PrefillSide:
     def written(self, ticket: int, checksums: tuple[int, ...]) -> tuple[PrefillAction, ...]:
         """A Write arrived; `checksums` are of the source slots as they were staged."""
         piece = self._publishing[ticket]
-        return (*self._announce(piece, checksums), *self._end(ticket))
+        return (*self._announce(piece.run, piece, checksums), *self._end(ticket))
 
     def write_failed(self, ticket: int, now_s: float) -> tuple[PrefillAction, ...]:
         """A Write failed or timed out, and may yet arrive: the handoff fails, the source slots go in quarantine."""
@@ -182,20 +185,22 @@ class PrefillSide:
         pairs = tuple((block, slot) for (_, block), slot in zip(pieces, slots, strict=True))
         return Stage(ticket=ticket, partition=run.partition, pairs=pairs)
 
-    def _announce(self, piece: _Publishing, checksums: tuple[int, ...]) -> tuple[Manifest, ...]:
-        """The manifest of a piece that was written. The last to be written completes the prompt."""
-        run = piece.run
+    def _announce(
+        self, run: _Run, piece: _Publishing | None = None, checksums: tuple[int, ...] = ()
+    ) -> tuple[Manifest, ...]:
+        """The manifest of a piece that was written, or of none where nothing moves. The last completes the prompt."""
         if run.is_aborted:
             return ()
-        run.num_left -= len(piece.pieces)
+        pieces, grants = (piece.pieces, piece.grants) if piece else ((), ())
+        run.num_left -= len(pieces)
         if run.num_left == 0:
             del self._runs[run.target.handoff]
         manifest = Manifest(
             handoff=run.target.handoff,
             writer_epoch=self.epoch,
             target_epoch=run.target.epoch,
-            blocks=tuple(index for index, _ in piece.pieces),
-            grants=piece.grants,
+            blocks=tuple(index for index, _ in pieces),
+            grants=grants,
             checksums=checksums,
             is_last=run.num_left == 0,
         )

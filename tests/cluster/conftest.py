@@ -63,6 +63,10 @@ class Cluster:
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.http_url, timeout=120)
 
+    def metric(self, name: str, **labels: str) -> float:
+        with self.http() as http:
+            return metric(http, name, **labels)
+
     @property
     def workers(self) -> dict[tuple[str, int], str]:
         """Where each worker listens, by its command and number. One that is started again listens there too."""
@@ -147,6 +151,14 @@ def _collect(stream, lines: list[str]) -> None:
     with stream:
         for line in stream:
             lines.append(line)  # noqa: PERF402  # line by line, since others read meanwhile
+
+
+def metric(http: httpx.Client, name: str, **labels: str) -> float:
+    """The sum over all samples of a gateway's metric that have these labels."""
+    lines = http.get("/metrics").text.splitlines()
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    found = [line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and all(w in line for w in wanted)]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:

@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import Client
-from tests.cluster.conftest import FIXTURE, wait_until
+from tests.cluster.conftest import FIXTURE, metric, wait_until
 
 READY_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 40.0
@@ -50,6 +50,7 @@ SETTINGS: Mapping[str, object] = {
     "kv.quarantine_s": QUARANTINE_S,
     "kv.lease_s": 20.0,
     "kv.transfer_timeout_s": 2.0,
+    "routing.local_prefill": "static",  # every prompt is handed over, unless a test says when not
 }
 
 
@@ -153,14 +154,8 @@ class Fleet:
         return httpx.Client(base_url=self.gateway.said("http"), timeout=120)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all samples of a metric that have these labels."""
         with self.http() as http:
-            lines = http.get("/metrics").text.splitlines()
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        found = [
-            line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and all(w in line for w in wanted)
-        ]
-        return sum(float(line.rpartition(" ")[2]) for line in found)
+            return metric(http, name, **labels)
 
     def label_of(self, worker: Process) -> str:
         """How the gateway's metrics of requests call a worker: by its place among `gateway.workers`."""

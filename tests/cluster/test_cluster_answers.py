@@ -35,6 +35,7 @@ from tests.cluster.conftest import Cluster, running
 
 pytestmark = pytest.mark.xdist_group("cluster")
 NUM_FEW, MIN_RIGHT = 12, 10  # questions of the fast test
+NUM_DOCUMENTS = 8  # of 4,000 tokens: more than the caches hold
 FLOORS = {  # of the slow test: a little below what one process reaches on other questions
     "recall_512": 0.97,
     "recall_2048": 0.96,
@@ -180,6 +181,20 @@ def test_answers_through_the_transfer_are_right_and_those_of_one_process(pocket_
     outcomes = same_answers(pocket_cluster, here, there, few_tasks())
     wrong = [(outcome.task.answer, outcome.replies[-1]) for outcome in outcomes if not outcome.has_right_answer]
     assert len(outcomes) - len(wrong) >= MIN_RIGHT, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_documents_asked_about_again_get_the_same_answers_while_caches_forget_some(pocket_cluster, here, there):
+    tasks = recall_tasks(pocket_text(), SEED, max(LENGTHS), 100)
+    tasks = [task for task in tasks if task.depth == 3][:NUM_DOCUMENTS]  # one of each document
+    same_answers(pocket_cluster, here, there, tasks)
+    num_found, num_asked = (pocket_cluster.metric(f"vllm:prefix_cache_{name}_total") for name in ("hits", "queries"))
+    same_answers(pocket_cluster, here, there, tasks[::-1])
+    num_found = pocket_cluster.metric("vllm:prefix_cache_hits_total") - num_found
+    num_asked = pocket_cluster.metric("vllm:prefix_cache_queries_total") - num_asked
+    assert num_asked > OVERRIDES["kv.block_size"] * OVERRIDES["kv.num_blocks"]
+    assert 0.1 * num_asked < num_found < 0.9 * num_asked
 
 
 @pytest.mark.slow

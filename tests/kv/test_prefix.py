@@ -80,6 +80,17 @@ def test_who_is_held_again_is_used_last():
     assert pool.allocate(0, 2) == (newer, older)
 
 
+def test_what_is_renewed_is_used_after_all_others_its_end_first():
+    pool = BlockPool(1, 6, SIZE)
+    cache, names = PrefixCache(pool), a_chain(3)
+    blocks, (other, held) = cached(pool, cache, names), cached(pool, cache, a_chain(2, 1))
+    for block in (*blocks, other):  # a chain from its beginning on
+        pool.release(0, [block])
+    cache.renew(0, [*names, *a_chain(2, 1)[1:], b"unknown"])
+    assert pool.num_refs(0, held) == 1
+    assert pool.allocate(0, 5) == (5, other, *blocks[::-1])
+
+
 def test_a_second_block_of_the_same_content_stays_nameless():
     pool = BlockPool(1, 2, SIZE)
     cache, names = PrefixCache(pool), a_chain(1)

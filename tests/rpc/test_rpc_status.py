@@ -87,6 +87,9 @@ def test_a_message_with_a_lone_surrogate_is_still_a_status():
 
 def test_delay_is_also_said_in_whole_seconds_rounded_up():
     assert dict(to_status(Overloaded("full", retry_after_s=1.2)).trailing_metadata)["retry-after"] == "2"
+    assert (
+        dict(to_status(Overloaded("full", retry_after_s=0.0)).trailing_metadata)["retry-after"] == "1"
+    )  # not: at once
     assert "retry-after" not in dict(to_status(Overloaded("full")).trailing_metadata)
 
 

@@ -7,6 +7,7 @@ returns.
 """
 
 import zlib
+from collections.abc import Set
 
 from moonshard.serving.plan import (
     CopyPlan,
@@ -88,13 +89,20 @@ class FakeDevice:
         self.check_kv(row, row.position + 1)
         return self.draw(row.request, row.sequence, row.slot, row.position + 1)
 
-    def land(self, request: Request, partition: int, block_table: tuple[int, ...]) -> None:
-        """The prompt's KV, prefilled elsewhere, into the blocks that a request joins with."""
-        for position, token in enumerate(request.prompt):
-            page = self.pages.setdefault(
-                (partition, block_table[position // self.block_size]), [None] * self.block_size
-            )
-            page[position % self.block_size] = token
+    def land(
+        self, request: Request, partition: int, block_table: tuple[int, ...], num_held: int, due: Set[tuple[int, int]]
+    ) -> None:
+        """The prompt's KV, prefilled elsewhere, into the blocks that a request joins with.
+
+        The first `num_held` are there, but for those `due`, (partition, block): a step writes them that was decided
+        before, and that therefore runs before any step that reads them.
+        """
+        for index, block in enumerate(block_table):
+            content = list(request.prompt[index * self.block_size : (index + 1) * self.block_size])
+            if index < num_held:
+                assert (partition, block) in due or self.pages[partition, block] == content
+            else:
+                self.pages[partition, block] = content + [None] * (self.block_size - len(content))
 
     def write(self, item: PrefillChunk | DecodeRow, position: int, token: int) -> None:
         block = item.block_table[position // self.block_size]

@@ -3,8 +3,10 @@
 import itertools
 from collections import Counter, deque
 from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 
 from moonshard.kv.blocks import BlockPool
+from moonshard.kv.prefix import block_names
 from moonshard.serving.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.request import FinishReason, Output, Request, Sampling, SequenceId, SlotId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
@@ -13,6 +15,16 @@ from tests.serving.fake_device import FakeDevice, true_output
 
 type Holders = dict[tuple[int, int], list[tuple[int, ...] | None]]  # by partition and block: known tokens up to its end
 BORROWED = (-1,)  # held for a copy that is under way
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserved:
+    """Of a handoff in progress: the blocks that begin its prompt are held, the others are yet to be written."""
+
+    request: Request
+    partition: int
+    held: tuple[int, ...]
+    leased: tuple[int, ...]
 
 
 class Bench:
@@ -29,10 +41,12 @@ class Bench:
         self.ended: Counter[bytes] = Counter()  # by completion, cancel or expiry
         self.cut_short: set[bytes] = set()
         self.numbers = itertools.count()  # of requests, whether they are accepted or not
-        self.reserved: dict[bytes, tuple[Request, int, tuple[int, ...]]] = {}  # id -> request, partition, leased blocks
+        self.reserved: dict[bytes, Reserved] = {}
         self.joined: set[bytes] = set()
         self.resumed: set[bytes] = set()
         self.homes: dict[bytes, int] = {}  # partition by request that was joined or prefilled
+        self.num_held = 0  # blocks that were known when a handoff reserved
+        self.num_joins_ahead = 0  # of handoffs that held blocks which a step was yet to write
         self.num_forks = 0
         self.num_join_loads = 0  # more than joined requests where choices were forked
         self.num_joined_prefills = 0  # of joined requests that gave way, or of choices without room
@@ -64,20 +78,32 @@ class Bench:
     def reserve(self, request: Request, partition: int) -> bool:
         """Blocks for the prompt, as the decode side of a handoff takes them."""
         self.scheduler.check(request)
-        blocks = self.pool.lease(partition, self.pool.num_blocks_for(len(request.prompt)))
-        if blocks is not None:
-            self.reserved[request.id] = (request, partition, blocks)
-        return blocks is not None
+        num_blocks = self.pool.num_blocks_for(len(request.prompt))
+        names = block_names(request.prefix_root, request.prompt, self.pool.block_size)
+        held = self.scheduler.cache.match(partition, names)
+        self.pool.hold(partition, held)
+        leased = self.pool.lease(partition, num_blocks - len(held))
+        if leased is None:
+            self.pool.release(partition, held[::-1])
+            return False
+        named = replace(request, block_names=tuple(names))
+        self.reserved[request.id] = Reserved(request=named, partition=partition, held=held, leased=leased)
+        self.num_held += len(held)
+        return True
 
     def give_up(self, request_id: bytes) -> None:
-        _, partition, blocks = self.reserved.pop(request_id)
-        self.pool.land(partition, blocks)
-        self.pool.release(partition, blocks)
+        reserved = self.reserved.pop(request_id)
+        self.pool.land(reserved.partition, reserved.leased)
+        self.pool.release(reserved.partition, (*reserved.held, *reserved.leased)[::-1])
 
     def join(self, request_id: bytes) -> None:
-        request, partition, blocks = self.reserved.pop(request_id)
-        self.pool.land(partition, blocks)
-        self.device.land(request, partition, blocks)
+        reserved = self.reserved.pop(request_id)
+        request, partition = reserved.request, reserved.partition
+        blocks = (*reserved.held, *reserved.leased)
+        self.pool.land(partition, reserved.leased)
+        due = self.due_blocks
+        self.num_joins_ahead += any((partition, block) in due for block in reserved.held)
+        self.device.land(request, partition, blocks, len(reserved.held), due)
         self.requests[request.id] = request
         self.joined.add(request.id)
         self.homes[request.id] = partition
@@ -193,6 +219,10 @@ class Bench:
             self.note_holder(holders, stay.slot.partition, stay.blocks, stay.sequence)
         for partition, joiner in joiners:
             self.note_holder(holders, partition, joiner.blocks, joiner.leader)
+        for reserved in self.reserved.values():
+            for index, block in enumerate(reserved.held):
+                content = reserved.request.prompt[: (index + 1) * self.pool.block_size]
+                holders.setdefault((reserved.partition, block), []).append(content)
         for launch in (*self.scheduler._launches._outbox, *self.scheduler._launches._in_flight):
             for place in launch.borrowed:
                 holders.setdefault(place, []).append(BORROWED)
@@ -218,8 +248,8 @@ class Bench:
             counts = self.scheduler.counts(partition)
             assert counts.total == self.pool.blocks_per_partition
             assert counts.used == sum(owner == partition for owner, _ in holders)
-            leases = [blocks for _, leased, blocks in self.reserved.values() if leased == partition]
-            assert counts.leased == sum(map(len, leases))
+            leases = [len(reserved.leased) for reserved in self.reserved.values() if reserved.partition == partition]
+            assert counts.leased == sum(leases)
             for block in range(self.pool.blocks_per_partition):
                 assert self.pool.num_refs(partition, block) == len(holders.get((partition, block), ()))
             num_taken = sum(slot.partition == partition for slot in slots)
@@ -242,6 +272,12 @@ class Bench:
             SequenceId(id, choice) not in self.finished for id in self.live for choice in range(self.requests[id].n)
         )
         assert counters.num_running + counters.num_waiting == num_unfinished
+
+    @property
+    def due_blocks(self) -> set[tuple[int, int]]:
+        """(partition, block) of what the steps use that are decided and not handed out."""
+        plans = [launch.plan for launch in self.scheduler._launches._outbox]
+        return {(slot.partition, block) for plan in plans for slot, block in used_blocks(plan)}
 
     @property
     def residents(self) -> list[Stay]:

@@ -1,7 +1,7 @@
 """`moonshard ledger`, as a user runs it."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -55,9 +55,16 @@ def test_several_files_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_what_cannot_be_summed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "broken").write_text("{}\n")
     for arguments, said in (
+        ([], "no ledger is named"),
         (["--by", "week", "x"], "--by week: expected some of tenant, session, day"),
         ([str(tmp_path / "none")], "none: No such file"),
         ([str(tmp_path / "broken")], "broken, line 1: "),
     ):
         assert main(["ledger", *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "odd").write_text(json.dumps(asdict(ROW) | {"tenant": "[/b] :warning:"}) + "\n")
+    assert main(["ledger", str(tmp_path / "odd")]) == 0
+    assert "[/b] :warning:" in capsys.readouterr().out

@@ -55,6 +55,11 @@ class SmallDisk:
         self.room -= written
         return written
 
+    @staticmethod
+    def refuse(*_: object) -> None:
+        """Some file systems need room to give room back."""
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def ftruncate(self, file: int, size: int) -> None:
         self.room += os.fstat(file).st_size - size
         self._truncate(file, size)
@@ -80,6 +85,26 @@ def test_on_a_full_disk_what_is_there_is_whole_and_what_is_not_is_counted(
     assert ledger.num_lost == 10 - len(found) > 0
     assert ledger.num_failures > 0
     assert (tmp_path / "ledger").read_bytes().count(b"\n") == len(found)
+
+
+def test_what_could_not_be_taken_back_at_once_is_taken_back_before_the_next_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    disk = SmallDisk(300)
+    monkeypatch.setattr(module.os, "write", disk.write)
+    ledger = Ledger(tmp_path / "ledger")
+    monkeypatch.setattr(module.os, "ftruncate", SmallDisk.refuse)
+    for row in rows(3):
+        ledger._pending.append(json.dumps(asdict(row)).encode() + b"\n")
+    ledger._try_pending()
+    assert (tmp_path / "ledger").stat().st_size == 300  # the second row's beginning too
+    disk.room = 10_000
+    ledger._try_pending()
+    assert (ledger.num_pending, (tmp_path / "ledger").stat().st_size) == (2, 300)
+    monkeypatch.setattr(module.os, "ftruncate", disk.ftruncate)
+    ledger._try_pending()
+    assert ledger.num_pending == 0
+    assert list(read_ledger(tmp_path / "ledger")) == rows(3)
 
 
 def test_rows_that_waited_are_written_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -89,7 +89,7 @@ async def bytes_arrive_as_they_left(pair: Pair, meshes: Meshes) -> None:
     left, arrived = await kv_of(pair.prefill.engine, here, first), await kv_of(pair.decode.engine, there, first)
     assert left.any()
     assert (left.view(np.uint32) == arrived.view(np.uint32)).all()
-    await pair.ask_decode_alone(run(PROMPT, 2, partition=there))
+    await pair.ask_decode_alone(run(PROMPT, 2, partition=there, prefix_root=b"another"))  # it finds nothing again
     alone = await kv_of(pair.decode.engine, there, second)
     assert np.abs(alone - arrived).max() < LOGIT_TOLERANCE
 

@@ -1,5 +1,6 @@
 """The index against brute force, and what is heard in whatever order against what was said."""
 
+import itertools
 from collections.abc import Sequence
 
 from hypothesis import given
@@ -72,6 +73,20 @@ def test_ends_whose_beginning_is_forgotten_count_for_nothing(names: set[bytes]):
     assert index.num_known(asked).get(0, 0) in range(by_hand_of(names, asked) + 1)
     if names == set(asked):
         assert index.num_known(asked) == {0: len(asked)}
+
+
+def test_whoever_has_lost_a_beginning_is_not_said_to_know_it_nor_hides_who_does():
+    asked = chain("abab")
+    parts = [set(part) for length in range(5) for part in itertools.combinations(asked, length)]
+    for known in itertools.product(parts, repeat=2):
+        index = PrefixIndex()
+        for home, names in enumerate(known):
+            for name in names:
+                index.add(home, name)
+        found, by_hand = index.num_known(asked), [by_hand_of(names, asked) for names in known]
+        assert all(found.get(home, 0) <= num for home, num in enumerate(by_hand)), known
+        if known[0] | known[1] == set(asked):
+            assert found == {home: num for home, num in enumerate(by_hand) if num}, known
 
 
 def by_hand_of(names: set[bytes], asked: Sequence[bytes]) -> int:

@@ -86,22 +86,49 @@ def test_a_reservation_is_released_once():
         router.release(reservation)
 
 
-@given(st.lists(st.tuples(st.integers(1, 40_000), st.booleans(), st.booleans()), max_size=60))
-def test_tokens_in_flight_are_those_of_the_open_reservations(steps: list[tuple[int, bool, bool]]):
-    router = Router()
-    open_reservations = []
-    for num_tokens, is_seen, then_release in steps:
-        open_reservations.append(take(router, HOMES, num_tokens))
-        if is_seen:
-            router.seen(open_reservations[-1])
-        if then_release:
-            router.release(open_reservations.pop(0))
+@given(
+    schedule=st.lists(
+        st.tuples(
+            st.integers(1, 40_000),
+            st.sampled_from(["send", "see", "release", "report", "silence", "nothing"]),
+            st.integers(0, 5),
+            st.sampled_from(["cost", "affinity", "least_tokens"]),
+        ),
+        max_size=60,
+    )
+)
+def test_tokens_in_flight_are_those_of_the_open_reservations_and_none_in_the_end(
+    schedule: list[tuple[int, str, int, policies.PolicyName]],
+):
+    router, held = Router(), list[Reservation]()
+    for now_s, (num_tokens, then, which, policy) in enumerate(schedule):
+        session = None if which == 5 else bytes([which])
+        ask = Ask(num_tokens=num_tokens, num_prompt=num_tokens, session=session)
+        found = router.reserve(HOMES, ask, policy=policies.policy_of(policy), now_s=now_s)
+        assert found is not None
+        held.append(found)
+        one = held[which % len(held)]
+        if then == "send":
+            router.sent(one, now_s)
+        elif then == "see":
+            router.seen(one)
+        elif then == "release":
+            router.release(one)
+            held.remove(one)
+        elif then == "report":
+            router.report(one.home, num_tokens)
+        elif then == "silence":
+            router.silent(one.home)
         for home in HOMES:
-            expected = sum(r.num_tokens for r in open_reservations if r.home == home)
-            assert router.in_flight_tokens(home) == expected
-    for reservation in open_reservations:
+            assert router.in_flight_tokens(home) == sum(r.num_tokens for r in held if r.home == home)
+    for reservation in held:
         router.release(reservation)
-    assert [router.in_flight_tokens(home) for home in HOMES] == [0, 0, 0]
+    for home in HOMES:
+        assert router.in_flight_tokens(home) == 0
+        router.report(home, 7)
+        assert router.queued_tokens(home) == 7  # nothing is thought to be unseen
+    assert not router._unsent
+    assert not router._coming
 
 
 def test_two_routers_that_hear_the_same_reports_share_the_load():
@@ -149,6 +176,7 @@ def test_idle_homes_share_out_sessions_that_one_of_them_knows_a_little_better():
         reservation = router.reserve(homes("a", "b", "c"), ask, policy=policies.cost, now_s=0.1 * number)
         assert reservation is not None
         chosen[reservation.home.worker] += 1
+        router.sent(reservation, now_s=0.1 * number)
         router.release(reservation)
     assert max(chosen.values()) <= 1.2 * 60 / 3
 
@@ -159,6 +187,7 @@ def test_what_a_home_was_given_long_ago_counts_no_more():
     for _ in range(100):
         reservation = router.reserve(homes("a"), ask, policy=policies.cost, now_s=0.0)
         assert reservation is not None
+        router.sent(reservation, now_s=0.0)
         router.release(reservation)
     found = [router.reserve(homes("a", "b"), ask, policy=policies.cost, now_s=now_s) for now_s in (1.0, 3600.0)]
     assert [reservation and reservation.home.worker for reservation in found] == ["b", "a"]
@@ -213,6 +242,51 @@ def test_a_request_that_is_never_sent_moves_no_session():
     (other,) = [home for home in homes("a", "b") if home != first]
     assert [ask([other], is_sent=False), ask([first], is_sent=False)] == ["moved", "hit"]
     assert router.worker_tokens("a") == router.worker_tokens("b") == 0
+
+
+def test_what_was_decided_and_never_sent_was_given_to_nobody():
+    plain, router, ask = Router(), Router(), prompt(4)
+    for one in (plain, router):
+        for home in homes("a", "b"):
+            one.report(home, 0)
+        knows(one, Home("a", 0), 1)
+    for number in range(100):
+        reservation = router.reserve(homes("a"), ask, policy=policies.cost, now_s=0.5 * number)
+        assert reservation is not None
+        router.release(reservation)
+    found = [one.reserve(homes("a", "b"), ask, policy=policies.cost, now_s=50.0) for one in (plain, router)]
+    assert [reservation and reservation.home.worker for reservation in found] == ["a", "a"]
+
+
+def test_how_long_a_completion_might_get_is_no_work_that_was_given_lately():
+    router, everywhere = Router(), homes("a", "b")
+    for home in everywhere:
+        router.report(home, 0)
+    for turn in range(1, 20):
+        own = names(*(f"p{i}" for i in range(20 + turn)))
+        ask = Ask(num_tokens=200_000, num_prompt=(20 + turn) * BLOCK, names=own)
+        reservation = router.reserve(everywhere, ask, policy=policies.cost, now_s=float(turn))
+        assert reservation is not None
+        router.sent(reservation, now_s=float(turn))
+        router.release(reservation)
+        knows(router, reservation.home, 20 + turn)
+        assert reservation.num_known_tokens == (0 if turn == 1 else (19 + turn) * BLOCK)
+
+
+def test_a_session_that_comes_twice_at_once_stays_together():
+    router, everywhere = Router(pins=Pins()), homes("a", "b", "c")
+    asks = [prompt(1, session=b"session")] * 2 + [prompt(1, session=b"another")]
+    found = [router.reserve(everywhere, ask, policy=policies.affinity, now_s=1.0) for ask in asks]
+    first, second, other = found
+    assert first is not None
+    assert second is not None
+    assert other is not None
+    assert (second.home, second.affinity, other.affinity) == (first.home, "hit", "miss")
+    for reservation in (second, first):  # neither was sent
+        router.release(reservation)
+    again = router.reserve(everywhere, asks[0], policy=policies.affinity, now_s=1.0)
+    assert again is not None
+    assert again.affinity == "miss"
 
 
 def test_without_a_session_nothing_is_pinned():

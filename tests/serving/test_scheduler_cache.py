@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from moonshard.kv.prefix import block_names
 from moonshard.serving.plan import CopyPlan, Plan, PrefillPlan
 from moonshard.serving.request import Output, Request
 from moonshard.serving.scheduler import Scheduler
@@ -79,6 +80,18 @@ def test_what_came_from_elsewhere_is_reused_too():
     join(scheduler, a_request("a", 50))
     list(steps(scheduler))
     assert computed(run(scheduler, a_request("b", 50))) == [(48, 2)]
+
+
+def test_who_gives_its_landed_blocks_up_before_it_has_a_slot_comes_back_to_what_is_left_of_them():
+    scheduler = caching(num_blocks=6, slots_per_partition=1)
+    first = a_request("a", 15, 40)
+    scheduler.add(first, 0.0)
+    moved = a_request("b", 48)
+    names = tuple(block_names(moved.prefix_root, moved.prompt, BLOCK_SIZE))
+    join(scheduler, replace(moved, block_names=names))
+    plans = list(steps(scheduler))
+    assert scheduler.counters().totals.num_preemptions == 1
+    assert computed(plans) == [(0, 15), (32, 17)]
 
 
 def test_sequences_of_one_step_share_what_the_first_of_them_computes():

@@ -199,6 +199,21 @@ def test_joined_and_resumed_requests_share_small_pools_and_still_give_the_right_
     assert bench.num_joined_prefills > 5
     assert bench.num_waits_for_leases > 0 or num_partitions > 1
     assert len(bench.resumed) > 3
+    assert bench.num_held > 5
+
+
+def test_a_request_may_join_behind_blocks_that_a_decided_step_has_yet_to_write():
+    """Blocks are known from the decision on: who joins behind them runs after the step that writes them."""
+    bench = a_bench(1, 10)
+    bench.add(a_request(0, 8, 4, penalty=0.5))
+    bench.launch()  # loads the slot's state; the prefill of the same decision is next
+    joining = a_request(3, 10, 4)  # begins alike
+    assert bench.reserve(joining, 0)
+    assert bench.num_held == 2
+    bench.join(joining.id)
+    assert bench.num_joins_ahead == 1
+    bench.drain(2)
+    bench.check_end()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from moonshard.experiments.affinity.command import affinity, grid_of
 from moonshard.experiments.affinity.figures import figures
 from moonshard.experiments.affinity.run import ARMS, ArmName, Plan, Round, Turn, run_round
 from moonshard.experiments.affinity.workload import agent_sessions, oracle_cached_tokens
+from moonshard.experiments.bench.server import HANDED_OVER
 from moonshard.experiments.pocket.corpus import pocket_text
 from moonshard.serving.config_file import load_config
 
@@ -84,7 +85,8 @@ def test_options_that_cannot_be_meant_are_refused(capsys, options: dict, said: s
 @pytest.mark.xdist_group("cluster")
 def test_a_miniature_finds_sessions_again_by_their_prefix_and_by_their_name():
     plan = Plan(num_prefill=2, num_blocks=64, num_clients=2, num_sessions=3, session_tokens=400, mean_think_s=0.01)
-    config = load_config(None, ("model.max_context_tokens=1024", "prefill.chunk_tokens=256", "decode.max_slots=4"))
+    settings = ("model.max_context_tokens=1024", "prefill.chunk_tokens=256", "decode.max_slots=4")
+    config = load_config(None, (HANDED_OVER, *settings))
     sessions = agent_sessions(pocket_text(), plan.num_sessions, plan.session_tokens)
     rounds = [run_round(config, plan, arm, 0, sessions, os.environ) for arm in ARMS]
     for one in rounds:

@@ -16,6 +16,7 @@ from moonshard.experiments.bench.meshes_tables import MESH_GRIDS, MESH_PAIRS
 from moonshard.experiments.bench.report import Report, grids, tables
 from moonshard.serving.config_file import load_config
 
+pytestmark = pytest.mark.timeout(1200)  # a fixture runs whole parts of the bench, whatever else the machine does
 MINIATURE = Plan(
     prompt_tokens=(8, 20),
     batches=(1, 2),
@@ -64,6 +65,7 @@ MAY_BE_ZERO = (
     "load generator",
     *COLLECTIVES,
 )
+NUM_ROUTER_GRIDS = 2  # speed, and a trace replayed
 MAY_BE_NEGATIVE = ("overhead", "bubble")  # differences of two processes' clocks, or of two runs
 
 
@@ -115,7 +117,7 @@ def served_names(roles: tuple[str, ...]) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench")
+@pytest.mark.xdist_group("cluster")
 class TestMiniatureRun:
     def test_every_figure_is_present(self, report: Report):
         names = [one.name for one in report.measurements]
@@ -152,7 +154,7 @@ class TestMiniatureRun:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench")
+@pytest.mark.xdist_group("cluster")
 class TestMiniatureDisaggregated:
     def test_the_twin_of_the_whole_stack_has_every_figure_of_it(self, disaggregated: Report):
         found = {one.name for one in disaggregated.measurements if one.level == "disaggregated"}
@@ -165,7 +167,7 @@ class TestMiniatureDisaggregated:
 
     def test_each_part_with_processes_of_its_own_has_its_table(self, apart: Report):
         titles = [grid.title for grid in grids(apart)]
-        assert len(titles) == len(set(titles)) == len(APART) - 1 + len(MESH_GRIDS)
+        assert len(titles) == len(set(titles)) == len(APART) - 2 + len(MESH_GRIDS) + NUM_ROUTER_GRIDS
         assert [one for one in apart.measurements if not all(map(_is_plausible(one), one.samples))] == []
 
     def test_every_figure_of_theirs_is_present(self, apart: Report):

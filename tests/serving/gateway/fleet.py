@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import httpx
@@ -44,12 +45,16 @@ def decode_worker(number: int = 0) -> FakeWorker:
 
 @asynccontextmanager
 async def fleet(
-    *workers: FakeWorker, lease_s: float = 60.0, trace: TraceConfig | None = None, **routing: float | str
+    *workers: FakeWorker,
+    lease_s: float = 60.0,
+    ledger: Path | None = None,
+    trace: TraceConfig | None = None,
+    **routing: float | str,
 ) -> AsyncIterator[RunningGateway]:
     """All workers are there when the block begins. Prompts are handed over unless a test says when not."""
     async with asyncio.timeout(HANG_S), AsyncExitStack() as stack:
         ports = [await stack.enter_async_context(fake_worker.serving(worker)) for worker in workers]
-        gateway = GatewayConfig(port=0, grpc_port=0, drain_timeout_s=1)
+        gateway = GatewayConfig(port=0, grpc_port=0, drain_timeout_s=1, ledger=ledger)
         config = make_config(gateway, FIXTURE, [f"127.0.0.1:{port}" for port in ports])
         made = replace(
             config,

@@ -16,7 +16,16 @@ from moonshard.serving.gateway.main import RunningGateway
 from moonshard.serving.ledger import LedgerError, Row, read_ledger
 from moonshard.serving.tenants import hash_key
 from tests.serving.gateway.fake_worker import FakeWorker
-from tests.serving.gateway.fleet import front_of
+from tests.serving.gateway.fleet import (
+    HANG_S,
+    NUM_TOKENS,
+    PROMPT,
+    decode_worker,
+    first_to_reach,
+    fleet,
+    front_of,
+    prefill_worker,
+)
 from tests.serving.gateway.sse import events_of
 from tests.serving.gateway.test_gateway_cancel import post_raw
 from tests.serving.gateway.test_gateway_metrics import samples
@@ -44,15 +53,16 @@ def total(usages: Iterable[Tokens]) -> Tokens:
 
 
 async def counted(http: httpx.AsyncClient) -> Tokens:
+    """Of all workers."""
     found = await samples(http)
-    labels = ("0", "kimi")
-    assert (
-        found["vllm:prefix_cache_hits_total", *labels]
-        == (found["vllm:prompt_tokens_by_source_total", *labels, "local_cache_hit"])
-    )
-    names = ("vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total", "vllm:generation_tokens_total")
-    prompt, cached, completion = (int(found[name, *labels]) for name in names)
-    return prompt, cached, completion
+
+    def counter(name: str, *labels: str) -> int:
+        return int(sum(value for (of, *by), value in found.items() if of == name and {*labels} <= {*by}))
+
+    sources = "vllm:prompt_tokens_by_source_total"
+    cached, prompt = counter("vllm:prefix_cache_hits_total"), counter("vllm:prompt_tokens_total")
+    assert (counter(sources, "local_cache_hit"), counter(sources)) == (cached, prompt)
+    return prompt, cached, counter("vllm:generation_tokens_total")
 
 
 def written(rows: Iterable[Row]) -> Tokens:
@@ -125,6 +135,46 @@ async def test_a_request_that_goes_on_elsewhere_is_counted_once(worker: FakeWork
     (row,) = read_ledger(ledger)
     assert told(answer["usage"]) == written([row]) == used == (4, 0, 5)
     assert len(worker.runs) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("dies", "at", "local", "cached"),
+    [
+        ("", "", False, 16),
+        ("", "", True, 32),
+        ("prefill", "chunk 0", False, 16),
+        ("decode", "start", False, 16),
+        ("decode", "step 3", False, 16),
+        ("decode", "step 0", True, 32),
+    ],
+)
+async def test_the_three_are_the_same_wherever_a_prompt_is_prefilled_and_whoever_is_lost(
+    ledger: Path, dies: str, at: str, local: bool, cached: int, stream: bool
+):
+    workers = [prefill_worker(1), prefill_worker(2), decode_worker(1), decode_worker(2)]
+    for worker in workers:
+        worker.script.cached_tokens = 16 if worker.welcome.role == "prefill" else 32
+    mortal = [worker for worker in workers if worker.welcome.role == dies]
+    for worker in mortal:
+        worker.script.points.hold(at)
+    routing = {"local_prefill_max_tokens": 1000 if local else 0}
+    asked = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "n": 2, "stream": stream}
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    async with (
+        fleet(*workers, ledger=ledger, **routing) as running,
+        httpx.AsyncClient(base_url=running.http, timeout=HANG_S, trust_env=False) as http,
+    ):
+        asking = asyncio.create_task(http.post("/v1/completions", json=asked))
+        if mortal:
+            (await first_to_reach(at, mortal)).die()
+        answer = await asking
+        used = await counted(http)
+    usage = told(events_of(answer.text)[-1]["usage"] if stream else answer.json()["usage"])
+    (row,) = read_ledger(ledger)
+    assert usage == used == written([row]) == (len(PROMPT), cached, 2 * NUM_TOKENS)
+    assert row.outcome == "length"
 
 
 @pytest.mark.parametrize("front", ["http", "grpc"])

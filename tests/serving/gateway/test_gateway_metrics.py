@@ -9,6 +9,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moonshard.kv.prefix import NAME_BYTES
+from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway.main import RunningGateway
@@ -69,6 +71,7 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     assert (await http.post("/v1/completions", json=ASKED)).status_code == 429
     worker.script.may_step.set()
     await held
+    await worker.say(link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(names=[bytes(NAME_BYTES)])))
     worker.send_load(draining=True)
     await running.gateway.pool.wait_not_ready()
     busy = await samples(http)

@@ -1,5 +1,6 @@
 """Sessions stay with their worker, prompts go where they are known, and clients are told; keys are asked for."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tests.serving.gateway.fake_worker import BLOCK_SIZE, FakeWorker
 
 NUM_WORKERS = 3
 PROMPT = list(range(4 * BLOCK_SIZE))
+ONE_TOKEN = {"prompt": [1, 2, 3], "max_tokens": 1}
 
 
 @pytest.fixture
@@ -76,6 +78,105 @@ async def test_over_grpc_metadata_names_the_session_and_tells_where_it_is(grpc_c
     assert len({headers["x-moonshard-worker"] for headers in told}) == 1
 
 
+async def lose(running: RunningGateway, workers: list[FakeWorker], address: str) -> FakeWorker:
+    """The worker there dies with the next request that it gets."""
+    (victim,) = [
+        worker for link, worker in zip(running.gateway.pool.links, workers, strict=True) if link.address == address
+    ]
+    victim.script.may_step.clear()
+    await victim.seen(len(victim.runs) + 1)
+    victim.die()
+    return victim
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_worker_that_is_named_is_the_one_that_computed_the_prompt(
+    http: httpx.AsyncClient, running: RunningGateway, workers: list[FakeWorker], stream: bool
+):
+    name = {"x-session-affinity": "a session"}
+    first = (await complete(http, [1, 2], name)).headers["x-moonshard-worker"]
+    losing = asyncio.create_task(lose(running, workers, first))
+    moved = await complete(http, [1, 2, 3], name, stream=stream)
+    again = await complete(http, [1, 2, 3, 4], name, stream=stream)
+    assert (await losing).num_links > 0
+    assert moved.headers["x-moonshard-worker"] == again.headers["x-moonshard-worker"] != first
+    assert [answer.headers["x-moonshard-affinity"] for answer in (moved, again)] == ["moved", "hit"]
+
+
+async def test_a_new_session_that_loses_its_first_worker_is_still_new(
+    http: httpx.AsyncClient, running: RunningGateway, workers: list[FakeWorker]
+):
+    losing = [
+        asyncio.create_task(lose(running, workers, link.address)) for link in running.gateway.pool.links[:NUM_WORKERS]
+    ]
+    asking = asyncio.create_task(complete(http, [1, 2], {"x-session-affinity": "a session"}))
+    done, others = await asyncio.wait(losing, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    for worker in workers:
+        worker.script.may_step.set()
+    assert len(done) == 1
+    assert (await asking).headers["x-moonshard-affinity"] == "miss"
+
+
+async def test_over_grpc_the_worker_that_went_on_is_named_at_the_end(
+    running: RunningGateway, workers: list[FakeWorker]
+):
+    request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[1, 2]), stop=pb.StopConditions(max_tokens=1))
+    async with grpc.aio.insecure_channel(running.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        async def ask() -> tuple[dict, dict]:
+            call = stub.Generate(request, metadata=(("x-session-affinity", "a session"),))
+            at_first = dict(await call.initial_metadata())
+            assert [message async for message in call]
+            return at_first, dict(await call.trailing_metadata())
+
+        first, changed = await ask()
+        assert not any(key.startswith("x-moonshard") for key in changed)
+        losing = asyncio.create_task(lose(running, workers, first["x-moonshard-worker"]))
+        second, changed = await ask()
+        await losing
+    assert (second["x-moonshard-worker"], second["x-moonshard-affinity"]) == (first["x-moonshard-worker"], "hit")
+    assert changed["x-moonshard-worker"] != first["x-moonshard-worker"]
+    assert changed["x-moonshard-affinity"] == "moved"
+
+
+LONG = "x" * 10_240  # of 8 KiB upwards gRPC refuses some calls and not others, unless it is told what may come
+STRANGE = [LONG.encode(), "☃".encode() * 3_000, b"\xff\xfe", b"a,b;c=d", b"127.0.0.1:50061"]
+
+
+@pytest.mark.parametrize("name", STRANGE, ids=["10 KB", "not ASCII", "not UTF-8", "a list", "an address"])
+async def test_a_session_may_have_any_name(http: httpx.AsyncClient, name: bytes):
+    told = []
+    for _ in range(2):
+        answer = await http.post("/v1/completions", json=ONE_TOKEN, headers=[(b"x-session-affinity", name)])
+        assert answer.status_code == 200, answer.text
+        told.append(answer.headers["x-moonshard-affinity"])
+        await complete(http, [7])  # somewhere else
+    assert told == ["miss", "hit"]
+
+
+async def test_an_empty_name_is_none_and_the_next_one_counts(http: httpx.AsyncClient, grpc_client: AsyncClient):
+    empty = {"x-session-affinity": ""}
+    for headers in (empty, empty):
+        assert "x-moonshard-affinity" not in (await complete(http, [1], headers)).headers
+    told = [(await complete(http, [1], empty | {"x-session-id": "s"})).headers for _ in range(2)]
+    assert [headers["x-moonshard-affinity"] for headers in told] == ["miss", "hit"]
+    async with grpc_client.stream([1], max_tokens=1, metadata=tuple(empty.items())) as stream:
+        assert "x-moonshard-affinity" not in await stream.headers()
+        assert [delta async for delta in stream]
+
+
+async def test_over_grpc_a_name_of_ten_kilobytes_is_heard_every_time(grpc_client: AsyncClient):
+    told = []
+    for _ in range(12):
+        async with grpc_client.stream([1, 2], max_tokens=1, metadata=(("x-session-affinity", LONG),)) as stream:
+            told.append((await stream.headers())["x-moonshard-affinity"])
+            assert [delta async for delta in stream]
+    assert told == ["miss"] + ["hit"] * 11
+
+
 async def test_the_body_may_name_the_session(http: httpx.AsyncClient):
     found = set()
     for _ in range(4):
@@ -125,7 +226,15 @@ class TestKeys:
         for headers in ({}, {"authorization": "Bearer three"}):
             answer = await http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}, headers=headers)
             assert answer.status_code == 401
-            assert answer.json()["error"]["code"] == "invalid_api_key"
+            error = answer.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert (error["type"], error["param"], error["code"]) == (
+                "invalid_request_error",
+                None,
+                "invalid_api_key",
+            )
+            assert "API key" in error["message"]
+            assert "three" not in error["message"]
         assert not any(worker.runs for worker in workers)
 
     @pytest.mark.parametrize(

@@ -77,6 +77,60 @@ def test_a_handoff_that_has_joined_is_not_reserved_again():
     assert decode.side.reserve(decode.reserve, 0, (), 0.0) is None
 
 
+def a_held_prompt() -> tuple[DecodeSide, BlockPool, Target, Start]:
+    """A decode side that holds both blocks of a prompt, and reserved for it without a free slot of the slab."""
+    pool, slab = BlockPool(1, 4, 16), BlockPool(1, 1, 1)
+    slab.lease(0, 1)
+    held = pool.allocate(0, 2) or ()
+    for block in held:
+        pool.keep(0, block)
+    pool.release(0, held[::-1])
+    side = DecodeSide(CONFIG, D_EPOCH, pool, slab)
+    request = Request(id=HANDOFF, prompt=(0,) * 32, max_tokens=2)
+    reserve = Reserve(handoff=HANDOFF, request=request, block_hashes=(), writer_epoch=P_EPOCH, deadline_s=100.0)
+    target = side.reserve(reserve, 0, held, now_s=0.0)
+    assert isinstance(target, Target)
+    assert (target.num_blocks, target.num_blocks_held, target.grants) == (2, 2, ())
+    last = replace(manifest(target), blocks=(), checksums=())
+    return side, pool, target, Start(handoff=HANDOFF, tokens=(7,), last=last)
+
+
+def test_of_a_prompt_that_is_held_nothing_moves_and_it_joins_with_what_is_held():
+    side, pool, target, start = a_held_prompt()
+    prefill = PrefillSide(P_EPOCH, BlockPool(1, 4, 16), BlockPool(1, 4, 1), quarantine_s=60.0)
+    assert prefill.run(target, 0, 0.0)
+    assert prefill.finished(HANDOFF, ((0, 0),)) == ()
+    assert prefill.finished(HANDOFF, ((1, 1),)) == (start.last,)
+    assert prefill.num_runs == 0
+    (join,) = side.start(start, 0.0)
+    assert isinstance(join, Join)
+    assert join.block_table == (0, 1)
+    assert pool.counts(0).used == 2
+
+
+def test_a_prompt_that_is_held_is_given_back_when_its_handoff_is_given_up():
+    for end in ("cancel", "expire", "corrupt"):
+        side, pool, _, start = a_held_prompt()
+        if end == "cancel":
+            side.cancel(HANDOFF, 0.0)
+        elif end == "expire":
+            assert [action.cause for action in side.expire(20.0) if isinstance(action, Failed)] == [Cause.LEASE]
+        else:
+            unasked = replace(start.last, blocks=(0,), checksums=(0,))
+            (failed,) = side.start(replace(start, last=unasked), 0.0)
+            assert isinstance(failed, Failed)
+        assert pool.counts(0).free == 4
+        assert side.start(start, 0.0) == ()
+
+
+def test_an_empty_manifest_completes_nothing_that_is_missing():
+    decode = Decode()
+    empty = replace(decode.start.last, blocks=(), grants=(), checksums=())
+    (failed,) = decode.side.start(replace(decode.start, last=empty), 0.0)
+    assert isinstance(failed, Failed)
+    assert failed.cause is Cause.CORRUPT
+
+
 def test_a_copy_of_a_reservation_given_up_does_not_serve_its_successor():
     decode = Decode()
     (copy,) = decode.side.start(decode.start, 0.0)
