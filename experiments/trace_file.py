@@ -5,7 +5,7 @@ blocks, the last of which may be partly filled. Source: Mooncake (github.com/kvc
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,19 @@ def read_ordered_trace(path: Path) -> list[TracedRequest]:
                 raise TraceError(f"{path}, line {number}: timestamp {request.timestamp_ms:g} after a later one")
             found.append(request)
     return found
+
+
+def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
+    """As `read_trace` reads it. OSError where it cannot be written."""
+    with path.open("w", encoding="utf-8") as lines:
+        for one in requests:
+            line = {
+                "timestamp": round(one.timestamp_ms),
+                "input_length": one.input_tokens,
+                "output_length": one.output_tokens,
+                "hash_ids": list(one.blocks),
+            }
+            lines.write(json.dumps(line) + "\n")
 
 
 def _requests(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedRequest]]:

@@ -20,6 +20,10 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
 
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return as_markdown(self)
+
 
 def as_table(grid: Grid) -> Table:
     table = Table(title=grid.title, title_justify="left", caption="\n".join(grid.notes) or None, caption_justify="left")

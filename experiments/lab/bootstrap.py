@@ -1,4 +1,4 @@
-"""Intervals for differences by resampling what was measured: repeats, and in each of them requests. Pure numpy.
+"""Intervals, of one side or a difference, by resampling what was measured: repeats, and in each requests. Pure numpy.
 
 Where both sides had the same requests, a resample takes the same of them on both (paired). Gaps between tokens belong
 to their request and are resampled with it: those of one request are not independent. Percentiles are the smallest
@@ -29,6 +29,15 @@ class Samples:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A figure of one side. Without bounds there was too little to resample."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
     """B's less A's. Without bounds there was too little to resample."""
 
@@ -45,6 +54,29 @@ class Difference:
     def is_clear(self) -> bool:
         """Whether the interval leaves 0 out."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def percentile_intervals(
+    repeats: Sequence[Samples], shares: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
+) -> list[Interval]:
+    """One for each of `shares` (0.9: p90), over all repeats together. ValueError where nothing was measured."""
+    if not sum(len(one.values) for one in repeats):
+        raise ValueError("nothing was measured")
+    side, random = _Pooled(repeats), np.random.default_rng(seed)
+    drawn = np.empty((num_resamples, len(shares)))
+    for index in range(num_resamples):
+        drawn[index] = side.percentiles(side.drawn(random, random.integers(len(repeats), size=len(repeats))), shares)
+    drawn = drawn[~np.isnan(drawn).any(axis=1)]
+    return [_interval(value, drawn[:, index]) for index, value in enumerate(side.percentiles(side.once(), shares))]
+
+
+def mean_interval(values: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES) -> Interval:
+    """Of a figure that each repeat has one of; without bounds for a single one. ValueError for none."""
+    if not values:
+        raise ValueError("nothing was measured")
+    found = np.asarray(values, float)
+    picks = np.random.default_rng(seed).integers(len(found), size=(num_resamples, len(found)))
+    return _interval(found.mean(), found[picks].mean(axis=1) if len(found) > 1 else np.empty(0))
 
 
 def percentile_differences(
@@ -127,8 +159,18 @@ class _Pooled:
 
 
 def _bounded(a: float, b: float, drawn: np.ndarray) -> Difference:
+    low, high = _bounds(drawn)
+    return Difference(a=float(a), b=float(b), low=low, high=high)
+
+
+def _interval(value: float, drawn: np.ndarray) -> Interval:
+    low, high = _bounds(drawn)
+    return Interval(value=float(value), low=low, high=high)
+
+
+def _bounds(drawn: np.ndarray) -> tuple[float, float] | tuple[None, None]:
     if not len(drawn):
-        return Difference(a=float(a), b=float(b), low=None, high=None)
+        return None, None
     rest = (1 - CONFIDENCE) / 2
     low, high = np.quantile(drawn, [rest, 1 - rest])
-    return Difference(a=float(a), b=float(b), low=float(low), high=float(high))
+    return float(low), float(high)

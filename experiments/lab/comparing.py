@@ -9,7 +9,7 @@ from moonshard.experiments.bench.grid import Grid, number
 from moonshard.experiments.lab.differences import Row, compare_point
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.frames import RunFrames, load_run
-from moonshard.experiments.lab.matching import Choice, Pair, matched, models_differ
+from moonshard.experiments.lab.matching import Choice, Pair, choice, matched, models_differ
 from moonshard.experiments.lab.report import slo_of
 
 COLUMNS = ("point", "metric", "A", "B", "B less A", "95% interval", "B is")
@@ -24,6 +24,11 @@ def compare(
     _check_models(a, b, pairs, [*despite, *of_a.given, *of_b.given])
     rows = [row for pair in pairs for row in compare_point(a, b, pair, slo_of(a), seed=seed)]
     return _grid(a, b, pairs, rows), rows
+
+
+def compare_runs(a: Path, b: Path, despite: Sequence[str] = (), *, seed: int = 0) -> Grid:
+    """What changed from A to B at the points of both. ExperimentError naming each difference not in `despite`."""
+    return compare(a, b, choice("--a", ()), choice("--b", ()), despite, seed=seed)[0]
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

@@ -16,9 +16,9 @@ from moonshard.experiments.lab.bootstrap import (
     percentile_differences,
 )
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.figures import latencies_of
+from moonshard.experiments.lab.figures import rates
 from moonshard.experiments.lab.frames import RunFrames, TrialFrames, gaps_ms
-from moonshard.experiments.lab.goodput import Slo, attained, meets
+from moonshard.experiments.lab.goodput import Slo
 from moonshard.experiments.lab.matching import Pair
 
 if TYPE_CHECKING:
@@ -79,12 +79,6 @@ def _latencies(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], see
 
 
 def _rates(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], slo: Slo, seed: int) -> list[Row]:
-    metrics: dict[str, Callable[[TrialFrames], float]] = {
-        "requests/s": lambda trial: trial.completed.height / trial.record.wall_s,
-        "output tokens/s": lambda trial: trial.completed["completion_tokens"].to_numpy().sum() / trial.record.wall_s,
-        "in SLO": lambda trial: attained(slo, latencies_of(trial)),
-        "good requests/s": lambda trial: sum(meets(slo, one) for one in latencies_of(trial)) / trial.record.wall_s,
-    }
     return [
         Row(
             point=pair.label,
@@ -92,7 +86,7 @@ def _rates(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], slo: Sl
             found=mean_difference([of(one) for one, _ in sides], [of(other) for _, other in sides], seed=seed),
             higher_is_better=True,
         )
-        for name, of in metrics.items()
+        for name, of in rates(slo).items()
     ]
 
 

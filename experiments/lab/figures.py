@@ -1,6 +1,6 @@
 """What the trials of a point come to: latencies, rates, goodput, and what the load generator itself took."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,6 +81,16 @@ def latencies_of(trial: TrialFrames) -> list[Latency]:
         Latency(ttft_ms=ttft_ms, tpot_ms=tpot_ms, itl_ms=itl_ms) if outcome == "completed" else Latency(ttft_ms=None)
         for outcome, ttft_ms, tpot_ms, itl_ms in trial.requests.select(names).iter_rows()
     ]
+
+
+def rates(slo: Slo) -> Mapping[str, Callable[[TrialFrames], float]]:
+    """What each trial has one of, by its name. More of any of them is better."""
+    return {
+        "requests/s": lambda trial: trial.completed.height / trial.record.wall_s,
+        "output tokens/s": lambda trial: _total([trial.completed], "completion_tokens") / trial.record.wall_s,
+        "in SLO": lambda trial: attained(slo, latencies_of(trial)),
+        "good requests/s": lambda trial: sum(meets(slo, one) for one in latencies_of(trial)) / trial.record.wall_s,
+    }
 
 
 def goodputs(points: Sequence[tuple[Flat, PointFigures]], attainment: float) -> Mapping[str, float | None]:

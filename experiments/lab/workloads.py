@@ -23,7 +23,8 @@ from moonshard.rpc.types import ModelInfo
 Count = Annotated[int, Meta(ge=1)]
 Rate = Annotated[float, Meta(gt=0)]
 Seed = Annotated[int, Meta(ge=0, lt=1 << 31)]
-RATE_KEYS = ("workload.rate_per_s", "workload.time_scale")  # what makes one load of a workload differ from another
+# What makes one load of a workload differ from another: a higher rate needs more requests to last as long.
+RATE_KEYS = ("workload.rate_per_s", "workload.time_scale", "workload.num_requests")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

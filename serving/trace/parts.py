@@ -68,7 +68,7 @@ def read_table(folder: Path, table: Table) -> "pl.DataFrame":
     """All parts that are there now, in no order of time; no rows where there are none. PartsError for a foreign one."""
     import polars as pl
 
-    schema = {column.name: _dtypes()[column.kind] for column in table.all_columns}
+    schema = _schema(table)
     parts = []
     for path in sorted((folder / table.name).glob("*.parquet")):
         try:
@@ -78,7 +78,18 @@ def read_table(folder: Path, table: Table) -> "pl.DataFrame":
         if part.schema != schema:
             raise PartsError(f"{path}: its columns are not those of {table.name}")
         parts.append(part)
-    return pl.concat(parts) if parts else pl.DataFrame(schema=schema)
+    return pl.concat(parts) if parts else empty_table(table)
+
+
+def empty_table(table: Table) -> "pl.DataFrame":
+    """Its columns, and no rows."""
+    import polars as pl
+
+    return pl.DataFrame(schema=_schema(table))
+
+
+def _schema(table: Table) -> Mapping[str, Any]:
+    return {column.name: _dtypes()[column.kind] for column in table.all_columns}
 
 
 def _series(column: Column, values: list[Value]) -> "pl.Series":

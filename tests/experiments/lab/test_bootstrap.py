@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonshard.experiments.lab.bootstrap import Samples, mean_difference, percentile_differences
+from moonshard.experiments.lab.bootstrap import (
+    Interval,
+    Samples,
+    mean_difference,
+    mean_interval,
+    percentile_differences,
+    percentile_intervals,
+)
 
 SHARES = (0.5, 0.9, 0.99)
 
@@ -113,3 +120,41 @@ def test_sides_that_do_not_belong_together_are_refused(a: list[Samples], b: list
     if not b:
         with pytest.raises(ValueError, match="repeats beside"):
             mean_difference([0.0] * len(a), [])
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 99), st.integers(1, 3), st.integers(1, 40))
+def test_one_side_is_its_percentiles_inside_their_interval(seed: int, num_repeats: int, num_requests: int):
+    random = np.random.default_rng(seed)
+    repeats = [samples(random.normal(size=num_requests)) for _ in range(num_repeats)]
+    found = percentile_intervals(repeats, SHARES, num_resamples=50)
+    expected = np.quantile(np.concatenate([one.values for one in repeats]), SHARES, method="inverted_cdf")
+    assert [one.value for one in found] == pytest.approx(list(expected))
+    for one in found:
+        assert one.low is not None
+        assert one.high is not None
+        assert min(r.values.min() for r in repeats) <= one.low <= one.high <= max(r.values.max() for r in repeats)
+
+
+def test_an_interval_of_one_side_holds_the_truth_about_as_often_as_it_says():
+    num_held = 0
+    for seed in range(100):
+        values = np.random.default_rng(seed).normal(size=120)
+        (found,) = percentile_intervals([samples(values)], (0.5,), num_resamples=200)
+        assert found.low is not None
+        assert found.high is not None
+        num_held += found.low <= 0 <= found.high
+    assert 88 <= num_held <= 100
+
+
+def test_a_rate_has_an_interval_from_two_repeats_on():
+    assert mean_interval([2.0]) == Interval(value=2.0, low=None, high=None)
+    found = mean_interval([1.0, 2.0, 3.0])
+    assert (found.value, found.low, found.high) == (2.0, 1.0, 3.0)
+
+
+def test_nothing_has_no_interval():
+    with pytest.raises(ValueError, match="nothing was measured"):
+        percentile_intervals([Samples(np.ones(0), np.zeros(0, np.int64), 3)], SHARES)
+    with pytest.raises(ValueError, match="nothing was measured"):
+        mean_interval([])

@@ -1,0 +1,40 @@
+"""What a notebook starts: a server for its cells, or the command that runs an experiment, as a process of its own.
+
+A kernel has an event loop already, so that the runner cannot run inside of it. Nothing outlives the notebook, even
+where its kernel is killed.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moonshard.experiments.bench.deployment import TETHER, deployed
+from moonshard.experiments.bench.server import RunningServer
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.serving.config_file import load_config
+
+COMMAND = (sys.executable, "-m", "moonshard.serving.cli", "experiment", "run")
+SAYS_RUN = "run: "
+
+
+@contextmanager
+def served(*settings: str) -> Iterator[RunningServer]:
+    """A server on free ports during the block, the embedded model's unless `settings` (`key=value`) say otherwise.
+
+    ConfigError for what is wrong with these, ServerFailed where it cannot start.
+    """
+    with deployed(load_config(None, settings), os.environ) as deployment:
+        yield deployment.server
+
+
+def run_experiment(folder: Path, *settings: str, out: Path = Path("results")) -> Path:
+    """`moonshard experiment run FOLDER --set ...`: where the run is. ExperimentError with what it said if it fails."""
+    sets = [part for setting in settings for part in ("--set", setting)]
+    argv = [*TETHER, str(os.getpid()), *COMMAND, str(folder), "--out", str(out), *sets]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ExperimentError(done.stderr.strip() or f"it ended with code {done.returncode}")
+    return next(Path(line.removeprefix(SAYS_RUN)) for line in done.stdout.splitlines() if line.startswith(SAYS_RUN))

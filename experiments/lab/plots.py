@@ -1,0 +1,69 @@
+"""The pictures that studies share, drawn on axes that are given. Who opens and saves a figure is the notebook's."""
+
+import numpy as np
+import polars as pl
+from matplotlib.axes import Axes
+
+from moonshard.experiments.lab.run_tables import RunTables
+from moonshard.experiments.lab.step_fit import StepFit
+
+NS_PER_S = 1e9
+
+
+def draw_cdf(axes: Axes, latencies: pl.DataFrame, by: str = "label") -> None:
+    """The share of `ms` up to each value, a curve for each value of the column `by`, in the order of the rows."""
+    for (name,), own in latencies.group_by(by, maintain_order=True):
+        ms = own["ms"].sort().to_numpy()
+        axes.step(ms, np.arange(1, len(ms) + 1) / len(ms), where="post", label=str(name))
+    axes.set(xscale="log", xlabel="ms", ylabel="share", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    if latencies.height:
+        axes.legend(fontsize="small")
+
+
+def draw_intervals(axes: Axes, table: pl.DataFrame, x: str, by: str, value: str = "ms") -> None:
+    """`value` over the column `x`, a line for each value of `by`, with its interval where it has one."""
+    for (name,), own in table.sort(x).group_by(by, maintain_order=True):
+        at, middle = own[x].to_list(), own[value].to_numpy()
+        (line,) = axes.plot(at, middle, marker="o", markersize=4, label=str(name))
+        bounds = own.select("low", "high").fill_null(float("nan"))
+        axes.fill_between(at, bounds["low"].to_numpy(), bounds["high"].to_numpy(), alpha=0.2, color=line.get_color())
+    axes.set(xlabel=x.rpartition(".")[2].replace("_", " "), ylabel=value)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def draw_gaps_over_time(axes: Axes, tables: RunTables, run: str, point: int, repeat: int) -> None:
+    """Each gap between tokens of a trial at the time when it ended, and below them the prefills.
+
+    Prefills are steps of that kind where the server recorded them, as long as they lasted; else the requests' arrivals.
+    """
+    mine = (pl.col("run") == run) & (pl.col("point") == point) & (pl.col("repeat") == repeat)
+    requests, tokens, steps = (frame.filter(mine) for frame in (tables.requests, tables.tokens, tables.steps))
+    start_ns = int(requests["sent_ns"].to_numpy().min())
+    gaps = tokens.sort("place", "index").with_columns((pl.col("arrived_ns").diff().over("place") / 1e6).alias("gap_ms"))
+    gaps = gaps.drop_nulls("gap_ms")
+    axes.scatter((gaps["arrived_ns"] - start_ns) / NS_PER_S, gaps["gap_ms"], s=3, alpha=0.5, linewidths=0)
+    for begin_s, end_s in _prefills_s(requests, steps, start_ns):
+        axes.axvspan(begin_s, end_s, ymax=0.04, color="C3", linewidth=0.5)
+    axes.set(yscale="log", xlabel="s", ylabel="gap between tokens, ms")
+    axes.grid(alpha=0.3)
+
+
+def _prefills_s(requests: pl.DataFrame, steps: pl.DataFrame, start_ns: int) -> list[tuple[float, float]]:
+    own = steps.filter((pl.col("kind") == "prefill") & (pl.col("clock") == requests["clock"][0]))
+    if own.is_empty():
+        spans = requests.select(pl.col("sent_ns").alias("begin"), pl.col("sent_ns").alias("end"))
+    else:
+        spans = own.select((pl.col("done_ns") - pl.col("device_ns")).alias("begin"), pl.col("done_ns").alias("end"))
+    return [((begin - start_ns) / NS_PER_S, (end - start_ns) / NS_PER_S) for begin, end in spans.iter_rows()]
+
+
+def draw_fit(axes: Axes, fit: StepFit) -> None:
+    """What the fitted times predict for each step, against what it took."""
+    ends = [min(fit.measured_ms.min(), fit.predicted_ms.min()), max(fit.measured_ms.max(), fit.predicted_ms.max())]
+    axes.plot(ends, ends, color="0.5", linewidth=0.8)
+    axes.scatter(fit.measured_ms, fit.predicted_ms, s=4, alpha=0.4, linewidths=0)
+    said = f"{fit.kind}: median error {fit.median_error:.0%}, p90 {fit.p90_error:.0%}"
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", title=said)
+    axes.grid(alpha=0.3)

@@ -1,0 +1,112 @@
+"""The times of steps fitted to a recording of them: least absolute relative error, no coefficient below 0.
+
+Relative, so that short steps count as long ones do; absolute, so that a step that waited for somebody else, which on a
+shared machine takes several times as long, pulls no more than any other. Only numpy.
+Source: least absolute deviations by iteratively reweighted least squares (Schlossmacher 1973, JASA 68); what is solved
+in each round is non-negative least squares, as `serving.ttft` has it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.step_model import StepModel, StepTimes
+from moonshard.serving.ttft import fit
+
+if TYPE_CHECKING:
+    import polars as pl
+
+type Kind = Literal["prefill", "decode"]
+
+KINDS: tuple[Kind, ...] = ("prefill", "decode")
+MIN_STEPS = 3  # as many as there are coefficients
+MAX_ROUNDS = 100
+MIN_ERROR = 1e-6  # relative: what is nearer than this weighs no more
+SETTLED = 1e-9  # of the predictions, from one round to the next
+MS_OF_UNITS = np.array([1.0, 1e-3, 1e-6])  # of milliseconds, microseconds and nanoseconds
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class StepFit:
+    """Coefficients of one kind, and how well they say what was measured."""
+
+    kind: Kind
+    times: StepTimes
+    measured_ms: np.ndarray  # [steps]
+    predicted_ms: np.ndarray  # [steps]
+
+    @property
+    def errors(self) -> np.ndarray:
+        """[steps]: |predicted - measured| / measured."""
+        return np.abs(self.predicted_ms / self.measured_ms - 1)
+
+    @property
+    def median_error(self) -> float:
+        return float(np.median(self.errors))
+
+    @property
+    def p90_error(self) -> float:
+        return float(np.quantile(self.errors, 0.9))
+
+
+def fit_steps(steps: "pl.DataFrame", kind: Kind) -> StepFit:
+    """Of rows of the table `steps`, those of other kinds left out. ExperimentError where there are fewer than three."""
+    own = steps.filter((steps["kind"] == kind) & (steps["device_ns"] > 0) & (steps["batch"] > 0))
+    if own.height < MIN_STEPS:
+        raise ExperimentError(f"{own.height} steps of kind {kind}: times are fitted to at least {MIN_STEPS}")
+    columns = {name: own[name].to_numpy().astype(float) for name in ("bucket", "batch", "context_tokens")}
+    measured_ms = own["device_ns"].to_numpy() / 1e6
+    features = _features(columns)
+    coefficients = _least_absolute(features / measured_ms[:, None])
+    fixed_ms, row_us, pair_ns = map(float, coefficients / MS_OF_UNITS)
+    times = StepTimes(fixed_ms=fixed_ms, row_us=row_us, pair_ns=pair_ns)
+    return StepFit(kind=kind, times=times, measured_ms=measured_ms, predicted_ms=features @ coefficients)
+
+
+def fit_model(steps: "pl.DataFrame", source: str = "") -> tuple[StepModel, Mapping[Kind, StepFit]]:
+    """Of both kinds. ExperimentError where one of them is missing."""
+    fits: dict[Kind, StepFit] = {kind: fit_steps(steps, kind) for kind in KINDS}
+    model = StepModel(prefill=fits["prefill"].times, decode=fits["decode"].times, source=source)
+    return model, fits
+
+
+def fit_table(fits: Mapping[Kind, StepFit]) -> "pl.DataFrame":
+    """A row for each kind: coefficients with their units, and the relative errors that are left."""
+    import polars as pl
+
+    return pl.DataFrame(
+        {
+            "kind": kind,
+            "steps": len(fit.measured_ms),
+            "each step, ms": fit.times.fixed_ms,
+            "each row, us": fit.times.row_us,
+            "each pair with a token of the context, ns": fit.times.pair_ns,
+            "median relative error": fit.median_error,
+            "p90 relative error": fit.p90_error,
+        }
+        for kind, fit in fits.items()
+    )
+
+
+def _features(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """[steps, 3], as `StepTimes.ms` multiplies them, before the units."""
+    bucket = columns["bucket"]
+    return np.column_stack([np.ones_like(bucket), bucket, bucket * columns["context_tokens"] / columns["batch"]])
+
+
+def _least_absolute(features: np.ndarray) -> np.ndarray:
+    """The coefficients [k], none below 0, that bring `features` [n k] nearest to 1 each."""
+    ones = np.ones(len(features))
+    weights, predicted = ones, np.zeros(len(features))
+    coefficients = np.zeros(features.shape[1])
+    for _ in range(MAX_ROUNDS):
+        roots = np.sqrt(weights)
+        coefficients = fit(features * roots[:, None], roots)
+        before, predicted = predicted, features @ coefficients
+        if np.abs(predicted - before).max() < SETTLED:
+            break
+        weights = 1 / np.maximum(np.abs(predicted - 1), MIN_ERROR)
+    return coefficients
