@@ -16,7 +16,7 @@ from moonshard.experiments.bench.server import RunningServer
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.serving.config_file import load_config
 
-COMMAND = (sys.executable, "-m", "moonshard.serving.cli", "experiment", "run")
+COMMAND = (sys.executable, "-m", "moonshard.experiments.lab.command", "run")
 SAYS_RUN = "run: "
 
 

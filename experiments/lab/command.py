@@ -118,3 +118,7 @@ def _folder(options: Run, asked: Experiment) -> AbstractContextManager[RunFolder
         return begin(options.out, asked)
     named = options.out / asked.name / options.resume
     return resume(options.resume if (options.resume / "run.json").is_file() else named, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(experiment, prog="moonshard experiment"))

@@ -70,6 +70,7 @@ def executed(
     notebook = with_parameters(jupytext.read(script, fmt=PERCENT), settings)
     resources = {"metadata": {"path": str(folder)}}
     client = NotebookClient(notebook, timeout=timeout_s, kernel_name="python3", resources=resources)
+    client.create_kernel_manager().transport = "ipc"  # no port that others could reach
     client.execute(env=dict(environment))
     return notebook
 

@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moonshard.experiments.replay.command import router_replay
 from moonshard.experiments.replay.replay import ReplayConfig, replay
-from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest, TraceError, read_trace
+from moonshard.experiments.replay.synthetic import agent_trace
+from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest, TraceError, read_trace, write_trace
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
 
@@ -128,3 +130,11 @@ def test_an_empty_trace_is_refused(tmp_path: Path, capsys):
     (tmp_path / "trace.jsonl").write_text("\n")
     assert router_replay(tmp_path / "trace.jsonl") == 2
     assert "the trace has no requests" in capsys.readouterr().err
+
+
+def test_a_trace_that_was_written_is_read_as_it_was(tmp_path: Path):
+    requests = agent_trace(3, num_turns=4)
+    write_trace(tmp_path / "trace.jsonl", requests)
+    assert read_trace(tmp_path / "trace.jsonl") == [
+        replace(one, timestamp_ms=round(one.timestamp_ms)) for one in requests
+    ]

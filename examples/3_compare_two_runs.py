@@ -1,0 +1,76 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Compare two runs
+#
+# Change one thing, send the same requests again, and ask what changed, and how sure that is. Here: prefill and decode in
+# one process, or in two.
+
+# %%
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import polars as pl
+
+from moonshard.experiments.analysis import compare_runs, draw_cdf, load, run_experiment
+
+# %% tags=["parameters"]
+NUM_REQUESTS = 60
+
+# %% [markdown]
+# ## An experiment
+#
+# Short prompts that stream, and now and then a long one.
+
+# %%
+folder = Path("results/examples/compare")
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "config.toml").write_text(f"""
+[workload]
+kind = "mixed"
+num_prompt = [1024, 64]
+num_output = [16, 96]
+weights = [1, 3]
+num_requests = {NUM_REQUESTS}
+rate_per_s = 2
+""")
+
+# %% [markdown]
+# ## Two runs of it
+#
+# The same requests at the same times; `key=value` changes what is served.
+
+# %%
+together = run_experiment(folder, "server.mode=aggregated")
+apart = run_experiment(folder, "server.mode=disaggregated")
+
+# %% [markdown]
+# ## What changed
+#
+# From A, together, to B, apart. Requests are compared in pairs, and intervals hold 95%. What differs between the two runs
+# has to be named, or they are not compared.
+
+# %%
+compare_runs(together, apart, despite=["server.mode"])
+
+# %% [markdown]
+# ## The gaps between tokens
+
+# %%
+tables = load(together, apart)
+gaps = tables.latencies("itl").with_columns(
+    pl.when(pl.col("run") == together.name).then(pl.lit("together")).otherwise(pl.lit("apart")).alias("arrangement")
+)
+figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+draw_cdf(axes, gaps, by="arrangement")
+axes.set(xlabel="gap between tokens, ms")

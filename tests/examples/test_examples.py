@@ -1,0 +1,42 @@
+"""The notebooks that a newcomer runs first, from nothing to their last picture."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import nbformat
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FEW: dict[str, Sequence[str]] = {
+    "1_one_request": (),
+    "2_replay_a_trace": ("NUM_REQUESTS = 6",),
+    "3_compare_two_runs": ("NUM_REQUESTS = 4",),
+}
+
+pytestmark = pytest.mark.xdist_group("cluster")
+
+
+def test_every_example_is_executed_here():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(FEW)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", FEW)
+def test_an_example_runs_from_a_folder_of_its_own(name: str, tmp_path: Path):
+    sets = [part for setting in FEW[name] for part in ("--set", setting)]
+    argv = [sys.executable, "-m", "moonshard.experiments.lab.notebooks", EXAMPLES / f"{name}.py", "--out", tmp_path]
+    done = subprocess.run([*argv, *sets], cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    notebook = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert str(tmp_path) not in nbformat.writes(notebook)
+
+
+def _environment() -> dict[str, str]:
+    """With whole paths, since the notebook runs elsewhere."""
+    paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
