@@ -17,7 +17,7 @@ find_oracle_python = for p in python3.11 python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"
 	if "$$p" -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then echo "$$p"; exit 0; fi; done; \
 	echo "make oracle needs Python 3.11 with venv" >&2; exit 1
 
-.PHONY: help setup demo serve test test-slow check format proto bench bench-gpu pocket oracle lock
+.PHONY: help setup demo serve test test-slow check format proto bench bench-gpu notebooks pocket oracle lock
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -65,6 +65,9 @@ bench: setup  ## latency and throughput table, JSON in results/bench
 
 bench-gpu:  ## on a machine with an NVIDIA GPU and jax, flax and numpy: check, then measure
 	@PYTHONPATH=src $${PYTHON:-python3} -m moonshard.experiments.bench.gpu
+
+notebooks: setup  ## each study that has a run under results/: its notebook executed, with its pictures beside it
+	@$(BIN)/python -m moonshard.experiments.lab.notebooks
 
 pocket: setup  ## train the embedded model anew, hours on two cores, and put it in its place; a run that was stopped goes on
 	@$(KEEP_MEMORY) $(BIN)/python -m moonshard.experiments.pocket.train

@@ -40,16 +40,18 @@ client.model_info()
 # The client loads neither jax nor the server. A stream gives each token when it comes.
 
 # %%
-document = "Contact list\nThe city of Tara Koch is York.\nThe city of Willi Nash is Accra.\nThe city of Iris Cook is Turin."
+document = (
+    "Contact list\nThe city of Tara Koch is York.\nThe city of Willi Nash is Accra.\nThe city of Iris Cook is Turin."
+)
 chat = [{"role": "user", "content": f"{document}\n\nPlease find the city of Willi Nash."}]
 with client.stream(chat, max_tokens=48, temperature=0) as stream:
     text = "".join(delta.text for delta in stream)
-text
+print(text)
 
 # %% [markdown]
 # ## What it took
 #
-# The summary at the end of a stream has the gateway's own account. Its phases follow each other and add up to the whole.
+# The summary at the end of a stream has the gateway's own account. Its phases follow each other and add up to it all.
 
 # %%
 timing = stream.summary.timing

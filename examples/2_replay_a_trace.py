@@ -69,7 +69,9 @@ run = run_experiment(folder)
 
 # %%
 tables = load(run)
-tables.requests.select("place", "outcome", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "e2e_ms").head()
+tables.requests.select(
+    "place", "outcome", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "e2e_ms"
+).head()
 
 # %%
 tables.requests.select("prompt_tokens", "cached_tokens", "completion_tokens").sum()

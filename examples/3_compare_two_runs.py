@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Compare two runs
 #
-# Change one thing, send the same requests again, and ask what changed, and how sure that is. Here: prefill and decode in
-# one process, or in two.
+# Change one thing, send the same requests again, and ask what changed, and how sure that is. Here: prefill and decode
+# in one process, or in two.
 
 # %%
 from pathlib import Path
@@ -57,7 +57,7 @@ apart = run_experiment(folder, "server.mode=disaggregated")
 # %% [markdown]
 # ## What changed
 #
-# From A, together, to B, apart. Requests are compared in pairs, and intervals hold 95%. What differs between the two runs
+# From A, together, to B, apart. Requests are compared in pairs, and intervals hold 95%. What differs between two runs
 # has to be named, or they are not compared.
 
 # %%

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from moonshard.experiments.affinity.run import ArmName, Round
+from moonshard.experiments.affinity.rounds import ArmName, Round
 
 MAX_POINTS_BELOW_ORACLE = 2.0
 MAX_LOAD = 1.2

@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from moonshard.experiments.affinity.rounds import ArmName, Round, Turn
 from moonshard.experiments.affinity.workload import Session, oracle_cached_tokens
 from moonshard.experiments.bench.deployment import deployed
 from moonshard.experiments.bench.server import RunningServer
@@ -22,7 +22,6 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.serving.config import Config
 from moonshard.serving.policy_names import PolicyName
 
-ArmName = Literal["random", "header", "cost"]
 SESSION_HEADER = "x-session-affinity"
 PREFILL_TOKENS = "moonshard_prefill_tokens_total"
 REPORTED_WITHIN_S = 10.0
@@ -54,29 +53,6 @@ class Plan:
     mean_think_s: float = 0.25
     rounds: int = 3
     seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """One request as its client saw it."""
-
-    session: int
-    index: int
-    sent_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    oracle_tokens: int = 0
-    ttft_ms: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
-    """One arm, once: its turns in the order in which they were sent, and what each prefill worker computed."""
-
-    arm: ArmName
-    number: int
-    turns: Sequence[Turn]
-    computed_tokens: Mapping[str, float]
 
 
 def run_round(

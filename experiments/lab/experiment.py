@@ -1,6 +1,7 @@
 """An experiment's config.toml with what the command line says on top: checked, and expanded to points.
 
-Every fault is named at once, with its key. A point may set any key of `[server]` and `[workload]`, and `cores`.
+Every fault is named at once, with its key. A point may set any key of `[server]`, `[workload]` and `[client]`, and
+`cores`.
 """
 
 import os
@@ -22,6 +23,7 @@ from moonshard.serving.config import Config, ConfigError
 from moonshard.serving.config_file import config_of, leaves, path_keys
 
 TABLES = ("server", "workload", "slo", "client", "sweep", "points")
+POINT_TABLES = ("server.", "workload.", "client.")  # whose keys a point may set
 _PATHS = {"workload.path", *(f"server.{key}" for key in path_keys())}
 
 
@@ -54,6 +56,7 @@ class Point:
     swept: Flat
     settings: Flat
     cores: tuple[int, ...]
+    client: ClientOptions
     server: Config | None  # None: a server that runs already
     workload: WorkloadOptions
 
@@ -66,7 +69,6 @@ class Point:
 class Experiment:
     name: str
     options: RunOptions
-    client: ClientOptions
     slo: Slo
     points: Sequence[Point]
     url: str | None = None  # of the gRPC service of a server that runs already
@@ -100,13 +102,11 @@ def load_experiment(folder: Path, overrides: Sequence[str] = (), url: str | None
     ]
     if faults or options is None or client is None or slo is None:
         raise ExperimentError(*faults)
-    base = {key: value for key, value in given.items() if key == "cores" or key.startswith(("server.", "workload."))}
-    points = _points(base, sweep, listed, {"client": asdict(client), "slo": asdict(slo)}, url)
+    base = {key: value for key, value in given.items() if key == "cores" or key.startswith(POINT_TABLES)}
+    points = _points(base, sweep, listed, {"slo": asdict(slo)}, url)
     if listed:
         given["points"] = listed
-    return Experiment(
-        name=folder.resolve().name, options=options, client=client, slo=slo, points=points, url=url, given=given
-    )
+    return Experiment(name=folder.resolve().name, options=options, slo=slo, points=points, url=url, given=given)
 
 
 def _read(path: Path) -> Flat:
@@ -145,9 +145,9 @@ def _listed(points: object, faults: list[str]) -> list[Flat]:
 def _misplaced(keys: set[str], url: str | None) -> list[str]:
     """Faults of the keys that points set: those that none can set, and those that a running server does not follow."""
     faults = [
-        f"sweep.{key}: points set keys of server and workload, such as server.decode.max_slots, and cores"
+        f"sweep.{key}: points set keys of server and workload, such as server.decode.max_slots, of client, and cores"
         for key in sorted(keys)
-        if key != "cores" and not key.startswith(("server.", "workload."))
+        if key != "cores" and not key.startswith(POINT_TABLES)
     ]
     if url is not None:
         own = sorted(key for key in keys if key == "cores" or key.startswith("server."))
@@ -177,19 +177,28 @@ def _point(
 ) -> Point | None:
     num_before = len(faults)
     workload = read_workload(below(given, "workload"), faults)
+    client = read_fields(ClientOptions, below(given, "client"), "client", faults)
     own = read_fields(RunOptions, {"cores": given.get("cores", ())}, "", faults)
     server = None if url is not None else _server(given, faults)
     if "server.trace.path" in given:
         faults.append("server.trace.path: each trial records into its own folder")
     if own is not None and server is not None and own.cores:
         faults += _core_faults(own.cores, num_workers=len(ChildCommands(server).workers))
-    if len(faults) > num_before or workload is None or own is None:
+    if len(faults) > num_before or workload is None or client is None or own is None:
         return None
-    settings = flatten({**shared, "workload": settings_of(workload)})
+    settings = flatten({**shared, "client": asdict(client), "workload": settings_of(workload)})
     if server is not None:
         told = {key: _plain(value) for key, value in leaves(server) if key != "trace.path"}
         settings |= {"cores": list(own.cores)} | {f"server.{key}": value for key, value in told.items()}
-    return Point(number=number, swept=swept, settings=settings, cores=own.cores, server=server, workload=workload)
+    return Point(
+        number=number,
+        swept=swept,
+        settings=settings,
+        cores=own.cores,
+        client=client,
+        server=server,
+        workload=workload,
+    )
 
 
 def _core_faults(cores: Sequence[int], num_workers: int) -> list[str]:

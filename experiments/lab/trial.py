@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from moonshard.experiments.lab.asking import COMPLETED, Asked
-from moonshard.experiments.lab.experiment import Experiment, Point
+from moonshard.experiments.lab.experiment import ClientOptions, Experiment, Point
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS, VERSION
 from moonshard.experiments.lab.sending import Sender
 from moonshard.experiments.lab.sweep import Trial
@@ -77,7 +77,7 @@ def run_trial(
     asked = sorted(asked, key=lambda one: one.place)
     _write(folder / "warmup.parquet", CLIENT_REQUESTS, [one.row() for one in warmup])
     _write(folder / "requests.parquet", CLIENT_REQUESTS, [one.row() for one in asked])
-    if experiment.client.tokens:
+    if point.client.tokens:
         _write(folder / "tokens.parquet", CLIENT_TOKENS, [row for one in asked for row in one.token_rows()])
     (folder / "trial.json").write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
     return record
@@ -99,8 +99,9 @@ async def _measure(
     async with AsyncClient(target.grpc) as client:
         model = await client.model_info()
         workload = plan(options, model)
-        warmup = await _warm_up(client, workload, experiment, model, shift, id_prefix)
-        sender = Sender(client, workload, experiment.client, f"{id_prefix}-")
+        sample = workload.requests[: experiment.options.warmup_requests]
+        warmup = await _warm_up(client, sample, point.client, model, shift, id_prefix)
+        sender = Sender(client, workload, point.client, f"{id_prefix}-")
         before, wall_s, cpu_s = target.cpu_s(), time.perf_counter(), time.process_time()
         why = await _send(sender, target, client, tell)
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
@@ -155,10 +156,9 @@ async def _tell_often(sender: Sender, tell: Tell) -> None:
 
 
 async def _warm_up(
-    client: AsyncClient, workload: Workload, experiment: Experiment, model: ModelInfo, shift: int, id_prefix: str
+    client: AsyncClient, sample: Sequence[Planned], options: ClientOptions, model: ModelInfo, shift: int, id_prefix: str
 ) -> Sequence[Asked]:
-    """Prompts as long as the first ones of the workload, all at once. TrialFailed if one of them fails."""
-    sample = workload.requests[: experiment.options.warmup_requests]
+    """Prompts as long as those of the sample, all at once. TrialFailed if one of them fails."""
     requests = [
         Planned(
             prompt=BlockPrompt(
@@ -173,7 +173,7 @@ async def _warm_up(
         )
         for place, planned in enumerate(sample)
     ]
-    sender = Sender(client, Workload(requests=requests), experiment.client, f"{id_prefix}-warmup-")
+    sender = Sender(client, Workload(requests=requests), options, f"{id_prefix}-warmup-")
     await sender.run()
     for one in sender.asked:
         if one.outcome != COMPLETED:

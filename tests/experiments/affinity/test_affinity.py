@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.experiments.affinity.command import affinity, grid_of
+from moonshard.experiments.affinity.command import affinity
 from moonshard.experiments.affinity.figures import figures
-from moonshard.experiments.affinity.run import ARMS, ArmName, Plan, Round, Turn, run_round
+from moonshard.experiments.affinity.report import grid_of
+from moonshard.experiments.affinity.rounds import ArmName, Round, Turn
+from moonshard.experiments.affinity.run import ARMS, Plan, run_round
 from moonshard.experiments.affinity.workload import agent_sessions, oracle_cached_tokens
 from moonshard.experiments.bench.server import HANDED_OVER
 from moonshard.experiments.pocket.corpus import pocket_text

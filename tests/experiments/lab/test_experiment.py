@@ -59,6 +59,16 @@ def test_the_command_line_comes_last_and_a_swept_key_is_set_in_its_sweep(tmp_pat
         load_experiment(tmp_path, ("server.decode.max_slots=3",))
 
 
+def test_a_point_may_say_what_clients_do(tmp_path: Path):
+    text = BASE + "[client]\ntemperature = 0.5\n[sweep]\nclient.names_sessions = [true, false]\n"
+    points = load_experiment(folder(tmp_path, text)).points
+    assert [point.client.names_sessions for point in points] == [True, False]
+    assert [point.settings["client.names_sessions"] for point in points] == [True, False]
+    assert {point.client.temperature for point in points} == {0.5}
+    with pytest.raises(ExperimentError, match=r"client\.names_session: unknown key"):
+        load_experiment(tmp_path, ("sweep.client.names_session=[true]",))
+
+
 def test_the_documented_example_is_one(tmp_path: Path):
     text = README.read_text().partition("```toml\n")[2].partition("```")[0]
     found = load_experiment(folder(tmp_path, text), (f"server.model.path={MODEL}", "cores=[]"))

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 from matplotlib.figure import Figure
@@ -127,9 +128,9 @@ def test_gaps_over_time_have_prefills_below_or_else_arrivals(tables: RunTables, 
     draw_gaps_over_time(axes, known, tables.runs[0].path.name, 0, 0)
     assert len(axes.patches) == num_marks
     (points,) = axes.collections
-    offsets = points.get_offsets()
-    assert [row[1] for row in offsets] == [GAP_MS] * 6
-    assert offsets[0][0] == pytest.approx(0.005)
+    offsets = np.asarray(points.get_offsets())
+    assert offsets[:, 1].tolist() == [GAP_MS] * 6
+    assert offsets[0, 0] == pytest.approx(0.005)
 
 
 def test_a_study_reads_the_newest_run_or_the_one_that_is_named(tmp_path: Path):

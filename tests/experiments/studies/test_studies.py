@@ -9,8 +9,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from moonshard.experiments.affinity.figures import figures
+from moonshard.experiments.affinity.recorded import rounds_of
 from moonshard.experiments.lab.child import run_experiment
 from moonshard.experiments.lab.frames import load_run
+from moonshard.experiments.lab.run_tables import load
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "tests" / "fixtures" / "kimi_k2"
@@ -61,6 +64,15 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
         ),
         {"goodput", "refusals", "steps"},
     ),
+    "affinity": (
+        (
+            *("cores=[]", "repeats=1", "server.model.max_context_tokens=1024", "server.kv.num_blocks=64"),
+            *("server.prefill.replicas=2", "server.prefill.chunk_tokens=256", "server.decode.max_slots=4"),
+            *("workload.num_sessions=3", "workload.session_tokens=400", "workload.num_clients=2"),
+            "workload.mean_think_s=0.01",
+        ),
+        {"affinity", "steps"},
+    ),
 }
 
 pytestmark = pytest.mark.xdist_group("cluster")
@@ -71,6 +83,19 @@ def rendered(script: Path, out: Path, run: Path) -> nbformat.NotebookNode:
     done = subprocess.run(argv, capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr
     return nbformat.read(out / script.with_suffix(".ipynb").name, as_version=4)
+
+
+def check_affinity(run: Path) -> None:
+    """What was computed is what no cache had, nobody finds more than the oracle, and `cost` finds as much."""
+    rounds = rounds_of(load(run))
+    assert [one.arm for one in rounds] == ["random", "header", "cost"]
+    for one in rounds:
+        assert len(one.computed_tokens) == 2
+        computed = sum(turn.prompt_tokens - turn.cached_tokens for turn in one.turns)
+        assert sum(one.computed_tokens.values()) == computed
+        assert all(0 <= turn.cached_tokens <= turn.oracle_tokens for turn in one.turns)
+    assert figures("cost", rounds).points_below_oracle == 0.0
+    assert figures("header", rounds).hit_rate > 0.3
 
 
 def test_every_study_has_a_miniature():
@@ -89,6 +114,8 @@ def test_a_study_runs_and_its_notebook_makes_its_pictures(name: str, tmp_path: P
     run = run_experiment(study, *settings, out=tmp_path / "results")
     record = load_run(run).record
     assert record.state == "done"
+    if name == "affinity":
+        check_affinity(run)
     notebook = rendered(study / "analysis.py", tmp_path / "pictures", run)
     assert {path.stem for path in (tmp_path / "pictures").glob("*.png")} == pictures
     assert (tmp_path / "pictures" / "step_times.json").is_file()

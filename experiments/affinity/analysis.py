@@ -1,0 +1,72 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What is affinity worth?
+#
+# Each turn of an agent resends its whole context. Whoever had the turn before computes what is new, any other worker
+# all of it. The arms are explained in `README.md`.
+
+# %%
+import os
+
+import matplotlib.pyplot as plt
+import polars as pl
+
+from moonshard.experiments.affinity.recorded import rounds_of
+from moonshard.experiments.affinity.report import grid_of
+from moonshard.experiments.analysis import draw_cdf, draw_fit, fit_model, fit_table, load_study, source
+
+study = load_study("affinity", os.environ)
+tables = study.tables
+source(study.run)
+
+# %% [markdown]
+# ## The arms beside the oracle
+#
+# The oracle is one cache without bound that sees every request in the order in which they were sent.
+
+# %%
+rounds = rounds_of(tables)
+grid_of(rounds)
+
+# %% [markdown]
+# ## TTFT of turns after the first
+
+# %%
+later = tables.latencies("ttft", pl.col("turn") > 0)
+figure, (ttft, load) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+draw_cdf(ttft, later, "server.routing.policy")
+ttft.set(xlabel="TTFT of later turns, ms")
+for index, one in enumerate(rounds):
+    shares = sorted(tokens / sum(one.computed_tokens.values()) for tokens in one.computed_tokens.values())
+    left = 0.0
+    for worker, share in enumerate(shares):
+        load.barh(index, share, left=left, color=f"C{worker}")
+        left += share
+load.set_yticks(range(len(rounds)), [f"{one.arm}, repeat {one.number + 1}" for one in rounds])
+load.set(xlabel="share of the tokens computed, by prefill worker", xlim=(0, 1))
+study.save(figure, "affinity")
+
+# %% [markdown]
+# ## How long steps take
+
+# %%
+model, fits = fit_model(tables.steps, source(study.run))
+study.keep(model)
+fit_table(fits)
+
+# %%
+figure, panels = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+for axes, fit in zip(panels, fits.values(), strict=True):
+    draw_fit(axes, fit)
+study.save(figure, "steps")

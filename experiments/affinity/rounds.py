@@ -1,0 +1,31 @@
+"""What an arm's clients saw, turn by turn, and what its prefill workers computed: what figures are worked out from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+ArmName = Literal["random", "header", "cost"]
+ARM_NAMES: Sequence[ArmName] = ("random", "header", "cost")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One request as its client saw it."""
+
+    session: int
+    index: int
+    sent_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    oracle_tokens: int = 0
+    ttft_ms: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """One arm, once: its turns in the order in which they were sent, and what each prefill worker computed."""
+
+    arm: ArmName
+    number: int
+    turns: Sequence[Turn]
+    computed_tokens: Mapping[str, float]
