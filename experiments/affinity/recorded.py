@@ -4,6 +4,7 @@ The oracle needs the prompts, which a run does not keep: the workload makes the 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import polars as pl
 
@@ -45,16 +46,15 @@ def _prompts(trial: TrialFrames, places: Sequence[int]) -> list[list[int]]:
     return [requests[place].prompt.tokens() for place in places]
 
 
-def _turn(row: Mapping[str, object], oracle_tokens: int) -> Turn:
-    session = str(row["session"])  # "session 7"
+def _turn(row: Mapping[str, Any], oracle_tokens: int) -> Turn:
     return Turn(
-        session=int(session.rpartition(" ")[2]),
-        index=int(str(row["turn"])),
-        sent_s=float(str(row["sent_ns"])) / 1e9,
-        prompt_tokens=int(str(row["prompt_tokens"])),
-        cached_tokens=int(str(row["cached_tokens"])),
+        session=int(row["session"].rpartition(" ")[2]),  # "session 7"
+        index=row["turn"],
+        sent_s=row["sent_ns"] / 1e9,
+        prompt_tokens=row["prompt_tokens"],
+        cached_tokens=row["cached_tokens"],
         oracle_tokens=oracle_tokens,
-        ttft_ms=float(str(row["ttft_ms"])),
+        ttft_ms=row["ttft_ms"],
     )
 
 
