@@ -12,7 +12,7 @@ import numpy as np
 
 from moonshard.serving.policy_names import PolicyName
 
-SHARE_WEIGHT = 2.0  # by how much a token to be computed counts more, where a home has twice its share
+SHARE_WEIGHT = 3.0  # of what a home has beyond its share, in shares: see experiments/replay/README.md
 FEW_CONVERSATIONS, FEW_TOKENS = 0.25, 512.0  # that make no difference, such as what is left of an hour ago
 MAX_WEIGHED_TOKENS = 2048  # of a prompt: what is longer is work for a while, and the queue tells of it
 MAX_PIN_LOAD = 1.25  # of the mean: a home with more is left
