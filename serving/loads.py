@@ -7,11 +7,14 @@ import numpy as np
 
 SILENT = NEVER = -1
 FIRST_CAPACITY = 16
-HALF_LIFE_S = 60.0  # of what a home was given lately
+HALF_LIFE_S = 60.0  # of what a home was given lately, and of a conversation without a turn
 
 
 class Loads:
-    """Columns [capacity], of which the first `len` are homes: int64 of tokens, but for `recent` and `last_choice`."""
+    """Columns [capacity], of which the first `len` are homes.
+
+    int64 of tokens, but for `recent` and `conversations`, which are float64, and `last_choice`.
+    """
 
     def __init__(self) -> None:
         self.in_flight = _column(0)  # reserved and not released
@@ -19,6 +22,7 @@ class Loads:
         self.reported = _column(SILENT)  # what the worker says that it has to do
         self.total = _column(0)  # of prompts, ever given to it to be computed or landed
         self.recent = _column(0).astype(np.float64)  # likewise, halved every `HALF_LIFE_S`, as of the last `decay`
+        self.conversations = _column(0).astype(np.float64)  # that had their last turn there, halved likewise
         self.last_choice = _column(NEVER)  # in decisions
         self.decayed_s = 0.0  # when that was
         self._num_homes = 0
@@ -38,7 +42,8 @@ class Loads:
         """What was given lately is now longer ago; a clock that goes back changes nothing."""
         elapsed_s = max(0.0, now_s - self.decayed_s)
         self.decayed_s += elapsed_s
-        self.recent *= 0.5 ** (elapsed_s / HALF_LIFE_S)
+        self.recent *= _left_after(elapsed_s)
+        self.conversations *= _left_after(elapsed_s)
 
     def give(self, number: int, num_tokens: int) -> None:
         """To one home, as of the last `decay`."""
@@ -48,13 +53,13 @@ class Loads:
     def take_back(self, number: int, num_tokens: int, given_s: float) -> None:
         """What was given then, with what is left of it."""
         self.total[number] -= num_tokens
-        left = num_tokens * 0.5 ** ((self.decayed_s - given_s) / HALF_LIFE_S)
+        left = num_tokens * _left_after(self.decayed_s - given_s)
         self.recent[number] = max(0.0, self.recent[number] - left)
 
-    def excess(self, numbers: np.ndarray) -> np.ndarray:
-        """[n] float64 of `numbers` [n]: what each was given lately beyond their mean."""
-        recent = self.recent[numbers]
-        return np.maximum(0.0, recent - recent.mean())
+    def leave(self, number: int, given_s: float) -> None:
+        """A conversation whose last turn was given to this home then has another turn now, here or elsewhere."""
+        left = _left_after(self.decayed_s - given_s)
+        self.conversations[number] = max(0.0, self.conversations[number] - left)
 
     def queued(self, numbers: np.ndarray) -> np.ndarray:
         """[n] of `numbers` [n]: as reported, with what no report has yet; where there are none, what is in flight."""
@@ -67,7 +72,13 @@ class Loads:
         self.reported = _doubled(self.reported, SILENT)
         self.total = _doubled(self.total, 0)
         self.recent = _doubled(self.recent, 0)
+        self.conversations = _doubled(self.conversations, 0)
         self.last_choice = _doubled(self.last_choice, NEVER)
+
+
+def _left_after(elapsed_s: float) -> float:
+    """Of what counted 1."""
+    return 0.5 ** (elapsed_s / HALF_LIFE_S)
 
 
 def _column(value: int) -> np.ndarray:

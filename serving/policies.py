@@ -12,7 +12,9 @@ import numpy as np
 
 from moonshard.serving.policy_names import PolicyName
 
-EXCESS_WEIGHT = 0.05  # beside 1 of a token to be computed: see experiments/replay/README.md
+SHARE_WEIGHT = 3.0  # of what a home has beyond its share, in shares: see experiments/replay/README.md
+FEW_CONVERSATIONS, FEW_TOKENS = 0.25, 512.0  # that make no difference, such as what is left of an hour ago
+MAX_WEIGHED_TOKENS = 2048  # of a prompt: what is longer is work for a while, and the queue tells of it
 MAX_PIN_LOAD = 1.25  # of the mean: a home with more is left
 
 
@@ -22,7 +24,8 @@ class Candidates:
 
     left_tokens: np.ndarray  # [n] int64: of the request's prompt, that would have to be computed there
     queued_tokens: np.ndarray  # [n] int64: of other requests, before this one
-    excess_tokens: np.ndarray  # [n] float64: given to it lately, beyond the mean
+    recent_tokens: np.ndarray  # [n] float64: given to it lately
+    conversations: np.ndarray  # [n] float64: that were there last, those of a while ago less
     total_tokens: np.ndarray  # [n] int64: ever given to it: among equals the least
     last_choice: np.ndarray  # [n] int64: when it was chosen last, in decisions; below 0: never
     pin: int | None  # the row where the session was last
@@ -35,14 +38,19 @@ Policy = Callable[[Candidates], int]
 def cost(candidates: Candidates) -> int:
     """Where the session was, unless that home is overloaded; else the least work before and for this request.
 
-    What a home was given lately counts a little too. Where queues are empty, whoever knows the system prompt would
-    otherwise get every session that begins with it.
+    What is computed somewhere stays there, and so do its later turns. So a token to be computed counts more at a home
+    that has more than its share of the conversations, or of what was computed lately. Without that, where queues are
+    empty whoever knows the system prompt would get every session that begins with it; and going by what was computed
+    alone, a home that is behind would get new sessions until their later turns are more than its cache holds.
     Source: the bounded loads of consistent hashing (Mirrokni et al., arXiv 1608.01350) for when to leave.
     """
     if candidates.pin is not None and not is_overloaded(candidates, candidates.pin):
         return candidates.pin
-    queue = candidates.queue_weight * candidates.queued_tokens + EXCESS_WEIGHT * candidates.excess_tokens
-    costs = candidates.left_tokens + queue
+    of_conversations = _surplus(candidates.conversations, FEW_CONVERSATIONS)
+    of_tokens = _surplus(candidates.recent_tokens, FEW_TOKENS)
+    surplus = np.maximum(0.0, of_conversations + of_tokens)
+    weighed = np.minimum(candidates.left_tokens, MAX_WEIGHED_TOKENS) * SHARE_WEIGHT * surplus
+    costs = candidates.left_tokens + candidates.queue_weight * candidates.queued_tokens + weighed
     return _least(costs, candidates.total_tokens)
 
 
@@ -80,6 +88,12 @@ def policy_of(name: PolicyName) -> Policy:
         "least_tokens": lambda: least_tokens,
     }
     return policies[name]()
+
+
+def _surplus(values: np.ndarray, few: float) -> np.ndarray:
+    """[n] of [n]: by how much each is more than the mean, in means; next to 0 where all together are less than few."""
+    mean = values.mean()
+    return (values - mean) / (mean + few)
 
 
 def _least(values: np.ndarray, among_equals: np.ndarray) -> int:

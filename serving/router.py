@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from moonshard.serving.affinity import Pins
+from moonshard.serving.conversations import Conversations, Turn
 from moonshard.serving.loads import SILENT, Loads
 from moonshard.serving.policies import Candidates, Policy, least_tokens
 from moonshard.serving.policy_names import QUEUE_WEIGHT
@@ -67,7 +68,9 @@ class Router:
         self._queue_weight = queue_weight
         self._pins = pins or Pins()
         self._loads = Loads()
+        self._conversations = (Conversations(), Conversations())  # of legs that decode, and of those that prefill
         self._numbers: dict[Home, int] = {}
+        self._of_worker: dict[str, list[int]] = {}  # the numbers of its partitions
         self._reservations: dict[int, Reservation] = {}
         self._unseen: set[int] = set()  # reservations that their workers do not report yet
         self._unsent: dict[int, float] = {}  # reservations whose requests were not sent, and when they were decided
@@ -80,6 +83,7 @@ class Router:
         number = self._numbers.get(home)
         if number is None:
             number = self._numbers[home] = self._loads.append()
+            self._of_worker.setdefault(home.worker, []).append(number)
         return number
 
     def reserve(
@@ -92,6 +96,7 @@ class Router:
         numbers = self._numbers_of(homes)
         known = self._known_tokens(numbers, ask)
         pinned = None if ask.session is None else self._last_home(ask.session, now_s)
+        self._go_on(ask)
         candidates = self._candidates(numbers, ask, known, pinned)
         row = policy(candidates)
         number, num_known = int(numbers[row]), int(known[row])
@@ -106,6 +111,7 @@ class Router:
             session=ask.session,
         )
         self._take(number, reservation)
+        self._give_turn(number, ask)
         return reservation
 
     def sent(self, reservation: Reservation, now_s: float) -> None:
@@ -154,7 +160,7 @@ class Router:
 
     def worker_tokens(self, worker: str) -> int:
         """Of the open reservations of all of a worker's partitions."""
-        return sum(self.in_flight_tokens(home) for home in self._numbers if home.worker == worker)
+        return sum(int(self._loads.in_flight[number]) for number in self._of_worker.get(worker, ()))
 
     def _last_home(self, session: bytes, now_s: float) -> int | None:
         """Where one of its requests is about to be sent, or was sent last."""
@@ -189,12 +195,22 @@ class Router:
         return Candidates(
             left_tokens=ask.num_prompt - known,
             queued_tokens=self._loads.queued(numbers),
-            excess_tokens=self._loads.excess(numbers),
+            recent_tokens=self._loads.recent[numbers],
+            conversations=self._loads.conversations[numbers],
             total_tokens=self._loads.total[numbers],
             last_choice=self._loads.last_choice[numbers],
             pin=None if pinned is None else _row_of(pinned, numbers),
             queue_weight=self._queue_weight,
         )
+
+    def _go_on(self, ask: Ask) -> None:
+        """The conversation of this prompt, if there is one, is nowhere until its new turn has been given to a home."""
+        if (turn := self._conversations[ask.is_prefill].take(ask.session, ask.names)) is not None:
+            self._loads.leave(turn.home, turn.given_s)
+
+    def _give_turn(self, number: int, ask: Ask) -> None:
+        turn = Turn(number, self._loads.decayed_s)
+        self._loads.conversations[number] += self._conversations[ask.is_prefill].put(ask.session, ask.names, turn)
 
     def _take(self, number: int, reservation: Reservation) -> None:
         self._next_number += 1

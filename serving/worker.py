@@ -138,7 +138,7 @@ class Worker:
     def _tick(self) -> None:
         if self._handoffs is not None:
             self.engine.guard(self._handoffs.tick)
-        self._tell_prefixes()
+        self.engine.guard(self._tell_prefixes)
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     # ---- links

@@ -14,6 +14,7 @@ from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.server import BoundServer, build_server
 from moonshard.serving.compilations import CompilationCounter
 from moonshard.serving.config import Config, WorkerRole, port_of
+from moonshard.serving.heap import keep_for_life
 from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.kv_transports import KvTransports
 from moonshard.serving.link_service import LinkServicer
@@ -68,6 +69,7 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int
             worker = await _load(config, role, transports, server.port, recorded, status, stop)
             if worker is None:
                 return 0
+            keep_for_life()
             worker.start()
             ready.set_result(worker)
             await server.set_serving(True)

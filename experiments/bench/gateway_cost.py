@@ -29,6 +29,7 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.serving.commands.serve import ChildCommands
 from moonshard.serving.config import Config
+from moonshard.serving.heap import keep_for_life
 
 PROMPT = tuple(range(1, 129))
 DIRECT, THROUGH = "direct", "through the gateway"
@@ -81,6 +82,7 @@ def _gateway(config: Config, address: str, environment: Mapping[str, str]) -> It
 
 async def _both(address: str, gateway: str, num_streams: int, plan: Plan) -> dict[str, list[Seen]]:
     async with DirectClient.connected(address) as direct, AsyncClient(gateway) as client:
+        keep_for_life()  # or this process's own pauses would be counted as the gateway's
 
         async def through() -> Seen:
             return await ask_grpc(client, PROMPT, plan.gateway_tokens)

@@ -33,6 +33,7 @@ from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.rates import TokenRates
 from moonshard.serving.gateway.traces import RequestTraces, TraceCollector
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
+from moonshard.serving.heap import keep_for_life
 from moonshard.serving.ledger import Ledger
 from moonshard.serving.status_pipe import Status
 from moonshard.serving.tenants import Tenants, load_tenants
@@ -67,6 +68,7 @@ async def run_gateway(config: Config, *, status: Status) -> int:
     stopped = asyncio.Event()
     async with serving(config) as running:
         with _set_on_signal(stopped):
+            keep_for_life()
             status("listening", {"http": running.http, "grpc": running.grpc})
             health = asyncio.create_task(_follow_readiness(running, status))
             await stopped.wait()

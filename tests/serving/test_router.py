@@ -181,6 +181,39 @@ def test_idle_homes_share_out_sessions_that_one_of_them_knows_a_little_better():
     assert max(chosen.values()) <= 1.2 * 60 / 3
 
 
+def test_conversations_are_shared_out_by_their_number_and_not_by_what_they_have_computed_so_far():
+    """One home is far behind in tokens. Still it does not get all new conversations until it is not."""
+    router, chosen = Router(), Counter[str]()
+    for place, worker in enumerate("ab"):
+        turn(router, homes(worker), f"old {place}", num_blocks=400)
+    for number in range(9):
+        chosen[turn(router, homes("a", "b", "c"), f"new {number}", num_blocks=2)] += 1
+    assert max(chosen.values()) < 9
+    later = [turn(router, homes("a", "b", "c"), f"new {number}", num_blocks=3) for number in range(9)]
+    assert Counter(later) == chosen  # each where it was
+
+
+def test_a_conversation_that_goes_to_and_fro_counts_once():
+    router = Router()
+    turn(router, homes("c"), "another", num_blocks=20)
+    for number in range(20):
+        turn(router, homes("ab"[number % 2]), "one", num_blocks=1 + number)  # which computes as much in each of them
+    assert turn(router, homes("c", "b", "a"), "new", num_blocks=2) == "a"
+
+
+def turn(router: Router, among: list[Home], conversation: str, *, num_blocks: int) -> str:
+    """The worker that its next prompt, which begins as the one before, is given to, and that knows it then."""
+    own = names(*(f"{conversation} {index}" for index in range(num_blocks)))
+    ask = Ask(num_tokens=num_blocks * BLOCK, num_prompt=num_blocks * BLOCK, is_prefill=True, names=own)
+    reservation = router.reserve(among, ask, policy=policies.cost, now_s=1.0)
+    assert reservation is not None
+    router.sent(reservation, now_s=1.0)
+    router.release(reservation)
+    for name in own:
+        router.index.add(router.home_number(reservation.home), name)
+    return reservation.home.worker
+
+
 def test_what_a_home_was_given_long_ago_counts_no_more():
     router, ask = Router(), prompt(4)
     knows(router, Home("a", 0), 1)

@@ -1,6 +1,7 @@
 """Start, signal, drain and exit of the gateway process."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -43,6 +44,8 @@ async def process(config: GatewayConfig, path: Path, worker: FakeWorker) -> Asyn
         task = asyncio.create_task(run_gateway(made, status=lambda event, fields: events.put_nowait((event, fields))))
         name, listening = await events.get()
         assert name == "listening"
+        assert gc.get_freeze_count() > 0  # see serving/heap.py
+        gc.unfreeze()
         assert (await events.get())[0] == "ready"
         async with httpx.AsyncClient(base_url=str(listening["http"]), trust_env=False, timeout=20) as http:
             yield Process(task, listening, http)
