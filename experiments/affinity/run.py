@@ -45,12 +45,12 @@ ARMS: Mapping[ArmName, Arm] = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     num_prefill: int = 3
-    num_blocks: int = 160  # of each worker's cache: a third of the sessions fit in well, all of them do not
-    num_clients: int = 8
-    num_sessions: int = 48
-    session_tokens: int = 2500
+    num_blocks: int = 200  # of each worker's cache: a third of the sessions fit in, all of them do not
+    num_clients: int = 12
+    num_sessions: int = 24
+    session_tokens: int = 3000
     max_tokens: int = 8
-    mean_think_s: float = 0.25
+    mean_think_s: float = 0.75
     rounds: int = 3
     seed: int = 0
 
