@@ -44,6 +44,7 @@ from moonshard.serving.gateway.openai_responses import (
     error_event,
 )
 from moonshard.serving.gateway.parameters import GenerationRequest, TextPrompt
+from moonshard.serving.telemetry.trace_context import TraceContext
 from moonshard.serving.tenants import Tenants
 
 READY_RETRY_AFTER_S = 1.0
@@ -104,18 +105,21 @@ class HttpFront:
         received_ns = time.perf_counter_ns()
         body = decode(_CHAT, await read_body(request, self._max_body_bytes))
         asked = requests.chat_request(body, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
-        asked = replace(asked, caller=self._caller(request, body))
+        asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         return await self._respond(request, body, asked, ChatFormat(self._gateway.model.tokenizer))
 
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
         body = decode(_COMPLETION, await read_body(request, self._max_body_bytes))
         asked = requests.completion_request(body, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
-        asked = replace(asked, caller=self._caller(request, body))
+        asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         return await self._respond(request, body, asked, CompletionFormat(self._gateway.model.tokenizer))
 
     def _caller(self, request: Request, body: requests.GenerationBody) -> Caller:
         return read_caller(self._tenants, request.headers.get, body.prompt_cache_key, body.user)
+
+    def _parent(self, request: Request) -> TraceContext | None:
+        return self._gateway.parent_of(request.headers.getlist)
 
     async def _respond(
         self, request: Request, body: requests.GenerationBody, asked: GenerationRequest, form: Format
