@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.telemetry import TelemetryConfig
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -48,6 +49,7 @@ from moonshard.serving.telemetry.trace_context import TraceContext
 from moonshard.serving.tenants import Tenants
 
 READY_RETRY_AFTER_S = 1.0
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}  # the pipeline has its own spans
 _CHAT = msgspec.json.Decoder(requests.ChatBody)
 _COMPLETION = msgspec.json.Decoder(requests.CompletionBody)
 _TOKENIZE = msgspec.json.Decoder(requests.TokenizeBody)
@@ -86,7 +88,7 @@ class HttpFront:
             "/metrics": ("GET", self._prometheus),
             "/version": ("GET", self._show_version),
         }
-        fastapi = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        fastapi = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, telemetry=_NO_TELEMETRY)
         for path, (method, handler) in routes.items():
             fastapi.add_api_route(path, handler, methods=[method])
         add_error_handlers(fastapi)

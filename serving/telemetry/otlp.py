@@ -31,15 +31,20 @@ _KINDS: Mapping[Kind, SpanKind] = {
 _SCOPE = InstrumentationScope("moonshard")
 
 
-class _LastWords(logging.Handler):
-    """What the exporter's logger would say for each attempt; kept, to be told once."""
+class _FirstWords(logging.Handler):
+    """What the exporters' loggers would say at each attempt: of one batch the first is kept, which tells the cause.
+
+    They do not repeat themselves within seconds; what was said last then holds still.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.text = ""
+        self.text = "no reason was given"
+        self.is_new_batch = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
+        if self.is_new_batch:
+            self.text, self.is_new_batch = record.getMessage(), False
 
 
 class OtlpExporter:
@@ -59,20 +64,19 @@ class OtlpExporter:
                 "moonshard.role": role,
             }
         )
-        self._last_words = _LastWords()
-        exporters = logging.getLogger("opentelemetry.exporter")
-        exporters.addHandler(self._last_words)
-        exporters.propagate = False
+        self._words = _FirstWords()
+        loggers = logging.getLogger("opentelemetry.exporter")  # for the process's life: an export may outlast `close`
+        loggers.addHandler(self._words)
+        loggers.propagate = False
 
     def export(self, spans: Sequence[Span]) -> str | None:
         """The offset to the time of day is read for each batch: that of a long-lived process is corrected meanwhile."""
-        offset_ns = unix_offset_ns()
+        self._words.is_new_batch, offset_ns = True, unix_offset_ns()
         result = self._exporter.export([_readable(span, offset_ns, self._resource) for span in spans])
-        return None if result is SpanExportResult.SUCCESS else self._last_words.text or "no reason was given"
+        return None if result is SpanExportResult.SUCCESS else self._words.text
 
     def close(self) -> None:
         self._exporter.shutdown()
-        logging.getLogger("opentelemetry.exporter").removeHandler(self._last_words)
 
 
 def traces_url(endpoint: str) -> str:
