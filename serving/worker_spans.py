@@ -44,6 +44,11 @@ class WorkerSpans:
     def num_lost(self) -> int:
         return 0 if self._export is None else self._export.num_lost
 
+    @property
+    def num_open(self) -> int:
+        """Requests and legs that are here."""
+        return len(self._parts)
+
     def begin(self, run: link_pb2.Run) -> None:
         """It has arrived, as it is or within a Reserve. One that is here already is not begun again."""
         if self._export is None or not run.traceparent or run.request_id in self._parts:

@@ -121,7 +121,7 @@ class SpanCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
-            "moonshard_lost_spans", "Spans of the gateway that could not be exported.", self._export.num_lost
+            "moonshard_gateway_lost_spans", "Spans of the gateway that could not be exported.", self._export.num_lost
         )
 
 
