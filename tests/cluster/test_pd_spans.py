@@ -116,9 +116,10 @@ def decoding(fleet: Fleet) -> Process:
 def test_a_worker_that_is_killed_loses_its_part_and_the_trace_goes_on_with_another(fleet: Fleet, collector: Collector):
     trace_id = next(_traces)
     metadata = tuple(headers_of(trace_id).items())
-    with fleet.client() as client, client.stream(
-        long_text(100, seed=5), max_tokens=400, ignore_eos=True, metadata=metadata
-    ) as stream:
+    with (
+        fleet.client() as client,
+        client.stream(long_text(100, seed=5), max_tokens=400, ignore_eos=True, metadata=metadata) as stream,
+    ):
         for _ in range(20):
             next(stream)
         decoding(fleet).kill()
@@ -139,9 +140,10 @@ def test_a_worker_that_is_killed_loses_its_part_and_the_trace_goes_on_with_anoth
 def test_a_client_that_leaves_is_told_of_by_all(fleet: Fleet, collector: Collector):
     trace_id = next(_traces)
     metadata = tuple(headers_of(trace_id).items())
-    with fleet.client() as client, client.stream(
-        long_text(100, seed=6), max_tokens=1500, ignore_eos=True, metadata=metadata
-    ) as stream:
+    with (
+        fleet.client() as client,
+        client.stream(long_text(100, seed=6), max_tokens=1500, ignore_eos=True, metadata=metadata) as stream,
+    ):
         for _ in range(10):
             next(stream)
     trace = trace_of(collector, trace_id, 2)

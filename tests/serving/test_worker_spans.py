@@ -1,7 +1,7 @@
 """What workers tell of their parts of a request: under whose span, in which phases, and how each part ended."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -79,6 +79,11 @@ def outcome(part: Span) -> tuple[object, str | None]:
     return part.attributes.get("moonshard.outcome"), part.error
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # answers have no event for each token
+        await asyncio.sleep(0.001)
+
+
 def assert_ours(part: Span, asked: link_pb2.Run) -> None:
     assert part.parent is not None
     assert (part.parent.trace_id.hex(), part.parent.span_id.hex()) == (TRACE, ATTEMPT)
@@ -147,8 +152,7 @@ async def test_a_request_that_is_given_up_while_it_decodes_was_cancelled():
     asked = run(long_text(40), 1000, **TOLD)
     async with traced() as done:
         answer = done.pair.begin(asked)
-        while len(answer.tokens.get(0, ())) < 5:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(answer.tokens.get(0, ())) >= 5)
         done.pair.cancel(asked)
     (prefill,), (decode,) = parts(done.prefill), parts(done.decode)
     assert (outcome(prefill), outcome(decode)) == ((None, None), ("cancelled", None))
@@ -159,8 +163,7 @@ async def test_a_handoff_that_is_given_up_before_was_cancelled_on_both_sides():
     asked = run(long_text(1500), 50, **TOLD)
     async with traced() as done:
         done.pair.begin(asked)
-        while not done.pair.prefill.inspect().load.num_running:
-            await asyncio.sleep(0.001)
+        await until(lambda: done.pair.prefill.inspect().load.num_running > 0)
         done.pair.cancel(asked)
     (prefill,), (decode,) = parts(done.prefill), parts(done.decode)
     assert [outcome(part) for part in (prefill, decode)] == [("cancelled", None)] * 2
@@ -184,8 +187,7 @@ async def test_a_gateway_that_is_lost_cancels_what_it_asked():
     async with traced() as done:
         pair = done.pair
         answer = pair.begin(asked)
-        while len(answer.tokens.get(0, ())) < 5:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(answer.tokens.get(0, ())) >= 5)
         for worker in (pair.prefill, pair.decode):
             worker.close_link(pair.link(worker))
     (decode,) = parts(done.decode)
