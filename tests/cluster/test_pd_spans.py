@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.faults import Fleet, Process, running_fleet
+from tests.cluster.faults import Fleet, Process, inspect, running_fleet
 from tests.engine_room import long_text
 from tests.serving.telemetry.collector import Collector, Exported, http_collector
 
@@ -106,7 +106,7 @@ def decoding(fleet: Fleet) -> Process:
 
     def is_there() -> bool:
         workers = [worker for name, worker in fleet.workers.items() if name.startswith("decode")]
-        found[:] = [w for w in workers if fleet.metric("moonshard_worker_running_requests", worker=w.address)]
+        found[:] = [worker for worker in workers if inspect(worker.address).load.num_running]
         return bool(found)
 
     assert wait_until(is_there, 10)
@@ -118,12 +118,12 @@ def test_a_worker_that_is_killed_loses_its_part_and_the_trace_goes_on_with_anoth
     metadata = tuple(headers_of(trace_id).items())
     with (
         fleet.client() as client,
-        client.stream(long_text(100, seed=5), max_tokens=400, ignore_eos=True, metadata=metadata) as stream,
+        client.stream(long_text(100, seed=5), max_tokens=1500, ignore_eos=True, metadata=metadata) as stream,
     ):
         for _ in range(20):
             next(stream)
         decoding(fleet).kill()
-        assert sum(len(delta.token_ids) for delta in stream) > 300
+        assert sum(len(delta.token_ids) for delta in stream) > 1400
     trace = trace_of(collector, trace_id, 2)
     (request,) = (span for span in trace.spans if span.role == "gateway" and span.kind == "server")
     assert not request.is_error
