@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.serving.pd_pair import Pair, run, running
 
 pytestmark = pytest.mark.xdist_group("jax")
 TRACE, ATTEMPT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-TOLD = {"traceparent": f"00-{TRACE}-{ATTEMPT}-01", "tracestate": "vendor=1"}
+TOLD: dict[str, Any] = {"traceparent": f"00-{TRACE}-{ATTEMPT}-01", "tracestate": "vendor=1"}
 
 
 class Sink:
@@ -141,7 +142,7 @@ async def test_what_was_found_in_the_cache_is_told_by_whoever_found_it():
     "fields",
     [{}, {"traceparent": f"00-{TRACE}-{ATTEMPT}-00"}, {"traceparent": "nonsense"}, {"tracestate": "vendor=1"}],
 )
-async def test_who_names_no_sampled_span_gets_none(fields: dict[str, str]):
+async def test_who_names_no_sampled_span_gets_none(fields: dict[str, Any]):
     async with traced() as done:
         assert (await done.pair.ask(run(long_text(40), 5, **fields))).cause is None
         await done.pair.ask_decode_alone(run(long_text(30), 5, **fields))

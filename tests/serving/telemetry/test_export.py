@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from threading import Event
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -23,17 +24,17 @@ BOUND_S = export_module.FLUSH_TIMEOUT_S + export_module.ABORT_TIMEOUT_S + 1.0
 _numbers = itertools.count(1)
 
 
-def span(**fields: object) -> Span:
+def span(**fields: Any) -> Span:
     now_ns = time.perf_counter_ns()
-    made: dict = {
-        "name": "a span",
-        "kind": "internal",
-        "context": TraceContext(b"t" * 16, next(_numbers).to_bytes(8), 1, "a=1,b=2"),
-        "parent": None,
-        "begun_ns": now_ns - 5_000_000,
-        "ended_ns": now_ns,
-    }
-    return Span(**(made | fields))
+    made = Span(
+        name="a span",
+        kind="internal",
+        context=TraceContext(b"t" * 16, next(_numbers).to_bytes(8), 1, "a=1,b=2"),
+        parent=None,
+        begun_ns=now_ns - 5_000_000,
+        ended_ns=now_ns,
+    )
+    return replace(made, **fields)
 
 
 def telemetry(url: str, protocol: Literal["grpc", "http"] = "grpc") -> TelemetryConfig:

@@ -19,6 +19,7 @@ def read(*pairs: tuple[str, str]) -> TraceContext | None:
 
 def test_a_context_is_read_as_it_is_written():
     found = parse_context(PARENT, "vendor=1,tenant@other=a b")
+    assert found is not None
     assert found == TraceContext(bytes.fromhex(TRACE), bytes.fromhex(SPAN), 1, "vendor=1,tenant@other=a b")
     assert found.traceparent == PARENT
     assert found.is_sampled
