@@ -144,6 +144,17 @@ class TraceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TelemetryConfig:
+    """Where every process sends its requests' spans; what is not said here, OpenTelemetry's variables may say."""
+
+    endpoint: Text | None = None  # http:// or https:// of a collector that speaks OTLP; None: there are no spans
+    protocol: Literal["auto", "grpc", "http"] = "auto"  # auto: grpc
+    sampled_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None  # of the traces that begin here; None: all
+    parent_based: bool | None = None  # whoever began a trace has decided whether it is sampled; None: yes
+    service_name: Text | None = None  # None: moonshard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TlsConfig:
     """Mutual TLS between gateway and workers: PEM files, all or none. Workers and gateways each show `cert`."""
 
@@ -170,6 +181,7 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     kv: KvConfig = field(default_factory=KvConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
 
 

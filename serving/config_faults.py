@@ -6,8 +6,9 @@ Apart from `config`, which says what there is, and from `config_file`, which rea
 
 import ipaddress
 from collections import Counter
+from urllib.parse import urlsplit
 
-from moonshard.serving.config import Config, KvConfig, TlsConfig, kv_host_of
+from moonshard.serving.config import Config, KvConfig, TelemetryConfig, TlsConfig, kv_host_of
 from moonshard.sharding.rules import MeshError, Rules, check_rules
 from moonshard.sharding.shape import MeshShape
 
@@ -17,6 +18,7 @@ PORTS_PER_WORKER = 2  # of Mooncake: one for its handshake, one for the data
 def joint_faults(config: Config) -> list[str]:
     """All of them; empty for a configuration that can be served."""
     faults = [*_address_faults(config), *_size_faults(config), *_tls_faults(config.tls)]
+    faults += _telemetry_faults(config.telemetry)
     if config.mode == "disaggregated":
         faults += [*_handoff_faults(config), *_plane_faults(config)]
     return faults
@@ -85,6 +87,21 @@ def _tls_faults(tls: TlsConfig) -> list[str]:
         return []
     missing = [key for key in files if key not in named]
     return [f"{key}: not set, but {' and '.join(named)} is; [tls] needs all three files or none" for key in missing]
+
+
+def collector_fault(endpoint: str) -> str | None:
+    """Why nothing can be exported there; None where it may."""
+    try:
+        url = urlsplit(endpoint)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # of a port or an address
+        is_url = False
+    return None if is_url else f"expected http://host:port or https://host:port, got {endpoint!r}"
+
+
+def _telemetry_faults(telemetry: TelemetryConfig) -> list[str]:
+    fault = None if telemetry.endpoint is None else collector_fault(telemetry.endpoint)
+    return [] if fault is None else [f"telemetry.endpoint: {fault}"]
 
 
 def _handoff_faults(config: Config) -> list[str]:

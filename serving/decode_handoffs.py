@@ -27,7 +27,9 @@ from moonshard.serving.handoff.decode_side import DecodeSide, DecodeSideConfig
 from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.link import Link
 from moonshard.serving.request import Request
+from moonshard.serving.telemetry.span import CANCELLED
 from moonshard.serving.waiting import Rejected
+from moonshard.serving.worker_spans import WorkerSpans
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class DecodeHandoffs:
         plane: KvPlane,
         epoch: int,
         on_join: Callable[[bytes, Link], None],
+        spans: WorkerSpans,
         on_fault: Callable[[BaseException], None],
     ):
         self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_slots, 1)
@@ -72,6 +75,7 @@ class DecodeHandoffs:
         self._cache = cache
         self._plane = plane
         self._on_join = on_join
+        self._spans = spans
         side = DecodeSideConfig(
             session=plane.endpoint.session,
             lease_s=config.lease_s,
@@ -143,10 +147,12 @@ class DecodeHandoffs:
         for line in self._waiting:
             for waiting in [w for w in line if w.reserve.handoff == handoff and w.link is link]:
                 line.remove(waiting)
+                self._spans.end(handoff, CANCELLED)
         if self._links.get(handoff) is link:
             del self._links[handoff]
             self._do(self._side.cancel(handoff, time.perf_counter()))
             self._started_s.pop(handoff, None)
+            self._spans.end(handoff, CANCELLED)
             self._gave_back()
 
     def left(self, handoff: bytes) -> None:
@@ -185,6 +191,7 @@ class DecodeHandoffs:
         answer = self._side.reserve(reserve, partition, found, time.perf_counter())
         if isinstance(answer, m.Target):
             self._links[reserve.handoff] = waiting.link
+            self._spans.phase(reserve.handoff, "reserve", waiting.arrived_s)
             waiting.link.send(link_pb2.WorkerMessage(target=handoff_wire.target_message(answer)))
         return not isinstance(answer, m.Overloaded)
 
@@ -232,6 +239,7 @@ class DecodeHandoffs:
         return num_spare >= self._engine.num_sequences(partition) + self._engine.num_blocks_due(partition)
 
     def _refuse(self, handoff: bytes, link: Link) -> None:
+        self._spans.end(handoff, m.Cause.OVERLOADED.name.lower())
         failed = handoff_wire.failed_message(handoff, m.Cause.OVERLOADED, retry_after_s=1.0)
         link.send(link_pb2.WorkerMessage(failed=failed))
 
@@ -261,6 +269,7 @@ class DecodeHandoffs:
                     self._join(action)
                 case m.Failed():
                     self._tell(action.handoff, failed=handoff_wire.failed_message(action.handoff, action.cause))
+                    self._spans.end(action.handoff, action.cause.name.lower())
                     self._forget(action.handoff)
                 case m.Leave():
                     self._engine.cancel(action.handoff)
@@ -279,16 +288,20 @@ class DecodeHandoffs:
     def _join(self, join: m.Join) -> None:
         link, started_s = self._links.pop(join.handoff), self._started_s.pop(join.handoff)
         land_ms = (time.perf_counter() - started_s) * 1e3
+        self._spans.joined(join.handoff, started_s)
         try:
             is_running = self._engine.join(join.request, join.partition, join.block_table, join.tokens, land_ms)
         except Rejected as error:  # above all: another number of first tokens than of choices
             self._pool.release(join.partition, join.block_table[::-1])
-            link.send(wire.failed(join.handoff, wire.rejection(error)))
+            refusal = wire.rejection(error)
+            link.send(wire.failed(join.handoff, refusal))
+            self._spans.end(join.handoff, refusal.code.name.lower())
             is_running = False
         if is_running:
             self._on_join(join.handoff, link)
         else:
             self._side.left(join.handoff)
+            self._spans.end(join.handoff)
 
     def _tell(self, handoff: bytes, **message: Any) -> None:
         self._links[handoff].send(link_pb2.WorkerMessage(**message))

@@ -29,6 +29,8 @@ from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.link import Link
 from moonshard.serving.plan import PrefillChunk, PrefillPlan
 from moonshard.serving.request import FinishReason, Request
+from moonshard.serving.telemetry.span import CANCELLED
+from moonshard.serving.worker_spans import WorkerSpans
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class PrefillHandoffs:
         plane: KvPlane,
         epoch: int,
         quarantine_s: float,
+        spans: WorkerSpans,
         on_fault: Callable[[BaseException], None],
     ):
         self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_slots, 1)
@@ -79,6 +82,7 @@ class PrefillHandoffs:
         self._pool = pool
         self._cache = cache
         self._plane = plane
+        self._spans = spans
         self._epoch = epoch
         self._side = PrefillSide(epoch, pool, self.slab, quarantine_s)
         self._legs: dict[bytes, _Leg] = {}
@@ -244,6 +248,7 @@ class PrefillHandoffs:
                 case m.Drained():
                     self._tell(action.handoff, drained=handoff_wire.drained_message(action))
                 case m.Failed():
+                    self._spans.end(action.handoff, action.cause.name.lower())
                     self._tell(action.handoff, failed=handoff_wire.failed_message(action.handoff, action.cause))
                 case m.FirstTokens():
                     raise ValueError("first tokens come from the engine")
@@ -255,6 +260,8 @@ class PrefillHandoffs:
         leg = self._legs[manifest.handoff]
         phases = leg.phases(time.perf_counter()) if manifest.is_last else None
         leg.is_published = manifest.is_last
+        if leg.is_published and leg.staged_s is not None:
+            self._spans.phase(manifest.handoff, "transfer", leg.staged_s)
         leg.link.send(link_pb2.WorkerMessage(chunk=handoff_wire.manifest_message(manifest, phases)))
         self._sweep()
 
@@ -301,5 +308,6 @@ class PrefillHandoffs:
         for handoff, leg in tuple(self._legs.items()):
             if (leg.is_done or leg.is_given_up) and not self._side.knows(handoff):
                 del self._legs[handoff]
+                self._spans.end(handoff, None if leg.is_done else CANCELLED)
                 if leg.partition is not None:
                     self._cache.renew(leg.partition, leg.request.block_names)

@@ -25,9 +25,11 @@ from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.prefill_handoffs import PrefillHandoffs
 from moonshard.serving.prefix_feed import PrefixFeed
 from moonshard.serving.scheduler import Scheduler
+from moonshard.serving.telemetry.span import CANCELLED
 from moonshard.serving.trace.steps import RecordedSteps
 from moonshard.serving.waiting import QueueTimeout, Rejected
 from moonshard.serving.worker_report import kv_transfer_message, load_message, partition_state, welcome_message
+from moonshard.serving.worker_spans import WorkerSpans
 
 TICK_S = 0.1  # how late a lease's end, a place for a waiting reservation or what is newly cached may be noticed
 
@@ -37,7 +39,8 @@ logger = logging.getLogger(__name__)
 class Worker:
     """What is behind the link: the engine, the handoffs, and which link each request came over.
 
-    `plane` is that of a worker whose role has handoffs; `recorded` is where its steps are recorded, None: nowhere.
+    `plane` is that of a worker whose role has handoffs; `recorded` is where its steps are recorded, None: nowhere; and
+    `spans` are those of its requests, None: there are none.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Worker:
         compilations: CompilationCounter,
         plane: KvPlane | None,
         recorded: RecordedSteps | None = None,
+        spans: WorkerSpans | None = None,
     ):
         self.role: WorkerRole = role
         self.epoch = secrets.token_bytes(16)
@@ -56,6 +60,7 @@ class Worker:
         self._model = model
         self._compilations = compilations
         self._plane = plane
+        self._spans = spans or WorkerSpans()
         self._pool = model.block_pool()
         self._scheduler = Scheduler(model.scheduler_config(config), self._pool)
         self._open: dict[Link, PrefixFeed] = {}
@@ -86,6 +91,7 @@ class Worker:
             plane=plane,
             epoch=handoff_wire.epoch_from(self.epoch),
             quarantine_s=self._config.kv.quarantine_s,
+            spans=self._spans,
             on_fault=self.engine.fail,
         )
 
@@ -106,6 +112,7 @@ class Worker:
             plane=plane,
             epoch=handoff_wire.epoch_from(self.epoch),
             on_join=self._links.__setitem__,
+            spans=self._spans,
             on_fault=self.engine.fail,
         )
 
@@ -126,6 +133,7 @@ class Worker:
         if self._ticking is not None:
             self._ticking.cancel()
         await self.engine.close()
+        self._spans.close()
         if self._plane is not None:
             await asyncio.to_thread(self._plane.close)
 
@@ -187,11 +195,16 @@ class Worker:
                 case "credits":
                     self._prefills().credits(message.credits, link)
         except Rejected as error:
-            link.send(wire.failed(request_id_of(message), wire.rejection(error)))
+            self._turn_down(message, wire.rejection(error), link)
         except RequestError as error:
             if not isinstance(error, InvalidArgument | NotFound | Unavailable):
                 logger.warning("%s: %s", name, error.message)
-            link.send(wire.failed(request_id_of(message), error))
+            self._turn_down(message, error, link)
+
+    def _turn_down(self, message: link_pb2.GatewayMessage, error: RequestError, link: Link) -> None:
+        request_id = request_id_of(message)
+        self._spans.end(request_id, error.code.name.lower())
+        link.send(wire.failed(request_id, error))
 
     def _refused(self, reason: str) -> None:
         """Log why a gateway does not route here: once, for it knocks again every second."""
@@ -205,18 +218,23 @@ class Worker:
             raise FailedPrecondition("a worker of role prefill does not decode; its runs have a target", field="role")
         request = wire.request_from(run, self._model.vocab_size, self._model.block_size)
         resumed = wire.resumed_from(run, self._model.vocab_size)
+        self._spans.begin(run)
         self.engine.submit(request, resumed, wire.partition_from(run))
         self._links[request.id] = link
 
     def _run_for(self, run: link_pb2.Run, link: Link) -> None:
         handoffs = self._prefills()
         self._check_open()
-        handoffs.run(run, wire.request_from(run, self._model.vocab_size, self._model.block_size), link)
+        request = wire.request_from(run, self._model.vocab_size, self._model.block_size)
+        self._spans.begin(run)
+        handoffs.run(run, request, link)
 
     def _reserve(self, reserve: link_pb2.Reserve, link: Link) -> None:
         handoffs = self._decodes()
         self._check_open()
-        handoffs.reserve(reserve, wire.request_from(reserve.run, self._model.vocab_size, self._model.block_size), link)
+        request = wire.request_from(reserve.run, self._model.vocab_size, self._model.block_size)
+        self._spans.begin(reserve.run)
+        handoffs.reserve(reserve, request, link)
 
     def _to_decode(self, name: str, message: link_pb2.GatewayMessage, link: Link) -> None:
         handoffs = self._decodes()
@@ -240,6 +258,7 @@ class Worker:
 
     def _end(self, request_id: bytes) -> None:
         del self._links[request_id]
+        self._spans.end(request_id, CANCELLED)
         self.engine.cancel(request_id)
         if self._decode is not None:
             self._decode.left(request_id)
@@ -274,6 +293,7 @@ class Worker:
             kv_transfer=self._kv_transfer(),
             reserved_tokens=[self._reserved_tokens(partition) for partition in partitions],
             num_seen=0 if link is None else self._num_seen[link],
+            num_lost_spans=self._spans.num_lost,
         )
 
     def _reserved_tokens(self, partition: int) -> int:
@@ -320,12 +340,15 @@ class Worker:
         by_link: dict[Link, list[link_pb2.SequenceOutput]] = {}
         for item in report.emitted:
             request_id = item.output.sequence.request_id
+            if item.phases is not None:
+                self._spans.emitted(item)
             if self._prefill is not None and self._prefill.owns(request_id):
                 self._prefill.emitted(item)
             else:
                 by_link.setdefault(self._links[request_id], []).append(wire.sequence_output(item))
         for request_id in report.ended:
-            self._links.pop(request_id, None)
+            if self._links.pop(request_id, None) is not None:  # else it is a handoff's, which is not over with it
+                self._spans.end(request_id)
             if self._decode is not None:
                 self._decode.left(request_id)
         if self._decode is not None:
@@ -343,7 +366,9 @@ class Worker:
                 link.send(news)
 
     def _on_expired(self, request_id: bytes, error: QueueTimeout) -> None:
-        message = wire.failed(request_id, wire.rejection(error))
+        refusal = wire.rejection(error)
+        message = wire.failed(request_id, refusal)
+        self._spans.end(request_id, refusal.code.name.lower())
         if self._prefill is not None and self._prefill.owns(request_id):
             self._prefill.turned_down(request_id, message)
         elif (link := self._links.pop(request_id, None)) is not None:

@@ -20,11 +20,13 @@ from moonshard.serving.kv_transports import KvTransports
 from moonshard.serving.link_service import LinkServicer
 from moonshard.serving.loading import LoadedModel, load_model
 from moonshard.serving.status_pipe import Status
+from moonshard.serving.telemetry.export import exporting
 from moonshard.serving.trace.recorder import recording
 from moonshard.serving.trace.schema import STEPS
 from moonshard.serving.trace.steps import RecordedSteps
 from moonshard.serving.transport_security import server_tls
 from moonshard.serving.worker import Worker
+from moonshard.serving.worker_spans import WorkerSpans
 
 SERVICE_NAME = link_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 STOP_GRACE_S = 1.0
@@ -64,9 +66,13 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int
     address = _address(config.worker.host, server.port)
     status("listening", {"address": address})
     try:
-        async with recording(config.trace, STEPS) as recorder:
+        async with (
+            recording(config.trace, STEPS) as recorder,
+            exporting(config.telemetry, role=role, instance=address) as export,
+        ):
+            spans = WorkerSpans(export, role=role)
             recorded = None if recorder is None else RecordedSteps(recorder.rows(STEPS).append, address)
-            worker = await _load(config, role, transports, server.port, recorded, status, stop)
+            worker = await _load(config, role, transports, server.port, recorded, spans, status, stop)
             if worker is None:
                 return 0
             keep_for_life()
@@ -97,6 +103,7 @@ async def _load(
     transports: KvTransports,
     port: int,
     recorded: RecordedSteps | None,
+    spans: WorkerSpans,
     status: Status,
     stop: asyncio.Event,
 ) -> Worker | None:
@@ -118,7 +125,7 @@ async def _load(
         model, plane = await asyncio.to_thread(load)
     except _Stopped:
         return None
-    worker = Worker(config, role, model, compilations, plane, recorded)
+    worker = Worker(config, role, model, compilations, plane, recorded, spans)
     compilations.mark_serving()
     return worker
 

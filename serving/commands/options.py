@@ -1,5 +1,6 @@
 """The options that commands share."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ import tyro
 
 from moonshard.serving.config import Config
 from moonshard.serving.config_file import load_config
+from moonshard.serving.telemetry.environment import with_environment
 
 Overrides = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
@@ -30,7 +32,7 @@ class ConfigOptions:
     """Set one key, for example --set decode.max_slots=32. The value is TOML, or else a string. May be repeated."""
 
     def load(self) -> Config:
-        return load_config(self.config, self.set)
+        return with_environment(load_config(self.config, self.set), os.environ)
 
 
 Configured = Annotated[ConfigOptions, tyro.conf.arg(name="")]  # its options without a prefix

@@ -24,6 +24,7 @@ from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.pool import LinkPool, Route
 from moonshard.serving.gateway.prefill_place import PrefillPlace
 from moonshard.serving.gateway.record import Leg, Placement, RequestRecord
+from moonshard.serving.gateway.request_spans import mark_attempt
 from moonshard.serving.gateway.session import Arrival, Inbox
 from moonshard.serving.router import Affinity, Ask
 
@@ -130,6 +131,7 @@ class Attempts:
                         yield arrival
                     return
                 except RequestError as error:
+                    record.failed(error)
                     self._failed(attempt, error, failures)
                     record.retried()
 
@@ -246,6 +248,7 @@ class Attempts:
         self._metrics.retries.labels(*self._labels(attempt.route), cause).inc()
 
     def _end(self, attempt: _Attempt, record: RequestRecord) -> None:
+        record.left()
         session, handoff = attempt.route.session, attempt.handoff
         if handoff is None:
             session.close(attempt.run.request_id, cancel=not attempt.is_worker_done)
@@ -268,6 +271,7 @@ def rest_of(run: link_pb2.Run, choices: Sequence[ChoiceStream]) -> link_pb2.Run:
     rest = link_pb2.Run()
     rest.CopyFrom(run)
     rest.request_id = secrets.token_bytes(REQUEST_ID_BYTES)
+    mark_attempt(rest)
     if any(choice.token_ids for choice in choices):
         going_on = (choice for choice in choices if not choice.is_ended)
         rest.resumed.extend(link_pb2.Resumed(choice=choice.index, token_ids=choice.token_ids) for choice in going_on)

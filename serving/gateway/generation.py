@@ -7,7 +7,7 @@ one error. Where it runs, and runs on when a worker is lost, is `attempts`'.
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
 from moonshard.serving.gateway.traces import RequestTrace, RequestTraces
 from moonshard.serving.router import Affinity
+from moonshard.serving.telemetry.trace_context import TraceContext, read_context
 
 type Event = Placed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
 
@@ -110,6 +111,10 @@ class Gateway:
             raise self.pool.unavailable()
         return limits
 
+    def parent_of(self, headers: Callable[[str], Sequence[str]]) -> TraceContext | None:
+        """The client's span, by all values of a header; None where there is none, or no spans are wanted."""
+        return read_context(headers) if self._traces.has_spans else None
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event]:
         """Placed and TokenIds (the prompt), then CallsMade and Deltas, then one Summary.
 
@@ -126,7 +131,7 @@ class Gateway:
             prompt = await self.model.tokenize(request)
             run = self._make_run(admission, prompt)
             record = RequestRecord(self._metrics, run, stamps)
-            trace.tokenized(record)
+            trace.tokenized(run, record)
             self._accounts.admit(request.caller.tenant, len(prompt))
             with record, self._accounts.entry(request, record):
                 async with aclosing(self._stream(admission, run, record, trace)) as events:

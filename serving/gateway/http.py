@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.telemetry import TelemetryConfig
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -44,9 +45,11 @@ from moonshard.serving.gateway.openai_responses import (
     error_event,
 )
 from moonshard.serving.gateway.parameters import GenerationRequest, TextPrompt
+from moonshard.serving.telemetry.trace_context import TraceContext
 from moonshard.serving.tenants import Tenants
 
 READY_RETRY_AFTER_S = 1.0
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}  # the pipeline has its own spans
 _CHAT = msgspec.json.Decoder(requests.ChatBody)
 _COMPLETION = msgspec.json.Decoder(requests.CompletionBody)
 _TOKENIZE = msgspec.json.Decoder(requests.TokenizeBody)
@@ -85,7 +88,7 @@ class HttpFront:
             "/metrics": ("GET", self._prometheus),
             "/version": ("GET", self._show_version),
         }
-        fastapi = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        fastapi = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, telemetry=_NO_TELEMETRY)
         for path, (method, handler) in routes.items():
             fastapi.add_api_route(path, handler, methods=[method])
         add_error_handlers(fastapi)
@@ -104,18 +107,21 @@ class HttpFront:
         received_ns = time.perf_counter_ns()
         body = decode(_CHAT, await read_body(request, self._max_body_bytes))
         asked = requests.chat_request(body, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
-        asked = replace(asked, caller=self._caller(request, body))
+        asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         return await self._respond(request, body, asked, ChatFormat(self._gateway.model.tokenizer))
 
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
         body = decode(_COMPLETION, await read_body(request, self._max_body_bytes))
         asked = requests.completion_request(body, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
-        asked = replace(asked, caller=self._caller(request, body))
+        asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         return await self._respond(request, body, asked, CompletionFormat(self._gateway.model.tokenizer))
 
     def _caller(self, request: Request, body: requests.GenerationBody) -> Caller:
         return read_caller(self._tenants, request.headers.get, body.prompt_cache_key, body.user)
+
+    def _parent(self, request: Request) -> TraceContext | None:
+        return self._gateway.parent_of(request.headers.getlist)
 
     async def _respond(
         self, request: Request, body: requests.GenerationBody, asked: GenerationRequest, form: Format

@@ -65,7 +65,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await handler(request)
 
     async def _generate(self, asked: GenerationRequest, context: grpc.aio.ServicerContext) -> None:
-        asked = replace(asked, caller=read_caller(self._tenants, _header(context)))
+        caller, parent = read_caller(self._tenants, _header(context)), self._gateway.parent_of(_all_values(context))
+        asked = replace(asked, caller=caller, parent=parent)
         is_placed = False
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
@@ -138,6 +139,11 @@ def _header(context: grpc.aio.ServicerContext) -> Callable[[str], str | None]:
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
     return header
+
+
+def _all_values(context: grpc.aio.ServicerContext) -> Callable[[str], list[str]]:
+    """The same where a name may come more than once."""
+    return lambda name: [str(value) for key, value in context.invocation_metadata() or () if key == name]
 
 
 def _prompt(request: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPrompt:

@@ -31,11 +31,14 @@ from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.rates import TokenRates
+from moonshard.serving.gateway.request_spans import RequestSpans
 from moonshard.serving.gateway.traces import RequestTraces, TraceCollector
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
 from moonshard.serving.heap import keep_for_life
 from moonshard.serving.ledger import Ledger
 from moonshard.serving.status_pipe import Status
+from moonshard.serving.telemetry.export import SpanCollector, SpanExport, exporting
+from moonshard.serving.telemetry.trace_context import Sampling
 from moonshard.serving.tenants import Tenants, load_tenants
 from moonshard.serving.trace.recorder import Recorder, recording
 from moonshard.serving.trace.schema import REQUESTS, TOKENS
@@ -86,16 +89,22 @@ async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Asyn
         async with (
             _ledger_at(config.gateway.ledger) as ledger,
             recording(config.trace, REQUESTS, TOKENS) as recorder,
-            _serving(config, listener, ledger, recorder, keep_alive_s) as running,
+            exporting(config.telemetry, role="gateway", instance=_http_address(config, listener)) as export,
+            _serving(config, listener, ledger, recorder, export, keep_alive_s) as running,
         ):
             yield running
 
 
 @contextlib.asynccontextmanager
 async def _serving(
-    config: Config, listener: socket.socket, ledger: Ledger | None, recorder: Recorder | None, keep_alive_s: float
+    config: Config,
+    listener: socket.socket,
+    ledger: Ledger | None,
+    recorder: Recorder | None,
+    export: SpanExport | None,
+    keep_alive_s: float,
 ) -> AsyncIterator[RunningGateway]:
-    """With what is open already: the HTTP port, and ledger and recorder where there are any."""
+    """With what is open already: the HTTP port, and ledger, recorder and export of spans where there are any."""
     model = load_served_model(config.model.path, config.model.name)
     tenants = load_tenants(config.gateway.keys)
     metrics = GatewayMetrics(model.name)
@@ -105,7 +114,7 @@ async def _serving(
         pool,
         metrics,
         _accounts(config, metrics, ledger),
-        _traces(config, metrics, recorder),
+        _traces(config, metrics, recorder, export),
         max_queued_requests=config.gateway.max_queued_requests,
         routing=config.routing,
         lease_s=config.kv.lease_s,
@@ -119,14 +128,21 @@ async def _serving(
         keep_alive_s=keep_alive_s,
     )
     grpc_server = _grpc_server(config.gateway, gateway, tenants)
-    host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
     async with pool.running(), _serving_grpc(grpc_server), _serving_http(front.app, listener):
         yield RunningGateway(
             gateway=gateway,
             grpc_server=grpc_server,
-            http=f"http://{host}:{listener.getsockname()[1]}",
-            grpc=f"{host}:{grpc_server.port}",
+            http=f"http://{_http_address(config, listener)}",
+            grpc=f"{_host(config)}:{grpc_server.port}",
         )
+
+
+def _host(config: Config) -> str:
+    return f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
+
+
+def _http_address(config: Config, listener: socket.socket) -> str:
+    return f"{_host(config)}:{listener.getsockname()[1]}"
 
 
 def bind_http(host: str, port: int) -> socket.socket:
@@ -215,10 +231,21 @@ def _accounts(config: Config, metrics: GatewayMetrics, ledger: Ledger | None) ->
     return Accounts(metrics, config.prices, ledger=ledger, rates=rates)
 
 
-def _traces(config: Config, metrics: GatewayMetrics, recorder: Recorder | None) -> RequestTraces:
+def _traces(
+    config: Config, metrics: GatewayMetrics, recorder: Recorder | None, export: SpanExport | None
+) -> RequestTraces:
     if recorder is not None:
         metrics.registry.register(TraceCollector(recorder))
-    return RequestTraces(metrics.model_name, recorder, has_tokens=config.trace.tokens)
+    spans = None if export is None else _spans(config, metrics, export)
+    return RequestTraces(metrics.model_name, recorder, spans, has_tokens=config.trace.tokens)
+
+
+def _spans(config: Config, metrics: GatewayMetrics, export: SpanExport) -> RequestSpans:
+    metrics.registry.register(SpanCollector(export))
+    telemetry = config.telemetry
+    ratio = 1.0 if telemetry.sampled_ratio is None else telemetry.sampled_ratio
+    sampling = Sampling(ratio, is_parent_based=telemetry.parent_based is not False)
+    return RequestSpans(export, sampling, model=metrics.model_name, host=config.gateway.host)
 
 
 @contextlib.asynccontextmanager

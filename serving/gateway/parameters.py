@@ -11,6 +11,7 @@ from moonshard.models.generation import GenerationDefaults
 from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.gateway.caller import Caller
 from moonshard.serving.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
+from moonshard.serving.telemetry.trace_context import TraceContext
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1_000  # of one: each choice prepares its matchers on the event loop
@@ -70,6 +71,7 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     tool_use: ToolUse | None = None  # None: calls in the answer are not looked for
     caller: Caller = field(default_factory=Caller)
+    parent: TraceContext | None = None  # the client's span, where spans are wanted
     spelling: Mapping[str, str] = field(default_factory=dict)
 
     def invalid(self, name: str, problem: str, kind: type[InvalidArgument] = InvalidArgument) -> InvalidArgument:

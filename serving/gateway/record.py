@@ -4,6 +4,7 @@ A context manager, so that tokens of a request that was cut short are counted to
 them). A request that moves is the worker's that decodes it, one that goes on elsewhere the last one's.
 """
 
+import time
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -12,6 +13,7 @@ from prometheus_client import Counter, Histogram
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.codec import decode_finish_reason
+from moonshard.rpc.status import RequestError
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
@@ -37,6 +39,16 @@ class Placement:
     decode: Leg
 
 
+@dataclass(kw_only=True, slots=True)
+class SentAttempt:
+    """One that was sent; `left` and `failed` of its request's record say how it went on."""
+
+    placement: Placement
+    sent_ns: int
+    ended_ns: int = 0
+    error: RequestError | None = None  # that ended it
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Worker:
     """Whom a request was sent to, and the metrics of its tokens: looked up once, used per token."""
@@ -53,14 +65,14 @@ class RequestRecord:
     def __init__(self, metrics: GatewayMetrics, run: link_pb2.Run, stamps: Stamps) -> None:
         self._metrics = metrics
         self._worker: _Worker | None = None  # until it is sent
-        self.placement: Placement | None = None  # likewise; then of the last attempt
+        self.attempts: list[SentAttempt] = []
         self._run = run
         self.stamps = stamps
         self.num_prompt = len(run.prompt_tokens)
         self.max_tokens = run.max_tokens
         self._num_cached = 0
         self._num_ended = 0
-        self._finish_reason = ""
+        self._finish_reasons = [""] * run.n
         self._num_tokens = [0] * run.n
         self._last_arrival_ns = [0] * run.n
         self._num_dropped = 0
@@ -78,7 +90,7 @@ class RequestRecord:
     def sent(self, worker_index: int, placement: Placement) -> None:
         """To that worker, which will decode it."""
         self.stamps.sent()
-        self.placement = placement
+        self.attempts.append(SentAttempt(placement=placement, sent_ns=time.perf_counter_ns()))
         labels = (self._metrics.model_name, str(worker_index))
         self._worker = _Worker(
             labels=labels,
@@ -86,6 +98,19 @@ class RequestRecord:
             generation_tokens=self._metrics.generation_tokens.labels(*labels),
             inter_token_s=self._metrics.inter_token_s.labels(*labels),
         )
+
+    def left(self) -> None:
+        """The last attempt is over, however it ended."""
+        self.attempts[-1].ended_ns = time.perf_counter_ns()
+
+    def failed(self, error: RequestError) -> None:
+        """It is what ends the last attempt."""
+        self.attempts[-1].error = error
+
+    @property
+    def placement(self) -> Placement | None:
+        """Of the last attempt; None until it is sent."""
+        return self.attempts[-1].placement if self.attempts else None
 
     @property
     def is_sent(self) -> bool:
@@ -156,7 +181,12 @@ class RequestRecord:
     @property
     def finish_reason(self) -> str:
         """Of the first choice; empty until it has ended."""
-        return self._finish_reason
+        return self._finish_reasons[0]
+
+    @property
+    def finish_reasons(self) -> tuple[str, ...]:
+        """Of each choice, of a request that is over: `abort` of one that was cut short, as in the metrics."""
+        return tuple(reason or "abort" for reason in self._finish_reasons)
 
     @property
     def _sent_to(self) -> "_Worker":
@@ -185,6 +215,5 @@ class RequestRecord:
         self._last_arrival_ns[delta.choice] = arrived_ns
         if (finish := decode_finish_reason(delta.finish_reason)) is not None:
             self._num_ended += 1
-            if delta.choice == 0:
-                self._finish_reason = finish
+            self._finish_reasons[delta.choice] = finish
             self._metrics.finished_choices.labels(*self._labels, finish).inc()

@@ -1,4 +1,4 @@
-"""A row for every request that the pipeline was asked, however it ended, and on demand one for every token.
+"""A row for every request that the pipeline was asked, however it ended, on demand one for every token, and spans.
 
 Rows are as many as `moonshard_requests` counts: what was no request (no JSON, an unknown key, too large a body) has
 none. Names of tenants and sessions are hashed, and neither text nor tokens are kept. Left out: what is told to
@@ -13,9 +13,11 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc import link_pb2
 from moonshard.serving.gateway.metrics import outcome_of
 from moonshard.serving.gateway.parameters import GenerationRequest
 from moonshard.serving.gateway.record import Leg, RequestRecord
+from moonshard.serving.gateway.request_spans import RequestSpan, RequestSpans
 from moonshard.serving.gateway.stamps import Stamps
 from moonshard.serving.trace.recorder import Recorder, Rows
 from moonshard.serving.trace.schema import REQUESTS, TOKENS, Row
@@ -26,16 +28,21 @@ MAX_ERROR_CHARS = 500
 class RequestTrace:
     """One request's. What is not known yet when it ends is null in its row."""
 
-    def __init__(self, request: GenerationRequest, stamps: Stamps, tokens: Rows | None) -> None:
+    def __init__(
+        self, request: GenerationRequest, stamps: Stamps, tokens: Rows | None, span: RequestSpan | None
+    ) -> None:
+        self.record: RequestRecord | None = None
+        self.span = span  # None: none is wanted
         self._request = request
         self._stamps = stamps
         self._tokens = tokens
         self._num_tokens = [0] * request.n if tokens is not None else []
-        self._record: RequestRecord | None = None
 
-    def tokenized(self, record: RequestRecord) -> None:
-        """The prompt is known, and `record` will be told of all that follows."""
-        self._record = record
+    def tokenized(self, run: link_pb2.Run, record: RequestRecord) -> None:
+        """`run` is what workers will be sent, and `record` will be told of all that follows."""
+        self.record = record
+        if self.span is not None:
+            self.span.mark(run)
 
     def arrived(self, arrived_ns: int, delta: pb.Delta) -> None:
         """The client is told of these tokens."""
@@ -50,31 +57,36 @@ class RequestTrace:
         caller = self._request.caller
         return (
             self._request.request_id,
-            *_attempt_id(self._record),
+            *_attempt_id(self.record),
             model,
             _hash(caller.tenant.name),
             None if caller.session is None else caller.session.hex(),
             outcome,
             error,
-            *_sizes(self._request, self._record),
-            *_places(self._record),
+            *_sizes(self._request, self.record),
+            *_places(self.record),
             *_times(self._stamps, is_complete=outcome == "completed"),
             *_worker_times(self._stamps),
         )
 
 
 class RequestTraces:
-    """Of one gateway. Without a recorder nothing is recorded."""
+    """Of one gateway. Without a recorder nothing is recorded, and without `spans` there are none."""
 
-    def __init__(self, model: str, recorder: Recorder | None, *, has_tokens: bool = False) -> None:
+    def __init__(
+        self, model: str, recorder: Recorder | None, spans: RequestSpans | None, *, has_tokens: bool = False
+    ) -> None:
+        self.has_spans = spans is not None
         self._model = model
+        self._spans = spans
         self._requests = None if recorder is None else recorder.rows(REQUESTS)
         self._tokens = None if recorder is None or not has_tokens else recorder.rows(TOKENS)
 
     @contextmanager
     def entry(self, request: GenerationRequest, stamps: Stamps) -> Iterator[RequestTrace]:
-        """The block is the request's time here; its row is appended as it ends."""
-        trace, outcome, message = RequestTrace(request, stamps, self._tokens), "completed", None
+        """The block is the request's time here; its row is appended, and its spans are made, as it ends."""
+        span = None if self._spans is None else self._spans.begin(request)
+        trace, outcome, message = RequestTrace(request, stamps, self._tokens, span), "completed", None
         try:
             yield trace
         except BaseException as error:
@@ -83,6 +95,8 @@ class RequestTraces:
         finally:
             if self._requests is not None:
                 self._requests.append(trace.row(self._model, outcome, message))
+            if self._spans is not None and span is not None:
+                self._spans.end(span, stamps, trace.record, outcome)
 
 
 class TraceCollector(Collector):

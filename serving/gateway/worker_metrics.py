@@ -32,6 +32,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
         "Decode steps launched before the tokens of the step before had reached the host.",
         lambda load: load.overlapped_steps,
     ),
+    "lost_spans": ("Spans of the worker that could not be exported.", lambda load: load.num_lost_spans),
 }
 _GAUGES: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
     "running_requests": ("Choices in the batch.", lambda load: load.num_running),

@@ -26,6 +26,7 @@ from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.loading import LoadedModel, load_model
 from moonshard.serving.request import Request
 from moonshard.serving.worker import Worker
+from moonshard.serving.worker_spans import WorkerSpans
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
@@ -256,15 +257,17 @@ async def running(
     num_slab_slots: int = NUM_SLAB_SLOTS,
     transports: Callable[[], tuple[Transport, Transport]] | None = None,
     meshes: Meshes = ALONE,
+    spans: tuple[WorkerSpans, WorkerSpans] | None = None,
     **kv: object,
 ) -> AsyncIterator[Pair]:
     """A pair that serves; afterwards every pool and slab must be as it began."""
+    prefill_spans, decode_spans = spans or (None, None)
     network = InprocNetwork()
     make = transports or (lambda: (InprocTransport(network), InprocTransport(network)))
     prefill_end, decode_end = make()
     config = pd_config(dtype, meshes, **kv)
-    prefill = _worker(config, "prefill", prefill_end, num_slab_slots, loaded("prefill", dtype, meshes))
-    decode = _worker(config, "decode", decode_end, num_slab_slots, loaded("decode", dtype, meshes))
+    prefill = _worker(config, "prefill", prefill_end, num_slab_slots, loaded("prefill", dtype, meshes), prefill_spans)
+    decode = _worker(config, "decode", decode_end, num_slab_slots, loaded("decode", dtype, meshes), decode_spans)
     for worker in (prefill, decode):
         worker.start()
     pair = Pair(prefill, decode)
@@ -279,7 +282,14 @@ async def running(
             worker.engine.failed.cancel()
 
 
-def _worker(config: Config, role: WorkerRole, transport: Transport, num_slab_slots: int, model: LoadedModel) -> Worker:
+def _worker(
+    config: Config,
+    role: WorkerRole,
+    transport: Transport,
+    num_slab_slots: int,
+    model: LoadedModel,
+    spans: WorkerSpans | None,
+) -> Worker:
     """`num_slab_slots` are each partition's."""
     plane = KvPlane(
         transport,
@@ -289,7 +299,7 @@ def _worker(config: Config, role: WorkerRole, transport: Transport, num_slab_slo
         fingerprint=model.fingerprint,
         num_partitions=model.pool.num_partitions,
     )
-    return Worker(config, role, model, CompilationCounter(), plane)
+    return Worker(config, role, model, CompilationCounter(), plane, spans=spans)
 
 
 async def until_as_it_began(worker: Worker) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 import httpx
 
 from moonshard.rpc.client import AsyncClient
-from moonshard.serving.config import GatewayConfig, RoutingConfig, TraceConfig
+from moonshard.serving.config import GatewayConfig, RoutingConfig, TelemetryConfig, TraceConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import FIXTURE, make_config
@@ -49,6 +49,7 @@ async def fleet(
     lease_s: float = 60.0,
     ledger: Path | None = None,
     trace: TraceConfig | None = None,
+    telemetry: TelemetryConfig | None = None,
     **routing: float | str,
 ) -> AsyncIterator[RunningGateway]:
     """All workers are there when the block begins. Prompts are handed over unless a test says when not."""
@@ -61,6 +62,7 @@ async def fleet(
             routing=RoutingConfig(**({"local_prefill": "static"} | routing)),  # pyright: ignore[reportArgumentType]
             kv=replace(config.kv, lease_s=lease_s),
             trace=trace or TraceConfig(),
+            telemetry=telemetry or TelemetryConfig(),
         )
         running = await stack.enter_async_context(serving(made))
         pool = running.gateway.pool

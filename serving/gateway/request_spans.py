@@ -1,0 +1,173 @@
+"""A request as OpenTelemetry's spans: one of the gateway's, below the client's, and below it one per attempt.
+
+Made when the request has ended, from the stamps that are taken anyway; workers make their own, below their attempt's.
+An attempt's span has the first half of the attempt's id as its own: nobody need keep the two together. Attributes are
+named by OpenTelemetry's GenAI semantic conventions, and as vLLM and SGLang do for what these leave out. Left out here:
+text of any kind, names of tenants and sessions, and what was no request, which has no record either (`traces`).
+"""
+
+from collections.abc import Iterator
+
+from moonshard.rpc import link_pb2
+from moonshard.serving.gateway.failures import HandoffFailed
+from moonshard.serving.gateway.metrics import outcome_of
+from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest
+from moonshard.serving.gateway.record import RequestRecord, SentAttempt
+from moonshard.serving.gateway.stamps import Stamps
+from moonshard.serving.telemetry.export import SpanExport
+from moonshard.serving.telemetry.span import Span, Value, error_of, outcome_attributes
+from moonshard.serving.telemetry.trace_context import SPAN_ID_BYTES, Sampling, TraceContext, with_span
+
+PROVIDER = "moonshard"
+_ASKED = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+
+
+class RequestSpan:
+    """Of one request whose trace is sampled."""
+
+    def __init__(self, request: GenerationRequest, context: TraceContext) -> None:
+        self.context = context
+        self._request = request
+
+    def mark(self, run: link_pb2.Run) -> None:
+        """What is sent for this request says so; each attempt puts its own span in (`mark_attempt`)."""
+        run.traceparent, run.tracestate = self.context.traceparent, self.context.state
+
+    def spans(
+        self, model: str, host: str, stamps: Stamps, record: RequestRecord | None, outcome: str
+    ) -> Iterator[Span]:
+        """`outcome`: as counted. What was never sent has one."""
+        failure = None if outcome == "completed" else outcome
+        operation = "chat" if isinstance(self._request.prompt, ChatPrompt) else "text_completion"
+        yield Span(
+            name=f"{operation} {model}",
+            kind="server",
+            context=self.context,
+            parent=self._request.parent,
+            begun_ns=stamps.received_ns,
+            ended_ns=stamps.ended_ns,
+            attributes={
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.request.model": self._request.model or model,
+                "gen_ai.response.model": model,
+                "gen_ai.response.id": self._request.request_id,
+                "gen_ai.request.id": self._request.request_id,
+                "server.address": host,
+                **_asked(self._request),
+                **({} if record is None else _told(record)),
+                **_times(stamps),
+                **outcome_attributes(failure),
+            },
+            events=(("first_token", stamps.first_delivered_ns),) if stamps.first_delivered_ns else (),
+            error=error_of(failure),
+        )
+        for number, attempt in enumerate(() if record is None else record.attempts, 1):
+            is_last = record is not None and number == len(record.attempts)
+            cause = _cause(attempt) or (failure if is_last else None)
+            yield self._attempt(number, attempt, cause)
+
+    def _attempt(self, number: int, attempt: SentAttempt, cause: str | None) -> Span:
+        placement = attempt.placement
+        address, _, port = placement.decode.worker.rpartition(":")
+        return Span(
+            name="attempt",
+            kind="client",
+            context=self.context.child(placement.attempt_id[:SPAN_ID_BYTES]),
+            parent=self.context,
+            begun_ns=attempt.sent_ns,
+            ended_ns=attempt.ended_ns,
+            attributes={
+                "server.address": address.strip("[]"),
+                "server.port": int(port),
+                "moonshard.attempt.id": placement.attempt_id.hex(),
+                "moonshard.attempt.number": number,
+                "moonshard.prefill.worker": placement.prefill.worker,
+                "moonshard.prefill.partition": placement.prefill.partition,
+                "moonshard.decode.worker": placement.decode.worker,
+                "moonshard.decode.partition": placement.decode.partition,
+                **outcome_attributes(cause),
+            },
+            error=error_of(cause),
+        )
+
+
+class RequestSpans:
+    """Of one gateway, which clients reach at `host`."""
+
+    def __init__(self, export: SpanExport, sampling: Sampling, *, model: str, host: str) -> None:
+        self._export = export
+        self._sampling = sampling
+        self._model = model
+        self._host = host
+
+    def begin(self, request: GenerationRequest) -> RequestSpan | None:
+        """None where the request's trace is not sampled: nothing of it is kept, and nobody is told of it."""
+        context = self._sampling.begin(request.parent)
+        return RequestSpan(request, context) if context.is_sampled else None
+
+    def end(self, span: RequestSpan, stamps: Stamps, record: RequestRecord | None, outcome: str) -> None:
+        """It is over now, if its stamps do not say when it was."""
+        stamps.phases_ns(is_complete=outcome == "completed")
+        for made in span.spans(self._model, self._host, stamps, record, outcome):
+            self._export.append(made)
+
+
+def mark_attempt(run: link_pb2.Run) -> None:
+    """Once the attempt has its id."""
+    if run.traceparent:
+        run.traceparent = with_span(run.traceparent, run.request_id[:SPAN_ID_BYTES])
+
+
+def _asked(request: GenerationRequest) -> dict[str, Value]:
+    """What the client said, but for text."""
+    asked: dict[str, Value] = {
+        f"gen_ai.request.{name}": value for name in _ASKED if (value := getattr(request, name)) is not None
+    }
+    return asked | ({"gen_ai.request.choice.count": request.n} if request.n != 1 else {})
+
+
+def _told(record: RequestRecord) -> dict[str, Value]:
+    """Of a prompt that was tokenised; what was cached is known with the first output."""
+    usage = record.usage()
+    told: dict[str, Value] = {
+        "gen_ai.request.max_tokens": record.max_tokens,
+        "gen_ai.usage.input_tokens": record.num_prompt,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "moonshard.num_retries": record.stamps.num_retries,
+    }
+    if record.is_sent:
+        told["gen_ai.response.finish_reasons"] = record.finish_reasons
+    if record.has_begun:
+        told["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
+    return told
+
+
+def _times(stamps: Stamps) -> dict[str, Value]:
+    """In seconds under names of others, in milliseconds under our own."""
+    times: dict[str, Value] = {"gen_ai.latency.e2e": (stamps.ended_ns - stamps.received_ns) / 1e9}
+    if stamps.sent_ns:
+        times["moonshard.gateway_queue_ms"] = (stamps.sent_ns - stamps.received_ns) / 1e6
+    if stamps.first_delivered_ns:
+        times["gen_ai.response.time_to_first_chunk"] = times["gen_ai.latency.time_to_first_token"] = stamps.ttft_s()
+    if not stamps.first_arrival_ns:
+        return times
+    timing = stamps.worker_timing()
+    times |= {
+        "gen_ai.latency.time_in_queue": timing.worker_queue_ms / 1e3,
+        "gen_ai.latency.time_in_model_prefill": timing.worker_prefill_ms / 1e3,
+        "gen_ai.latency.time_in_model_decode": timing.worker_decode_ms / 1e3,
+        "moonshard.wire_ms": timing.wire_ms,
+    }
+    if stamps.transfer is not None:
+        own = ("handoff_gap_ms", "transfer_ms", "exposed_transfer_ms", "land_ms", "join_ms")
+        times |= {f"moonshard.{name}": getattr(timing, name) for name in own}
+    return times
+
+
+def _cause(attempt: SentAttempt) -> str | None:
+    """Why it failed, as `retries` counts it where a handoff did."""
+    error = attempt.error
+    if error is None:
+        return None
+    return error.cause.name.lower() if isinstance(error, HandoffFailed) else outcome_of(error)
