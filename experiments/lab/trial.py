@@ -73,7 +73,7 @@ def run_trial(
     """
     point = experiment.points[trial.point]
     with target_of(point, experiment.url, folder, environment) as target:
-        record, asked, warmup = asyncio.run(_measure(experiment, point, trial, id_prefix, target, tell))
+        record, asked, warmup = asyncio.run(measure(experiment, trial, id_prefix, target, tell))
     asked = sorted(asked, key=lambda one: one.place)
     _write(folder / "warmup.parquet", CLIENT_REQUESTS, [one.row() for one in warmup])
     _write(folder / "requests.parquet", CLIENT_REQUESTS, [one.row() for one in asked])
@@ -90,9 +90,11 @@ def seed_shift(experiment: Experiment, trial: Trial) -> int:
     return trial.repeat * len(experiment.points) + trial.point
 
 
-async def _measure(
-    experiment: Experiment, point: Point, trial: Trial, id_prefix: str, target: Target, tell: Tell
+async def measure(
+    experiment: Experiment, trial: Trial, id_prefix: str, target: Target, tell: Tell
 ) -> tuple[TrialRecord, Sequence[Asked], Sequence[Asked]]:
+    """The record, what was asked, and the warm-up."""
+    point = experiment.points[trial.point]
     shift = seed_shift(experiment, trial)
     options = with_seed(point.workload, shift)
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -102,10 +104,12 @@ async def _measure(
         sample = workload.requests[: experiment.options.warmup_requests]
         warmup = await _warm_up(client, sample, point.client, model, shift, id_prefix)
         sender = Sender(client, workload, point.client, f"{id_prefix}-")
-        before, wall_s, cpu_s = target.cpu_s(), time.perf_counter(), time.process_time()
+        server_before_s, client_before_s = target.cpu_s(), time.process_time()
         why = await _send(sender, target, client, tell)
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-        server_cpu_s = {name: round(after - before[name], 3) for name, after in target.cpu_s().items()}
+        client_cpu_s = time.process_time() - client_before_s
+        server_cpu_s = {name: round(after_s - server_before_s[name], 3) for name, after_s in target.cpu_s().items()}
+        if why is None and sender.num_failed:
+            why = await last_look(target, client)
     record = TrialRecord(
         trial=trial.name,
         point=trial.point,
@@ -120,8 +124,8 @@ async def _measure(
         num_sent=sender.num_sent,
         num_failed=sender.num_failed,
         num_late=sender.num_late,
-        wall_s=wall_s,
-        client_cpu_s=cpu_s,
+        wall_s=wall_s(sender.asked),
+        client_cpu_s=client_cpu_s,
         server_cpu_s=server_cpu_s,
         why_incomplete=why,
     )
@@ -138,15 +142,12 @@ async def _send(sender: Sender, target: Target, client: AsyncClient, tell: Tell)
         if dying.done():
             await sender.stop()
         await sending
-        why = dying.result() if dying.done() else None
-        if why is None and sender.num_failed:
-            why = await last_look(target, client)
+        return dying.result() if dying.done() else None
     finally:
         for task in (sending, dying, telling):
             task.cancel()
         await asyncio.wait((sending, dying, telling))
-    tell(sender)
-    return why
+        tell(sender)
 
 
 async def _tell_often(sender: Sender, tell: Tell) -> None:
@@ -179,6 +180,13 @@ async def _warm_up(
         if one.outcome != COMPLETED:
             raise TrialFailed(f"warm-up: {one.outcome}: {one.error}")
     return sender.asked
+
+
+def wall_s(asked: Sequence[Asked]) -> float:
+    """From the time that the first of them was meant for until the last one ended."""
+    if not asked:
+        return 0.0
+    return (max(one.ended_ns for one in asked) - min(one.intended_ns for one in asked)) / 1e9
 
 
 def offered_per_s(workload: Workload) -> float | None:

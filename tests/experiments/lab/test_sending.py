@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 
 import pytest
 
@@ -12,47 +11,8 @@ from moonshard.experiments.lab.sending import Sender
 from moonshard.experiments.lab.trial import offered_per_s
 from moonshard.experiments.workload.kinds import fixed, sessions
 from moonshard.experiments.workload.plan import Planned, Tokens, Workload
-from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.client import AsyncClient
-from moonshard.rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from moonshard.rpc.server import build_server
-from moonshard.rpc.status import Overloaded, abort
-
-REFUSED = 13  # a prompt of so many tokens is refused
-
-
-class Scripted(InferenceServicer):
-    """Answers with the tokens asked for, once `opened`; keeps who came, and how many were there at once."""
-
-    def __init__(self) -> None:
-        self.opened = asyncio.Event()
-        self.came: list[pb.GenerateRequest] = []
-        self.sessions: list[str] = []
-        self.num_now = self.most = 0
-        self.all_came = asyncio.Event()
-        self.awaited = 0
-
-    async def Generate(self, request, context):
-        self.came.append(request)
-        self.sessions.append(dict(context.invocation_metadata()).get("x-session-affinity", ""))
-        self.num_now += 1
-        self.most = max(self.most, self.num_now)
-        if len(self.came) == self.awaited:
-            self.all_came.set()
-        try:
-            prompt = list(request.tokens.ids)
-            if len(prompt) == REFUSED:
-                await abort(context, Overloaded("no room", retry_after_s=1))
-            yield pb.GenerateResponse(prompt=pb.TokenIds(ids=prompt))
-            await self.opened.wait()
-            for index in range(request.stop.max_tokens):
-                reason = pb.FINISH_REASON_LENGTH if index + 1 == request.stop.max_tokens else None
-                yield pb.GenerateResponse(delta=pb.Delta(token_ids=[index], finish_reason=reason))
-            usage = pb.Usage(prompt_tokens=len(prompt), completion_tokens=request.stop.max_tokens)
-            yield pb.GenerateResponse(summary=pb.Summary(request_id=request.request_id, usage=usage))
-        finally:
-            self.num_now -= 1
-
+from tests.experiments.lab.scripted import REFUSED, Scripted, listening
 
 @pytest.fixture
 def scripted() -> Scripted:
@@ -61,12 +21,8 @@ def scripted() -> Scripted:
 
 @pytest.fixture
 async def client(scripted: Scripted) -> AsyncIterator[AsyncClient]:
-    add = partial(add_InferenceServicer_to_server, scripted)
-    server = build_server(host="127.0.0.1", port=0, add_servicers=[add], service_names=[])
-    await server.start()
-    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+    async with listening(scripted) as address, AsyncClient(address) as client:
         yield client
-    await server.stop(0)
 
 
 def sender(client: AsyncClient, workload: Workload, **options) -> Sender:

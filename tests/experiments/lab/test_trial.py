@@ -1,0 +1,25 @@
+"""What a trial records of itself: seconds of what was measured, and of nothing that it waited for besides."""
+
+from pathlib import Path
+
+import pytest
+
+from moonshard.experiments.lab.experiment import load_experiment
+from moonshard.experiments.lab.sweep import Trial
+from moonshard.experiments.lab.target import Target
+from moonshard.experiments.lab.trial import measure
+from tests.experiments.lab.scripted import REFUSED, Scripted, listening
+from tests.experiments.lab.test_experiment import BASE, folder
+
+
+async def test_seconds_are_those_of_the_requests_alone(tmp_path: Path):
+    """One is refused, so that the server is looked after for a second more: that is nobody's time."""
+    sets = (f"workload.num_prompt={REFUSED}", "workload.num_requests=1", "warmup_requests=0")
+    asked = load_experiment(folder(tmp_path, BASE), sets)
+    async with listening(Scripted()) as address:
+        target = Target(grpc=address, processes={})
+        record, (refused,), _ = await measure(asked, Trial(repeat=0, point=0), "x", target, lambda _: None)
+    assert (record.num_sent, record.num_failed, record.why_incomplete) == (1, 1, None)
+    assert record.wall_s == pytest.approx((refused.ended_ns - refused.intended_ns) / 1e9)
+    assert record.wall_s < 0.1
+    assert record.client_cpu_s < 1
