@@ -1,50 +1,57 @@
-"""Intervals, of one side or a difference, by resampling what was measured: repeats, and in each requests. Pure numpy.
+"""95% intervals of one side or of a difference, over repeats or inside a single one. Pure numpy.
 
-Where both sides had the same requests, a resample takes the same of them on both (paired). Gaps between tokens belong
-to their request and are resampled with it: those of one request are not independent. Percentiles are the smallest
-value that so large a share does not exceed, without interpolation.
-Source: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapters 8 and 13: percentile intervals.
+With several repeats each has one figure (a percentile, a rate), and the interval is Student's t on these, or on their
+differences: it covers all that changes from one repeat to the next. A single repeat knows nothing of that. Its
+percentiles are resampled by blocks of consecutive requests, since neighbours wait in the same queue; that interval
+covers which requests happened to meet, and is no ground for a verdict. Gaps between tokens belong to their request and
+are drawn with it. Where both sides had the same requests (paired), a resample takes the same blocks of both.
+Percentiles are the smallest value that so large a share does not exceed, without interpolation.
+Sources: Student, "The probable error of a mean" (Biometrika 1908); Künsch, "The jackknife and the bootstrap for general
+stationary observations" (Annals of Statistics 1989): moving blocks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, sqrt
 
 import numpy as np
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 1000
+MIN_REPEATS = 3  # for a verdict
+# The 97.5% quantile of Student's t with 1 to 10 degrees of freedom.
+STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+NORMAL = 1.959964
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Samples:
-    """Values of one repeat and the request of each, numbered from 0; a request may have none, one or many."""
+    """Values of one repeat and the request of each, numbered from 0 in order; a request may have none, one or many."""
 
     values: np.ndarray  # [values] float64
     owners: np.ndarray  # [values] int64
     num_requests: int
 
-    def sorted(self) -> "Samples":
-        order = np.argsort(self.values, kind="stable")
-        return Samples(self.values[order], self.owners[order], self.num_requests)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A figure of one side. Without bounds there was too little to resample."""
+    """A figure of one side, the mean of its repeats'. Without bounds there was too little to tell."""
 
     value: float
     low: float | None
     high: float | None
+    num_repeats: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """B's less A's. Without bounds there was too little to resample."""
+    """B's less A's, each the mean of its repeats'. Without bounds there was too little to tell."""
 
     a: float
     b: float
     low: float | None
     high: float | None
+    num_repeats: int
 
     @property
     def difference(self) -> float:
@@ -52,31 +59,37 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves 0 out."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+        """Whether there are repeats enough for a verdict, and their interval leaves 0 out."""
+        if self.num_repeats < MIN_REPEATS or self.low is None or self.high is None:
+            return False
+        return self.low > 0 or self.high < 0
 
 
 def percentile_intervals(
     repeats: Sequence[Samples], shares: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> list[Interval]:
-    """One for each of `shares` (0.9: p90), over all repeats together. ValueError where nothing was measured."""
-    if not sum(len(one.values) for one in repeats):
+    """One for each of `shares` (0.9: p90). Repeats without a value are left out; ValueError where none is left."""
+    measured = [one for one in repeats if len(one.values)]
+    if not measured:
         raise ValueError("nothing was measured")
-    side, random = _Pooled(repeats), np.random.default_rng(seed)
-    drawn = np.empty((num_resamples, len(shares)))
-    for index in range(num_resamples):
-        drawn[index] = side.percentiles(side.drawn(random, random.integers(len(repeats), size=len(repeats))), shares)
-    drawn = drawn[~np.isnan(drawn).any(axis=1)]
-    return [_interval(value, drawn[:, index]) for index, value in enumerate(side.percentiles(side.once(), shares))]
+    found = np.array([_Weighted(one).once(shares) for one in measured])  # [repeats, shares]
+    if len(measured) > 1:
+        return [mean_interval(column) for column in found.T.tolist()]
+    (one,) = measured
+    side = _Weighted(one)
+    drawn = _drawn([side.percentiles(counts, shares) for counts in _resamples(one.num_requests, seed, num_resamples)])
+    return [
+        Interval(value=value, low=low, high=high, num_repeats=1)
+        for value, (low, high) in zip(found[0].tolist(), drawn, strict=True)
+    ]
 
 
-def mean_interval(values: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """Of a figure that each repeat has one of; without bounds for a single one. ValueError for none."""
-    if not values:
+    if not len(values):
         raise ValueError("nothing was measured")
-    found = np.asarray(values, float)
-    picks = np.random.default_rng(seed).integers(len(found), size=(num_resamples, len(found)))
-    return _interval(found.mean(), found[picks].mean(axis=1) if len(found) > 1 else np.empty(0))
+    low, high = _student(np.asarray(values, float))
+    return Interval(value=float(np.mean(values)), low=low, high=high, num_repeats=len(values))
 
 
 def percentile_differences(
@@ -88,7 +101,9 @@ def percentile_differences(
     seed: int = 0,
     num_resamples: int = NUM_RESAMPLES,
 ) -> list[Difference]:
-    """One for each of `shares` (0.9: p90), over all repeats together; A's and B's repeats belong together in order.
+    """One for each of `shares` (0.9: p90); A's and B's repeats belong together in order.
+
+    Repeats without a value on one side are left out.
 
     Raises:
         ValueError: repeats that do not match, pairs of unequal numbers of requests, or nothing measured on one side.
@@ -97,60 +112,66 @@ def percentile_differences(
         raise ValueError(f"{len(a)} repeats beside {len(b)}")
     if is_paired and any(x.num_requests != y.num_requests for x, y in zip(a, b, strict=True)):
         raise ValueError("pairs need the same requests on both sides")
-    if not sum(len(one.values) for one in a) or not sum(len(one.values) for one in b):
+    measured = [(x, y) for x, y in zip(a, b, strict=True) if len(x.values) and len(y.values)]
+    if not measured:
         raise ValueError("nothing was measured")
-    sides = [_Pooled(a), _Pooled(b)]
-    estimates = [side.percentiles(side.once(), shares) for side in sides]
-    random = np.random.default_rng(seed)
-    drawn = np.empty((num_resamples, len(shares)))
-    for index in range(num_resamples):
-        repeats = random.integers(len(a), size=len(a))
-        counts_a = sides[0].drawn(random, repeats)
-        counts_b = counts_a if is_paired else sides[1].drawn(random, repeats)
-        drawn[index] = sides[1].percentiles(counts_b, shares) - sides[0].percentiles(counts_a, shares)
-    drawn = drawn[~np.isnan(drawn).any(axis=1)]  # a resample may hold no value at all
-    return [_bounded(x, y, drawn[:, index]) for index, (x, y) in enumerate(zip(*estimates, strict=True))]
+    sides = [(_Weighted(x), _Weighted(y)) for x, y in measured]
+    before, after = (np.array([pair[side].once(shares) for pair in sides]) for side in (0, 1))  # [repeats, shares]
+    if len(measured) > 1:
+        return [mean_difference(x, y) for x, y in zip(before.T.tolist(), after.T.tolist(), strict=True)]
+    (x, y), (of_x, of_y) = measured[0], sides[0]
+    counts_x = _resamples(x.num_requests, seed, num_resamples)
+    counts_y = counts_x if is_paired else _resamples(y.num_requests, seed + 1, num_resamples)
+    drawn = _drawn(
+        [
+            of_y.percentiles(theirs, shares) - of_x.percentiles(ours, shares)
+            for ours, theirs in zip(counts_x, counts_y, strict=True)
+        ]
+    )
+    return [
+        Difference(a=one, b=other, low=low, high=high, num_repeats=1)
+        for one, other, (low, high) in zip(before[0].tolist(), after[0].tolist(), drawn, strict=True)
+    ]
 
 
-def mean_difference(
-    a: Sequence[float], b: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
-) -> Difference:
-    """Of a figure that each repeat has one of; resampled by pairs of repeats, and without bounds for a single one."""
+def mean_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
+    """Of a figure that each repeat has one of, by pairs of repeats; without bounds for a single one."""
     if len(a) != len(b) or not a:
         raise ValueError(f"{len(a)} repeats beside {len(b)}")
     before, after = np.asarray(a, float), np.asarray(b, float)
-    if len(a) == 1:
-        return Difference(a=before[0], b=after[0], low=None, high=None)
-    picks = np.random.default_rng(seed).integers(len(a), size=(num_resamples, len(a)))
-    return _bounded(before.mean(), after.mean(), (after - before)[picks].mean(axis=1))
+    low, high = _student(after - before)
+    return Difference(a=float(before.mean()), b=float(after.mean()), low=low, high=high, num_repeats=len(a))
 
 
-class _Pooled:
-    """One side's repeats in one sorted row of values, so that a resample is a weight for each."""
+def student_t(num_freedoms: int) -> float:
+    """The 97.5% quantile; beyond the table by Fisher's expansion, which is right to three digits there."""
+    if num_freedoms <= len(STUDENT_T):
+        return STUDENT_T[num_freedoms - 1]
+    z = NORMAL
+    return z + (z**3 + z) / (4 * num_freedoms) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * num_freedoms**2)
 
-    def __init__(self, repeats: Sequence[Samples]) -> None:
-        self._sizes = [one.num_requests for one in repeats]
-        self._begins = np.concatenate([[0], np.cumsum(self._sizes)])
-        values = np.concatenate([one.values for one in repeats])
-        owners = np.concatenate([one.owners + begin for one, begin in zip(repeats, self._begins[:-1], strict=True)])
-        whole = Samples(values, owners, int(self._begins[-1])).sorted()
-        self._values, self._owners = whole.values, whole.owners
 
-    def once(self) -> np.ndarray:
-        """Each request as often as it was: [requests]."""
-        return np.ones(self._begins[-1], np.int64)
+def _student(values: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+    """Of their mean."""
+    if len(values) < 2:
+        return None, None
+    half = student_t(len(values) - 1) * float(values.std(ddof=1)) / sqrt(len(values))
+    return float(values.mean()) - half, float(values.mean()) + half
 
-    def drawn(self, random: np.random.Generator, repeats: np.ndarray) -> np.ndarray:
-        """How often each request comes, with so many drawn from each of these repeats: [requests]."""
-        counts = np.zeros(self._begins[-1], np.int64)
-        for repeat in repeats:
-            size = self._sizes[repeat]
-            picks = random.integers(size, size=size) if size else np.zeros(0, np.int64)
-            counts[self._begins[repeat] : self._begins[repeat + 1]] += np.bincount(picks, minlength=size)
-        return counts
+
+class _Weighted:
+    """One repeat's values in a sorted row, so that a resample is a weight for each."""
+
+    def __init__(self, repeat: Samples) -> None:
+        order = np.argsort(repeat.values, kind="stable")
+        self._values, self._owners, self._num_requests = repeat.values[order], repeat.owners[order], repeat.num_requests
+
+    def once(self, shares: Sequence[float]) -> np.ndarray:
+        """[shares], with each request as often as it was."""
+        return self.percentiles(np.ones(self._num_requests, np.int64), shares)
 
     def percentiles(self, counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-        """[shares]; not a number where no value is left."""
+        """[shares] with each request so often: [requests]; not a number where no value is left."""
         weights = np.cumsum(counts[self._owners])
         if not len(weights) or not weights[-1]:
             return np.full(len(shares), np.nan)
@@ -158,19 +179,27 @@ class _Pooled:
         return self._values[np.searchsorted(weights, np.maximum(ranks, 1))]
 
 
-def _bounded(a: float, b: float, drawn: np.ndarray) -> Difference:
-    low, high = _bounds(drawn)
-    return Difference(a=float(a), b=float(b), low=low, high=high)
+def block_length(num_requests: int) -> int:
+    """Of so many consecutive requests is a block: as many as there are blocks."""
+    return ceil(sqrt(num_requests))
 
 
-def _interval(value: float, drawn: np.ndarray) -> Interval:
-    low, high = _bounds(drawn)
-    return Interval(value=float(value), low=low, high=high)
+def _resamples(num_requests: int, seed: int, num_resamples: int) -> list[np.ndarray]:
+    """How often each request comes: [requests] each. Blocks begin anywhere; the last one may be cut."""
+    random, length = np.random.default_rng(seed), block_length(num_requests)
+    found = []
+    for _ in range(num_resamples):
+        begins = random.integers(num_requests - length + 1, size=ceil(num_requests / length))
+        picks = (begins[:, None] + np.arange(length)).ravel()[:num_requests]
+        found.append(np.bincount(picks, minlength=num_requests))
+    return found
 
 
-def _bounds(drawn: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+def _drawn(resampled: Sequence[np.ndarray]) -> Sequence[tuple[float, float] | tuple[None, None]]:
+    """The bounds for each share; a resample may hold no value at all."""
+    drawn = np.array(resampled)
+    drawn = drawn[~np.isnan(drawn).any(axis=1)]
     if not len(drawn):
-        return None, None
+        return [(None, None)] * len(resampled[0])
     rest = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(drawn, [rest, 1 - rest])
-    return float(low), float(high)
+    return [(float(low), float(high)) for low, high in np.quantile(drawn, [rest, 1 - rest], axis=0).T]

@@ -1,11 +1,12 @@
 """Two runs side by side: first whether they may be compared at all, then what changed, as a table."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from moonshard.experiments.bench.grid import Grid, number
+from moonshard.experiments.lab.bootstrap import MIN_REPEATS
 from moonshard.experiments.lab.differences import Row, compare_point
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.frames import RunFrames, load_run
@@ -65,9 +66,22 @@ def _grid(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], rows: Sequence[Row]
         for name, run in (("A", a), ("B", b))
         if len(run.record.points) > len(pairs)
     ]
+    notes += _interval_notes(rows)
     unpaired = [pair.label for pair in pairs if not pair.is_paired]
     notes += [f"not paired by request, since the workloads differ: {', '.join(unpaired)}"] if unpaired else []
     return Grid(title="B beside A", columns=COLUMNS, rows=tuple(map(_row, rows)), notes=(*notes, *left_out))
+
+
+def _interval_notes(rows: Sequence[Row]) -> Iterator[str]:
+    """What they cover."""
+    counts = {row.found.num_repeats for row in rows}
+    if several := sorted(counts - {1}):
+        said = " or ".join(map(str, several))
+        yield f"95% intervals by Student's t over {said} repeats: what changes from one repeat to the next"
+    if 1 in counts:
+        yield "95% intervals of a single repeat by blocks of its requests: not what changes from one repeat to the next"
+    if min(counts, default=MIN_REPEATS) < MIN_REPEATS:
+        yield f"better and worse are said from {MIN_REPEATS} repeats on"
 
 
 def _version_notes(a: RunFrames, b: RunFrames) -> list[str]:
@@ -86,9 +100,7 @@ def _commits(run: RunFrames) -> str:
 
 def _row(row: Row) -> tuple[str, ...]:
     found = row.found
-    interval = (
-        "one repeat" if found.low is None or found.high is None else f"{_signed(found.low)} to {_signed(found.high)}"
-    )
+    interval = "-" if found.low is None or found.high is None else f"{_signed(found.low)} to {_signed(found.high)}"
     verdict = {None: "-", True: "better", False: "worse"}[row.is_better]
     return (row.point, row.metric, number(found.a), number(found.b), _signed(found.difference), interval, verdict)
 

@@ -32,7 +32,7 @@ Values = Callable[[TrialFrames], "pl.DataFrame"]  # (place, value) rows of what 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One metric of one point. `is_better` is None where nothing clear can be said, or nobody knows what is good."""
+    """One metric of one point. `is_better` is None where nothing clear can be said."""
 
     point: str
     metric: str
@@ -53,7 +53,7 @@ def compare_point(a: RunFrames, b: RunFrames, pair: Pair, slo: Slo, *, seed: int
     if pair.is_paired:
         for one, other in sides:
             _check_same(pair.label, one, other)
-    return [*_latencies(pair, sides, seed), *_rates(pair, sides, slo, seed)]
+    return [*_latencies(pair, sides, seed), *_rates(pair, sides, slo)]
 
 
 def _latencies(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], seed: int) -> list[Row]:
@@ -68,7 +68,7 @@ def _latencies(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], see
     for name, values in metrics.items():
         samples = [_samples(one, other, values, pair.is_paired) for one, other in sides]
         a, b = [x for x, _ in samples], [y for _, y in samples]
-        if not all(any(len(one.values) for one in side) for side in (a, b)):
+        if not any(len(x.values) and len(y.values) for x, y in zip(a, b, strict=True)):
             continue  # no tokens were kept, or no KV moved on one side
         differences = percentile_differences(a, b, list(SHARES.values()), is_paired=pair.is_paired, seed=seed)
         found += [
@@ -78,12 +78,12 @@ def _latencies(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], see
     return found
 
 
-def _rates(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], slo: Slo, seed: int) -> list[Row]:
+def _rates(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], slo: Slo) -> list[Row]:
     return [
         Row(
             point=pair.label,
             metric=name,
-            found=mean_difference([of(one) for one, _ in sides], [of(other) for _, other in sides], seed=seed),
+            found=mean_difference([of(one) for one, _ in sides], [of(other) for _, other in sides]),
             higher_is_better=True,
         )
         for name, of in rates(slo).items()

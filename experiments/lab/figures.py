@@ -20,7 +20,10 @@ SHARES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointFigures:
-    """Over all repeats that are done. Percentiles are p50, p90 and p99, of what completed; none where nothing did."""
+    """Over all repeats that are done. Percentiles are p50, p90 and p99 of what completed; none where nothing did.
+
+    Of several repeats they are the mean of each one's, as everywhere: see `bootstrap`.
+    """
 
     number: int
     label: str
@@ -107,6 +110,6 @@ def _total(frames: Sequence["pl.DataFrame"], column: str) -> float:
     return sum(float(frame[column].to_numpy().sum()) for frame in frames)
 
 
-def _percentiles(parts: Sequence[np.ndarray]) -> tuple[float, ...]:
-    values = np.concatenate(parts)
-    return tuple(map(float, np.quantile(values, SHARES, method="inverted_cdf"))) if len(values) else ()
+def _percentiles(repeats: Sequence[np.ndarray]) -> tuple[float, ...]:
+    found = [np.quantile(values, SHARES, method="inverted_cdf") for values in repeats if len(values)]
+    return tuple(map(float, np.mean(found, axis=0))) if found else ()

@@ -24,23 +24,26 @@ def percentile_table(
 ) -> pl.DataFrame:
     """A row for each point and share, in ms, with the bounds of the 95% interval; points without the metric have none.
 
+    Of several repeats the mean of their percentiles, and Student's t interval; of a single one an interval by blocks of
+    its requests, which does not say what another repeat would give.
+
     `where` chooses requests, as in `RunTables.latencies`. `num_requests` are those that completed.
     """
     found = [_percentiles(tables, point, metric, shares, where, seed) for point in tables.points()]
     return pl.concat(found)
 
 
-def rate_table(tables: RunTables, *, seed: int = 0) -> pl.DataFrame:
+def rate_table(tables: RunTables) -> pl.DataFrame:
     """A row for each point and rate: requests, tokens and good requests a second, and the share within the SLO.
 
-    They are resampled by repeats: one repeat alone has no bounds.
+    Means of repeats, with Student's t interval: one repeat alone has no bounds.
     """
     found = []
     for point in tables.points():
         by_name = rates(slo_of(point.run))
-        intervals = [mean_interval([of(trial) for trial in point.trials], seed=seed) for of in by_name.values()]
+        intervals = [mean_interval([of(trial) for trial in point.trials]) for of in by_name.values()]
         frame = pl.DataFrame({"rate": list(by_name), **_columns("value", intervals)}, schema_overrides=_dtypes("value"))
-        found.append(tables.tagged(frame.with_columns(pl.lit(len(point.trials)).alias("num_repeats")), point))
+        found.append(tables.tagged(frame, point))
     return pl.concat(found)
 
 
@@ -66,13 +69,14 @@ def _samples(trial: TrialFrames, metric: Metric, where: pl.Expr | None) -> Sampl
     return Samples(values["ms"].to_numpy(), owners, chosen.height)
 
 
-def _columns(name: str, intervals: Sequence[Interval]) -> dict[str, list[float | None]]:
+def _columns(name: str, intervals: Sequence[Interval]) -> dict[str, Sequence[float | None]]:
     return {
         name: [one.value for one in intervals],
         "low": [one.low for one in intervals],
         "high": [one.high for one in intervals],
+        "num_repeats": [one.num_repeats for one in intervals],
     }
 
 
 def _dtypes(name: str) -> dict[str, pl.DataType]:
-    return {name: pl.Float64(), "low": pl.Float64(), "high": pl.Float64()}
+    return {name: pl.Float64(), "low": pl.Float64(), "high": pl.Float64(), "num_repeats": pl.Int64()}
