@@ -38,8 +38,8 @@ folder.mkdir(parents=True, exist_ok=True)
 (folder / "config.toml").write_text(f"""
 [workload]
 kind = "mixed"
-num_prompt = [1024, 64]
-num_output = [16, 96]
+prompt_tokens = [1024, 64]
+output_tokens = [16, 96]
 weights = [1, 3]
 num_requests = {NUM_REQUESTS}
 rate_per_s = 2

@@ -6,7 +6,7 @@ blocks, the last of which may be partly filled. Source: Mooncake (github.com/kvc
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,22 @@ class TracedRequest:
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]  # equal numbers, and equal ones before them, are equal tokens
+    line: int | None = field(default=None, compare=False)  # of the file; None: it comes from none
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
     """In the order of their time. TraceError for a line that is no request, OSError for a file that cannot be read."""
     with path.open(encoding="utf-8", errors="replace") as lines:
-        return sorted((request for _, request in _requests(path, lines)), key=lambda request: request.timestamp_ms)
+        return sorted(_requests(path, lines), key=lambda request: request.timestamp_ms)
 
 
 def read_ordered_trace(path: Path) -> list[TracedRequest]:
     """As `read_trace`, but TraceError too for a line that comes before the one above it."""
     found: list[TracedRequest] = []
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, request in _requests(path, lines):
+        for request in _requests(path, lines):
             if found and request.timestamp_ms < found[-1].timestamp_ms:
-                raise TraceError(f"{path}, line {number}: timestamp {request.timestamp_ms:g} after a later one")
+                raise TraceError(f"{path}, line {request.line}: timestamp {request.timestamp_ms:g} after a later one")
             found.append(request)
     return found
 
@@ -56,13 +57,12 @@ def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
             lines.write(json.dumps(line) + "\n")
 
 
-def _requests(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, TracedRequest]]:
-    """With the number of each line."""
+def _requests(path: Path, lines: Iterator[str]) -> Iterator[TracedRequest]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            yield number, _request(json.loads(line))
+            yield replace(_request(json.loads(line)), line=number)
         except (ValueError, OverflowError, RecursionError) as error:
             raise TraceError(f"{path}, line {number}: {error}") from error
 

@@ -13,7 +13,7 @@ from moonshard.experiments.affinity.workload import oracle_cached_tokens
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.frames import TrialFrames
 from moonshard.experiments.lab.run_tables import PointOf, RunTables
-from moonshard.experiments.lab.workloads import plan, read_workload
+from moonshard.experiments.workload.options import plan, read_workload
 
 POLICY = "server.routing.policy"
 ARM_OF: Mapping[object, ArmName] = {"random": "random", "affinity": "header", "cost": "cost"}

@@ -45,9 +45,6 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _check_models(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], declared: Sequence[str]) -> None:
-    """`server.model` names the model too."""
-    if any(key.startswith("server.model") for key in declared):
-        return
     faults = [
         fault
         for pair in pairs
@@ -68,7 +65,7 @@ def _grid(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], rows: Sequence[Row]
     ]
     notes += _interval_notes(rows)
     unpaired = [pair.label for pair in pairs if not pair.is_paired]
-    notes += [f"not paired by request, since the workloads differ: {', '.join(unpaired)}"] if unpaired else []
+    notes += [f"not paired by request, since the requests differ: {', '.join(unpaired)}"] if unpaired else []
     return Grid(title="B beside A", columns=COLUMNS, rows=tuple(map(_row, rows)), notes=(*notes, *left_out))
 
 

@@ -113,8 +113,9 @@ def _column(trial: TrialFrames, name: str) -> "pl.DataFrame":
 
 
 def _check_same(point: str, one: TrialFrames, other: TrialFrames) -> None:
-    if one.record.workload != other.record.workload:
-        raise ExperimentError(f"{point}: its workload is {one.record.workload} in A and {other.record.workload} in B")
+    ours, theirs = ({k: v for k, v in trial.record.workload.items() if k != "path"} for trial in (one, other))
+    if ours != theirs:
+        raise ExperimentError(f"{point}: its workload is {ours} in A and {theirs} in B")
     both = one.requests.join(other.requests, on="place", suffix="_b")
     for place, *identities in both.select("place", *IDENTITY, *(f"{name}_b" for name in IDENTITY)).iter_rows():
         ours, theirs = identities[: len(IDENTITY)], identities[len(IDENTITY) :]

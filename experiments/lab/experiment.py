@@ -17,7 +17,14 @@ from moonshard.experiments.lab.fields import ExperimentError, read_fields, unkno
 from moonshard.experiments.lab.flat import Flat, below, flatten, overridden, unflatten
 from moonshard.experiments.lab.goodput import Slo
 from moonshard.experiments.lab.sweep import expand, label
-from moonshard.experiments.lab.workloads import WorkloadOptions, check_files, read_workload, settings_of
+from moonshard.experiments.workload.options import (
+    PromptOptions,
+    WorkloadOptions,
+    check_workload,
+    digest_of,
+    read_workload,
+    settings_of,
+)
 from moonshard.serving.commands.serve import ChildCommands
 from moonshard.serving.config import Config, ConfigError
 from moonshard.serving.config_file import config_of, leaves, path_keys
@@ -50,7 +57,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One place of the sweep. `settings` is every key of it with its value, also those that nobody has set."""
+    """One point of the sweep. `settings` is every key of it with its value, also those that nobody has set."""
 
     number: int
     swept: Flat
@@ -63,6 +70,11 @@ class Point:
     @property
     def label(self) -> str:
         return label(self.swept)
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """None: only the server knows."""
+        return self.server.model.max_context_tokens if self.server else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +115,9 @@ def load_experiment(folder: Path, overrides: Sequence[str] = (), url: str | None
     if faults or options is None or client is None or slo is None:
         raise ExperimentError(*faults)
     base = {key: value for key, value in given.items() if key == "cores" or key.startswith(POINT_TABLES)}
-    points = _points(base, sweep, listed, {"slo": asdict(slo)}, url)
+    shared = {"slo": asdict(slo), "warmup_requests": options.warmup_requests}
+    points = _points(base, sweep, listed, shared, url)
+    _check_cache_finds_nothing(points, options.repeats, url)
     if listed:
         given["points"] = listed
     return Experiment(name=folder.resolve().name, options=options, slo=slo, points=points, url=url, given=given)
@@ -167,9 +181,19 @@ def _points(
     points = [point for point in found if point is not None]
     if faults:
         raise ExperimentError(*dict.fromkeys(faults))
-    for options in {point.workload: None for point in points}:
-        check_files(options)
+    for options, max_context_tokens in {(p.workload, p.max_context_tokens): None for p in points}:
+        check_workload(options, max_context_tokens)
     return points
+
+
+def _check_cache_finds_nothing(points: Sequence[Point], repeats: int, url: str | None) -> None:
+    """A server that runs already keeps its cache, and real prompts are the same every time."""
+    is_repeated = len(points) * repeats > 1 and any(isinstance(point.workload, PromptOptions) for point in points)
+    if url is not None and is_repeated:
+        raise ExperimentError(
+            "--url: the server keeps its cache, in which the prompts of a file are found again by every trial but the "
+            "first; ask for one point and repeats=1"
+        )
 
 
 def _point(
@@ -179,14 +203,19 @@ def _point(
     workload = read_workload(below(given, "workload"), faults)
     client = read_fields(ClientOptions, below(given, "client"), "client", faults)
     own = read_fields(RunOptions, {"cores": given.get("cores", ())}, "", faults)
-    server = None if url is not None else _server(given, faults)
+    server = _server(given, faults) if url is None else None
+    if url is not None:
+        known = [key for key, _ in leaves(Config())]
+        faults += [f"[server] {unknown_key(key, known)}" for key in below(given, "server") if key not in known]
     if "server.trace.path" in given:
         faults.append("server.trace.path: each trial records into its own folder")
     if own is not None and server is not None and own.cores:
         faults += _core_faults(own.cores, num_workers=len(ChildCommands(server).workers))
     if len(faults) > num_before or workload is None or client is None or own is None:
         return None
-    settings = flatten({**shared, "client": asdict(client), "workload": settings_of(workload)})
+    settings = flatten(
+        {**shared, "client": asdict(client), "workload": {**settings_of(workload), **digest_of(workload)}}
+    )
     if server is not None:
         told = {key: _plain(value) for key, value in leaves(server) if key != "trace.path"}
         settings |= {"cores": list(own.cores)} | {f"server.{key}": value for key, value in told.items()}

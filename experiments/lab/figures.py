@@ -10,7 +10,7 @@ from moonshard.experiments.lab.flat import Flat
 from moonshard.experiments.lab.frames import RunFrames, TrialFrames, gaps_ms
 from moonshard.experiments.lab.goodput import Latency, Offered, Slo, attained, goodput, meets
 from moonshard.experiments.lab.sweep import label
-from moonshard.experiments.lab.workloads import RATE_KEYS
+from moonshard.experiments.workload.options import RATE_KEYS
 
 if TYPE_CHECKING:
     import polars as pl

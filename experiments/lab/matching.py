@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 from moonshard.experiments.lab.fields import ExperimentError, unknown_key
 from moonshard.experiments.lab.flat import Flat, overridden
-from moonshard.experiments.lab.run_folder import PointRecord, RunRecord
+from moonshard.experiments.lab.run_folder import MACHINE, PointRecord, RunRecord
 from moonshard.experiments.lab.sweep import label
 
-# Keys that say where a server listens or writes, and nothing of what it does.
+# Keys that say where something is, and nothing of what it does.
 PLACES = frozenset(
     {
         *("server.gateway.host", "server.gateway.port", "server.gateway.grpc_port", "server.gateway.ledger"),
         *("server.worker.host", "server.worker.port", "server.prefill.port", "server.decode.port", "server.kv.ports"),
+        "workload.path",  # what is in the file is in workload.digest
     }
 )
-MACHINE = ("cpu", "cores", "memory_gib")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,8 @@ def matched(a: RunRecord, b: RunRecord, of_a: Choice, of_b: Choice, despite: Col
     if faults:
         advice = "they measured different things; a difference that is meant is named with --a, --b or --despite"
         raise ExperimentError(*dict.fromkeys(faults), advice)
-    return [_pair(one, other, swept) for one, other in pairs]
+    keeps_cache = a.url is not None or b.url is not None  # where each run sends requests of its own
+    return [_pair(one, other, swept, may_pair=not keeps_cache) for one, other in pairs]
 
 
 def _by_key(
@@ -117,19 +118,22 @@ def _machine_differences(a: RunRecord, b: RunRecord, declared: Collection[str]) 
             yield f"machine.{key} is {', '.join(ours)} in A and {', '.join(theirs)} in B"
 
 
-def _pair(a: PointRecord, b: PointRecord, swept: Collection[str]) -> Pair:
+def _pair(a: PointRecord, b: PointRecord, swept: Collection[str], *, may_pair: bool) -> Pair:
     """The name says what both set, where both are the same place of a sweep."""
     common = {key: a.settings.get(key) for key in sorted(swept)}
-    same = all(a.settings.get(key) == b.settings.get(key) for key in _keys(a, b) if key.startswith("workload."))
-    return Pair(label=label(common), a=a, b=b, is_paired=same)
-
-
-def _keys(a: PointRecord, b: PointRecord) -> set[str]:
-    return {*a.settings, *b.settings}
+    keys = [key for key in {*a.settings, *b.settings} - PLACES if key.startswith("workload.")]
+    is_same = all(a.settings.get(key) == b.settings.get(key) for key in keys)
+    return Pair(label=label(common), a=a, b=b, is_paired=is_same and may_pair)
 
 
 def models_differ(a: Mapping[str, object], b: Mapping[str, object], declared: Collection[str]) -> list[str]:
-    """What the servers told of their models: the same weights may lie at two places, and others at the same."""
+    """What the servers told of their models: the same weights may lie at two places, and others at the same.
+
+    A declared key of `server.model` stands for what it decides: the path for all of it, any other for its namesake.
+    """
+    if {"server", "server.model", "server.model.path"} & set(declared):
+        return []
+    declared = [*declared, *(key.removeprefix("server.") for key in declared)]
     return [
         f"model.{key} is {a[key]!r} in A and {b[key]!r} in B"
         for key in ("fingerprint", "dtype", "vocab_size", "max_context_tokens")

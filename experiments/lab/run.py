@@ -49,14 +49,21 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
     """run.json tells of it however it ends, where it still can be written."""
     try:
         with folder.trial(trial) as part:
-            record = run_trial(experiment, trial, f"{folder.path.name}-{trial.name}", part, os.environ, tell)
+            record = run_trial(experiment, trial, f"{folder.id_prefix}-{trial.name}", part, os.environ, tell)
             if record.why_incomplete is not None:
                 raise TrialFailed(record.why_incomplete)
         return record
     except (ServerFailed, TrialFailed, RequestError, OSError) as error:
         raise RunIncomplete(f"{trial.name}: {error}") from error
     finally:
+        _write(folder, trial)
+
+
+def _write(folder: RunFolder, trial: Trial) -> None:
+    try:
         folder.write()
+    except OSError as error:
+        raise RunIncomplete(f"{trial.name}: {folder.path}: {error.strerror}") from error
 
 
 def _progress(console: Console) -> AbstractContextManager[Progress]:

@@ -26,6 +26,7 @@ from moonshard.experiments.lab.sweep import Trial, interleaved
 from moonshard.serving.trace.schema import VERSION as TRACE_VERSION
 
 State = Literal["pending", "done", "incomplete"]
+MACHINE = ("cpu", "cores", "memory_gib")  # what of a machine two measurements have to share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,11 @@ class RunFolder:
     path: Path
     record: RunRecord
     whys: dict[str, str] = field(default_factory=dict)  # of the trials that came to no end since this start
+
+    @property
+    def id_prefix(self) -> str:
+        """Of the requests of this start of this run, and of no other."""
+        return f"{self.path.name}-{len(self.record.starts)}"
 
     def left(self) -> list[Trial]:
         """What is not done, in the order in which it runs."""
@@ -140,11 +146,18 @@ def begin(out: Path, experiment: Experiment) -> Iterator[RunFolder]:
 
 @contextlib.contextmanager
 def resume(path: Path, experiment: Experiment) -> Iterator[RunFolder]:
-    """A run that was broken off. ExperimentError where there is none, or it is another experiment's, or runs now."""
+    """A run that was broken off. Nothing is written where nothing of it is left.
+
+    ExperimentError where there is none, or it is another experiment's, or another machine's, or runs now.
+    """
     record = read_run(path)
-    _check_same(path, record, experiment)
+    start = _this_start()
+    _check_same(path, record, experiment, start)
     with _locked(path):
-        folder = RunFolder(path, replace(record, starts=[*record.starts, _this_start()]))
+        folder = RunFolder(path, replace(record, starts=[*record.starts, start]))
+        if not folder.left():
+            yield RunFolder(path, record)
+            return
         try:
             folder.write()
         except OSError as error:
@@ -171,17 +184,30 @@ def read_run(path: Path) -> RunRecord:
         raise ExperimentError(f"{file}: {error}") from error
 
 
-def _check_same(path: Path, record: RunRecord, experiment: Experiment) -> None:
-    faults = [f"{path}: a run of {record.name}, not of {experiment.name}"] if record.name != experiment.name else []
-    before: Mapping[str, object] = {**record.given, "--url": record.url, "repeats": record.repeats}
-    now: Mapping[str, object] = {**experiment.given, "--url": experiment.url, "repeats": experiment.options.repeats}
-    faults += [
+def _check_same(path: Path, record: RunRecord, experiment: Experiment, start: Start) -> None:
+    """What is said, what that comes to (a file may hold something else by now), and where."""
+    if record.name != experiment.name:
+        raise ExperimentError(f"{path}: a run of {record.name}, not of {experiment.name}")
+    pairs: list[tuple[Mapping[str, object], Mapping[str, object]]] = [
+        (
+            {**record.given, "--url": record.url, "repeats": record.repeats},
+            {**experiment.given, "--url": experiment.url, "repeats": experiment.options.repeats},
+        ),
+        *((one.settings, other.settings) for one, other in zip(record.points, experiment.points, strict=False)),
+        *((_machine(one), _machine(start)) for one in record.starts),
+    ]
+    faults = [
         f"{path}: {key} was {before.get(key)!r} and is {now.get(key)!r}; a run goes on as it began"
+        for before, now in pairs
         for key in sorted({*before, *now})
         if _plain(before.get(key)) != _plain(now.get(key))
     ]
     if faults:
-        raise ExperimentError(*faults)
+        raise ExperimentError(*dict.fromkeys(faults))
+
+
+def _machine(start: Start) -> dict[str, object]:
+    return {f"machine.{key}": start.machine.get(key) for key in MACHINE}
 
 
 def _plain(value: object) -> bytes:

@@ -4,6 +4,7 @@ The load generator shares the machine with what it measures, so that its process
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +14,15 @@ from pathlib import Path
 import msgspec
 
 from moonshard.experiments.lab.asking import COMPLETED, Asked
-from moonshard.experiments.lab.experiment import ClientOptions, Experiment, Point
+from moonshard.experiments.lab.experiment import ClientOptions, Experiment
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS, VERSION
 from moonshard.experiments.lab.sending import Sender
 from moonshard.experiments.lab.sweep import Trial
 from moonshard.experiments.lab.target import Target, death, last_look, target_of
-from moonshard.experiments.lab.workloads import plan, settings_of, with_seed
 from moonshard.experiments.workload.blocks import BlockPrompt
+from moonshard.experiments.workload.options import MAX_SEED, plan, settings_of, shifted_seed
 from moonshard.experiments.workload.plan import Planned, Workload
-from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.client import AsyncClient, Client
 from moonshard.rpc.types import ModelInfo
 from moonshard.serving.trace.origin import this_process
 from moonshard.serving.trace.parts import encode_part, write_part
@@ -65,7 +66,7 @@ class TrialRecord:
 def run_trial(
     experiment: Experiment, trial: Trial, id_prefix: str, folder: Path, environment: Mapping[str, str], tell: Tell
 ) -> TrialRecord:
-    """Leaves everything in `folder`, which is there.
+    """Leaves everything in `folder`, which is there. `id_prefix` is that of its requests, and nobody else's.
 
     Raises:
         ServerFailed: it did not start. WorkloadError: the workload does not fit the model. TrialFailed: the warm-up
@@ -83,11 +84,11 @@ def run_trial(
     return record
 
 
-def seed_shift(experiment: Experiment, trial: Trial) -> int:
-    """All points of one repeat have the same requests. A server that keeps its cache gets others for each trial."""
+def seed_shift(experiment: Experiment, trial: Trial, id_prefix: str) -> int:
+    """A repeat's number. A server that keeps its cache gets other requests for each trial of each start of each run."""
     if experiment.url is None:
         return trial.repeat
-    return trial.repeat * len(experiment.points) + trial.point
+    return int.from_bytes(hashlib.sha256(id_prefix.encode()).digest()[:4]) % MAX_SEED
 
 
 async def measure(
@@ -95,12 +96,13 @@ async def measure(
 ) -> tuple[TrialRecord, Sequence[Asked], Sequence[Asked]]:
     """The record, what was asked, and the warm-up."""
     point = experiment.points[trial.point]
-    shift = seed_shift(experiment, trial)
-    options = with_seed(point.workload, shift)
+    shift = seed_shift(experiment, trial, id_prefix)
+    options = shifted_seed(point.workload, shift)
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     async with AsyncClient(target.grpc) as client:
         model = await client.model_info()
-        workload = plan(options, model)
+        with Client(target.grpc) as asking:
+            workload = plan(options, model, asking.tokenize)
         sample = workload.requests[: experiment.options.warmup_requests]
         warmup = await _warm_up(client, sample, point.client, model, shift, id_prefix)
         sender = Sender(client, workload, point.client, f"{id_prefix}-")

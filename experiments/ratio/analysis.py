@@ -38,7 +38,7 @@ source(study.run)
 
 # %%
 split = pl.format("{}:{}", "server.prefill.replicas", "server.decode.replicas").alias("prefill:decode")
-shape = pl.format("{} in, {} out", "workload.num_prompt", "workload.num_output").alias("requests")
+shape = pl.format("{} in, {} out", "workload.prompt_tokens", "workload.output_tokens").alias("requests")
 rates = rate_table(tables).with_columns(split, shape)
 ttft = percentile_table(tables, "ttft", {"p90": 0.9}).with_columns(split, shape)
 tpot = percentile_table(tables, "tpot", {"p90": 0.9}).with_columns(split, shape)

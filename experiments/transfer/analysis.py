@@ -34,7 +34,7 @@ from moonshard.experiments.analysis import (
 
 study = load_study("transfer", os.environ)
 tables = study.tables
-PROMPT = "workload.num_prompt"
+PROMPT = "workload.prompt_tokens"
 KNOBS = ("server.prefill.chunk_tokens", "server.kv.transport", "server.kv.block_size", "server.kv.slab_bytes")
 source(study.run)
 
@@ -67,9 +67,9 @@ base = parts.select(KNOBS).row(0, named=True)
 figure, panels = plt.subplots(1, len(KNOBS), figsize=(14, 4), sharey=True, layout="constrained")
 for axes, knob in zip(panels, KNOBS, strict=True):
     is_own = pl.all_horizontal(pl.col(other) == base[other] for other in KNOBS if other != knob)
-    for (num_prompt,), own in parts.filter(is_own).sort(knob).group_by(PROMPT, maintain_order=True):
+    for (prompt_tokens,), own in parts.filter(is_own).sort(knob).group_by(PROMPT, maintain_order=True):
         said = [str(value) for value in own[knob]]
-        (line,) = axes.plot(said, own["exposed_ms"], marker="o", label=f"{num_prompt} tokens: exposed")
+        (line,) = axes.plot(said, own["exposed_ms"], marker="o", label=f"{prompt_tokens} tokens: exposed")
         axes.plot(said, own["handoff_gap_ms"], linestyle="--", color=line.get_color(), label="first to second token")
     axes.set(xlabel=knob.removeprefix("server."), ylim=(0, None))
     axes.grid(alpha=0.3)

@@ -44,7 +44,7 @@ class Planned:
     prompt: Prompt
     max_tokens: int
     at_s: float | None = None  # from the beginning of the run
-    after: int | None = None  # the place, in the workload, of the request that has to end before
+    after: int | None = None  # the number, in the workload, of the request that has to end before
     pause_s: float = 0.0  # between the two
     session: str | None = None
     turn: int = 0  # of its session
@@ -72,12 +72,12 @@ class Workload:
 
 def check(requests: Sequence[Planned]) -> None:
     """WorkloadError for a request that has no time, or two, or waits for one that comes after it."""
-    for place, request in enumerate(requests):
+    for number, request in enumerate(requests):
         if (request.at_s is None) == (request.after is None):
-            raise WorkloadError(f"request {place}: exactly one of at_s and after is needed")
+            raise WorkloadError(f"request {number}: exactly one of at_s and after is needed")
         if request.at_s is not None and request.at_s < 0:
-            raise WorkloadError(f"request {place}: at_s is {request.at_s:g}")
-        if request.after is not None and not 0 <= request.after < place:
-            raise WorkloadError(f"request {place}: after is {request.after}, which does not come before it")
+            raise WorkloadError(f"request {number}: at_s is {request.at_s:g}")
+        if request.after is not None and not 0 <= request.after < number:
+            raise WorkloadError(f"request {number}: after is {request.after}, which does not come before it")
         if not len(request.prompt) or request.max_tokens < 1:
-            raise WorkloadError(f"request {place}: an empty prompt, or no token asked for")
+            raise WorkloadError(f"request {number}: an empty prompt, or no token asked for")

@@ -38,8 +38,8 @@ prefill.chunk_tokens = 32
 decode.max_slots = 2
 [workload]
 kind = "fixed"
-num_prompt = 20
-num_output = 6
+prompt_tokens = 20
+output_tokens = 6
 num_requests = 10
 rate_per_s = 50
 [slo]
@@ -193,7 +193,8 @@ def check_comparison(run: Path, out: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_server_that_dies_ends_the_run_with_what_it_has(tmp_path: Path):
     folder, out = experiment_folder(tmp_path), tmp_path / "results"
-    settings = ("warmup_requests=0", "server.trace.max_rows=1", "workload.num_requests=2000", "workload.num_output=64")
+    workload = ("workload.num_requests=2000", "workload.output_tokens=64")
+    settings = ("warmup_requests=0", "server.trace.max_rows=1", *workload)
     sets = [part for setting in settings for part in ("--set", setting)]
     with runner("run", folder, "--out", out, *sets) as process:
         first = next(recorded(out))

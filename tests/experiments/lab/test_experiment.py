@@ -8,7 +8,7 @@ import pytest
 from moonshard.experiments.lab.command import Run, experiment
 from moonshard.experiments.lab.experiment import load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.workloads import FixedOptions
+from moonshard.experiments.workload.options import FixedOptions
 
 MODEL = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
 README = Path(__file__).parents[3] / "experiments" / "README.md"
@@ -19,8 +19,8 @@ model.path = "{MODEL}"
 decode.max_slots = 4
 [workload]
 kind = "fixed"
-num_prompt = 20
-num_output = 8
+prompt_tokens = 20
+output_tokens = 8
 num_requests = 6
 """
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
@@ -103,7 +103,7 @@ def test_paths_are_beside_the_file_and_those_of_the_command_line_beside_the_call
         ("slo.attainment=2", "slo.attainment: expected `float` <= 1.0, got 2"),
         ("client.timeout=1", "client.timeout: unknown key; did you mean client.timeout_s?"),
         ("workload.rate=1", "workload.rate: unknown key; did you mean workload.rate_per_s?"),
-        ("workload.num_prompt=x", "workload.num_prompt: expected `int`, got 'x'"),
+        ("workload.prompt_tokens=x", "workload.prompt_tokens: expected `int`, got 'x'"),
         ("workload.kind=fixd", "workload.kind: expected one of trace, fixed, mixed, sessions, prompts, got 'fixd'"),
         ("sweep.server.decode.max_slot=[1]", "[server] decode.max_slot: unknown key; did you mean decode.max_slots?"),
         ("sweep.workload.rat_per_s=[1]", "workload.rat_per_s: unknown key; did you mean workload.rate_per_s?"),
@@ -132,8 +132,8 @@ def test_every_mistake_is_named_at_once(tmp_path: Path):
 
 
 def test_what_a_workload_needs_is_asked_for(tmp_path: Path):
-    with pytest.raises(ExperimentError, match=r"workload\.num_output: needed, and not given"):
-        load_experiment(folder(tmp_path, BASE.replace("num_output = 8\n", "")))
+    with pytest.raises(ExperimentError, match=r"workload\.output_tokens: needed, and not given"):
+        load_experiment(folder(tmp_path, BASE.replace("output_tokens = 8\n", "")))
 
 
 @pytest.mark.parametrize("text", ["repeats = ", '"', "repeats = 1\nrepeats = 2", "\xff"])
@@ -173,3 +173,37 @@ def test_a_server_that_runs_already_cannot_be_swept(tmp_path: Path, capsys):
     text = BASE + '[sweep]\nserver.mode = ["aggregated"]\n'
     assert experiment(Run(folder=folder(tmp_path, text), url="127.0.0.1:1")) == 2
     assert "--url: a server that runs already does not follow server.mode" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["server.decode.max_slot=2", "server.mod=aggregated"])
+def test_an_unknown_key_of_the_server_is_refused_also_where_one_runs_already(tmp_path: Path, capsys, setting: str):
+    assert experiment(Run(folder=folder(tmp_path, BASE), url="127.0.0.1:1", set=(setting,))) == 2
+    assert "unknown key; did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("sets", "is_fine"), [(("repeats=1",), True), ((), False)])
+def test_real_prompts_are_sent_once_to_a_server_that_keeps_its_cache(tmp_path: Path, sets: tuple, is_fine: bool):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [1], "max_tokens": 1}')
+    text = BASE.partition("[workload]")[0] + '[workload]\nkind = "prompts"\npath = "prompts.jsonl"\n'
+    own = folder(tmp_path, text)
+    assert len(load_experiment(own).points) == 1
+    if is_fine:
+        load_experiment(own, sets, "127.0.0.1:1")
+    else:
+        with pytest.raises(ExperimentError, match="--url: the server keeps its cache"):
+            load_experiment(own, sets, "127.0.0.1:1")
+
+
+def test_what_is_too_long_is_refused_before_anything_is_started(tmp_path: Path):
+    with pytest.raises(ExperimentError, match=r"request 0: 20 \+ 8 tokens are more than a context of 27"):
+        load_experiment(folder(tmp_path, BASE), ("server.model.max_context_tokens=27",))
+
+
+def test_a_points_settings_tell_what_was_warmed_up_and_what_its_file_holds(tmp_path: Path):
+    (tmp_path / "trace.jsonl").write_text(json.dumps(LINE))
+    text = BASE.partition("[workload]")[0] + '[workload]\nkind = "trace"\npath = "trace.jsonl"\n'
+    one = load_experiment(folder(tmp_path, text), ("warmup_requests=7",)).points[0].settings
+    assert one["warmup_requests"] == 7
+    (tmp_path / "trace.jsonl").write_text(json.dumps(LINE | {"output_length": 6}))
+    other = load_experiment(tmp_path, ("warmup_requests=7",)).points[0].settings
+    assert {key for key in one if one[key] != other[key]} == {"workload.digest"}

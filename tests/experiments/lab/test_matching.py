@@ -127,3 +127,31 @@ def test_other_weights_under_the_same_path_are_another_model():
     assert models_differ(a, a, ()) == []
     assert models_differ(a, a | {"fingerprint": "b"}, ()) == ["model.fingerprint is 'a' in A and 'b' in B"]
     assert models_differ(a, a | {"fingerprint": "b"}, ("model",)) == []
+
+
+@pytest.mark.parametrize(
+    ("declared", "num_left"),
+    [
+        ("server", 0),
+        ("server.model", 0),
+        ("server.model.path", 0),
+        ("server.model.max_context_tokens", 1),
+        ("server.model.name", 2),
+    ],
+)
+def test_only_what_decides_the_weights_declares_other_weights(declared: str, num_left: int):
+    a = {"fingerprint": "a", "dtype": "float32", "vocab_size": 9, "max_context_tokens": 8}
+    assert len(models_differ(a, a | {"fingerprint": "b", "max_context_tokens": 9}, (declared,))) == num_left
+
+
+def test_requests_of_servers_that_keep_their_caches_are_not_paired():
+    (found,) = pairs(replace(run({}), url="a:1"), replace(run({}), url="a:1"))
+    assert not found.is_paired
+
+
+def test_the_same_file_may_lie_elsewhere():
+    here, there = ({"workload.path": place, "workload.digest": "d"} for place in ("/a", "/b"))
+    (found,) = pairs(run({}, here), run({}, there))
+    assert found.is_paired
+    with pytest.raises(ExperimentError, match=r"workload\.digest is 'd' in A and 'e' in B"):
+        pairs(run({}, here), run({}, there | {"workload.digest": "e"}))

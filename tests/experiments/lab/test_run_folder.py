@@ -1,6 +1,7 @@
 """The folder of a run: what is done is told by folders alone, whatever happened; foreign ones are refused by name."""
 
 import json
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from moonshard.experiments.bench.machine import describe_machine
 from moonshard.experiments.lab.command import Run, experiment
 from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.run import RunIncomplete, run_all
 from moonshard.experiments.lab.run_folder import begin, read_run, resume
 from moonshard.experiments.lab.sweep import interleaved
+from moonshard.experiments.lab.trial import TrialFailed
 from tests.experiments.lab.test_experiment import BASE, folder
 
 SWEEP = BASE + "[sweep]\nworkload.rate_per_s = [1, 2]\n"
@@ -102,6 +107,62 @@ def test_a_run_goes_on_as_it_began(asked: Experiment, tmp_path: Path):
         "slo.ttft_ms was None and is 1; a run goes on as it began",
         "workload.num_requests was 6 and is 7; a run goes on as it began",
     ]
+
+
+def test_a_run_does_not_go_on_with_another_file(asked: Experiment, tmp_path: Path):
+    with begin(tmp_path, asked) as run:
+        pass
+    point = asked.points[0]
+    other = replace(point, settings={**point.settings, "workload.digest": "b"})
+    with (
+        pytest.raises(ExperimentError, match=r"workload\.digest was None and is 'b'"),
+        resume(run.path, replace(asked, points=[other, *asked.points[1:]])),
+    ):
+        pass
+
+
+def test_a_run_does_not_go_on_on_another_machine(asked: Experiment, tmp_path: Path, monkeypatch):
+    with begin(tmp_path, asked) as run:
+        pass
+    machine = describe_machine() | {"cpu": "other", "load_average_before": 99.0}
+    monkeypatch.setattr("moonshard.experiments.lab.run_folder.describe_machine", lambda: machine)
+    with pytest.raises(ExperimentError) as refused, resume(run.path, asked):
+        pass
+    assert len(refused.value.faults) == 1
+    assert "machine.cpu was " in refused.value.faults[0]
+
+
+def test_a_run_that_is_done_is_left_as_it_is(asked: Experiment, tmp_path: Path):
+    with begin(tmp_path, asked) as run:
+        for trial in run.left():
+            with run.trial(trial):
+                pass
+        run.write()
+    before = (run.path / "run.json").read_bytes()
+    with resume(run.path, asked) as again:
+        assert again.left() == []
+    assert (run.path / "run.json").read_bytes() == before
+
+
+def test_each_start_of_each_run_names_its_requests_otherwise(asked: Experiment, tmp_path: Path):
+    with begin(tmp_path, asked) as run:
+        first = run.id_prefix
+    with resume(run.path, asked) as run:
+        second = run.id_prefix
+    with begin(tmp_path, asked) as run:
+        assert len({first, second, run.id_prefix}) == 3
+
+
+def test_a_folder_that_is_gone_ends_the_run_with_its_name(asked: Experiment, tmp_path: Path, monkeypatch):
+    """As where it cannot be written any more: what was measured is told apart from what could not be kept."""
+
+    def remove(*_: object) -> None:
+        shutil.rmtree(run.path)
+        raise TrialFailed("the disk is gone")
+
+    monkeypatch.setattr("moonshard.experiments.lab.run.run_trial", remove)
+    with begin(tmp_path, asked) as run, pytest.raises(RunIncomplete, match=f"point-000-repeat-0: {run.path}: No such"):
+        run_all(asked, run, Console(quiet=True))
 
 
 @pytest.mark.parametrize("key", ["schema_version", "trace_version"])

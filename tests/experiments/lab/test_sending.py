@@ -9,10 +9,12 @@ from moonshard.experiments.lab.asking import ABANDONED
 from moonshard.experiments.lab.experiment import ClientOptions
 from moonshard.experiments.lab.sending import Sender
 from moonshard.experiments.lab.trial import offered_per_s
-from moonshard.experiments.workload.kinds import fixed, sessions
+from moonshard.experiments.workload.fixed import fixed
 from moonshard.experiments.workload.plan import Planned, Tokens, Workload
+from moonshard.experiments.workload.sessions import sessions
 from moonshard.rpc.client import AsyncClient
 from tests.experiments.lab.scripted import REFUSED, Scripted, listening
+
 
 @pytest.fixture
 def scripted() -> Scripted:
@@ -30,7 +32,7 @@ def sender(client: AsyncClient, workload: Workload, **options) -> Sender:
 
 
 async def test_an_open_loop_sends_everything_before_anything_is_answered(client: AsyncClient, scripted: Scripted):
-    workload = fixed(num_prompt=4, num_output=3, num_requests=20, vocab_size=50, rate_per_s=400.0)
+    workload = fixed(prompt_tokens=4, output_tokens=3, num_requests=20, vocab_size=50, rate_per_s=400.0)
     sending = sender(client, workload)
     scripted.awaited = 20
     async with asyncio.TaskGroup() as group:
@@ -64,7 +66,7 @@ async def test_late_is_what_was_sent_later_than_allowed(client: AsyncClient, scr
 
 async def test_closed_clients_wait_for_their_answers(client: AsyncClient, scripted: Scripted):
     scripted.opened.set()
-    sending = sender(client, fixed(num_prompt=4, num_output=2, num_requests=12, vocab_size=50, num_clients=3))
+    sending = sender(client, fixed(prompt_tokens=4, output_tokens=2, num_requests=12, vocab_size=50, num_clients=3))
     await sending.run()
     by_place = {one.place: one for one in sending.asked}
     assert len(by_place) == 12
@@ -116,7 +118,7 @@ async def test_stopping_sends_nothing_more_and_abandons_what_never_ends(
 
 
 def test_what_is_offered_is_by_the_workload_and_not_by_what_became_of_it():
-    steady = fixed(num_prompt=1, num_output=1, num_requests=11, vocab_size=9, rate_per_s=5.0, variation=0.0)
+    steady = fixed(prompt_tokens=1, output_tokens=1, num_requests=11, vocab_size=9, rate_per_s=5.0, interval_cv=0.0)
     assert offered_per_s(steady) == pytest.approx(5.0)
-    assert offered_per_s(fixed(num_prompt=1, num_output=1, num_requests=4, vocab_size=9)) is None
+    assert offered_per_s(fixed(prompt_tokens=1, output_tokens=1, num_requests=4, vocab_size=9)) is None
     assert offered_per_s(Workload(requests=steady.requests[:1])) is None

@@ -7,14 +7,14 @@ import pytest
 from moonshard.experiments.lab.experiment import load_experiment
 from moonshard.experiments.lab.sweep import Trial
 from moonshard.experiments.lab.target import Target
-from moonshard.experiments.lab.trial import measure
+from moonshard.experiments.lab.trial import measure, seed_shift
 from tests.experiments.lab.scripted import REFUSED, Scripted, listening
 from tests.experiments.lab.test_experiment import BASE, folder
 
 
 async def test_seconds_are_those_of_the_requests_alone(tmp_path: Path):
     """One is refused, so that the server is looked after for a second more: that is nobody's time."""
-    sets = (f"workload.num_prompt={REFUSED}", "workload.num_requests=1", "warmup_requests=0")
+    sets = (f"workload.prompt_tokens={REFUSED}", "workload.num_requests=1", "warmup_requests=0")
     asked = load_experiment(folder(tmp_path, BASE), sets)
     async with listening(Scripted()) as address:
         target = Target(grpc=address, processes={})
@@ -23,3 +23,14 @@ async def test_seconds_are_those_of_the_requests_alone(tmp_path: Path):
     assert record.wall_s == pytest.approx((refused.ended_ns - refused.intended_ns) / 1e9)
     assert record.wall_s < 0.1
     assert record.client_cpu_s < 1
+
+
+def test_repeats_have_other_requests_and_a_server_that_keeps_its_cache_gets_them_once(tmp_path: Path):
+    text = BASE + "[sweep]\nworkload.rate_per_s = [1, 2]\n"
+    started, running = (load_experiment(folder(tmp_path, text), (), url) for url in (None, "127.0.0.1:1"))
+    trials = [Trial(repeat=repeat, point=point) for repeat in (0, 1) for point in (0, 1)]
+    assert [seed_shift(started, trial, f"stamp-1-{trial.name}") for trial in trials] == [0, 0, 1, 1]
+    names = [f"{stamp}-{start}-{trial.name}" for stamp in "ab" for start in (1, 2) for trial in trials]
+    shifts = [seed_shift(running, trials[0], name) for name in names]
+    assert len(set(shifts)) == len(names)
+    assert seed_shift(running, trials[0], names[0]) == shifts[0]

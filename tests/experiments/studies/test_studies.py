@@ -21,7 +21,7 @@ SMALL = (
     *("cores=[]", "repeats=1", "warmup_requests=1", f'server.model.path="{MODEL}"'),
     *("server.model.max_context_tokens=128", "server.kv.num_blocks=64", "server.decode.max_slots=2"),
 )
-MIXED = ("workload.num_prompt=[40, 20]", "workload.num_output=[4, 24]", "workload.num_requests=8")
+MIXED = ("workload.prompt_tokens=[40, 20]", "workload.output_tokens=[4, 24]", "workload.num_requests=8")
 # What makes seconds of each study, and the pictures that its notebook leaves.
 MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     "pd_vs_aggregated": (
@@ -34,7 +34,7 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     ),
     "transfer": (
         (
-            *(*SMALL, "workload.num_requests=4", "sweep.workload.num_prompt=[40]"),
+            *(*SMALL, "workload.num_requests=4", "sweep.workload.prompt_tokens=[40]"),
             "points=[{server.kv={transport='mooncake', block_size=16, slab_bytes=1048576}, "
             "server.prefill.chunk_tokens=32}]",
         ),
@@ -45,7 +45,7 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
             *(*SMALL, "server.kv.block_size=16", "server.prefill.chunk_tokens=32"),
             *("workload.num_requests=8", "workload.num_clients=2"),
             "points=[{server.prefill.replicas=1, server.decode.replicas=1, "
-            "workload.num_prompt=40, workload.num_output=8}]",
+            "workload.prompt_tokens=40, workload.output_tokens=8}]",
         ),
         {"splits", "steps"},
     ),
@@ -59,7 +59,7 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     "overload": (
         (
             *(*SMALL, "server.kv.block_size=16", "server.prefill.chunk_tokens=32"),
-            *("workload.num_prompt=40", "workload.num_output=8", "sweep.server.routing.ttft_slo_s=[1.0]"),
+            *("workload.prompt_tokens=40", "workload.output_tokens=8", "sweep.server.routing.ttft_slo_s=[1.0]"),
             "points=[{workload.rate_per_s=20, workload.num_requests=10}]",
         ),
         {"goodput", "refusals", "steps"},

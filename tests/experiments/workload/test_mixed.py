@@ -10,7 +10,7 @@ from moonshard.experiments.workload.mixed import mixed
 from moonshard.experiments.workload.plan import WorkloadError
 
 TWO: dict[str, Any] = {
-    "num_prompt": [8, 90], "num_output": [40, 2], "weights": [3, 1], "num_requests": 800, "rate_per_s": 5.0,
+    "prompt_tokens": [8, 90], "output_tokens": [40, 2], "weights": [3, 1], "num_requests": 800, "rate_per_s": 5.0,
     "vocab_size": 50,
 }  # fmt: skip
 
@@ -35,8 +35,8 @@ def test_another_rate_sends_the_same_requests(rate_per_s: float, seed: int):
     ("change", "said"),
     [
         ({"weights": [1]}, "an entry for each shape"),
-        ({"num_prompt": [], "num_output": [], "weights": []}, "an entry for each shape"),
-        ({"num_output": [0, 1]}, "begin at 1"),
+        ({"prompt_tokens": [], "output_tokens": [], "weights": []}, "an entry for each shape"),
+        ({"output_tokens": [0, 1]}, "begin at 1"),
         ({"num_requests": 0}, "begin at 1"),
         ({"weights": [0, 0]}, "weights begin at 0"),
         ({"weights": [-1, 2]}, "weights begin at 0"),

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from moonshard.experiments.lab.workloads import KINDS, plan, read_workload, with_seed
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.workload.options import KINDS, plan, read_workload, shifted_seed
 from moonshard.experiments.workload.plan import Workload, WorkloadError
 from moonshard.rpc.types import ModelInfo
 
@@ -21,10 +22,17 @@ LINES: dict[str, list[dict[str, Any]]] = {
     ],
     "prompts": [{"prompt": [1, 2, 3], "max_tokens": 4}, {"prompt": [5] * 690, "max_tokens": 4, "at_s": 1}],
 }
+FEW = {"num_requests": 3, "rate_per_s": 2}
 TABLES: dict[str, dict[str, Any]] = {
     "trace": {"max_requests": 3, "time_scale": 0.1},
-    "fixed": {"num_prompt": 600, "num_output": 9, "num_requests": 3, "rate_per_s": 2},
-    "mixed": {"num_prompt": [600, 5], "num_output": [9, 8], "weights": [1, 1], "num_requests": 3, "rate_per_s": 2},
+    "fixed": {"prompt_tokens": 600, "output_tokens": 9, **FEW},
+    "mixed": {
+        "prompt_tokens": [600, 5],
+        "output_tokens": [9, 8],
+        "weights": [1, 1],
+        "num_requests": 3,
+        "rate_per_s": 2,
+    },
     "sessions": {"num_sessions": 2, "session_tokens": 300, "max_tokens": 4},
     "prompts": {},
 }
@@ -41,6 +49,10 @@ def options_of(kind: str, folder: Path, **changes: Any):
     return options
 
 
+def times(workload: Workload) -> list[float | None]:
+    return [request.at_s for request in workload.requests]
+
+
 def prompts(workload: Workload) -> list[list[int]]:
     return [request.prompt.tokens() for request in workload.requests]
 
@@ -51,7 +63,7 @@ def test_a_kind_is_made_of_its_table(kind: str, tmp_path: Path):
     workload = plan(options, MODEL)
     assert len(workload.requests) >= 2
     assert prompts(plan(options, MODEL)) == prompts(workload)
-    again = prompts(plan(with_seed(options, 1), MODEL))
+    again = prompts(plan(shifted_seed(options, 1), MODEL))
     assert (again == prompts(workload)) == (kind == "prompts")
     assert all(0 <= token < MODEL.vocab_size for prompt in again for token in prompt)
 
@@ -76,3 +88,31 @@ def test_sessions_need_the_tokens_of_the_embedded_model(tmp_path: Path):
     small = replace(MODEL, vocab_size=100)
     with pytest.raises(WorkloadError, match="tokens of the embedded model"):
         plan(options_of("sessions", tmp_path), small)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sessions"])
+def test_what_is_too_long_is_refused_before_a_server_is_there_where_its_context_is_known(kind: str, tmp_path: Path):
+    options = options_of(kind, tmp_path)
+    check_workload(options, None)
+    check_workload(options, 700)
+    with pytest.raises(ExperimentError, match=r"(request|line) \d+: .* context of 604"):
+        check_workload(options, 604)
+
+
+def test_a_trace_is_spread_over_its_bins_where_it_has_any_or_as_far_as_it_says(tmp_path: Path):
+    binned, told = options_of("trace", tmp_path), options_of("trace", tmp_path, jitter_s=0.5)
+    assert [0 < (at_s or 0) / 0.1 - 3 * n < 3 for n, at_s in enumerate(times(plan(binned, MODEL)))] == [True] * 3
+    assert [0 < (at_s or 0) / 0.1 - 3 * n < 0.5 for n, at_s in enumerate(times(plan(told, MODEL)))] == [True] * 3
+    exact = [{**LINES["trace"][0], "timestamp": stamp} for stamp in (0, 1500, 3000)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, exact)))
+    assert times(plan(binned, MODEL)) == pytest.approx([0.0, 0.15, 0.3])
+
+
+def test_a_digest_is_of_what_the_file_holds(tmp_path: Path):
+    options = options_of("prompts", tmp_path)
+    before = digest_of(options)
+    (tmp_path / "moved.jsonl").write_bytes(options.path.read_bytes())
+    assert digest_of(replace(options, path=tmp_path / "moved.jsonl")) == before
+    options.path.write_text(options.path.read_text() + "\n")
+    assert before != digest_of(options) != {}
+    assert digest_of(options_of("fixed", tmp_path)) == {}

@@ -1,0 +1,83 @@
+"""A trace in Mooncake's format as a workload: its times, its lengths, and what its prompts have in common.
+
+What is in a prompt no trace tells: blocks of equal number are made of equal tokens.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+
+from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest
+from moonshard.experiments.workload.blocks import BlockPrompt
+from moonshard.experiments.workload.plan import Planned, Workload, WorkloadError
+
+BIN_MS = 3000  # Mooncake's own traces tell the time in steps of so many milliseconds
+
+
+def bin_s(traced: Sequence[TracedRequest]) -> float:
+    """How exactly its stamps tell the time: in Mooncake's bins where each is one of these, else to the millisecond."""
+    return BIN_MS / 1e3 if all(one.timestamp_ms % BIN_MS == 0 for one in traced) else 0.0
+
+
+def from_trace(
+    traced: Sequence[TracedRequest],
+    *,
+    vocab_size: int,
+    max_context_tokens: int,
+    jitter_s: float = 0.0,
+    time_scale: float = 1.0,
+    length_scale: float = 1.0,
+    clips: bool = False,
+    seed: int = 0,
+) -> Workload:
+    """Each request at its stamp, or by chance up to `jitter_s` later, so that not all of a bin come at once.
+
+    Args:
+        traced: in the order of their time.
+        jitter_s: of the trace's time, as its stamps are.
+        time_scale: 0.5 sends twice as many requests a second.
+        length_scale: of prompts and completions; blocks shrink with them, so that the same prompts begin alike.
+        clips: cut what does not fit into the context, and count it; else it is refused.
+
+    Raises:
+        WorkloadError: stamps that go back, or a request that does not fit, with its line.
+    """
+    for option, value in (("time_scale", time_scale), ("length_scale", length_scale)):
+        if not value > 0:
+            raise WorkloadError(f"{option} is {value:g}")
+    for before, after in pairwise(traced):
+        if after.timestamp_ms < before.timestamp_ms:
+            raise WorkloadError(f"{_place(after)}: its timestamp is less than that of the one before")
+    random, block_tokens = Random(seed), max(1, round(BLOCK_TOKENS * length_scale))
+    found: list[Planned] = []
+    num_clipped = 0
+    for one in traced:
+        num_prompt = max(1, round(one.input_tokens * length_scale))
+        max_tokens = max(1, round(one.output_tokens * length_scale))
+        if num_prompt + max_tokens > max_context_tokens:
+            if not clips:
+                both = f"{num_prompt} + {max_tokens} tokens"
+                raise WorkloadError(f"{_place(one)}: {both} are more than a context of {max_context_tokens}")
+            num_clipped += 1
+            max_tokens = min(max_tokens, max_context_tokens - 1)
+            num_prompt = min(num_prompt, max_context_tokens - max_tokens)
+        num_blocks = -(-num_prompt // block_tokens)
+        prompt = BlockPrompt(
+            blocks=_padded(one.blocks, num_blocks)[:num_blocks],
+            num_tokens=num_prompt,
+            block_tokens=block_tokens,
+            vocab_size=vocab_size,
+            seed=seed,
+        )
+        at_s = time_scale * (one.timestamp_ms / 1e3 + random.random() * jitter_s)
+        found.append(Planned(prompt=prompt, max_tokens=max_tokens, at_s=at_s))
+    return Workload(requests=sorted(found, key=lambda request: request.at_s or 0.0), num_clipped=num_clipped)
+
+
+def _padded(blocks: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:
+    """Rounding may need a block more than the trace names: the last one again, which only its own prompt has."""
+    return blocks + blocks[-1:] * (num_blocks - len(blocks))
+
+
+def _place(one: TracedRequest) -> str:
+    return "a request" if one.line is None else f"line {one.line}"
