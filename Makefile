@@ -67,7 +67,7 @@ bench-gpu:  ## on a machine with an NVIDIA GPU and jax, flax and numpy: check, t
 	@PYTHONPATH=src $${PYTHON:-python3} -m moonshard.experiments.bench.gpu
 
 notebooks: setup  ## each study that has a run under results/: its notebook executed, with its pictures beside it
-	@$(BIN)/python -m moonshard.experiments.lab.notebooks
+	@$(BIN)/python -m moonshard.experiments.reading.notebooks
 
 pocket: setup  ## train the embedded model anew, hours on two cores, and put it in its place; a run that was stopped goes on
 	@$(KEEP_MEMORY) $(BIN)/python -m moonshard.experiments.pocket.train

@@ -16,22 +16,19 @@
 # This notebook starts a server with the embedded model, asks it over gRPC, and draws the answer's milliseconds.
 
 # %%
-from contextlib import ExitStack
-
 import matplotlib.pyplot as plt
 import polars as pl
 
-from moonshard.experiments.analysis import draw_waterfall, served
+from moonshard.experiments.analysis import draw_waterfall, start_server
 from moonshard.rpc.client import Client
 
 # %% [markdown]
 # A prefill worker, a decode worker and a gateway, each a process of its own. They end with the notebook, or when
-# `everything` is closed.
+# `server` is closed.
 
 # %%
-everything = ExitStack()
-server = everything.enter_context(served())
-client = everything.enter_context(Client(server.grpc))
+server = start_server()
+client = Client(server.grpc)
 client.model_info()
 
 # %% [markdown]
@@ -68,4 +65,5 @@ figure, axes = plt.subplots(figsize=(11, 3), layout="constrained")
 draw_waterfall(axes, timing)
 
 # %%
-everything.close()
+client.close()
+server.close()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from moonshard.experiments.analysis import draw_cdf, draw_gaps_over_time, load, percentile_table, run_experiment
+from moonshard.experiments.analysis import draw_cdf, draw_gaps_over_time, load_runs, percentile_table, run_experiment
 from moonshard.experiments.replay.synthetic import agent_trace
 from moonshard.experiments.trace_file import write_trace
 
@@ -68,9 +68,9 @@ run = run_experiment(folder)
 # Every request is a row, and so is every step of a device.
 
 # %%
-tables = load(run)
+tables = load_runs(run)
 tables.requests.select(
-    "place", "outcome", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "e2e_ms"
+    "request_index", "outcome", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "e2e_ms"
 ).head()
 
 # %%

@@ -22,20 +22,23 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import polars as pl
 
-from moonshard.experiments.analysis import compare_runs, draw_cdf, load, run_experiment
+from moonshard.experiments.analysis import compare_runs, draw_cdf, load_runs, run_experiment
 
 # %% tags=["parameters"]
-NUM_REQUESTS = 60
+NUM_REQUESTS = 24
+NUM_REPEATS = 3
 
 # %% [markdown]
 # ## An experiment
 #
-# Short prompts that stream, and now and then a long one.
+# Short prompts that stream, and now and then a long one. Three repeats, since from one alone nobody knows what would
+# have been different the next time.
 
 # %%
 folder = Path("results/examples/compare")
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "config.toml").write_text(f"""
+repeats = {NUM_REPEATS}
 [workload]
 kind = "mixed"
 prompt_tokens = [1024, 64]
@@ -57,17 +60,18 @@ apart = run_experiment(folder, "server.mode=disaggregated")
 # %% [markdown]
 # ## What changed
 #
-# From A, together, to B, apart. Requests are compared in pairs, and intervals hold 95%. What differs between two runs
-# has to be named, or they are not compared.
+# From A, together, to B, apart, with 95% intervals over the repeats. What differs between two runs has to be named, or
+# they are not compared. `compared.rows` is the same as a frame.
 
 # %%
-compare_runs(together, apart, despite=["server.mode"])
+compared = compare_runs(together, apart, despite=["server.mode"])
+compared  # noqa: B018
 
 # %% [markdown]
 # ## The gaps between tokens
 
 # %%
-tables = load(together, apart)
+tables = load_runs(together, apart)
 gaps = tables.latencies("itl").with_columns(
     pl.when(pl.col("run") == together.name).then(pl.lit("together")).otherwise(pl.lit("apart")).alias("arrangement")
 )

@@ -1,49 +1,62 @@
 """What notebooks share: runs as polars frames, their pictures and tables with intervals, and the times of steps.
 
-    from moonshard.experiments.analysis import draw_cdf, load
+    from moonshard.experiments.analysis import draw_cdf, load_runs
 
-    tables = load("results/transfer/2026-11-23T10-00-00.000000Z")
+    tables = load_runs("results/transfer/2026-11-23T10-00-00.000000Z")
     draw_cdf(plt.gca(), tables.latencies("ttft"))
 
-A door to modules of `experiments.lab`, nothing of its own. It needs matplotlib, which the server does not.
+A door to modules of `experiments.reading`, nothing of its own. It needs matplotlib, which the server does not.
 """
 
-from moonshard.experiments.lab.child import run_experiment, served
-from moonshard.experiments.lab.comparing import compare_runs
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.intervals import percentile_table, rate_table
-from moonshard.experiments.lab.plots import draw_cdf, draw_fit, draw_gaps_over_time, draw_intervals
-from moonshard.experiments.lab.run_tables import RunTables, load
-from moonshard.experiments.lab.step_fit import StepFit, fit_model, fit_steps, fit_table
-from moonshard.experiments.lab.step_model import StepModel, StepTimes
-from moonshard.experiments.lab.study import Study, load_study, newest_run, processor_time, source
-from moonshard.experiments.lab.waterfall import draw_waterfall, slices, timing_of
+from moonshard.experiments.reading.child import StartedServer, run_experiment, start_server
+from moonshard.experiments.reading.comparing import Comparison, compare_runs
+from moonshard.experiments.reading.interval_tables import median_table, offered_table, percentile_table, rate_table
+from moonshard.experiments.reading.plots import draw_cdf, draw_gaps_over_time, draw_intervals, gaps_over_time
+from moonshard.experiments.reading.run_tables import RunTables, load_runs
+from moonshard.experiments.reading.step_fit import StepFit, fit_step_model, fit_steps, fit_table, predicted_ms
+from moonshard.experiments.reading.step_model import StepModel, StepTimes
+from moonshard.experiments.reading.study import (
+    Study,
+    load_study,
+    newest_run,
+    pinned_step_model,
+    processor_time,
+    provenance,
+)
+from moonshard.experiments.reading.waterfall import draw_waterfall, slices, timing_of
 
 __all__ = [
+    "Comparison",
     "ExperimentError",
     "RunTables",
+    "StartedServer",
     "StepFit",
     "StepModel",
     "StepTimes",
     "Study",
     "compare_runs",
     "draw_cdf",
-    "draw_fit",
     "draw_gaps_over_time",
     "draw_intervals",
     "draw_waterfall",
-    "fit_model",
+    "fit_step_model",
     "fit_steps",
     "fit_table",
-    "load",
+    "gaps_over_time",
+    "load_runs",
     "load_study",
+    "median_table",
     "newest_run",
+    "offered_table",
     "percentile_table",
+    "pinned_step_model",
+    "predicted_ms",
     "processor_time",
+    "provenance",
     "rate_table",
     "run_experiment",
-    "served",
     "slices",
-    "source",
+    "start_server",
     "timing_of",
 ]

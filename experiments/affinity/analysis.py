@@ -24,11 +24,11 @@ import polars as pl
 
 from moonshard.experiments.affinity.recorded import rounds_of
 from moonshard.experiments.affinity.report import grid_of
-from moonshard.experiments.analysis import draw_cdf, draw_fit, fit_model, fit_table, load_study, source
+from moonshard.experiments.analysis import draw_cdf, load_study, provenance
 
 study = load_study("affinity", os.environ)
 tables = study.tables
-source(study.run)
+provenance(study.run)
 
 # %% [markdown]
 # ## The arms beside the oracle
@@ -55,18 +55,10 @@ for index, one in enumerate(rounds):
         left += share
 load.set_yticks(range(len(rounds)), [f"{one.arm}, repeat {one.number + 1}" for one in rounds])
 load.set(xlabel="share of the tokens computed, by prefill worker", xlim=(0, 1))
-study.save(figure, "affinity")
+study.save_figure(figure, "affinity")
 
 # %% [markdown]
 # ## How long steps take
 
 # %%
-model, fits = fit_model(tables.steps, source(study.run))
-study.keep(model)
-fit_table(fits)
-
-# %%
-figure, panels = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-for axes, fit in zip(panels, fits.values(), strict=True):
-    draw_fit(axes, fit)
-study.save(figure, "steps")
+study.step_times()

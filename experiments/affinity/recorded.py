@@ -11,8 +11,8 @@ import polars as pl
 from moonshard.experiments.affinity.rounds import ArmName, Round, Turn
 from moonshard.experiments.affinity.workload import oracle_cached_tokens
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.frames import TrialFrames
-from moonshard.experiments.lab.run_tables import PointOf, RunTables
+from moonshard.experiments.reading.frames import TrialFrames
+from moonshard.experiments.reading.run_tables import PointOf, RunTables
 from moonshard.experiments.workload.options import plan, read_workload
 
 POLICY = "server.routing.policy"
@@ -29,7 +29,9 @@ def _round(tables: RunTables, point: PointOf, trial: TrialFrames) -> Round:
     if arm is None:
         raise ExperimentError(f"{point.record.label}: its policy is none of {', '.join(map(str, ARM_OF))}")
     rows = trial.completed.sort("sent_ns")
-    oracle = oracle_cached_tokens(_prompts(trial, rows["place"].to_list()), _number(point, "server.kv.block_size"))
+    oracle = oracle_cached_tokens(
+        _prompts(trial, rows["request_index"].to_list()), _number(point, "server.kv.block_size")
+    )
     turns = [_turn(row, tokens) for row, tokens in zip(rows.iter_rows(named=True), oracle, strict=True)]
     own = (pl.col("run") == point.run.path.name) & (pl.col("point") == point.record.number)
     served = tables.server_requests.filter(own, pl.col("repeat") == trial.record.repeat)
@@ -37,13 +39,13 @@ def _round(tables: RunTables, point: PointOf, trial: TrialFrames) -> Round:
     return Round(arm=arm, number=trial.record.repeat, turns=turns, computed_tokens=computed)
 
 
-def _prompts(trial: TrialFrames, places: Sequence[int]) -> list[list[int]]:
+def _prompts(trial: TrialFrames, indices: Sequence[int]) -> list[list[int]]:
     faults: list[str] = []
     options = read_workload(trial.record.workload, faults)
     if options is None:
         raise ExperimentError(*faults)
     requests = plan(options, trial.record.model).requests
-    return [requests[place].prompt.tokens() for place in places]
+    return [requests[index].prompt.tokens() for index in indices]
 
 
 def _turn(row: Mapping[str, Any], oracle_tokens: int) -> Turn:

@@ -18,7 +18,7 @@ COLUMNS = (
     "turns",
     "found again",
     "points below the oracle",
-    "load, max / mean",
+    "load, max / mean, worst round",
     "TTFT p50 of first turns, ms",
     "TTFT p50 of later turns, ms",
     "p90, ms",

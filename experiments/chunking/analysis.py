@@ -23,21 +23,18 @@ import matplotlib.pyplot as plt
 import polars as pl
 
 from moonshard.experiments.analysis import (
-    draw_fit,
-    draw_gaps_over_time,
     draw_intervals,
-    fit_model,
-    fit_table,
+    gaps_over_time,
     load_study,
     percentile_table,
+    provenance,
     rate_table,
-    source,
 )
 
 study = load_study("chunking", os.environ)
 tables = study.tables
 CHUNK = "server.prefill.chunk_tokens"
-source(study.run)
+provenance(study.run)
 
 # %% [markdown]
 # ## Jitter against TTFT
@@ -56,9 +53,9 @@ draw_intervals(jitter, gaps, CHUNK, "percentile")
 jitter.set(xscale="log", yscale="log", ylabel="gap between tokens of streams, ms")
 draw_intervals(first, ttft, CHUNK, "percentile")
 first.set(xscale="log", ylabel="TTFT of long prompts, ms", ylim=(0, None))
-draw_intervals(good, rate_table(tables).filter(rate="in SLO"), CHUNK, "rate", "value")
-good.set(xscale="log", ylabel="share within the SLO", ylim=(0, 1.02))
-study.save(figure, "jitter")
+draw_intervals(good, rate_table(tables, "SLO attainment"), CHUNK, "rate", "value")
+good.set(xscale="log", ylabel="SLO attainment", ylim=(0, 1.02))
+study.save_figure(figure, "jitter")
 
 # %% [markdown]
 # ## The same gaps over time
@@ -68,24 +65,11 @@ study.save(figure, "jitter")
 # %%
 sizes = tables.requests.select("run", "point", "repeat", CHUNK).unique().filter(pl.col("repeat") == 0).sort(CHUNK)
 ends = pl.concat([sizes.head(1), sizes.tail(1)]).unique(maintain_order=True)
-figure, panels = plt.subplots(
-    ends.height, 1, figsize=(11, 2.6 * ends.height), sharex=True, sharey=True, layout="constrained", squeeze=False
-)
-for axes, (run, point, repeat, chunk) in zip(panels[:, 0], ends.iter_rows(), strict=True):
-    draw_gaps_over_time(axes, tables, run, point, repeat)
-    axes.set_title(f"chunks of at most {chunk} tokens")
-study.save(figure, "gaps_over_time")
+figure = gaps_over_time(tables, ends.with_columns(pl.format("chunks of at most {} tokens", CHUNK).alias(CHUNK)))
+study.save_figure(figure, "gaps_over_time")
 
 # %% [markdown]
 # ## How long steps take
 
 # %%
-model, fits = fit_model(tables.steps, source(study.run))
-study.keep(model)
-fit_table(fits)
-
-# %%
-figure, panels = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-for axes, fit in zip(panels, fits.values(), strict=True):
-    draw_fit(axes, fit)
-study.save(figure, "steps")
+study.step_times()

@@ -5,6 +5,7 @@ TTFT is from the sending to the first token here, whatever was intended; how lat
 
 import asyncio
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from moonshard.experiments.workload.plan import Planned
 from moonshard.rpc.client import AsyncClient, AsyncStream
 from moonshard.rpc.status import RequestError
 from moonshard.rpc.types import Summary
-from moonshard.serving.trace.schema import Row
+from moonshard.serving.trace.schema import Value
 
 SESSION_HEADER = "x-session-affinity"
 MAX_ERROR_CHARS = 500
@@ -22,11 +23,11 @@ ABANDONED = "abandoned"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ClientRequest:
     """One request. Stamps are of `time.perf_counter_ns`."""
 
     request_id: str
-    place: int  # in the workload
+    request_index: int  # in the workload
     planned: Planned
     intended_ns: int
     sent_ns: int
@@ -41,41 +42,42 @@ class Asked:
     def late_ns(self) -> int:
         return self.sent_ns - self.intended_ns
 
-    def row(self) -> Row:
-        """Of the table `client requests`."""
+    def row(self) -> Mapping[str, Value]:
+        """Of the table `client requests`, by column."""
         arrivals, summary = self.arrivals_ns, self.summary
         gaps = [after - before for before, after in pairwise(arrivals)]
         timing, usage = (summary.timing, summary.usage) if summary else (None, None)
-        return (
-            self.request_id,
-            self.place,
-            self.planned.session,
-            self.planned.turn,
-            self.outcome,
-            self.error,
-            self.finish_reason,
-            len(self.planned.prompt),
-            self.planned.max_tokens,
-            usage.prompt_tokens if usage else None,
-            usage.cached_tokens if usage else None,
-            len(arrivals),
-            self.intended_ns,
-            self.sent_ns,
-            self.late_ns,
-            self.ended_ns,
-            arrivals[0] - self.sent_ns if arrivals else None,
-            self.ended_ns - self.sent_ns,
-            arrivals[-1] - arrivals[0] if arrivals else None,
-            max(gaps, default=None),
-            timing.ttft_ms if timing else None,
-            timing.e2e_ms if timing else None,
-            (timing.handoff_gap_ms or None) if timing else None,
-            timing.num_retries if timing else None,
-        )
+        return {
+            "request_id": self.request_id,
+            "request_index": self.request_index,
+            "session": self.planned.session,
+            "turn": self.planned.turn,
+            "outcome": self.outcome,
+            "error": self.error,
+            "finish_reason": self.finish_reason,
+            "planned_prompt_tokens": len(self.planned.prompt),
+            "max_tokens": self.planned.max_tokens,
+            "prompt_tokens": usage.prompt_tokens if usage else None,
+            "cached_tokens": usage.cached_tokens if usage else None,
+            "completion_tokens": len(arrivals),
+            "intended_ns": self.intended_ns,
+            "sent_ns": self.sent_ns,
+            "late_ns": self.late_ns,
+            "ended_ns": self.ended_ns,
+            "ttft_ns": arrivals[0] - self.sent_ns if arrivals else None,
+            "e2e_ns": self.ended_ns - self.sent_ns,
+            "decode_ns": arrivals[-1] - arrivals[0] if arrivals else None,
+            "max_itl_ns": max(gaps, default=None),
+            "gateway_ttft_ms": timing.ttft_ms if timing else None,
+            "gateway_e2e_ms": timing.e2e_ms if timing else None,
+            "handoff_gap_ms": (timing.handoff_gap_ms or None) if timing else None,
+            "num_retries": timing.num_retries if timing else None,
+        }
 
-    def token_rows(self) -> list[Row]:
+    def token_rows(self) -> Iterator[Mapping[str, Value]]:
         """Of the table `client tokens`."""
-        return [(self.place, index, arrived_ns) for index, arrived_ns in enumerate(self.arrivals_ns)]
+        for index, arrived_ns in enumerate(self.arrivals_ns):
+            yield {"request_index": self.request_index, "index": index, "arrived_ns": arrived_ns}
 
 
 async def ask(
@@ -83,11 +85,11 @@ async def ask(
     planned: Planned,
     prompt: list[int],
     *,
-    place: int,
+    request_index: int,
     request_id: str,
     intended_ns: int,
     options: ClientOptions,
-) -> Asked:
+) -> ClientRequest:
     """Cancelling the task abandons the request; that too is a row, and the task then ends as if it were done."""
     arrivals_ns: list[int] = []
     outcome, error, finish_reason, stream = COMPLETED, None, None, None
@@ -108,9 +110,9 @@ async def ask(
         outcome, error = failed.code.name.lower(), str(failed)[:MAX_ERROR_CHARS]
     except asyncio.CancelledError:
         outcome, error = ABANDONED, "the trial ended before this request did"
-    return Asked(
+    return ClientRequest(
         request_id=request_id,
-        place=place,
+        request_index=request_index,
         planned=planned,
         intended_ns=intended_ns,
         sent_ns=sent_ns,

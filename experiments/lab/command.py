@@ -1,7 +1,9 @@
 """`moonshard experiment`: run an experiment's sweep, and compare two runs."""
 
+import signal
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,19 +11,16 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from moonshard.experiments.bench.grid import as_markdown, as_table
-from moonshard.experiments.lab.comparing import compare, write_rows
+from moonshard.experiments.bench.grid import Grid, as_markdown, as_table
 from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.frames import load_run
-from moonshard.experiments.lab.matching import choice
-from moonshard.experiments.lab.report import run_grids
 from moonshard.experiments.lab.run import RunIncomplete, run_all
-from moonshard.experiments.lab.run_folder import RunFolder, begin, resume
+from moonshard.experiments.lab.run_folder import RunFolder, new_run, resumed_run
 from moonshard.experiments.lab.target import grpc_address
 from moonshard.experiments.workload.plan import WorkloadError
 from moonshard.serving.commands.options import Overrides
 
+INTERRUPTED = 130  # the exit code
 PIPED_WIDTH = 200  # characters; a terminal has its own
 
 
@@ -47,10 +46,14 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compare:
-    """What changed from run A to run B: percentiles, rates and goodput, with intervals by resampling."""
+    """What changed from run A to run B, with 95% intervals: latencies, rates, SLO attainment, good requests a second.
+
+    Refused where the two measured different things, unless that is meant. Whether B is better is said from three
+    repeats on.
+    """
 
     folders: Annotated[tuple[Path, Path], tyro.conf.Positional]
-    """Of A and of B: results/NAME/STAMP. May be the same one, with --a and --b."""
+    """A's folder and B's: results/NAME/STAMP. The same one twice, with --a and --b, compares two of its points."""
 
     a: Overrides = ()
     """Only the points of A that have this value, for example --a server.mode=aggregated. May be repeated."""
@@ -62,7 +65,7 @@ class Compare:
     """A key, or a table, that may differ as well, for example --despite machine.cpu. May be repeated."""
 
     seed: int = 0
-    """Of the resampling."""
+    """Of the resampling that gives a single repeat its intervals."""
 
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="OUT")] = None
     """Also write the differences here."""
@@ -86,20 +89,52 @@ def run_command(options: Run) -> int:
     with _folder(options, asked) as folder:
         console.print(f"run: {folder.path}", soft_wrap=True, highlight=False)
         try:
-            run_all(asked, folder, console)
-        except RunIncomplete as error:
-            sys.stderr.write(f"moonshard experiment: incomplete: {error}\n")
+            with _terminated_as_interrupted():
+                run_all(asked, folder, console)
+            grids = _summarised(folder.path)
+        except (RunIncomplete, KeyboardInterrupt) as error:
+            sys.stderr.write(f"moonshard experiment: incomplete: {str(error) or 'interrupted'}\n")
             sys.stderr.write(f"go on with: --resume {folder.path}\n")
-            return 1
-        grids = run_grids(load_run(folder.path))
-        (folder.path / "figures.md").write_text("\n\n".join(map(as_markdown, grids)) + "\n")
+            return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     for grid in grids:
         console.print(as_table(grid))
     return 0
 
 
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does: the trial is marked, and its servers are stopped in order."""
+
+    def interrupt(*_: object) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _summarised(path: Path) -> tuple[Grid, ...]:
+    """The run's tables, which summary.md then has too. RunIncomplete where it cannot be written."""
+    from moonshard.experiments.reading.frames import load_run
+    from moonshard.experiments.reading.report import run_grids
+
+    grids = run_grids(load_run(path))
+    try:
+        (path / "summary.md").write_text("\n\n".join(map(as_markdown, grids)) + "\n")
+    except OSError as error:
+        raise RunIncomplete(f"{error.filename}: {error.strerror}") from error
+    return grids
+
+
 def compare_command(options: Compare) -> int:
     """ExperimentError for two runs that measured different things."""
+    from moonshard.experiments.reading.comparing import compare, write_rows
+    from moonshard.experiments.reading.matching import choice
+
     a, b = options.folders
     chosen = choice("--a", options.a), choice("--b", options.b)
     grid, rows = compare(a, b, *chosen, options.despite, seed=options.seed)
@@ -115,9 +150,9 @@ def _console() -> Console:
 
 def _folder(options: Run, asked: Experiment) -> AbstractContextManager[RunFolder]:
     if options.resume is None:
-        return begin(options.out, asked)
+        return new_run(options.out, asked)
     named = options.out / asked.name / options.resume
-    return resume(options.resume if (options.resume / "run.json").is_file() else named, asked)
+    return resumed_run(options.resume if (options.resume / "run.json").is_file() else named, asked)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from moonshard.experiments.lab.fields import ExperimentError, read_fields, unknown_key
 from moonshard.experiments.lab.flat import Flat, below, flatten, overridden, unflatten
-from moonshard.experiments.lab.goodput import Slo
+from moonshard.experiments.lab.slo import Slo
 from moonshard.experiments.lab.sweep import expand, label
 from moonshard.experiments.workload.options import (
     PromptOptions,

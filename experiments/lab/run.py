@@ -22,7 +22,7 @@ class RunIncomplete(Exception):
 
 
 def run_all(experiment: Experiment, folder: RunFolder, console: Console) -> None:
-    """RunIncomplete when a trial comes to no end: what is there stays, and resuming begins with that trial.
+    """RunIncomplete when a trial does not finish: what is there stays, and resuming begins with that trial.
 
     WorkloadError where the workload does not fit the model that is served.
     """
@@ -31,8 +31,8 @@ def run_all(experiment: Experiment, folder: RunFolder, console: Console) -> None
     num_trials = len(experiment.points) * experiment.options.repeats
     with _progress(console) as progress:
         bar = progress.add_task("", total=None)
-        for place, trial in enumerate(left, start=num_trials - len(left) + 1):
-            title = f"{place}/{num_trials}: {experiment.points[trial.point].label}, repeat {trial.repeat + 1}"
+        for number, trial in enumerate(left, start=num_trials - len(left) + 1):
+            title = f"{number}/{num_trials}: {experiment.points[trial.point].label}, repeat {trial.repeat + 1}"
             progress.update(bar, description=f"{title}: starting", total=None, completed=0)
 
             def tell(sender: Sender, title: str = title) -> None:

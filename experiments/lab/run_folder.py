@@ -1,7 +1,7 @@
 """The folder of a run: results/NAME/STAMP with run.json and a folder for each trial, and what of it is done.
 
 A trial is done when its folder has its name, which it gets when all of it is written. Until then it ends in `.part`;
-what a trial left that came to no end ends in `.incomplete`. run.json says the same for people, and everything else that
+what a trial left that did not finish ends in `.incomplete`. run.json says the same for people, and everything else that
 two runs have to share to be compared. Whoever runs holds the folder's lock, which ends with the process.
 """
 
@@ -79,7 +79,7 @@ class RunFolder:
 
     path: Path
     record: RunRecord
-    whys: dict[str, str] = field(default_factory=dict)  # of the trials that came to no end since this start
+    whys: dict[str, str] = field(default_factory=dict)  # of the trials that did not finish since this start
 
     @property
     def id_prefix(self) -> str:
@@ -117,7 +117,7 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def begin(out: Path, experiment: Experiment) -> Iterator[RunFolder]:
+def new_run(out: Path, experiment: Experiment) -> Iterator[RunFolder]:
     """A new run under `out`. ExperimentError where that cannot be written."""
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
     path = out / experiment.name / stamp
@@ -145,8 +145,8 @@ def begin(out: Path, experiment: Experiment) -> Iterator[RunFolder]:
 
 
 @contextlib.contextmanager
-def resume(path: Path, experiment: Experiment) -> Iterator[RunFolder]:
-    """A run that was broken off. Nothing is written where nothing of it is left.
+def resumed_run(path: Path, experiment: Experiment) -> Iterator[RunFolder]:
+    """A run that was broken off. Where nothing of it is left, this is no start of it.
 
     ExperimentError where there is none, or it is another experiment's, or another machine's, or runs now.
     """
@@ -154,10 +154,9 @@ def resume(path: Path, experiment: Experiment) -> Iterator[RunFolder]:
     start = _this_start()
     _check_same(path, record, experiment, start)
     with _locked(path):
-        folder = RunFolder(path, replace(record, starts=[*record.starts, start]))
-        if not folder.left():
-            yield RunFolder(path, record)
-            return
+        folder = RunFolder(path, record)
+        if folder.left():
+            folder.record = replace(record, starts=[*record.starts, start])
         try:
             folder.write()
         except OSError as error:

@@ -5,13 +5,13 @@
 
 from moonshard.serving.trace.schema import Column, Table
 
-VERSION = 1  # of a run's folder and of these tables: another one for every change that is more than a new column
+VERSION = 2  # of a run's folder and of these tables: another one for every change that is more than a new column
 
 CLIENT_REQUESTS = Table(
     "client requests",
     (
         Column("request_id", "text"),
-        Column("place", "int"),
+        Column("request_index", "int"),
         Column("session", "text", is_optional=True),
         Column("turn", "int"),
         Column("outcome", "text"),
@@ -40,7 +40,7 @@ CLIENT_REQUESTS = Table(
 CLIENT_TOKENS = Table(
     "client tokens",
     (
-        Column("place", "int"),
+        Column("request_index", "int"),
         Column("index", "int"),
         Column("arrived_ns", "int", "clock ns"),
     ),

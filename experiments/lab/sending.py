@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import defaultdict
 
-from moonshard.experiments.lab.asking import COMPLETED, Asked, ask
+from moonshard.experiments.lab.asking import ABANDONED, COMPLETED, ClientRequest, ask
 from moonshard.experiments.lab.experiment import ClientOptions
 from moonshard.experiments.workload.plan import Workload
 from moonshard.rpc.client import AsyncClient
@@ -22,16 +22,16 @@ class Sender:
     """One workload on its way. `asked` has what ended so far, in the order in which it did."""
 
     def __init__(self, client: AsyncClient, workload: Workload, options: ClientOptions, id_prefix: str) -> None:
-        self.asked: list[Asked] = []
+        self.asked: list[ClientRequest] = []
         self.num_planned = len(workload.requests)
         self.num_sent = 0
         self.num_failed = 0
         self.num_late = 0
         self._client, self._workload, self._options, self._id_prefix = client, workload, options, id_prefix
-        self._followers: dict[int, list[int]] = defaultdict(list)  # by the place of the request that they wait for
-        for place, planned in enumerate(workload.requests):
+        self._followers: dict[int, list[int]] = defaultdict(list)  # by the request that they wait for
+        for index, planned in enumerate(workload.requests):
             if planned.after is not None:
-                self._followers[planned.after].append(place)
+                self._followers[planned.after].append(index)
         self._waiting: set[asyncio.Task[None]] = set()  # for the time of a request
         self._asking: set[asyncio.Task[None]] = set()
         self._is_stopped = False
@@ -56,42 +56,44 @@ class Sender:
     async def _pace(self, group: asyncio.TaskGroup, begun_ns: int) -> None:
         """Each request that has a time of its own, at its time."""
         timed = [
-            (planned.at_s, place) for place, planned in enumerate(self._workload.requests) if planned.at_s is not None
+            (planned.at_s, index) for index, planned in enumerate(self._workload.requests) if planned.at_s is not None
         ]
-        for at_s, place in sorted(timed):
+        for at_s, index in sorted(timed):
             due_ns = begun_ns + round(at_s * NS)
-            prompt = self._workload.requests[place].prompt.tokens()
+            prompt = self._workload.requests[index].prompt.tokens()
             await _sleep_until(due_ns)
-            self._begin(group.create_task(self._ask(group, place, prompt, due_ns)))
+            self._begin(group.create_task(self._ask(group, index, prompt, due_ns)))
 
-    async def _follow(self, group: asyncio.TaskGroup, place: int, due_ns: int) -> None:
-        prompt = self._workload.requests[place].prompt.tokens()
+    async def _follow(self, group: asyncio.TaskGroup, index: int, due_ns: int) -> None:
+        prompt = self._workload.requests[index].prompt.tokens()
         await _sleep_until(due_ns)
         task = asyncio.current_task()
         assert task is not None  # a coroutine runs in one
         self._waiting.discard(task)
         self._begin(task)
-        await self._ask(group, place, prompt, due_ns)
+        await self._ask(group, index, prompt, due_ns)
 
     def _begin(self, task: asyncio.Task[None]) -> None:
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
-    async def _ask(self, group: asyncio.TaskGroup, place: int, prompt: list[int], due_ns: int) -> None:
+    async def _ask(self, group: asyncio.TaskGroup, index: int, prompt: list[int], due_ns: int) -> None:
         self.num_sent += 1
         one = await ask(
             self._client,
-            self._workload.requests[place],
+            self._workload.requests[index],
             prompt,
-            place=place,
-            request_id=f"{self._id_prefix}{place:06}",
+            request_index=index,
+            request_id=f"{self._id_prefix}{index:06}",
             intended_ns=due_ns,
             options=self._options,
         )
         self.asked.append(one)
         self.num_failed += one.outcome != COMPLETED
         self.num_late += one.late_ns > self._options.late_ms * 1e6
-        for follower in () if self._is_stopped else self._followers[place]:
+        if self._is_stopped or one.outcome == ABANDONED:
+            return
+        for follower in self._followers[index]:
             pause_ns = round(self._workload.requests[follower].pause_s * NS)
             task = group.create_task(self._follow(group, follower, one.ended_ns + pause_ns))
             self._waiting.add(task)

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import msgspec
 
-from moonshard.experiments.lab.asking import COMPLETED, Asked
+from moonshard.experiments.lab.asking import COMPLETED, ClientRequest
 from moonshard.experiments.lab.experiment import ClientOptions, Experiment
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS, VERSION
 from moonshard.experiments.lab.sending import Sender
 from moonshard.experiments.lab.sweep import Trial
 from moonshard.experiments.lab.target import Target, death, last_look, target_of
 from moonshard.experiments.workload.blocks import BlockPrompt
-from moonshard.experiments.workload.options import MAX_SEED, plan, settings_of, shifted_seed
+from moonshard.experiments.workload.options import MAX_SEED, plan, settings_of, with_shifted_seed
 from moonshard.experiments.workload.plan import Planned, Workload
 from moonshard.rpc.client import AsyncClient, Client
 from moonshard.rpc.types import ModelInfo
 from moonshard.serving.trace.origin import this_process
 from moonshard.serving.trace.parts import encode_part, write_part
-from moonshard.serving.trace.schema import Row, Table, Value
+from moonshard.serving.trace.schema import Table, Value
 
 WARMUP_SEED = 1 << 32  # beyond those of workloads: no prompt of a warm-up begins like one that is measured
 MAX_WARMUP_TOKENS = 16
@@ -36,7 +36,7 @@ Tell = Callable[[Sender], None]  # how far it is; called now and then
 
 
 class TrialFailed(Exception):
-    """A trial that came to no end; the message says why."""
+    """A trial that did not finish; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ def run_trial(
     point = experiment.points[trial.point]
     with target_of(point, experiment.url, folder, environment) as target:
         record, asked, warmup = asyncio.run(measure(experiment, trial, id_prefix, target, tell))
-    asked = sorted(asked, key=lambda one: one.place)
+    asked = sorted(asked, key=lambda one: one.request_index)
     _write(folder / "warmup.parquet", CLIENT_REQUESTS, [one.row() for one in warmup])
     _write(folder / "requests.parquet", CLIENT_REQUESTS, [one.row() for one in asked])
     if point.client.tokens:
@@ -93,11 +93,11 @@ def seed_shift(experiment: Experiment, trial: Trial, id_prefix: str) -> int:
 
 async def measure(
     experiment: Experiment, trial: Trial, id_prefix: str, target: Target, tell: Tell
-) -> tuple[TrialRecord, Sequence[Asked], Sequence[Asked]]:
+) -> tuple[TrialRecord, Sequence[ClientRequest], Sequence[ClientRequest]]:
     """The record, what was asked, and the warm-up."""
     point = experiment.points[trial.point]
     shift = seed_shift(experiment, trial, id_prefix)
-    options = shifted_seed(point.workload, shift)
+    options = with_shifted_seed(point.workload, shift)
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     async with AsyncClient(target.grpc) as client:
         model = await client.model_info()
@@ -160,12 +160,12 @@ async def _tell_often(sender: Sender, tell: Tell) -> None:
 
 async def _warm_up(
     client: AsyncClient, sample: Sequence[Planned], options: ClientOptions, model: ModelInfo, shift: int, id_prefix: str
-) -> Sequence[Asked]:
+) -> Sequence[ClientRequest]:
     """Prompts as long as those of the sample, all at once. TrialFailed if one of them fails."""
     requests = [
         Planned(
             prompt=BlockPrompt(
-                blocks=(place,),
+                blocks=(number,),
                 num_tokens=len(planned.prompt),
                 block_tokens=len(planned.prompt),
                 vocab_size=model.vocab_size,
@@ -174,7 +174,7 @@ async def _warm_up(
             max_tokens=min(planned.max_tokens, MAX_WARMUP_TOKENS),
             at_s=0.0,
         )
-        for place, planned in enumerate(sample)
+        for number, planned in enumerate(sample)
     ]
     sender = Sender(client, Workload(requests=requests), options, f"{id_prefix}-warmup-")
     await sender.run()
@@ -184,7 +184,7 @@ async def _warm_up(
     return sender.asked
 
 
-def wall_s(asked: Sequence[Asked]) -> float:
+def wall_s(asked: Sequence[ClientRequest]) -> float:
     """From the time that the first of them was meant for until the last one ended."""
     if not asked:
         return 0.0
@@ -199,6 +199,6 @@ def offered_per_s(workload: Workload) -> float | None:
     return (len(times) - 1) / (max(times) - min(times))
 
 
-def _write(path: Path, table: Table, rows: Sequence[Row]) -> None:
-    columns: list[list[Value]] = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in table.columns]
+def _write(path: Path, table: Table, rows: Sequence[Mapping[str, Value]]) -> None:
+    columns = [[row[column.name] for row in rows] for column in table.columns]
     write_part(path, encode_part(table, columns, this_process().row()))

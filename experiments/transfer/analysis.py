@@ -22,26 +22,19 @@ import os
 import matplotlib.pyplot as plt
 import polars as pl
 
-from moonshard.experiments.analysis import (
-    draw_fit,
-    draw_waterfall,
-    fit_model,
-    fit_table,
-    load_study,
-    source,
-    timing_of,
-)
+from moonshard.experiments.analysis import draw_waterfall, load_study, median_table, provenance, timing_of
 
 study = load_study("transfer", os.environ)
 tables = study.tables
 PROMPT = "workload.prompt_tokens"
 KNOBS = ("server.prefill.chunk_tokens", "server.kv.transport", "server.kv.block_size", "server.kv.slab_bytes")
-source(study.run)
+provenance(study.run)
 
 # %% [markdown]
 # ## Parts of the wait, by point
 #
 # Medians over requests, in milliseconds. `hidden` is what of the transfer the prefill covered; the share is of TTFT.
+# The tables below have 95% intervals over repeats: of what is exposed, and of the gap from first to second token.
 
 # %%
 EXPOSED = ("exposed_transfer_ms", "land_ms", "join_ms")
@@ -57,6 +50,14 @@ parts = moved.group_by("point", PROMPT, *KNOBS, maintain_order=True).agg(
 )
 parts.drop("point")
 
+# %%
+keys = ("point", PROMPT, *KNOBS)
+exposed, handoff_gaps = (median_table(moved, keys, column) for column in ("exposed_ms", "handoff_gap_ms"))
+exposed.drop("point")
+
+# %%
+handoff_gaps.drop("point")
+
 # %% [markdown]
 # ## One thing changed at a time
 #
@@ -67,15 +68,21 @@ base = parts.select(KNOBS).row(0, named=True)
 figure, panels = plt.subplots(1, len(KNOBS), figsize=(14, 4), sharey=True, layout="constrained")
 for axes, knob in zip(panels, KNOBS, strict=True):
     is_own = pl.all_horizontal(pl.col(other) == base[other] for other in KNOBS if other != knob)
-    for (prompt_tokens,), own in parts.filter(is_own).sort(knob).group_by(PROMPT, maintain_order=True):
-        said = [str(value) for value in own[knob]]
-        (line,) = axes.plot(said, own["exposed_ms"], marker="o", label=f"{prompt_tokens} tokens: exposed")
-        axes.plot(said, own["handoff_gap_ms"], linestyle="--", color=line.get_color(), label="first to second token")
+    for table, column, style in ((exposed, "exposed_ms", "-"), (handoff_gaps, "handoff_gap_ms", "--")):
+        for index, ((prompt_tokens,), own) in enumerate(
+            table.filter(is_own).sort(PROMPT, knob).group_by(PROMPT, maintain_order=True)
+        ):
+            bounds = own.select("low", "high").fill_null(float("nan")).to_numpy().T
+            errors = abs(bounds - own[column].to_numpy())
+            said, name = [str(value) for value in own[knob]], f"{prompt_tokens} tokens: {column.removesuffix('_ms')}"
+            axes.errorbar(
+                said, own[column], errors, marker="o", linestyle=style, color=f"C{index}", capsize=3, label=name
+            )
     axes.set(xlabel=knob.removeprefix("server."), ylim=(0, None))
     axes.grid(alpha=0.3)
-panels[0].set_ylabel("ms, median")
+panels[0].set_ylabel("ms, median with 95% interval")
 panels[0].legend(fontsize="small")
-study.save(figure, "exposed")
+study.save_figure(figure, "exposed")
 
 # %% [markdown]
 # ## One request
@@ -87,7 +94,7 @@ longest = moved.filter(pl.all_horizontal(pl.col(knob) == base[knob] for knob in 
 longest = longest.filter(pl.col(PROMPT) == pl.col(PROMPT).max()).sort("exposed_ms")
 figure, axes = plt.subplots(figsize=(11, 3.5), layout="constrained")
 draw_waterfall(axes, timing_of(longest.row(longest.height // 2, named=True)))
-study.save(figure, "one_request")
+study.save_figure(figure, "one_request")
 
 # %% [markdown]
 # ## What moving costs the devices
@@ -106,12 +113,4 @@ moves.group_by("kind", "server.kv.block_size", "bucket").agg(
 # ## How long steps take
 
 # %%
-model, fits = fit_model(tables.steps, source(study.run))
-study.keep(model)
-fit_table(fits)
-
-# %%
-figure, panels = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-for axes, fit in zip(panels, fits.values(), strict=True):
-    draw_fit(axes, fit)
-study.save(figure, "steps")
+study.step_times()

@@ -7,6 +7,7 @@ The requests are made when a server has told its model.
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -132,7 +133,7 @@ def check_workload(options: WorkloadOptions, max_context_tokens: int | None) -> 
         raise ExperimentError("workload.path: no requests")
 
 
-def shifted_seed(options: WorkloadOptions, shift: int) -> WorkloadOptions:
+def with_shifted_seed(options: WorkloadOptions, shift: int) -> WorkloadOptions:
     """The same with other prompts and times; a file of prompts is what it is."""
     if isinstance(options, PromptOptions):
         return options
@@ -141,18 +142,19 @@ def shifted_seed(options: WorkloadOptions, shift: int) -> WorkloadOptions:
 
 def plan(options: WorkloadOptions, model: ModelInfo, tokenize: Tokenize | None = None) -> Workload:
     """WorkloadError for what does not fit the model, or texts without a tokenizer."""
-    context = {"max_context_tokens": model.max_context_tokens, "vocab_size": model.vocab_size}
+    vocab_size, max_context_tokens = model.vocab_size, model.max_context_tokens
     match options:
         case TraceOptions():
-            return _from_trace(options, **context)
+            return _from_trace(options, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
         case FixedOptions():
-            return _fitting(fixed(vocab_size=model.vocab_size, **_told(options)), model.max_context_tokens)
+            return _fitting(fixed(vocab_size=vocab_size, **_told(options)), max_context_tokens)
         case MixedOptions():
-            return _fitting(mixed(vocab_size=model.vocab_size, **_told(options)), model.max_context_tokens)
+            return _fitting(mixed(vocab_size=vocab_size, **_told(options)), max_context_tokens)
         case SessionOptions():
             return _sessions(options, model)
         case PromptOptions(path=path, clips=clips):
-            return _located(path, lambda: from_prompts(read_prompts(path), tokenize=tokenize, clips=clips, **context))
+            make = partial(from_prompts, read_prompts(path), tokenize=tokenize, clips=clips, vocab_size=vocab_size)
+            return _located(path, partial(make, max_context_tokens=max_context_tokens))
 
 
 def settings_of(options: WorkloadOptions) -> Flat:
@@ -162,10 +164,13 @@ def settings_of(options: WorkloadOptions) -> Flat:
 
 def digest_of(options: WorkloadOptions) -> Mapping[str, str]:
     """What its file holds, in a few digits under one key; nothing without a file, or where it cannot be read."""
-    if not isinstance(options, TraceOptions | PromptOptions) or not options.path.is_file():
+    if not isinstance(options, TraceOptions | PromptOptions):
         return {}
-    with options.path.open("rb") as file:
-        return {"digest": hashlib.file_digest(file, "sha256").hexdigest()[:16]}
+    try:
+        with options.path.open("rb") as file:
+            return {"digest": hashlib.file_digest(file, "sha256").hexdigest()[:16]}
+    except OSError:
+        return {}  # whoever reads what is in it says why
 
 
 def _plain(value: object) -> object:
@@ -185,8 +190,8 @@ def _num_requests(options: WorkloadOptions, max_context_tokens: int) -> int:
         case PromptOptions(path=path, clips=clips):
             lines = read_prompts(path)
             counted = [line for line in lines if line.token_ids is not None]
-            context = {"max_context_tokens": max_context_tokens, "vocab_size": 1 << 62}
-            _located(path, lambda: from_prompts(counted, clips=clips, **context))
+            make = partial(from_prompts, counted, clips=clips, vocab_size=1 << 62)
+            _located(path, partial(make, max_context_tokens=max_context_tokens))
             return len(lines)
         case FixedOptions():
             return len(_fitting(fixed(vocab_size=1, **_told(options)), max_context_tokens).requests)

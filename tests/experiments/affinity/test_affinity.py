@@ -1,6 +1,5 @@
 """The affinity study: its sessions, its oracle against counting by hand, and its figures."""
 
-import os
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,15 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.experiments.affinity.command import affinity
 from moonshard.experiments.affinity.figures import figures
 from moonshard.experiments.affinity.report import grid_of
 from moonshard.experiments.affinity.rounds import ArmName, Round, Turn
-from moonshard.experiments.affinity.run import ARMS, Plan, run_round
 from moonshard.experiments.affinity.workload import agent_sessions, oracle_cached_tokens
-from moonshard.experiments.bench.server import HANDED_OVER
 from moonshard.experiments.pocket.corpus import pocket_text
-from moonshard.serving.config_file import load_config
 
 
 def test_every_turn_resends_the_context_and_goes_on():
@@ -78,26 +73,7 @@ def test_the_bars_are_held_and_missed_by_name(later_ms: float, cached: int, comp
     assert note.count(": missed") == 3 - held
 
 
-@pytest.mark.parametrize(("options", "said"), [({"sessions": 0}, "--sessions 0"), ({"rounds": 0}, "--rounds 0")])
-def test_options_that_cannot_be_meant_are_refused(capsys, options: dict, said: str):
-    assert affinity(**options) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.xdist_group("cluster")
-def test_a_miniature_finds_sessions_again_by_their_prefix_and_by_their_name():
-    plan = Plan(num_prefill=2, num_blocks=64, num_clients=2, num_sessions=3, session_tokens=400, mean_think_s=0.01)
-    settings = ("model.max_context_tokens=1024", "prefill.chunk_tokens=256", "decode.max_slots=4")
-    config = load_config(None, (HANDED_OVER, *settings))
-    sessions = agent_sessions(pocket_text(), plan.num_sessions, plan.session_tokens)
-    rounds = [run_round(config, plan, arm, 0, sessions, os.environ) for arm in ARMS]
-    for one in rounds:
-        assert len(one.turns) == sum(map(len, sessions))
-        assert len(one.computed_tokens) == 2
-        computed = sum(turn.prompt_tokens - turn.cached_tokens for turn in one.turns)
-        assert sum(one.computed_tokens.values()) == computed
-        assert all(0 <= turn.cached_tokens < turn.prompt_tokens for turn in one.turns)
-        assert all(turn.cached_tokens <= turn.oracle_tokens for turn in one.turns)
-    header, cost = (figures(arm, rounds) for arm in ("header", "cost"))
-    assert cost.points_below_oracle == 0.0
-    assert header.hit_rate > 0.3
+def test_one_bad_round_is_not_hidden_by_the_others():
+    even, uneven = {"a": 100.0, "b": 100.0, "c": 100.0}, {"a": 200.0, "b": 50.0, "c": 50.0}
+    rounds = [a_round("cost", 20.0, 92, computed) for computed in (even, uneven, even)]
+    assert figures("cost", rounds).load_max_over_mean == 2.0

@@ -73,7 +73,7 @@ def test_the_documented_example_is_one(tmp_path: Path):
     text = README.read_text().partition("```toml\n")[2].partition("```")[0]
     found = load_experiment(folder(tmp_path, text), (f"server.model.path={MODEL}", "cores=[]"))
     assert len(found.points) == 6
-    assert found.slo.itl_ms == 200
+    assert found.slo.max_itl_ms == 200
 
 
 def test_paths_are_beside_the_file_and_those_of_the_command_line_beside_the_caller(tmp_path: Path, monkeypatch):

@@ -16,7 +16,7 @@ from moonshard.experiments.lab.command import Run, experiment
 from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.run import RunIncomplete, run_all
-from moonshard.experiments.lab.run_folder import begin, read_run, resume
+from moonshard.experiments.lab.run_folder import new_run, read_run, resumed_run
 from moonshard.experiments.lab.sweep import interleaved
 from moonshard.experiments.lab.trial import TrialFailed
 from tests.experiments.lab.test_experiment import BASE, folder
@@ -39,10 +39,10 @@ def test_whatever_happens_a_run_goes_on_with_what_is_not_done(asked: Experiment,
     trials = list(interleaved(len(asked.points), asked.options.repeats))
     done: list[str] = []
     with tempfile.TemporaryDirectory() as out:
-        with begin(Path(out), asked) as run:
+        with new_run(Path(out), asked) as run:
             path = run.path
         for fate in fates:
-            with resume(path, asked) as run:
+            with resumed_run(path, asked) as run:
                 left = run.left()
                 assert [trial.name for trial in left] == [t.name for t in trials if t.name not in done]
                 if not left:
@@ -74,7 +74,7 @@ def test_whatever_happens_a_run_goes_on_with_what_is_not_done(asked: Experiment,
 
 
 def test_a_trial_that_failed_says_why_until_it_is_done(asked: Experiment, tmp_path: Path):
-    with begin(tmp_path, asked) as run:
+    with new_run(tmp_path, asked) as run:
         first = run.left()[0]
         with pytest.raises(Killed), run.trial(first):
             raise Killed("decode 0 ended with code -9")
@@ -82,7 +82,7 @@ def test_a_trial_that_failed_says_why_until_it_is_done(asked: Experiment, tmp_pa
     assert (run.path / f"{first.name}.incomplete").is_dir()
     told = next(trial for trial in read_run(run.path).trials if trial.name == first.name)
     assert (told.state, told.why) == ("incomplete", "decode 0 ended with code -9")
-    with resume(run.path, asked) as run:
+    with resumed_run(run.path, asked) as run:
         with run.trial(first):
             pass
         run.write()
@@ -92,16 +92,16 @@ def test_a_trial_that_failed_says_why_until_it_is_done(asked: Experiment, tmp_pa
 
 
 def test_two_processes_do_not_run_one_folder(asked: Experiment, tmp_path: Path):
-    with begin(tmp_path, asked) as run, pytest.raises(ExperimentError, match="another process runs it"):  # noqa: SIM117
-        with resume(run.path, asked):
+    with new_run(tmp_path, asked) as run, pytest.raises(ExperimentError, match="another process runs it"):  # noqa: SIM117
+        with resumed_run(run.path, asked):
             pass
 
 
 def test_a_run_goes_on_as_it_began(asked: Experiment, tmp_path: Path):
-    with begin(tmp_path, asked) as run:
+    with new_run(tmp_path, asked) as run:
         pass
     other = replace(asked, given={**asked.given, "workload.num_requests": 7, "slo.ttft_ms": 1})
-    with pytest.raises(ExperimentError) as refused, resume(run.path, other):
+    with pytest.raises(ExperimentError) as refused, resumed_run(run.path, other):
         pass
     assert [fault.partition(": ")[2] for fault in refused.value.faults] == [
         "slo.ttft_ms was None and is 1; a run goes on as it began",
@@ -110,46 +110,49 @@ def test_a_run_goes_on_as_it_began(asked: Experiment, tmp_path: Path):
 
 
 def test_a_run_does_not_go_on_with_another_file(asked: Experiment, tmp_path: Path):
-    with begin(tmp_path, asked) as run:
+    with new_run(tmp_path, asked) as run:
         pass
     point = asked.points[0]
     other = replace(point, settings={**point.settings, "workload.digest": "b"})
     with (
         pytest.raises(ExperimentError, match=r"workload\.digest was None and is 'b'"),
-        resume(run.path, replace(asked, points=[other, *asked.points[1:]])),
+        resumed_run(run.path, replace(asked, points=[other, *asked.points[1:]])),
     ):
         pass
 
 
 def test_a_run_does_not_go_on_on_another_machine(asked: Experiment, tmp_path: Path, monkeypatch):
-    with begin(tmp_path, asked) as run:
+    with new_run(tmp_path, asked) as run:
         pass
     machine = describe_machine() | {"cpu": "other", "load_average_before": 99.0}
     monkeypatch.setattr("moonshard.experiments.lab.run_folder.describe_machine", lambda: machine)
-    with pytest.raises(ExperimentError) as refused, resume(run.path, asked):
+    with pytest.raises(ExperimentError) as refused, resumed_run(run.path, asked):
         pass
     assert len(refused.value.faults) == 1
     assert "machine.cpu was " in refused.value.faults[0]
 
 
-def test_a_run_that_is_done_is_left_as_it_is(asked: Experiment, tmp_path: Path):
-    with begin(tmp_path, asked) as run:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_run_that_is_done_is_not_started_again(asked: Experiment, tmp_path: Path, is_told: bool):
+    """Nor is it where its runner was killed before run.json said so."""
+    with new_run(tmp_path, asked) as run:
         for trial in run.left():
             with run.trial(trial):
                 pass
-        run.write()
-    before = (run.path / "run.json").read_bytes()
-    with resume(run.path, asked) as again:
+        if is_told:
+            run.write()
+    with resumed_run(run.path, asked) as again:
         assert again.left() == []
-    assert (run.path / "run.json").read_bytes() == before
+    record = read_run(run.path)
+    assert (record.state, len(record.starts)) == ("done", 1)
 
 
 def test_each_start_of_each_run_names_its_requests_otherwise(asked: Experiment, tmp_path: Path):
-    with begin(tmp_path, asked) as run:
+    with new_run(tmp_path, asked) as run:
         first = run.id_prefix
-    with resume(run.path, asked) as run:
+    with resumed_run(run.path, asked) as run:
         second = run.id_prefix
-    with begin(tmp_path, asked) as run:
+    with new_run(tmp_path, asked) as run:
         assert len({first, second, run.id_prefix}) == 3
 
 
@@ -161,13 +164,16 @@ def test_a_folder_that_is_gone_ends_the_run_with_its_name(asked: Experiment, tmp
         raise TrialFailed("the disk is gone")
 
     monkeypatch.setattr("moonshard.experiments.lab.run.run_trial", remove)
-    with begin(tmp_path, asked) as run, pytest.raises(RunIncomplete, match=f"point-000-repeat-0: {run.path}: No such"):
+    with (
+        new_run(tmp_path, asked) as run,
+        pytest.raises(RunIncomplete, match=f"point-000-repeat-0: {run.path}: No such"),
+    ):
         run_all(asked, run, Console(quiet=True))
 
 
 @pytest.mark.parametrize("key", ["schema_version", "trace_version"])
 def test_a_run_of_another_schema_version_is_refused_by_its_name(asked: Experiment, tmp_path: Path, key: str):
-    with begin(tmp_path, asked) as run:
+    with new_run(tmp_path, asked) as run:
         pass
     file = run.path / "run.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: 0}))

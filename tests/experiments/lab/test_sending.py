@@ -7,6 +7,7 @@ import pytest
 
 from moonshard.experiments.lab.asking import ABANDONED
 from moonshard.experiments.lab.experiment import ClientOptions
+from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS
 from moonshard.experiments.lab.sending import Sender
 from moonshard.experiments.lab.trial import offered_per_s
 from moonshard.experiments.workload.fixed import fixed
@@ -40,9 +41,9 @@ async def test_an_open_loop_sends_everything_before_anything_is_answered(client:
         await scripted.all_came.wait()
         assert (sending.num_sent, len(sending.asked), scripted.most) == (20, 0, 20)
         scripted.opened.set()
-    assert sorted(one.place for one in sending.asked) == list(range(20))
+    assert sorted(one.request_index for one in sending.asked) == list(range(20))
     for one in sending.asked:
-        planned = workload.requests[one.place]
+        planned = workload.requests[one.request_index]
         begun_ns = one.intended_ns - round((planned.at_s or 0.0) * 1e9)
         assert begun_ns == pytest.approx(sending.asked[0].intended_ns - (first_at_s(sending) * 1e9), abs=2)
         assert one.late_ns > -1_000_000
@@ -68,11 +69,11 @@ async def test_closed_clients_wait_for_their_answers(client: AsyncClient, script
     scripted.opened.set()
     sending = sender(client, fixed(prompt_tokens=4, output_tokens=2, num_requests=12, vocab_size=50, num_clients=3))
     await sending.run()
-    by_place = {one.place: one for one in sending.asked}
-    assert len(by_place) == 12
+    by_index = {one.request_index: one for one in sending.asked}
+    assert len(by_index) == 12
     assert scripted.most <= 3
-    for place in range(3, 12):
-        assert by_place[place].intended_ns == by_place[place - 3].ended_ns <= by_place[place].sent_ns
+    for index in range(3, 12):
+        assert by_index[index].intended_ns == by_index[index - 3].ended_ns <= by_index[index].sent_ns
 
 
 async def test_turns_come_in_order_after_their_thought_and_name_their_session(client: AsyncClient, scripted: Scripted):
@@ -80,9 +81,9 @@ async def test_turns_come_in_order_after_their_thought_and_name_their_session(cl
     workload = sessions([[[1], [1, 2]], [[3], [3, 4]]], max_tokens=1, num_clients=2, mean_think_s=0.01)
     sending = sender(client, workload, names_sessions=True)
     await sending.run()
-    by_place = {one.place: one for one in sending.asked}
+    by_index = {one.request_index: one for one in sending.asked}
     for before, after in ((0, 1), (2, 3)):
-        pause_ns = by_place[after].intended_ns - by_place[before].ended_ns
+        pause_ns = by_index[after].intended_ns - by_index[before].ended_ns
         assert pause_ns == round(workload.requests[after].pause_s * 1e9)
     assert sorted(scripted.sessions) == ["session 0", "session 0", "session 1", "session 1"]
 
@@ -91,14 +92,16 @@ async def test_a_refused_request_is_a_row_and_its_followers_are_sent(client: Asy
     scripted.opened.set()
     prompts = [Tokens((1,) * n) for n in (2, REFUSED, 3)]
     requests = [
-        Planned(prompt=prompt, max_tokens=2, at_s=None if place else 0.0, after=place - 1 if place else None)
-        for place, prompt in enumerate(prompts)
+        Planned(prompt=prompt, max_tokens=2, at_s=None if index else 0.0, after=index - 1 if index else None)
+        for index, prompt in enumerate(prompts)
     ]
     sending = sender(client, Workload(requests=requests))
     await sending.run()
     assert [one.outcome for one in sending.asked] == ["completed", "resource_exhausted", "completed"]
     assert (sending.num_failed, sending.asked[1].error, sending.asked[1].arrivals_ns) == (1, "no room", ())
-    assert [len(one.row()) for one in sending.asked] == [24] * 3
+    for one in sending.asked:
+        assert one.row().keys() == {column.name for column in CLIENT_REQUESTS.columns}
+        assert all(row.keys() == {column.name for column in CLIENT_TOKENS.columns} for row in one.token_rows())
 
 
 async def test_stopping_sends_nothing_more_and_abandons_what_never_ends(
@@ -115,6 +118,20 @@ async def test_stopping_sends_nothing_more_and_abandons_what_never_ends(
         await sending.stop()
     assert [one.outcome for one in sending.asked] == [ABANDONED] * 2
     assert sending.num_sent == len(scripted.came) == 2
+
+
+async def test_a_closed_loop_that_is_cancelled_abandons_its_requests_without_a_complaint(
+    client: AsyncClient, scripted: Scripted
+):
+    """As by Ctrl-C: whoever waits for them is not sent, into a group that takes nothing more."""
+    sending = sender(client, fixed(prompt_tokens=4, output_tokens=2, num_requests=12, vocab_size=50, num_clients=3))
+    scripted.awaited = 3
+    running = asyncio.create_task(sending.run())
+    await scripted.all_came.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+    assert [one.outcome for one in sending.asked] == [ABANDONED] * 3
 
 
 def test_what_is_offered_is_by_the_workload_and_not_by_what_became_of_it():

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.workload.options import KINDS, plan, read_workload, shifted_seed
+from moonshard.experiments.workload.options import (
+    KINDS,
+    PromptOptions,
+    check_workload,
+    digest_of,
+    plan,
+    read_workload,
+    with_shifted_seed,
+)
 from moonshard.experiments.workload.plan import Workload, WorkloadError
 from moonshard.rpc.types import ModelInfo
 
@@ -63,7 +71,7 @@ def test_a_kind_is_made_of_its_table(kind: str, tmp_path: Path):
     workload = plan(options, MODEL)
     assert len(workload.requests) >= 2
     assert prompts(plan(options, MODEL)) == prompts(workload)
-    again = prompts(plan(shifted_seed(options, 1), MODEL))
+    again = prompts(plan(with_shifted_seed(options, 1), MODEL))
     assert (again == prompts(workload)) == (kind == "prompts")
     assert all(0 <= token < MODEL.vocab_size for prompt in again for token in prompt)
 
@@ -110,6 +118,7 @@ def test_a_trace_is_spread_over_its_bins_where_it_has_any_or_as_far_as_it_says(t
 
 def test_a_digest_is_of_what_the_file_holds(tmp_path: Path):
     options = options_of("prompts", tmp_path)
+    assert isinstance(options, PromptOptions)
     before = digest_of(options)
     (tmp_path / "moved.jsonl").write_bytes(options.path.read_bytes())
     assert digest_of(replace(options, path=tmp_path / "moved.jsonl")) == before

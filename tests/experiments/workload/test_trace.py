@@ -1,4 +1,4 @@
-"""A trace's workload is what its lines say: lengths, times, what begins alike; and what is wrong is told by its line."""
+"""A trace's workload is what its lines say: lengths, times, what begins alike; what is wrong is told by its line."""
 
 from collections.abc import Sequence
 from pathlib import Path

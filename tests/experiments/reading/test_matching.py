@@ -1,42 +1,16 @@
 """Runs are compared where they measured the same; every other difference is refused by its name, once."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.flat import Flat
-from moonshard.experiments.lab.matching import Pair, choice, matched, models_differ
-from moonshard.experiments.lab.run_folder import PointRecord, RunRecord, Start
-from moonshard.experiments.lab.sweep import expand, label
+from moonshard.experiments.lab.run_folder import RunRecord
+from moonshard.experiments.reading.matching import Pair, choice, matched, models_differ
+from tests.experiments.reading.made_up import run_record
 
-SETTINGS: Flat = {
-    "server.mode": "aggregated",
-    "server.decode.max_slots": 4,
-    "server.gateway.port": 8000,
-    "workload.kind": "fixed",
-    "workload.rate_per_s": 1.0,
-    "slo.ttft_ms": 500.0,
-}
-MACHINE: dict[str, object] = {"cpu": "one", "cores": 2, "memory_gib": 8.0, "load_average_before": 0.1}
-
-
-def run(sweep: dict[str, list[Any]], settings: Flat | None = None, **machine: object) -> RunRecord:
-    base = SETTINGS | (settings or {})
-    points = [
-        PointRecord(number=n, label=label(swept), state="done", swept=swept, settings=base | swept)
-        for n, swept in enumerate(expand(sweep, []))
-    ]
-    start = Start(at="", commit="", versions={}, machine=MACHINE | machine)
-    return RunRecord(
-        schema_version=1, trace_version=1, name="x", state="done", url=None, given={}, repeats=1,
-        starts=[start], points=points,
-    )  # fmt: skip
-
-
-RATES = run({"workload.rate_per_s": [1.0, 2.0, 4.0]})
-MODES = run({"server.mode": ["aggregated", "disaggregated"], "workload.rate_per_s": [1.0, 2.0]})
+RATES = run_record({"workload.rate_per_s": [1.0, 2.0, 4.0]})
+MODES = run_record({"server.mode": ["aggregated", "disaggregated"], "workload.rate_per_s": [1.0, 2.0]})
 
 
 def pairs(a: RunRecord, b: RunRecord, of_a: tuple = (), of_b: tuple = (), despite: tuple = ()) -> list[Pair]:
@@ -48,7 +22,7 @@ def numbers(found: list[Pair]) -> list[tuple[int, int]]:
 
 
 def test_points_that_set_the_same_belong_together():
-    found = pairs(RATES, run({"workload.rate_per_s": [4.0, 1.0, 8.0]}))
+    found = pairs(RATES, run_record({"workload.rate_per_s": [4.0, 1.0, 8.0]}))
     assert numbers(found) == [(0, 1), (2, 0)]
     assert [pair.label for pair in found] == ["rate_per_s=1", "rate_per_s=4"]
     assert all(pair.is_paired for pair in found)
@@ -61,11 +35,11 @@ def test_two_points_of_one_run_are_compared_by_what_they_are_chosen_by():
 
 
 def test_what_a_choice_names_may_differ_between_runs_without_a_sweep():
-    other = run({}, {"server.mode": "disaggregated"})
-    found = pairs(run({}), other, ("server.mode=aggregated",), ("server.mode=disaggregated",))
+    other = run_record({}, {"server.mode": "disaggregated"})
+    found = pairs(run_record({}), other, ("server.mode=aggregated",), ("server.mode=disaggregated",))
     assert numbers(found) == [(0, 0)]
-    assert numbers(pairs(run({}), other, despite=("server.mode",))) == [(0, 0)]
-    assert numbers(pairs(run({}), other, despite=("server",))) == [(0, 0)]
+    assert numbers(pairs(run_record({}), other, despite=("server.mode",))) == [(0, 0)]
+    assert numbers(pairs(run_record({}), other, despite=("server",))) == [(0, 0)]
 
 
 def test_other_requests_are_not_paired():
@@ -74,32 +48,32 @@ def test_other_requests_are_not_paired():
 
 
 def test_where_a_server_listens_is_no_difference():
-    assert pairs(run({}), run({}, {"server.gateway.port": 1}, load_average_before=3.0))
+    assert pairs(run_record({}), run_record({}, {"server.gateway.port": 1}, load_average_before=3.0))
 
 
 @pytest.mark.parametrize(
     ("b", "said"),
     [
-        (run({}, {"workload.kind": "trace"}), "workload.kind is 'fixed' in A and 'trace' in B"),
-        (run({}, {"server.decode.max_slots": 8}), "server.decode.max_slots is 4 in A and 8 in B"),
-        (run({}, {"workload.new": 1}), "workload.new is None in A and 1 in B"),
-        (run({}, {"slo.ttft_ms": 1.0}), "slo.ttft_ms is 500.0 in A and 1.0 in B"),
-        (run({}, cpu="other"), "machine.cpu is one in A and other in B"),
-        (replace(run({}), url="a:1"), "url is None in A and 'a:1' in B"),
+        (run_record({}, {"workload.kind": "trace"}), "workload.kind is 'fixed' in A and 'trace' in B"),
+        (run_record({}, {"server.decode.max_slots": 8}), "server.decode.max_slots is 4 in A and 8 in B"),
+        (run_record({}, {"workload.new": 1}), "workload.new is None in A and 1 in B"),
+        (run_record({}, {"slo.ttft_ms": 1.0}), "slo.ttft_ms is 500.0 in A and 1.0 in B"),
+        (run_record({}, cpu="other"), "machine.cpu is one in A and other in B"),
+        (replace(run_record({}), url="a:1"), "url is None in A and 'a:1' in B"),
     ],
 )
 def test_an_undeclared_difference_is_refused_by_its_name(b: RunRecord, said: str):
     with pytest.raises(ExperimentError) as refused:
-        pairs(run({}), b)
+        pairs(run_record({}), b)
     assert refused.value.faults[:-1] == (said,)
     assert "--despite" in refused.value.faults[-1]
     key = said.partition(" ")[0]
-    assert pairs(run({}), b, despite=(key,))
+    assert pairs(run_record({}), b, despite=(key,))
 
 
 def test_a_difference_of_all_points_is_named_once():
     with pytest.raises(ExperimentError) as refused:
-        pairs(RATES, run({"workload.rate_per_s": [1.0, 2.0]}, {"server.mode": "disaggregated"}))
+        pairs(RATES, run_record({"workload.rate_per_s": [1.0, 2.0]}, {"server.mode": "disaggregated"}))
     assert len(refused.value.faults) == 2
 
 
@@ -109,7 +83,7 @@ def test_a_difference_of_all_points_is_named_once():
         (RATES, ("server.mod=x",), "--a server.mod: unknown key; did you mean server.mode?"),
         (RATES, ("server.mode=x",), "--a server.mode=x: x has no such point"),
         (RATES, ("server.mode",), "--a server.mode: expected key=value"),
-        (run({"workload.rate_per_s": [8.0]}), (), "no point in common"),
+        (run_record({"workload.rate_per_s": [8.0]}), (), "no point in common"),
     ],
 )
 def test_choices_that_choose_nothing_are_refused(b: RunRecord, of_a: tuple, said: str):
@@ -145,13 +119,13 @@ def test_only_what_decides_the_weights_declares_other_weights(declared: str, num
 
 
 def test_requests_of_servers_that_keep_their_caches_are_not_paired():
-    (found,) = pairs(replace(run({}), url="a:1"), replace(run({}), url="a:1"))
+    (found,) = pairs(replace(run_record({}), url="a:1"), replace(run_record({}), url="a:1"))
     assert not found.is_paired
 
 
 def test_the_same_file_may_lie_elsewhere():
-    here, there = ({"workload.path": place, "workload.digest": "d"} for place in ("/a", "/b"))
-    (found,) = pairs(run({}, here), run({}, there))
+    here, there = (dict[str, object]({"workload.path": place, "workload.digest": "d"}) for place in ("/a", "/b"))
+    (found,) = pairs(run_record({}, here), run_record({}, there))
     assert found.is_paired
     with pytest.raises(ExperimentError, match=r"workload\.digest is 'd' in A and 'e' in B"):
-        pairs(run({}, here), run({}, there | {"workload.digest": "e"}))
+        pairs(run_record({}, here), run_record({}, there | {"workload.digest": "e"}))

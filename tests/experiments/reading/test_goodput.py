@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.experiments.lab.goodput import Latency, Offered, Slo, attained, goodput, meets
+from moonshard.experiments.lab.slo import Slo
+from moonshard.experiments.reading.goodput import Latency, Offered, attained, goodput, meets
 
 MS = st.one_of(st.none(), st.sampled_from((1.0, 2.0, 3.0)))
-LATENCIES = st.builds(Latency, ttft_ms=MS, tpot_ms=MS, itl_ms=MS)
-SLOS = st.builds(Slo, ttft_ms=MS, tpot_ms=MS, itl_ms=MS)
+LATENCIES = st.builds(Latency, ttft_ms=MS, tpot_ms=MS, max_itl_ms=MS)
+SLOS = st.builds(Slo, ttft_ms=MS, tpot_ms=MS, max_itl_ms=MS)
 OFFERED = st.builds(Offered, rate_per_s=st.sampled_from((0.5, 1.0, 2.0, 4.0)), attained=st.floats(0, 1))
 
 
@@ -17,7 +18,7 @@ def test_attained_is_the_share_that_breaks_no_objective(slo: Slo, requests: list
     num_good = 0
     for one in requests:
         broken = [one.ttft_ms is None]
-        for value, bound in ((one.ttft_ms, slo.ttft_ms), (one.tpot_ms, slo.tpot_ms), (one.itl_ms, slo.itl_ms)):
+        for value, bound in ((one.ttft_ms, slo.ttft_ms), (one.tpot_ms, slo.tpot_ms), (one.max_itl_ms, slo.max_itl_ms)):
             broken.append(value is not None and bound is not None and value > bound)
         num_good += not any(broken)
     assert attained(slo, requests) == num_good / len(requests)
@@ -35,7 +36,7 @@ def test_goodput_is_the_highest_rate_that_attains(loads: list[Offered], attainme
 def test_a_failed_request_meets_nothing_even_without_objectives():
     assert not meets(Slo(), Latency(ttft_ms=None))
     assert meets(Slo(), Latency(ttft_ms=1e9))
-    assert meets(Slo(ttft_ms=5, tpot_ms=1, itl_ms=1), Latency(ttft_ms=5))
+    assert meets(Slo(ttft_ms=5, tpot_ms=1, max_itl_ms=1), Latency(ttft_ms=5))
 
 
 def test_no_requests_have_no_share():

@@ -10,12 +10,13 @@ Sources: Student, "The probable error of a mean" (Biometrika 1908); Künsch, "Th
 stationary observations" (Annals of Statistics 1989): moving blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 
 import numpy as np
 
+PERCENTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 1000
 MIN_REPEATS = 3  # for a verdict

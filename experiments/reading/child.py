@@ -7,12 +7,11 @@ where its kernel is killed.
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonshard.experiments.bench.deployment import TETHER, deployed
-from moonshard.experiments.bench.server import RunningServer
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.serving.config_file import load_config
 
@@ -20,14 +19,27 @@ COMMAND = (sys.executable, "-m", "moonshard.experiments.lab.command", "run")
 SAYS_RUN = "run: "
 
 
-@contextmanager
-def served(*settings: str) -> Iterator[RunningServer]:
-    """A server on free ports during the block, the embedded model's unless `settings` (`key=value`) say otherwise.
+@dataclass(frozen=True, eq=False, slots=True)
+class StartedServer:
+    """A server on free ports. It ends with `close`, or with this process."""
+
+    http: str  # URL without a path
+    grpc: str  # host:port
+    model: str
+    _processes: ExitStack = field(repr=False)
+
+    def close(self) -> None:
+        self._processes.close()
+
+
+def start_server(*settings: str) -> StartedServer:
+    """The embedded model's, unless `settings` (`key=value`) say otherwise; ready when this returns.
 
     ConfigError for what is wrong with these, ServerFailed where it cannot start.
     """
-    with deployed(load_config(None, settings), os.environ) as deployment:
-        yield deployment.server
+    processes = ExitStack()
+    server = processes.enter_context(deployed(load_config(None, settings), os.environ)).server
+    return StartedServer(server.http, server.grpc, server.model, processes)
 
 
 def run_experiment(folder: Path, *settings: str, out: Path = Path("results")) -> Path:

@@ -1,16 +1,27 @@
-"""A run's figures as two tables: what was sent and what came of it, with the goodput below, and the latencies."""
+"""A run's summary as two tables: what was sent and what came of it, with the goodput below, and the latencies."""
 
 from collections.abc import Iterator
 
 from moonshard.experiments.bench.grid import Grid, number
-from moonshard.experiments.lab.fields import read_fields
-from moonshard.experiments.lab.figures import PointFigures, goodputs, point_figures
+from moonshard.experiments.lab.fields import ExperimentError, read_fields
 from moonshard.experiments.lab.flat import below
-from moonshard.experiments.lab.frames import RunFrames
-from moonshard.experiments.lab.goodput import Slo
+from moonshard.experiments.lab.slo import Slo
+from moonshard.experiments.reading.frames import RunFrames
+from moonshard.experiments.reading.summary import PointSummary, goodputs, point_summary
 
 LOADS = (
-    *("point", "requests", "failed", "late", "offered/s", "tokens/s", "cached", "in SLO", "good/s", "client, cores"),
+    *(
+        "point",
+        "requests",
+        "failed",
+        "late",
+        "offered/s",
+        "tokens/s",
+        "cached",
+        "SLO attainment",
+        "good/s",
+        "client, cores",
+    ),
 )
 LATENCIES = ("point", "ms", "p50", "p90", "p99")
 
@@ -18,14 +29,15 @@ LATENCIES = ("point", "ms", "p50", "p90", "p99")
 def run_grids(run: RunFrames) -> tuple[Grid, Grid]:
     """Of the points that have a repeat that is done: what was sent and what came of it, and the latencies."""
     slo = slo_of(run)
-    found = [(p.swept, one) for p in run.record.points if (one := point_figures(run, p.number, slo)) is not None]
+    found = [(p.swept, one) for p in run.record.points if (one := point_summary(run, p.number, slo)) is not None]
     bounds = [
         f"{name.removesuffix('_ms').upper()} {bound:g} ms"
-        for name in ("ttft_ms", "tpot_ms", "itl_ms")
+        for name in ("ttft_ms", "tpot_ms", "max_itl_ms")
         if (bound := getattr(slo, name)) is not None
     ]
     notes = [f"SLO: {', '.join(bounds) or 'none: to complete is enough'}."]
     notes += [_goodput_note(rest, rate, slo) for rest, rate in goodputs(found, slo.attainment).items()]
+    notes += [f"{one.label}: {clipped(one.num_clipped)}." for _, one in found if one.num_clipped]
     loads = tuple(_load_row(one) for _, one in found)
     latencies = tuple(row for _, one in found for row in _latency_rows(one))
     return (
@@ -34,10 +46,17 @@ def run_grids(run: RunFrames) -> tuple[Grid, Grid]:
     )
 
 
+def clipped(num_requests: int) -> str:
+    return f"{num_requests:,} requests were cut to the context"
+
+
 def slo_of(run: RunFrames) -> Slo:
-    """All points share it."""
-    found = read_fields(Slo, below(run.record.points[0].settings, "slo"), "slo", [])
-    return found or Slo()
+    """All points share it. ExperimentError for one of another version."""
+    faults: list[str] = []
+    found = read_fields(Slo, below(run.record.points[0].settings, "slo"), "slo", faults)
+    if found is None:
+        raise ExperimentError(*(f"{run.path}: {fault}" for fault in faults))
+    return found
 
 
 def _goodput_note(rest: str, rate: float | None, slo: Slo) -> str:
@@ -46,7 +65,7 @@ def _goodput_note(rest: str, rate: float | None, slo: Slo) -> str:
     return f"Goodput at {slo.attainment:.0%}, {rest}: {said}."
 
 
-def _load_row(one: PointFigures) -> tuple[str, ...]:
+def _load_row(one: PointSummary) -> tuple[str, ...]:
     return (
         one.label,
         f"{one.num_requests:,}",
@@ -61,7 +80,7 @@ def _load_row(one: PointFigures) -> tuple[str, ...]:
     )
 
 
-def _latency_rows(one: PointFigures) -> Iterator[tuple[str, ...]]:
+def _latency_rows(one: PointSummary) -> Iterator[tuple[str, ...]]:
     """Without those that nothing was measured of."""
     for name, values in (
         ("TTFT", one.ttft_ms),

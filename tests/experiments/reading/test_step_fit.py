@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.step_fit import fit_model, fit_steps, fit_table
-from moonshard.experiments.lab.step_model import StepModel, StepTimes
+from moonshard.experiments.reading.step_fit import COEFFICIENTS, fit_step_model, fit_steps, fit_table, predicted_ms
+from moonshard.experiments.reading.step_model import StepModel, StepTimes
 
 NUM_STEPS = 300
+TIMES_OF_ALL = StepTimes(fixed_ms=2.0, row_us=300.0, pair_ns=40.0)
 TIMES = st.builds(
     StepTimes,
     fixed_ms=st.sampled_from((0.0, 0.5, 4.0)),
@@ -59,7 +60,7 @@ def test_a_fifth_of_steps_that_waited_changes_nothing(times: StepTimes, kind, se
 @settings(max_examples=20)
 @given(st.integers(0, 999))
 def test_noise_moves_predictions_little(seed: int):
-    times = StepTimes(fixed_ms=2.0, row_us=300.0, pair_ns=40.0)
+    times = TIMES_OF_ALL
     fit = fit_steps(made_up(times, "prefill", seed, noise=0.1, share_slow=0.1), "prefill")
     for bucket, context_tokens in ((64, 64), (512, 512), (512, 4096)):
         sizes = {"bucket": bucket, "batch": 1, "context_tokens": context_tokens}
@@ -84,7 +85,7 @@ def test_padding_costs_what_rows_cost_and_context_counts_by_its_mean():
 def test_a_model_is_the_same_after_json_and_anything_else_is_refused_by_its_field():
     made = StepTimes(fixed_ms=1.25, row_us=300.5, pair_ns=40.0)
     frames = [made_up(made, kind, 0) for kind in ("prefill", "decode")]
-    model, fits = fit_model(pl.concat(frames), "2 cores")
+    model, fits = fit_step_model(pl.concat(frames), "2 cores")
     assert StepModel.from_json(model.to_json()) == model
     assert model.source == "2 cores"
     assert fit_table(fits)["kind"].to_list() == ["prefill", "decode"]
@@ -95,4 +96,34 @@ def test_a_model_is_the_same_after_json_and_anything_else_is_refused_by_its_fiel
 def test_too_few_steps_are_refused_by_their_kind():
     steps = made_up(StepTimes(fixed_ms=1.0, row_us=0.0, pair_ns=0.0), "prefill", 0)
     with pytest.raises(ExperimentError, match="0 steps of kind decode"):
-        fit_model(steps)
+        fit_step_model(steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "untold"),
+    [
+        (made_up(TIMES_OF_ALL, "decode", 0), ()),
+        (made_up(TIMES_OF_ALL, "decode", 0).filter(bucket=4), ("each row, us",)),
+        (
+            made_up(TIMES_OF_ALL, "decode", 0).filter(bucket=4).head(1).sample(9, with_replacement=True),
+            COEFFICIENTS[1:],
+        ),
+        (made_up(TIMES_OF_ALL, "decode", 0).with_columns(context_tokens=100 * pl.col("batch")), COEFFICIENTS[2:]),
+    ],
+)
+def test_what_steps_do_not_tell_apart_is_named_and_has_no_number(steps: pl.DataFrame, untold: tuple[str, ...]):
+    fit = fit_steps(steps, "decode")
+    assert fit.untold == untold
+    (row,) = fit_table({"decode": fit}).rows(named=True)
+    assert [name for name in COEFFICIENTS if row[name] is None] == list(untold)
+    assert row["not told by these steps"] == (", ".join(untold) or None)
+
+
+def test_what_steps_take_undisturbed_is_by_their_sizes_alone():
+    steps = pl.concat([made_up(TIMES_OF_ALL, kind, 0) for kind in ("prefill", "decode")])
+    waited = steps.with_columns(device_ns=7 * pl.col("device_ns"))
+    model, _ = fit_step_model(steps)
+    moved = steps.head(1).with_columns(kind=pl.lit("land"))
+    found = predicted_ms(pl.concat([waited, moved]), model)
+    assert found.height == steps.height
+    assert found["predicted_ms"].to_list() == pytest.approx((steps["device_ns"] / 1e6).to_list(), rel=1e-3)

@@ -1,37 +1,34 @@
-"""What changed from A to B at one point: latency percentiles, rates and goodput, each with its interval.
+"""What changed from A to B at one point: latency percentiles and rates, each with its interval.
 
 Only repeats that are done on both sides count, and of paired requests those that completed on both.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 
-from moonshard.experiments.lab.bootstrap import (
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.slo import Slo
+from moonshard.experiments.reading.frames import RunFrames, TrialFrames, gaps_ms
+from moonshard.experiments.reading.intervals import (
+    PERCENTILES,
     Difference,
     Samples,
     mean_difference,
     percentile_differences,
 )
-from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.figures import rates
-from moonshard.experiments.lab.frames import RunFrames, TrialFrames, gaps_ms
-from moonshard.experiments.lab.goodput import Slo
-from moonshard.experiments.lab.matching import Pair
+from moonshard.experiments.reading.matching import Pair
+from moonshard.experiments.reading.summary import rates
 
-if TYPE_CHECKING:
-    import polars as pl
-
-SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 IDENTITY = ("planned_prompt_tokens", "max_tokens", "session", "turn")  # what makes two requests the same
 
-Values = Callable[[TrialFrames], "pl.DataFrame"]  # (place, value) rows of what completed
+Values = Callable[[TrialFrames], pl.DataFrame]  # (request_index, value) rows of what completed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Change:
     """One metric of one point. `is_better` is None where nothing clear can be said."""
 
     point: str
@@ -44,7 +41,7 @@ class Row:
         return (self.found.difference > 0) == self.higher_is_better if self.found.is_clear else None
 
 
-def compare_point(a: RunFrames, b: RunFrames, pair: Pair, slo: Slo, *, seed: int = 0) -> list[Row]:
+def compare_point(a: RunFrames, b: RunFrames, pair: Pair, slo: Slo, *, seed: int = 0) -> list[Change]:
     """ExperimentError where no repeat is done on both sides, or paired requests are not the same."""
     shared = sorted({r for p, r in a.trials if p == pair.a.number} & {r for p, r in b.trials if p == pair.b.number})
     if not shared:
@@ -56,7 +53,7 @@ def compare_point(a: RunFrames, b: RunFrames, pair: Pair, slo: Slo, *, seed: int
     return [*_latencies(pair, sides, seed), *_rates(pair, sides, slo)]
 
 
-def _latencies(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], seed: int) -> list[Row]:
+def _latencies(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], seed: int) -> list[Change]:
     metrics: dict[str, Values] = {
         "TTFT": lambda trial: _column(trial, "ttft_ms"),
         "ITL": lambda trial: gaps_ms(trial).rename({"gap_ms": "value"}),
@@ -70,17 +67,17 @@ def _latencies(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], see
         a, b = [x for x, _ in samples], [y for _, y in samples]
         if not any(len(x.values) and len(y.values) for x, y in zip(a, b, strict=True)):
             continue  # no tokens were kept, or no KV moved on one side
-        differences = percentile_differences(a, b, list(SHARES.values()), is_paired=pair.is_paired, seed=seed)
+        differences = percentile_differences(a, b, list(PERCENTILES.values()), is_paired=pair.is_paired, seed=seed)
         found += [
-            Row(point=pair.label, metric=f"{name} {share}, ms", found=one, higher_is_better=False)
-            for share, one in zip(SHARES, differences, strict=True)
+            Change(point=pair.label, metric=f"{name} {share}, ms", found=one, higher_is_better=False)
+            for share, one in zip(PERCENTILES, differences, strict=True)
         ]
     return found
 
 
-def _rates(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], slo: Slo) -> list[Row]:
+def _rates(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], slo: Slo) -> list[Change]:
     return [
-        Row(
+        Change(
             point=pair.label,
             metric=name,
             found=mean_difference([of(one) for one, _ in sides], [of(other) for _, other in sides]),
@@ -91,34 +88,30 @@ def _rates(pair: Pair, sides: Sequence[tuple[TrialFrames, TrialFrames]], slo: Sl
 
 
 def _samples(one: TrialFrames, other: TrialFrames, values: Values, is_paired: bool) -> tuple[Samples, Samples]:
-    places = [set(trial.completed["place"].to_list()) for trial in (one, other)]
+    chosen = [set(trial.completed["request_index"].to_list()) for trial in (one, other)]
     if is_paired:
-        places = [places[0] & places[1]] * 2
-    return _numbered(values(one), places[0]), _numbered(values(other), places[1])
+        chosen = [chosen[0] & chosen[1]] * 2
+    return _numbered(values(one), chosen[0]), _numbered(values(other), chosen[1])
 
 
-def _numbered(values: "pl.DataFrame", places: set[int]) -> Samples:
-    """Requests are numbered by the order of their places, so that pairs have the same number."""
-    import polars as pl
-
-    own = values.filter(pl.col("place").is_in(sorted(places)))
-    numbers = np.searchsorted(np.array(sorted(places), np.int64), own["place"].to_numpy())
-    return Samples(own["value"].to_numpy(), numbers, len(places))
+def _numbered(values: pl.DataFrame, chosen: set[int]) -> Samples:
+    """Requests are numbered in their order, so that pairs have the same number."""
+    own = values.filter(pl.col("request_index").is_in(sorted(chosen)))
+    numbers = np.searchsorted(np.array(sorted(chosen), np.int64), own["request_index"].to_numpy())
+    return Samples(own["value"].to_numpy(), numbers, len(chosen))
 
 
-def _column(trial: TrialFrames, name: str) -> "pl.DataFrame":
-    import polars as pl
-
-    return trial.completed.select("place", pl.col(name).alias("value")).drop_nulls()
+def _column(trial: TrialFrames, name: str) -> pl.DataFrame:
+    return trial.completed.select("request_index", pl.col(name).alias("value")).drop_nulls()
 
 
 def _check_same(point: str, one: TrialFrames, other: TrialFrames) -> None:
     ours, theirs = ({k: v for k, v in trial.record.workload.items() if k != "path"} for trial in (one, other))
     if ours != theirs:
         raise ExperimentError(f"{point}: its workload is {ours} in A and {theirs} in B")
-    both = one.requests.join(other.requests, on="place", suffix="_b")
-    for place, *identities in both.select("place", *IDENTITY, *(f"{name}_b" for name in IDENTITY)).iter_rows():
+    both = one.requests.join(other.requests, on="request_index", suffix="_b")
+    for index, *identities in both.select("request_index", *IDENTITY, *(f"{name}_b" for name in IDENTITY)).iter_rows():
         ours, theirs = identities[: len(IDENTITY)], identities[len(IDENTITY) :]
         if ours != theirs:
             said = ", ".join(f"{n} {x} and {y}" for n, x, y in zip(IDENTITY, ours, theirs, strict=True) if x != y)
-            raise ExperimentError(f"{point}: request {place} is not the same in A and B: {said}")
+            raise ExperimentError(f"{point}: request {index} is not the same in A and B: {said}")

@@ -6,7 +6,7 @@ import jupytext
 import nbformat
 import pytest
 
-from moonshard.experiments.lab.notebooks import PERCENT, cleaned, studies_with_a_run, with_parameters
+from moonshard.experiments.reading.notebooks import PERCENT, cleaned, studies_with_a_run, with_parameters
 
 SCRIPT = '# %% tags=["parameters"]\nNUM = 200\n\n# %%\nNUM + 1\n'
 

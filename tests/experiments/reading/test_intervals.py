@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonshard.experiments.lab.bootstrap import (
+from moonshard.experiments.reading.intervals import (
     Interval,
     Samples,
     mean_difference,
@@ -153,10 +153,8 @@ class TestOfASingleRepeat:
         assert (found.difference, found.low, found.high) == (9, 0, 9)
 
     def test_the_same_seed_gives_the_same_interval(self):
-        sides = [[samples(np.random.default_rng(side).normal(size=50))] for side in (0, 1)]
-        one, again, other = (
-            percentile_differences(*sides, (0.9,), is_paired=False, seed=seed)[0] for seed in (0, 0, 7)
-        )
+        a, b = ([samples(np.random.default_rng(side).normal(size=50))] for side in (0, 1))
+        one, again, other = (percentile_differences(a, b, (0.9,), is_paired=False, seed=seed)[0] for seed in (0, 0, 7))
         assert one == again
         assert (one.low, one.high) != (other.low, other.high)
 

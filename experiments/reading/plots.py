@@ -1,11 +1,13 @@
-"""The pictures that studies share, drawn on axes that are given. Who opens and saves a figure is the notebook's."""
+"""The pictures that studies share, on axes that are given or in a figure of their own, which the notebook saves."""
 
+import matplotlib.pyplot as plt
 import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from moonshard.experiments.lab.run_tables import RunTables
-from moonshard.experiments.lab.step_fit import StepFit
+from moonshard.experiments.reading.run_tables import RunTables
+from moonshard.experiments.reading.step_fit import StepFit
 
 NS_PER_S = 1e9
 
@@ -33,6 +35,16 @@ def draw_intervals(axes: Axes, table: pl.DataFrame, x: str, by: str, value: str 
     axes.legend(fontsize="small")
 
 
+def gaps_over_time(tables: RunTables, trials: pl.DataFrame) -> Figure:
+    """A panel for each row (run, point, repeat, name) of `trials`, one below the other, on the same axes."""
+    num, size = trials.height, (11, 2.5 * trials.height)
+    figure, panels = plt.subplots(num, 1, figsize=size, sharex=True, sharey=True, layout="constrained", squeeze=False)
+    for axes, (run, point, repeat, name) in zip(panels[:, 0], trials.iter_rows(), strict=True):
+        draw_gaps_over_time(axes, tables, run, point, repeat)
+        axes.set_title(str(name))
+    return figure
+
+
 def draw_gaps_over_time(axes: Axes, tables: RunTables, run: str, point: int, repeat: int) -> None:
     """Each gap between tokens of a trial at the time when it ended, and below them the prefills.
 
@@ -41,7 +53,8 @@ def draw_gaps_over_time(axes: Axes, tables: RunTables, run: str, point: int, rep
     mine = (pl.col("run") == run) & (pl.col("point") == point) & (pl.col("repeat") == repeat)
     requests, tokens, steps = (frame.filter(mine) for frame in (tables.requests, tables.tokens, tables.steps))
     start_ns = int(requests["sent_ns"].to_numpy().min())
-    gaps = tokens.sort("place", "index").with_columns((pl.col("arrived_ns").diff().over("place") / 1e6).alias("gap_ms"))
+    gap_ms = (pl.col("arrived_ns").diff().over("request_index") / 1e6).alias("gap_ms")
+    gaps = tokens.sort("request_index", "index").with_columns(gap_ms)
     gaps = gaps.drop_nulls("gap_ms")
     axes.scatter((gaps["arrived_ns"] - start_ns) / NS_PER_S, gaps["gap_ms"], s=3, alpha=0.5, linewidths=0)
     for begin_s, end_s in _prefills_s(requests, steps, start_ns):

@@ -6,30 +6,17 @@ attainment, meets all objectives at once. Nothing is interpolated between the ra
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from msgspec import Meta
-
-PositiveMs = Annotated[float, Meta(gt=0)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slo:
-    """Service level objectives; None: there is none of the kind."""
-
-    ttft_ms: PositiveMs | None = None
-    tpot_ms: PositiveMs | None = None  # the mean of a request's gaps between tokens
-    itl_ms: PositiveMs | None = None  # none of a request's gaps is longer
-    attainment: Annotated[float, Meta(gt=0, le=1)] = 0.9
+from moonshard.experiments.lab.slo import Slo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latency:
-    """Of one request. Without a TTFT it failed; without TPOT and ITL it had one token, and no gap."""
+    """Of one request. Without a TTFT it failed; without TPOT and gaps it had one token."""
 
     ttft_ms: float | None
     tpot_ms: float | None = None
-    itl_ms: float | None = None  # its longest gap
+    max_itl_ms: float | None = None  # its longest gap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +31,7 @@ def meets(slo: Slo, request: Latency) -> bool:
     """A failed request never does."""
     if request.ttft_ms is None:
         return False
-    pairs = ((request.ttft_ms, slo.ttft_ms), (request.tpot_ms, slo.tpot_ms), (request.itl_ms, slo.itl_ms))
+    pairs = ((request.ttft_ms, slo.ttft_ms), (request.tpot_ms, slo.tpot_ms), (request.max_itl_ms, slo.max_itl_ms))
     return all(value is None or bound is None or value <= bound for value, bound in pairs)
 
 

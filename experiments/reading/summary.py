@@ -1,28 +1,26 @@
-"""What the trials of a point come to: latencies, rates, goodput, and what the load generator itself took."""
+"""What the trials of a point come to: latencies, rates, goodput, what was clipped, and what the load generator took."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import numpy as np
+import polars as pl
 
 from moonshard.experiments.lab.flat import Flat
-from moonshard.experiments.lab.frames import RunFrames, TrialFrames, gaps_ms
-from moonshard.experiments.lab.goodput import Latency, Offered, Slo, attained, goodput, meets
+from moonshard.experiments.lab.slo import Slo
 from moonshard.experiments.lab.sweep import label
+from moonshard.experiments.reading.frames import RunFrames, TrialFrames, gaps_ms
+from moonshard.experiments.reading.goodput import Latency, Offered, attained, goodput, meets
+from moonshard.experiments.reading.intervals import PERCENTILES
 from moonshard.experiments.workload.options import RATE_KEYS
-
-if TYPE_CHECKING:
-    import polars as pl
-
-SHARES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PointFigures:
+class PointSummary:
     """Over all repeats that are done. Percentiles are p50, p90 and p99 of what completed; none where nothing did.
 
-    Of several repeats they are the mean of each one's, as everywhere: see `bootstrap`.
+    Of several repeats they are the mean of each one's, as everywhere: see `intervals`.
     """
 
     number: int
@@ -31,6 +29,7 @@ class PointFigures:
     num_requests: int
     num_failed: int
     num_late: int
+    num_clipped: int  # prompts and answers that were cut to the context
     offered_per_s: float | None  # None: a closed loop
     completed_per_s: float
     output_tokens_per_s: float
@@ -45,7 +44,7 @@ class PointFigures:
     client_cores: float  # processor time of the load generator by wall time: 1 is one core
 
 
-def point_figures(run: RunFrames, number: int, slo: Slo) -> PointFigures | None:
+def point_summary(run: RunFrames, number: int, slo: Slo) -> PointSummary | None:
     """None where no repeat of the point is done."""
     trials = run.of_point(number)
     if not trials:
@@ -55,13 +54,14 @@ def point_figures(run: RunFrames, number: int, slo: Slo) -> PointFigures | None:
     latencies = [latency for trial in trials for latency in latencies_of(trial)]
     wall_s = sum(record.wall_s for record in records)
     offered = [record.offered_per_s for record in records if record.offered_per_s is not None]
-    return PointFigures(
+    return PointSummary(
         number=number,
         label=run.record.points[number].label,
         num_repeats=len(trials),
         num_requests=sum(record.num_sent for record in records),
         num_failed=sum(record.num_failed for record in records),
         num_late=sum(record.num_late for record in records),
+        num_clipped=sum(record.num_clipped for record in records),
         offered_per_s=float(np.mean(offered)) if offered else None,
         completed_per_s=sum(frame.height for frame in completed) / wall_s,
         output_tokens_per_s=_total(completed, "completion_tokens") / wall_s,
@@ -78,25 +78,30 @@ def point_figures(run: RunFrames, number: int, slo: Slo) -> PointFigures | None:
 
 
 def latencies_of(trial: TrialFrames) -> list[Latency]:
-    """Of every request that was sent, in the order of their places; one that failed has no TTFT."""
+    """Of every request that was sent, in their order; one that failed has no TTFT."""
     names = ("outcome", "ttft_ms", "tpot_ms", "max_itl_ms")
     return [
-        Latency(ttft_ms=ttft_ms, tpot_ms=tpot_ms, itl_ms=itl_ms) if outcome == "completed" else Latency(ttft_ms=None)
-        for outcome, ttft_ms, tpot_ms, itl_ms in trial.requests.select(names).iter_rows()
+        Latency(ttft_ms=ttft_ms, tpot_ms=tpot_ms, max_itl_ms=max_itl_ms)
+        if outcome == "completed"
+        else Latency(ttft_ms=None)
+        for outcome, ttft_ms, tpot_ms, max_itl_ms in trial.requests.select(names).iter_rows()
     ]
 
 
-def rates(slo: Slo) -> Mapping[str, Callable[[TrialFrames], float]]:
+type Rate = Literal["requests/s", "output tokens/s", "SLO attainment", "good requests/s"]
+
+
+def rates(slo: Slo) -> Mapping[Rate, Callable[[TrialFrames], float]]:
     """What each trial has one of, by its name. More of any of them is better."""
     return {
         "requests/s": lambda trial: trial.completed.height / trial.record.wall_s,
         "output tokens/s": lambda trial: _total([trial.completed], "completion_tokens") / trial.record.wall_s,
-        "in SLO": lambda trial: attained(slo, latencies_of(trial)),
+        "SLO attainment": lambda trial: attained(slo, latencies_of(trial)),
         "good requests/s": lambda trial: sum(meets(slo, one) for one in latencies_of(trial)) / trial.record.wall_s,
     }
 
 
-def goodputs(points: Sequence[tuple[Flat, PointFigures]], attainment: float) -> Mapping[str, float | None]:
+def goodputs(points: Sequence[tuple[Flat, PointSummary]], attainment: float) -> Mapping[str, float | None]:
     """By what points set besides the rate: the highest offered rate that attains it. Closed loops are left out."""
     loads: dict[str, list[Offered]] = {}
     for swept, found in points:
@@ -106,10 +111,12 @@ def goodputs(points: Sequence[tuple[Flat, PointFigures]], attainment: float) -> 
     return {rest: goodput(offered, attainment) for rest, offered in loads.items()}
 
 
-def _total(frames: Sequence["pl.DataFrame"], column: str) -> float:
+def _total(frames: Sequence[pl.DataFrame], column: str) -> float:
     return sum(float(frame[column].to_numpy().sum()) for frame in frames)
 
 
 def _percentiles(repeats: Sequence[np.ndarray]) -> tuple[float, ...]:
-    found = [np.quantile(values, SHARES, method="inverted_cdf") for values in repeats if len(values)]
+    found = [
+        np.quantile(values, list(PERCENTILES.values()), method="inverted_cdf") for values in repeats if len(values)
+    ]
     return tuple(map(float, np.mean(found, axis=0))) if found else ()

@@ -1,7 +1,7 @@
 """One run or many as polars frames for notebooks: what clients saw, and what servers recorded.
 
 Each row says of which run, point and repeat it is, and has what its point sets, a column for each swept key. Nothing of
-a warm-up is in them. Left out: what comes of the rows (`figures`, `intervals`, `plots`).
+a warm-up is in them. Left out: what comes of the rows (`summary`, `interval_tables`, `plots`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,9 @@ from typing import Literal
 import polars as pl
 
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.frames import RunFrames, TrialFrames, gaps_ms, load_run
 from moonshard.experiments.lab.run_folder import PointRecord
 from moonshard.experiments.lab.schema import CLIENT_TOKENS
+from moonshard.experiments.reading.frames import RunFrames, TrialFrames, gaps_ms, load_run
 from moonshard.serving.trace.parts import PartsError, empty_table, read_table
 from moonshard.serving.trace.schema import REQUESTS, STEPS
 
@@ -56,7 +56,7 @@ class RunTables:
         return _tagged(frame, point, _dtypes(self.runs))
 
     def latencies(self, metric: Metric, where: pl.Expr | None = None) -> pl.DataFrame:
-        """A row, with `repeat`, `place` and `ms`, for each request that completed; for "itl", for each of its gaps.
+        """A row, with `repeat`, `request_index` and `ms`, for each request that completed; "itl": for each of its gaps.
 
         `where` chooses requests by their columns: `pl.col("max_tokens") > 64`.
         """
@@ -68,7 +68,7 @@ class RunTables:
         return pl.concat(found)
 
 
-def load(*paths: Path | str) -> RunTables:
+def load_runs(*paths: Path | str) -> RunTables:
     """Of results/NAME/STAMP, at least one. ExperimentError for a folder that has no run, or none with a trial done."""
     runs = [load_run(Path(path)) for path in paths]
     for run in runs:
@@ -85,11 +85,13 @@ def load(*paths: Path | str) -> RunTables:
 
 
 def values_ms(trial: TrialFrames, metric: Metric, where: pl.Expr | None = None) -> pl.DataFrame:
-    """(place, ms) of what completed: a row for each request that has the metric, or for each gap between tokens."""
+    """(request_index, ms) of what completed: a row for each request that has the metric, or each gap between tokens."""
     chosen = trial.completed if where is None else trial.completed.filter(where)
     if metric == "itl":
-        return gaps_ms(trial).join(chosen.select("place"), on="place", how="semi").rename({"gap_ms": "ms"})
-    return chosen.select("place", pl.col(f"{metric}_ms").alias("ms")).drop_nulls()
+        return (
+            gaps_ms(trial).join(chosen.select("request_index"), on="request_index", how="semi").rename({"gap_ms": "ms"})
+        )
+    return chosen.select("request_index", pl.col(f"{metric}_ms").alias("ms")).drop_nulls()
 
 
 def _frames(run: RunFrames, trial: TrialFrames) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:

@@ -13,7 +13,7 @@ from moonshard.experiments.lab.run_folder import MACHINE, PointRecord, RunRecord
 from moonshard.experiments.lab.sweep import label
 
 # Keys that say where something is, and nothing of what it does.
-PLACES = frozenset(
+WHEREABOUTS = frozenset(
     {
         *("server.gateway.host", "server.gateway.port", "server.gateway.grpc_port", "server.gateway.ledger"),
         *("server.worker.host", "server.worker.port", "server.prefill.port", "server.decode.port", "server.kv.ports"),
@@ -24,7 +24,7 @@ PLACES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """A point of A and one of B. Paired: both had the same requests, by their places."""
+    """A point of A and one of B. Paired: both had the same requests, by their indices."""
 
     label: str
     a: PointRecord
@@ -100,7 +100,7 @@ def _by_key(
 
 
 def _differences(a: Flat, b: Flat, declared: Collection[str]) -> Iterator[str]:
-    for key in sorted({*a, *b} - PLACES):
+    for key in sorted({*a, *b} - WHEREABOUTS):
         if a.get(key) != b.get(key) and not _is_declared(key, declared):
             yield f"{key} is {a.get(key)!r} in A and {b.get(key)!r} in B"
 
@@ -119,9 +119,9 @@ def _machine_differences(a: RunRecord, b: RunRecord, declared: Collection[str]) 
 
 
 def _pair(a: PointRecord, b: PointRecord, swept: Collection[str], *, may_pair: bool) -> Pair:
-    """The name says what both set, where both are the same place of a sweep."""
+    """The name says what both set, where both are the same point of a sweep."""
     common = {key: a.settings.get(key) for key in sorted(swept)}
-    keys = [key for key in {*a.settings, *b.settings} - PLACES if key.startswith("workload.")]
+    keys = [key for key in {*a.settings, *b.settings} - WHEREABOUTS if key.startswith("workload.")]
     is_same = all(a.settings.get(key) == b.settings.get(key) for key in keys)
     return Pair(label=label(common), a=a, b=b, is_paired=is_same and may_pair)
 

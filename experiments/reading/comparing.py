@@ -1,24 +1,27 @@
 """Two runs side by side: first whether they may be compared at all, then what changed, as a table."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from moonshard.experiments.bench.grid import Grid, number
-from moonshard.experiments.lab.bootstrap import MIN_REPEATS
-from moonshard.experiments.lab.differences import Row, compare_point
+import polars as pl
+
+from moonshard.experiments.bench.grid import Grid, as_markdown, number
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.frames import RunFrames, load_run
-from moonshard.experiments.lab.matching import Choice, Pair, choice, matched, models_differ
-from moonshard.experiments.lab.report import slo_of
+from moonshard.experiments.reading.differences import Change, compare_point
+from moonshard.experiments.reading.frames import RunFrames, load_run
+from moonshard.experiments.reading.intervals import MIN_REPEATS
+from moonshard.experiments.reading.matching import Choice, Pair, matched, models_differ
+from moonshard.experiments.reading.report import clipped, slo_of
 
 COLUMNS = ("point", "metric", "A", "B", "B less A", "95% interval", "B is")
 
 
 def compare(
     a_path: Path, b_path: Path, of_a: Choice, of_b: Choice, despite: Sequence[str], *, seed: int = 0
-) -> tuple[Grid, list[Row]]:
+) -> tuple[Grid, list[Change]]:
     """ExperimentError naming each difference that nobody has declared."""
     a, b = load_run(a_path), load_run(b_path)
     pairs = matched(a.record, b.record, of_a, of_b, despite)
@@ -27,19 +30,51 @@ def compare(
     return _grid(a, b, pairs, rows), rows
 
 
-def compare_runs(a: Path, b: Path, despite: Sequence[str] = (), *, seed: int = 0) -> Grid:
-    """What changed from A to B at the points of both. ExperimentError naming each difference not in `despite`."""
-    return compare(a, b, choice("--a", ()), choice("--b", ()), despite, seed=seed)[0]
+@dataclass(frozen=True, eq=False, slots=True)
+class Comparison:
+    """What a notebook shows as a table, and has as a frame."""
+
+    grid: Grid
+    changes: Sequence[Change]
+
+    @property
+    def rows(self) -> pl.DataFrame:
+        """A row for each metric of each point: A's and B's value, B's less A's, and its 95% interval."""
+        return pl.DataFrame(list(map(_told, self.changes)))
+
+    def __repr__(self) -> str:
+        return as_markdown(self.grid)
+
+    def _repr_markdown_(self) -> str:
+        return as_markdown(self.grid)
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
+def compare_runs(
+    a: Path | str,
+    b: Path | str,
+    *,
+    a_where: Mapping[str, object] = MappingProxyType({}),
+    b_where: Mapping[str, object] = MappingProxyType({}),
+    despite: Sequence[str] = (),
+    seed: int = 0,
+) -> Comparison:
+    """What changed from A to B at the points of both, or at those with the values in `a_where` and `b_where`.
+
+    ExperimentError naming each difference that is neither there nor in `despite`.
+    """
+    chosen = Choice(option="a_where", given=dict(a_where)), Choice(option="b_where", given=dict(b_where))
+    return Comparison(*compare(Path(a), Path(b), *chosen, despite, seed=seed))
+
+
+def _told(change: Change) -> dict[str, object]:
+    found = change.found
+    return {"point": change.point, "metric": change.metric, **asdict(found), "difference": found.difference}
+
+
+def write_rows(path: Path, rows: Sequence[Change]) -> None:
     """As JSON, a record for each metric of each point. ExperimentError where that cannot be written."""
-    told = [
-        {"point": row.point, "metric": row.metric, **asdict(row.found), "difference": row.found.difference}
-        for row in rows
-    ]
     try:
-        path.write_text(json.dumps(told, indent=1) + "\n")
+        path.write_text(json.dumps(list(map(_told, rows)), indent=1) + "\n")
     except OSError as error:
         raise ExperimentError(f"--json {path}: {error.strerror}") from error
 
@@ -55,7 +90,7 @@ def _check_models(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], declared: S
         raise ExperimentError(*dict.fromkeys(faults))
 
 
-def _grid(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], rows: Sequence[Row]) -> Grid:
+def _grid(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], rows: Sequence[Change]) -> Grid:
     notes = [f"{name}: {run.path}, commit {_commits(run)}" for name, run in (("A", a), ("B", b))]
     notes += _version_notes(a, b)
     left_out = [
@@ -64,12 +99,13 @@ def _grid(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], rows: Sequence[Row]
         if len(run.record.points) > len(pairs)
     ]
     notes += _interval_notes(rows)
+    notes += _clipped_notes(a, b, pairs)
     unpaired = [pair.label for pair in pairs if not pair.is_paired]
     notes += [f"not paired by request, since the requests differ: {', '.join(unpaired)}"] if unpaired else []
     return Grid(title="B beside A", columns=COLUMNS, rows=tuple(map(_row, rows)), notes=(*notes, *left_out))
 
 
-def _interval_notes(rows: Sequence[Row]) -> Iterator[str]:
+def _interval_notes(rows: Sequence[Change]) -> Iterator[str]:
     """What they cover."""
     counts = {row.found.num_repeats for row in rows}
     if several := sorted(counts - {1}):
@@ -79,6 +115,13 @@ def _interval_notes(rows: Sequence[Row]) -> Iterator[str]:
         yield "95% intervals of a single repeat by blocks of its requests: not what changes from one repeat to the next"
     if min(counts, default=MIN_REPEATS) < MIN_REPEATS:
         yield f"better and worse are said from {MIN_REPEATS} repeats on"
+
+
+def _clipped_notes(a: RunFrames, b: RunFrames, pairs: Sequence[Pair]) -> Iterator[str]:
+    for pair in pairs:
+        for name, run, point in (("A", a, pair.a), ("B", b, pair.b)):
+            if num_clipped := sum(trial.record.num_clipped for trial in run.of_point(point.number)):
+                yield f"{pair.label}: in {name} {clipped(num_clipped)}"
 
 
 def _version_notes(a: RunFrames, b: RunFrames) -> list[str]:
@@ -95,11 +138,11 @@ def _commits(run: RunFrames) -> str:
     return ", ".join(dict.fromkeys(start.commit for start in run.record.starts))
 
 
-def _row(row: Row) -> tuple[str, ...]:
-    found = row.found
+def _row(change: Change) -> tuple[str, ...]:
+    found = change.found
     interval = "-" if found.low is None or found.high is None else f"{_signed(found.low)} to {_signed(found.high)}"
-    verdict = {None: "-", True: "better", False: "worse"}[row.is_better]
-    return (row.point, row.metric, number(found.a), number(found.b), _signed(found.difference), interval, verdict)
+    verdict = {None: "-", True: "better", False: "worse"}[change.is_better]
+    return (change.point, change.metric, number(found.a), number(found.b), _signed(found.difference), interval, verdict)
 
 
 def _signed(value: float) -> str:

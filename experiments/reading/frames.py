@@ -2,18 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+import polars as pl
 
 from moonshard.experiments.lab.asking import COMPLETED
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.run_folder import RunRecord, read_run
 from moonshard.experiments.lab.trial import TrialRecord
-from moonshard.serving.trace.parts import load_polars
-
-if TYPE_CHECKING:
-    import polars as pl
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -21,13 +17,11 @@ class TrialFrames:
     """One trial that is done. `tokens` is None where the run kept none."""
 
     record: TrialRecord
-    requests: "pl.DataFrame"
-    tokens: "pl.DataFrame | None"
+    requests: pl.DataFrame
+    tokens: pl.DataFrame | None
 
     @property
-    def completed(self) -> "pl.DataFrame":
-        import polars as pl
-
+    def completed(self) -> pl.DataFrame:
         return self.requests.filter(pl.col("outcome") == COMPLETED)
 
 
@@ -53,9 +47,6 @@ def load_run(path: Path) -> RunFrames:
 
 def load_trial(folder: Path) -> TrialFrames:
     """With `ttft_ms`, `tpot_ms`, `max_itl_ms`, `e2e_ms` and `late_ms` beside the columns of the file."""
-    load_polars()
-    import polars as pl
-
     try:
         record = msgspec.json.decode((folder / "trial.json").read_bytes(), type=TrialRecord)
         requests = pl.read_parquet(folder / "requests.parquet")
@@ -74,12 +65,12 @@ def load_trial(folder: Path) -> TrialFrames:
     )
 
 
-def gaps_ms(trial: TrialFrames) -> "pl.DataFrame":
-    """(place, gap_ms) of every gap between two tokens of a request that completed. No rows without tokens."""
-    import polars as pl
-
+def gaps_ms(trial: TrialFrames) -> pl.DataFrame:
+    """(request_index, gap_ms) of every gap between two tokens of a request that completed. No rows without tokens."""
     if trial.tokens is None:
-        return pl.DataFrame(schema={"place": pl.Int64, "gap_ms": pl.Float64})
-    gap = pl.col("arrived_ns").diff().over("place") / 1e6
-    whole = trial.tokens.join(trial.completed.select("place"), on="place", how="semi").sort("place", "index")
-    return whole.select("place", gap.alias("gap_ms")).drop_nulls()
+        return pl.DataFrame(schema={"request_index": pl.Int64, "gap_ms": pl.Float64})
+    gap = pl.col("arrived_ns").diff().over("request_index") / 1e6
+    whole = trial.tokens.join(trial.completed.select("request_index"), on="request_index", how="semi").sort(
+        "request_index", "index"
+    )
+    return whole.select("request_index", gap.alias("gap_ms")).drop_nulls()

@@ -1,0 +1,133 @@
+"""What the notebook of a study works on: a run's tables, and a folder for its pictures, as its environment says.
+
+MOONSHARD_RUN names the run; without it the newest under results/NAME is taken. MOONSHARD_PICTURES says where pictures
+go; without it they go beside the notebook.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import polars as pl
+from matplotlib.figure import Figure
+
+from moonshard.experiments.bench.machine import ROOT
+from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.reading.frames import RunFrames
+from moonshard.experiments.reading.plots import draw_fit
+from moonshard.experiments.reading.run_tables import RunTables, load_runs
+from moonshard.experiments.reading.step_fit import Kind, StepFit, fit_step_model, fit_table
+from moonshard.experiments.reading.step_model import StepModel
+
+DPI = 90
+STEP_TIMES = "step_times.json"
+PINNED_STUDIES = ("chunking", "pd_vs_aggregated")  # whose workers have a core each, and batches of all sizes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Study:
+    name: str
+    tables: RunTables
+    pictures: Path
+
+    @property
+    def run(self) -> RunFrames:
+        return self.tables.runs[0]
+
+    def save_figure(self, figure: Figure, name: str) -> Path:
+        """As NAME.png, with what it was measured on below. OSError where that cannot be written."""
+        figure.supxlabel(provenance(self.run), fontsize="x-small", color="0.4")
+        path = self.pictures / f"{name}.png"
+        self.pictures.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI)
+        return path
+
+    def step_times(self) -> pl.DataFrame:
+        """How long steps took, fitted, as a table; the picture `steps` has what is left unexplained.
+
+        A model for whoever simulates is saved where the recording is good for one: see `why_no_step_model`.
+        """
+        model, fits = fit_step_model(self.tables.steps, provenance(self.run))
+        figure, panels = plt.subplots(1, len(fits), figsize=(9, 4), layout="constrained")
+        for axes, fit in zip(panels, fits.values(), strict=True):
+            draw_fit(axes, fit)
+        self.save_figure(figure, "steps")
+        why_not = self.why_no_step_model(fits)
+        if why_not is None:
+            self.save_step_model(model)
+        else:
+            print(f"No times of steps are kept of this run: {why_not}.")
+        return fit_table(fits)
+
+    def why_no_step_model(self, fits: Mapping[Kind, StepFit]) -> str | None:
+        """None: these times are a device's own, and whole. Else they are of this study's steps only."""
+        cores = [point.settings.get("cores") for point in self.run.record.points]
+        if not all(isinstance(own, list) and own and len(set(own)) == len(own) for own in cores):
+            return "workers shared cores, so that steps waited for each other"
+        untold = [f"{kind}: {name}" for kind, fit in fits.items() for name in fit.untold]
+        return f"its steps do not tell {', '.join(untold)}" if untold else None
+
+    def save_step_model(self, model: StepModel) -> Path:
+        """As step_times.json. OSError where that cannot be written."""
+        path = self.pictures / STEP_TIMES
+        self.pictures.mkdir(parents=True, exist_ok=True)
+        path.write_text(model.to_json())
+        return path
+
+
+def load_study(name: str, environment: Mapping[str, str], *, root: Path = ROOT) -> Study:
+    """Everything lies below `root`. Tables are shown with all of their rows from here on.
+
+    ExperimentError where there is no run, or it is another experiment's.
+    """
+    pl.Config.set_tbl_rows(-1)  # a table of points that is cut in the middle hides points
+    given = environment.get("MOONSHARD_RUN")
+    tables = load_runs(Path(given) if given else newest_run(root / "results" / name))
+    measured = tables.runs[0].record.name
+    if measured != name:
+        raise ExperimentError(f"{tables.runs[0].path}: a run of {measured}, not of {name}")
+    pictures = environment.get("MOONSHARD_PICTURES")
+    return Study(name, tables, Path(pictures) if pictures else root / "experiments" / name)
+
+
+def newest_run(folder: Path) -> Path:
+    """Of results/NAME. ExperimentError where there is none."""
+    runs = sorted(path.parent for path in folder.glob("*/run.json"))
+    if not runs:
+        raise ExperimentError(f"{folder}: no run; make one: moonshard experiment run experiments/{folder.name}")
+    return runs[-1]
+
+
+def provenance(run: RunFrames) -> str:
+    """What it was measured on, when, and of which commits, in a line."""
+    starts = run.record.starts
+    days = dict.fromkeys(f"{datetime.fromisoformat(start.at):%Y-%m-%d}" for start in starts)
+    commits = list(dict.fromkeys(start.commit for start in starts))
+    machine = starts[-1].machine
+    said = f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}"
+    return f"{machine['cores']} cores of {machine['cpu']}, {' and '.join(days)}, {said}"
+
+
+def pinned_step_model(root: Path = ROOT) -> StepModel | None:
+    """The times of steps on cores of their own that a study has left; None where none has yet."""
+    for name in PINNED_STUDIES:
+        path = root / "experiments" / name / STEP_TIMES
+        if path.is_file():
+            return StepModel.from_json(path.read_bytes())
+    return None
+
+
+def processor_time(tables: RunTables) -> pl.DataFrame:
+    """Cores that each process took on average, by point; `load generator` shares the machine with the servers."""
+    found = []
+    for point in tables.points():
+        wall_s = sum(trial.record.wall_s for trial in point.trials)
+        spent_s = {"load generator": sum(trial.record.client_cpu_s for trial in point.trials)}
+        for trial in point.trials:
+            for process, cpu_s in trial.record.server_cpu_s.items():
+                spent_s[process] = spent_s.get(process, 0.0) + cpu_s
+        frame = pl.DataFrame({"process": list(spent_s), "cores": [cpu_s / wall_s for cpu_s in spent_s.values()]})
+        found.append(tables.tagged(frame, point))
+    return pl.concat(found)

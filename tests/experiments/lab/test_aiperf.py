@@ -1,0 +1,121 @@
+"""AIPerf, a load generator that is not ours, replays a trace against the gateway and measures what we measure.
+
+It is installed into an environment of its own. Of each of its requests the gateway has a record, by the request's id,
+so that both tell of the same milliseconds; and our own runner replays the same trace on the same server afterwards.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+
+import polars as pl
+import pytest
+
+from moonshard.experiments.bench.deployment import deployed
+from moonshard.experiments.bench.server import RunningServer
+from moonshard.experiments.reading.run_tables import load_runs
+from moonshard.experiments.replay.synthetic import agent_trace
+from moonshard.experiments.trace_file import write_trace
+from moonshard.serving.config import embedded_model_path
+from moonshard.serving.config_file import load_config
+from moonshard.serving.trace.parts import read_table
+from moonshard.serving.trace.schema import REQUESTS
+
+ROOT = Path(__file__).parents[3]
+AIPERF = "aiperf==0.13.0"
+NUM_REQUESTS, MAX_PROMPT_TOKENS, OUTPUT_TOKENS = 24, 3600, 64
+CONFIG = """
+warmup_requests = 0
+[workload]
+kind = "trace"
+path = "trace.jsonl"
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """Milliseconds by request."""
+
+    ttft_ms: Sequence[float]
+    itl_ms: Sequence[float]  # the mean of a request's gaps
+
+
+@pytest.fixture(scope="module")
+def aiperf() -> Path:
+    """The program; the test is skipped where it cannot be installed."""
+    folder = ROOT / ".cache" / AIPERF.replace("==", "-")
+    program = folder / "bin" / "aiperf"
+    if not (folder / "ready").is_file():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        install = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", AIPERF]
+        done = subprocess.run(install, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{AIPERF} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+        (folder / "ready").touch()
+    return program
+
+
+def test_a_load_generator_that_is_not_ours_agrees_with_us(aiperf: Path, tmp_path: Path):
+    trace = tmp_path / "trace.jsonl"
+    fitting = [one for one in agent_trace(16, num_turns=3, over_s=60.0) if one.input_tokens <= MAX_PROMPT_TOKENS]
+    write_trace(trace, [replace(one, output_tokens=OUTPUT_TOKENS) for one in fitting[:NUM_REQUESTS]])
+    config = load_config(None, ("model.max_context_tokens=4096", f"trace.path={tmp_path / 'recorded'}"))
+    with deployed(config, os.environ) as deployment:
+        theirs = replayed(aiperf, deployment.server, trace, tmp_path / "aiperf")
+        ours = replayed_by_us(deployment.server, tmp_path)
+    recorded = read_table(tmp_path / "recorded", REQUESTS)
+    same = recorded.filter(pl.col("request_id").is_in(list(theirs))).sort("request_id")
+    assert same.height == len(theirs) == NUM_REQUESTS
+    assert set(same["outcome"]) == {"completed"}
+    assert set(same["completion_tokens"]) == {OUTPUT_TOKENS}
+    assert same["cached_tokens"].to_numpy().sum() > 0
+
+    found = seen([theirs[name] for name in sorted(theirs)], "time_to_first_token", "inter_token_latency")
+    gaps = same["completion_tokens"] - 1
+    gateway = Seen(ttft_ms=(same["ttft_ns"] / 1e6).to_list(), itl_ms=(same["decode_ns"] / gaps / 1e6).to_list())
+    for of in (mean, median):
+        assert of(found.ttft_ms) == pytest.approx(of(gateway.ttft_ms), rel=0.05)
+        assert of(found.itl_ms) == pytest.approx(of(gateway.itl_ms), rel=0.05)
+        print(of.__name__, *(f"{of(one.ttft_ms):.1f} {of(one.itl_ms):.2f}" for one in (found, gateway, ours)))
+
+
+def replayed(
+    aiperf: Path, server: RunningServer, trace: Path, out: Path
+) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+    """What AIPerf says of each request, by its id."""
+    argv = [
+        *(aiperf, "profile", "--model", server.model, "--tokenizer", embedded_model_path()),
+        *("--url", server.http, "--endpoint-type", "chat", "--streaming"),
+        *("--input-file", trace, "--custom-dataset-type", "mooncake_trace", "--fixed-schedule"),
+        *("--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0", "--use-server-token-count"),
+        *("--ui", "none", "--no-server-metrics", "--no-gpu-telemetry", "--workers-max", "1", "--artifact-dir", out),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (export,) = out.rglob("profile_export.jsonl")
+    rows = [json.loads(line) for line in export.read_text().splitlines()]
+    assert [row["error"] for row in rows] == [None] * len(rows)
+    return {row["metadata"]["x_request_id"]: row["metrics"] for row in rows}
+
+
+def replayed_by_us(server: RunningServer, folder: Path) -> Seen:
+    (folder / "config.toml").write_text(CONFIG)
+    command = [sys.executable, "-m", "moonshard.experiments.lab.command", "run", str(folder)]
+    argv = [*command, "--url", server.grpc, "--out", str(folder / "results")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (run,) = (folder / "results" / folder.name).iterdir()
+    requests = load_runs(run).requests
+    return Seen(ttft_ms=requests["ttft_ms"].to_list(), itl_ms=requests["tpot_ms"].to_list())
+
+
+def seen(metrics: Sequence[Mapping[str, Mapping[str, float]]], ttft: str, itl: str) -> Seen:
+    return Seen(ttft_ms=[one[ttft]["value"] for one in metrics], itl_ms=[one[itl]["value"] for one in metrics])

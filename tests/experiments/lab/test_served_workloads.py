@@ -1,0 +1,70 @@
+"""Workloads on a real server: what is the same in a trace is found in its cache, words are its tokenizer's tokens."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from moonshard.experiments.lab.command import Run, experiment
+from moonshard.experiments.reading.child import run_experiment
+from moonshard.experiments.reading.run_tables import load_runs
+
+MODEL = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
+SERVER = f"""
+warmup_requests = 1
+[server]
+mode = "aggregated"
+model.path = "{MODEL}"
+model.max_context_tokens = 128
+kv = {{ num_blocks = 64, block_size = 16 }}
+prefill.chunk_tokens = 32
+"""
+
+pytestmark = pytest.mark.xdist_group("cluster")
+
+
+def requests_of(tmp_path: Path, workload: str, lines: Sequence[object]) -> pl.DataFrame:
+    (tmp_path / "config.toml").write_text(f'{SERVER}[workload]\npath = "lines.jsonl"\n{workload}')
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return load_runs(run_experiment(tmp_path, out=tmp_path / "results")).requests.sort("request_index")
+
+
+@pytest.mark.timeout(300)
+def test_blocks_of_equal_number_are_found_in_the_cache(tmp_path: Path):
+    """Two blocks of 512 tokens, of which the first is the same in the first two; 32 tokens each after scaling."""
+    blocks = ([0, 1], [0, 2], [3, 4], [0, 1])
+    lines = [
+        {"timestamp": 2500 * n, "input_length": 1024, "output_length": 64, "hash_ids": own}
+        for n, own in enumerate(blocks)
+    ]
+    found = requests_of(tmp_path, 'kind = "trace"\nlength_scale = 0.0625\n', lines)
+    assert set(found["outcome"]) == {"completed"}
+    assert found["prompt_tokens"].to_list() == [64] * 4
+    assert found["completion_tokens"].to_list() == [4] * 4
+    assert found["cached_tokens"].to_list() == [0, 32, 0, 63]
+
+
+@pytest.mark.timeout(300)
+def test_texts_and_chats_are_sent_as_the_models_tokens(tmp_path: Path):
+    chat = [{"role": "user", "content": "The moon is bright."}]
+    lines = [
+        {"prompt": "The moon is bright.", "max_tokens": 3},
+        {"messages": chat, "max_tokens": 2},
+        {"prompt": [1, 2, 3], "max_tokens": 1},
+    ]
+    found = requests_of(tmp_path, 'kind = "prompts"\n', lines)
+    assert set(found["outcome"]) == {"completed"}
+    assert (found["prompt_tokens"] == found["planned_prompt_tokens"]).all()
+    text, chatted, ids = found["prompt_tokens"].to_list()
+    assert (0 < text < chatted, ids) == (True, 3)
+    assert found["completion_tokens"].to_list() == [3, 2, 1]
+
+
+@pytest.mark.timeout(300)
+def test_ids_that_the_served_model_has_not_are_refused_with_their_line(tmp_path: Path, capsys):
+    (tmp_path / "config.toml").write_text(f'{SERVER}[workload]\nkind = "prompts"\npath = "lines.jsonl"\n')
+    (tmp_path / "lines.jsonl").write_text('{"prompt": [1], "max_tokens": 1}\n{"prompt": [999999], "max_tokens": 1}')
+    assert experiment(Run(folder=tmp_path, out=tmp_path / "results")) == 2
+    assert "lines.jsonl, line 2: id 999999 of a model that has" in capsys.readouterr().err
