@@ -22,7 +22,7 @@ class RunIncomplete(Exception):
 
 
 def run_all(experiment: Experiment, folder: RunFolder, console: Console) -> None:
-    """RunIncomplete when a trial comes to no end: what is there stays, and resuming begins with that trial.
+    """RunIncomplete when a trial does not finish: what is there stays, and resuming begins with that trial.
 
     WorkloadError where the workload does not fit the model that is served.
     """
