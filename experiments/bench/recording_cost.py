@@ -1,4 +1,4 @@
-"""What a server loses where it records (`trace.path`) or sends spans (`telemetry.endpoint`), against the same that does not.
+"""What a server loses where it records (`trace.path`), or sends spans (`telemetry.endpoint`), against a plain one.
 
 One deployment of each kind is up all the time, and they get the same closed loop of requests in turn, round by round;
 whoever begins changes with the round. A ratio is of one round's two turns, so that what a machine does for minutes hits
@@ -129,8 +129,8 @@ def recording_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
             rows.append((_name(what, way), off.unit, *cells, str(len(ratios)), said))
     notes = (
         f"Recording: {plan.num_streams} clients, each with {plan.recording_requests} requests a round of "
-        f"{plan.context_tokens[0]} prompt tokens and {plan.completion_tokens} generated. Three deployments, one of them "
-        "plain, take turns with the same requests; a ratio is of one round, and its interval is the median's, by "
+        f"{plan.context_tokens[0]} prompt tokens and {plan.completion_tokens} generated. Three deployments, one of "
+        "them plain, take turns with the same requests; a ratio is of one round, and its interval is the median's, by "
         "resampling rounds. Processor time is that of the servers' processes.",
     )
     return Grid(title="What recording costs", columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())

@@ -70,7 +70,8 @@ def run_trial(
 
     Raises:
         ServerFailed: it did not start. WorkloadError: the workload does not fit the model. TrialFailed: the warm-up
-        failed, or the server's recording cannot be read. RequestError: the server does not tell its model. OSError: the folder cannot be written.
+        failed, or the server's recording cannot be read. RequestError: the server does not tell its model. OSError: the
+        folder cannot be written.
     """
     point = experiment.points[trial.point]
     with target_of(point, experiment.url, folder, environment) as target:
