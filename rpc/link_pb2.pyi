@@ -158,7 +158,7 @@ class Grant(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Target(_message.Message):
-    __slots__ = ("handoff", "epoch", "writer_epoch", "session", "partition", "num_blocks", "num_blocks_held", "grants", "lease_s")
+    __slots__ = ("handoff", "epoch", "writer_epoch", "session", "partition", "num_blocks", "num_blocks_held", "grants", "lease_s", "queue_ms")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,7 @@ class Target(_message.Message):
     NUM_BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     handoff: bytes
     epoch: bytes
     writer_epoch: bytes
@@ -177,7 +178,8 @@ class Target(_message.Message):
     num_blocks_held: int
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
     lease_s: float
-    def __init__(self, handoff: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., session: _Optional[str] = ..., partition: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_held: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    queue_ms: float
+    def __init__(self, handoff: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., session: _Optional[str] = ..., partition: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_held: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., lease_s: _Optional[float] = ..., queue_ms: _Optional[float] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("handoff", "writer_epoch", "target_epoch", "blocks", "grants", "checksums", "is_last", "phases")
@@ -380,7 +382,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., role: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_partitions: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_slots: _Optional[int] = ..., load_s: _Optional[float] = ..., compile_s: _Optional[float] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining", "kv_transfer", "cached_tokens", "num_seen", "reserved_tokens", "num_lost_spans")
+    __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining", "kv_transfer", "cached_tokens", "num_seen", "reserved_tokens", "num_lost_spans", "num_lost_rows")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -402,6 +404,7 @@ class WorkerLoad(_message.Message):
     NUM_SEEN_FIELD_NUMBER: _ClassVar[int]
     RESERVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOST_SPANS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_ROWS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queued_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -423,7 +426,8 @@ class WorkerLoad(_message.Message):
     num_seen: int
     reserved_tokens: _containers.RepeatedScalarFieldContainer[int]
     num_lost_spans: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., active_tokens: _Optional[_Iterable[int]] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., num_seen: _Optional[int] = ..., reserved_tokens: _Optional[_Iterable[int]] = ..., num_lost_spans: _Optional[int] = ...) -> None: ...
+    num_lost_rows: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., active_tokens: _Optional[_Iterable[int]] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., num_seen: _Optional[int] = ..., reserved_tokens: _Optional[_Iterable[int]] = ..., num_lost_spans: _Optional[int] = ..., num_lost_rows: _Optional[int] = ...) -> None: ...
 
 class KvTransfer(_message.Message):
     __slots__ = ("num_handoffs", "published_bytes", "num_transfers", "publish_s", "num_failures", "landed_bytes", "num_landed_blocks", "num_checksum_mismatches", "free_slab_slots", "used_slab_slots", "leased_slab_slots", "quarantined_slab_slots", "total_slab_slots")

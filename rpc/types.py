@@ -83,7 +83,9 @@ class Timing:
     worker_prefill_ms: float
     worker_decode_ms: float
     wire_ms: float
+    lost_ms: float = 0.0  # of first_token_ms, what attempts took that were lost before it
     # Of a request whose KV moved from a prefill to a decode worker; 0 otherwise. They lie inside the phases.
+    decode_queue_ms: float = 0.0
     handoff_gap_ms: float = 0.0
     transfer_ms: float = 0.0
     exposed_transfer_ms: float = 0.0

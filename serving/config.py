@@ -141,6 +141,7 @@ class TraceConfig:
     tokens: bool = False  # by the gateway, also a row for each token
     max_rows: Positive = 8192  # of one file
     max_age_s: Seconds = 10.0  # a row waits no longer to be written: what a killed process loses
+    max_bytes: Positive = 16 * 1024**3  # of the files of one process: then it deletes its oldest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +149,7 @@ class TelemetryConfig:
     """Where every process sends its requests' spans; what is not said here, OpenTelemetry's variables may say."""
 
     endpoint: Text | None = None  # http:// or https:// of a collector that speaks OTLP; None: there are no spans
+    whole_url: bool = False  # over HTTP the endpoint is used as it is; else /v1/traces is appended to it
     protocol: Literal["auto", "grpc", "http"] = "auto"  # auto: grpc
     sampled_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None  # of the traces that begin here; None: all
     parent_based: bool | None = None  # whoever began a trace has decided whether it is sampled; None: yes

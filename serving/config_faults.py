@@ -89,8 +89,13 @@ def _tls_faults(tls: TlsConfig) -> list[str]:
     return [f"{key}: not set, but {' and '.join(named)} is; [tls] needs all three files or none" for key in missing]
 
 
-def collector_fault(endpoint: str) -> str | None:
-    """Why nothing can be exported there; None where it may."""
+def endpoint_fault(endpoint: str) -> str | None:
+    """Why nothing can be exported there; None where it may. What might be a password is not quoted."""
+    if "@" in endpoint:
+        return (
+            "names a user or a password (@), which logs and command lines would show; what a collector asks for goes "
+            "into OTEL_EXPORTER_OTLP_HEADERS"
+        )
     try:
         url = urlsplit(endpoint)
         is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
@@ -100,7 +105,7 @@ def collector_fault(endpoint: str) -> str | None:
 
 
 def _telemetry_faults(telemetry: TelemetryConfig) -> list[str]:
-    fault = None if telemetry.endpoint is None else collector_fault(telemetry.endpoint)
+    fault = None if telemetry.endpoint is None else endpoint_fault(telemetry.endpoint)
     return [] if fault is None else [f"telemetry.endpoint: {fault}"]
 
 

@@ -192,7 +192,9 @@ class DecodeHandoffs:
         if isinstance(answer, m.Target):
             self._links[reserve.handoff] = waiting.link
             self._spans.phase(reserve.handoff, "reserve", waiting.arrived_s)
-            waiting.link.send(link_pb2.WorkerMessage(target=handoff_wire.target_message(answer)))
+            queue_ms = (time.perf_counter() - waiting.arrived_s) * 1e3
+            target = handoff_wire.target_message(answer, queue_ms=queue_ms)
+            waiting.link.send(link_pb2.WorkerMessage(target=target))
         return not isinstance(answer, m.Overloaded)
 
     def _found(self, request: Request, partition: int) -> tuple[int, ...]:

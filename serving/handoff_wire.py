@@ -79,7 +79,8 @@ def cancel_message(cancel: m.Cancel) -> link_pb2.Cancel:
 # ---- decode worker to gateway, and on to the prefill worker
 
 
-def target_message(target: m.Target) -> link_pb2.Target:
+def target_message(target: m.Target, *, queue_ms: float = 0.0) -> link_pb2.Target:
+    """`queue_ms`: what the reservation waited for room, which is for the gateway to know."""
     return link_pb2.Target(
         handoff=target.handoff,
         epoch=epoch_bytes(target.epoch),
@@ -90,6 +91,7 @@ def target_message(target: m.Target) -> link_pb2.Target:
         num_blocks_held=target.num_blocks_held,
         grants=_grant_messages(target.grants),
         lease_s=target.lease_s,
+        queue_ms=queue_ms,
     )
 
 

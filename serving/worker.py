@@ -29,7 +29,7 @@ from moonshard.serving.telemetry.span import CANCELLED
 from moonshard.serving.trace.steps import RecordedSteps
 from moonshard.serving.waiting import QueueTimeout, Rejected
 from moonshard.serving.worker_report import kv_transfer_message, load_message, partition_state, welcome_message
-from moonshard.serving.worker_spans import WorkerSpans
+from moonshard.serving.worker_spans import FAILED, WorkerSpans
 
 TICK_S = 0.1  # how late a lease's end, a place for a waiting reservation or what is newly cached may be noticed
 
@@ -60,6 +60,7 @@ class Worker:
         self._model = model
         self._compilations = compilations
         self._plane = plane
+        self._recorded = recorded
         self._spans = spans or WorkerSpans()
         self._pool = model.block_pool()
         self._scheduler = Scheduler(model.scheduler_config(config), self._pool)
@@ -136,6 +137,10 @@ class Worker:
         self._spans.close()
         if self._plane is not None:
             await asyncio.to_thread(self._plane.close)
+
+    def fail(self) -> None:
+        """Instead of `close`, where the engine has failed: what the device holds is unknown, and requests end so."""
+        self._spans.close(FAILED)
 
     def begin_drain(self) -> None:
         """Take no new requests, and tell the gateways at once, so that they send them elsewhere."""
@@ -294,6 +299,7 @@ class Worker:
             reserved_tokens=[self._reserved_tokens(partition) for partition in partitions],
             num_seen=0 if link is None else self._num_seen[link],
             num_lost_spans=self._spans.num_lost,
+            num_lost_rows=0 if self._recorded is None else self._recorded.num_lost(),
         )
 
     def _reserved_tokens(self, partition: int) -> int:

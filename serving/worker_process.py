@@ -21,7 +21,7 @@ from moonshard.serving.link_service import LinkServicer
 from moonshard.serving.loading import LoadedModel, load_model
 from moonshard.serving.status_pipe import Status
 from moonshard.serving.telemetry.export import exporting
-from moonshard.serving.trace.recorder import recording
+from moonshard.serving.trace.recorder import Recorder, recording
 from moonshard.serving.trace.schema import STEPS
 from moonshard.serving.trace.steps import RecordedSteps
 from moonshard.serving.transport_security import server_tls
@@ -67,11 +67,11 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int
     status("listening", {"address": address})
     try:
         async with (
-            recording(config.trace, STEPS) as recorder,
             exporting(config.telemetry, role=role, instance=address) as export,
+            recording(config.trace, STEPS) as recorder,  # written before anybody waits for a collector
         ):
             spans = WorkerSpans(export, role=role)
-            recorded = None if recorder is None else RecordedSteps(recorder.rows(STEPS).append, address)
+            recorded = None if recorder is None else _recorded_steps(recorder, address)
             worker = await _load(config, role, transports, server.port, recorded, spans, status, stop)
             if worker is None:
                 return 0
@@ -84,6 +84,10 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int
     finally:
         ready.cancel()
         await server.stop(STOP_GRACE_S)
+
+
+def _recorded_steps(recorder: Recorder, address: str) -> RecordedSteps:
+    return RecordedSteps(recorder.rows(STEPS).append, address, lambda: recorder.num_lost)
 
 
 def _address(host: str, port: int) -> str:
@@ -143,6 +147,7 @@ async def _serve(
         await _drain(worker, drain_timeout_s)
     if worker.engine.failed.done():
         logger.error("the engine failed", exc_info=worker.engine.failed.exception())
+        worker.fail()
         return 1
     await worker.close()
     return 0

@@ -16,6 +16,8 @@ from moonshard.serving.telemetry.export import SpanExport
 from moonshard.serving.telemetry.span import CANCELLED, Span, Value, error_of, outcome_attributes
 from moonshard.serving.telemetry.trace_context import TraceContext, parse_context
 
+FAILED = "internal"  # an outcome: the status that clients are told where a worker failed
+
 
 @dataclass(kw_only=True, slots=True)
 class _Part:
@@ -122,10 +124,10 @@ class WorkerSpans:
         )
         self._export.append(whole)
 
-    def close(self) -> None:
+    def close(self, outcome: str = CANCELLED) -> None:
         """What still runs is cut off."""
         for request_id in tuple(self._parts):
-            self.end(request_id, CANCELLED)
+            self.end(request_id, outcome)
 
 
 def _launched(part: _Part, phases: Phases, num_cached_tokens: int) -> None:

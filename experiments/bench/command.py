@@ -31,6 +31,7 @@ from moonshard.experiments.bench.machine import describe_commit, describe_machin
 from moonshard.experiments.bench.measurement import QUICK, Measurement, Plan, merge
 from moonshard.experiments.bench.meshes import measure_meshes
 from moonshard.experiments.bench.peer import peers_of, run_peer
+from moonshard.experiments.bench.recording_cost import measure_recording
 from moonshard.experiments.bench.report import Report, footnotes, markdown, tables, to_json
 from moonshard.experiments.bench.routing import measure_routing
 from moonshard.experiments.bench.served import measure_after, measure_served
@@ -45,13 +46,15 @@ from moonshard.serving.config_file import as_overrides, leaves, load_config
 
 Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
 Apart = Literal[
-    "transports", "handoff", "meshes", "routing", "gateway", "arrangements", "failover"
+    "transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover"
 ]  # each with processes of its own
 Section = Part | Whole | Apart | Literal["start", "huggingface"]
 Mode = Literal["aggregated", "disaggregated"]
 MODES: Mapping[Whole, Mode] = {"served": "aggregated", "disaggregated": "disaggregated"}
 SERVED: tuple[Whole, ...] = ("served", "disaggregated")
-APART: tuple[Apart, ...] = ("transports", "handoff", "meshes", "routing", "gateway", "arrangements", "failover")
+APART: tuple[Apart, ...] = (
+    *("transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover"),
+)
 PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
 SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", *SERVED, "huggingface", *APART)
@@ -72,7 +75,7 @@ def bench(
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
-            handoff, meshes, routing, gateway, arrangements, failover.
+            handoff, meshes, routing, gateway, recording, arrangements, failover.
         trace: for routing: what to replay, in Mooncake's format; without one sessions of agents that are made up.
         set: a key of the server's configuration, as for `moonshard serve`. May be repeated.
     """
@@ -180,6 +183,8 @@ class _Run:
                 return measure_routing(self.plan, self.trace)
             case "gateway":
                 return measure_gateway(self.config, self.plan, self.environment)
+            case "recording":
+                return measure_recording(self._served_config("aggregated"), self.plan, self.environment)
             case "arrangements":
                 return measure_arrangements(self.config, self.plan, self.environment)
             case _:

@@ -92,7 +92,10 @@ def _latencies(batch: int, seen: Sequence[Seen], elapsed_s: float) -> list[Measu
 def _overheads(batch: int, seen: Sequence[Seen]) -> list[Measurement]:
     """What the client waited for beyond the phases that the worker reported, once per request and once per token."""
     timed = [(one, one.timing) for one in seen if one.timing is not None]
-    first = [one.ttft_ms - timing.worker_queue_ms - timing.worker_prefill_ms for one, timing in timed]
+    first = [
+        one.ttft_ms - timing.decode_queue_ms - timing.worker_queue_ms - timing.worker_prefill_ms
+        for one, timing in timed
+    ]
     token = [(one.decode_ms - timing.worker_decode_ms) / (len(one.arrivals_ns) - 1) * 1e3 for one, timing in timed]
     finish = [one.e2e_ms - one.ttft_ms - one.decode_ms for one, _ in timed]
     return [

@@ -34,6 +34,8 @@ def phase_rows(timing: Timing) -> list[Row]:
     after_first = (timing.exposed_transfer_ms, timing.land_ms, timing.join_ms, timing.worker_decode_ms)
     return [
         ("gateway: template, route", timing.gateway_queue_ms),
+        ("gateway: lost attempts", timing.lost_ms),
+        ("decode: wait for room", timing.decode_queue_ms),
         ("prefill: wait for a step", timing.worker_queue_ms),
         ("prefill: compute", timing.worker_prefill_ms),
         ("wire: there and back", timing.wire_ms),

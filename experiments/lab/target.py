@@ -19,6 +19,7 @@ from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import RequestError
 
+SERVER = "server"  # the folder, in that of a trial, which a started one records into
 HEALTH_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 1.0  # a process that is killed closes its connections, and has ended a moment later
@@ -60,7 +61,7 @@ def target_of(point: Point, url: str | None, folder: Path, environment: Mapping[
             raise ExperimentError("neither a server to start nor one that runs")
         yield Target(grpc=grpc_address(url))
         return
-    config = replace(point.server, trace=replace(point.server.trace, path=(folder / "server").absolute()))
+    config = replace(point.server, trace=replace(point.server.trace, path=(folder / SERVER).absolute()))
     logs = folder / "logs"
     logs.mkdir()
     with deployed(config, environment, cores=point.cores or None, logs=logs) as deployment:

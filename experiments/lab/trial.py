@@ -18,15 +18,16 @@ from moonshard.experiments.lab.experiment import ClientOptions, Experiment
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS, VERSION
 from moonshard.experiments.lab.sending import Sender
 from moonshard.experiments.lab.sweep import Trial
-from moonshard.experiments.lab.target import Target, death, last_look, target_of
+from moonshard.experiments.lab.target import SERVER, Target, death, last_look, target_of
 from moonshard.experiments.workload.blocks import BlockPrompt
 from moonshard.experiments.workload.options import MAX_SEED, plan, settings_of, with_shifted_seed
 from moonshard.experiments.workload.plan import Planned, Workload
 from moonshard.rpc.client import AsyncClient, Client
 from moonshard.rpc.types import ModelInfo
 from moonshard.serving.trace.origin import this_process
-from moonshard.serving.trace.parts import encode_part, write_part
-from moonshard.serving.trace.schema import Table, Value
+from moonshard.serving.trace.parts import PartsError, encode_part, read_table, write_part
+from moonshard.serving.trace.schema import REQUESTS, STEPS, Table, Value
+from moonshard.serving.trace.timeline import timeline
 
 WARMUP_SEED = 1 << 32  # beyond those of workloads: no prompt of a warm-up begins like one that is measured
 MAX_WARMUP_TOKENS = 16
@@ -70,7 +71,8 @@ def run_trial(
 
     Raises:
         ServerFailed: it did not start. WorkloadError: the workload does not fit the model. TrialFailed: the warm-up
-        failed. RequestError: the server does not tell its model. OSError: the folder cannot be written.
+        failed, or the server's recording cannot be read. RequestError: the server does not tell its model. OSError: the
+        folder cannot be written.
     """
     point = experiment.points[trial.point]
     with target_of(point, experiment.url, folder, environment) as target:
@@ -81,6 +83,8 @@ def run_trial(
     if point.client.tokens:
         _write(folder / "tokens.parquet", CLIENT_TOKENS, [row for one in asked for row in one.token_rows()])
     (folder / "trial.json").write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    if (folder / SERVER).is_dir():
+        _draw(folder)
     return record
 
 
@@ -197,6 +201,16 @@ def offered_per_s(workload: Workload) -> float | None:
     if not workload.is_open or len(times) < 2 or max(times) == min(times):
         return None
     return (len(times) - 1) / (max(times) - min(times))
+
+
+def _draw(folder: Path) -> None:
+    """What the server of the trial recorded, all of it, when nothing is measured any more."""
+    try:
+        requests, steps = (read_table(folder / SERVER, table) for table in (REQUESTS, STEPS))
+    except PartsError as error:
+        raise TrialFailed(str(error)) from error
+    drawn = timeline(requests.iter_rows(named=True), steps.iter_rows(named=True))
+    (folder / "timeline.json").write_bytes(msgspec.json.encode(drawn) + b"\n")
 
 
 def _write(path: Path, table: Table, rows: Sequence[Mapping[str, Value]]) -> None:

@@ -1,8 +1,9 @@
 """One request as a waterfall: the gateway's phases, which add up to its whole time, and what workers did meanwhile.
 
 The gateway's phases lie where its stamps say. Workers and transfers report durations and no stamps: they are drawn as
-near to the phases as they can be, half of the wire before the prefill worker and half behind, and what ends with the
-last token ends with it. Left out: the time line of a whole recording (`moonshard trace`).
+near to the phases as they can be, half of the wire before the workers and half behind, the decode worker's reservation
+before the prefill that waits for it, and what ends with the last token ends with it. Left out: the time line of a whole
+recording (`moonshard trace`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,8 @@ from matplotlib.axes import Axes
 
 from moonshard.rpc.types import Timing
 
-LANES = ("gateway", "prefill worker", "transfer", "decode worker", "client")
-_NS_FIELDS = ("e2e", "ttft", "gateway_queue", "first_token", "decode", "finish")
+LANES = ("gateway", "lost attempts", "prefill worker", "transfer", "decode worker", "client")
+_NS_FIELDS = ("e2e", "ttft", "gateway_queue", "first_token", "decode", "finish", "lost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,11 @@ def _gateway(timing: Timing) -> Iterator[Slice]:
 def _workers(timing: Timing) -> Iterator[Slice]:
     is_moved = timing.transfer_ms > 0
     lane = "prefill worker" if is_moved else "decode worker"
-    start_ms = timing.gateway_queue_ms + max(0.0, timing.wire_ms) / 2
+    lost_ms = timing.gateway_queue_ms
+    yield Slice(lane="lost attempts", name="lost", start_ms=lost_ms, length_ms=timing.lost_ms)
+    reserve_ms = lost_ms + timing.lost_ms + max(0.0, timing.wire_ms) / 2
+    yield Slice(lane="decode worker", name="reserve", start_ms=reserve_ms, length_ms=timing.decode_queue_ms)
+    start_ms = reserve_ms + timing.decode_queue_ms
     prefilled_ms = start_ms + timing.worker_queue_ms + timing.worker_prefill_ms
     yield Slice(lane=lane, name="queue", start_ms=start_ms, length_ms=timing.worker_queue_ms)
     begun_ms = start_ms + timing.worker_queue_ms

@@ -21,9 +21,10 @@ from moonshard.serving.gateway.choice import ChoiceStream
 from moonshard.serving.gateway.failures import Failures, final_error
 from moonshard.serving.gateway.handoffs import Handoff, Handoffs
 from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.placement import Leg, Placement
 from moonshard.serving.gateway.pool import LinkPool, Route
 from moonshard.serving.gateway.prefill_place import PrefillPlace
-from moonshard.serving.gateway.record import Leg, Placement, RequestRecord
+from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.request_spans import mark_attempt
 from moonshard.serving.gateway.session import Arrival, Inbox
 from moonshard.serving.router import Affinity, Ask
@@ -69,9 +70,8 @@ class _Attempt:
         return self.prefill or self.route
 
     def placement(self) -> Placement:
-        decode = _leg_of(self.route)
-        prefill = decode if self.prefill is None else _leg_of(self.prefill)
-        return Placement(attempt_id=self.run.request_id, prefill=prefill, decode=decode)
+        prefill = None if self.prefill is None else _leg_of(self.prefill)
+        return Placement(attempt_id=self.run.request_id, prefill=prefill, decode=_leg_of(self.route))
 
     async def next(self) -> Arrival:
         """Raises the error that ends the attempt."""
@@ -131,7 +131,7 @@ class Attempts:
                         yield arrival
                     return
                 except RequestError as error:
-                    record.failed(error)
+                    record.attempt_failed(error)
                     self._failed(attempt, error, failures)
                     record.retried()
 
@@ -248,11 +248,13 @@ class Attempts:
         self._metrics.retries.labels(*self._labels(attempt.route), cause).inc()
 
     def _end(self, attempt: _Attempt, record: RequestRecord) -> None:
-        record.left()
+        record.attempt_ended()
         session, handoff = attempt.route.session, attempt.handoff
         if handoff is None:
             session.close(attempt.run.request_id, cancel=not attempt.is_worker_done)
             return
+        if handoff.reserved_ms is not None:
+            record.reserved(handoff.reserved_ms)
         if handoff.transfer is not None:
             record.moved(handoff.transfer, handoff.transferred_ns)
             self._place.moved(len(attempt.run.prompt_tokens), attempt.route, handoff.transfer)

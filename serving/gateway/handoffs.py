@@ -43,6 +43,7 @@ class Handoff:
     inbox: Inbox
     prefill_leg: ExitStack
     prefill: Route
+    reserved_ms: float | None = None  # what its reservation waited for room; None until there is
     has_first_tokens: bool = False
     transfer: link_pb2.TransferPhases | None = None  # once its last chunk is here
     transferred_ns: int = 0  # likewise: when that was
@@ -114,7 +115,7 @@ class Handoffs:
     def receive(self, session: Session, message: link_pb2.WorkerMessage) -> None:
         match message.WhichOneof("message"):
             case "target":
-                self._execute(self._side.target(handoff_wire.target_from(message.target)))
+                self._target(message.target)
             case "credits":
                 self._execute(self._side.credits(handoff_wire.credits_from(message.credits)))
             case "chunk":
@@ -130,6 +131,11 @@ class Handoffs:
 
     def lost(self, session: Session) -> None:
         self._execute(self._side.peer_gone(session.epoch))
+
+    def _target(self, target: link_pb2.Target) -> None:
+        if (handoff := self._handoffs.get(target.handoff)) is not None:
+            handoff.reserved_ms = target.queue_ms
+        self._execute(self._side.target(handoff_wire.target_from(target)))
 
     def _chunk(self, chunk: link_pb2.Manifest) -> None:
         self._execute(self._side.chunk(handoff_wire.manifest_from(chunk)))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.telemetry import TelemetryConfig
+from fastapi.telemetry import TelemetryConfig as FastApiTelemetry
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -49,7 +49,7 @@ from moonshard.serving.telemetry.trace_context import TraceContext
 from moonshard.serving.tenants import Tenants
 
 READY_RETRY_AFTER_S = 1.0
-_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}  # the pipeline has its own spans
+_NO_TELEMETRY: FastApiTelemetry = {"tracing": False, "metrics": False, "logs": False}  # the pipeline has its own spans
 _CHAT = msgspec.json.Decoder(requests.ChatBody)
 _COMPLETION = msgspec.json.Decoder(requests.CompletionBody)
 _TOKENIZE = msgspec.json.Decoder(requests.TokenizeBody)

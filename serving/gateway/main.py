@@ -31,13 +31,13 @@ from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.rates import TokenRates
-from moonshard.serving.gateway.request_spans import RequestSpans
-from moonshard.serving.gateway.traces import RequestTraces, TraceCollector
+from moonshard.serving.gateway.request_spans import LostSpanMetrics, RequestSpans
+from moonshard.serving.gateway.traces import LostRowMetrics, RequestTraces
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
 from moonshard.serving.heap import keep_for_life
 from moonshard.serving.ledger import Ledger
 from moonshard.serving.status_pipe import Status
-from moonshard.serving.telemetry.export import SpanCollector, SpanExport, exporting
+from moonshard.serving.telemetry.export import SpanExport, exporting
 from moonshard.serving.telemetry.trace_context import Sampling
 from moonshard.serving.tenants import Tenants, load_tenants
 from moonshard.serving.trace.recorder import Recorder, recording
@@ -88,8 +88,8 @@ async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Asyn
     with contextlib.closing(bind_http(config.gateway.host, config.gateway.port)) as listener:
         async with (
             _ledger_at(config.gateway.ledger) as ledger,
-            recording(config.trace, REQUESTS, TOKENS) as recorder,
             exporting(config.telemetry, role="gateway", instance=_http_address(config, listener)) as export,
+            recording(config.trace, REQUESTS, TOKENS) as recorder,  # written before anybody waits for a collector
             _serving(config, listener, ledger, recorder, export, keep_alive_s) as running,
         ):
             yield running
@@ -235,13 +235,13 @@ def _traces(
     config: Config, metrics: GatewayMetrics, recorder: Recorder | None, export: SpanExport | None
 ) -> RequestTraces:
     if recorder is not None:
-        metrics.registry.register(TraceCollector(recorder))
+        metrics.registry.register(LostRowMetrics(recorder))
     spans = None if export is None else _spans(config, metrics, export)
     return RequestTraces(metrics.model_name, recorder, spans, has_tokens=config.trace.tokens)
 
 
 def _spans(config: Config, metrics: GatewayMetrics, export: SpanExport) -> RequestSpans:
-    metrics.registry.register(SpanCollector(export))
+    metrics.registry.register(LostSpanMetrics(export))
     telemetry = config.telemetry
     ratio = 1.0 if telemetry.sampled_ratio is None else telemetry.sampled_ratio
     sampling = Sampling(ratio, is_parent_based=telemetry.parent_based is not False)

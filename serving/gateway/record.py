@@ -15,38 +15,11 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.codec import decode_finish_reason
 from moonshard.rpc.status import RequestError
 from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.placement import Placement, SentAttempt
 from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
 
 _PHASES = ("gateway_queue", "first_token", "decode", "finish")
-
-
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """Where a part of an attempt runs."""
-
-    worker: str  # its address
-    epoch: bytes
-    partition: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Where an attempt was sent: `prefill` is `decode` where its KV does not move."""
-
-    attempt_id: bytes
-    prefill: Leg
-    decode: Leg
-
-
-@dataclass(kw_only=True, slots=True)
-class SentAttempt:
-    """One that was sent; `left` and `failed` of its request's record say how it went on."""
-
-    placement: Placement
-    sent_ns: int
-    ended_ns: int = 0
-    error: RequestError | None = None  # that ended it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +38,10 @@ class RequestRecord:
     def __init__(self, metrics: GatewayMetrics, run: link_pb2.Run, stamps: Stamps) -> None:
         self._metrics = metrics
         self._worker: _Worker | None = None  # until it is sent
-        self.attempts: list[SentAttempt] = []
+        self.attempts: list[SentAttempt] = []  # those that are over
+        self.placement: Placement | None = None  # of the last attempt, until it is sent
+        self._attempt_sent_ns = 0
+        self._attempt_error: RequestError | None = None
         self._run = run
         self.stamps = stamps
         self.num_prompt = len(run.prompt_tokens)
@@ -89,28 +65,32 @@ class RequestRecord:
 
     def sent(self, worker_index: int, placement: Placement) -> None:
         """To that worker, which will decode it."""
-        self.stamps.sent()
-        self.attempts.append(SentAttempt(placement=placement, sent_ns=time.perf_counter_ns()))
+        self.placement, self._attempt_sent_ns, self._attempt_error = placement, time.perf_counter_ns(), None
+        self.stamps.sent(self._attempt_sent_ns)
         labels = (self._metrics.model_name, str(worker_index))
         self._worker = _Worker(
             labels=labels,
-            is_moving=placement.prefill is not placement.decode,
+            is_moving=not placement.is_local_prefill,
             generation_tokens=self._metrics.generation_tokens.labels(*labels),
             inter_token_s=self._metrics.inter_token_s.labels(*labels),
         )
 
-    def left(self) -> None:
-        """The last attempt is over, however it ended."""
-        self.attempts[-1].ended_ns = time.perf_counter_ns()
+    def attempt_failed(self, error: RequestError) -> None:
+        """It is what ends the attempt; `attempt_ended` follows."""
+        self._attempt_error = error
 
-    def failed(self, error: RequestError) -> None:
-        """It is what ends the last attempt."""
-        self.attempts[-1].error = error
-
-    @property
-    def placement(self) -> Placement | None:
-        """Of the last attempt; None until it is sent."""
-        return self.attempts[-1].placement if self.attempts else None
+    def attempt_ended(self) -> None:
+        """The attempt that was sent last is over, however it ended."""
+        if self.placement is None:
+            raise RuntimeError("no attempt was sent")
+        self.attempts.append(
+            SentAttempt(
+                placement=self.placement,
+                sent_ns=self._attempt_sent_ns,
+                ended_ns=time.perf_counter_ns(),
+                error=self._attempt_error,
+            )
+        )
 
     @property
     def is_sent(self) -> bool:
@@ -125,6 +105,10 @@ class RequestRecord:
     def retried(self) -> None:
         """Its worker or its handoff failed, and it is to go on elsewhere."""
         self.stamps.retried()
+
+    def reserved(self, queue_ms: float) -> None:
+        """A decode worker has room for it, after so long in that worker's line."""
+        self.stamps.reserved(queue_ms)
 
     def moved(self, transfer: link_pb2.TransferPhases, transferred_ns: int) -> None:
         """Its KV is with the worker that decodes it."""

@@ -8,14 +8,18 @@ text of any kind, names of tenants and sessions, and what was no request, which 
 
 from collections.abc import Iterator
 
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from moonshard.rpc import link_pb2
 from moonshard.serving.gateway.failures import HandoffFailed
 from moonshard.serving.gateway.metrics import outcome_of
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest
-from moonshard.serving.gateway.record import RequestRecord, SentAttempt
+from moonshard.serving.gateway.placement import SentAttempt
+from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.stamps import Stamps
 from moonshard.serving.telemetry.export import SpanExport
-from moonshard.serving.telemetry.span import Span, Value, error_of, outcome_attributes
+from moonshard.serving.telemetry.span import Span, Value, bounded, error_of, fitting, outcome_attributes
 from moonshard.serving.telemetry.trace_context import SPAN_ID_BYTES, Sampling, TraceContext, with_span
 
 PROVIDER = "moonshard"
@@ -49,10 +53,10 @@ class RequestSpan:
             attributes={
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": PROVIDER,
-                "gen_ai.request.model": self._request.model or model,
+                "gen_ai.request.model": bounded(self._request.model or model),
                 "gen_ai.response.model": model,
-                "gen_ai.response.id": self._request.request_id,
-                "gen_ai.request.id": self._request.request_id,
+                "gen_ai.response.id": bounded(self._request.request_id),
+                "gen_ai.request.id": bounded(self._request.request_id),
                 "server.address": host,
                 **_asked(self._request),
                 **({} if record is None else _told(record)),
@@ -82,8 +86,8 @@ class RequestSpan:
                 "server.port": int(port),
                 "moonshard.attempt.id": placement.attempt_id.hex(),
                 "moonshard.attempt.number": number,
-                "moonshard.prefill.worker": placement.prefill.worker,
-                "moonshard.prefill.partition": placement.prefill.partition,
+                "moonshard.prefill.worker": placement.prompt_leg.worker,
+                "moonshard.prefill.partition": placement.prompt_leg.partition,
                 "moonshard.decode.worker": placement.decode.worker,
                 "moonshard.decode.partition": placement.decode.partition,
                 **outcome_attributes(cause),
@@ -107,10 +111,21 @@ class RequestSpans:
         return RequestSpan(request, context) if context.is_sampled else None
 
     def end(self, span: RequestSpan, stamps: Stamps, record: RequestRecord | None, outcome: str) -> None:
-        """It is over now, if its stamps do not say when it was."""
-        stamps.phases_ns(is_complete=outcome == "completed")
+        """It has ended, as its stamps say."""
         for made in span.spans(self._model, self._host, stamps, record, outcome):
             self._export.append(made)
+
+
+class LostSpanMetrics(Collector):
+    """Whether spans can be exported."""
+
+    def __init__(self, export: SpanExport) -> None:
+        self._export = export
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "moonshard_gateway_lost_spans", "Spans of the gateway that could not be exported.", self._export.num_lost
+        )
 
 
 def mark_attempt(run: link_pb2.Run) -> None:
@@ -120,11 +135,11 @@ def mark_attempt(run: link_pb2.Run) -> None:
 
 
 def _asked(request: GenerationRequest) -> dict[str, Value]:
-    """What the client said, but for text."""
-    asked: dict[str, Value] = {
-        f"gen_ai.request.{name}": value for name in _ASKED if (value := getattr(request, name)) is not None
-    }
-    return asked | ({"gen_ai.request.choice.count": request.n} if request.n != 1 else {})
+    """What the client said, but for text, and for numbers that no span can hold."""
+    asked = {name: getattr(request, name) for name in _ASKED}
+    asked["choice.count"] = None if request.n == 1 else request.n
+    said = {name: fitting(value) if isinstance(value, int) else value for name, value in asked.items()}
+    return {f"gen_ai.request.{name}": value for name, value in said.items() if value is not None}
 
 
 def _told(record: RequestRecord) -> dict[str, Value]:
@@ -145,7 +160,7 @@ def _told(record: RequestRecord) -> dict[str, Value]:
 
 def _times(stamps: Stamps) -> dict[str, Value]:
     """In seconds under names of others, in milliseconds under our own."""
-    times: dict[str, Value] = {"gen_ai.latency.e2e": (stamps.ended_ns - stamps.received_ns) / 1e9}
+    times: dict[str, Value] = {"gen_ai.latency.e2e": stamps.e2e_ns / 1e9}
     if stamps.sent_ns:
         times["moonshard.gateway_queue_ms"] = (stamps.sent_ns - stamps.received_ns) / 1e6
     if stamps.first_delivered_ns:
@@ -158,7 +173,10 @@ def _times(stamps: Stamps) -> dict[str, Value]:
         "gen_ai.latency.time_in_model_prefill": timing.worker_prefill_ms / 1e3,
         "gen_ai.latency.time_in_model_decode": timing.worker_decode_ms / 1e3,
         "moonshard.wire_ms": timing.wire_ms,
+        "moonshard.lost_ms": timing.lost_ms,
     }
+    if stamps.reserved_ms is not None:
+        times["moonshard.decode_queue_ms"] = stamps.reserved_ms
     if stamps.transfer is not None:
         own = ("handoff_gap_ms", "transfer_ms", "exposed_transfer_ms", "land_ms", "join_ms")
         times |= {f"moonshard.{name}": getattr(timing, name) for name in own}

@@ -1,7 +1,8 @@
 """When the events of one request happened, and the durations between them.
 
 All stamps are of one clock in one process (`perf_counter_ns`); what a worker measured stays a duration. The four phases
-partition the end-to-end time by construction: it is their sum.
+partition the end-to-end time: each lasts until the next one's stamp. The wait for the first token has the lost attempts
+in it, and of the last one what workers measured; what nobody did is the wire.
 """
 
 import time
@@ -17,18 +18,28 @@ class Stamps:
 
     received_ns: int
     sent_ns: int = 0  # the first time: what was lost with a worker is part of the wait
+    first_attempt_ns: int = 0  # when the attempt was sent that gave the first token, or is to
+    reserved_ms: float | None = None  # what this attempt waited for room on its decode worker; None: it needs none
     first_arrival_ns: int = 0
     first_delivered_ns: int = 0
     last_arrival_ns: int = 0
     first_two_ns: tuple[int, ...] = ()  # arrivals of choice 0's first two outputs
     phases: link_pb2.WorkerPhases = field(default_factory=link_pb2.WorkerPhases)
+    has_decoded: bool = False  # a worker said how long it decoded
     ended_ns: int = 0
     transfer: link_pb2.TransferPhases | None = None  # of a request whose KV moved
     transferred_ns: int = 0  # its last manifest arrived
     num_retries: int = 0
 
-    def sent(self) -> None:
-        self.sent_ns = self.sent_ns or time.perf_counter_ns()
+    def sent(self, sent_ns: int) -> None:
+        """An attempt. One that goes on behind the first token is none of that token's."""
+        self.sent_ns = self.sent_ns or sent_ns
+        if not self.first_arrival_ns:
+            self.first_attempt_ns, self.reserved_ms = sent_ns, None
+
+    def reserved(self, queue_ms: float) -> None:
+        """Of the attempt that was sent last, which came to a decode worker's line."""
+        self.reserved_ms = queue_ms
 
     def retried(self) -> None:
         self.num_retries += 1
@@ -41,6 +52,7 @@ class Stamps:
             self.first_two_ns += (arrived_ns,)
         if output.HasField("phases"):
             self._merge(output.phases, is_first=is_first)
+            self.has_decoded = self.has_decoded or bool(output.finish_reason)
 
     def _merge(self, phases: link_pb2.WorkerPhases, *, is_first: bool) -> None:
         """A later message repeats what it does not change, or leaves it at 0.
@@ -63,21 +75,36 @@ class Stamps:
     def ttft_s(self) -> float:
         return (self.first_delivered_ns - self.received_ns) / 1e9
 
-    def phases_ns(self, *, is_complete: bool) -> tuple[int, int, int, int]:
-        """Gateway's queue, wait for the first token, decode, finish: they add up to the time until the request ended.
+    def end(self) -> None:
+        """Now, unless it has ended before."""
+        self.ended_ns = self.ended_ns or time.perf_counter_ns()
 
-        It ends with the first call. One that is not complete has the rest of its time in the phase it ended in.
+    @property
+    def e2e_ns(self) -> int:
+        """Of a request that has ended."""
+        return self.ended_ns - self.received_ns
+
+    @property
+    def lost_ns(self) -> int:
+        """What attempts took that were lost before the first token, of a request that was sent."""
+        return self.first_attempt_ns - self.sent_ns
+
+    def phases_ns(self, *, is_complete: bool) -> tuple[int, int, int, int]:
+        """Of a request that has ended: gateway's queue, wait for the first token, decode, finish.
+
+        One that is not complete has the rest of its time in the phase it ended in.
         """
-        ended_ns = self.ended_ns = self.ended_ns or time.perf_counter_ns()
+        ended_ns = self.ended_ns
         sent_ns, first_ns = self.sent_ns or ended_ns, self.first_arrival_ns or ended_ns
         last_ns = self.last_arrival_ns if is_complete else ended_ns
         return sent_ns - self.received_ns, first_ns - sent_ns, last_ns - first_ns, ended_ns - last_ns
 
     def timing(self) -> inference_pb2.Timing:
         """For a request that has had its last token, at the moment it ends."""
+        self.end()
         phases_ms = [phase_ns / 1e6 for phase_ns in self.phases_ns(is_complete=True)]
         timing = self.worker_timing()
-        timing.e2e_ms = sum(phases_ms)
+        timing.e2e_ms = self.e2e_ns / 1e6
         timing.ttft_ms = self.ttft_s() * 1e3
         timing.gateway_queue_ms, timing.first_token_ms, timing.decode_ms, timing.finish_ms = phases_ms
         timing.num_retries = self.num_retries
@@ -85,12 +112,15 @@ class Stamps:
 
     def worker_timing(self) -> inference_pb2.Timing:
         """What workers measured, and what the way to the first token took besides, of a request that has had it."""
-        first_token_ms = (self.first_arrival_ns - self.sent_ns) / 1e6
+        attempt_ms = (self.first_arrival_ns - self.first_attempt_ns) / 1e6
+        reserved_ms = self.reserved_ms or 0.0
         timing = inference_pb2.Timing(
             worker_queue_ms=self.phases.queue_ms,
             worker_prefill_ms=self.phases.prefill_ms,
             worker_decode_ms=self.phases.decode_ms,
-            wire_ms=first_token_ms - self.phases.queue_ms - self.phases.prefill_ms,
+            wire_ms=attempt_ms - reserved_ms - self.phases.queue_ms - self.phases.prefill_ms,
+            lost_ms=self.lost_ns / 1e6,
+            decode_queue_ms=reserved_ms,
         )
         if self.transfer is not None:
             self._add_handoff(timing, self.transfer)

@@ -6,6 +6,7 @@ Prometheus (`record`) and to whoever pays (`accounts`).
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,15 +15,19 @@ from prometheus_client.registry import Collector
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
+from moonshard.rpc.status import RequestError
 from moonshard.serving.gateway.metrics import outcome_of
 from moonshard.serving.gateway.parameters import GenerationRequest
-from moonshard.serving.gateway.record import Leg, RequestRecord
+from moonshard.serving.gateway.placement import Leg
+from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.request_spans import RequestSpan, RequestSpans
 from moonshard.serving.gateway.stamps import Stamps
+from moonshard.serving.telemetry.span import bounded, fitting
 from moonshard.serving.trace.recorder import Recorder, Rows
 from moonshard.serving.trace.schema import REQUESTS, TOKENS, Row
 
 MAX_ERROR_CHARS = 500
+UNEXPECTED = "internal error"  # for what its client is told no more of: it may quote a prompt
 
 
 class RequestTrace:
@@ -36,7 +41,8 @@ class RequestTrace:
         self._request = request
         self._stamps = stamps
         self._tokens = tokens
-        self._num_tokens = [0] * request.n if tokens is not None else []
+        self._name = bounded(request.request_id)
+        self._num_tokens: Counter[int] = Counter()  # by choice
 
     def tokenized(self, run: link_pb2.Run, record: RequestRecord) -> None:
         """`run` is what workers will be sent, and `record` will be told of all that follows."""
@@ -51,12 +57,12 @@ class RequestTrace:
         index = self._num_tokens[delta.choice]
         self._num_tokens[delta.choice] += len(delta.token_ids)
         for offset in range(len(delta.token_ids)):
-            self._tokens.append((self._request.request_id, delta.choice, index + offset, arrived_ns))
+            self._tokens.append((self._name, delta.choice, index + offset, arrived_ns))
 
     def row(self, model: str, outcome: str, error: str | None) -> Row:
         caller = self._request.caller
         return (
-            self._request.request_id,
+            self._name,
             *_attempt_id(self.record),
             model,
             _hash(caller.tenant.name),
@@ -90,16 +96,17 @@ class RequestTraces:
         try:
             yield trace
         except BaseException as error:
-            outcome, message = outcome_of(error), str(error)[:MAX_ERROR_CHARS] or None
+            outcome, message = outcome_of(error), _told(error)
             raise
         finally:
+            stamps.end()
             if self._requests is not None:
                 self._requests.append(trace.row(self._model, outcome, message))
             if self._spans is not None and span is not None:
                 self._spans.end(span, stamps, trace.record, outcome)
 
 
-class TraceCollector(Collector):
+class LostRowMetrics(Collector):
     """Whether records can be written."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -107,7 +114,9 @@ class TraceCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
-            "moonshard_trace_failures", "Parts of records that could not be written.", self._recorder.num_failures
+            "moonshard_trace_failures",
+            "Parts of records that could not be written, or not all of them.",
+            self._recorder.num_failures,
         )
         yield CounterMetricFamily(
             "moonshard_trace_lost_rows", "Requests and tokens that are in no record.", self._recorder.num_lost
@@ -118,14 +127,24 @@ def _hash(name: str) -> str:
     return hashlib.sha256(b"moonshard trace\0" + name.encode()).hexdigest()[:16]
 
 
+def _told(error: BaseException) -> str | None:
+    """What a row says of it: nothing of a client that left."""
+    if isinstance(error, RequestError):
+        return error.message[:MAX_ERROR_CHARS] or None
+    return UNEXPECTED if isinstance(error, Exception) else None
+
+
 def _attempt_id(record: RequestRecord | None) -> Row:
     return (None,) if record is None or record.placement is None else (record.placement.attempt_id.hex(),)
 
 
 def _sizes(request: GenerationRequest, record: RequestRecord | None) -> Row:
-    """finish_reason to completion_tokens; cached tokens are known with the first output only."""
+    """finish_reason to num_retries; cached tokens are known with the first output only.
+
+    What a client asked is checked by the time that there is a record.
+    """
     if record is None:
-        return None, request.n, request.max_tokens, None, None, 0, 0
+        return None, fitting(request.n), fitting(request.max_tokens), None, None, 0, 0
     usage = record.usage()
     num_cached = usage.cached_tokens if usage.prompt_tokens else None
     return (
@@ -142,8 +161,8 @@ def _sizes(request: GenerationRequest, record: RequestRecord | None) -> Row:
 def _places(record: RequestRecord | None) -> Row:
     if record is None or record.placement is None:
         return (None,) * 7
-    prefill, decode = record.placement.prefill, record.placement.decode
-    return *_leg(prefill), *_leg(decode), prefill is decode
+    placement = record.placement
+    return *_leg(placement.prompt_leg), *_leg(placement.decode), placement.is_local_prefill
 
 
 def _leg(leg: Leg) -> Row:
@@ -151,18 +170,20 @@ def _leg(leg: Leg) -> Row:
 
 
 def _times(stamps: Stamps, *, is_complete: bool) -> Row:
-    """received_ns to finish_ns: the phases of a request add up to its time here."""
+    """received_ns to lost_ns, of a request that has ended."""
     phases_ns = stamps.phases_ns(is_complete=is_complete)
     ttft_ns = stamps.first_delivered_ns - stamps.received_ns if stamps.first_delivered_ns else None
-    return stamps.received_ns, ttft_ns, sum(phases_ns), *phases_ns
+    lost_ns = stamps.lost_ns if stamps.sent_ns else None
+    return stamps.received_ns, ttft_ns, stamps.e2e_ns, *phases_ns, lost_ns
 
 
 def _worker_times(stamps: Stamps) -> Row:
-    """worker_queue_ms to join_ms: null where no worker said so."""
+    """decode_queue_ms to join_ms: null where no worker said so."""
     if not stamps.first_arrival_ns:
-        return (None,) * 10
+        return (None,) * 11
     timing, transfer = stamps.worker_timing(), stamps.transfer
-    own = timing.worker_queue_ms, timing.worker_prefill_ms, timing.worker_decode_ms, timing.wire_ms
+    decode_ms = timing.worker_decode_ms if stamps.has_decoded else None
+    own = stamps.reserved_ms, timing.worker_queue_ms, timing.worker_prefill_ms, decode_ms, timing.wire_ms
     if transfer is None:
         return *own, *(None,) * 6
     return (

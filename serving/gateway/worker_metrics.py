@@ -33,6 +33,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
         lambda load: load.overlapped_steps,
     ),
     "lost_spans": ("Spans of the worker that could not be exported.", lambda load: load.num_lost_spans),
+    "lost_rows": ("Steps of the worker that are in no file of its recording.", lambda load: load.num_lost_rows),
 }
 _GAUGES: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
     "running_requests": ("Choices in the batch.", lambda load: load.num_running),

@@ -7,13 +7,15 @@ Variable Specification" and "OpenTelemetry Protocol Exporter".
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from moonshard.serving.config import Config, ConfigError, TelemetryConfig
-from moonshard.serving.config_faults import collector_fault
+from moonshard.serving.config_faults import endpoint_fault
 
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"  # used as it is; the other one is a base
+_ENDPOINTS = (_TRACES_ENDPOINT, "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_PROTOCOL_NAMES = {"grpc": "grpc", "http/protobuf": "http"}
+_PROTOCOL_NAMES: Mapping[str, Literal["grpc", "http"]] = {"grpc": "grpc", "http/protobuf": "http"}
 _SAMPLERS: Mapping[str, tuple[float | None, bool]] = {  # the ratio (None: OTEL_TRACES_SAMPLER_ARG), and parent-based
     "always_on": (1.0, False),
     "always_off": (0.0, False),
@@ -49,9 +51,9 @@ def _at_endpoint(telemetry: TelemetryConfig, said: Mapping[str, str], faults: li
     name = _first_of(_ENDPOINTS, said)
     if name is None:
         return telemetry
-    if (fault := collector_fault(said[name])) is not None:
+    if (fault := endpoint_fault(said[name])) is not None:
         faults.append(f"{name}: {fault}")
-    return replace(telemetry, endpoint=said[name])
+    return replace(telemetry, endpoint=said[name], whole_url=name == _TRACES_ENDPOINT)
 
 
 def _by_protocol(telemetry: TelemetryConfig, said: Mapping[str, str], faults: list[str]) -> TelemetryConfig:
@@ -61,7 +63,7 @@ def _by_protocol(telemetry: TelemetryConfig, said: Mapping[str, str], faults: li
     if said[name] not in _PROTOCOL_NAMES:
         faults.append(f"{name}: expected one of {', '.join(_PROTOCOL_NAMES)}, got {said[name]!r}")
         return telemetry
-    return replace(telemetry, protocol="http" if _PROTOCOL_NAMES[said[name]] == "http" else "grpc")
+    return replace(telemetry, protocol=_PROTOCOL_NAMES[said[name]])
 
 
 def _sampled(telemetry: TelemetryConfig, said: Mapping[str, str], faults: list[str]) -> TelemetryConfig:

@@ -10,11 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
-
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from moonshard.serving.config import TelemetryConfig
 from moonshard.serving.telemetry.span import Span
@@ -111,18 +108,6 @@ class SpanExport:
         elif self._is_failing:
             logger.warning("spans are exported to %s again", self._target)
         self._is_failing = trouble is not None
-
-
-class SpanCollector(Collector):
-    """Whether spans can be exported."""
-
-    def __init__(self, export: SpanExport) -> None:
-        self._export = export
-
-    def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(
-            "moonshard_gateway_lost_spans", "Spans of the gateway that could not be exported.", self._export.num_lost
-        )
 
 
 @contextlib.asynccontextmanager

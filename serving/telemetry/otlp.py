@@ -53,7 +53,7 @@ class OtlpExporter:
     def __init__(self, config: TelemetryConfig, *, role: str, instance: str) -> None:
         endpoint = config.endpoint or ""
         self._exporter = (
-            HttpExporter(endpoint=traces_url(endpoint))
+            HttpExporter(endpoint=endpoint if config.whole_url else traces_url(endpoint))
             if config.protocol == "http"
             else GrpcExporter(endpoint=endpoint)
         )

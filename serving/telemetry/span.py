@@ -12,6 +12,7 @@ from moonshard.serving.telemetry.trace_context import TraceContext
 type Value = str | int | float | bool | tuple[str, ...]
 type Kind = Literal["server", "client", "internal"]
 CANCELLED = "cancelled"  # an outcome that is nobody's fault
+MAX_NAME_CHARS = 512  # of what a client calls something
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,3 +41,13 @@ def outcome_attributes(outcome: str | None) -> dict[str, Value]:
 def error_of(outcome: str | None) -> str | None:
     """What makes the span an error: a request that its client gave up is none."""
     return None if outcome == CANCELLED else outcome
+
+
+def bounded(name: str) -> str:
+    """A client's word for something, as it is kept: no client has us keep megabytes of it."""
+    return name[:MAX_NAME_CHARS]
+
+
+def fitting(number: int | None) -> int | None:
+    """A client's number that nobody has checked, as it can be kept: None beyond 64 bits."""
+    return number if number is not None and -(2**63) <= number < 2**63 else None

@@ -1,7 +1,8 @@
 """Rows of one process, kept in columns until a thread writes them: recording never waits for a disk, nor ends serving.
 
-A row costs whoever appends it a microsecond or two. Memory is bounded: what the disk is too slow for, or has no room
-for, is lost and counted. A process that is killed loses the rows of the last `max_age_s`.
+A row costs whoever appends it a microsecond or two. Memory and disk are bounded: what the disk is too slow for, or has
+no room for, is lost and counted; beyond `max_bytes` the process deletes its own oldest files. A process that is killed
+loses the rows of the last `max_age_s`.
 """
 
 import asyncio
@@ -11,16 +12,18 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from moonshard.serving.config import TraceConfig
+from moonshard.serving.config import ConfigError, TraceConfig
 from moonshard.serving.trace.origin import this_process
-from moonshard.serving.trace.parts import encode_part, load_polars, write_part
+from moonshard.serving.trace.parts import check_writable, encode_part, load_polars, without_unfit, write_part
 from moonshard.serving.trace.schema import Row, Table, Value
 
 logger = logging.getLogger(__name__)
-MAX_WAITING_PARTS = 8  # full ones of all tables; more are lost
+MAX_WAITING_PARTS = 8  # full ones of one table; more are lost
+CLOSE_TIMEOUT_S = 5.0  # at the process's end, for what is not written yet
 
 type Columns = list[list[Value]]
 
@@ -28,13 +31,19 @@ type Columns = list[list[Value]]
 class Rows:
     """One table's rows that are not written yet. Any thread may append."""
 
-    def __init__(self, table: Table, max_rows: int, on_full: "queue.SimpleQueue[_Part | None]") -> None:
+    def __init__(self, table: Table, max_rows: int, on_full: "queue.SimpleQueue[Rows | None]") -> None:
         self.table = table
         self.num_lost = 0
         self._max_rows = max_rows
         self._on_full = on_full
+        self._full: deque[Columns] = deque()
         self._lock = threading.Lock()  # held for a microsecond, by whoever appends or takes
         self._begin()
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return len(self._columns[0]) + sum(len(columns[0]) for columns in self._full)
 
     def append(self, row: Row) -> None:
         """Never waits for the disk."""
@@ -44,8 +53,13 @@ class Rows:
             if len(self._columns[0]) >= self._max_rows:
                 self._hand_over()
 
-    def take(self) -> Columns | None:
-        """What is there, which then is the caller's; None for nothing."""
+    def take_full(self) -> Columns | None:
+        """The oldest part that is full, which then is the caller's; None where there is none."""
+        with self._lock:
+            return self._full.popleft() if self._full else None
+
+    def take_young(self) -> Columns | None:
+        """What is in no full part, likewise."""
         with self._lock:
             if not self._columns[0]:
                 return None
@@ -54,8 +68,9 @@ class Rows:
             return columns
 
     def _hand_over(self) -> None:
-        if self._on_full.qsize() < MAX_WAITING_PARTS:
-            self._on_full.put((self, self._columns))
+        if len(self._full) < MAX_WAITING_PARTS:
+            self._full.append(self._columns)
+            self._on_full.put(self)
         else:
             self.num_lost += len(self._columns[0])
         self._begin()
@@ -65,21 +80,22 @@ class Rows:
         self._adds = [column.append for column in self._columns]  # looked up once, called for each row
 
 
-type _Part = tuple[Rows, Columns]
-
-
 class Recorder:
     """The tables of one process, in folders of `path` that have their names. `close` writes what is left."""
 
-    def __init__(self, path: Path, tables: Sequence[Table], *, max_rows: int, max_age_s: float) -> None:
+    def __init__(self, path: Path, tables: Sequence[Table], *, max_rows: int, max_age_s: float, max_bytes: int) -> None:
         self._path = path
         self._max_age_s = max_age_s
-        self._full: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()  # None: the end
+        self._full: queue.SimpleQueue[Rows | None] = queue.SimpleQueue()  # those with a full part; None: the end
         self._rows = {table.name: Rows(table, max_rows, self._full) for table in tables}
         self._origin = this_process()
         self._prefix = f"{self._origin.host}-{self._origin.pid}-{time.time_ns() // 1_000_000}"
         self._numbers = itertools.count()
+        self._written = _WrittenParts(max_bytes)
         self._num_unwritten = 0
+        self._num_writing = 0  # rows that are being written
+        self._is_given_up = False
+        self._is_failing = False  # the last part had rows that are lost
         self.num_failures = 0
         self._thread = threading.Thread(target=self._write_all, name="trace", daemon=True)
 
@@ -93,54 +109,112 @@ class Recorder:
         return self._rows[table.name]
 
     def start(self) -> None:
+        """OSError where nothing can be written."""
+        check_writable(self._path)
         load_polars()
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread once it has written all that was appended, or failed to."""
+        """Ends the thread once it has written all that was appended, or failed to; what takes too long is lost."""
         self._full.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._is_given_up = True
+            self._num_unwritten += self._num_writing + sum(rows.num_waiting for rows in self._rows.values())
+            logger.error("trace %s: the disk takes longer than %g s", self._path, CLOSE_TIMEOUT_S)
+        if self.num_lost:
+            logger.error("trace %s: %d rows are lost", self._path, self.num_lost)
 
     def _write_all(self) -> None:
         is_over = False
         due_s = time.monotonic() + self._max_age_s
         while not is_over:
-            try:
-                part = self._full.get(timeout=max(0.0, due_s - time.monotonic()))
-            except queue.Empty:
+            with contextlib.suppress(queue.Empty):
+                rows = self._full.get(timeout=max(0.0, due_s - time.monotonic()))
+                is_over = rows is None
+                if rows is not None and (columns := rows.take_full()) is not None:
+                    self._write(rows, columns)
+            if time.monotonic() >= due_s:
                 self._write_young()
                 due_s = time.monotonic() + self._max_age_s
-                continue
-            is_over = part is None
-            if part is not None:
-                self._write(*part)
         self._write_young()
 
     def _write_young(self) -> None:
         """Those that are not full, so that no row waits for ever."""
         for rows in self._rows.values():
-            if (columns := rows.take()) is not None:
+            if (columns := rows.take_young()) is not None:
                 self._write(rows, columns)
 
     def _write(self, rows: Rows, columns: Columns) -> None:
+        if self._is_given_up:
+            return  # they are counted
+        self._num_writing = num_rows = len(columns[0])
         path = self._path / rows.table.name / f"{self._prefix}-{next(self._numbers):06}.parquet"
         try:
-            write_part(path, encode_part(rows.table, columns, self._origin.row()))
+            num_lost, trouble = self._write_part(path, rows.table, columns)
         except Exception as error:  # whatever it was: a record is never worth a request
-            if not self.num_failures:
-                logger.error("trace %s: %s; what cannot be written is lost", path, error)
+            num_lost, trouble = num_rows, str(error)
+        self._num_writing = 0
+        if not self._is_given_up:
+            self._note(path, num_lost, trouble)
+
+    def _write_part(self, path: Path, table: Table, columns: Columns) -> tuple[int, str | None]:
+        """How many of the rows are lost, and why. OSError where all are."""
+        num_unfit, trouble = 0, None
+        try:
+            data = encode_part(table, columns, self._origin.row())
+        except Exception as error:  # of one row, or of several, which the others need not pay for
+            fit = without_unfit(table, columns)
+            num_unfit, trouble = len(columns[0]) - len(fit[0]), f"no column holds it: {error}"
+            data = encode_part(table, fit, self._origin.row())
+        write_part(path, data)
+        self._written.add(path, len(data))
+        return num_unfit, trouble
+
+    def _note(self, path: Path, num_lost: int, trouble: str | None) -> None:
+        """Log once that rows are lost, not once per part; and once that they are not any more."""
+        self._num_unwritten += num_lost
+        if trouble is not None:
             self.num_failures += 1
-            self._num_unwritten += len(columns[0])
+            if not self._is_failing:
+                logger.error("trace %s: %s; what cannot be written is lost", path, trouble)
+        elif self._is_failing:
+            logger.warning("trace %s: rows are written again; %d were lost", path, self.num_lost)
+        self._is_failing = trouble is not None
+
+
+class _WrittenParts:
+    """What this process has written and not deleted. On one thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._parts: deque[tuple[Path, int]] = deque()  # the oldest first
+        self._num_bytes = 0
+
+    def add(self, path: Path, num_bytes: int) -> None:
+        """Deletes the oldest ones where all are too much; the newest stays, whatever its size."""
+        self._parts.append((path, num_bytes))
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes and len(self._parts) > 1:
+            oldest, num_oldest_bytes = self._parts.popleft()
+            self._num_bytes -= num_oldest_bytes
+            with contextlib.suppress(OSError):  # somebody else deleted it, or nobody may any more
+                oldest.unlink()
 
 
 @contextlib.asynccontextmanager
 async def recording(config: TraceConfig, *tables: Table) -> AsyncIterator[Recorder | None]:
-    """A recorder that runs during the block; None where nothing is to be recorded."""
+    """A recorder that runs during the block; None where nothing is to be recorded. ConfigError where nothing can be."""
     if config.path is None:
         yield None
         return
-    recorder = Recorder(config.path, tables, max_rows=config.max_rows, max_age_s=config.max_age_s)
-    await asyncio.to_thread(recorder.start)
+    recorder = Recorder(
+        config.path, tables, max_rows=config.max_rows, max_age_s=config.max_age_s, max_bytes=config.max_bytes
+    )
+    try:
+        await asyncio.to_thread(recorder.start)
+    except OSError as error:
+        raise ConfigError([f"trace.path: {config.path}: {error.strerror}"]) from error
     try:
         yield recorder
     finally:

@@ -18,10 +18,11 @@ type _Work = tuple[tuple[int, ...], int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
-    """Where a worker's steps are recorded, and under which address."""
+    """Where a worker's steps are recorded, under which address, and how many rows of it are lost."""
 
     append: Callable[[Row], None]
     worker: str
+    num_lost: Callable[[], int] = lambda: 0
 
     def trace(self, *, epoch: bytes, role: str) -> "StepTrace":
         return StepTrace(self.append, (self.worker, epoch.hex(), role))

@@ -15,10 +15,12 @@ from moonshard.serving.trace.schema import PHASES
 type Record = Mapping[str, Any]
 type Event = dict[str, Any]
 
+_GATEWAYS, _PREFILL, _TRANSFERS, _DECODE = range(4)  # the order of the processes
 _DEVICE, _HOST = 1, 2  # rows of a worker
 _ARGUMENTS = (
     *("outcome", "error", "prompt_tokens", "cached_tokens", "completion_tokens", "num_retries"),
-    *("prefill_worker", "decode_worker", "is_local_prefill", "wire_ms", "handoff_gap_ms"),
+    *("prefill_worker", "decode_worker", "is_local_prefill", "lost_ns", "decode_queue_ms"),
+    *("wire_ms", "handoff_gap_ms"),
 )
 _STEP_ARGUMENTS = ("number", "batch", "tokens", "context_tokens", "blocks", "bucket", "was_overlapped")
 
@@ -59,19 +61,20 @@ class _Tracks:
         return self._numbers.setdefault((order, name), len(self._numbers) + 1)
 
     def gateway(self, row: Record) -> int:
-        return self.number(0, f"gateway {row['host']} {row['pid']}")
+        return self.number(_GATEWAYS, f"gateway {row['host']} {row['pid']}")
 
     def transfers(self) -> int:
-        return self.number(2, "transfer")
+        return self.number(_TRANSFERS, "transfer")
 
     def worker(self, row: Record) -> int:
-        return self.number(1 if row["role"] == "prefill" else 3, f"{row['role']} {row['worker']} {row['epoch'][:8]}")
+        order = _PREFILL if row["role"] == "prefill" else _DECODE
+        return self.number(order, f"{row['role']} {row['worker']} {row['epoch'][:8]}")
 
     def names(self) -> Iterator[Event]:
         for (order, name), number in sorted(self._numbers.items()):
             yield {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": order}}
-            if order in (1, 3):
+            if order in (_PREFILL, _DECODE):
                 for thread, title in ((_DEVICE, "device"), (_HOST, "launches")):
                     yield {"ph": "M", "name": "thread_name", "pid": number, "tid": thread, "args": {"name": title}}
 

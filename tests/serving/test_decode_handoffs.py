@@ -1,5 +1,6 @@
 """Where and when a decode worker reserves, with an engine of which nothing is asked but how many run there."""
 
+import time
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from moonshard.serving.decode_handoffs import DecodeHandoffConfig, DecodeHandoff
 from moonshard.serving.kv_endpoint import slab_layout
 from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.request import Request
+from moonshard.serving.worker_spans import WorkerSpans
 
 NUM_PARTITIONS = 4
 NUM_SEATS = 4
@@ -76,6 +78,7 @@ def handoffs(
         plane=plane,
         epoch=1,
         on_join=lambda handoff, link: None,
+        spans=WorkerSpans(),
         on_fault=lambda error: None,
     )
     return decode, engine
@@ -96,6 +99,23 @@ def test_a_partition_whose_slots_are_in_quarantine_is_passed_over_for_one_that_h
     reserve(decode, 2, gateway)
     reserve(decode, 3, gateway)  # the control: now no partition has a slot
     assert len(gateway.heard) == 2
+
+
+def test_a_target_says_how_long_its_reservation_waited_for_room():
+    (decode, engine), gateway = handoffs(1, num_free_seats=1), Gateway()
+    reserve(decode, 1, gateway)
+    engine.seats = -1
+    before_s = time.perf_counter()
+    reserve(decode, 2, gateway)
+    begun_s = time.perf_counter()
+    assert what(gateway) == ["target"]
+    time.sleep(0.02)
+    engine.seats, ended_s = 1, time.perf_counter()
+    decode.tick()
+    assert what(gateway) == ["target"] * 2
+    at_once_ms, later_ms = (message.target.queue_ms for message in gateway.heard)
+    assert 0 <= at_once_ms < 20
+    assert (ended_s - begun_s) * 1e3 <= later_ms <= (time.perf_counter() - before_s) * 1e3
 
 
 def test_of_those_without_a_slot_one_is_reserved_for_and_the_others_are_refused_in_time():

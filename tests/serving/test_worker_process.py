@@ -32,6 +32,7 @@ class FakeWorker:
         self.idle = asyncio.Event()
         self.asked_for_idle = asyncio.Event()
         self.is_closed = False
+        self.has_failed = False
 
     def begin_drain(self) -> None:
         self.is_draining = True
@@ -42,6 +43,9 @@ class FakeWorker:
 
     async def close(self) -> None:
         self.is_closed = True
+
+    def fail(self) -> None:
+        self.has_failed = True
 
 
 class Process:
@@ -85,3 +89,4 @@ async def test_a_fault_ends_the_process_at_once_with_1_also_in_a_drain(is_draini
         await process.drain()
     process.worker.engine.failed.set_exception(RuntimeError("no device"))
     assert await asyncio.wait_for(process.exit_code, 5) == 1
+    assert process.worker.has_failed

@@ -203,3 +203,14 @@ async def test_a_reservation_without_a_prefill_ends_with_its_lease():
         await answer.is_over.wait()
     (decode,) = parts(done.decode)
     assert outcome(decode) == ("lease", "lease")
+
+
+async def test_what_still_runs_when_the_engine_fails_failed_with_it():
+    asked = run(long_text(40), 1000, **TOLD)
+    async with traced() as done:
+        answer = done.pair.begin(asked)
+        await until(lambda: len(answer.tokens.get(0, ())) >= 5)
+        done.pair.decode.fail()
+        done.pair.cancel(asked)
+    (decode,) = parts(done.decode)
+    assert outcome(decode) == ("internal", "internal")

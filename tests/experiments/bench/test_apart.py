@@ -4,13 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from moonshard.experiments.bench import arrangements, failover, handoff, transport_rows
+from moonshard.experiments.bench import arrangements, failover, handoff, recording_cost, transport_rows
 from moonshard.experiments.bench.arrangements import APART, TOGETHER, Load, arrangement_grid, of_load
 from moonshard.experiments.bench.command import SECTIONS, sections_of
 from moonshard.experiments.bench.failover import Stream, failover_grid, of_kill
 from moonshard.experiments.bench.grid import Grid, as_markdown, as_table
 from moonshard.experiments.bench.handoff import handoff_grid, of_requests
-from moonshard.experiments.bench.measurement import Measurement, Plan
+from moonshard.experiments.bench.measurement import Measurement, Plan, merge
+from moonshard.experiments.bench.recording_cost import (
+    OFF,
+    RECORDING,
+    SPANS,
+    Turn,
+    median_interval,
+    of_turn,
+    recording_grid,
+    rotated,
+)
 from moonshard.experiments.bench.report import LAID_OUT
 from moonshard.experiments.bench.streams import Seen
 from moonshard.experiments.bench.transport_rows import as_measurements, transport_grid
@@ -114,6 +124,45 @@ class TestHandoffs:
 
     def test_enough_requests_of_every_length(self):
         assert Plan().handoff_repeats >= 20
+
+
+class TestRecording:
+    def rounds(self, *elapsed_s: tuple[float, float, float]) -> list[Measurement]:
+        turns = [
+            one
+            for seconds in elapsed_s
+            for way, each_s in zip((OFF, RECORDING, SPANS), seconds, strict=True)
+            for one in of_turn(way, Turn(num_tokens=1000, elapsed_s=each_s, cpu_s=each_s / 2))
+        ]
+        return merge(turns)
+
+    def test_a_ratio_is_of_the_two_turns_of_one_round(self):
+        """A machine that is ten times slower in one round says nothing of recording."""
+        found = self.rounds((1.0, 1.25, 1.0), (10.0, 12.5, 10.0), (2.0, 2.5, 2.0))
+        rows = {
+            row[0]: dict(zip(recording_cost.COLUMNS, row, strict=True)) for row in recording_grid(found, Plan()).rows
+        }
+        tokens = rows[f"output tokens, {RECORDING}"]
+        assert (tokens["off, p50"], tokens["on, p50"]) == ("500", "400")
+        assert (tokens["on / off, p50"], tokens["95% interval"], tokens["rounds"]) == ("0.800", "0.800 to 0.800", "3")
+        assert tokens[recording_cost.COLUMNS[-1]] == "missed"
+        assert rows[f"output tokens, {SPANS}"][recording_cost.COLUMNS[-1]] == "held"
+        processor = rows[f"processor time per token, {RECORDING}"]
+        assert (processor["on / off, p50"], processor[recording_cost.COLUMNS[-1]]) == ("1.250", "")
+
+    def test_an_interval_with_the_bar_in_it_tells_neither(self):
+        found = self.rounds((1.0, 0.9, 1.0), (1.0, 1.2, 1.0), (1.0, 1.0, 1.0), (1.0, 1.1, 1.0))
+        (row, *_) = recording_grid(found, Plan()).rows
+        assert row[-1] == "open"
+
+    def test_an_interval_is_the_narrower_the_more_rounds_there_are(self):
+        few, many = median_interval([0.9, 1.0, 1.1]), median_interval([0.9, 1.0, 1.1] * 20)
+        assert few[0] <= many[0] <= 1.0 <= many[1] <= few[1]
+        assert few == median_interval([0.9, 1.0, 1.1])
+
+    def test_each_begins_as_often_as_any_other(self):
+        assert [rotated("abc", index)[0] for index in range(6)] == list("abcabc")
+        assert all(sorted(rotated("abc", index)) == list("abc") for index in range(6))
 
 
 class TestArrangements:

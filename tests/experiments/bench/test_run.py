@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moonshard.experiments.bench import arrangements, failover, handoff
+from moonshard.experiments.bench import arrangements, failover, handoff, recording_cost
 from moonshard.experiments.bench.command import APART, DEVICE_PARTS, run_bench, write
 from moonshard.experiments.bench.measurement import Measurement, Plan
 from moonshard.experiments.bench.meshes_hlo import COLLECTIVES
@@ -43,6 +43,8 @@ MINIATURE = Plan(
     gateway_rounds=1,
     gateway_s=1.0,
     gateway_tokens=4,
+    recording_rounds=2,
+    recording_requests=1,
     arrangement_rounds=1,
     arrangement_s=1.0,
     num_streams=4,
@@ -178,6 +180,11 @@ class TestMiniatureDisaggregated:
             f"{what}, {how}" for what in arrangements.QUANTITIES for how in (arrangements.APART, arrangements.TOGETHER)
         }
         assert names["arrangements"] == both - {f"handoff gap, streams, {arrangements.TOGETHER}"}
+        assert names["recording"] == {
+            f"{what}, {way}"
+            for what in (recording_cost.TOKENS, recording_cost.PROCESSOR)
+            for way in (recording_cost.OFF, recording_cost.RECORDING, recording_cost.SPANS)
+        }
         assert names["failover"] == set(failover.UNITS)
         assert len(names["transports"]) == 5
         by_mesh = [name for name in names["meshes"] if name.startswith(handoff.SHARE)]

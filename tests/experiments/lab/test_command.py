@@ -186,6 +186,14 @@ def check_trial(folder: Path) -> None:
     assert record["num_late"] == client.filter(pl.col("late_ns") > 5_000_000).height
     assert pl.read_parquet(folder / "warmup.parquet").height == 2
 
+    names = {"trial.json", "requests.parquet", "tokens.parquet", "warmup.parquet", "server", "logs", "timeline.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    drawn = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    titles = [event["args"]["name"].split()[0] for event in drawn if event["name"] == "process_name"]
+    assert titles == ["gateway", "both"]
+    begun = [event["name"] for event in drawn if event["ph"] == "b"]
+    assert {f"request {name}" for name in client["request_id"]} <= set(begun)
+
     server = read_table(folder / "server", REQUESTS)
     assert server.height == 12
     both = client.join(server, on="request_id", suffix="_server")

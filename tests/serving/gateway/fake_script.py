@@ -101,6 +101,7 @@ class Script:
     max_tokens_sent: int | None = None  # then silence, until may_step is set anew or the request is cancelled
     points: Points = field(default_factory=Points)
     reserve_failure: link_pb2.Failed | None = None  # instead of a Target: `overloaded()`
+    reserve_queue_ms: float = 0.0  # what it says that a reservation waited
     num_blocks_held: int = 0  # of each prompt's start; the last block always moves
     num_grants: int = 2  # with Target; never fewer than blocks_per_chunk
     blocks_per_chunk: int = 1

@@ -1,6 +1,7 @@
 """A request that is prefilled by one worker and decoded by another, when all is well, and which workers it goes to."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -118,6 +119,7 @@ async def test_each_worker_is_held_only_while_it_works(running: RunningGateway, 
 async def test_timing_tells_of_the_handoff_and_its_phases_still_add_up(
     running: RunningGateway, prefill: FakeWorker, decode: FakeWorker
 ):
+    decode.script.reserve_queue_ms = 0.015
     async with AsyncClient(running.grpc) as client:
         decode.script.points.hold("step 0")
         calling = asyncio.create_task(client.generate(PROMPT, max_tokens=NUM_TOKENS))
@@ -130,18 +132,32 @@ async def test_timing_tells_of_the_handoff_and_its_phases_still_add_up(
     assert (timing.transfer_ms, timing.exposed_transfer_ms) == (0.05, 0.01)
     assert (timing.land_ms, timing.join_ms) == (0.03, 0.04)
     assert (timing.worker_queue_ms, timing.worker_prefill_ms, timing.worker_decode_ms) == (0.01, 0.02, 0.5)
+    assert (timing.decode_queue_ms, timing.lost_ms) == (0.015, 0)
+    named_ms = timing.decode_queue_ms + timing.worker_queue_ms + timing.worker_prefill_ms + timing.wire_ms
+    assert named_ms == pytest.approx(timing.first_token_ms)
     assert (timing.num_retries, only_one.handoff_gap_ms, only_one.transfer_ms) == (0, 0, 0)
 
 
-async def test_a_request_that_went_on_elsewhere_says_how_often(decode: FakeWorker):
-    decode.script.points.failures["start"] = link_pb2.Failed(cause=link_pb2.HANDOFF_CAUSE_CORRUPT)
-    async with fleet(prefill_worker(), decode) as running, AsyncClient(running.grpc) as client:
-        timing = (await client.generate(PROMPT, max_tokens=NUM_TOKENS)).timing
-        assert timing.num_retries == 1
-        assert timing.worker_queue_ms + timing.worker_prefill_ms + timing.wire_ms == pytest.approx(
-            timing.first_token_ms
-        )
-        assert sum(timing.phases().values()) == pytest.approx(timing.e2e_ms)
+async def test_a_request_that_went_on_elsewhere_says_how_often_and_what_it_lost_there(decode: FakeWorker):
+    prefill = prefill_worker()
+    prefill.script.points.failures["first_tokens"] = link_pb2.Failed(cause=link_pb2.HANDOFF_CAUSE_WRITE_FAILED)
+    prefill.script.points.hold("first_tokens")
+    decode.script.reserve_queue_ms = 1e6  # of the attempts that are lost
+    async with fleet(prefill, decode) as running, AsyncClient(running.grpc) as client:
+        calling = asyncio.create_task(client.generate(PROMPT, max_tokens=NUM_TOKENS))
+        await prefill.script.points.reached("first_tokens")
+        held_s = time.perf_counter()
+        await asyncio.sleep(0.05)
+        held_ms = (time.perf_counter() - held_s) * 1e3
+        prefill.script.points.release()
+        timing = (await calling).timing
+    assert timing.num_retries == 2  # then the decode worker prefills
+    assert held_ms <= timing.lost_ms <= timing.first_token_ms
+    assert timing.decode_queue_ms == 0
+    named_ms = timing.lost_ms + timing.worker_queue_ms + timing.worker_prefill_ms + timing.wire_ms
+    assert named_ms == pytest.approx(timing.first_token_ms)
+    assert timing.wire_ms >= -1
+    assert sum(timing.phases().values()) == pytest.approx(timing.e2e_ms)
 
 
 async def test_cached_tokens_are_those_that_the_worker_found_that_computed_the_prompt(

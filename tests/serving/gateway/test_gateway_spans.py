@@ -12,6 +12,7 @@ import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.config import GatewayConfig, TelemetryConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
 from tests.serving.gateway import fake_worker
@@ -138,13 +139,30 @@ async def test_a_chat_is_one_and_none_of_its_text_is_told(collector: Collector, 
     body = {"model": "kimi", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 3, "stop": [SECRET]}
     async with traced(collector, worker) as (_, http):
         assert (await http.post("/v1/chat/completions", json=body | {"user": SECRET})).status_code == 200
-        assert (await http.post("/v1/chat/completions", json=body | {"model": SECRET})).status_code == 404
+        assert (await http.post("/v1/chat/completions", json=body | {"model": "other"})).status_code == 404
         assert (await http.post("/v1/chat/completions", json=body | {"stop": [SECRET * 100]})).status_code == 400
     assert [span.name for span in collector.spans if span.kind == "server"] == ["chat kimi"] * 3
     asked = {**collector.spans[0].attributes}
     assert asked["gen_ai.operation.name"] == "chat"
-    told = [str(value) for span in collector.spans for key, value in span.attributes.items() if "model" not in key]
+    told = [str(value) for span in collector.spans for value in (span.name, *span.attributes.values())]
     assert not [text for text in told if SECRET in text]
+
+
+async def test_what_clients_call_things_is_told_up_to_a_length_and_numbers_up_to_64_bits(
+    collector: Collector, worker: FakeWorker
+):
+    body = ASKED | {"model": "m" * 10_000, "seed": 2**63, "n": 2**64}
+    async with traced(collector, worker) as (running, http), AsyncClient(running.grpc) as client:
+        assert (await http.post("/v1/completions", json=body)).status_code == 404
+        await client.generate([1, 2, 3], max_tokens=2, seed=2**64 - 1)
+        with pytest.raises(InvalidArgument):
+            await client.generate([1, 2, 3], max_tokens=2, request_id="i" * 10_000)
+    refused, answered, too_long = (span.attributes for span in collector.spans if span.kind == "server")
+    assert refused["gen_ai.request.model"] == "m" * 512
+    assert refused["gen_ai.response.model"] == "kimi"
+    assert not {"gen_ai.request.seed", "gen_ai.request.choice.count"} & refused.keys()
+    assert too_long["gen_ai.response.id"] == too_long["gen_ai.request.id"] == "i" * 512
+    assert "gen_ai.request.seed" not in answered
 
 
 @pytest.mark.parametrize("form", FORMS)

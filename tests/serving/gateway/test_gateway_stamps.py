@@ -14,7 +14,9 @@ def output(choice: int = 0, **phases_ms: float) -> link_pb2.SequenceOutput:
 
 
 def stamps() -> Stamps:
-    return Stamps(received_ns=0, sent_ns=1 * MS, first_delivered_ns=9 * MS)
+    made = Stamps(received_ns=0, first_delivered_ns=9 * MS)
+    made.sent(1 * MS)
+    return made
 
 
 def test_the_gap_is_between_the_first_two_outputs_of_the_first_choice():
@@ -64,9 +66,40 @@ def test_a_choice_that_waited_for_a_slot_of_its_own_is_no_part_of_the_first_toke
 
 def test_a_request_begun_anew_before_its_first_token_has_the_phases_of_the_worker_that_gave_it():
     lost = stamps()
+    lost.reserved(7)
     lost.retried()
-    lost.sent()
+    lost.sent(20 * MS)
     lost.arrived(91 * MS, output(queue_ms=30, prefill_ms=40))
     timing = lost.timing()
     assert (timing.worker_queue_ms, timing.worker_prefill_ms) == (30, 40)
     assert timing.first_token_ms == pytest.approx(90)
+    assert (timing.lost_ms, timing.decode_queue_ms, timing.wire_ms) == (19, 0, 1)
+
+
+def test_the_wait_for_room_at_the_decode_worker_is_no_wire():
+    moved = stamps()
+    moved.reserved(50)
+    moved.arrived(64 * MS, output(queue_ms=4, prefill_ms=8))
+    timing = moved.timing()
+    assert (timing.decode_queue_ms, timing.lost_ms, timing.wire_ms) == (50, 0, 1)
+
+
+def test_an_attempt_that_goes_on_behind_the_first_token_changes_nothing_before_it():
+    moved = stamps()
+    moved.reserved(1)
+    moved.arrived(4 * MS, output(queue_ms=1, prefill_ms=1))
+    moved.sent(50 * MS)
+    moved.arrived(60 * MS, output())
+    timing = moved.timing()
+    assert (timing.decode_queue_ms, timing.lost_ms, timing.wire_ms, timing.first_token_ms) == (1, 0, 0, 3)
+
+
+def test_the_time_of_a_request_is_measured_and_not_made_of_its_phases():
+    ended = stamps()
+    ended.arrived(4 * MS, output())
+    ended.ended_ns = 10 * MS
+    assert ended.e2e_ns == 10 * MS
+    assert ended.phases_ns(is_complete=True) == (1 * MS, 3 * MS, 0, 6 * MS)
+    assert ended.phases_ns(is_complete=False) == (1 * MS, 3 * MS, 6 * MS, 0)
+    ended.end()
+    assert ended.e2e_ns == 10 * MS  # it ends once

@@ -12,10 +12,10 @@ import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.affinity import session_key
-from moonshard.serving.config import GatewayConfig, TraceConfig
+from moonshard.serving.config import ConfigError, GatewayConfig, TraceConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
-from moonshard.serving.gateway.stamps import Stamps
 from moonshard.serving.tenants import hash_key
 from moonshard.serving.trace.parts import read_table
 from moonshard.serving.trace.schema import PHASES, REQUESTS, TOKENS
@@ -31,7 +31,7 @@ ASKED = {"model": "kimi", "prompt": [1, 2, 3, 4], "max_tokens": 5}
 
 @asynccontextmanager
 async def recorded(
-    worker: FakeWorker, folder: Path, **gateway: object
+    worker: FakeWorker, folder: Path, *, max_rows: int = 8192, **gateway: object
 ) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
     """The recording is complete when the block has ended."""
     defaults = {"port": 0, "grpc_port": 0, "drain_timeout_s": 1}
@@ -41,8 +41,9 @@ async def recorded(
             FIXTURE,
             [f"127.0.0.1:{port}"],
         )
+        trace = TraceConfig(path=folder, tokens=True, max_rows=max_rows)
         async with (
-            serving(replace(config, trace=TraceConfig(path=folder, tokens=True))) as running,
+            serving(replace(config, trace=trace)) as running,
             httpx.AsyncClient(base_url=running.http, timeout=30, trust_env=False) as http,
         ):
             await running.gateway.pool.wait_ready()
@@ -50,10 +51,11 @@ async def recorded(
 
 
 def requests_of(folder: Path) -> pl.DataFrame:
-    """In the order in which they ended. Whatever became of them, their phases add up."""
+    """In the order in which they ended. Whatever became of them, their phases add up to the time that was measured."""
     found = read_table(folder, REQUESTS)
     assert (found.select(pl.sum_horizontal(PHASES)).to_series() == found["e2e_ns"]).all()
     assert (found.select(pl.min_horizontal(PHASES)).to_series() >= 0).all()
+    assert (found["lost_ns"].drop_nulls() <= found.filter(pl.col("lost_ns").is_not_null())["first_token_ns"]).all()
     return found
 
 
@@ -65,6 +67,7 @@ def tokens_of(folder: Path, request_id: str, choice: int = 0) -> pl.DataFrame:
 async def test_many_requests_through_two_workers_are_as_many_rows_that_add_up(tmp_path: Path, form: Form):
     prefill, decode = prefill_worker(), decode_worker()
     prefill.script.cached_tokens = 16
+    decode.script.reserve_queue_ms = 0.005
     async with fleet(prefill, decode, trace=TraceConfig(path=tmp_path, tokens=True)) as running:
         await asyncio.gather(*(ask(running, form, n=1 + number % 3) for number in range(30)))
     found = requests_of(tmp_path)
@@ -77,9 +80,10 @@ async def test_many_requests_through_two_workers_are_as_many_rows_that_add_up(tm
     assert found["decode_epoch"].unique().to_list() == [decode.welcome.epoch.hex()]
     for name in ("handoff_gap_ms", "transfer_ms", "land_ms", "join_ms", "wire_ms", "worker_decode_ms"):
         assert found[name].null_count() == 0
-    first_ms = found["first_token_ns"] / 1e6
-    rest_ms = first_ms - found["worker_queue_ms"] - found["worker_prefill_ms"] - found["wire_ms"]
-    assert (rest_ms.abs() < 1e-6).all()
+    named_ms = found["lost_ns"] / 1e6 + found["decode_queue_ms"] + found["worker_queue_ms"] + found["worker_prefill_ms"]
+    assert ((found["first_token_ns"] / 1e6 - named_ms - found["wire_ms"]).abs() < 1e-6).all()
+    assert found["lost_ns"].to_list() == [0] * 30
+    assert found["decode_queue_ms"].to_list() == [0.005] * 30
     assert (found["handoff_gap_ms"] <= found["decode_ns"] / 1e6).all()
     end_ns = found["received_ns"] + found["e2e_ns"]
     assert ((found["received_ns"] < found["transferred_ns"]) & (found["transferred_ns"] < end_ns)).all()
@@ -107,7 +111,8 @@ async def test_a_row_says_what_its_client_was_told(worker: FakeWorker, tmp_path:
     assert row["is_local_prefill"] is True
     assert row["prefill_worker"] == row["decode_worker"] == running.gateway.pool.links[0].address
     assert row["attempt_id"] == worker.runs[0].request_id.hex()
-    assert [row[name] for name in ("transfer_ms", "transferred_ns", "handoff_gap_ms", "error", "session")] == [None] * 5
+    absent = ("transfer_ms", "transferred_ns", "handoff_gap_ms", "decode_queue_ms", "error", "session")
+    assert [row[name] for name in absent] == [None] * 6
 
 
 async def test_what_failed_was_refused_or_left_is_a_row_with_its_error(worker: FakeWorker, tmp_path: Path):
@@ -150,6 +155,36 @@ async def test_what_failed_was_refused_or_left_is_a_row_with_its_error(worker: F
     assert (found["decode_ns"] > 0).to_list() == has_tokens.to_list()
     assert found["cached_tokens"].is_null().to_list() == (~has_tokens).to_list()
     assert (found["finish_ns"] > 0).to_list() == [o == "completed" for o in found["outcome"]]
+    assert found["lost_ns"].is_null().to_list() == (~is_sent).to_list()
+    assert found["worker_decode_ms"].is_not_null().to_list() == [o == "completed" for o in found["outcome"]]
+
+
+async def test_what_no_column_can_hold_is_null_and_costs_no_other_row(worker: FakeWorker, tmp_path: Path):
+    async with recorded(worker, tmp_path) as (running, http), AsyncClient(running.grpc) as client:
+        for more in ({"max_tokens": 2**63}, {"n": 2**63}, {"n": 2**62}, {"max_tokens": 2**63 - 1}):
+            assert (await http.post("/v1/completions", json=ASKED | more)).status_code == 400
+        assert (await http.post("/v1/completions", json=ASKED)).status_code == 200
+        with pytest.raises(InvalidArgument):
+            await client.generate([1, 2, 3], max_tokens=5, request_id="i" * 10_000)
+        assert (await samples(http))["moonshard_trace_failures_total",] == 0
+    found = requests_of(tmp_path)
+    assert found["max_tokens"].to_list() == [None, 5, 5, 2**63 - 1, 5, 5]
+    assert found["num_choices"].to_list() == [1, None, 2**62, 1, 1, 1]
+    assert found["request_id"][5] == "i" * 512
+
+
+async def test_an_unexpected_error_is_told_without_its_words(
+    worker: FakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with recorded(worker, tmp_path) as (running, http):
+
+        async def fail(_request: object) -> list[int]:
+            raise ValueError("the prompt was: SECRET")
+
+        monkeypatch.setattr(type(running.gateway.model), "tokenize", lambda _model, request: fail(request))
+        assert (await http.post("/v1/completions", json=ASKED)).status_code == 500
+    (row,) = requests_of(tmp_path).iter_rows(named=True)
+    assert (row["outcome"], row["error"]) == ("internal_error", "internal error")
 
 
 async def test_a_request_that_goes_on_elsewhere_is_one_row_of_where_it_ended(worker: FakeWorker, tmp_path: Path):
@@ -162,6 +197,7 @@ async def test_a_request_that_goes_on_elsewhere_is_one_row_of_where_it_ended(wor
         assert (await asking).status_code == 200
     (row,) = requests_of(tmp_path).iter_rows(named=True)
     assert (row["num_retries"], row["outcome"], row["completion_tokens"]) == (1, "completed", 5)
+    assert row["lost_ns"] == 0  # it had its first token
     assert row["attempt_id"] == worker.runs[1].request_id.hex()
     assert tokens_of(tmp_path, row["request_id"])["index"].to_list() == list(range(5))
 
@@ -185,17 +221,25 @@ async def test_without_a_path_nothing_is_written_and_nothing_counted(running: Ru
     assert not [key for key in await samples(http) if key[0].startswith("moonshard_trace")]
 
 
-async def test_where_nothing_can_be_written_everybody_is_served(worker: FakeWorker, tmp_path: Path):
+async def test_where_nothing_can_be_written_any_more_everybody_is_served_and_it_is_counted(
+    worker: FakeWorker, tmp_path: Path
+):
+    (tmp_path / "requests").touch()  # where its folder was to be
+    async with recorded(worker, tmp_path, max_rows=1) as (_, http):
+        async with asyncio.timeout(30):
+            num_lost = 0.0
+            while num_lost < 3:
+                assert (await http.post("/v1/completions", json=ASKED)).status_code == 200
+                found = await samples(http)
+                num_lost = found["moonshard_trace_lost_rows_total",]
+        assert found["moonshard_trace_failures_total",] == num_lost
+    assert (tmp_path / "requests").read_bytes() == b""
+    assert read_table(tmp_path, TOKENS).height % 5 == 0
+    assert read_table(tmp_path, TOKENS).height >= 15
+
+
+async def test_a_folder_that_nothing_can_be_written_to_ends_the_start(worker: FakeWorker, tmp_path: Path):
     (tmp_path / "a file").touch()
-    async with recorded(worker, tmp_path / "a file") as (_, http):
-        assert (await http.post("/v1/completions", json=ASKED)).status_code == 200
-        assert (await samples(http))["moonshard_trace_lost_rows_total",] == 0  # not yet
-    assert (tmp_path / "a file").read_bytes() == b""
-
-
-def test_a_request_ends_once_whoever_asks_when():
-    stamps = Stamps(received_ns=1, sent_ns=2, first_arrival_ns=4, last_arrival_ns=8)
-    phases_ns = stamps.phases_ns(is_complete=True)
-    assert phases_ns[:3] == (1, 2, 4)
-    assert stamps.phases_ns(is_complete=True) == phases_ns
-    assert stamps.timing().e2e_ms == sum(phase_ns / 1e6 for phase_ns in phases_ns)
+    with pytest.raises(ConfigError, match=r"^trace\.path: .*a file: "):
+        async with recorded(worker, tmp_path / "a file"):
+            pass

@@ -51,6 +51,7 @@ class Collector:
     url: str = ""
     spans: list[Exported] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)  # of each export
+    paths: list[str] = field(default_factory=list)  # of each request over HTTP, also of those it knows nothing of
     delay_s: float = 0.0
     is_refusing: bool = False
 
@@ -140,6 +141,7 @@ def http_collector() -> Iterator[Collector]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             time.sleep(collector.delay_s)
+            collector.paths.append(self.path)
             is_right = (self.path, self.headers["content-type"]) == ("/v1/traces", "application/x-protobuf")
             if is_right and not collector.is_refusing:
                 headers = {key.lower(): value for key, value in self.headers.items()}

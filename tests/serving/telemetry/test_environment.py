@@ -54,7 +54,21 @@ def test_the_configuration_goes_before_the_variables():
 
 def test_the_variable_for_traces_goes_before_the_general_one():
     found = resolved(OTEL_EXPORTER_OTLP_ENDPOINT="http://general:1", OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=URL)
-    assert found.endpoint == URL
+    assert (found.endpoint, found.whole_url) == (URL, True)
+    assert resolved(OTEL_EXPORTER_OTLP_ENDPOINT=URL).whole_url is False
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["https://user:hunter2@host", "http://hunter2@host:4318/v1/traces", "user:hunter2@host", "http://a:hunter2@h:x"],
+)
+def test_an_endpoint_that_has_a_password_is_refused_and_not_quoted(endpoint: str):
+    with pytest.raises(ConfigError, match=r"^telemetry\.endpoint: .*OTEL_EXPORTER_OTLP_HEADERS") as refused:
+        load_config(None, [f"telemetry.endpoint={endpoint}"])
+    assert "hunter2" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"^OTEL_EXPORTER_OTLP_ENDPOINT: ") as refused:
+        resolved(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)
+    assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize("switch", [{"OTEL_SDK_DISABLED": "TRUE"}, {"OTEL_TRACES_EXPORTER": "none"}])

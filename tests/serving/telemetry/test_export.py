@@ -134,6 +134,16 @@ def test_the_path_is_added_where_it_is_not_named(endpoint: str, url: str):
     assert traces_url(endpoint) == url
 
 
+async def test_a_whole_url_is_used_as_it_is():
+    with http_collector() as collector:
+        config = replace(telemetry(f"{collector.url}/ingest", "http"), whole_url=True)
+        for each in (config, replace(config, whole_url=False)):
+            async with exporting(each, role="decode", instance="here:1") as export:
+                assert export is not None
+                export.append(span())
+    assert collector.paths == ["/ingest", "/ingest/v1/traces"]
+
+
 @pytest.mark.parametrize("num_spans", [1, BATCH_SPANS, 10 * BATCH_SPANS + 1])
 def test_every_span_is_sent_once_and_in_order(num_spans: int):
     sink = Sink()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -13,12 +14,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonshard.serving.config import TraceConfig
+from moonshard.serving.config import ConfigError, TraceConfig
 from moonshard.serving.trace import recorder as module
 from moonshard.serving.trace.origin import this_process, unix_offset_ns
-from moonshard.serving.trace.parts import PartsError, encode_part, read_table, write_part
+from moonshard.serving.trace.parts import OtherVersion, PartsError, encode_part, read_table, write_part
 from moonshard.serving.trace.recorder import Recorder, recording
-from moonshard.serving.trace.schema import ORIGIN, REQUESTS, STEPS, TABLES, TOKENS, Kind, Row, Table, Value
+from moonshard.serving.trace.schema import (
+    ORIGIN,
+    REQUESTS,
+    STEPS,
+    TABLES,
+    TOKENS,
+    VERSION,
+    Column,
+    Kind,
+    Row,
+    Table,
+    Value,
+)
 
 A_LONG_TIME_S = 1000.0
 _VALUES: dict[Kind, st.SearchStrategy] = {
@@ -39,10 +52,23 @@ def token(index: int) -> Row:
     return ("a request", 0, index, time.perf_counter_ns())
 
 
-def a_recorder(path: Path, *, max_rows: int = 10, max_age_s: float = A_LONG_TIME_S) -> Recorder:
-    recorder = Recorder(path, [TOKENS], max_rows=max_rows, max_age_s=max_age_s)
+def a_recorder(
+    path: Path,
+    *tables: Table,
+    max_rows: int = 10,
+    max_age_s: float = A_LONG_TIME_S,
+    max_bytes: int = 1 << 40,
+) -> Recorder:
+    recorder = Recorder(path, tables or [TOKENS], max_rows=max_rows, max_age_s=max_age_s, max_bytes=max_bytes)
     recorder.start()
     return recorder
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def parts(path: Path) -> list[Path]:
@@ -87,19 +113,21 @@ def test_a_row_is_written_when_it_is_old(tmp_path: Path):
 
 
 def test_rows_of_several_threads_are_all_there(tmp_path: Path):
-    recorder = a_recorder(tmp_path, max_rows=100, max_age_s=0.001)
+    recorder = a_recorder(tmp_path, max_rows=100_000, max_age_s=0.001)  # no part is ever full: none may be lost
 
-    def append() -> None:
+    def append(name: str) -> None:
         for index in range(1000):
-            recorder.rows(TOKENS).append(token(index))
+            recorder.rows(TOKENS).append((name, 0, index, time.perf_counter_ns()))
 
-    threads = [threading.Thread(target=append) for _ in range(4)]
+    threads = [threading.Thread(target=append, args=(name,)) for name in "abcd"]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     recorder.close()
-    assert read_table(tmp_path, TOKENS).height + recorder.num_lost == 4000
+    assert recorder.num_lost == 0
+    found = read_table(tmp_path, TOKENS)
+    assert sorted(found.select("request_id", "index").iter_rows()) == [(n, i) for n in "abcd" for i in range(1000)]
 
 
 def test_a_part_names_its_process_and_ties_its_clock_to_the_time_of_day(tmp_path: Path):
@@ -127,14 +155,77 @@ def test_all_processes_of_a_host_have_one_clock():
 def test_a_part_that_cannot_be_written_is_told_once_and_its_rows_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    (tmp_path / "a file").touch()
-    recorder = a_recorder(tmp_path / "a file")
+    recorder = a_recorder(tmp_path)
+    (tmp_path / "tokens").touch()  # no folder can be made any more
     for index in range(25):
         recorder.rows(TOKENS).append(token(index))
     recorder.close()
     assert (recorder.num_lost, recorder.num_failures) == (25, 3)
-    assert len(caplog.records) == 1
-    assert "Not a directory" in caplog.text
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "File exists" in told[0]
+    assert told[1].endswith("25 rows are lost")
+
+
+def test_that_rows_are_written_again_is_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    recorder = a_recorder(tmp_path, max_rows=1)
+    (tmp_path / "tokens").touch()
+    recorder.rows(TOKENS).append(token(0))
+    until(lambda: recorder.num_lost == 1)
+    (tmp_path / "tokens").unlink()
+    for index in (1, 2):
+        recorder.rows(TOKENS).append(token(index))
+    recorder.close()
+    assert read_table(tmp_path, TOKENS)["index"].to_list() == [1, 2]
+    told = [record.getMessage() for record in caplog.records]
+    assert ["are written again; 1 were lost" in text for text in told] == [False, True, False]
+
+
+async def test_a_folder_that_cannot_be_written_to_ends_the_start(tmp_path: Path):
+    (tmp_path / "a file").touch()
+    for path in (tmp_path / "a file", tmp_path / "a file" / "below"):
+        with pytest.raises(ConfigError, match=r"trace\.path: .*a file"):
+            async with recording(TraceConfig(path=path), TOKENS):
+                pass
+
+
+def test_a_row_that_no_column_can_hold_is_lost_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    recorder = a_recorder(tmp_path, max_rows=100)
+    unfit: list[Row] = [("a", 0, 2**63, 0), ("\ud800", 0, 0, 0), ("a", "b", 0, 0), ("a", 0, 0, -(2**63) - 1)]
+    for index in range(50):
+        recorder.rows(TOKENS).append(token(index))
+        if index % 10 == 0 and unfit:
+            recorder.rows(TOKENS).append(unfit.pop())
+    recorder.close()
+    assert read_table(tmp_path, TOKENS)["index"].to_list() == list(range(50))
+    assert (recorder.num_lost, recorder.num_failures) == (4, 1)
+    assert "no column holds it" in caplog.text
+
+
+def test_no_more_bytes_stay_than_may_and_the_newest_do(tmp_path: Path):
+    probe = a_recorder(tmp_path / "probe")
+    for index in range(10):
+        probe.rows(TOKENS).append(token(index))
+    probe.close()
+    (part,) = parts(tmp_path / "probe")
+    write_part(tmp_path / "tokens" / "another-process.parquet", part.read_bytes())
+    recorder = a_recorder(tmp_path, max_age_s=A_LONG_TIME_S, max_bytes=round(3.5 * part.stat().st_size))
+    for index in range(200):
+        recorder.rows(TOKENS).append(token(index))
+        if index % 10 == 9:
+            until(lambda: recorder.rows(TOKENS).num_waiting == 0)  # the disk is never too slow
+    recorder.close()
+    (tmp_path / "tokens" / "another-process.parquet").unlink()  # which is still there: it is not this one's
+    assert sorted(read_table(tmp_path, TOKENS)["index"].to_list()) == list(range(170, 200))
+    assert recorder.num_lost == 0
+
+
+def test_one_part_stays_however_small_the_limit(tmp_path: Path):
+    recorder = a_recorder(tmp_path, max_bytes=1)
+    for index in range(20):
+        recorder.rows(TOKENS).append(token(index))
+    recorder.close()
+    assert read_table(tmp_path, TOKENS)["index"].to_list() == list(range(10, 20))
 
 
 def test_on_a_full_disk_no_half_file_is_left_and_what_comes_after_is_written(
@@ -157,8 +248,7 @@ def test_on_a_full_disk_no_half_file_is_left_and_what_comes_after_is_written(
     monkeypatch.setattr(module, "write_part", write)
     recorder = a_recorder(tmp_path, max_age_s=0.01)
     recorder.rows(TOKENS).append(token(0))
-    while not recorder.num_failures:
-        time.sleep(0.005)
+    until(lambda: recorder.num_failures > 0)
     assert parts(tmp_path) == []
     is_full = False
     recorder.rows(TOKENS).append(token(1))
@@ -167,28 +257,85 @@ def test_on_a_full_disk_no_half_file_is_left_and_what_comes_after_is_written(
     assert recorder.num_lost == 1
 
 
-def test_memory_is_bounded_where_the_disk_is_too_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    may_write, is_writing = threading.Event(), threading.Event()
+class SlowDisk:
+    """Parts are written when the test says so."""
 
-    def slow(path: Path, data: bytes) -> None:
-        is_writing.set()
-        may_write.wait()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_write, self.is_writing = threading.Event(), threading.Event()
+        monkeypatch.setattr(module, "write_part", self.write)
+
+    def write(self, path: Path, data: bytes) -> None:
+        self.is_writing.set()
+        self.may_write.wait(60)
         write_part(path, data)
 
-    monkeypatch.setattr(module, "write_part", slow)
+
+def test_memory_is_bounded_where_the_disk_is_too_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk = SlowDisk(monkeypatch)
     recorder = a_recorder(tmp_path)
     for index in range(10):
         recorder.rows(TOKENS).append(token(index))
-    is_writing.wait()
+    disk.is_writing.wait()
     begun_s = time.perf_counter()
     for index in range(10, 1000):
         recorder.rows(TOKENS).append(token(index))
     assert time.perf_counter() - begun_s < 1.0  # nobody waited
     num_kept = 10 * (1 + module.MAX_WAITING_PARTS)
     assert recorder.num_lost == 1000 - num_kept
-    may_write.set()
+    disk.may_write.set()
     recorder.close()
     assert read_table(tmp_path, TOKENS)["index"].to_list() == list(range(num_kept))
+
+
+def test_a_table_that_the_disk_is_too_slow_for_costs_no_other_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk, other = SlowDisk(monkeypatch), Table("other", TOKENS.columns)
+    recorder = a_recorder(tmp_path, TOKENS, other)
+    for index in range(1000):
+        recorder.rows(TOKENS).append(token(index))
+    for index in range(10 * module.MAX_WAITING_PARTS):
+        recorder.rows(other).append(token(index))
+    disk.may_write.set()
+    recorder.close()
+    assert read_table(tmp_path, other)["index"].to_list() == list(range(10 * module.MAX_WAITING_PARTS))
+    assert 0 < read_table(tmp_path, TOKENS).height == 1000 - recorder.num_lost
+
+
+def test_rows_that_are_old_are_written_between_full_parts(tmp_path: Path):
+    """The writer that always finds a full part looks after the others all the same."""
+    other, is_over = Table("other", TOKENS.columns), threading.Event()
+    recorder = a_recorder(tmp_path, TOKENS, other, max_rows=1, max_age_s=0.02)
+    recorder.rows(other)._max_rows = 1000  # pyright: ignore[reportPrivateUsage]  # this one is never full
+
+    def fill() -> None:
+        while not is_over.is_set():
+            recorder.rows(TOKENS).append(token(0))
+
+    filling = threading.Thread(target=fill)
+    filling.start()
+    try:
+        recorder.rows(other).append(token(7))
+        until(lambda: read_table(tmp_path, other).height == 1)
+    finally:
+        is_over.set()
+        filling.join()
+        recorder.close()
+
+
+def test_an_end_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    disk = SlowDisk(monkeypatch)
+    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.05)
+    recorder = a_recorder(tmp_path)
+    for index in range(25):
+        recorder.rows(TOKENS).append(token(index))
+    disk.is_writing.wait()
+    begun_s = time.perf_counter()
+    recorder.close()
+    assert time.perf_counter() - begun_s < 5
+    assert recorder.num_lost == 25
+    assert "25 rows are lost" in caplog.text
+    disk.may_write.set()
 
 
 KILLED = """
@@ -196,7 +343,7 @@ import itertools, sys, time
 from pathlib import Path
 from moonshard.serving.trace.recorder import Recorder
 from moonshard.serving.trace.schema import TOKENS
-recorder = Recorder(Path(sys.argv[1]), [TOKENS], max_rows=50, max_age_s=0.01)
+recorder = Recorder(Path(sys.argv[1]), [TOKENS], max_rows=50, max_age_s=0.01, max_bytes=1 << 40)
 recorder.start()
 for index in itertools.count():
     recorder.rows(TOKENS).append(("a request", 0, index, time.perf_counter_ns()))
@@ -205,7 +352,7 @@ for index in itertools.count():
 """
 
 
-def test_what_a_killed_process_leaves_is_readable_and_has_no_gap(tmp_path: Path):
+def test_what_a_killed_process_leaves_is_readable_and_each_part_is_whole(tmp_path: Path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
     try:
         num_read = 0
@@ -215,10 +362,11 @@ def test_what_a_killed_process_leaves_is_readable_and_has_no_gap(tmp_path: Path)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    found = read_table(tmp_path, TOKENS)
-    assert found.height >= num_read
-    # Parts that the disk was too slow for are gone whole; every part that is there is whole.
-    assert set(found["index"].diff().drop_nulls().to_list()) <= {1, *range(51, 100_000)}
+    assert read_table(tmp_path, TOKENS).height >= num_read
+    indexes = [pl.read_parquet(part)["index"] for part in (tmp_path / "tokens").glob("*.parquet")]
+    for index in indexes:  # rows that follow each other; what is missing lies between parts
+        assert index.to_list() == list(range(index[0], index[0] + len(index)))
+    assert len({value for index in indexes for value in index}) == sum(map(len, indexes))
 
 
 def test_parts_of_another_table_are_refused_and_no_parts_are_no_rows(tmp_path: Path):
@@ -232,6 +380,32 @@ def test_parts_of_another_table_are_refused_and_no_parts_are_no_rows(tmp_path: P
         read_table(tmp_path, STEPS)
 
 
+def versioned(version: int) -> Row:
+    return (*this_process().row()[:-1], version)
+
+
+def test_parts_of_another_version_are_refused_by_their_name(tmp_path: Path):
+    columns: list[list[Value]] = [["a"], [0], [1], [2]]
+    write_part(tmp_path / "tokens" / "own.parquet", encode_part(TOKENS, columns, this_process().row()))
+    assert read_table(tmp_path, TOKENS).height == 1
+    write_part(tmp_path / "tokens" / "later.parquet", encode_part(TOKENS, columns, versioned(VERSION + 1)))
+    with pytest.raises(OtherVersion, match=rf"later\.parquet: .*version {VERSION + 1}, and this is {VERSION}"):
+        read_table(tmp_path, TOKENS)
+
+
+def test_an_optional_column_that_was_added_later_is_null_in_older_parts(tmp_path: Path):
+    older = Table("tokens", TOKENS.columns)
+    newer = Table("tokens", (*TOKENS.columns, Column("place", "int", is_optional=True)))
+    demanding = Table("tokens", (*TOKENS.columns, Column("place", "int")))
+    columns: list[list[Value]] = [["a"], [0], [1], [2]]
+    write_part(tmp_path / "tokens" / "1.parquet", encode_part(older, columns, this_process().row()))
+    write_part(tmp_path / "tokens" / "2.parquet", encode_part(newer, [*columns, [5]], this_process().row()))
+    assert read_table(tmp_path, newer)["place"].to_list() == [None, 5]
+    assert read_table(tmp_path, older).columns == [column.name for column in older.all_columns]
+    with pytest.raises(PartsError, match=r"1\.parquet"):
+        read_table(tmp_path, demanding)
+
+
 async def test_without_a_path_there_is_no_recorder_and_no_thread():
     num_threads = threading.active_count()
     async with recording(TraceConfig(), TOKENS) as recorder:
@@ -242,6 +416,12 @@ async def test_without_a_path_there_is_no_recorder_and_no_thread():
 def test_who_records_nothing_loads_no_polars():
     code = "import sys, moonshard.serving.gateway.main, moonshard.serving.worker_process; "
     code += "print('polars' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert said.stdout.strip() == "False"
+
+
+def test_a_worker_loads_no_prometheus():
+    code = "import sys, moonshard.serving.worker_process; print('prometheus_client' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     assert said.stdout.strip() == "False"
 

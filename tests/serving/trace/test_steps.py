@@ -79,7 +79,7 @@ def test_what_a_step_was_for():
 
 
 async def test_every_step_of_an_engine_is_a_row_in_its_order(tmp_path: Path):
-    recorder = Recorder(tmp_path, [STEPS], max_rows=4, max_age_s=1000)
+    recorder = Recorder(tmp_path, [STEPS], max_rows=4, max_age_s=1000, max_bytes=1 << 40)
     recorder.start()
     ended = asyncio.Event()
 

@@ -1,0 +1,187 @@
+"""Thousands of requests through real processes: what they recorded, held against what clients saw by the same clock.
+
+A client's stamps and a process's rows are of one clock, so that "inside" can be asked for to the nanosecond.
+"""
+
+import asyncio
+import itertools
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import polars as pl
+import pytest
+
+from moonshard.rpc.client import AsyncClient
+from moonshard.serving.cli import main
+from moonshard.serving.trace.parts import read_table
+from moonshard.serving.trace.schema import PHASES, REQUESTS, STEPS
+from tests.cluster.conftest import running
+
+pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
+NUM_CLIENTS = 8  # more than the decode worker has slots: some wait for room
+NUM_REQUESTS = 2000
+NUM_ALONE = 400
+MAX_PROMPT = 100  # tokens
+NUM_TOKENS = 3
+MS = 1e6  # nanoseconds
+WIRE_MIN_MS = -1.0
+WIRE_IDLE_P99_MS = 5.0
+# Between a client's stamps and the gateway's: gRPC both ways, and the event loops of both, on two busy cores.
+OUTSIDE_P50_MS, OUTSIDE_P99_MS = 25.0, 250.0
+OUTSIDE_IDLE_P99_MS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One request by its client's stamps."""
+
+    request_id: str
+    sent_ns: int
+    first_ns: int
+    second_ns: int
+    ended_ns: int
+    completion_tokens: int
+
+
+async def ask(client: AsyncClient, name: str, random: Random) -> Seen:
+    prompt = [random.randrange(2000) for _ in range(random.randint(1, MAX_PROMPT))]
+    sent_ns, arrivals_ns = time.perf_counter_ns(), []
+    async with client.stream(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, request_id=name) as stream:
+        async for delta in stream:
+            arrivals_ns += [time.perf_counter_ns()] * len(delta.token_ids)
+    return Seen(
+        request_id=name,
+        sent_ns=sent_ns,
+        first_ns=arrivals_ns[0],
+        second_ns=arrivals_ns[1],
+        ended_ns=time.perf_counter_ns(),
+        completion_tokens=len(arrivals_ns),
+    )
+
+
+async def ask_many(grpc_address: str, num_clients: int, num_requests: int) -> list[Seen]:
+    """So many at a time."""
+    numbers = itertools.count()
+
+    async def one_after_another(client: AsyncClient) -> list[Seen]:
+        found = []
+        while (number := next(numbers)) < num_requests:
+            found.append(await ask(client, f"request {number}", Random(number)))
+        return found
+
+    async with AsyncClient(grpc_address) as client, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one_after_another(client)) for _ in range(num_clients)]
+    return [seen for task in tasks for seen in task.result()]
+
+
+def both_sides(folder: Path, num_clients: int, num_requests: int) -> pl.DataFrame:
+    """A row for each request: what its client saw, and what the gateway recorded. The servers have ended."""
+    with running(**{"trace.path": folder}) as cluster:
+        asyncio.run(ask_many(cluster.grpc_address, num_clients, 2 * num_clients))  # what is slow the first time
+        seen = asyncio.run(ask_many(cluster.grpc_address, num_clients, num_requests))
+        begun_ns = min(one.sent_ns for one in seen)
+    recorded = read_table(folder, REQUESTS).filter(pl.col("received_ns") >= begun_ns)
+    both = pl.DataFrame([asdict(one) for one in seen]).join(recorded, on="request_id", suffix="_server")
+    assert recorded.height == both.height == num_requests
+    return both
+
+
+def quantile(values: pl.Series, share: float) -> float:
+    found = values.quantile(share, "higher")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recording")
+
+
+@pytest.fixture(scope="module")
+def busy(folder: Path) -> pl.DataFrame:
+    return both_sides(folder, NUM_CLIENTS, NUM_REQUESTS)
+
+
+def test_every_requests_time_at_the_server_lies_within_its_clients_and_close_to_it(busy: pl.DataFrame):
+    assert set(busy["outcome"]) == {"completed"}
+    assert (busy["completion_tokens"] == busy["completion_tokens_server"]).all()
+    ended_ns = busy["received_ns"] + busy["e2e_ns"]
+    assert (busy["sent_ns"] <= busy["received_ns"]).all()
+    assert (ended_ns <= busy["ended_ns"]).all()
+    outside_ms = (busy["ended_ns"] - busy["sent_ns"] - busy["e2e_ns"]) / MS
+    assert quantile(outside_ms, 0.5) < OUTSIDE_P50_MS
+    assert quantile(outside_ms, 0.99) < OUTSIDE_P99_MS
+    first_ns = busy["received_ns"] + busy["gateway_queue_ns"] + busy["first_token_ns"]
+    assert (first_ns <= busy["first_ns"]).all()
+    assert quantile((busy["first_ns"] - first_ns) / MS, 0.5) < OUTSIDE_P50_MS
+
+
+def test_the_phases_of_every_request_add_up_to_the_time_that_was_measured(busy: pl.DataFrame):
+    assert (busy.select(pl.sum_horizontal(PHASES)).to_series() == busy["e2e_ns"]).all()
+    assert (busy.select(pl.min_horizontal(PHASES)).to_series() >= 0).all()
+    named_ms = busy["lost_ns"] / MS + busy["decode_queue_ms"] + busy["worker_queue_ms"] + busy["worker_prefill_ms"]
+    assert (named_ms + busy["wire_ms"] - busy["first_token_ns"] / MS).abs().max() < 1e-6  # pyright: ignore
+
+
+def test_what_workers_report_lies_inside_the_gateways_phases_and_the_wire_is_never_below_0(busy: pl.DataFrame):
+    assert busy["wire_ms"].min() >= WIRE_MIN_MS  # pyright: ignore[reportOptionalOperand, reportOperatorIssue]
+    after_ms = busy["land_ms"] + busy["join_ms"] + busy["worker_decode_ms"]
+    assert (after_ms <= (busy["e2e_ns"] - busy["gateway_queue_ns"]) / MS).all()
+    for name in ("decode_queue_ms", "worker_queue_ms", "worker_prefill_ms", "worker_decode_ms", "land_ms", "join_ms"):
+        assert (busy[name] >= 0).all(), name
+
+
+def test_who_waits_for_room_at_the_decode_worker_has_that_in_a_column_of_its_own(busy: pl.DataFrame):
+    waited = busy.filter(pl.col("decode_queue_ms") > 10)
+    assert waited.height > 0
+    assert quantile(waited["wire_ms"] / waited["decode_queue_ms"], 0.5) < 1
+
+
+def test_the_handoff_gap_is_the_one_that_clients_see(busy: pl.DataFrame):
+    seen_ms = (busy["second_ns"] - busy["first_ns"]) / MS
+    assert quantile((busy["handoff_gap_ms"] - seen_ms).abs(), 0.5) < OUTSIDE_P50_MS
+    assert (busy["handoff_gap_ms"] <= busy["decode_ns"] / MS).all()
+
+
+def test_the_time_line_has_gateway_prefill_transfer_and_decode_and_each_request_on_it(
+    busy: pl.DataFrame, folder: Path, tmp_path: Path
+):
+    assert main(["trace", str(folder), "--out", str(tmp_path / "trace.json")]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    titles = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
+    assert [titles[pid].split()[0] for pid in sorted(titles, key=order.__getitem__)] == [
+        *("gateway", "prefill", "transfer", "decode")
+    ]
+    tracks = {titles[event["pid"]].split()[0] for event in events if event["ph"] in "bX"}
+    assert tracks == {"gateway", "prefill", "transfer", "decode"}
+    by_request: dict[str, dict[str, tuple[float, float]]] = {}
+    begun = {}
+    for event in events:
+        if event["ph"] == "b":
+            begun[event["pid"], event["id"], event["name"]] = event["ts"]
+        elif event["ph"] == "e":
+            began_us = begun.pop((event["pid"], event["id"], event["name"]))
+            by_request.setdefault(event["id"], {})[event["name"].split()[0]] = (began_us, event["ts"])
+    assert begun == {}
+    assert len(by_request) >= busy.height
+    for slices in by_request.values():
+        assert slices.keys() >= {"request", "first_token", "decode", "transfer"}
+        begin_us, end_us = slices["request"]
+        for began_us, ended_us in slices.values():
+            assert begin_us - 1 <= began_us <= ended_us <= end_us + 1
+    steps = read_table(folder, STEPS)
+    assert sum(event["ph"] == "X" for event in events) == 2 * steps.height
+    assert {"prefill", "decode", "export", "land"} <= set(steps["kind"])
+
+
+@pytest.mark.slow  # a machine that does something else is not idle
+def test_on_an_idle_machine_the_wire_is_a_few_milliseconds(tmp_path: Path):
+    alone = both_sides(tmp_path, 1, NUM_ALONE)
+    wire_ms = alone["wire_ms"]
+    assert wire_ms.min() >= WIRE_MIN_MS  # pyright: ignore[reportOptionalOperand, reportOperatorIssue]
+    assert quantile(wire_ms, 0.99) < WIRE_IDLE_P99_MS
+    assert quantile((alone["ended_ns"] - alone["sent_ns"] - alone["e2e_ns"]) / MS, 0.99) < OUTSIDE_IDLE_P99_MS
