@@ -52,7 +52,7 @@ class Plan:
     session_tokens: int = 3000
     max_tokens: int = 8
     mean_think_s: float = 0.75
-    rounds: int = 3
+    rounds: int = 2
     seed: int = 0
 
 
