@@ -17,6 +17,7 @@ import grpc
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable
+from moonshard.serving.affinity import Pins
 from moonshard.serving.gateway.knowledge import Knowledge, homes_of
 from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
 from moonshard.serving.gateway.session import Session
@@ -87,8 +88,9 @@ class LinkPool:
         self.on_handoff: Callable[[Session, link_pb2.WorkerMessage], None] = lambda _session, _message: None
         self.on_lost: Callable[[Session], None] = lambda _session: None
         self._on_load = on_load
-        self._router = Router(queue_weight=queue_weight)
-        self._knowledge = Knowledge(self._router)
+        self._pins = Pins()
+        self._router = Router(queue_weight=queue_weight, pins=self._pins)
+        self._knowledge = Knowledge(self._router, self._pins)
         self._ttft = TtftModel()
         self._policy = policy_of(policy)
         self._ready, self._not_ready, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -186,6 +188,12 @@ class LinkPool:
         """The request has just been sent to where it was reserved, or its leg."""
         self._knowledge.sent(route.session, route.reservation)
         self._router.sent(route.reservation, time.monotonic())
+
+    def nothing_came(self, route: Route) -> None:
+        """Of what was sent there, or was to be: a session that was to be there from then on is not."""
+        kept = route.reservation
+        if kept.session is not None and kept.affinity != "hit":
+            self._pins.drop(kept.session, self._router.home_number(kept.home))
 
     def first_token(self, route: Route, num_prompt: int, ttft_s: float) -> None:
         """It came, that long after the request was sent."""
