@@ -174,6 +174,10 @@ class Router:
         """Of the open reservations of all of a worker's partitions."""
         return sum(int(self._loads.in_flight[number]) for number in self._of_worker.get(worker, ()))
 
+    def queues(self, homes: Sequence[Home]) -> np.ndarray:
+        """[n] of `homes`: `queued_tokens` of each, at one look."""
+        return self._loads.queued(self._numbers_of(homes))
+
     def _last_home(self, session: bytes, now_s: float) -> int | None:
         """Where one of its requests is about to be sent, or was sent last."""
         coming = self._coming.get(session)

@@ -113,10 +113,10 @@ class Attempts:
                 attempt = self._begin(run, choices, route, session, failures, held)
                 record.sent(route.worker_index, is_moving=attempt.handoff is not None)
                 held.callback(self._end, attempt, record)
+                is_first = not attempt.run.resumed
                 try:
                     where = attempt.prompt_route
                     yield Sent(where.session.address, where.reservation.affinity)
-                    is_first = not attempt.run.resumed
                     while not attempt.is_over:
                         arrival = await attempt.next()
                         if is_first:
@@ -125,6 +125,8 @@ class Attempts:
                         yield arrival
                     return
                 except RequestError as error:
+                    if is_first:
+                        self._nothing_came(attempt)
                     self._failed(attempt, error, failures)
                     record.retried()
 
@@ -232,6 +234,11 @@ class Attempts:
         )
         if first.output.HasField("phases"):
             self._place.prefilled(len(attempt.run.prompt_tokens), first.output, is_here=attempt.prefill is None)
+
+    def _nothing_came(self, attempt: _Attempt) -> None:
+        for leg in (attempt.route, attempt.prefill):
+            if leg is not None:
+                self._pool.nothing_came(leg)
 
     def _failed(self, attempt: _Attempt, error: RequestError, failures: Failures) -> None:
         """Raises where the request ends with it."""

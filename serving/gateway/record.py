@@ -37,7 +37,7 @@ class RequestRecord:
         self._worker: _Worker | None = None  # until it is sent
         self._run = run
         self.stamps = stamps
-        self._num_prompt = len(run.prompt_tokens)
+        self.num_prompt = len(run.prompt_tokens)
         self._num_cached = 0
         self._num_ended = 0
         self._finish_reason = ""
@@ -91,7 +91,7 @@ class RequestRecord:
         self.stamps.arrived(arrival.arrived_ns, output)
         self._num_dropped += len(output.token_ids) - (0 if delta is None else len(delta.token_ids))
         if is_first:
-            self._num_cached = min(self._num_prompt - 1, output.cached_tokens)
+            self._num_cached = min(self.num_prompt - 1, output.cached_tokens)
             self._count_prompt()
         if delta is not None:
             self._count_delta(delta, arrival.arrived_ns)
@@ -108,7 +108,7 @@ class RequestRecord:
         metrics.prefill_s.labels(*labels).observe(timing.worker_prefill_ms / 1e3)
         metrics.decode_s.labels(*labels).observe(timing.worker_decode_ms / 1e3)
         metrics.inference_s.labels(*labels).observe((timing.worker_prefill_ms + timing.worker_decode_ms) / 1e3)
-        metrics.request_prompt_tokens.labels(*labels).observe(self._num_prompt)
+        metrics.request_prompt_tokens.labels(*labels).observe(self.num_prompt)
         metrics.request_generation_tokens.labels(*labels).observe(num_tokens)
         metrics.params_n.labels(*labels).observe(run.n)
         metrics.params_max_tokens.labels(*labels).observe(run.max_tokens)
@@ -129,7 +129,7 @@ class RequestRecord:
         if not self.has_begun:
             return pb.Usage()
         return pb.Usage(
-            prompt_tokens=self._num_prompt, completion_tokens=sum(self._num_tokens), cached_tokens=self._num_cached
+            prompt_tokens=self.num_prompt, completion_tokens=sum(self._num_tokens), cached_tokens=self._num_cached
         )
 
     @property
@@ -148,12 +148,12 @@ class RequestRecord:
         return self._sent_to.labels
 
     def _count_prompt(self) -> None:
-        self._metrics.prompt_tokens.labels(*self._labels).inc(self._num_prompt)
+        self._metrics.prompt_tokens.labels(*self._labels).inc(self.num_prompt)
         by_source = self._metrics.prompt_tokens_by_source
         source = "external_kv_transfer" if self._sent_to.is_moving else "local_compute"
-        by_source.labels(*self._labels, source).inc(self._num_prompt - self._num_cached)
+        by_source.labels(*self._labels, source).inc(self.num_prompt - self._num_cached)
         by_source.labels(*self._labels, "local_cache_hit").inc(self._num_cached)
-        self._metrics.prefix_queries_tokens.labels(*self._labels).inc(self._num_prompt)
+        self._metrics.prefix_queries_tokens.labels(*self._labels).inc(self.num_prompt)
         self._metrics.prefix_hits_tokens.labels(*self._labels).inc(self._num_cached)
 
     def _count_delta(self, delta: pb.Delta, arrived_ns: int) -> None:

@@ -421,7 +421,7 @@ def test_without_a_session_nothing_is_pinned():
     reservation = take(router, HOMES)
     router.sent(reservation, now_s=0.0)
     assert reservation.affinity is None
-    assert len(pins) == 0
+    assert pins.num_pins == 0
 
 
 def test_every_policy_chooses_among_the_candidates_and_has_its_own_way():
