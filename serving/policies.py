@@ -14,7 +14,6 @@ from moonshard.serving.policy_names import PolicyName
 
 SHARE_WEIGHT = 3.0  # of what a home has beyond its share, in shares: see experiments/replay/README.md
 FEW_CONVERSATIONS, FEW_TOKENS = 0.25, 512.0  # that make no difference, such as what is left of an hour ago
-MIN_WEIGHED_TOKENS = 512  # of a first turn: however little of it is left, later ones will come
 MAX_WEIGHED_TOKENS = 2048  # of a prompt: what is longer is work for a while, and the queue tells of it
 MAX_LATER_WEIGHT = 0.5  # of a token of a later turn: for the others' sake its context is not computed anew
 MAX_PIN_LOAD = 1.25  # of the mean: a home with more is left
@@ -95,9 +94,9 @@ def _beyond_share(candidates: Candidates) -> np.ndarray:
     of_conversations = _surplus(candidates.conversations, FEW_CONVERSATIONS)
     of_tokens = _surplus(candidates.recent_tokens, FEW_TOKENS)
     weight = SHARE_WEIGHT * np.maximum(0.0, of_conversations + of_tokens)
-    if candidates.is_first_turn:
-        return candidates.left_tokens.clip(MIN_WEIGHED_TOKENS, MAX_WEIGHED_TOKENS) * weight
-    return np.minimum(candidates.left_tokens, MAX_WEIGHED_TOKENS) * np.minimum(weight, MAX_LATER_WEIGHT)
+    if not candidates.is_first_turn:
+        weight = np.minimum(weight, MAX_LATER_WEIGHT)
+    return np.minimum(candidates.left_tokens, MAX_WEIGHED_TOKENS) * weight
 
 
 def _surplus(values: np.ndarray, few: float) -> np.ndarray:

@@ -76,7 +76,7 @@ class Router:
     def __init__(self, *, queue_weight: float = QUEUE_WEIGHT, pins: Pins | None = None) -> None:
         self.index = PrefixIndex()
         self._queue_weight = queue_weight
-        self._pins = pins or Pins()
+        self._pins = Pins() if pins is None else pins
         self._loads = Loads()
         self._conversations = (Conversations(), Conversations())  # of legs that decode, and of those that prefill
         self._numbers: dict[Home, int] = {}

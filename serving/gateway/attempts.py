@@ -46,6 +46,7 @@ class _Attempt:
     choices: tuple[ChoiceStream, ...]
     inbox: Inbox
     route: Route
+    prefill_leg: ExitStack  # what is held until its prompt is computed
     prefill: Route | None = None
     handoff: Handoff | None = None
     begun_s: float = field(default_factory=time.perf_counter)
@@ -186,11 +187,19 @@ class Attempts:
         if prefill is None:
             inbox = route.session.run(rest)
             self._pool.sent(route)
-            return _Attempt(run=rest, choices=going_on, inbox=inbox, route=route)
+            return _Attempt(run=rest, choices=going_on, inbox=inbox, route=route, prefill_leg=prefill_leg)
         self._metrics.handoffs.labels(*self._labels(route)).inc()
         handoff = self._handoffs.begin(rest, prefill=prefill, decode=route.session, prefill_leg=prefill_leg)
         self._pool.sent(route)
-        return _Attempt(run=rest, choices=going_on, inbox=handoff.inbox, route=route, prefill=prefill, handoff=handoff)
+        return _Attempt(
+            run=rest,
+            choices=going_on,
+            inbox=handoff.inbox,
+            route=route,
+            prefill_leg=prefill_leg,
+            prefill=prefill,
+            handoff=handoff,
+        )
 
     def _check_ttft(self, route: Route, num_prompt: int) -> None:
         """Raises Overloaded where the first token would come later than was promised.
@@ -219,6 +228,7 @@ class Attempts:
             if route is not None and not self._place.is_here(num_prompt, decode, route):
                 return route
             leg.close()
+        leg.enter_context(self._place.prefilling_here(num_prompt, decode))
         self._metrics.local_prefills.labels(*self._labels(decode)).inc()
         return None
 
@@ -229,6 +239,8 @@ class Attempts:
 
     def _prefilled(self, attempt: _Attempt, first: Arrival) -> None:
         """Its first token came: whoever predicts learns from it."""
+        if attempt.prefill is None:
+            attempt.prefill_leg.close()
         self._pool.first_token(
             attempt.prompt_route, len(attempt.run.prompt_tokens), time.perf_counter() - attempt.begun_s
         )

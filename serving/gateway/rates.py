@@ -36,7 +36,10 @@ class TokenRates:
         owed, needed = self._pay(tenant), self._held[tenant] + num_tokens
         if owed or not self._limiter.test(self._item, tenant, cost=needed):
             wait_s = self._wait_s(tenant, min(limit, owed + needed))
-            raise Overloaded(f"the tenant has used its {limit} tokens in {window_s} s", retry_after_s=wait_s)
+            raise Overloaded(
+                f"with this prompt's {num_tokens} tokens the tenant would have more than its {limit} in {window_s} s",
+                retry_after_s=wait_s,
+            )
 
     def hold(self, tenant: str, num_tokens: int) -> None:
         """A prompt is on its way. Whoever calls this calls `release` exactly once."""

@@ -71,7 +71,7 @@ def test_no_device_library_is_imported():
 
 def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "trace.jsonl").write_text("\n".join(json.dumps(LINE | {"timestamp": at}) for at in (5, 0, 9)) + "\n\n")
-    assert router_replay(tmp_path / "trace.jsonl", workers=1, json_file=tmp_path / "out.json") == 0
+    assert router_replay(tmp_path / "trace.jsonl", workers=2, json_file=tmp_path / "out.json") == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["hit_rate"] == found["oracle_hit_rate"] == pytest.approx(4 / 6)
     assert found["decisions_per_s"] > 0

@@ -230,7 +230,7 @@ async def test_a_prompt_goes_where_its_beginning_is_known(
     root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), Tenant("default").salt)
     names = block_names(root, PROMPT, BLOCK_SIZE)
     knowing = workers[1]
-    await knowing.say(link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(names=[b"".join(names[:3])])))
+    await knowing.say(link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(names=[b"".join(names)])))
     while not running.gateway.pool.knows(names[0]):
         await running.gateway.pool.wait_changed(0.05)
     for _ in range(3):
