@@ -83,5 +83,5 @@ def load_tenants(path: Path | None) -> Tenants:
         if not _HASH.fullmatch(key):
             raise KeyFileError(f"gateway.keys: {path}: {key[:16]!r} is not the SHA-256 of a key in hex")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise KeyFileError(f"gateway.keys: {path}: {name!r} is no tenant's name: letters, digits and ._-, at most 64")
+            raise KeyFileError(f"gateway.keys: {path}: {name!r} is no tenant's name: at most 64 letters, digits, ._-")
     return Tenants({key: Tenant(name) for key, name in keys.items()})
