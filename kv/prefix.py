@@ -114,8 +114,10 @@ class PrefixCache:
     def events_from(self, number: int) -> tuple[PrefixEvent, ...] | None:
         """The events from that number on; None where some are no longer kept: then a snapshot is needed."""
         self._forget_lost()
-        first = self._events[0].number if self._events else self._num_events
-        return None if number < first else tuple(itertools.islice(self._events, number - first, None))
+        num_asked = max(0, self._num_events - number)
+        if num_asked > len(self._events):
+            return None
+        return tuple(itertools.islice(reversed(self._events), num_asked))[::-1]  # whoever asks lags little
 
     def snapshot(self, partition: int) -> tuple[BlockName, ...]:
         """All names known there, after all events so far."""

@@ -2,7 +2,9 @@
 
 Agents resend their whole context, and come back to where it is known. So a conversation is more than its first prompt:
 the home that gets it gets its later turns too, and holds its growing context. It is known by its session, or without
-one by the name of the last full block of its last prompt, which the next prompt goes on from. Bounded, and pure.
+one by the name of the last full block of its last prompt, which a longer prompt goes on from. First prompts that are
+alike in all full blocks are conversations of their own, told from one another by nobody: which of them a longer prompt
+goes on does not matter to how many there are. Bounded, and pure.
 """
 
 from collections import OrderedDict
@@ -12,10 +14,11 @@ from dataclasses import dataclass
 MAX_CONVERSATIONS = 100_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """The last one of a conversation: the number of the home that it was given to, and when."""
 
+    key: bytes
     home: int
     given_s: float
 
@@ -25,28 +28,53 @@ class Conversations:
 
     def __init__(self, max_conversations: int = MAX_CONVERSATIONS) -> None:
         self._max_conversations = max_conversations
-        self._turns: OrderedDict[bytes, Turn] = OrderedDict()
+        self._turns: OrderedDict[bytes, list[Turn]] = OrderedDict()
+        self._num_turns = 0
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return self._num_turns
 
     def take(self, session: bytes | None, names: Sequence[bytes]) -> Turn | None:
         """The turn before a prompt with these blocks, no longer kept here; None where it is the first.
 
-        Of several that it could go on from the one with the longest prompt.
+        Of several that it could go on from the one with the longest prompt, and of these the last.
         """
         if session is not None:
-            return self._turns.pop(session, None)
-        name = next((name for name in reversed(names) if name in self._turns), None)
-        return None if name is None else self._turns.pop(name)
+            key = session if session in self._turns else None
+        else:
+            key = next((name for name in reversed(names[:-1]) if name in self._turns), None)
+        return None if key is None else self._pop(key, -1)
 
-    def put(self, session: bytes | None, names: Sequence[bytes], turn: Turn) -> bool:
-        """Whether it can be told from others: without a session and a full block it cannot, and nothing is kept."""
+    def put(self, session: bytes | None, names: Sequence[bytes], home: int, given_s: float) -> Turn | None:
+        """What is kept from now on; None where it cannot be told from others, without a session and a full block."""
         key = session if session is not None else names[-1] if names else None
         if key is None:
-            return False
-        self._turns[key] = turn
-        self._turns.move_to_end(key)
-        if len(self._turns) > self._max_conversations:
-            self._turns.popitem(last=False)
-        return True
+            return None
+        turn = Turn(key, home, given_s)
+        self.put_back(turn)
+        return turn
+
+    def put_back(self, turn: Turn) -> None:
+        """One that was taken, as the last again."""
+        self._turns.setdefault(turn.key, []).append(turn)
+        self._turns.move_to_end(turn.key)
+        self._num_turns += 1
+        if self._num_turns > self._max_conversations:
+            oldest = next(iter(self._turns))
+            self._pop(oldest, 0)
+
+    def drop(self, turn: Turn) -> bool:
+        """Whether it was still there: a later turn may have taken it."""
+        turns = self._turns.get(turn.key, [])
+        place = next((place for place in reversed(range(len(turns))) if turns[place] is turn), None)  # among the last
+        if place is not None:
+            self._pop(turn.key, place)
+        return place is not None
+
+    def _pop(self, key: bytes, place: int) -> Turn:
+        turns = self._turns[key]
+        turn = turns.pop(place)
+        if not turns:
+            del self._turns[key]
+        self._num_turns -= 1
+        return turn

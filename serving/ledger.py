@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 logger = logging.getLogger(__name__)
-MAX_PENDING_ROWS = 100_000  # that wait for room on the disk; more are lost
+MAX_PENDING_ROWS = 100_000  # that wait for the disk; of more the oldest are lost
 MAX_ROW_BYTES = 1 << 16  # so far back the last row is looked for
 ROW_START = b'{"request_id":'
 
@@ -61,19 +61,36 @@ class Ledger:
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._pending: deque[bytes] = deque()
         self._whole_bytes: int | None = None  # of the file, where the row behind them was cut off and is still there
-        self.num_lost = 0
-        self.num_failures = 0
+        self._num_lost = self._num_failures = 0  # counted by the thread
+        self._num_overtaken = 0  # rows lost while the thread was writing another: counted by who adds
         self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + self._rows.qsize()
+
+    @property
+    def num_lost(self) -> int:
+        return self._num_lost + self._num_overtaken
+
+    @property
+    def num_failures(self) -> int:
+        """A disk that hangs fails nothing: what is lost meanwhile counts as failed."""
+        return self._num_failures + self._num_overtaken
 
     def start(self) -> None:
         self._thread.start()
 
     def add(self, row: Row) -> None:
-        """Never blocks."""
+        """Never blocks. One thread adds."""
+        while self.num_pending >= MAX_PENDING_ROWS:
+            try:
+                self._rows.get_nowait()
+            except queue.Empty:
+                break  # all are the writer's, which drops some itself once it has tried again
+            if not self._num_overtaken:
+                logger.error("ledger %s: more rows wait than may; the oldest are lost", self._path)
+            self._num_overtaken += 1
         self._rows.put(row)
 
     def close(self) -> None:
@@ -88,18 +105,18 @@ class Ledger:
             self._try_pending()
             while len(self._pending) > MAX_PENDING_ROWS:
                 self._pending.popleft()
-                self.num_lost += 1
+                self._num_lost += 1
         self._try_pending()
-        self.num_lost += len(self._pending)
+        self._num_lost += len(self._pending)
 
     def _try_pending(self) -> None:
         while self._pending:
             try:
                 self._append(self._pending[0])
             except OSError as error:
-                if not self.num_failures:
+                if not self._num_failures:
                     logger.error("ledger %s: %s; rows wait", self._path, error.strerror)
-                self.num_failures += 1
+                self._num_failures += 1
                 return
             self._pending.popleft()
 

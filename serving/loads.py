@@ -56,6 +56,10 @@ class Loads:
         left = num_tokens * _left_after(self.decayed_s - given_s)
         self.recent[number] = max(0.0, self.recent[number] - left)
 
+    def come(self, number: int, given_s: float) -> None:
+        """A conversation had its last turn here, then."""
+        self.conversations[number] += _left_after(self.decayed_s - given_s)
+
     def leave(self, number: int, given_s: float) -> None:
         """A conversation whose last turn was given to this home then has another turn now, here or elsewhere."""
         left = _left_after(self.decayed_s - given_s)

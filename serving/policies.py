@@ -15,6 +15,7 @@ from moonshard.serving.policy_names import PolicyName
 SHARE_WEIGHT = 3.0  # of what a home has beyond its share, in shares: see experiments/replay/README.md
 FEW_CONVERSATIONS, FEW_TOKENS = 0.25, 512.0  # that make no difference, such as what is left of an hour ago
 MAX_WEIGHED_TOKENS = 2048  # of a prompt: what is longer is work for a while, and the queue tells of it
+MAX_LATER_WEIGHT = 0.5  # of a token of a later turn: for the others' sake its context is not computed anew
 MAX_PIN_LOAD = 1.25  # of the mean: a home with more is left
 
 
@@ -29,6 +30,7 @@ class Candidates:
     total_tokens: np.ndarray  # [n] int64: ever given to it: among equals the least
     last_choice: np.ndarray  # [n] int64: when it was chosen last, in decisions; below 0: never
     pin: int | None  # the row where the session was last
+    is_first_turn: bool  # no earlier one of its conversation is known
     queue_weight: float  # what a token in the queue counts beside one to be computed
 
 
@@ -38,19 +40,16 @@ Policy = Callable[[Candidates], int]
 def cost(candidates: Candidates) -> int:
     """Where the session was, unless that home is overloaded; else the least work before and for this request.
 
-    What is computed somewhere stays there, and so do its later turns. So a token to be computed counts more at a home
-    that has more than its share of the conversations, or of what was computed lately. Without that, where queues are
-    empty whoever knows the system prompt would get every session that begins with it; and going by what was computed
-    alone, a home that is behind would get new sessions until their later turns are more than its cache holds.
+    What is computed somewhere stays there, and so do its later turns. So a first turn counts more at a home that has
+    more than its share of the conversations, and of what was computed lately, both taken together. Without that, where
+    queues are empty whoever knows the system prompt would get every session that begins with it; and going by what was
+    computed alone, a home that is behind would get new sessions until their later turns are more than its cache holds.
+    A later turn leaves its home for that only where two thirds of it are to be computed there, too.
     Source: the bounded loads of consistent hashing (Mirrokni et al., arXiv 1608.01350) for when to leave.
     """
     if candidates.pin is not None and not is_overloaded(candidates, candidates.pin):
         return candidates.pin
-    of_conversations = _surplus(candidates.conversations, FEW_CONVERSATIONS)
-    of_tokens = _surplus(candidates.recent_tokens, FEW_TOKENS)
-    surplus = np.maximum(0.0, of_conversations + of_tokens)
-    weighed = np.minimum(candidates.left_tokens, MAX_WEIGHED_TOKENS) * SHARE_WEIGHT * surplus
-    costs = candidates.left_tokens + candidates.queue_weight * candidates.queued_tokens + weighed
+    costs = candidates.left_tokens + candidates.queue_weight * candidates.queued_tokens + _beyond_share(candidates)
     return _least(costs, candidates.total_tokens)
 
 
@@ -88,6 +87,16 @@ def policy_of(name: PolicyName) -> Policy:
         "least_tokens": lambda: least_tokens,
     }
     return policies[name]()
+
+
+def _beyond_share(candidates: Candidates) -> np.ndarray:
+    """[n] in tokens: what a home costs for having more than its share."""
+    of_conversations = _surplus(candidates.conversations, FEW_CONVERSATIONS)
+    of_tokens = _surplus(candidates.recent_tokens, FEW_TOKENS)
+    weight = SHARE_WEIGHT * np.maximum(0.0, of_conversations + of_tokens)
+    if not candidates.is_first_turn:
+        weight = np.minimum(weight, MAX_LATER_WEIGHT)
+    return np.minimum(candidates.left_tokens, MAX_WEIGHED_TOKENS) * weight
 
 
 def _surplus(values: np.ndarray, few: float) -> np.ndarray:

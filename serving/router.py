@@ -60,20 +60,30 @@ class Reservation:
     session: bytes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What was given to a home at the decision, so that it can be taken back."""
+
+    decided_s: float
+    is_prefill: bool
+    turn: Turn | None  # None: of a prompt that cannot be told from others
+    turn_before: Turn | None  # None: the conversation begins
+
+
 class Router:
     """Tokens in flight per partition. A worker that is away keeps its reservations: they end with their requests."""
 
     def __init__(self, *, queue_weight: float = QUEUE_WEIGHT, pins: Pins | None = None) -> None:
         self.index = PrefixIndex()
         self._queue_weight = queue_weight
-        self._pins = pins or Pins()
+        self._pins = Pins() if pins is None else pins
         self._loads = Loads()
         self._conversations = (Conversations(), Conversations())  # of legs that decode, and of those that prefill
         self._numbers: dict[Home, int] = {}
         self._of_worker: dict[str, list[int]] = {}  # the numbers of its partitions
         self._reservations: dict[int, Reservation] = {}
         self._unseen: set[int] = set()  # reservations that their workers do not report yet
-        self._unsent: dict[int, float] = {}  # reservations whose requests were not sent, and when they were decided
+        self._unsent: dict[int, _Given] = {}  # by reservation, whose request was not sent yet: what its home was given
         self._coming: dict[bytes, Reservation] = {}  # by session: the last of these
         self._next_number = 0
         self._fleets: deque[tuple[Sequence[Home], np.ndarray]] = deque(maxlen=MAX_FLEETS)
@@ -96,8 +106,8 @@ class Router:
         numbers = self._numbers_of(homes)
         known = self._known_tokens(numbers, ask)
         pinned = None if ask.session is None else self._last_home(ask.session, now_s)
-        self._go_on(ask)
-        candidates = self._candidates(numbers, ask, known, pinned)
+        turn_before = self._go_on(ask)
+        candidates = self._candidates(numbers, ask, known, pinned, is_first_turn=turn_before is None)
         row = policy(candidates)
         number, num_known = int(numbers[row]), int(known[row])
         reservation = Reservation(
@@ -111,7 +121,8 @@ class Router:
             session=ask.session,
         )
         self._take(number, reservation)
-        self._give_turn(number, ask)
+        turn = self._give_turn(number, ask)
+        self._unsent[reservation.number] = _Given(self._loads.decayed_s, ask.is_prefill, turn, turn_before)
         return reservation
 
     def sent(self, reservation: Reservation, now_s: float) -> None:
@@ -141,8 +152,9 @@ class Router:
         self.seen(reservation)
         number = self._numbers[reservation.home]
         self._loads.in_flight[number] -= reservation.num_tokens
-        if (decided_s := self._unsent.pop(reservation.number, None)) is not None:
-            self._loads.take_back(number, reservation.num_left_tokens, decided_s)
+        if (given := self._unsent.pop(reservation.number, None)) is not None:
+            self._loads.take_back(number, reservation.num_left_tokens, given.decided_s)
+            self._take_back_turn(given)
             if reservation.session is not None:
                 self._forget_coming(reservation.session, reservation)
 
@@ -161,6 +173,10 @@ class Router:
     def worker_tokens(self, worker: str) -> int:
         """Of the open reservations of all of a worker's partitions."""
         return sum(int(self._loads.in_flight[number]) for number in self._of_worker.get(worker, ()))
+
+    def queues(self, homes: Sequence[Home]) -> np.ndarray:
+        """[n] of `homes`: `queued_tokens` of each, at one look."""
+        return self._loads.queued(self._numbers_of(homes))
 
     def _last_home(self, session: bytes, now_s: float) -> int | None:
         """Where one of its requests is about to be sent, or was sent last."""
@@ -191,7 +207,9 @@ class Router:
         known_at[list(found)] = list(found.values())
         return np.minimum(known_at[numbers] * ask.block_size, ask.num_prompt - 1)
 
-    def _candidates(self, numbers: np.ndarray, ask: Ask, known: np.ndarray, pinned: int | None) -> Candidates:
+    def _candidates(
+        self, numbers: np.ndarray, ask: Ask, known: np.ndarray, pinned: int | None, *, is_first_turn: bool
+    ) -> Candidates:
         return Candidates(
             left_tokens=ask.num_prompt - known,
             queued_tokens=self._loads.queued(numbers),
@@ -200,24 +218,37 @@ class Router:
             total_tokens=self._loads.total[numbers],
             last_choice=self._loads.last_choice[numbers],
             pin=None if pinned is None else _row_of(pinned, numbers),
+            is_first_turn=is_first_turn,
             queue_weight=self._queue_weight,
         )
 
-    def _go_on(self, ask: Ask) -> None:
-        """The conversation of this prompt, if there is one, is nowhere until its new turn has been given to a home."""
-        if (turn := self._conversations[ask.is_prefill].take(ask.session, ask.names)) is not None:
+    def _go_on(self, ask: Ask) -> Turn | None:
+        """The last turn of this prompt's conversation, which is nowhere until its new turn was given to a home."""
+        turn = self._conversations[ask.is_prefill].take(ask.session, ask.names)
+        if turn is not None:
             self._loads.leave(turn.home, turn.given_s)
+        return turn
 
-    def _give_turn(self, number: int, ask: Ask) -> None:
-        turn = Turn(number, self._loads.decayed_s)
-        self._loads.conversations[number] += self._conversations[ask.is_prefill].put(ask.session, ask.names, turn)
+    def _give_turn(self, number: int, ask: Ask) -> Turn | None:
+        turn = self._conversations[ask.is_prefill].put(ask.session, ask.names, number, self._loads.decayed_s)
+        if turn is not None:
+            self._loads.come(turn.home, turn.given_s)
+        return turn
+
+    def _take_back_turn(self, given: _Given) -> None:
+        """The conversation is where it was, unless it has gone on since."""
+        if given.turn is None or not self._conversations[given.is_prefill].drop(given.turn):
+            return
+        self._loads.leave(given.turn.home, given.turn.given_s)
+        if given.turn_before is not None:
+            self._conversations[given.is_prefill].put_back(given.turn_before)
+            self._loads.come(given.turn_before.home, given.turn_before.given_s)
 
     def _take(self, number: int, reservation: Reservation) -> None:
         self._next_number += 1
         self._reservations[reservation.number] = reservation
         self._unseen.add(reservation.number)
         loads, num_tokens = self._loads, reservation.num_tokens
-        self._unsent[reservation.number] = loads.decayed_s
         if reservation.session is not None:
             self._coming[reservation.session] = reservation
         loads.in_flight[number] += num_tokens

@@ -72,14 +72,16 @@ def load_tenants(path: Path | None) -> Tenants:
         return Tenants(None)
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise KeyFileError(f"{path}: {error}") from error
+    except OSError as error:
+        raise KeyFileError(f"gateway.keys: {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise KeyFileError(f"gateway.keys: {path}: {error}") from error
     keys = tree.get("keys")
     if tree.keys() != {"keys"} or not isinstance(keys, dict):
-        raise KeyFileError(f"{path}: expected one table, [keys]")
+        raise KeyFileError(f"gateway.keys: {path}: expected one table, [keys]")
     for key, name in keys.items():
         if not _HASH.fullmatch(key):
-            raise KeyFileError(f"{path}: {key[:16]!r} is not the SHA-256 of a key in hex")
+            raise KeyFileError(f"gateway.keys: {path}: {key[:16]!r} is not the SHA-256 of a key in hex")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise KeyFileError(f"{path}: {name!r} is no tenant's name: letters, digits and ._-, at most 64")
+            raise KeyFileError(f"gateway.keys: {path}: {name!r} is no tenant's name: at most 64 letters, digits, ._-")
     return Tenants({key: Tenant(name) for key, name in keys.items()})

@@ -2,7 +2,8 @@
 
 A worker's time is taken to be linear in the tokens to be computed and in the tokens queued before them; what it
 depends on besides goes into the constant. The last few hundred prompts of each worker count, older ones less: who is
-refused teaches nothing, so after a slow spell few come to show that it is over.
+refused teaches nothing, so after a slow spell few come to show that it is over. While too little was seen of a worker,
+all are taken to be alike.
 Pure. Left out: what is done about a prediction, and where a prompt is prefilled: `serving.locality` fits parts of that
 time by itself, for a pool and not for a worker, from one length and not two.
 
@@ -15,7 +16,7 @@ from itertools import combinations
 import numpy as np
 
 MAX_SAMPLES = 256
-MIN_SAMPLES = 16  # of a worker, before it is predicted at all
+MIN_SAMPLES = 16  # of a worker, before it is predicted by itself; of all together, before anything is
 FIT_EVERY = 16  # samples
 MEMORY = 0.97  # what a sample still weighs after the next one: some thirty count
 
@@ -25,15 +26,19 @@ class TtftModel:
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
+        self._all = _Worker()
 
     def observe(self, worker: str, *, own_tokens: int, queued_tokens: int, ttft_s: float) -> None:
         """A first token came from there, after that time."""
-        self._workers.setdefault(worker, _Worker()).observe((1.0, own_tokens, queued_tokens), ttft_s)
+        for known in (self._workers.setdefault(worker, _Worker()), self._all):
+            known.observe((1.0, own_tokens, queued_tokens), ttft_s)
 
     def predict_s(self, worker: str, *, own_tokens: int, queued_tokens: int) -> float | None:
-        """None while too little is known of the worker. Never below 0, and never less for more tokens."""
+        """None while too little is known of all workers. Never below 0, and never less for more tokens."""
+        features = (1.0, own_tokens, queued_tokens)
         known = self._workers.get(worker)
-        return None if known is None else known.predict((1.0, own_tokens, queued_tokens))
+        predicted_s = None if known is None else known.predict(features)
+        return self._all.predict(features) if predicted_s is None else predicted_s
 
     def forget(self, worker: str) -> None:
         """Another process is there."""

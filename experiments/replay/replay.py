@@ -91,7 +91,13 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
             worker.drain(elapsed_s * config.tokens_per_s)
             router.report(worker.home, round(worker.queued_tokens))
         num_tokens = request.input_tokens
-        ask = Ask(num_tokens=num_tokens, num_prompt=num_tokens, is_prefill=True, names=names, block_size=BLOCK_TOKENS)
+        ask = Ask(
+            num_tokens=num_tokens,
+            num_prompt=num_tokens,
+            is_prefill=True,
+            names=names[: num_tokens // BLOCK_TOKENS],
+            block_size=BLOCK_TOKENS,
+        )
         start_s = time.perf_counter()
         reservation = router.reserve(homes, ask, policy=choose, now_s=request.timestamp_ms / 1e3)
         took_s.append(time.perf_counter() - start_s)

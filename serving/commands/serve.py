@@ -13,6 +13,7 @@ from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports
 from moonshard.serving.config import Config, WorkerRole, command_of, roles_of, with_worker_at
 from moonshard.serving.config_file import as_overrides
 from moonshard.serving.supervisor import Command, Limits, supervise
+from moonshard.serving.tenants import load_tenants
 
 
 def serve(options: Configured) -> int:
@@ -30,6 +31,7 @@ def serve(options: Configured) -> int:
     check_kv_ports_suffice(config, num_workers=len(commands.workers))
     check_ports_are_free(config)
     check_model_folder(config.model.path)
+    load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
     reporter = TerminalReporter()
 
     def on_ready(listening: Mapping[str, object]) -> None:

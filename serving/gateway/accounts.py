@@ -44,8 +44,14 @@ class Accounts:
             raise
 
     def sent(self, tenant: Tenant, num_prompt: int) -> None:
-        """A prompt that was admitted is on its way to a worker."""
+        """A prompt that was admitted is on its way to a worker. Once `entry` has ended it is not."""
         if self._rates is not None:
+            self._rates.hold(tenant.name, num_prompt)
+
+    def computed(self, tenant: Tenant, num_prompt: int) -> None:
+        """The first output of a prompt that was sent has come."""
+        if self._rates is not None:
+            self._rates.release(tenant.name, num_prompt)
             self._rates.used(tenant.name, num_prompt)
 
     @contextmanager
@@ -60,7 +66,16 @@ class Accounts:
             raise
         finally:
             if record.is_sent:
+                self._give_back(request.caller.tenant, record, is_refused=outcome != "cancelled")
                 self._close(request, record.usage(), outcome)
+
+    def _give_back(self, tenant: Tenant, record: RequestRecord, *, is_refused: bool) -> None:
+        """Where nothing came back. A client that left all the same had its prompt computed, or may have."""
+        if self._rates is None or record.has_begun:
+            return
+        self._rates.release(tenant.name, record.num_prompt)
+        if not is_refused:
+            self._rates.used(tenant.name, record.num_prompt)
 
     def _close(self, request: GenerationRequest, usage: pb.Usage, outcome: str) -> None:
         caller = request.caller

@@ -48,6 +48,7 @@ class _Attempt:
     choices: tuple[ChoiceStream, ...]
     inbox: Inbox
     route: Route
+    prefill_leg: ExitStack  # what is held until its prompt is computed
     prefill: Route | None = None
     handoff: Handoff | None = None
     begun_s: float = field(default_factory=time.perf_counter)
@@ -119,10 +120,10 @@ class Attempts:
                 attempt = self._begin(run, choices, route, session, failures, held)
                 record.sent(route.worker_index, attempt.placement())
                 held.callback(self._end, attempt, record)
+                is_first = not attempt.run.resumed
                 try:
                     where = attempt.prompt_route
                     yield Sent(where.session.address, where.reservation.affinity)
-                    is_first = not attempt.run.resumed
                     while not attempt.is_over:
                         arrival = await attempt.next()
                         if is_first:
@@ -132,6 +133,8 @@ class Attempts:
                     return
                 except RequestError as error:
                     record.attempt_failed(error)
+                    if is_first:
+                        self._nothing_came(attempt)
                     self._failed(attempt, error, failures)
                     record.retried()
 
@@ -191,11 +194,19 @@ class Attempts:
         if prefill is None:
             inbox = route.session.run(rest)
             self._pool.sent(route)
-            return _Attempt(run=rest, choices=going_on, inbox=inbox, route=route)
+            return _Attempt(run=rest, choices=going_on, inbox=inbox, route=route, prefill_leg=prefill_leg)
         self._metrics.handoffs.labels(*self._labels(route)).inc()
         handoff = self._handoffs.begin(rest, prefill=prefill, decode=route.session, prefill_leg=prefill_leg)
         self._pool.sent(route)
-        return _Attempt(run=rest, choices=going_on, inbox=handoff.inbox, route=route, prefill=prefill, handoff=handoff)
+        return _Attempt(
+            run=rest,
+            choices=going_on,
+            inbox=handoff.inbox,
+            route=route,
+            prefill_leg=prefill_leg,
+            prefill=prefill,
+            handoff=handoff,
+        )
 
     def _check_ttft(self, route: Route, num_prompt: int) -> None:
         """Raises Overloaded where the first token would come later than was promised.
@@ -224,6 +235,7 @@ class Attempts:
             if route is not None and not self._place.is_here(num_prompt, decode, route):
                 return route
             leg.close()
+        leg.enter_context(self._place.prefilling_here(num_prompt, decode))
         self._metrics.local_prefills.labels(*self._labels(decode)).inc()
         return None
 
@@ -234,11 +246,18 @@ class Attempts:
 
     def _prefilled(self, attempt: _Attempt, first: Arrival) -> None:
         """Its first token came: whoever predicts learns from it."""
+        if attempt.prefill is None:
+            attempt.prefill_leg.close()
         self._pool.first_token(
             attempt.prompt_route, len(attempt.run.prompt_tokens), time.perf_counter() - attempt.begun_s
         )
         if first.output.HasField("phases"):
             self._place.prefilled(len(attempt.run.prompt_tokens), first.output, is_here=attempt.prefill is None)
+
+    def _nothing_came(self, attempt: _Attempt) -> None:
+        for leg in (attempt.route, attempt.prefill):
+            if leg is not None:
+                self._pool.nothing_came(leg)
 
     def _failed(self, attempt: _Attempt, error: RequestError, failures: Failures) -> None:
         """Raises where the request ends with it."""

@@ -5,6 +5,8 @@ A plain ASGI wrapper: Starlette's BaseHTTPMiddleware would put a queue between a
 
 import re
 import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -77,16 +79,23 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _internal_error)
 
 
-def error_response(error: RequestError) -> Response:
-    return json_response(openai_error(error), status=error.http_status, headers=advice(error))
+def late_headers(request: Request) -> dict[str, str]:
+    """To be filled in by whoever answers: headers that an error answer of this exchange has too."""
+    return request.scope.setdefault("late_headers", {})
+
+
+def error_response(error: RequestError, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
+    return json_response(openai_error(error), status=error.http_status, headers=advice(error) | dict(headers))
 
 
 def json_response(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-async def _request_error(_request: Request, error: Exception) -> Response:
-    return error_response(error if isinstance(error, RequestError) else InternalError(str(error)))
+async def _request_error(request: Request, error: Exception) -> Response:
+    return error_response(
+        error if isinstance(error, RequestError) else InternalError(str(error)), late_headers(request)
+    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -197,6 +197,8 @@ class Gateway:
                         yield placed
                     continue
                 delta = _accept(choices, event)
+                if not record.has_begun:
+                    self._accounts.computed(request.caller.tenant, len(run.prompt_tokens))
                 record.arrived(event, delta)
                 self._waiting.discard(admission.number)
                 if delta is None:

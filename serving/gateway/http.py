@@ -27,6 +27,7 @@ from moonshard.serving.gateway.edge import (
     add_error_handlers,
     error_response,
     json_response,
+    late_headers,
     read_body,
     visible_id,
 )
@@ -136,7 +137,7 @@ class HttpFront:
             has_usage=body.is_usage_streamed,
             has_timing=bool(body.return_timing),
         )
-        headers: dict[str, str] = {}
+        headers: dict[str, str] = late_headers(request)
         if body.stream:
             return EventStream(
                 self._events(asked, Chunks(envelope, form), headers),

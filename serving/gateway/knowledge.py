@@ -1,4 +1,4 @@
-"""What a gateway's router is told of its workers: which blocks they know, and how much they have to do.
+"""What a gateway's router is told of its workers: which blocks they know, how much they have to do, which are new.
 
 Stands between the links, which bring messages, and the router, which knows none. A worker counts what it was sent; what
 was sent after its last report is not in that report, and the router adds it. Left out: decisions.
@@ -8,6 +8,7 @@ from collections import deque
 
 from moonshard.kv.prefix import split_names
 from moonshard.rpc import link_pb2
+from moonshard.serving.affinity import Pins
 from moonshard.serving.gateway.session import Session
 from moonshard.serving.prefix_index import PrefixChange, PrefixSubscriber
 from moonshard.serving.router import Home, Reservation, Router
@@ -23,15 +24,21 @@ def homes_of(session: Session) -> list[Home]:
 class Knowledge:
     """Of all workers of one gateway."""
 
-    def __init__(self, router: Router):
+    def __init__(self, router: Router, pins: Pins):
         self._router = router
+        self._pins = pins
+        self._epochs: dict[str, int] = {}  # by address: the last one there
         self._subscribers: dict[Session, PrefixSubscriber] = {}
         self._asked: set[Session] = set()  # for a snapshot, which is on its way
         self._unseen: dict[Session, deque[tuple[int, Reservation]]] = {}
 
     def begin(self, session: Session) -> None:
-        """A worker is there: ask what it knows."""
+        """A worker is there: ask what it knows. No session was with it if it is another process than the last one."""
         homes = tuple(self._router.home_number(home) for home in homes_of(session))
+        if self._epochs.get(session.address, session.epoch) != session.epoch:
+            for home in homes:
+                self._pins.end(home)
+        self._epochs[session.address] = session.epoch
         self._subscribers[session] = PrefixSubscriber(self._router.index, homes)
         self._unseen[session] = deque()
         self._asked.add(session)

@@ -6,6 +6,7 @@ routed to, and asked again later.
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import grpc
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable
+from moonshard.serving.affinity import Pins
 from moonshard.serving.gateway.knowledge import Knowledge, homes_of
 from moonshard.serving.gateway.links import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
 from moonshard.serving.gateway.session import Session
@@ -26,6 +28,7 @@ from moonshard.serving.ttft import TtftModel
 
 PREFILL_ROLES = frozenset({"prefill"})
 DECODE_ROLES = frozenset({"both", "decode"})
+LEAST_TTFT_S = 0.1  # so long it is taken to stay what it is: under overload everybody is told of it
 _AGREED = ("fingerprint", "dtype", "vocab_size", "block_size")
 
 
@@ -66,6 +69,8 @@ class _Fleet:
 class LinkPool:
     """Links to `addresses`, and the tokens reserved on each. `on_load(index, load)` is called after every message.
 
+    What is asked for each message or request is kept ready, so that it takes no look at every link.
+
     `on_handoff` and `on_lost` are for whoever runs handoffs: what a worker says of one, and that a session ended. Set
     them before `running`.
     """
@@ -83,13 +88,17 @@ class LinkPool:
         self.on_handoff: Callable[[Session, link_pb2.WorkerMessage], None] = lambda _session, _message: None
         self.on_lost: Callable[[Session], None] = lambda _session: None
         self._on_load = on_load
-        self._router = Router(queue_weight=queue_weight)
-        self._knowledge = Knowledge(self._router)
+        self._pins = Pins()
+        self._router = Router(queue_weight=queue_weight, pins=self._pins)
+        self._knowledge = Knowledge(self._router, self._pins)
         self._ttft = TtftModel()
         self._policy = policy_of(policy)
         self._ready, self._not_ready, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._not_ready.set()
-        self._seen_routable: tuple[Session, ...] = ()
+        self.limits: ModelLimits | None = None  # while no worker is there
+        self._by_epoch: dict[int, Session] = {}
+        self._routable: dict[str, Session] = {}  # by address: those that are there and not draining
+        self._least_ttft: tuple[float, float | None] = (-math.inf, None)  # when that was, and what
         self._fleets: dict[frozenset[str], _Fleet] = {}
         config = LinkConfig(gateway_epoch=secrets.token_bytes(16), silence_s=silence_s, credentials=credentials)
         events = LinkEvents(
@@ -115,29 +124,18 @@ class LinkPool:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
-    def limits(self) -> ModelLimits | None:
-        """None while no worker is there."""
-        welcomes = [session.welcome for session in self._sessions()]
-        if not welcomes:
-            return None
-        return ModelLimits(
-            **{name: getattr(welcomes[0], name) for name in _AGREED},
-            max_context_tokens=min(welcome.max_context_tokens for welcome in welcomes),
-        )
-
-    @property
     def block_size(self) -> int:
         """Of the workers that are there; 1 where there is none."""
-        return next((session.welcome.block_size for session in self._sessions()), 1)
+        return 1 if self.limits is None else self.limits.block_size
 
     @property
     def is_ready(self) -> bool:
         """Whether requests can be served: a worker that decodes can prefill too."""
-        return any(session.role in DECODE_ROLES for session in self._routable())
+        return any(session.role in DECODE_ROLES for session in self._routable.values())
 
     @property
     def has_prefill(self) -> bool:
-        return any(session.role in PREFILL_ROLES for session in self._routable())
+        return any(session.role in PREFILL_ROLES for session in self._routable.values())
 
     async def wait_ready(self) -> None:
         await self._ready.wait()
@@ -167,7 +165,7 @@ class LinkPool:
 
     def session_of(self, epoch: int) -> Session | None:
         """The session with that process, if there is one now."""
-        return next((session for session in self._sessions() if session.epoch == epoch), None)
+        return self._by_epoch.get(epoch)
 
     @contextmanager
     def reserve_decode(self, ask: Ask, *, exclude: Collection[int] = ()) -> Iterator[Route]:
@@ -191,6 +189,12 @@ class LinkPool:
         self._knowledge.sent(route.session, route.reservation)
         self._router.sent(route.reservation, time.monotonic())
 
+    def nothing_came(self, route: Route) -> None:
+        """Of what was sent there, or was to be: a session that was to be there from then on is not."""
+        kept = route.reservation
+        if kept.session is not None and kept.affinity != "hit":
+            self._pins.drop(kept.session, self._router.home_number(kept.home))
+
     def first_token(self, route: Route, num_prompt: int, ttft_s: float) -> None:
         """It came, that long after the request was sent."""
         kept = route.reservation
@@ -209,13 +213,11 @@ class LinkPool:
         )
 
     def least_ttft_s(self) -> float | None:
-        """Of the shortest prompt, sent to where it would be soonest; None while nothing is known."""
-        homes = (home for session in self._routable() for home in homes_of(session))
-        predicted = (
-            self._ttft.predict_s(home.worker, own_tokens=1, queued_tokens=self._router.queued_tokens(home))
-            for home in homes
-        )
-        return min((seconds for seconds in predicted if seconds is not None), default=None)
+        """Of the shortest prompt, sent to where it would be soonest, a moment ago; None while nothing is known."""
+        now_s = time.monotonic()
+        if now_s - self._least_ttft[0] >= LEAST_TTFT_S:
+            self._least_ttft = now_s, self._find_least_ttft_s()
+        return self._least_ttft[1]
 
     def unavailable(self, exclude: Collection[int] = ()) -> Unavailable:
         """The error of a request that no worker can take, with what is wrong with each."""
@@ -239,20 +241,25 @@ class LinkPool:
         finally:
             self._router.release(reservation)
 
+    def _find_least_ttft_s(self) -> float | None:
+        homes = self._fleet(PREFILL_ROLES | DECODE_ROLES, ()).homes
+        predicted = (
+            self._ttft.predict_s(home.worker, own_tokens=1, queued_tokens=queued_tokens)
+            for home, queued_tokens in zip(homes, self._router.queues(homes), strict=True)
+        )
+        return min((seconds for seconds in predicted if seconds is not None), default=None)
+
     def _fleet(self, roles: Collection[str], exclude: Collection[int]) -> _Fleet:
         """The workers of these roles that can be routed to; the same object as long as they are the same."""
         if exclude:
-            return _Fleet.of(s for s in self._routable() if s.role in roles and s.epoch not in exclude)
+            return _Fleet.of(s for s in self._routable.values() if s.role in roles and s.epoch not in exclude)
         roles = frozenset(roles)
         if roles not in self._fleets:
-            self._fleets[roles] = _Fleet.of(s for s in self._routable() if s.role in roles)
+            self._fleets[roles] = _Fleet.of(s for s in self._routable.values() if s.role in roles)
         return self._fleets[roles]
 
     def _sessions(self) -> list[Session]:
         return [link.session for link in self.links if link.session is not None]
-
-    def _routable(self) -> list[Session]:
-        return [session for session in self._sessions() if not session.load.draining]
 
     def _misfit(self, welcome: link_pb2.Welcome) -> FailedPrecondition | None:
         """Two addresses of one process would be two workers to the router, and one to a handoff."""
@@ -274,6 +281,7 @@ class LinkPool:
         self.on_handoff(session, message)  # whoever has set it since
 
     def _lost(self, session: Session) -> None:
+        del self._by_epoch[session.epoch]
         self._ttft.forget(session.address)
         self._knowledge.end(session)
         self.on_lost(session)
@@ -286,20 +294,37 @@ class LinkPool:
 
     def _session_changed(self, link: WorkerLink) -> None:
         if link.session is not None:
+            self._by_epoch[link.session.epoch] = link.session
             self._knowledge.begin(link.session)
+        self.limits = _limits_of([session.welcome for session in self._sessions()])
         self._notice(link)
 
-    def _notice(self, _link: WorkerLink) -> None:
-        routable = tuple(self._routable())
-        if routable == self._seen_routable:
+    def _notice(self, link: WorkerLink) -> None:
+        """Whether this worker can be routed to has changed, or not: comes with every message."""
+        if _routable(link) is self._routable.get(link.address):
             return
-        self._seen_routable = routable
+        found = ((each.address, _routable(each)) for each in self.links)
+        self._routable = {address: session for address, session in found if session is not None}
         self._fleets.clear()
         became, was = (self._ready, self._not_ready) if self.is_ready else (self._not_ready, self._ready)
         became.set()
         was.clear()
         self._changed.set()  # whoever waits now; the next change has an event of its own
         self._changed = asyncio.Event()
+
+
+def _routable(link: WorkerLink) -> Session | None:
+    """Its session, if it can be routed to."""
+    return None if link.session is None or link.session.load.draining else link.session
+
+
+def _limits_of(welcomes: Sequence[link_pb2.Welcome]) -> ModelLimits | None:
+    if not welcomes:
+        return None
+    return ModelLimits(
+        **{name: getattr(welcomes[0], name) for name in _AGREED},
+        max_context_tokens=min(welcome.max_context_tokens for welcome in welcomes),
+    )
 
 
 def _reason(link: WorkerLink, exclude: Collection[int]) -> str:

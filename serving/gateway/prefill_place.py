@@ -4,6 +4,10 @@ Stands between the attempts, which know routes and outputs, and the rules, which
 a role it is.
 """
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from moonshard.rpc import link_pb2
 from moonshard.serving.config import RoutingConfig
 from moonshard.serving.gateway.pool import Route
@@ -16,6 +20,7 @@ class PrefillPlace:
     def __init__(self, routing: RoutingConfig) -> None:
         self._routing = routing
         self._locality = Locality()
+        self._begun_tokens = Counter[tuple[int, int]]()  # by decode home: of prompts whose first token is to come
 
     def is_here_anyway(self, num_prompt: int, decode: Route) -> bool:
         """Whether the decode worker should prefill, whatever prefill worker there is: by the static rule."""
@@ -31,15 +36,28 @@ class PrefillPlace:
         if self._routing.local_prefill == "static":
             return False
         load, num_known = decode.session.load, decode.reservation.num_known_tokens
+        reported = sum(load.queued_tokens[decode.partition : decode.partition + 1])  # 0 before a report
         ways = Alternatives(
             left_here_tokens=num_prompt - num_known,
-            queued_here_tokens=sum(load.queued_tokens[decode.partition : decode.partition + 1]),  # 0 before a report
+            queued_here_tokens=max(reported, self._begun_tokens[_home(decode)]),
             num_decoding=load.num_running,
             left_there_tokens=num_prompt - prefill.reservation.num_known_tokens,
             queued_there_tokens=prefill.reservation.num_queued_tokens,
             moved_tokens=num_prompt - num_known,
         )
         return self._locality.is_here(ways)
+
+    @contextmanager
+    def prefilling_here(self, num_prompt: int, decode: Route) -> Iterator[None]:
+        """Until its first token, a prompt is work before the next one: of a burst no report tells in time."""
+        home, num_left = _home(decode), num_prompt - decode.reservation.num_known_tokens
+        self._begun_tokens[home] += num_left
+        try:
+            yield
+        finally:
+            self._begun_tokens[home] -= num_left
+            if not self._begun_tokens[home]:
+                del self._begun_tokens[home]
 
     def prefilled(self, num_prompt: int, first: link_pb2.SequenceOutput, *, is_here: bool) -> None:
         """The first output of a request, with the time that its prompt took."""
@@ -49,3 +67,7 @@ class PrefillPlace:
     def moved(self, num_prompt: int, decode: Route, transfer: link_pb2.TransferPhases) -> None:
         """A prompt's KV is where it is decoded."""
         self._locality.transfer.observe(num_prompt - decode.reservation.num_known_tokens, transfer.exposed_ms)
+
+
+def _home(decode: Route) -> tuple[int, int]:
+    return decode.session.epoch, decode.partition

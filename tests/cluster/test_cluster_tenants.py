@@ -11,7 +11,7 @@ from moonshard.rpc.client import Client
 from moonshard.serving.tenants import hash_key
 from tests.cluster.conftest import Cluster, running
 
-pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.slow, pytest.mark.timeout(1800)]
 NUM_PAIRS = 600  # with 200 an AUC of equal distributions has a standard error of 0.03
 NUM_PROMPT = 1000
 MAX_AUC = 0.55

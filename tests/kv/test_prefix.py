@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moonshard.kv.blocks import BlockMisuse, BlockPool
-from moonshard.kv.prefix import NAME_BYTES, PrefixCache, block_names, root_name
+from moonshard.kv.prefix import NAME_BYTES, PrefixCache, PrefixEvent, block_names, root_name
 
 SIZE = 4
 ROOT = root_name(b"model", b"float32", b"")
@@ -130,6 +130,19 @@ def test_events_say_what_a_snapshot_says_and_old_ones_are_not_made_up(monkeypatc
     ]
     assert cache.events_from(4) == ()
     assert cache.snapshot(0) == ()
+
+
+@given(num_events=st.integers(0, 12), max_events=st.integers(1, 12))
+def test_events_from_any_number_are_all_that_came_since_or_none(num_events: int, max_events: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moonshard.kv.prefix.MAX_EVENTS", max_events)
+        pool = BlockPool(1, 12, SIZE)
+        cache, names = PrefixCache(pool), a_chain(num_events)
+    cached(pool, cache, names)
+    everything = [PrefixEvent(number, 0, name, is_known=True) for number, name in enumerate(names)]
+    for number in range(num_events + 3):
+        is_kept = number >= num_events - max_events
+        assert cache.events_from(number) == (tuple(everything[number:]) if is_kept else None)
 
 
 class Caches(RuleBasedStateMachine):

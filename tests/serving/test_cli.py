@@ -135,6 +135,16 @@ def test_serve_says_that_the_kv_ports_are_too_few_before_it_starts_a_worker(caps
     assert capsys.readouterr().err == "moonshard: kv.ports: 2 workers need 4 ports, 20100 to 20102 are 3\n"
 
 
+def test_serve_says_that_the_key_file_cannot_be_read_before_it_starts_a_worker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("moonshard.serving.commands.serve.supervise", None)
+    path = tmp_path / "keys.toml"
+    free = ["--set", "gateway.port=0", "--set", "gateway.grpc_port=0"]
+    assert cli.main(["serve", "--set", f"gateway.keys={path}", *free]) == 2
+    assert capsys.readouterr().err == f"moonshard: gateway.keys: {path}: No such file or directory\n"
+
+
 @pytest.mark.parametrize(
     ("command", "key"), [("worker", "worker.port"), ("prefill", "prefill.port"), ("decode", "decode.port")]
 )

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -126,6 +127,31 @@ def test_when_too_many_wait_the_oldest_are_lost_and_counted(tmp_path: Path, monk
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 3)
     monkeypatch.setattr(module.os, "write", SmallDisk(0).write)
     assert write(tmp_path / "ledger", rows(5)).num_lost == 5
+
+
+def test_while_a_disk_hangs_so_many_rows_wait_and_the_oldest_of_the_others_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "MAX_PENDING_ROWS", 4)
+    is_writing, may_write, write_now = threading.Event(), threading.Event(), os.write
+
+    def write_later(file: int, data: memoryview) -> int:
+        is_writing.set()
+        assert may_write.wait(60)
+        return write_now(file, data)
+
+    monkeypatch.setattr(module.os, "write", write_later)
+    ledger, added = Ledger(tmp_path / "ledger"), rows(10)
+    ledger.start()
+    ledger.add(added[0])
+    assert is_writing.wait(60)
+    for row in added[1:]:
+        ledger.add(row)
+    assert (ledger.num_pending, ledger.num_lost, ledger.num_failures) == (4, 6, 6)
+    may_write.set()
+    ledger.close()
+    assert list(read_ledger(tmp_path / "ledger")) == [added[0], *added[-3:]]
+    assert (ledger.num_pending, ledger.num_lost) == (0, 6)
 
 
 def test_nobody_else_may_read_it(tmp_path: Path):

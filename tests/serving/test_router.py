@@ -1,6 +1,7 @@
 """Decisions of the router: tokens and not requests, what is known of a prompt, and everything released once."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -188,7 +189,8 @@ def test_conversations_are_shared_out_by_their_number_and_not_by_what_they_have_
         turn(router, homes(worker), f"old {place}", num_blocks=400)
     for number in range(9):
         chosen[turn(router, homes("a", "b", "c"), f"new {number}", num_blocks=2)] += 1
-    assert max(chosen.values()) < 9
+    assert chosen["c"] < 9
+    assert min(chosen[worker] for worker in "ab") >= 1
     later = [turn(router, homes("a", "b", "c"), f"new {number}", num_blocks=3) for number in range(9)]
     assert Counter(later) == chosen  # each where it was
 
@@ -201,10 +203,32 @@ def test_a_conversation_that_goes_to_and_fro_counts_once():
     assert turn(router, homes("c", "b", "a"), "new", num_blocks=2) == "a"
 
 
-def turn(router: Router, among: list[Home], conversation: str, *, num_blocks: int) -> str:
+def test_a_lone_conversation_stays_with_its_cache_whatever_the_others_do_not():
+    """Nobody else has anything to do: its home has all of the conversations, and all of what was computed lately."""
+    for num_blocks, num_more in ((312, 32), (20, 10), (3, 1)):
+        router, everywhere = Router(), homes(*"abcdefgh")
+        first = turn(router, everywhere, "one", num_blocks=num_blocks)
+        assert turn(router, everywhere, "one", num_blocks=num_blocks + num_more) == first
+
+
+def test_first_prompts_that_are_alike_are_shared_out_as_the_conversations_that_they_are():
+    router, chosen = Router(), Counter[str]()
+    for _ in range(12):
+        chosen[turn(router, homes("a", "b", "c"), "system prompt", num_blocks=2, num_more=60)] += 1
+    assert max(chosen.values()) <= 6
+
+
+def test_a_prompt_that_came_before_is_found_again_where_nobody_has_anything_to_do():
+    router, everywhere = Router(), homes("a", "b", "c")
+    first = turn(router, everywhere, "the same", num_blocks=8, num_more=33)
+    assert [turn(router, everywhere, "the same", num_blocks=8, num_more=33) for _ in range(2)] == [first, first]
+
+
+def turn(router: Router, among: list[Home], conversation: str, *, num_blocks: int, num_more: int = 0) -> str:
     """The worker that its next prompt, which begins as the one before, is given to, and that knows it then."""
     own = names(*(f"{conversation} {index}" for index in range(num_blocks)))
-    ask = Ask(num_tokens=num_blocks * BLOCK, num_prompt=num_blocks * BLOCK, is_prefill=True, names=own)
+    num_tokens = num_blocks * BLOCK + num_more  # the last of them fill no block
+    ask = Ask(num_tokens=num_tokens, num_prompt=num_tokens, is_prefill=True, names=own)
     reservation = router.reserve(among, ask, policy=policies.cost, now_s=1.0)
     assert reservation is not None
     router.sent(reservation, now_s=1.0)
@@ -291,6 +315,83 @@ def test_what_was_decided_and_never_sent_was_given_to_nobody():
     assert [reservation and reservation.home.worker for reservation in found] == ["a", "a"]
 
 
+def test_a_conversation_that_was_decided_and_never_sent_is_nobodys():
+    plain, router = Router(), Router()
+    for one in (plain, router):
+        knows(one, Home("a", 0), 1)
+    for number in range(100):
+        own = names("p0", f"{number}")
+        ask = Ask(num_tokens=2 * BLOCK, num_prompt=2 * BLOCK, is_prefill=True, names=own)
+        reservation = router.reserve(homes("a"), ask, policy=policies.cost, now_s=1.0)
+        assert reservation is not None
+        router.release(reservation)
+    found = [one.reserve(homes("a", "b"), prompt(4), policy=policies.cost, now_s=1.0) for one in (plain, router)]
+    assert [reservation and reservation.home.worker for reservation in found] == ["a", "a"]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The last turn of a conversation."""
+
+    session: bytes | None
+    names: tuple[bytes, ...]
+    worker: str
+
+
+def _go_on(kept: list[_Kept], turn: _Kept) -> None:
+    if turn.session is not None:
+        kept[:] = [one for one in kept if one.session != turn.session]
+    else:
+        before = [one for one in kept if one.session is None and one.names == turn.names[: len(one.names)]]
+        before = [one for one in before if len(one.names) < len(turn.names)]
+        if before:
+            kept.remove(max(reversed(before), key=lambda one: len(one.names)))
+    if turn.session is not None or turn.names:
+        kept.append(turn)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 4), st.sampled_from("ab"), st.booleans(), st.booleans()),
+        max_size=40,
+    )
+)
+def test_a_home_has_the_conversations_whose_last_turns_were_sent_to_it(asks: list[tuple[int, int, str, bool, bool]]):
+    """Against a list of turns, all at one time: what is given up unsent changes nothing."""
+    router = Router()
+    kept: list[_Kept] = []
+    for conversation, num_blocks, worker, has_session, is_sent in asks:
+        own = names(*(f"{conversation} {index}" for index in range(num_blocks)))
+        session = f"session {conversation}".encode() if has_session else None
+        ask = Ask(num_tokens=BLOCK, num_prompt=BLOCK, is_prefill=True, names=own, session=session)
+        reservation = router.reserve(homes(worker), ask, now_s=1.0)
+        assert reservation is not None
+        if not is_sent:
+            router.release(reservation)
+            continue
+        router.sent(reservation, now_s=1.0)
+        _go_on(kept, _Kept(session, tuple(own), worker))
+    expected = Counter(one.worker for one in kept)
+    loads = router._loads.conversations
+    assert {worker: round(loads[router.home_number(Home(worker, 0))], 6) for worker in "ab"} == {
+        worker: expected[worker] for worker in "ab"
+    }
+
+
+def test_what_is_given_up_after_its_conversation_went_on_takes_nothing_with_it():
+    router, own = Router(), names("0", "1", "2")
+    asks = [Ask(num_tokens=BLOCK, num_prompt=BLOCK, is_prefill=True, names=own[:length]) for length in (1, 2, 3)]
+    first, second, third = (router.reserve(homes(worker), ask) for worker, ask in zip("abc", asks, strict=True))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    router.sent(first, now_s=0.0)
+    router.sent(third, now_s=0.0)
+    for reservation in (second, first, third):
+        router.release(reservation)
+    assert [router._loads.conversations[router.home_number(home)] for home in homes("a", "b", "c")] == [0, 0, 1]
+
+
 def test_how_long_a_completion_might_get_is_no_work_that_was_given_lately():
     router, everywhere = Router(), homes("a", "b")
     for home in everywhere:
@@ -327,7 +428,7 @@ def test_without_a_session_nothing_is_pinned():
     reservation = take(router, HOMES)
     router.sent(reservation, now_s=0.0)
     assert reservation.affinity is None
-    assert len(pins) == 0
+    assert pins.num_pins == 0
 
 
 def test_every_policy_chooses_among_the_candidates_and_has_its_own_way():

@@ -21,15 +21,25 @@ def line(own: int, queued: int) -> float:
     return 0.01 + own * 1e-4 + queued * 2e-4
 
 
-def test_nothing_is_said_of_a_worker_before_enough_was_seen_of_it():
+def test_nothing_is_said_before_enough_was_seen():
     samples = [(100 * i, 50 * i, line(100 * i, 50 * i)) for i in range(MIN_SAMPLES - 1)]
     model = taught(samples)
     assert model.predict_s("a", own_tokens=1, queued_tokens=1) is None
     model.observe("a", own_tokens=5, queued_tokens=900, ttft_s=line(5, 900))
     assert model.predict_s("a", own_tokens=1, queued_tokens=1) is not None
-    assert model.predict_s("b", own_tokens=1, queued_tokens=1) is None
-    model.forget("a")
-    assert model.predict_s("a", own_tokens=1, queued_tokens=1) is None
+
+
+def test_a_worker_of_which_too_little_was_seen_is_taken_to_be_like_the_others():
+    model = taught([(100 * i, 50 * i, line(100 * i, 50 * i)) for i in range(MIN_SAMPLES)])
+    like_a = pytest.approx(line(700, 80), rel=1e-6)
+    assert model.predict_s("b", own_tokens=700, queued_tokens=80) == like_a
+    for i in range(MIN_SAMPLES):
+        assert model.predict_s("b", own_tokens=700, queued_tokens=80) != pytest.approx(5.0)
+        model.observe("b", own_tokens=i, queued_tokens=i, ttft_s=5.0)
+    assert model.predict_s("b", own_tokens=700, queued_tokens=80) == pytest.approx(5.0)
+    assert model.predict_s("a", own_tokens=700, queued_tokens=80) == like_a
+    model.forget("b")
+    assert model.predict_s("b", own_tokens=700, queued_tokens=80) != pytest.approx(5.0)
 
 
 @given(st.lists(st.tuples(TOKENS, TOKENS), min_size=MIN_SAMPLES, max_size=40, unique=True), TOKENS, TOKENS)

@@ -1,6 +1,7 @@
 """What clients are told that they used, what Prometheus counts and what the ledger says are the same."""
 
 import asyncio
+import json
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -11,10 +12,14 @@ import pytest
 from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.affinity import session_key
+from moonshard.serving.cli import main
 from moonshard.serving.config import ConfigError, GatewayConfig
-from moonshard.serving.gateway.main import RunningGateway
+from moonshard.serving.config_file import load_config
+from moonshard.serving.gateway.main import RunningGateway, serving
 from moonshard.serving.ledger import LedgerError, Row, read_ledger
 from moonshard.serving.tenants import hash_key
+from tests.serving.gateway import fake_worker
+from tests.serving.gateway.conftest import FIXTURE
 from tests.serving.gateway.fake_worker import FakeWorker
 from tests.serving.gateway.fleet import (
     HANG_S,
@@ -90,6 +95,27 @@ async def test_answers_metrics_and_ledger_add_up_to_the_same(worker: FakeWorker,
     assert sum(row.usd for row in rows) == pytest.approx(
         sum((prompt - cached) * 0.6 + cached * 0.1 + completion * 3 for prompt, cached, completion in usages) / 1e6
     )
+
+
+async def test_rows_cost_what_the_price_table_of_the_file_says(worker: FakeWorker, tmp_path: Path, ledger: Path):
+    file, out = tmp_path / "deployment.toml", tmp_path / "out.json"
+    async with fake_worker.serving(worker) as port:
+        file.write_text(
+            f'[model]\npath = "{FIXTURE}"\n'
+            f'[gateway]\nport = 0\ngrpc_port = 0\nworkers = ["127.0.0.1:{port}"]\nledger = "{ledger}"\n'
+            "[prices]\ninput = 1_000.0\ncached_input = 100.0\noutput = 100_000.0\n"
+        )
+        async with (
+            serving(load_config(file)) as running,
+            httpx.AsyncClient(base_url=running.http, timeout=HANG_S, trust_env=False) as http,
+        ):
+            await running.gateway.pool.wait_ready()
+            worker.script.cached_tokens = 3
+            body = {"prompt": [1, 2, 3, 4], "max_tokens": 5}
+            assert told((await http.post("/v1/completions", json=body)).json()["usage"]) == (4, 3, 5)
+    assert await asyncio.to_thread(main, ["ledger", str(ledger), "--json", str(out)]) == 0
+    (summed,) = json.loads(out.read_text())
+    assert summed["usd"] == pytest.approx(0.001 + 3 * 0.0001 + 5 * 0.1)
 
 
 async def test_a_client_that_leaves_has_used_what_it_was_sent(worker: FakeWorker, ledger: Path):

@@ -1,18 +1,23 @@
 """Which workers are there, whether they agree, and which of them takes a request or a leg of one."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import numpy as np
 import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import Unavailable
+from moonshard.serving.gateway import pool as pool_module
+from moonshard.serving.gateway.links import WorkerLink
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.session import Session
-from moonshard.serving.router import Ask
+from moonshard.serving.router import Ask, Home
+from moonshard.serving.ttft import MIN_SAMPLES
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.fake_worker import FakeWorker
+from tests.serving.gateway.fleet import until
 
 SILENCE_S = 10.0
 
@@ -117,6 +122,83 @@ async def test_draining_is_a_change_that_a_waiter_sees_and_a_heartbeat_is_none()
         worker.send_load(draining=False)
         assert await pool.wait_changed(10)
         assert pool.is_ready
+
+
+class Walked(tuple[WorkerLink, ...]):
+    """Links that count how often somebody looks through all of them."""
+
+    num_walks = 0
+
+    def __iter__(self) -> Iterator[WorkerLink]:
+        self.num_walks += 1
+        return super().__iter__()
+
+
+async def test_neither_a_message_nor_a_request_looks_at_all_links_and_only_a_change_does():
+    told, other = a_decode(b"1" * 16), a_decode(b"2" * 16)
+    async with pool_over(told, other) as pool:
+        await until_there(pool, 2)
+        pool.links = links = Walked(pool.links)
+        session = pool.session_of(epoch_of(told))
+        assert session is not None
+        links.num_walks, num_received = 0, session.num_received
+        for _ in range(5):
+            told.send_load(draining=False)
+        await until(lambda: session.num_received >= num_received + 5)
+        with pool.reserve_decode(Ask(num_tokens=1)):
+            assert pool.session_of(epoch_of(other)) is not None
+            assert pool.limits is not None
+            assert pool.block_size == fake_worker.BLOCK_SIZE
+            assert pool.least_ttft_s() is None  # nothing was seen of them
+        assert links.num_walks == 0
+        told.send_load(draining=True)
+        assert await pool.wait_changed(10)
+        assert links.num_walks > 0
+        with pool.reserve_decode(Ask(num_tokens=1)) as route:
+            assert route.session.epoch == epoch_of(other)
+
+
+async def test_a_worker_that_comes_back_is_found_by_its_new_epoch_alone():
+    worker = a_decode(b"1" * 16)
+    async with pool_over(worker) as pool:
+        await pool.wait_ready()
+        worker.die()
+        await pool.wait_not_ready()
+        assert pool.limits is None
+        worker.revive(epoch=b"2" * 16)
+        await pool.wait_ready()
+        assert pool.session_of(int.from_bytes(b"1" * 16, "big")) is None
+        assert pool.session_of(int.from_bytes(b"2" * 16, "big")) is pool.links[0].session
+
+
+async def test_the_least_time_to_a_first_token_is_that_of_the_soonest_home_and_is_looked_up_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    workers = [a_decode(b"1" * 16), a_decode(b"2" * 16), a_prefill()]
+    async with pool_over(*workers) as pool:
+        await until_there(pool, 3)
+        assert pool.least_ttft_s() is None
+        addresses = [link.address for link in pool.links]
+        for address, seconds in zip(addresses, (0.5, 0.25, 4.0), strict=True):
+            for _ in range(MIN_SAMPLES):
+                pool._ttft.observe(address, own_tokens=1, queued_tokens=0, ttft_s=seconds)
+        num_looks, look = 0, pool._router.queues
+
+        def queues(homes: Sequence[Home]) -> np.ndarray:
+            nonlocal num_looks
+            num_looks += 1
+            return look(homes)
+
+        monkeypatch.setattr(pool._router, "queues", queues)
+        monkeypatch.setattr(pool_module, "LEAST_TTFT_S", 0)
+        assert pool.least_ttft_s() == pytest.approx(0.25)
+        workers[1].send_load(draining=True)
+        await pool.wait_changed(10)
+        assert pool.least_ttft_s() == pytest.approx(0.5)
+        monkeypatch.setattr(pool_module, "LEAST_TTFT_S", 60)
+        num_looks = 0
+        assert {pool.least_ttft_s() for _ in range(100)} == {pool.least_ttft_s()}
+        assert num_looks == 0
 
 
 async def test_workers_may_differ_in_context_and_the_least_of_those_there_holds():

@@ -78,3 +78,22 @@ async def test_by_cost_decode_prefills_once_the_queue_before_prefill_takes_longe
         assert (len(prefill.runs), len(decode.runs)) == (5, 1)
         await running.gateway.wait_idle()
         assert_nothing_left(running)
+
+
+async def test_by_cost_a_burst_is_shared_between_both_places_though_no_report_tells_of_it(
+    prefill: FakeWorker, decode: FakeWorker
+):
+    async with fleet(prefill, decode, local_prefill="cost") as running:
+        for _ in range(4):
+            await complete(running)
+        decode.script.may_step.clear()
+        prefill.script.may_step.clear()
+        burst = [asyncio.create_task(complete(running)) for _ in range(12)]
+        await until(lambda: len(decode.runs) + len(prefill.runs) == 4 + 12)
+        assert len(decode.runs) >= 3
+        assert len(prefill.runs) - 4 >= 3
+        decode.script.may_step.set()
+        prefill.script.may_step.set()
+        await asyncio.gather(*burst)
+        await running.gateway.wait_idle()
+        assert_nothing_left(running)

@@ -1,5 +1,6 @@
 """A tenant gets its tokens and no more, others are not touched, and a refusal says when to come back."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import Overloaded
 from moonshard.serving.config import GatewayConfig
@@ -42,6 +44,31 @@ def test_within_a_window_no_tenant_is_let_in_beyond_its_tokens(limit: int, asked
         prompts[tenant] += num_prompt
         completions[tenant] += num_completion
         rates.used(tenant, num_completion)
+
+
+@settings(deadline=None)
+@given(
+    limit=st.integers(1, 1000),
+    asked=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3), st.booleans()), max_size=40),
+)
+def test_what_is_on_its_way_counts_until_it_is_refused_and_for_good_once_it_is_computed(
+    limit: int, asked: list[tuple[int, int, bool]]
+):
+    rates, computed, coming = TokenRates(limit, LONG_S), 0, list[int]()
+    for num_prompt, num_ended, is_computed in asked:
+        for ended in coming[:num_ended]:
+            rates.release("a", ended)
+            if is_computed:
+                rates.used("a", ended)
+                computed += ended
+        del coming[:num_ended]
+        if computed + sum(coming) + num_prompt <= limit:
+            rates.admit("a", num_prompt)
+            rates.hold("a", num_prompt)
+            coming.append(num_prompt)
+        else:
+            with pytest.raises(Overloaded):
+                rates.admit("a", num_prompt)
 
 
 @pytest.mark.parametrize("num_completion", [0, 30])
@@ -120,6 +147,44 @@ async def test_a_prompt_that_no_worker_was_sent_uses_up_nothing(worker: FakeWork
         for _ in range(2):
             assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 200
         assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 429
+
+
+FULL = link_pb2.Failed(code=8, message="no room", retry_after_s=1.0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_its_worker_refused_uses_up_nothing(
+    worker: FakeWorker, config: GatewayConfig, stream: bool
+):
+    one = {"authorization": "Bearer one"}
+    body = {"model": "kimi", "prompt": [1] * 10, "max_tokens": 1, "stream": stream}
+    async with front_of(worker, config) as (_, http):
+        worker.script.failure = FULL
+        for _ in range(5):
+            refused = await http.post("/v1/completions", json=body, headers=one)
+            assert (refused.status_code, "no room" in refused.text) == (429, True)
+        assert len(worker.runs) == 5
+        worker.script.failure = None
+        for _ in range(2):
+            assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 200
+        assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 429
+    assert len(worker.runs) == 7
+
+
+async def test_prompts_on_their_way_count_and_so_do_those_whose_clients_left(worker: FakeWorker, config: GatewayConfig):
+    one = {"authorization": "Bearer one"}
+    body = {"model": "kimi", "prompt": [1] * 15, "max_tokens": 1}
+    async with front_of(worker, config) as (running, http):
+        worker.script.may_step.clear()
+        leaving = [asyncio.create_task(http.post("/v1/completions", json=body, headers=one)) for _ in range(2)]
+        await worker.seen(2)
+        assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 429
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        await running.gateway.wait_idle()
+        assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 429
+    assert len(worker.runs) == 2
 
 
 def refuse(*_: object) -> None:

@@ -119,6 +119,36 @@ async def test_a_new_session_that_loses_its_first_worker_is_still_new(
     assert (await asking).headers["x-moonshard-affinity"] == "miss"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_that_refuses_is_named_and_gets_no_session_by_it(
+    http: httpx.AsyncClient, running: RunningGateway, workers: list[FakeWorker], stream: bool
+):
+    name = {"x-session-affinity": "a session"}
+    for worker in workers:
+        worker.script.failure = link_pb2.Failed(code=8, message="no room", retry_after_s=1.0)
+    for _ in range(2):
+        body = ONE_TOKEN | {"stream": stream}
+        refused = await http.post("/v1/completions", json=body, headers=name)
+        assert (refused.status_code, refused.headers["x-moonshard-affinity"]) == (429, "miss")
+        assert refused.headers["x-moonshard-worker"] in {link.address for link in running.gateway.pool.links}
+        assert refused.headers["retry-after"] == "1"
+    for worker in workers:
+        worker.script.failure = None
+    assert (await complete(http, [1], name, stream=stream)).headers["x-moonshard-affinity"] == "miss"
+    for worker in workers:
+        worker.script.failure = link_pb2.Failed(code=8, message="no room", retry_after_s=1.0)
+    assert (await http.post("/v1/completions", json=ONE_TOKEN, headers=name)).status_code == 429
+    for worker in workers:
+        worker.script.failure = None
+    assert (await complete(http, [1], name, stream=stream)).headers["x-moonshard-affinity"] == "hit"
+
+
+async def test_an_error_of_a_request_that_was_sent_nowhere_names_no_worker(http: httpx.AsyncClient):
+    answer = await http.post("/v1/completions", json={"prompt": [], "max_tokens": 1})
+    assert answer.status_code == 400
+    assert "x-moonshard-worker" not in answer.headers
+
+
 async def test_over_grpc_the_worker_that_went_on_is_named_at_the_end(
     running: RunningGateway, workers: list[FakeWorker]
 ):
@@ -200,7 +230,7 @@ async def test_a_prompt_goes_where_its_beginning_is_known(
     root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), Tenant("default").salt)
     names = block_names(root, PROMPT, BLOCK_SIZE)
     knowing = workers[1]
-    await knowing.say(link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(names=[b"".join(names[:3])])))
+    await knowing.say(link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(names=[b"".join(names)])))
     while not running.gateway.pool.knows(names[0]):
         await running.gateway.pool.wait_changed(0.05)
     for _ in range(3):

@@ -13,6 +13,7 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import Overloaded
 from moonshard.serving.config import GatewayConfig, RoutingConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
+from moonshard.serving.gateway.pool import LEAST_TTFT_S
 from moonshard.serving.ledger import read_ledger
 from moonshard.serving.ttft import MIN_SAMPLES
 from tests.serving.gateway import fake_worker
@@ -44,6 +45,14 @@ async def running(worker: FakeWorker, gateway_config: GatewayConfig, model_path:
             yield running
 
 
+def teach(running: RunningGateway, ttft_s: float) -> None:
+    """As if every prompt so far had taken that long."""
+    (link,) = running.gateway.pool.links
+    running.gateway.pool._ttft.forget(link.address)
+    for number in range(MIN_SAMPLES):
+        running.gateway.pool._ttft.observe(link.address, own_tokens=1 + number % 3, queued_tokens=0, ttft_s=ttft_s)
+
+
 async def learn(http: httpx.AsyncClient) -> None:
     for _ in range(MIN_SAMPLES):
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
@@ -66,16 +75,17 @@ async def test_a_request_behind_others_is_refused_and_one_that_comes_first_is_no
 ):
     await learn(http)
     async with one_before(http, worker):
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 429
+        teach(running, ttft_s=2.5)
         refused = await http.post("/v1/completions", json=BODY)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert int(refused.headers["retry-after"]) >= 1
-        assert int(refused.headers[PREDICTED]) >= 0
+        assert (refused.headers["retry-after"], refused.headers[PREDICTED]) == ("3", "2500")
         with pytest.raises(Overloaded, match="the first token would take"):
             await grpc_client.generate([1, 2, 3], max_tokens=2)
         assert len(worker.runs) == MIN_SAMPLES + 1
     assert (await http.post("/v1/completions", json=BODY)).status_code == 200
-    assert 'reason="ttft_slo"} 2.0' in (await http.get("/metrics")).text
+    assert 'reason="ttft_slo"} 3.0' in (await http.get("/metrics")).text
 
 
 async def test_what_is_refused_leaves_no_row_no_tokens_and_no_session_behind(
@@ -92,6 +102,27 @@ async def test_what_is_refused_leaves_no_row_no_tokens_and_no_session_behind(
     num_served = MIN_SAMPLES + 1 + len(answers)
     await until(lambda: len(list(read_ledger(ledger))) >= num_served)
     assert [row.outcome for row in read_ledger(ledger)] == ["length"] * num_served
+
+
+class TestQueueLimit:
+    @pytest.fixture
+    def gateway_config(self, gateway_config: GatewayConfig) -> GatewayConfig:
+        return replace(gateway_config, max_queued_requests=1)
+
+    async def test_a_refusal_says_when_to_come_back_and_how_long_it_takes_once_that_is_known(
+        self, http: httpx.AsyncClient, worker: FakeWorker, running: RunningGateway
+    ):
+        async with one_before(http, worker):
+            unknown = await http.post("/v1/completions", json=BODY)
+            assert (unknown.status_code, unknown.headers["retry-after"]) == (429, "1")
+            assert PREDICTED not in unknown.headers
+        await learn(http)
+        teach(running, ttft_s=0.25)
+        async with one_before(http, worker):
+            await asyncio.sleep(LEAST_TTFT_S)
+            known = await http.post("/v1/completions", json=BODY)
+            assert (known.status_code, known.headers["retry-after"]) == (429, "1")
+            assert known.headers[PREDICTED] == "250"
 
 
 async def test_nothing_is_refused_before_anything_is_known(http: httpx.AsyncClient, worker: FakeWorker):

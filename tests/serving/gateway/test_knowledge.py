@@ -6,8 +6,10 @@ import pytest
 
 from moonshard.kv.prefix import NAME_BYTES
 from moonshard.rpc import link_pb2
+from moonshard.serving.affinity import Pins
 from moonshard.serving.gateway.knowledge import TELL_PREFIXES, Knowledge, homes_of
 from moonshard.serving.gateway.session import Session
+from moonshard.serving.policies import affinity
 from moonshard.serving.router import Ask, Router
 
 NAMES = [bytes([number]) * NAME_BYTES for number in range(6)]
@@ -37,8 +39,13 @@ class Told:
 
 
 @pytest.fixture
-async def router() -> Router:
-    return Router()
+async def pins() -> Pins:
+    return Pins()
+
+
+@pytest.fixture
+async def router(pins: Pins) -> Router:
+    return Router(pins=pins)
 
 
 @pytest.fixture
@@ -47,8 +54,8 @@ async def told(router: Router) -> Told:
 
 
 @pytest.fixture
-async def knowledge(router: Router, told: Told) -> Knowledge:
-    knowledge = Knowledge(router)
+async def knowledge(router: Router, told: Told, pins: Pins) -> Knowledge:
+    knowledge = Knowledge(router, pins)
     knowledge.begin(told.session)
     assert told.said == [TELL_PREFIXES]
     knowledge.prefixes(told.session, snapshot(0, NAMES[:2], ()))
@@ -128,6 +135,24 @@ async def test_another_process_at_the_address_begins_with_nothing(knowledge: Kno
     knowledge.prefixes(again.session, snapshot(5, NAMES[:3], ()))
     knowledge.prefixes(told.session, events(5, (0, NAMES[3], True)))  # the dead one's, late
     assert again.known() == [3, 0]
+
+
+async def test_sessions_outlast_a_broken_link_and_no_process(knowledge: Knowledge, told: Told, router: Router):
+    def ask() -> str | None:
+        reservation = router.reserve(told.homes, Ask(num_tokens=1, session=b"s"), policy=affinity, now_s=1.0)
+        assert reservation is not None
+        router.sent(reservation, now_s=1.0)
+        router.release(reservation)
+        return reservation.affinity
+
+    assert [ask(), ask()] == ["miss", "hit"]
+    session, found = told.session, []
+    for epoch in (1, 2, 2, 1):
+        knowledge.end(session)
+        session = Told(router, epoch=epoch).session
+        knowledge.begin(session)
+        found.append(ask())
+    assert found == ["hit", "miss", "hit", "miss"]
 
 
 async def test_prompts_on_their_way_to_a_worker_are_counted_until_it_holds_them(
