@@ -40,6 +40,11 @@ def config_of(tree: Mapping[str, object]) -> Config:
     return _checked(copy.deepcopy(dict(tree)), [])
 
 
+def all_keys() -> Sequence[str]:
+    """The dotted keys that a configuration may have."""
+    return [key for key, _ in _all_hints(Config)]
+
+
 def path_keys() -> frozenset[str]:
     """The dotted keys whose values name a file or a folder."""
     return frozenset(key for key, hint in _all_hints(Config) if _is_path(hint))

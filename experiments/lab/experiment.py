@@ -27,7 +27,7 @@ from moonshard.experiments.workload.options import (
 )
 from moonshard.serving.commands.serve import ChildCommands
 from moonshard.serving.config import Config, ConfigError
-from moonshard.serving.config_file import config_of, leaves, path_keys
+from moonshard.serving.config_file import all_keys, config_of, leaves, path_keys
 
 TABLES = ("server", "workload", "slo", "client", "sweep", "points")
 POINT_TABLES = ("server.", "workload.", "client.")  # whose keys a point may set
@@ -205,7 +205,7 @@ def _point(
     own = read_fields(RunOptions, {"cores": given.get("cores", ())}, "", faults)
     server = _server(given, faults) if url is None else None
     if url is not None:
-        known = [key for key, _ in leaves(Config())]
+        known = all_keys()
         faults += [f"[server] {unknown_key(key, known)}" for key in below(given, "server") if key not in known]
     if "server.trace.path" in given:
         faults.append("server.trace.path: each trial records into its own folder")

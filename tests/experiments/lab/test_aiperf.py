@@ -83,7 +83,6 @@ def test_a_load_generator_that_is_not_ours_agrees_with_us(aiperf: Path, tmp_path
     for of in (mean, median):
         assert of(found.ttft_ms) == pytest.approx(of(gateway.ttft_ms), rel=0.05)
         assert of(found.itl_ms) == pytest.approx(of(gateway.itl_ms), rel=0.05)
-        print(of.__name__, *(f"{of(one.ttft_ms):.1f} {of(one.itl_ms):.2f}" for one in (found, gateway, ours)))
 
 
 def replayed(

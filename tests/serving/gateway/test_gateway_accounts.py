@@ -184,12 +184,11 @@ async def test_the_three_are_the_same_wherever_a_prompt_is_prefilled_and_whoever
     mortal = [worker for worker in workers if worker.welcome.role == dies]
     for worker in mortal:
         worker.script.points.hold(at)
-    routing = {"local_prefill_max_tokens": 1000 if local else 0}
     asked = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "n": 2, "stream": stream}
     if stream:
         asked["stream_options"] = {"include_usage": True}
     async with (
-        fleet(*workers, ledger=ledger, **routing) as running,
+        fleet(*workers, ledger=ledger, local_prefill_max_tokens=1000 if local else 0) as running,
         httpx.AsyncClient(base_url=running.http, timeout=HANG_S, trust_env=False) as http,
     ):
         asking = asyncio.create_task(http.post("/v1/completions", json=asked))
