@@ -32,18 +32,28 @@ def requests_of(tmp_path: Path, workload: str, lines: Sequence[object]) -> pl.Da
 
 
 @pytest.mark.timeout(300)
-def test_blocks_of_equal_number_are_found_in_the_cache(tmp_path: Path):
-    """Two blocks of 512 tokens, of which the first is the same in the first two; 32 tokens each after scaling."""
-    blocks = ([0, 1], [0, 2], [3, 4], [0, 1])
+def test_blocks_of_equal_number_are_found_in_the_cache_where_all_before_them_are_equal_too(tmp_path: Path):
+    """A block of 512 tokens becomes one of 32 here, which the server keeps as two of its own."""
+    prompts = {
+        "new": ([0, 1], 1024),
+        "begins alike": ([0, 2], 1024),
+        "has nothing in common": ([3, 4], 1024),
+        "is the same": ([0, 1], 1024),
+        "has a known block elsewhere": ([3, 0], 1024),
+        "has a known block behind a new one": ([5, 0], 1024),
+        "is the beginning of one": ([0], 256),
+        "is longer": ([0, 1, 6], 1104),
+    }
     lines = [
-        {"timestamp": 2500 * n, "input_length": 1024, "output_length": 64, "hash_ids": own}
-        for n, own in enumerate(blocks)
+        {"timestamp": 1500 * n, "input_length": size, "output_length": 64, "hash_ids": blocks}
+        for n, (blocks, size) in enumerate(prompts.values())
     ]
     found = requests_of(tmp_path, 'kind = "trace"\nlength_scale = 0.0625\n', lines)
     assert set(found["outcome"]) == {"completed"}
-    assert found["prompt_tokens"].to_list() == [64] * 4
-    assert found["completion_tokens"].to_list() == [4] * 4
-    assert found["cached_tokens"].to_list() == [0, 32, 0, 63]
+    assert found["prompt_tokens"].to_list() == [size // 16 for _, size in prompts.values()]
+    assert found["completion_tokens"].to_list() == [4] * len(lines)
+    cached = dict(zip(prompts, found["cached_tokens"], strict=True))
+    assert cached == dict(zip(prompts, [0, 32, 0, 63, 32, 0, 15, 64], strict=True))
 
 
 @pytest.mark.timeout(300)
