@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 import subprocess
 import sys
 from asyncio.subprocess import Process
@@ -42,6 +43,7 @@ jitter_s = 0
 [client]
 late_ms = 0.000001
 """
+CONTROL = re.compile(r"\x1b\[[?\d;]*[A-Za-z]")
 MAX_FILE_BYTES = 40_000  # more than the tables of a few requests, less than those of many
 LENGTHS = ((20, 4), (990, 30), (REFUSED, 2))  # of a prompt, and of its completion; the context has 1000
 LIMITED = (
@@ -124,10 +126,10 @@ def test_a_server_that_keeps_its_cache_is_never_sent_a_prompt_twice(tmp_path: Pa
 def test_progress_is_one_line_of_any_terminal_which_begins_with_the_counts(tmp_path: Path, url: str, width: int):
     asked = load_experiment(mini(tmp_path, FIXED), ("sweep.workload.rate_per_s=[900]", "repeats=1"), url)
     terminal = io.StringIO()
-    console = Console(file=terminal, force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    console = Console(file=terminal, force_terminal=True, width=width, color_system=None, _environ={})
     with new_run(tmp_path / "results", asked) as run:
         run_all(asked, run, console)
-    drawn = [line.rpartition("\x1b[2K")[2].strip("\r") for line in terminal.getvalue().split("\n")]
+    drawn = [CONTROL.sub("", line).strip("\r") for line in terminal.getvalue().split("\n")]
     live = [line for line in drawn if " sent, " in line or line.endswith("…")]
     assert any("1/1: 5 sent" in line for line in live), drawn
     assert max(map(len, live)) <= width
