@@ -163,8 +163,9 @@ def test_a_runner_that_is_ended_while_its_first_server_starts_leaves_none(
 @pytest.mark.timeout(300)
 def test_a_second_interrupt_waits_for_no_server_that_does_not_end(tmp_path: Path):
     folder, out = experiment_folder(tmp_path), tmp_path / "results"
-    with runner("run", folder, "--out", out) as process:
-        servers = serving_below(out / "mini", "point-000-repeat-0.part", num_requests=NUM_WARMUP)
+    slowly = f"sweep.workload.rate_per_s=[{SLOW_PER_S}]"
+    with runner("run", folder, "--out", out, "--set", slowly) as process:
+        servers = serving_below(out / "mini", "point-000-repeat-0.part", num_requests=NUM_WARMUP + 1)
         by_name = {name: pid for pid, name in servers.items()}
         os.kill(by_name["worker"], signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
