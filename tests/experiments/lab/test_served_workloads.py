@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from moonshard.experiments.lab.command import Run, experiment
+from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.reading.child import run_experiment
 from moonshard.experiments.reading.run_tables import load_runs
 
@@ -20,6 +21,13 @@ model.path = "{MODEL}"
 model.max_context_tokens = 128
 kv = {{ num_blocks = 64, block_size = 16 }}
 prefill.chunk_tokens = 32
+"""
+FIXED = """
+[workload]
+kind = "fixed"
+prompt_tokens = 20
+output_tokens = 4
+num_requests = 4
 """
 
 pytestmark = pytest.mark.xdist_group("cluster")
@@ -78,3 +86,13 @@ def test_ids_that_the_served_model_has_not_are_refused_with_their_line(tmp_path:
     (tmp_path / "lines.jsonl").write_text('{"prompt": [1], "max_tokens": 1}\n{"prompt": [999999], "max_tokens": 1}')
     assert experiment(Run(folder=tmp_path, out=tmp_path / "results")) == 2
     assert "lines.jsonl, line 2: id 999999 of a model that has" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_whose_server_lost_what_it_recorded_is_not_done(tmp_path: Path):
+    """It may keep one file of one row, as if its disk had taken no more."""
+    (tmp_path / "config.toml").write_text(f"{SERVER}trace = {{ max_rows = 1, max_bytes = 1 }}\n{FIXED}")
+    with pytest.raises(ExperimentError, match="point-000-repeat-0: the server's recording lacks 3 of 4 requests: see"):
+        run_experiment(tmp_path, out=tmp_path / "results")
+    (run,) = (tmp_path / "results" / tmp_path.name).iterdir()
+    assert (run / "point-000-repeat-0.incomplete" / "requests.parquet").is_file()
