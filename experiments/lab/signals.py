@@ -44,7 +44,6 @@ def ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-
 def held() -> Iterator[None]:
     """What comes during the block, which takes milliseconds, is raised when it is over."""
     came: list[int] = []

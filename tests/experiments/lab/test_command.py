@@ -179,9 +179,7 @@ def test_a_second_interrupt_waits_for_no_server_that_does_not_end(tmp_path: Path
     assert json.loads((the_run(out) / "run.json").read_text())["trials"][0]["why"] == "interrupted"
 
 
-def serving_below(
-    runs: Path, trial: str, *, num_processes: int = 2, num_requests: int = 0
-) -> dict[int, str]:
+def serving_below(runs: Path, trial: str, *, num_processes: int = 2, num_requests: int = 0) -> dict[int, str]:
     """The processes of the trial that is being written, once there are so many, and so many requests have ended."""
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
@@ -262,7 +260,9 @@ def check_comparison(run: Path, out: Path) -> None:
     assert process.returncode == 0, errors
     assert {one["difference"] for one in json.loads(out.read_text())} == {0}
     assert "goodput" not in said
-    with runner("compare", run, run, "--a", "workload.rate_per_s=50", "--b", f"workload.rate_per_s={SLOW_PER_S}") as process:
+    with runner(
+        "compare", run, run, "--a", "workload.rate_per_s=50", "--b", f"workload.rate_per_s={SLOW_PER_S}"
+    ) as process:
         said, errors = process.communicate()
     assert process.returncode == 0, errors
     assert "not paired by request" in said

@@ -105,7 +105,10 @@ def test_paths_are_beside_the_file_and_those_of_the_command_line_beside_the_call
         ("workload.rate=1", "workload.rate: unknown key; did you mean workload.rate_per_s?"),
         ("workload.prompt_tokens=x", "workload.prompt_tokens: expected `int`, got 'x'"),
         ("workload.kind=fixd", "workload.kind: expected one of trace, fixed, mixed, sessions, prompts, got 'fixd'"),
-        ("sweep.server.decode.max_slot=[1]", "sweep.server.decode.max_slot: unknown key; did you mean decode.max_slots?"),
+        (
+            "sweep.server.decode.max_slot=[1]",
+            "sweep.server.decode.max_slot: unknown key; did you mean decode.max_slots?",
+        ),
         ("sweep.workload.rat_per_s=[1]", "sweep.workload.rat_per_s: unknown key; did you mean rate_per_s?"),
         ("sweep.workload.num_sessions=[1]", "workload.num_sessions: unknown key; did you mean workload.num_requests?"),
         ("sweep.server.zzz=[1]", "sweep.server.zzz: unknown key; there are decode, gateway, "),

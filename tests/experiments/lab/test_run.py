@@ -1,4 +1,4 @@
-"""Whole runs against a gateway that answers by a script: what is said, what is kept, and what no disk takes any more."""
+"""Whole runs against a gateway that answers by a script: what is said, what is kept, and what no disk takes."""
 
 import asyncio
 import io

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from moonshard.experiments.bench.machine import describe_machine
-from moonshard.experiments.lab.command import Run, experiment
 from moonshard.experiments.lab import run_folder
+from moonshard.experiments.lab.command import Run, experiment
 from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.run import RunIncomplete, run_all
