@@ -44,6 +44,7 @@ def ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
 def held() -> Iterator[None]:
     """What comes during the block, which takes milliseconds, is raised when it is over."""
     came: list[int] = []

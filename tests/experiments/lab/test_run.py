@@ -129,7 +129,7 @@ def test_progress_is_one_line_of_any_terminal_which_begins_with_the_counts(tmp_p
     console = Console(file=terminal, force_terminal=True, width=width, color_system=None, _environ={})
     with new_run(tmp_path / "results", asked) as run:
         run_all(asked, run, console)
-    drawn = [CONTROL.sub("", line).strip("\r") for line in terminal.getvalue().split("\n")]
+    drawn = re.split(r"[\r\n]+", CONTROL.sub("", terminal.getvalue()))
     live = [line for line in drawn if " sent, " in line or line.endswith("…")]
     assert any("1/1: 5 sent" in line for line in live), drawn
     assert max(map(len, live)) <= width
