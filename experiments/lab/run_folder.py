@@ -22,6 +22,7 @@ from moonshard.experiments.lab.experiment import Experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.flat import Flat
 from moonshard.experiments.lab.schema import VERSION
+from moonshard.experiments.lab.signals import held
 from moonshard.experiments.lab.sweep import Trial, interleaved
 from moonshard.serving.trace.schema import VERSION as TRACE_VERSION
 
@@ -104,9 +105,10 @@ class RunFolder:
             yield part
             part.rename(self.path / trial.name)
         except BaseException as error:
-            self.whys[trial.name] = explained(error)
-            with contextlib.suppress(OSError):  # a full disk is what is told of then, not its consequence
-                part.rename(incomplete)
+            with held():
+                self.whys[trial.name] = explained(error)
+                with contextlib.suppress(OSError):  # a full disk is what is told of then, not its consequence
+                    part.rename(incomplete)
             raise
 
     def write(self) -> None:

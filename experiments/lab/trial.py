@@ -18,6 +18,7 @@ from moonshard.experiments.lab.asking import COMPLETED, ClientRequest
 from moonshard.experiments.lab.experiment import ClientOptions, Experiment
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS, VERSION
 from moonshard.experiments.lab.sending import Sender
+from moonshard.experiments.lab.signals import run_interruptibly
 from moonshard.experiments.lab.sweep import Trial
 from moonshard.experiments.lab.target import SERVER, Target, death, last_look, target_of
 from moonshard.experiments.workload.blocks import BlockPrompt
@@ -80,7 +81,7 @@ def run_trial(
     """
     point = experiment.points[trial.point]
     with target_of(point, experiment.url, folder, environment) as target:
-        record, asked, warmup = asyncio.run(measure(experiment, trial, id_prefix, target, tell))
+        record, asked, warmup = run_interruptibly(measure(experiment, trial, id_prefix, target, tell))
     asked = sorted(asked, key=lambda one: one.request_index)
     _write(folder / "warmup.parquet", CLIENT_REQUESTS, [one.row() for one in warmup])
     _write(folder / "requests.parquet", CLIENT_REQUESTS, [one.row() for one in asked])
