@@ -14,7 +14,7 @@ from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.run import RunIncomplete, run_all
 from moonshard.experiments.lab.run_folder import RunFolder, code_changes, explained, new_run, resumed_run
-from moonshard.experiments.lab.signals import Interrupted, ignored, interrupting
+from moonshard.experiments.lab.signals import Interrupted, interrupting
 from moonshard.experiments.lab.target import grpc_address
 from moonshard.experiments.workload.plan import WorkloadError
 from moonshard.serving.commands.options import Overrides
@@ -91,17 +91,17 @@ def run_command(options: Run) -> int:
         grpc_address(options.url)
     asked = load_experiment(options.folder, options.set, options.url)
     console = _console()
-    with _folder(options, asked) as folder, interrupting():
+    with _folder(options, asked) as folder:
         console.print(f"run: {folder.path}", soft_wrap=True, highlight=False)
         if changes := code_changes(folder.record.starts):
             _complain(f"not all of this run is measured with the same code: {'; '.join(changes)}")
         try:
-            run_all(asked, folder, console)
-            grids = _summarised(folder.path)
+            with interrupting():
+                run_all(asked, folder, console)
+                grids = _summarised(folder.path)
         except (RunIncomplete, Interrupted) as error:
-            with ignored():
-                _complain(f"incomplete: {explained(error)}\ngo on with: --resume {folder.path}")
-                return error.exit_code if isinstance(error, Interrupted) else 1
+            _complain(f"incomplete: {explained(error)}\ngo on with: --resume {folder.path}")
+            return error.exit_code if isinstance(error, Interrupted) else 1
     for grid in grids:
         console.print(as_table(grid))
     return 0

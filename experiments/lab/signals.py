@@ -8,7 +8,7 @@ stays so. All of this is for the main thread.
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -29,14 +29,15 @@ class Interrupted(KeyboardInterrupt):
         return 128 + self.number
 
 
-def interrupting() -> AbstractContextManager[None]:
-    """Either signal ends the block with Interrupted."""
-    return _handled(_interrupt)
-
-
-def ignored() -> AbstractContextManager[None]:
-    """For the last words of what a signal has ended already."""
-    return _handled(lambda number, _: None)
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """Either signal ends the block with Interrupted, and with it the program: those after it do nothing any more."""
+    with _handled(_interrupt) as before:
+        try:
+            yield
+        except Interrupted:
+            before.update(dict.fromkeys(before, signal.SIG_IGN))
+            raise
 
 
 @contextmanager
@@ -84,12 +85,13 @@ def _interrupt(number: int, _: FrameType | None) -> None:
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+def _handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[signal.Signals, Any]]:
+    """Gives what handles them after the block, at first what did before."""
     before = {
         number: signal.signal(number, handler) for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
-        yield
+        yield before
     finally:
         for number, own in before.items():
             signal.signal(number, own)
