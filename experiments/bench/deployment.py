@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import httpx
 
 from moonshard.experiments.bench.server import RunningServer, ServerFailed
 from moonshard.serving.commands.serve import ChildCommands
@@ -60,6 +62,11 @@ class Process:
         """Until it has said so. ServerFailed if it ends, or takes too long."""
         _wait_until(lambda: text in self._log() or self.running.poll() is not None, START_TIMEOUT_S, self.name)
         if text not in self._log():
+            self.check_runs()
+
+    def check_runs(self) -> None:
+        """ServerFailed with what it said last, if it has ended."""
+        if self.running.poll() is not None:
             raise ServerFailed(f"{self.name} ended: {self._log().strip()[-500:]}")
 
     def said(self, name: str) -> str:
@@ -129,20 +136,32 @@ class Deployment:
         self._wait_linked()
 
     def stop(self) -> None:
-        """Nothing runs afterwards."""
+        """Nothing runs afterwards, also where the caller is interrupted: what has not ended by then is killed."""
         alive = [p.popen for p in (self.gateway, *self.workers.values()) if p.popen and p.popen.poll() is None]
-        for popen in alive:
-            popen.send_signal(signal.SIGTERM)
-        for popen in alive:
-            try:
-                popen.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
+        try:
+            for popen in alive:
+                popen.send_signal(signal.SIGTERM)
+            for popen in alive:
+                with suppress(subprocess.TimeoutExpired):
+                    popen.wait(STOP_TIMEOUT_S)
+        finally:
+            for popen in alive:
                 popen.kill()
+            for popen in alive:
                 popen.wait()
 
     def _wait_linked(self) -> None:
         server = self.server
-        _wait_until(lambda: server.counters()[WORKER_UP] == len(self.workers), LINK_TIMEOUT_S, "the gateway's links")
+        _wait_until(lambda: self._is_linked(server), LINK_TIMEOUT_S, "the gateway's links")
+
+    def _is_linked(self, server: RunningServer) -> bool:
+        """ServerFailed where a process has ended: nobody links to it any more."""
+        for process in (*self.workers.values(), self.gateway):
+            process.check_runs()
+        try:
+            return server.counters().get(WORKER_UP) == len(self.workers)
+        except httpx.HTTPError:  # it may end while it is asked
+            return False
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Apart from the report, so that a part of the benchmark whose figures stand side 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rich.markup import escape
 from rich.table import Table
 
 from moonshard.experiments.bench.measurement import Measurement
@@ -26,11 +27,12 @@ class Grid:
 
 
 def as_table(grid: Grid) -> Table:
-    table = Table(title=grid.title, title_justify="left", caption="\n".join(grid.notes) or None, caption_justify="left")
+    notes = escape("\n".join(grid.notes)) or None
+    table = Table(title=grid.title, title_justify="left", caption=notes, caption_justify="left")
     for index, column in enumerate(grid.columns):
         table.add_column(column, justify="right" if index else "left")
     for row in grid.rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table
 
 

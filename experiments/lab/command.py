@@ -1,9 +1,7 @@
 """`moonshard experiment`: run an experiment's sweep, and compare two runs."""
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +13,13 @@ from moonshard.experiments.bench.grid import Grid, as_markdown, as_table
 from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.run import RunIncomplete, run_all
-from moonshard.experiments.lab.run_folder import RunFolder, new_run, resumed_run
+from moonshard.experiments.lab.run_folder import RunFolder, code_changes, explained, new_run, resumed_run
+from moonshard.experiments.lab.signals import Interrupted, interrupting
 from moonshard.experiments.lab.target import grpc_address
 from moonshard.experiments.workload.plan import WorkloadError
 from moonshard.serving.commands.options import Overrides
 
-INTERRUPTED = 130  # the exit code
+INTERRUPTED = 130  # the exit code of what Ctrl-C ends
 PIPED_WIDTH = 200  # characters; a terminal has its own
 
 
@@ -76,45 +75,40 @@ def experiment(action: Annotated[Run | Compare, tyro.conf.arg(name="")]) -> int:
     try:
         return run_command(action) if isinstance(action, Run) else compare_command(action)
     except (ExperimentError, WorkloadError) as error:
-        sys.stderr.write("moonshard experiment: " + str(error).replace("\n", "\n                      ") + "\n")
+        _complain(str(error))
         return 2
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
 
 
 def run_command(options: Run) -> int:
-    """1 for a run that is incomplete. ExperimentError or WorkloadError for what the user can mend."""
+    """1 for a run that is incomplete, 130 or 143 for one that a signal ended: all of them can be resumed.
+
+    ExperimentError or WorkloadError for what the user can mend.
+    """
     if options.url is not None:
         grpc_address(options.url)
     asked = load_experiment(options.folder, options.set, options.url)
     console = _console()
     with _folder(options, asked) as folder:
         console.print(f"run: {folder.path}", soft_wrap=True, highlight=False)
+        if changes := code_changes(folder.record.starts):
+            _complain(f"not all of this run is measured with the same code: {'; '.join(changes)}")
         try:
-            with _terminated_as_interrupted():
+            with interrupting():
                 run_all(asked, folder, console)
-            grids = _summarised(folder.path)
-        except (RunIncomplete, KeyboardInterrupt) as error:
-            sys.stderr.write(f"moonshard experiment: incomplete: {str(error) or 'interrupted'}\n")
-            sys.stderr.write(f"go on with: --resume {folder.path}\n")
-            return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+                grids = _summarised(folder.path)
+        except (RunIncomplete, Interrupted) as error:
+            _complain(f"incomplete: {explained(error)}\ngo on with: --resume {folder.path}")
+            return error.exit_code if isinstance(error, Interrupted) else 1
     for grid in grids:
         console.print(as_table(grid))
     return 0
 
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does: the trial is marked, and its servers are stopped in order."""
-
-    def interrupt(*_: object) -> None:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _complain(text: str) -> None:
+    sys.stderr.write("moonshard experiment: " + text.replace("\n", "\n                      ") + "\n")
 
 
 def _summarised(path: Path) -> tuple[Grid, ...]:
@@ -126,7 +120,7 @@ def _summarised(path: Path) -> tuple[Grid, ...]:
     try:
         (path / "summary.md").write_text("\n\n".join(map(as_markdown, grids)) + "\n")
     except OSError as error:
-        raise RunIncomplete(f"{error.filename}: {error.strerror}") from error
+        raise RunIncomplete(f"{path / 'summary.md'}: {error.strerror}") from error
     return grids
 
 

@@ -6,8 +6,8 @@ Every fault is named at once, with its key. A point may set any key of `[server]
 
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +18,7 @@ from moonshard.experiments.lab.flat import Flat, below, flatten, overridden, unf
 from moonshard.experiments.lab.slo import Slo
 from moonshard.experiments.lab.sweep import expand, label
 from moonshard.experiments.workload.options import (
+    KINDS,
     PromptOptions,
     WorkloadOptions,
     check_workload,
@@ -95,29 +96,24 @@ def load_experiment(folder: Path, overrides: Sequence[str] = (), url: str | None
     except ValueError as error:
         raise ExperimentError(str(error)) from error
     listed = _listed(given.pop("points", []), faults)
-    sweep = below(given, "sweep")
-    faults += [
-        f"sweep.{key}: expected a list of values" for key, values in sweep.items() if not isinstance(values, list)
-    ]
-    top = {key: value for key, value in given.items() if "." not in key}
-    tables = {key.partition(".")[0] for key in given if "." in key}
-    faults += [unknown_key(table, TABLES) for table in sorted(tables.difference(TABLES))]
-    faults += [f"{key}: expected a table" for key in top if key in TABLES]
-    options = read_fields(RunOptions, {k: v for k, v in top.items() if k not in TABLES}, "", faults)
+    sweep = _sweep(given, faults)
+    faults += _table_faults(given)
+    top = {key: value for key, value in given.items() if "." not in key and key not in TABLES}
+    options = read_fields(RunOptions, top, "", faults)
     client = read_fields(ClientOptions, below(given, "client"), "client", faults)
     slo = read_fields(Slo, below(given, "slo"), "slo", faults)
-    faults += _misplaced({key for point in (sweep, *listed) for key in point}, url)
+    faults += _misplaced(sweep, listed, url)
     faults += [
         f"--set {text}: the sweep has it; set sweep.{text.partition('=')[0]}=[...]"
         for text in overrides
         if text.partition("=")[0].strip() in sweep
     ]
+    base = {key: value for key, value in given.items() if _is_of_points(key)}
+    shared = {"slo": asdict(slo or Slo()), "warmup_requests": (options or RunOptions()).warmup_requests}
+    points = _points(base, sweep, listed, shared, url, faults)
+    faults += _cache_faults(points, 1 if options is None else options.repeats, url)
     if faults or options is None or client is None or slo is None:
-        raise ExperimentError(*faults)
-    base = {key: value for key, value in given.items() if key == "cores" or key.startswith(POINT_TABLES)}
-    shared = {"slo": asdict(slo), "warmup_requests": options.warmup_requests}
-    points = _points(base, sweep, listed, shared, url)
-    _check_cache_finds_nothing(points, options.repeats, url)
+        raise ExperimentError(*dict.fromkeys(faults))
     if listed:
         given["points"] = listed
     return Experiment(name=folder.resolve().name, options=options, slo=slo, points=points, url=url, given=given)
@@ -156,44 +152,99 @@ def _listed(points: object, faults: list[str]) -> list[Flat]:
     return []
 
 
-def _misplaced(keys: set[str], url: str | None) -> list[str]:
-    """Faults of the keys that points set: those that none can set, and those that a running server does not follow."""
-    faults = [
-        f"sweep.{key}: points set keys of server and workload, such as server.decode.max_slots, of client, and cores"
-        for key in sorted(keys)
-        if key != "cores" and not key.startswith(POINT_TABLES)
-    ]
+def _sweep(given: Flat, faults: list[str]) -> Mapping[str, list[object]]:
+    """The values of each key that is swept."""
+    found: dict[str, list[object]] = {}
+    for key, values in below(given, "sweep").items():
+        if isinstance(values, list):
+            found[key] = values
+        else:
+            faults.append(f"sweep.{key}: expected a list of values")
+    return found
+
+
+def _table_faults(given: Flat) -> list[str]:
+    tables = {key.partition(".")[0] for key in given if "." in key}
+    faults = [unknown_key(table, TABLES) for table in sorted(tables.difference(TABLES))]
+    return faults + [f"{key}: expected a table" for key in given if key in TABLES]
+
+
+def _is_of_points(key: str) -> bool:
+    return key == "cores" or key.startswith(POINT_TABLES)
+
+
+def _misplaced(sweep: Collection[str], listed: Sequence[Flat], url: str | None) -> list[str]:
+    """Faults of the keys that points set: those that there are not, and those that a running server does not follow."""
+    places = {f"points.{key}": key for point in listed for key in point} | {f"sweep.{key}": key for key in sweep}
+    known = _point_keys()
+    faults = [_unknown(place, key, known) for place, key in sorted(places.items()) if key not in known]
     if url is not None:
-        own = sorted(key for key in keys if key == "cores" or key.startswith("server."))
+        own = sorted(key for key in set(places.values()) if key == "cores" or key.startswith("server."))
         faults += [f"--url: a server that runs already does not follow {key}" for key in own]
     return faults
 
 
+def _point_keys() -> frozenset[str]:
+    """What a point may set; of a workload the keys of every kind."""
+    kinds = [("client", ClientOptions), *(("workload", kind) for kind in KINDS.values())]
+    own = {f"{table}.{one.name}" for table, kind in kinds for one in fields(kind)}
+    return frozenset({"cores", *own, *(f"server.{key}" for key in all_keys())})
+
+
+def _unknown(place: str, key: str, known: Collection[str]) -> str:
+    """`place` is where the key was found, and ends with it."""
+    if not _is_of_points(key):
+        fits = "points set keys of server and workload, such as server.decode.max_slots, of client, and cores"
+        return f"{place}: {fits}"
+    table, _, name = key.partition(".")
+    return place.removesuffix(name) + unknown_key(name, sorted(below(dict.fromkeys(known), table)))
+
+
 def _points(
-    base: Flat, sweep: Flat, listed: Sequence[Flat], shared: Mapping[str, object], url: str | None
+    base: Flat,
+    sweep: Mapping[str, Sequence[object]],
+    listed: Sequence[Flat],
+    shared: Mapping[str, object],
+    url: str | None,
+    faults: list[str],
 ) -> list[Point]:
+    """Those that could be made. Swept keys that there are not are left out: they are faults already."""
     try:
-        expanded = expand(sweep, listed)  # pyright: ignore[reportArgumentType]  # its values are lists, as was checked
+        expanded = expand(sweep, listed)
     except ValueError as error:
-        raise ExperimentError(str(error)) from error
-    faults: list[str] = []
-    found = [_point(number, swept, base | swept, shared, url, faults) for number, swept in enumerate(expanded)]
-    points = [point for point in found if point is not None]
-    if faults:
-        raise ExperimentError(*dict.fromkeys(faults))
-    for options, max_context_tokens in {(p.workload, p.max_context_tokens): None for p in points}:
-        check_workload(options, max_context_tokens)
-    return points
+        faults.append(str(error))
+        return []
+    known = _point_keys()
+    told = [base | {key: value for key, value in swept.items() if key in known} for swept in expanded]
+    found = [
+        _point(number, swept, given, shared, url, faults)
+        for number, (swept, given) in enumerate(zip(expanded, told, strict=True))
+    ]
+    for options, max_context_tokens in dict.fromkeys(map(_workload_of, told, found)):
+        try:
+            if options is not None:
+                check_workload(options, max_context_tokens)
+        except ExperimentError as error:
+            faults += error.faults
+    return [point for point in found if point is not None]
 
 
-def _check_cache_finds_nothing(points: Sequence[Point], repeats: int, url: str | None) -> None:
+def _workload_of(given: Flat, point: Point | None) -> tuple[WorkloadOptions | None, int | None]:
+    """With the context that it has to fit into, where the point could be made."""
+    if point is not None:
+        return point.workload, point.max_context_tokens
+    return read_workload(below(given, "workload"), []), None
+
+
+def _cache_faults(points: Sequence[Point], repeats: int, url: str | None) -> list[str]:
     """A server that runs already keeps its cache, and real prompts are the same every time."""
     is_repeated = len(points) * repeats > 1 and any(isinstance(point.workload, PromptOptions) for point in points)
-    if url is not None and is_repeated:
-        raise ExperimentError(
-            "--url: the server keeps its cache, in which the prompts of a file are found again by every trial but the "
-            "first; ask for one point and repeats=1"
-        )
+    if url is None or not is_repeated:
+        return []
+    return [
+        "--url: the server keeps its cache, in which the prompts of a file are found again by every trial but the "
+        "first; ask for one point and repeats=1"
+    ]
 
 
 def _point(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+MAX_NAMED = 30  # keys in one message
+
 
 class ExperimentError(ValueError):
     """An experiment that cannot be run, or runs that cannot be read. `faults` names every fault."""
@@ -39,12 +41,14 @@ def read_fields[T](kind: type[T], given: Mapping[str, object], table: str, fault
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """What to say of it: the nearest known key, or all of them."""
+    """What to say of it: the nearest known key, or all of them; where there are many, what they begin with."""
     known = list(known)
     last = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=1) or [k for k in known if k.rpartition(".")[2] == last]
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-    return f"{key}: unknown key; {hint}"
+    if near:
+        return f"{key}: unknown key; did you mean {near[0]}?"
+    names = known if len(known) <= MAX_NAMED else dict.fromkeys(name.partition(".")[0] for name in known)
+    return f"{key}: unknown key; there are {', '.join(names)}"
 
 
 def _is_needed(field: Field[object]) -> bool:

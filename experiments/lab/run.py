@@ -5,12 +5,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
+from rich.text import Text
 
 from moonshard.experiments.bench.server import ServerFailed
 from moonshard.experiments.lab.experiment import Experiment
-from moonshard.experiments.lab.run_folder import RunFolder
+from moonshard.experiments.lab.run_folder import RunFolder, explained
 from moonshard.experiments.lab.sending import Sender
+from moonshard.experiments.lab.signals import held
 from moonshard.experiments.lab.sweep import Trial
 from moonshard.experiments.lab.trial import TrialFailed, TrialRecord, run_trial
 from moonshard.rpc.status import RequestError
@@ -32,17 +34,23 @@ def run_all(experiment: Experiment, folder: RunFolder, console: Console) -> None
     with _progress(console) as progress:
         bar = progress.add_task("", total=None)
         for number, trial in enumerate(left, start=num_trials - len(left) + 1):
-            title = f"{number}/{num_trials}: {experiment.points[trial.point].label}, repeat {trial.repeat + 1}"
-            progress.update(bar, description=f"{title}: starting", total=None, completed=0)
+            place = f"{number}/{num_trials}"
+            title = f"{experiment.points[trial.point].label}, repeat {trial.repeat + 1}"
+            progress.update(bar, description=f"{place}: starting: {title}", total=None, completed=0)
 
-            def tell(sender: Sender, title: str = title) -> None:
+            def tell(sender: Sender, place: str = place, title: str = title) -> None:
                 said = f"{sender.num_sent} sent, {sender.num_failed} failed, {sender.num_late} late"
                 done, total = len(sender.asked), sender.num_planned
-                progress.update(bar, description=f"{title}: {said}", total=total, completed=done)
+                progress.update(bar, description=f"{place}: {said}: {title}", total=total, completed=done)
 
             record = _run_one(experiment, folder, trial, tell)
-            said = f"{record.num_sent} requests, {record.num_failed} failed, {record.num_late} late"
-            progress.print(f"[dim]{title}: {said}, {record.wall_s:.1f} s[/dim]")
+            progress.print(Text(f"{place}: {title}: {_outcome(record)}", style="dim"), soft_wrap=True)
+
+
+def _outcome(record: TrialRecord) -> str:
+    said = f"{record.num_sent} requests, {record.num_failed} failed, {record.num_late} late"
+    cut = f", {record.num_clipped} cut to the context" if record.num_clipped else ""
+    return f"{said}{cut}, {record.wall_s:.1f} s"
 
 
 def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Callable[[Sender], None]) -> TrialRecord:
@@ -54,9 +62,10 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
                 raise TrialFailed(record.why_incomplete)
         return record
     except (ServerFailed, TrialFailed, RequestError, OSError) as error:
-        raise RunIncomplete(f"{trial.name}: {error}") from error
+        raise RunIncomplete(f"{trial.name}: {explained(error)}") from error
     finally:
-        _write(folder, trial)
+        with held():
+            _write(folder, trial)
 
 
 def _write(folder: RunFolder, trial: Trial) -> None:
@@ -66,7 +75,14 @@ def _write(folder: RunFolder, trial: Trial) -> None:
         raise RunIncomplete(f"{trial.name}: {folder.path}: {error.strerror}") from error
 
 
+class _Description(ProgressColumn):
+    """As much of it as fits on one line, and as it is: labels may hold what looks like markup."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
 def _progress(console: Console) -> AbstractContextManager[Progress]:
     """Drawn twice a second, by the process that sends: often would be in its own way."""
-    columns = (BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (BarColumn(bar_width=12), TimeElapsedColumn(), _Description())
     return Progress(*columns, console=console, refresh_per_second=2, transient=True, disable=not console.is_terminal)

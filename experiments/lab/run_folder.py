@@ -22,10 +22,12 @@ from moonshard.experiments.lab.experiment import Experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.flat import Flat
 from moonshard.experiments.lab.schema import VERSION
+from moonshard.experiments.lab.signals import held
 from moonshard.experiments.lab.sweep import Trial, interleaved
 from moonshard.serving.trace.schema import VERSION as TRACE_VERSION
 
 State = Literal["pending", "done", "incomplete"]
+KILLED = "its runner was killed"
 MACHINE = ("cpu", "cores", "memory_gib")  # what of a machine two measurements have to share
 
 
@@ -79,7 +81,7 @@ class RunFolder:
 
     path: Path
     record: RunRecord
-    whys: dict[str, str] = field(default_factory=dict)  # of the trials that did not finish since this start
+    whys: dict[str, str] = field(default_factory=dict)  # of the trials that did not finish since the last start
 
     @property
     def id_prefix(self) -> str:
@@ -95,25 +97,31 @@ class RunFolder:
         """A new folder to write into, which counts when the block ends well; what was left of an earlier try goes."""
         part = self.path / f"{trial.name}.part"
         incomplete = part.with_suffix(".incomplete")
-        for old in (part, incomplete):
-            if old.exists():
-                shutil.rmtree(old)
-        part.mkdir()
         try:
+            for old in (part, incomplete):
+                if old.exists():
+                    shutil.rmtree(old)
+            part.mkdir()
             yield part
+            part.rename(self.path / trial.name)
         except BaseException as error:
-            with contextlib.suppress(OSError):  # a full disk is what is told of then, not its consequence
-                part.rename(incomplete)
-            self.whys[trial.name] = str(error) or type(error).__name__
+            with held():
+                self.whys[trial.name] = explained(error)
+                with contextlib.suppress(OSError):  # a full disk is what is told of then, not its consequence
+                    part.rename(incomplete)
             raise
-        part.rename(self.path / trial.name)
 
     def write(self) -> None:
         """run.json as it is now: all of it, or nothing and OSError."""
         self.record = _told(self.record, self.path, self.whys)
         temporary = self.path / "run.json.part"
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self.record), indent=1) + b"\n")
-        temporary.rename(self.path / "run.json")
+        try:
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self.record), indent=1) + b"\n")
+            temporary.rename(self.path / "run.json")
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
 
 
 @contextlib.contextmanager
@@ -135,12 +143,15 @@ def new_run(out: Path, experiment: Experiment) -> Iterator[RunFolder]:
         ],
     )
     folder = RunFolder(path, replace(record, starts=[_this_start()]))
-    try:
+    with _writing(f"--out {out}"):
         path.mkdir(parents=True)
-        folder.write()
-    except OSError as error:
-        raise ExperimentError(f"--out {out}: {error.filename}: {error.strerror}") from error
     with _locked(path):
+        try:
+            with _writing(f"--out {out}"):
+                folder.write()
+        except ExperimentError:
+            shutil.rmtree(path, ignore_errors=True)  # nobody can go on with it
+            raise
         yield folder
 
 
@@ -150,18 +161,39 @@ def resumed_run(path: Path, experiment: Experiment) -> Iterator[RunFolder]:
 
     ExperimentError where there is none, or it is another experiment's, or another machine's, or runs now.
     """
-    record = read_run(path)
-    start = _this_start()
-    _check_same(path, record, experiment, start)
+    read_run(path)  # where there is none, it says so
     with _locked(path):
+        record = read_run(path)  # as whoever ran it left it
+        start = _this_start()
+        _check_same(path, record, experiment, start)
         folder = RunFolder(path, record)
-        if folder.left():
+        left = folder.left()
+        if left:
             folder.record = replace(record, starts=[*record.starts, start])
-        try:
+        folder.whys = {trial.name: KILLED for trial in left if (path / f"{trial.name}.part").is_dir()}
+        with _writing(f"--resume {path}"):
             folder.write()
-        except OSError as error:
-            raise ExperimentError(f"--resume {path}: {error.strerror}") from error
         yield folder
+
+
+def explained(error: BaseException) -> str:
+    """What ended something, in a line for people."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
+
+
+def code_changes(starts: Sequence[Start]) -> list[str]:
+    """What is not the same in all of them: the commit, and versions of packages."""
+    told = [{"commit": start.commit} | start.versions for start in starts]
+    found = []
+    for name in sorted({name for one in told for name in one}, key=lambda name: (name != "commit", name)):
+        values = dict.fromkeys(one.get(name, "none") for one in told)
+        if len(values) > 1:
+            found.append(f"{name} {', then '.join(values)}")
+    return found
 
 
 def read_run(path: Path) -> RunRecord:
@@ -250,6 +282,7 @@ def _this_start() -> Start:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """ExperimentError where another process has it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -259,3 +292,12 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _writing(option: str) -> Iterator[None]:
+    """ExperimentError for what cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ExperimentError(f"{option}: {explained(error)}") from error

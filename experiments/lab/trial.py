@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +18,7 @@ from moonshard.experiments.lab.asking import COMPLETED, ClientRequest
 from moonshard.experiments.lab.experiment import ClientOptions, Experiment
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS, VERSION
 from moonshard.experiments.lab.sending import Sender
+from moonshard.experiments.lab.signals import run_interruptibly
 from moonshard.experiments.lab.sweep import Trial
 from moonshard.experiments.lab.target import SERVER, Target, death, last_look, target_of
 from moonshard.experiments.workload.blocks import BlockPrompt
@@ -28,6 +30,9 @@ from moonshard.serving.trace.origin import this_process
 from moonshard.serving.trace.parts import PartsError, encode_part, read_table, write_part
 from moonshard.serving.trace.schema import REQUESTS, STEPS, Table, Value
 from moonshard.serving.trace.timeline import timeline
+
+if TYPE_CHECKING:
+    import polars as pl
 
 WARMUP_SEED = 1 << 32  # beyond those of workloads: no prompt of a warm-up begins like one that is measured
 MAX_WARMUP_TOKENS = 16
@@ -71,12 +76,12 @@ def run_trial(
 
     Raises:
         ServerFailed: it did not start. WorkloadError: the workload does not fit the model. TrialFailed: the warm-up
-        failed, or the server's recording cannot be read. RequestError: the server does not tell its model. OSError: the
-        folder cannot be written.
+        failed, or the server's recording cannot be read, or lacks requests. RequestError: the server does not tell its
+        model. OSError: the folder cannot be written.
     """
     point = experiment.points[trial.point]
     with target_of(point, experiment.url, folder, environment) as target:
-        record, asked, warmup = asyncio.run(measure(experiment, trial, id_prefix, target, tell))
+        record, asked, warmup = run_interruptibly(measure(experiment, trial, id_prefix, target, tell))
     asked = sorted(asked, key=lambda one: one.request_index)
     _write(folder / "warmup.parquet", CLIENT_REQUESTS, [one.row() for one in warmup])
     _write(folder / "requests.parquet", CLIENT_REQUESTS, [one.row() for one in asked])
@@ -84,7 +89,11 @@ def run_trial(
         _write(folder / "tokens.parquet", CLIENT_TOKENS, [row for one in asked for row in one.token_rows()])
     (folder / "trial.json").write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
     if (folder / SERVER).is_dir():
-        _draw(folder)
+        requests, steps = _recorded(folder / SERVER)
+        drawn = timeline(requests.iter_rows(named=True), steps.iter_rows(named=True))
+        (folder / "timeline.json").write_bytes(msgspec.json.encode(drawn) + b"\n")
+        if record.why_incomplete is None:
+            _check_recorded(asked, requests)
     return record
 
 
@@ -203,14 +212,20 @@ def offered_per_s(workload: Workload) -> float | None:
     return (len(times) - 1) / (max(times) - min(times))
 
 
-def _draw(folder: Path) -> None:
-    """What the server of the trial recorded, all of it, when nothing is measured any more."""
+def _recorded(folder: Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
+    """Requests and steps of the server of the trial, all of them, when nothing is measured any more."""
     try:
-        requests, steps = (read_table(folder / SERVER, table) for table in (REQUESTS, STEPS))
+        return read_table(folder, REQUESTS), read_table(folder, STEPS)
     except PartsError as error:
         raise TrialFailed(str(error)) from error
-    drawn = timeline(requests.iter_rows(named=True), steps.iter_rows(named=True))
-    (folder / "timeline.json").write_bytes(msgspec.json.encode(drawn) + b"\n")
+
+
+def _check_recorded(asked: Sequence[ClientRequest], recorded: "pl.DataFrame") -> None:
+    """A server goes on where its disk takes nothing more; what it lost is then missing here."""
+    known = set(recorded["request_id"])
+    num_lost = sum(one.outcome == COMPLETED and one.request_id not in known for one in asked)
+    if num_lost:
+        raise TrialFailed(f"the server's recording lacks {num_lost} of {len(asked)} requests: see its logs")
 
 
 def _write(path: Path, table: Table, rows: Sequence[Mapping[str, Value]]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from moonshard.experiments.bench.grid import Grid, number
 from moonshard.experiments.lab.fields import ExperimentError, read_fields
 from moonshard.experiments.lab.flat import below
+from moonshard.experiments.lab.run_folder import code_changes
 from moonshard.experiments.lab.slo import Slo
 from moonshard.experiments.reading.frames import RunFrames
 from moonshard.experiments.reading.summary import PointSummary, goodputs, point_summary
@@ -38,6 +39,7 @@ def run_grids(run: RunFrames) -> tuple[Grid, Grid]:
     notes = [f"SLO: {', '.join(bounds) or 'none: to complete is enough'}."]
     notes += [_goodput_note(rest, rate, slo) for rest, rate in goodputs(found, slo.attainment).items()]
     notes += [f"{one.label}: {clipped(one.num_clipped)}." for _, one in found if one.num_clipped]
+    notes += [f"Measured with more than one code: {change}." for change in code_changes(run.record.starts)]
     loads = tuple(_load_row(one) for _, one in found)
     latencies = tuple(row for _, one in found for row in _latency_rows(one))
     return (
@@ -47,7 +49,7 @@ def run_grids(run: RunFrames) -> tuple[Grid, Grid]:
 
 
 def clipped(num_requests: int) -> str:
-    return f"{num_requests:,} requests were cut to the context"
+    return f"{num_requests:,} {'request was' if num_requests == 1 else 'requests were'} cut to the context"
 
 
 def slo_of(run: RunFrames) -> Slo:

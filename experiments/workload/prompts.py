@@ -36,15 +36,21 @@ def read_prompts(path: Path) -> list[PromptLine]:
     """One JSON object a line: `prompt` (text or token ids) or `messages`, `max_tokens`, and `at_s` or none.
 
     Raises:
-        WorkloadError: naming the line and what is wrong with it; OSError for a file that cannot be read.
+        WorkloadError: naming the line and what is wrong with it, also where its time is before that of one above it;
+        OSError for a file that cannot be read.
     """
     found: list[PromptLine] = []
+    latest_s = 0.0
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 found.append(_line(number, json.loads(line)))
+                if (at_s := found[-1].at_s) is not None:
+                    if at_s < latest_s:
+                        raise ValueError(f"at_s {at_s:g} after a later one")
+                    latest_s = at_s
             except (ValueError, RecursionError) as error:
                 raise WorkloadError(f"{path}, line {number}: {error}") from error
     return found

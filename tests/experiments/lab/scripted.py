@@ -1,9 +1,11 @@
 """A gateway that answers by a script: how many requests are there at once is known, and one length is refused."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from threading import Thread
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
@@ -55,5 +57,27 @@ async def listening(scripted: Scripted) -> AsyncIterator[str]:
     add = partial(add_InferenceServicer_to_server, scripted)
     server = build_server(host="127.0.0.1", port=0, add_servicers=[add], service_names=[])
     await server.start()
+    await server.set_serving(True)
     yield f"127.0.0.1:{server.port}"
     await server.stop(0)
+
+
+@contextmanager
+def listening_aside(scripted: Scripted) -> Iterator[str]:
+    """host:port of it during the block, on an event loop in a thread of its own: the block may be without one."""
+    told: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def listen() -> None:
+        closed = asyncio.Event()
+        async with listening(scripted) as address:
+            told.set_result((address, asyncio.get_running_loop(), closed))
+            await closed.wait()
+
+    thread = Thread(target=asyncio.run, args=(listen(),))
+    thread.start()
+    address, loop, closed = told.result()
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(closed.set)
+        thread.join()

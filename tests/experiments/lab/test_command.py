@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
 import pytest
 
-from moonshard.experiments.bench.deployment import deployed
+from moonshard.experiments.bench.deployment import STOP_TIMEOUT_S, deployed
 from moonshard.experiments.lab.experiment import load_experiment
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS
 from moonshard.experiments.reading.frames import load_run
@@ -26,9 +26,11 @@ PROGRAM = (
     "import sys, tyro; from moonshard.experiments.lab.command import experiment; "
     "sys.exit(tyro.cli(experiment, args=sys.argv[1:]))"
 )
+NUM_WARMUP = 2
+SLOW_PER_S = 4  # of the second point, whose trial so takes seconds
 CONFIG = f"""
 repeats = 2
-warmup_requests = 2
+warmup_requests = {NUM_WARMUP}
 [server]
 mode = "aggregated"
 model.path = "{MODEL}"
@@ -36,6 +38,7 @@ model.max_context_tokens = 128
 kv = {{ num_blocks = 64, block_size = 16 }}
 prefill.chunk_tokens = 32
 decode.max_slots = 2
+trace.max_rows = 1
 [workload]
 kind = "fixed"
 prompt_tokens = 20
@@ -45,7 +48,7 @@ rate_per_s = 50
 [slo]
 ttft_ms = 10_000
 [sweep]
-workload.rate_per_s = [50, 100]
+workload.rate_per_s = [50, {SLOW_PER_S}]
 """
 EXIT_TIMEOUT_S = 30.0
 PATIENCE_S = 120.0
@@ -100,48 +103,92 @@ def the_run(out: Path) -> Path:
     return run
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_runner_that_is_ended_ends_its_servers_and_goes_on_at_the_next_point(number: signal.Signals, tmp_path: Path):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+def test_a_runner_that_is_ended_while_it_sends_ends_its_servers_and_goes_on_at_the_next_point(
+    number: signal.Signals, code: int, tmp_path: Path
+):
     folder, out = experiment_folder(tmp_path), tmp_path / "results"
     with runner("run", folder, "--out", out) as process:
-        assert process.stdout is not None
-        assert any(line.startswith("1/4: ") for line in process.stdout), process.communicate()
-        run = the_run(out)
-        second = run / "point-001-repeat-0.part"
-        servers = serving_below(second)
+        servers = serving_below(out / "mini", "point-001-repeat-0.part", num_requests=NUM_WARMUP + 1)
         assert sorted(servers.values()) == ["gateway", "worker"]
         process.send_signal(number)
         _, errors = process.communicate()
+    run = the_run(out)
+    assert process.returncode == code
     assert all_end(list(servers))
     assert not started(run)
-    if number != signal.SIGKILL:
-        assert process.returncode == 130
-        assert errors == f"moonshard experiment: incomplete: interrupted\ngo on with: --resume {run}\n"
-        told = json.loads((run / "run.json").read_text())
+    told = json.loads((run / "run.json").read_text())
+    if number == signal.SIGKILL:
+        assert (run / "point-001-repeat-0.part").is_dir()
+    else:
+        assert errors == interrupted(run)
         assert [trial["state"] for trial in told["trials"]] == ["done", "incomplete", "pending", "pending"]
+        assert told["trials"][1]["why"] == "interrupted"
     done = [path.name for path in run.iterdir() if re.fullmatch(r"point-\d+-repeat-\d", path.name)]
     assert done == ["point-000-repeat-0"]
-    before = (run / "point-000-repeat-0" / "trial.json").stat().st_mtime_ns
+    before = {path: path.read_bytes() for path in (run / "point-000-repeat-0").rglob("*") if path.is_file()}
 
     with runner("run", folder, "--out", out, "--resume", run.name) as process:
         said, errors = process.communicate()
     assert process.returncode == 0, errors
     assert [line[:4] for line in said.splitlines() if re.match(r"\d/4: ", line)] == ["2/4:", "3/4:", "4/4:"]
-    assert (run / "point-000-repeat-0" / "trial.json").stat().st_mtime_ns == before
+    assert {path: path.read_bytes() for path in before} == before
     check_run(run)
     if number == signal.SIGKILL:
         check_comparison(run, tmp_path / "differences.json")
 
 
-def serving_below(part: Path) -> dict[int, str]:
-    """Gateway and worker of the trial that is being written, once both run."""
+def interrupted(run: Path) -> str:
+    """What is said of it."""
+    return f"moonshard experiment: incomplete: interrupted\n                      go on with: --resume {run}\n"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_a_runner_that_is_ended_while_its_first_server_starts_leaves_none(
+    number: signal.Signals, code: int, tmp_path: Path
+):
+    folder, out = experiment_folder(tmp_path), tmp_path / "results"
+    with runner("run", folder, "--out", out) as process:
+        servers = serving_below(out / "mini", "point-000-repeat-0.part", num_processes=1)
+        process.send_signal(number)
+        _, errors = process.communicate()
+    assert process.returncode == code
+    assert all_end(list(servers))
+    assert not started(out)
+    assert errors == ("" if number == signal.SIGKILL else interrupted(the_run(out)))
+
+
+@pytest.mark.timeout(300)
+def test_a_second_interrupt_waits_for_no_server_that_does_not_end(tmp_path: Path):
+    folder, out = experiment_folder(tmp_path), tmp_path / "results"
+    slowly = f"sweep.workload.rate_per_s=[{SLOW_PER_S}]"
+    with runner("run", folder, "--out", out, "--set", slowly) as process:
+        servers = serving_below(out / "mini", "point-000-repeat-0.part", num_requests=NUM_WARMUP + 1)
+        by_name = {name: pid for pid, name in servers.items()}
+        os.kill(by_name["worker"], signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        assert all_end([by_name["gateway"]])
+        begun_s = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert time.monotonic() - begun_s < STOP_TIMEOUT_S / 2
+    assert (process.returncode, errors) == (130, interrupted(the_run(out)))
+    assert all_end(list(servers))
+    assert json.loads((the_run(out) / "run.json").read_text())["trials"][0]["why"] == "interrupted"
+
+
+def serving_below(runs: Path, trial: str, *, num_processes: int = 2, num_requests: int = 0) -> dict[int, str]:
+    """The processes of the trial that is being written, once there are so many, and so many requests have ended."""
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
-        if part.is_dir() and len(found := started(part)) == 2:
-            return found
+        for part in runs.glob(f"*/{trial}"):
+            found = started(part)
+            if len(found) >= num_processes and len(list(part.glob("server/requests/*.parquet"))) >= num_requests:
+                return found
         time.sleep(0.02)  # they are the runner's children, which tells nobody else
-    raise TimeoutError(f"nothing serves below {part}")
+    raise TimeoutError(f"nothing serves below {runs}/*/{trial}")
 
 
 def check_run(run: Path) -> None:
@@ -152,7 +199,7 @@ def check_run(run: Path) -> None:
         f"point-00{point}-repeat-{repeat}" for repeat in (0, 1) for point in (0, 1)
     ]
     assert {trial["state"] for trial in told["trials"]} == {point["state"] for point in told["points"]} == {"done"}
-    assert [point["settings"]["workload.rate_per_s"] for point in told["points"]] == [50, 100]
+    assert [point["settings"]["workload.rate_per_s"] for point in told["points"]] == [50, SLOW_PER_S]
     assert told["points"][0]["settings"]["server.decode.max_slots"] == 2
     assert len(told["starts"]) == 2
     for start in told["starts"]:
@@ -184,7 +231,7 @@ def check_trial(folder: Path) -> None:
     assert (client["late_ns"] == client["sent_ns"] - client["intended_ns"]).all()
     assert (client["late_ns"] > -1_000_000).all()
     assert record["num_late"] == client.filter(pl.col("late_ns") > 5_000_000).height
-    assert pl.read_parquet(folder / "warmup.parquet").height == 2
+    assert pl.read_parquet(folder / "warmup.parquet").height == NUM_WARMUP
 
     names = {"trial.json", "requests.parquet", "tokens.parquet", "warmup.parquet", "server", "logs", "timeline.json"}
     assert {path.name for path in folder.iterdir()} == names
@@ -195,7 +242,7 @@ def check_trial(folder: Path) -> None:
     assert {f"request {name}" for name in client["request_id"]} <= set(begun)
 
     server = read_table(folder / "server", REQUESTS)
-    assert server.height == 12
+    assert server.height == NUM_WARMUP + 10
     both = client.join(server, on="request_id", suffix="_server")
     assert both.height == 10
     assert (both["clock"] == both["clock_server"]).all()
@@ -213,31 +260,35 @@ def check_comparison(run: Path, out: Path) -> None:
     assert process.returncode == 0, errors
     assert {one["difference"] for one in json.loads(out.read_text())} == {0}
     assert "goodput" not in said
-    with runner("compare", run, run, "--a", "workload.rate_per_s=50", "--b", "workload.rate_per_s=100") as process:
+    with runner(
+        "compare", run, run, "--a", "workload.rate_per_s=50", "--b", f"workload.rate_per_s={SLOW_PER_S}"
+    ) as process:
         said, errors = process.communicate()
     assert process.returncode == 0, errors
     assert "not paired by request" in said
 
 
 @pytest.mark.timeout(600)
-def test_a_server_that_dies_ends_the_run_with_what_it_has(tmp_path: Path):
+@pytest.mark.parametrize(("victim", "name"), [("worker", "worker 0"), ("gateway", "gateway")])
+def test_a_server_that_dies_ends_the_run_with_what_it_has(victim: str, name: str, tmp_path: Path):
     folder, out = experiment_folder(tmp_path), tmp_path / "results"
     workload = ("workload.num_requests=2000", "workload.output_tokens=64")
-    settings = ("warmup_requests=0", "server.trace.max_rows=1", *workload)
-    sets = [part for setting in settings for part in ("--set", setting)]
+    sets = [part for setting in ("warmup_requests=0", *workload) for part in ("--set", setting)]
     with runner("run", folder, "--out", out, *sets) as process:
-        first = next(recorded(out))
-        (victim,) = [pid for pid, command in started(the_run(out)).items() if command == "worker"]
-        os.kill(victim, signal.SIGKILL)
+        servers = serving_below(out / "mini", "point-000-repeat-0.part", num_requests=1)
+        os.kill(next(pid for pid, command in servers.items() if command == victim), signal.SIGKILL)
         _, errors = process.communicate()
-    assert first.suffix == ".parquet"
-    assert process.returncode == 1
-    assert "incomplete: point-000-repeat-0: worker 0 ended with code -9" in errors
     run = the_run(out)
+    why = f"{name} ended with code -9"
+    assert process.returncode == 1
+    assert errors.splitlines() == [
+        f"moonshard experiment: incomplete: point-000-repeat-0: {why}",
+        f"                      go on with: --resume {run}",
+    ]
     told = json.loads((run / "run.json").read_text())
     assert told["state"] == told["points"][0]["state"] == "incomplete"
     assert [trial["state"] for trial in told["trials"]] == ["incomplete", "pending", "pending", "pending"]
-    assert told["trials"][0]["why"] == "worker 0 ended with code -9"
+    assert told["trials"][0]["why"] == why
     left = run / "point-000-repeat-0.incomplete"
     record = json.loads((left / "trial.json").read_text())
     rows = pl.read_parquet(left / "requests.parquet")
@@ -245,7 +296,8 @@ def test_a_server_that_dies_ends_the_run_with_what_it_has(tmp_path: Path):
     failed = rows.filter(pl.col("outcome") != "completed")
     assert failed.height == record["num_failed"] > 0
     assert failed["error"].null_count() == 0
-    assert all_end(list(started(run)))
+    assert all_end(list(servers))
+    assert not started(run)
 
 
 @pytest.mark.timeout(300)
@@ -271,12 +323,3 @@ def test_a_server_that_runs_already_is_measured_over_grpc_and_missed_when_it_is_
         _, errors = process.communicate()
     assert process.returncode == 1
     assert "incomplete: point-000-repeat-0: " in errors
-
-
-def recorded(out: Path) -> Iterator[Path]:
-    """Files of the gateway's requests as they come: they are written by another process, which tells nobody."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        yield from out.glob("mini/*/*.part/server/requests/*.parquet")
-        time.sleep(0.05)
-    raise TimeoutError("no request came")

@@ -105,8 +105,15 @@ def test_paths_are_beside_the_file_and_those_of_the_command_line_beside_the_call
         ("workload.rate=1", "workload.rate: unknown key; did you mean workload.rate_per_s?"),
         ("workload.prompt_tokens=x", "workload.prompt_tokens: expected `int`, got 'x'"),
         ("workload.kind=fixd", "workload.kind: expected one of trace, fixed, mixed, sessions, prompts, got 'fixd'"),
-        ("sweep.server.decode.max_slot=[1]", "[server] decode.max_slot: unknown key; did you mean decode.max_slots?"),
-        ("sweep.workload.rat_per_s=[1]", "workload.rat_per_s: unknown key; did you mean workload.rate_per_s?"),
+        (
+            "sweep.server.decode.max_slot=[1]",
+            "sweep.server.decode.max_slot: unknown key; did you mean decode.max_slots?",
+        ),
+        ("sweep.workload.rat_per_s=[1]", "sweep.workload.rat_per_s: unknown key; did you mean rate_per_s?"),
+        ("sweep.workload.num_sessions=[1]", "workload.num_sessions: unknown key; did you mean workload.num_clients?"),
+        ("sweep.server.zzz=[1]", "sweep.server.zzz: unknown key; there are decode, gateway, "),
+        ("points=[{server={mod=1}}]", "points.server.mod: unknown key; did you mean mode?"),
+        ("sweep.workload.rate_per_s=[]", "sweep.workload.rate_per_s: no values"),
         ("sweep.workload.rate_per_s=1", "sweep.workload.rate_per_s: expected a list of values"),
         ("sweep.repeats=[1]", "sweep.repeats: points set keys of server and workload"),
         ("sweep.decode.max_slots=[1]", "sweep.decode.max_slots: points set keys of server and workload"),
@@ -124,11 +131,38 @@ def test_mistakes_are_named_with_the_key_that_may_have_been_meant(tmp_path: Path
     assert not (tmp_path / "results").exists()
 
 
-def test_every_mistake_is_named_at_once(tmp_path: Path):
-    text = "repeat = 1\n" + BASE + "[slo]\nttft = 1\n[client]\nlate = 3\n"
+def test_every_mistake_is_named_at_once_and_once(tmp_path: Path):
+    (tmp_path / "trace.jsonl").write_text("{")
+    text = f"""
+repeat = 1
+[server]
+model.path = "{MODEL}"
+prefill.chunk_token = 3
+[workload]
+kind = "trace"
+path = "trace.jsonl"
+[slo]
+ttft = 1
+[client]
+late = 3
+[sweep]
+server.decode.max_slot = [1, 2]
+server.decode.max_slots = [0, 4]
+workload.seed = 3
+"""
     with pytest.raises(ExperimentError) as refused:
         load_experiment(folder(tmp_path, text))
-    assert len(refused.value.faults) == 3
+    assert sorted(fault.partition(": ")[0] for fault in refused.value.faults) == [
+        "[server] decode.max_slots",
+        "[server] prefill.chunk_token",
+        "client.late",
+        "repeat",
+        "slo.ttft",
+        "sweep.server.decode.max_slot",
+        "sweep.workload.seed",
+        "workload",
+    ]
+    assert f"workload: {tmp_path}/trace.jsonl, line 1: " in str(refused.value)
 
 
 def test_what_a_workload_needs_is_asked_for(tmp_path: Path):

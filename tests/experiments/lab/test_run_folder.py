@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from moonshard.experiments.bench.machine import describe_machine
+from moonshard.experiments.lab import run_folder
 from moonshard.experiments.lab.command import Run, experiment
 from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.run import RunIncomplete, run_all
-from moonshard.experiments.lab.run_folder import new_run, read_run, resumed_run
+from moonshard.experiments.lab.run_folder import KILLED, RunRecord, code_changes, new_run, read_run, resumed_run
 from moonshard.experiments.lab.sweep import interleaved
 from moonshard.experiments.lab.trial import TrialFailed
 from tests.experiments.lab.test_experiment import BASE, folder
+from tests.experiments.reading.made_up import made_up_run
 
 SWEEP = BASE + "[sweep]\nworkload.rate_per_s = [1, 2]\n"
 
@@ -130,6 +132,66 @@ def test_a_run_does_not_go_on_on_another_machine(asked: Experiment, tmp_path: Pa
         pass
     assert len(refused.value.faults) == 1
     assert "machine.cpu was " in refused.value.faults[0]
+
+
+def test_a_run_that_goes_on_with_other_code_names_what_changed(asked: Experiment, tmp_path: Path, monkeypatch):
+    with new_run(tmp_path, asked) as run:
+        (before,) = run.record.starts
+        assert code_changes(run.record.starts) == []
+    for name, value in (("commit", "other"), ("versions", before.versions | {"jax": "0"})):
+        monkeypatch.setattr(f"moonshard.experiments.lab.run_folder.describe_{name}", lambda value=value: value)
+    with resumed_run(run.path, asked) as run:
+        assert code_changes(run.record.starts) == [
+            f"commit {before.commit}, then other",
+            f"jax {before.versions['jax']}, then 0",
+        ]
+
+
+def test_a_run_whose_code_changed_says_so_also_in_its_summary(tmp_path: Path, capsys):
+    path = made_up_run(tmp_path)
+    told = json.loads((path / "run.json").read_text())
+    told["starts"].append(told["starts"][0] | {"commit": "other"})
+    (path / "run.json").write_text(json.dumps(told))
+    assert experiment(Run(folder=tmp_path / "made_up", out=tmp_path / "results", resume=Path(path.name))) == 0
+    change = f"commit {told['starts'][0]['commit']}, then other"
+    assert f"not all of this run is measured with the same code: {change}\n" in capsys.readouterr().err
+    assert f"Measured with more than one code: {change}." in (path / "summary.md").read_text()
+
+
+def test_a_summary_that_cannot_be_written_is_said(tmp_path: Path, capsys):
+    path = made_up_run(tmp_path)
+    (path / "summary.md").mkdir()
+    assert experiment(Run(folder=tmp_path / "made_up", out=tmp_path / "results", resume=path)) == 1
+    assert f"incomplete: {path}/summary.md: Is a directory\n" in capsys.readouterr().err
+
+
+def test_a_runner_that_was_killed_is_told_of_when_its_run_goes_on(asked: Experiment, tmp_path: Path):
+    with new_run(tmp_path, asked) as run:
+        first, second = run.left()[:2]
+        with run.trial(first):
+            pass
+        (run.path / f"{second.name}.part").mkdir()
+    with resumed_run(run.path, asked):
+        told = {trial.name: (trial.state, trial.why) for trial in read_run(run.path).trials}
+    assert (told[first.name], told[second.name]) == (("done", None), ("incomplete", KILLED))
+
+
+def test_what_another_process_has_added_meanwhile_is_kept(asked: Experiment, tmp_path: Path, monkeypatch):
+    """It has run, and ended, between the look at the folder and its lock."""
+    with new_run(tmp_path, asked) as run:
+        pass
+    own_read, others = run_folder.read_run, [run.path]
+
+    def read_late(path: Path) -> RunRecord:
+        found = own_read(path)
+        if others:
+            with resumed_run(others.pop(), asked):
+                pass
+        return found
+
+    monkeypatch.setattr(run_folder, "read_run", read_late)
+    with resumed_run(run.path, asked) as run:
+        assert len(run.record.starts) == 3
 
 
 @pytest.mark.parametrize("is_told", [True, False])

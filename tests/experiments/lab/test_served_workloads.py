@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from moonshard.experiments.lab.command import Run, experiment
+from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.reading.child import run_experiment
 from moonshard.experiments.reading.run_tables import load_runs
 
@@ -21,6 +22,13 @@ model.max_context_tokens = 128
 kv = {{ num_blocks = 64, block_size = 16 }}
 prefill.chunk_tokens = 32
 """
+FIXED = """
+[workload]
+kind = "fixed"
+prompt_tokens = 20
+output_tokens = 4
+num_requests = 4
+"""
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
@@ -32,18 +40,28 @@ def requests_of(tmp_path: Path, workload: str, lines: Sequence[object]) -> pl.Da
 
 
 @pytest.mark.timeout(300)
-def test_blocks_of_equal_number_are_found_in_the_cache(tmp_path: Path):
-    """Two blocks of 512 tokens, of which the first is the same in the first two; 32 tokens each after scaling."""
-    blocks = ([0, 1], [0, 2], [3, 4], [0, 1])
+def test_blocks_of_equal_number_are_found_in_the_cache_where_all_before_them_are_equal_too(tmp_path: Path):
+    """A block of 512 tokens becomes one of 32 here, which the server keeps as two of its own."""
+    prompts = {
+        "new": ([0, 1], 1024),
+        "begins alike": ([0, 2], 1024),
+        "has nothing in common": ([3, 4], 1024),
+        "is the same": ([0, 1], 1024),
+        "has a known block elsewhere": ([3, 0], 1024),
+        "has a known block behind a new one": ([5, 0], 1024),
+        "is the beginning of one": ([0], 256),
+        "is longer": ([0, 1, 6], 1104),
+    }
     lines = [
-        {"timestamp": 2500 * n, "input_length": 1024, "output_length": 64, "hash_ids": own}
-        for n, own in enumerate(blocks)
+        {"timestamp": 1500 * n, "input_length": size, "output_length": 64, "hash_ids": blocks}
+        for n, (blocks, size) in enumerate(prompts.values())
     ]
     found = requests_of(tmp_path, 'kind = "trace"\nlength_scale = 0.0625\n', lines)
     assert set(found["outcome"]) == {"completed"}
-    assert found["prompt_tokens"].to_list() == [64] * 4
-    assert found["completion_tokens"].to_list() == [4] * 4
-    assert found["cached_tokens"].to_list() == [0, 32, 0, 63]
+    assert found["prompt_tokens"].to_list() == [size // 16 for _, size in prompts.values()]
+    assert found["completion_tokens"].to_list() == [4] * len(lines)
+    cached = dict(zip(prompts, found["cached_tokens"], strict=True))
+    assert cached == dict(zip(prompts, [0, 32, 0, 63, 32, 0, 15, 64], strict=True))
 
 
 @pytest.mark.timeout(300)
@@ -68,3 +86,13 @@ def test_ids_that_the_served_model_has_not_are_refused_with_their_line(tmp_path:
     (tmp_path / "lines.jsonl").write_text('{"prompt": [1], "max_tokens": 1}\n{"prompt": [999999], "max_tokens": 1}')
     assert experiment(Run(folder=tmp_path, out=tmp_path / "results")) == 2
     assert "lines.jsonl, line 2: id 999999 of a model that has" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_whose_server_lost_what_it_recorded_is_not_done(tmp_path: Path):
+    """It may keep one file of one row, as if its disk had taken no more."""
+    (tmp_path / "config.toml").write_text(f"{SERVER}trace = {{ max_rows = 1, max_bytes = 1 }}\n{FIXED}")
+    with pytest.raises(ExperimentError, match="point-000-repeat-0: the server's recording lacks 3 of 4 requests: see"):
+        run_experiment(tmp_path, out=tmp_path / "results")
+    (run,) = (tmp_path / "results" / tmp_path.name).iterdir()
+    assert (run / "point-000-repeat-0.incomplete" / "requests.parquet").is_file()

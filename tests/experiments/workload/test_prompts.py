@@ -39,6 +39,14 @@ def test_lines_come_at_their_times_or_one_after_another(tmp_path: Path):
     assert made(tmp_path, {"prompt": [1], "max_tokens": 1, "at_s": 1.5}).requests[0].at_s == 1.5
 
 
+def test_times_that_go_back_are_refused_with_their_line(tmp_path: Path):
+    times = [{"at_s": 2}, {}, {"at_s": 2}, {"at_s": 1.5}]
+    lines = [{"prompt": [1], "max_tokens": 1, **at} for at in times]
+    assert len(made(tmp_path, *lines[:3]).requests) == 3
+    with pytest.raises(WorkloadError, match=r"prompts\.jsonl, line 4: at_s 1\.5 after a later one"):
+        made(tmp_path, *lines)
+
+
 def test_words_become_the_models_tokens(tmp_path: Path):
     lines = [{"prompt": "three little words", "max_tokens": 2}, {"messages": CHAT, "max_tokens": 1}]
     text, chat = made(tmp_path, *lines, tokenize=words).requests
