@@ -18,7 +18,9 @@ from moonshard.experiments.lab.flat import Flat, below, flatten, overridden, unf
 from moonshard.experiments.lab.slo import Slo
 from moonshard.experiments.lab.sweep import expand, label
 from moonshard.experiments.workload.options import (
+    FixedOptions,
     PromptOptions,
+    RelativeOptions,
     WorkloadOptions,
     check_workload,
     digest_of,
@@ -118,6 +120,7 @@ def load_experiment(folder: Path, overrides: Sequence[str] = (), url: str | None
     shared = {"slo": asdict(slo), "warmup_requests": options.warmup_requests}
     points = _points(base, sweep, listed, shared, url)
     _check_cache_finds_nothing(points, options.repeats, url)
+    _check_capacity_is_measured(points)
     if listed:
         given["points"] = listed
     return Experiment(name=folder.resolve().name, options=options, slo=slo, points=points, url=url, given=given)
@@ -193,6 +196,17 @@ def _check_cache_finds_nothing(points: Sequence[Point], repeats: int, url: str |
         raise ExperimentError(
             "--url: the server keeps its cache, in which the prompts of a file are found again by every trial but the "
             "first; ask for one point and repeats=1"
+        )
+
+
+def _check_capacity_is_measured(points: Sequence[Point]) -> None:
+    """Loads that are told by a capacity need a closed loop before them."""
+    first = points[0].workload
+    is_closed = isinstance(first, FixedOptions) and first.rate_per_s is None
+    if not is_closed and any(isinstance(point.workload, RelativeOptions) for point in points):
+        raise ExperimentError(
+            f"workload.kind relative: loads are told by what the first point gets done; {points[0].label} has to be of "
+            "kind fixed, with workload.num_clients and without workload.rate_per_s"
         )
 
 

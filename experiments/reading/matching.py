@@ -119,10 +119,14 @@ def _machine_differences(a: RunRecord, b: RunRecord, declared: Collection[str]) 
 
 
 def _pair(a: PointRecord, b: PointRecord, swept: Collection[str], *, may_pair: bool) -> Pair:
-    """The name says what both set, where both are the same point of a sweep."""
+    """The name says what both set, where both are the same point of a sweep.
+
+    Requests of a load that is told by a capacity come at another rate in each run.
+    """
     common = {key: a.settings.get(key) for key in sorted(swept)}
     keys = [key for key in {*a.settings, *b.settings} - WHEREABOUTS if key.startswith("workload.")]
     is_same = all(a.settings.get(key) == b.settings.get(key) for key in keys)
+    may_pair &= a.settings.get("workload.kind") != "relative"
     return Pair(label=label(common), a=a, b=b, is_paired=is_same and may_pair)
 
 
