@@ -1,4 +1,4 @@
-"""The study's bar: where the aggregated baseline has lost its SLO, gaps between tokens are so much shorter apart. Pure."""
+"""The study's bar: where the aggregated baseline has lost its SLO, gaps between tokens are shorter apart. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def said(loads: Sequence[Load], attainment: float) -> str:
     first = min(lost, key=lambda load: load.rate_per_s)
     verdict = judged(first.times_better, at_least=MIN_TIMES_BETTER)
     return (
-        f"The baseline loses its SLO at {first.rate_per_s:g} requests/s: {first.attained:.0%} of the requests of its best "
-        f"arm ({first.baseline}) keep to it. Its p90 of gaps is {told(first.times_better)} times as long as apart. "
-        f"The bar of {MIN_TIMES_BETTER:g}: {verdict}."
+        f"The baseline loses its SLO at {first.rate_per_s:g} requests/s: {first.attained:.0%} of the requests of its "
+        f"best arm ({first.baseline}) keep to it. Its p90 of gaps is {told(first.times_better)} times as long as "
+        f"apart. The bar of {MIN_TIMES_BETTER:g}: {verdict}."
     )
