@@ -22,9 +22,14 @@ def share_of_peak(rates: Mapping[float, Sequence[float]]) -> tuple[float, Interv
 
 
 def said(arm: str, good: pl.DataFrame, load: str) -> str:
-    """Of an arm, whose trials are the rows of `good`: `repeat`, `value`, and the load in the column of that name."""
-    by_load = good.sort(load, "repeat").group_by(load, maintain_order=True).agg("value")
-    rates: dict[float, list[float]] = dict(by_load.iter_rows())
+    """Of an arm, whose trials are the rows of `good`: `repeat`, `value`, and the load in the column of that name.
+
+    Repeats that lack a load, as the last one of a run that was broken off, are left out.
+    """
+    whole = good.filter(pl.len().over("repeat") == good[load].n_unique()).sort(load, "repeat")
+    if whole.is_empty():
+        return f"{arm}: no repeat has all of the loads."
+    rates: dict[float, list[float]] = dict(whole.group_by(load, maintain_order=True).agg("value").iter_rows())
     peak, share = share_of_peak(rates)
     found = f"{arm}: at {max(rates):g} times the capacity {told(share)} of the peak, which is at {peak:g} times."
     if max(rates) < AT_LOAD:

@@ -24,17 +24,17 @@ def asked(tmp_path: Path) -> Experiment:
     return load_experiment(folder(tmp_path, SHARED + CLOSED + RELATIVE))
 
 
-def write_first_point(run: Path, repeat: int, ttfts_ms: list[float | None], wall_s: float) -> None:
+def write_first_point(run: Path, repeat: int, *, num_sent: int, num_failed: int, wall_s: float) -> None:
     trial = run / Trial(repeat=repeat, point=0).name
     trial.mkdir()
-    record = replace(trial_frames(ttfts_ms).record, wall_s=wall_s)
+    record = replace(trial_frames([1.0]).record, num_sent=num_sent, num_failed=num_failed, wall_s=wall_s)
     (trial / "trial.json").write_bytes(msgspec.json.encode(record))
 
 
 def test_a_rate_is_that_many_times_what_completed_a_second_in_the_same_repeat(tmp_path: Path):
     experiment = asked(tmp_path)
-    write_first_point(tmp_path, 0, [1.0, 2.0, None], wall_s=4.0)
-    write_first_point(tmp_path, 1, [1.0, 2.0, 3.0], wall_s=1.0)
+    write_first_point(tmp_path, 0, num_sent=3, num_failed=1, wall_s=4.0)
+    write_first_point(tmp_path, 1, num_sent=3, num_failed=0, wall_s=1.0)
     for repeat, rate_per_s in ((0, 1.5), (1, 9.0)):
         told = with_rate(experiment, Trial(repeat=repeat, point=1), tmp_path).points[1].workload
         assert isinstance(told, FixedOptions)
@@ -43,7 +43,7 @@ def test_a_rate_is_that_many_times_what_completed_a_second_in_the_same_repeat(tm
 
 
 def test_where_nothing_was_got_done_there_is_no_rate(tmp_path: Path):
-    write_first_point(tmp_path, 0, [None, None], wall_s=4.0)
+    write_first_point(tmp_path, 0, num_sent=2, num_failed=2, wall_s=4.0)
     with pytest.raises(TrialFailed, match="point-000-repeat-0 got nothing done"):
         with_rate(asked(tmp_path), Trial(repeat=0, point=1), tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -57,3 +57,5 @@ def test_the_bar_of_overload_is_for_three_times_the_capacity(highest: float, goo
     found = said_of_overload("refuses", trials, "load")
     assert expected in found
     assert ("not judged" in found) == (highest < 3)
+    assert said_of_overload("refuses", trials.filter(~((pl.col("load") == 1) & (pl.col("repeat") == 2))), "load") != found
+    assert "no repeat has all" in said_of_overload("refuses", trials.clear(), "load")

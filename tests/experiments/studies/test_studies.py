@@ -64,7 +64,6 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
             *(*SMALL, "server.kv.block_size=16", "server.prefill.chunk_tokens=32"),
             *("workload.prompt_tokens=40", "workload.output_tokens=8"),
             "points=[{workload={kind='fixed', num_clients=2, num_requests=10}}, "
-            "{workload={kind='relative', times_capacity=0.5, lasts_s=0.3}}, "
             "{workload={kind='relative', times_capacity=3.0, lasts_s=0.3}}]",
         ),
         {"good_requests", "refusals", "steps"},
@@ -185,11 +184,11 @@ def test_loads_are_multiples_of_what_the_closed_loop_of_the_run_got_done(run_of:
     capacity_per_s = first.num_sent / first.wall_s
     assert run.record.points[0].swept["server.routing.ttft_slo_s"] == 600
     loads = [(point, point.swept.get("workload.times_capacity")) for point in run.record.points]
-    assert [load for _, load in loads] == [None, None, 0.5, 0.5, 3.0, 3.0]
-    for point, load in loads[2:]:
+    assert [load for _, load in loads] == [None, None, 3.0, 3.0]
+    for point, _ in loads[2:]:
         sent = run.trials[point.number, 0].record.workload
-        assert sent["rate_per_s"] == pytest.approx(load * capacity_per_s)
-        assert sent["num_requests"] == max(1, round(load * capacity_per_s * 0.3))
+        assert sent["rate_per_s"] == pytest.approx(3 * capacity_per_s)
+        assert sent["num_requests"] == max(1, round(3 * capacity_per_s * 0.3))
 
 
 @pytest.mark.timeout(600)
