@@ -70,8 +70,8 @@ study.save_figure(figure, "jitter")
 # %% [markdown]
 # ## The best size
 #
-# The one with the most good requests a second. Sizes that the repeats do not tell from it are tied with it, and of these
-# the one with the lowest p90 of the streams' gaps is the best.
+# The one with the most good requests a second. Sizes that the repeats do not tell from it are tied with it, and of
+# these the one with the lowest p90 of the streams' gaps is the best.
 
 # %%
 best_table(trial_rates(tables, "good requests/s"), gaps, ["run"], CHUNK).drop("run")

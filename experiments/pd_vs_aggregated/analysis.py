@@ -46,8 +46,7 @@ provenance(study.run)
 # %% [markdown]
 # ## By arm and rate
 #
-# An arm is an arrangement with its chunk size. It has lost its SLO where less than the attainment that is asked for, 90%,
-# of its requests keep to it.
+# An arm is an arrangement with its chunk size. It has lost its SLO where less than 90% of its requests keep to it.
 
 # %%
 arm = pl.when(pl.col("server.mode") == "disaggregated").then(pl.lit("apart"))
@@ -66,7 +65,9 @@ def wide(table: pl.DataFrame, name: str) -> pl.DataFrame:
     return named.pivot("name", index=keys, values="ms")
 
 
-table = attained.select(*keys, pl.col("value").alias("SLO attainment"), (pl.col("value") < ATTAINMENT).alias("SLO lost"))
+table = attained.select(
+    *keys, pl.col("value").alias("SLO attainment"), (pl.col("value") < ATTAINMENT).alias("SLO lost")
+)
 table.join(wide(gaps, "ITL"), on=keys).join(wide(ttft, "TTFT"), on=keys)
 
 # %% [markdown]
@@ -120,8 +121,8 @@ moved.unpivot(PARTS, index=RATE, variable_name="part", value_name="ms").group_by
 # ## The baseline at its best
 #
 # At each rate the aggregated arm that keeps most requests within the SLO. Arms that the repeats do not tell from it are
-# tied with it, and of these the best is the one with the lowest p90 of gaps. `times better` is its p90 by that of prefill
-# and decode apart, repeat by repeat, with a 95% interval.
+# tied with it, and of these the best is the one with the lowest p90 of gaps. `times better` is its p90 by that of
+# prefill and decode apart, repeat by repeat, with a 95% interval.
 
 # %%
 is_both = pl.col("arm") != "apart"

@@ -72,8 +72,8 @@ study.save_figure(figure, "splits")
 # %% [markdown]
 # ## The best split here
 #
-# The one with the most good requests a second. Splits that the repeats do not tell from it are tied with it, and of these
-# the one with the lowest p90 of gaps is the best.
+# The one with the most good requests a second. Splits that the repeats do not tell from it are tied with it, and of
+# these the one with the lowest p90 of gaps is the best.
 
 # %%
 good = trial_rates(tables, "good requests/s").with_columns(split, shape)

@@ -40,7 +40,7 @@ def draw_intervals(axes: Axes, table: pl.DataFrame, x: str, by: str, value: str 
 
 
 def draw_by_kind(axes: Axes, table: pl.DataFrame, x: str, by: str, value: str = "ms", *, linestyle: str = "-") -> None:
-    """`value` over what the column `x` names, in the order of the rows: a line for each value of `by`, with intervals."""
+    """`value` over the names in the column `x`, in the order of the rows: a line with intervals for each of `by`."""
     for index, ((name,), own) in enumerate(table.group_by(by, maintain_order=True)):
         bounds = own.select("low", "high").fill_null(float("nan")).to_numpy().T
         axes.errorbar(
