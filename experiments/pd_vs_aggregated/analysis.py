@@ -56,7 +56,7 @@ ttft = percentile_table(tables, "ttft").with_columns(arm)
 handoffs = percentile_table(tables, "handoff_gap").with_columns(arm)
 attained = rate_table(tables, "SLO attainment").with_columns(arm)
 keys = [RATE, "arm"]
-ATTAINMENT = float(str(study.run.record.points[0].settings["slo.attainment"]))
+ATTAINMENT = study.slo.attainment
 
 
 def wide(table: pl.DataFrame, name: str) -> pl.DataFrame:

@@ -15,8 +15,10 @@ from matplotlib.figure import Figure
 
 from moonshard.experiments.bench.machine import ROOT
 from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.slo import Slo
 from moonshard.experiments.reading.frames import RunFrames
 from moonshard.experiments.reading.plots import draw_fit, draw_residuals
+from moonshard.experiments.reading.report import slo_of
 from moonshard.experiments.reading.run_tables import RunTables, load_runs
 from moonshard.experiments.reading.step_fit import Kind, StepFit, fit_step_model, fit_table
 from moonshard.experiments.reading.step_model import StepModel
@@ -35,6 +37,10 @@ class Study:
     @property
     def run(self) -> RunFrames:
         return self.tables.runs[0]
+
+    @property
+    def slo(self) -> Slo:
+        return slo_of(self.run)
 
     def save_figure(self, figure: Figure, name: str) -> Path:
         """As NAME.png, with what it was measured on below. OSError where that cannot be written."""

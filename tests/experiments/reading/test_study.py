@@ -36,6 +36,7 @@ def test_a_study_reads_the_newest_run_or_the_one_that_is_named(tmp_path: Path):
     study = load_study("mini", {}, root=tmp_path)
     assert study.run.path == runs[1]
     assert study.pictures == tmp_path / "experiments" / "mini"
+    assert (study.slo.ttft_ms, study.slo.attainment) == (1, 0.9)
     named = load_study("mini", {"MOONSHARD_RUN": str(runs[0]), "MOONSHARD_PICTURES": str(tmp_path / "p")})
     assert named.run.path == runs[0]
     path = named.save_figure(Figure(layout="constrained"), "empty")
