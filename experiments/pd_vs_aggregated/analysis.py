@@ -86,9 +86,9 @@ pl.concat([table.with_columns(pl.lit(name).alias("of")) for name, table in (("IT
 # %%
 figure, panels = plt.subplots(3, 3, figsize=(13, 10), layout="constrained")
 for column, percentile in enumerate(("p50", "p90", "p99")):
-    for row, (said, table) in enumerate((("gap between tokens", gaps), ("TTFT", ttft))):
+    for row, (name, table) in enumerate((("gap between tokens", gaps), ("TTFT", ttft))):
         draw_intervals(panels[row, column], table.filter(percentile=percentile), RATE, "arm")
-        panels[row, column].set(yscale="log", ylabel=f"{said}, {percentile}, ms")
+        panels[row, column].set(yscale="log", ylabel=f"{name}, {percentile}, ms")
 draw_intervals(panels[2, 0], attained, RATE, "arm", "value")
 panels[2, 0].set(ylabel="SLO attainment", ylim=(0, 1.02))
 draw_intervals(panels[2, 1], handoffs, RATE, "percentile")
