@@ -26,6 +26,7 @@ from moonshard.experiments.reading.plots import (
     draw_gaps_over_time,
     draw_intervals,
     gaps_over_time,
+    use_log_scale,
 )
 from moonshard.experiments.reading.run_tables import RunTables, load_runs
 from moonshard.experiments.reading.step_fit import StepFit, fit_step_model, fit_steps, fit_table, predicted_ms
@@ -77,4 +78,5 @@ __all__ = [
     "start_server",
     "timing_of",
     "trial_rates",
+    "use_log_scale",
 ]

@@ -31,6 +31,7 @@ from moonshard.experiments.analysis import (
     provenance,
     rate_table,
     trial_rates,
+    use_log_scale,
 )
 
 study = load_study("chunking", os.environ)
@@ -55,7 +56,8 @@ ttft.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_repea
 # %%
 figure, (jitter, first, good) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
 draw_intervals(jitter, gaps, CHUNK, "percentile")
-jitter.set(yscale="log", ylabel="gap between tokens of streams, ms")
+use_log_scale(jitter, "y")
+jitter.set(ylabel="gap between tokens of streams, ms")
 draw_intervals(first, ttft, CHUNK, "percentile")
 first.set(ylabel="TTFT of long prompts, ms", ylim=(0, None))
 draw_intervals(good, rate_table(tables, "SLO attainment"), CHUNK, "rate", "value")

@@ -32,6 +32,7 @@ from moonshard.experiments.analysis import (
     provenance,
     rate_table,
     trial_rates,
+    use_log_scale,
 )
 from moonshard.experiments.overload.bar import said
 
@@ -85,7 +86,8 @@ figure, (rate, first) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained"
 draw_intervals(rate, good, LOAD, "arm", "value")
 rate.set(xlabel="offered load, times the capacity", ylabel="good requests/s", ylim=(0, None))
 draw_intervals(first, ttft, LOAD, "arm")
-first.set(xlabel="offered load, times the capacity", ylabel="TTFT of what completed, p90, ms", yscale="log")
+first.set(xlabel="offered load, times the capacity", ylabel="TTFT of what completed, p90, ms")
+use_log_scale(first, "y")
 study.save_figure(figure, "good_requests")
 
 # %%

@@ -34,6 +34,7 @@ from moonshard.experiments.analysis import (
     provenance,
     rate_table,
     trial_rates,
+    use_log_scale,
 )
 from moonshard.experiments.pd_vs_aggregated.bar import Load, said
 from moonshard.experiments.reading.intervals import Interval
@@ -68,7 +69,7 @@ def wide(table: pl.DataFrame, name: str) -> pl.DataFrame:
 table = attained.select(
     *keys, pl.col("value").alias("SLO attainment"), (pl.col("value") < ATTAINMENT).alias("SLO lost")
 )
-table.join(wide(gaps, "ITL"), on=keys).join(wide(ttft, "TTFT"), on=keys)
+table.join(wide(gaps, "ITL"), on=keys).join(wide(ttft, "TTFT"), on=keys).sort(RATE, maintain_order=True)
 
 # %% [markdown]
 # The same with 95% intervals over the repeats.
@@ -88,7 +89,8 @@ figure, panels = plt.subplots(3, 3, figsize=(13, 10), layout="constrained")
 for column, percentile in enumerate(("p50", "p90", "p99")):
     for row, (name, table) in enumerate((("gap between tokens", gaps), ("TTFT", ttft))):
         draw_intervals(panels[row, column], table.filter(percentile=percentile), RATE, "arm")
-        panels[row, column].set(yscale="log", ylabel=f"{name}, {percentile}, ms")
+        use_log_scale(panels[row, column], "y")
+        panels[row, column].set(ylabel=f"{name}, {percentile}, ms")
 draw_intervals(panels[2, 0], attained, RATE, "arm", "value")
 panels[2, 0].set(ylabel="SLO attainment", ylim=(0, 1.02))
 draw_intervals(panels[2, 1], handoffs, RATE, "percentile")

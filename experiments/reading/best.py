@@ -60,7 +60,7 @@ def _row(load: Mapping[str, object], rates: pl.DataFrame, p90: pl.DataFrame, arm
         "best": best.name,
         rates["rate"][0]: best.mean,
         "ITL p90, ms": None if best.gap_ms == inf else best.gap_ms,
-        "tied with": ", ".join(other.name for other in tied) or None,
+        "tied with": "; ".join(other.name for other in tied) or None,
     }
 
 

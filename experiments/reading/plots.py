@@ -1,10 +1,13 @@
 """The pictures that studies share, on axes that are given or in a figure of their own, which the notebook saves."""
 
+from typing import Literal
+
 import matplotlib.pyplot as plt
 import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
 from moonshard.experiments.reading.colours import COLOURS, colour, dashes, marker
 from moonshard.experiments.reading.run_tables import RunTables
@@ -12,6 +15,16 @@ from moonshard.experiments.reading.step_fit import StepFit
 
 NS_PER_S = 1e9
 PREFILL_COLOUR = COLOURS[1]
+PLAIN = StrMethodFormatter("{x:,g}")
+
+
+def use_log_scale(axes: Axes, *names: Literal["x", "y"]) -> None:
+    """With plain numbers at its ticks, and between decades too where it spans few of them."""
+    for name in names:
+        axes.set(**{f"{name}scale": "log"})
+        axis = axes.xaxis if name == "x" else axes.yaxis
+        axis.set_major_formatter(PLAIN)
+        axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
 
 
 def draw_cdf(axes: Axes, latencies: pl.DataFrame, by: str = "label") -> None:
@@ -20,7 +33,8 @@ def draw_cdf(axes: Axes, latencies: pl.DataFrame, by: str = "label") -> None:
         ms = own["ms"].sort().to_numpy()
         share = np.arange(1, len(ms) + 1) / len(ms)
         axes.step(ms, share, where="post", label=str(name), color=colour(index), linestyle=dashes(index))
-    axes.set(xscale="log", xlabel="ms", ylabel="share", ylim=(0, 1))
+    use_log_scale(axes, "x")
+    axes.set(xlabel="ms", ylabel="share", ylim=(0, 1))
     axes.grid(alpha=0.3)
     if latencies.height:
         axes.legend(fontsize="small")
@@ -63,6 +77,7 @@ def gaps_over_time(tables: RunTables, trials: pl.DataFrame) -> Figure:
     for axes, (run, point, repeat, name) in zip(panels[:, 0], trials.iter_rows(), strict=True):
         draw_gaps_over_time(axes, tables, run, point, repeat)
         axes.set_title(str(name))
+        axes.label_outer()
     return figure
 
 
@@ -81,7 +96,8 @@ def draw_gaps_over_time(axes: Axes, tables: RunTables, run: str, point: int, rep
     axes.scatter(at_s, gaps["gap_ms"], s=4, alpha=0.5, linewidths=0, color=COLOURS[0])
     for begin_s, end_s in _prefills_s(requests, steps, start_ns):
         axes.axvspan(begin_s, end_s, ymax=0.04, color=PREFILL_COLOUR, linewidth=0.5)
-    axes.set(yscale="log", xlabel="time since the first request, s", ylabel="gap between tokens, ms")
+    use_log_scale(axes, "y")
+    axes.set(xlabel="time since the first request, s", ylabel="gap between tokens, ms")
     axes.grid(alpha=0.3)
 
 
@@ -100,7 +116,8 @@ def draw_fit(axes: Axes, fit: StepFit) -> None:
     axes.plot(ends, ends, color="0.5", linewidth=0.8)
     axes.scatter(fit.measured_ms, fit.predicted_ms, s=5, alpha=0.4, linewidths=0, color=COLOURS[0])
     said = f"{fit.kind}: median error {fit.median_error:.0%}, p90 {fit.p90_error:.0%}"
-    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", title=said)
+    use_log_scale(axes, "x", "y")
+    axes.set(xlabel="measured, ms", ylabel="predicted, ms", title=said)
     axes.grid(alpha=0.3)
 
 
@@ -109,6 +126,8 @@ def draw_residuals(axes: Axes, fit: StepFit) -> None:
     longer = 100 * (fit.measured_ms / fit.predicted_ms - 1)
     axes.axhline(0, color="0.5", linewidth=0.8)
     axes.scatter(fit.predicted_ms, longer, s=5, alpha=0.4, linewidths=0, color=COLOURS[0])
-    axes.set(xscale="log", xlabel="predicted, ms", ylabel="measured less predicted, %")
+    use_log_scale(axes, "x")
     axes.set_yscale("symlog", linthresh=10)  # a step that waited takes several times as long
+    axes.yaxis.set_major_formatter(PLAIN)
+    axes.set(xlabel="predicted, ms", ylabel="measured less predicted, %")
     axes.grid(alpha=0.3)
