@@ -95,6 +95,11 @@ draw_intervals(panels[2, 0], attained, RATE, "arm", "value")
 panels[2, 0].set(ylabel="SLO attainment", ylim=(0, 1.02))
 draw_intervals(panels[2, 1], handoffs, RATE, "percentile")
 panels[2, 1].set(ylabel="first to second token of a handoff, ms")
+for axes in panels.flat[:7]:
+    axes.get_legend().remove()
+for axes in panels.flat[:8]:
+    axes.set(xlabel="offered, requests/s")
+panels[2, 2].legend(*panels[0, 0].get_legend_handles_labels(), loc="center", title="arm, in the first seven panels")
 panels[2, 2].set_axis_off()
 study.save_figure(figure, "over_load")
 

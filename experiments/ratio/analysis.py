@@ -66,7 +66,7 @@ figure, panels = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
 for axes, (said, table, value) in zip(panels, PANELS, strict=True):
     draw_by_kind(axes, table, "prefill:decode", "requests", value)
     axes.set(xlabel="prefill : decode workers", ylabel=said, ylim=(0, None))
-panels[0].legend(fontsize="small")
+figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
 study.save_figure(figure, "splits")
 
 # %% [markdown]

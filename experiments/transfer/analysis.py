@@ -71,7 +71,7 @@ handoff_gaps.drop("point")
 # The first point of the sweep is the base; each panel has the points that differ from it in that key alone.
 
 # %%
-UNITS = dict(zip(KNOBS, ("chunk, tokens", "transport", "block, tokens", "slab, bytes"), strict=True))
+UNITS = dict(zip(KNOBS, ("chunk, tokens", "transport", "block, tokens", "slab, MiB"), strict=True))
 base = parts.select(KNOBS).row(0, named=True)
 figure, panels = plt.subplots(1, len(KNOBS), figsize=(14, 4), sharey=True, layout="constrained")
 for axes, knob in zip(panels, KNOBS, strict=True):
@@ -79,11 +79,12 @@ for axes, knob in zip(panels, KNOBS, strict=True):
     for table, column, style in ((exposed, "exposed_ms", "-"), (handoff_gaps, "handoff_gap_ms", "--")):
         said = pl.format(f"{{}} tokens: {column.removesuffix('_ms').replace('_', ' ')}", PROMPT).alias("said")
         own = table.filter(is_own).sort(PROMPT, knob).with_columns(said)
+        if knob.endswith("_bytes"):
+            own = own.with_columns((pl.col(knob) / 2**20).round(1))
         draw_by_kind(axes, own, knob, "said", column, linestyle=style)
     axes.set(xlabel=UNITS[knob], ylim=(0, None))
-    axes.tick_params(axis="x", rotation=20)
 panels[0].set_ylabel("ms, median with 95% interval")
-panels[0].legend(fontsize="small")
+figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
 study.save_figure(figure, "exposed")
 
 # %% [markdown]
