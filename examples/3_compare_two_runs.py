@@ -61,11 +61,10 @@ apart = run_experiment(folder, "server.mode=disaggregated")
 # ## What changed
 #
 # From A, together, to B, apart, with 95% intervals over the repeats. What differs between two runs has to be named, or
-# they are not compared. `compared.rows` is the same as a frame.
+# they are not compared. `compare_runs(...).rows` is the same as a frame.
 
 # %%
-compared = compare_runs(together, apart, despite=["server.mode"])
-compared  # noqa: B018
+compare_runs(together, apart, despite=["server.mode"])
 
 # %% [markdown]
 # ## The gaps between tokens

@@ -9,10 +9,25 @@ A door to modules of `experiments.reading`, nothing of its own. It needs matplot
 """
 
 from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.reading.best import best_table
 from moonshard.experiments.reading.child import StartedServer, run_experiment, start_server
+from moonshard.experiments.reading.colours import colour
 from moonshard.experiments.reading.comparing import Comparison, compare_runs
-from moonshard.experiments.reading.interval_tables import median_table, offered_table, percentile_table, rate_table
-from moonshard.experiments.reading.plots import draw_cdf, draw_gaps_over_time, draw_intervals, gaps_over_time
+from moonshard.experiments.reading.interval_tables import (
+    median_table,
+    offered_table,
+    percentile_table,
+    rate_table,
+    trial_rates,
+)
+from moonshard.experiments.reading.plots import (
+    draw_by_kind,
+    draw_cdf,
+    draw_gaps_over_time,
+    draw_intervals,
+    gaps_over_time,
+    use_log_scale,
+)
 from moonshard.experiments.reading.run_tables import RunTables, load_runs
 from moonshard.experiments.reading.step_fit import StepFit, fit_step_model, fit_steps, fit_table, predicted_ms
 from moonshard.experiments.reading.step_model import StepModel, StepTimes
@@ -35,7 +50,10 @@ __all__ = [
     "StepModel",
     "StepTimes",
     "Study",
+    "best_table",
+    "colour",
     "compare_runs",
+    "draw_by_kind",
     "draw_cdf",
     "draw_gaps_over_time",
     "draw_intervals",
@@ -59,4 +77,6 @@ __all__ = [
     "slices",
     "start_server",
     "timing_of",
+    "trial_rates",
+    "use_log_scale",
 ]

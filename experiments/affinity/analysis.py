@@ -24,7 +24,7 @@ import polars as pl
 
 from moonshard.experiments.affinity.recorded import rounds_of
 from moonshard.experiments.affinity.report import grid_of
-from moonshard.experiments.analysis import draw_cdf, load_study, provenance
+from moonshard.experiments.analysis import colour, draw_cdf, load_study, provenance
 
 study = load_study("affinity", os.environ)
 tables = study.tables
@@ -51,9 +51,10 @@ for index, one in enumerate(rounds):
     shares = sorted(tokens / sum(one.computed_tokens.values()) for tokens in one.computed_tokens.values())
     left = 0.0
     for worker, share in enumerate(shares):
-        load.barh(index, share, left=left, color=f"C{worker}")
+        load.barh(index, share, left=left, color=colour(worker))
         left += share
 load.set_yticks(range(len(rounds)), [f"{one.arm}, repeat {one.number + 1}" for one in rounds])
+load.invert_yaxis()
 load.set(xlabel="share of the tokens computed, by prefill worker", xlim=(0, 1))
 study.save_figure(figure, "affinity")
 

@@ -23,12 +23,15 @@ import matplotlib.pyplot as plt
 import polars as pl
 
 from moonshard.experiments.analysis import (
+    best_table,
     draw_intervals,
     gaps_over_time,
     load_study,
     percentile_table,
     provenance,
     rate_table,
+    trial_rates,
+    use_log_scale,
 )
 
 study = load_study("chunking", os.environ)
@@ -45,26 +48,44 @@ provenance(study.run)
 is_stream = pl.col("max_tokens") > pl.col("planned_prompt_tokens")
 gaps = percentile_table(tables, "itl", where=is_stream)
 ttft = percentile_table(tables, "ttft", where=~is_stream)
-gaps.select(CHUNK, "percentile", "ms", "low", "high")
+gaps.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_repeats")
+
+# %%
+ttft.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_repeats")
 
 # %%
 figure, (jitter, first, good) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
 draw_intervals(jitter, gaps, CHUNK, "percentile")
-jitter.set(xscale="log", yscale="log", ylabel="gap between tokens of streams, ms")
+use_log_scale(jitter, "y")
+jitter.set(ylabel="gap between tokens of streams, ms")
 draw_intervals(first, ttft, CHUNK, "percentile")
-first.set(xscale="log", ylabel="TTFT of long prompts, ms", ylim=(0, None))
+first.set(ylabel="TTFT of long prompts, ms", ylim=(0, None))
 draw_intervals(good, rate_table(tables, "SLO attainment"), CHUNK, "rate", "value")
-good.set(xscale="log", ylabel="SLO attainment", ylim=(0, 1.02))
+good.set(ylabel="SLO attainment", ylim=(0, 1.02))
+sizes = sorted(gaps[CHUNK].unique())
+for axes in (jitter, first, good):
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
+    axes.set(xlabel="chunk, tokens")
 study.save_figure(figure, "jitter")
+
+# %% [markdown]
+# ## The best size
+#
+# The one with the most good requests a second. Sizes that the repeats do not tell from it are tied with it, and of
+# these the one with the lowest p90 of the streams' gaps is the best.
+
+# %%
+best_table(trial_rates(tables, "good requests/s"), gaps, ["run"], CHUNK).drop("run")
 
 # %% [markdown]
 # ## The same gaps over time
 #
-# Smallest and largest chunks. Each red mark is a prefill step.
+# Smallest and largest chunks. Each mark at the bottom is a prefill step, as long as it lasted.
 
 # %%
-sizes = tables.requests.select("run", "point", "repeat", CHUNK).unique().filter(pl.col("repeat") == 0).sort(CHUNK)
-ends = pl.concat([sizes.head(1), sizes.tail(1)]).unique(maintain_order=True)
+trials = tables.requests.select("run", "point", "repeat", CHUNK).unique().filter(pl.col("repeat") == 0).sort(CHUNK)
+ends = pl.concat([trials.head(1), trials.tail(1)]).unique(maintain_order=True)
 figure = gaps_over_time(tables, ends.with_columns(pl.format("chunks of at most {} tokens", CHUNK).alias(CHUNK)))
 study.save_figure(figure, "gaps_over_time")
 

@@ -19,7 +19,9 @@ from moonshard.experiments.lab.slo import Slo
 from moonshard.experiments.lab.sweep import expand, label
 from moonshard.experiments.workload.options import (
     KINDS,
+    FixedOptions,
     PromptOptions,
+    RelativeOptions,
     WorkloadOptions,
     check_workload,
     digest_of,
@@ -112,6 +114,7 @@ def load_experiment(folder: Path, overrides: Sequence[str] = (), url: str | None
     shared = {"slo": asdict(slo or Slo()), "warmup_requests": (options or RunOptions()).warmup_requests}
     points = _points(base, sweep, listed, shared, url, faults)
     faults += _cache_faults(points, 1 if options is None else options.repeats, url)
+    faults += _capacity_faults(points)
     if faults or options is None or client is None or slo is None:
         raise ExperimentError(*dict.fromkeys(faults))
     if listed:
@@ -244,6 +247,19 @@ def _cache_faults(points: Sequence[Point], repeats: int, url: str | None) -> lis
     return [
         "--url: the server keeps its cache, in which the prompts of a file are found again by every trial but the "
         "first; ask for one point and repeats=1"
+    ]
+
+
+def _capacity_faults(points: Sequence[Point]) -> list[str]:
+    """Loads that are told by a capacity need a closed loop before them."""
+    if not any(isinstance(point.workload, RelativeOptions) for point in points):
+        return []
+    first = points[0]
+    if isinstance(first.workload, FixedOptions) and first.workload.rate_per_s is None:
+        return []
+    return [
+        f"workload.kind relative: loads are told by what the first point gets done; {first.label} has to be of kind "
+        "fixed, with workload.num_clients and without workload.rate_per_s"
     ]
 
 

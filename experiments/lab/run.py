@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsed
 from rich.text import Text
 
 from moonshard.experiments.bench.server import ServerFailed
+from moonshard.experiments.lab.capacity import with_rate
 from moonshard.experiments.lab.experiment import Experiment
 from moonshard.experiments.lab.run_folder import RunFolder, explained
 from moonshard.experiments.lab.sending import Sender
@@ -57,7 +58,8 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
     """run.json tells of it however it ends, where it still can be written."""
     try:
         with folder.trial(trial) as part:
-            record = run_trial(experiment, trial, f"{folder.id_prefix}-{trial.name}", part, os.environ, tell)
+            told = with_rate(experiment, trial, folder.path)
+            record = run_trial(told, trial, f"{folder.id_prefix}-{trial.name}", part, os.environ, tell)
             if record.why_incomplete is not None:
                 raise TrialFailed(record.why_incomplete)
         return record

@@ -18,23 +18,31 @@
 
 # %%
 import os
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import polars as pl
 from IPython.display import display
 
 from moonshard.experiments.analysis import (
+    StepModel,
+    best_table,
+    draw_by_kind,
     load_study,
     percentile_table,
     pinned_step_model,
     predicted_ms,
     provenance,
     rate_table,
+    trial_rates,
 )
 
 study = load_study("ratio", os.environ)
 tables = study.tables
 provenance(study.run)
+
+# %% tags=["parameters"]
+STEP_TIMES = ""  # a file of times of steps; by default that of the first study with pinned workers that has one
 
 # %%
 PREFILLS, DECODES = "server.prefill.replicas", "server.decode.replicas"
@@ -42,7 +50,7 @@ split = pl.format("{}:{}", PREFILLS, DECODES).alias("prefill:decode")
 shape = pl.format("{} in, {} out", "workload.prompt_tokens", "workload.output_tokens").alias("requests")
 rates = rate_table(tables, "requests/s").with_columns(split, shape)
 ttft = percentile_table(tables, "ttft", {"p90": 0.9}).with_columns(split, shape)
-tpot = percentile_table(tables, "tpot", {"p90": 0.9}).with_columns(split, shape)
+gaps = percentile_table(tables, "itl", {"p90": 0.9}).with_columns(split, shape)
 rates.select("requests", "prefill:decode", "value", "low", "high", "num_repeats")
 
 # %% [markdown]
@@ -52,51 +60,62 @@ rates.select("requests", "prefill:decode", "value", "low", "high", "num_repeats"
 PANELS = (
     ("requests a second", rates, "value"),
     ("TTFT, p90, ms", ttft, "ms"),
-    ("time per output token, p90, ms", tpot, "ms"),
+    ("gap between tokens, p90, ms", gaps, "ms"),
 )
 figure, panels = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
 for axes, (said, table, value) in zip(panels, PANELS, strict=True):
-    for (requests,), own in table.group_by("requests", maintain_order=True):
-        bounds = own.select("low", "high").fill_null(float("nan")).to_numpy().T
-        errors = abs(bounds - own[value].to_numpy())
-        axes.errorbar(own["prefill:decode"], own[value], errors, marker="o", capsize=3, label=str(requests))
+    draw_by_kind(axes, table, "prefill:decode", "requests", value)
     axes.set(xlabel="prefill : decode workers", ylabel=said, ylim=(0, None))
-    axes.grid(alpha=0.3)
-panels[0].legend(fontsize="small")
+figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
 study.save_figure(figure, "splits")
+
+# %% [markdown]
+# ## The best split here
+#
+# The one with the most good requests a second. Splits that the repeats do not tell from it are tied with it, and of
+# these the one with the lowest p90 of gaps is the best.
+
+# %%
+good = trial_rates(tables, "good requests/s").with_columns(split, shape)
+best = best_table(good, gaps, ["requests"], "prefill:decode")
+best.sort("requests")
 
 # %% [markdown]
 # ## Which split devices of their own would ask for
 #
 # Steps that share a core wait for each other, and so what they took here is not what they cost. The times of steps come
 # from a study whose workers have a core each (`chunking` or `pd_vs_aggregated`), and are applied to the steps that
-# these workers launched. A pool is done no sooner than its work by its workers: the split whose slower pool is done
-# first is the prediction, beside the split that was best here. Moving KV is left out.
+# these workers launched: so many seconds of prefill and of decode does a request ask for. A pool gets no more requests
+# done than its workers have seconds for: the split whose slower pool gets most done is the prediction, beside the split
+# that was best here. Moving KV is left out.
 
 # %%
-model = pinned_step_model()
+model = StepModel.from_json(Path(STEP_TIMES).read_bytes()) if STEP_TIMES else pinned_step_model()
 if model is None:
     print("No times of steps on cores of their own yet: run the study chunking, and then this notebook again.")
 else:
     print(f"Times of steps: {model.source}")
     is_prefill = pl.col("kind") == "prefill"
     steps = predicted_ms(tables.steps, model).with_columns(split, shape)
-    demand = steps.group_by("requests", "prefill:decode", PREFILLS, DECODES, maintain_order=True).agg(
-        (pl.col("predicted_ms").filter(is_prefill).sum() / 1e3).alias("prefill, s"),
-        (pl.col("predicted_ms").filter(~is_prefill).sum() / 1e3).alias("decode, s"),
+    keys = ["requests", "prefill:decode"]
+    PREFILL, DECODE, PREDICTED = "prefill, s a request", "decode, s a request", "predicted, requests/s"
+    answered = tables.requests.filter(outcome="completed").with_columns(split, shape)
+    answered = answered.group_by(keys).agg(pl.len().alias("num"))
+    demand = steps.group_by(*keys, PREFILLS, DECODES, maintain_order=True).agg(
+        (pl.col("predicted_ms").filter(is_prefill).sum() / 1e3).alias(PREFILL),
+        (pl.col("predicted_ms").filter(~is_prefill).sum() / 1e3).alias(DECODE),
     )
-    slower = pl.max_horizontal(pl.col("prefill, s") / pl.col(PREFILLS), pl.col("decode, s") / pl.col(DECODES))
-    share = pl.col("prefill, s") / (pl.col("prefill, s") + pl.col("decode, s"))
-    demand = demand.with_columns(slower.alias("slower pool, s"), (4 * share).alias("workers that prefill is worth"))
-    measured = rates.select("requests", "prefill:decode", pl.col("value").alias("measured, requests/s"))
-    display(demand.drop(PREFILLS, DECODES).join(measured, on=("requests", "prefill:decode")))
-    predicted = demand.sort("slower pool, s").group_by("requests", maintain_order=True).first()
-    best = measured.sort("measured, requests/s", descending=True).group_by("requests", maintain_order=True).first()
-    display(
-        predicted.select("requests", pl.col("prefill:decode").alias("predicted best"))
-        .join(best.select("requests", pl.col("prefill:decode").alias("best here")), on="requests")
-        .sort("requests")
+    demand = demand.join(answered, on=keys).with_columns(pl.col(PREFILL, DECODE) / pl.col("num")).drop("num")
+    share = pl.col(PREFILL) / (pl.col(PREFILL) + pl.col(DECODE))
+    demand = demand.with_columns(
+        ((pl.col(PREFILLS) + pl.col(DECODES)) * share).alias("workers that prefill is worth"),
+        pl.min_horizontal(pl.col(PREFILLS) / pl.col(PREFILL), pl.col(DECODES) / pl.col(DECODE)).alias(PREDICTED),
     )
+    measured = rates.select(*keys, pl.col("value").alias("measured, requests/s"))
+    display(demand.drop(PREFILLS, DECODES).join(measured, on=keys).sort(keys))
+    predicted = demand.sort(PREDICTED, descending=True).group_by("requests", maintain_order=True).first()
+    predicted = predicted.select("requests", pl.col("prefill:decode").alias("predicted best"))
+    display(predicted.join(best.select("requests", pl.col("best").alias("best here"), "tied with"), on="requests"))
 
 # %% [markdown]
 # ## How long steps take

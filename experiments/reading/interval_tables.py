@@ -48,6 +48,17 @@ def rate_table(tables: RunTables, rate: Rate) -> pl.DataFrame:
     return pl.concat(found)
 
 
+def trial_rates(tables: RunTables, rate: Rate) -> pl.DataFrame:
+    """A row for each trial, with its `repeat`: the `value` that `rate_table` has the mean of."""
+    found = []
+    for point in tables.points():
+        of = rates(slo_of(point.run))[rate]
+        rows = [(rate, trial.record.repeat, of(trial)) for trial in point.trials]
+        schema = {"rate": pl.String(), "repeat": pl.Int64(), "value": pl.Float64()}
+        found.append(tables.tagged(pl.DataFrame(rows, schema=schema, orient="row"), point))
+    return pl.concat(found)
+
+
 def offered_table(tables: RunTables) -> pl.DataFrame:
     """A row for each open loop with the requests that it offered a second, the mean of its repeats."""
     found = []

@@ -12,6 +12,7 @@ from moonshard.experiments.lab.flat import Flat, overridden
 from moonshard.experiments.lab.run_folder import MACHINE, PointRecord, RunRecord
 from moonshard.experiments.lab.sweep import label
 
+MODEL = ("fingerprint", "dtype", "vocab_size", "max_context_tokens")  # what two models have to share
 # Keys that say where something is, and nothing of what it does.
 WHEREABOUTS = frozenset(
     {
@@ -63,9 +64,10 @@ def matched(a: RunRecord, b: RunRecord, of_a: Choice, of_b: Choice, despite: Col
     """In the order of A's points; those that only one run has are left out.
 
     Raises:
-        ExperimentError: no point is in both, two of one side are alike, or a difference that nobody has declared. Every
-        difference is named once.
+        ExperimentError: no point is in both, two of one side are alike, a difference that nobody has declared, or a
+        declared key that neither run has. Every difference is named once.
     """
+    _check_declared(despite, (a, b))
     declared = {*despite, *of_a.given, *of_b.given}
     swept = {key for record in (a, b) for point in record.points for key in point.swept} - declared
     by_key = [_by_key(side, of.of(side), swept, of.option) for side, of in ((a, of_a), (b, of_b))]
@@ -82,6 +84,14 @@ def matched(a: RunRecord, b: RunRecord, of_a: Choice, of_b: Choice, despite: Col
         raise ExperimentError(*dict.fromkeys(faults), advice)
     keeps_cache = a.url is not None or b.url is not None  # where each run sends requests of its own
     return [_pair(one, other, swept, may_pair=not keeps_cache) for one, other in pairs]
+
+
+def _check_declared(despite: Collection[str], records: Sequence[RunRecord]) -> None:
+    known = {key for record in records for point in record.points for key in point.settings}
+    known |= {"url", *(f"machine.{key}" for key in MACHINE), *(f"model.{key}" for key in MODEL)}
+    unknown = [name for name in despite if not any(_is_declared(key, [name]) for key in known)]
+    if unknown:
+        raise ExperimentError(*(f"--despite {unknown_key(name, sorted(known))}" for name in unknown))
 
 
 def _by_key(
@@ -119,10 +129,14 @@ def _machine_differences(a: RunRecord, b: RunRecord, declared: Collection[str]) 
 
 
 def _pair(a: PointRecord, b: PointRecord, swept: Collection[str], *, may_pair: bool) -> Pair:
-    """The name says what both set, where both are the same point of a sweep."""
+    """The name says what both set, where both are the same point of a sweep.
+
+    Requests of a load that is told by a capacity come at another rate in each run.
+    """
     common = {key: a.settings.get(key) for key in sorted(swept)}
     keys = [key for key in {*a.settings, *b.settings} - WHEREABOUTS if key.startswith("workload.")]
     is_same = all(a.settings.get(key) == b.settings.get(key) for key in keys)
+    may_pair &= a.settings.get("workload.kind") != "relative"
     return Pair(label=label(common), a=a, b=b, is_paired=is_same and may_pair)
 
 
@@ -136,6 +150,6 @@ def models_differ(a: Mapping[str, object], b: Mapping[str, object], declared: Co
     declared = [*declared, *(key.removeprefix("server.") for key in declared)]
     return [
         f"model.{key} is {a[key]!r} in A and {b[key]!r} in B"
-        for key in ("fingerprint", "dtype", "vocab_size", "max_context_tokens")
+        for key in MODEL
         if a[key] != b[key] and not _is_declared(f"model.{key}", declared)
     ]

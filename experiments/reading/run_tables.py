@@ -15,6 +15,7 @@ from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.run_folder import PointRecord
 from moonshard.experiments.lab.schema import CLIENT_TOKENS
 from moonshard.experiments.reading.frames import RunFrames, TrialFrames, gaps_ms, load_run
+from moonshard.experiments.reading.whole_tables import show_whole_tables
 from moonshard.serving.trace.parts import PartsError, empty_table, read_table
 from moonshard.serving.trace.schema import REQUESTS, STEPS
 
@@ -69,7 +70,11 @@ class RunTables:
 
 
 def load_runs(*paths: Path | str) -> RunTables:
-    """Of results/NAME/STAMP, at least one. ExperimentError for a folder that has no run, or none with a trial done."""
+    """Of results/NAME/STAMP, at least one. From here on polars shows tables whole: see `whole_tables`.
+
+    ExperimentError for a folder that has no run, or none with a trial done.
+    """
+    show_whole_tables()
     runs = [load_run(Path(path)) for path in paths]
     for run in runs:
         if not run.trials:

@@ -2,7 +2,8 @@
 
 Relative, so that short steps count as long ones do; absolute, so that a step that waited for somebody else, which on a
 shared machine takes several times as long, pulls no more than any other. What steps do not tell apart has no
-coefficient: where every bucket is the same, nobody knows what a row costs beside the step itself.
+coefficient: where every bucket is the same, nobody knows what a row costs beside the step itself. A coefficient that
+would have to be below 0 to fit best is 0, and that is said.
 Source: least absolute deviations by iteratively reweighted least squares (Schlossmacher 1973, JASA 68); what is solved
 in each round is non-negative least squares, as `serving.ttft` has it.
 """
@@ -27,7 +28,7 @@ MIN_ERROR = 1e-6  # relative: what is nearer than this weighs no more
 SETTLED = 1e-9  # of the predictions, from one round to the next
 MS_OF_UNITS = np.array([1.0, 1e-3, 1e-6])  # of milliseconds, microseconds and nanoseconds
 COEFFICIENTS = ("each step, ms", "each row, us", "each pair with a token of the context, ns")  # as `StepTimes` has them
-ALIKE = 1e-3  # relative: a feature that others explain up to this says nothing of its own
+ALIKE = 0.02  # relative: a feature that others explain up to this says nothing of its own; steps differ by more
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -37,6 +38,7 @@ class StepFit:
     kind: Kind
     times: StepTimes
     untold: tuple[str, ...]  # those of COEFFICIENTS that these steps do not tell from the others; 0 in `times`
+    held: tuple[str, ...]  # those that they tell, and that are 0 since nothing above it fits better
     measured_ms: np.ndarray  # [steps]
     predicted_ms: np.ndarray  # [steps]
 
@@ -62,14 +64,16 @@ def fit_steps(steps: pl.DataFrame, kind: Kind) -> StepFit:
     columns = {name: own[name].to_numpy().astype(float) for name in ("bucket", "batch", "context_tokens")}
     measured_ms = own["device_ns"].to_numpy() / 1e6
     features = _features(columns)
-    told = _independent(features)
+    relative = features / measured_ms[:, None]
+    told = _independent(relative)
     coefficients = np.zeros(features.shape[1])
-    coefficients[told] = _least_absolute(features[:, told] / measured_ms[:, None])
+    coefficients[told] = _least_absolute(relative[:, told])
     fixed_ms, row_us, pair_ns = map(float, coefficients / MS_OF_UNITS)
     return StepFit(
         kind=kind,
         times=StepTimes(fixed_ms=fixed_ms, row_us=row_us, pair_ns=pair_ns),
         untold=tuple(name for index, name in enumerate(COEFFICIENTS) if index not in told),
+        held=tuple(COEFFICIENTS[index] for index in told if coefficients[index] == 0),
         measured_ms=measured_ms,
         predicted_ms=features @ coefficients,
     )
@@ -83,7 +87,7 @@ def fit_step_model(steps: pl.DataFrame, source: str = "") -> tuple[StepModel, Ma
 
 
 def fit_table(fits: Mapping[Kind, StepFit]) -> pl.DataFrame:
-    """A row for each kind: coefficients with their units, those that nobody knows named, and errors that are left."""
+    """A row for each kind: coefficients with their units, those without a number and those at 0 named, and errors."""
     return pl.DataFrame(
         [
             {
@@ -96,12 +100,17 @@ def fit_table(fits: Mapping[Kind, StepFit]) -> pl.DataFrame:
                     )
                 },
                 "not told by these steps": ", ".join(fit.untold) or None,
+                "at 0, since nothing above it fits better": ", ".join(fit.held) or None,
                 "median relative error": fit.median_error,
                 "p90 relative error": fit.p90_error,
             }
             for kind, fit in fits.items()
         ],
-        schema_overrides={**dict.fromkeys(COEFFICIENTS, pl.Float64()), "not told by these steps": pl.String()},
+        schema_overrides={
+            **dict.fromkeys(COEFFICIENTS, pl.Float64()),
+            "not told by these steps": pl.String(),
+            "at 0, since nothing above it fits better": pl.String(),
+        },
     )
 
 

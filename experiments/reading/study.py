@@ -15,8 +15,10 @@ from matplotlib.figure import Figure
 
 from moonshard.experiments.bench.machine import ROOT
 from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.slo import Slo
 from moonshard.experiments.reading.frames import RunFrames
-from moonshard.experiments.reading.plots import draw_fit
+from moonshard.experiments.reading.plots import draw_fit, draw_residuals
+from moonshard.experiments.reading.report import slo_of
 from moonshard.experiments.reading.run_tables import RunTables, load_runs
 from moonshard.experiments.reading.step_fit import Kind, StepFit, fit_step_model, fit_table
 from moonshard.experiments.reading.step_model import StepModel
@@ -36,6 +38,10 @@ class Study:
     def run(self) -> RunFrames:
         return self.tables.runs[0]
 
+    @property
+    def slo(self) -> Slo:
+        return slo_of(self.run)
+
     def save_figure(self, figure: Figure, name: str) -> Path:
         """As NAME.png, with what it was measured on below. OSError where that cannot be written."""
         figure.supxlabel(provenance(self.run), fontsize="x-small", color="0.4")
@@ -50,9 +56,10 @@ class Study:
         A model for whoever simulates is saved where the recording is good for one: see `why_no_step_model`.
         """
         model, fits = fit_step_model(self.tables.steps, provenance(self.run))
-        figure, panels = plt.subplots(1, len(fits), figsize=(9, 4), layout="constrained")
-        for axes, fit in zip(panels, fits.values(), strict=True):
-            draw_fit(axes, fit)
+        figure, panels = plt.subplots(2, len(fits), figsize=(9, 7), layout="constrained", squeeze=False)
+        for (fitted, left), fit in zip(panels.T, fits.values(), strict=True):
+            draw_fit(fitted, fit)
+            draw_residuals(left, fit)
         self.save_figure(figure, "steps")
         why_not = self.why_no_step_model(fits)
         if why_not is None:
@@ -78,11 +85,7 @@ class Study:
 
 
 def load_study(name: str, environment: Mapping[str, str], *, root: Path = ROOT) -> Study:
-    """Everything lies below `root`. Tables are shown with all of their rows from here on.
-
-    ExperimentError where there is no run, or it is another experiment's.
-    """
-    pl.Config.set_tbl_rows(-1)  # a table of points that is cut in the middle hides points
+    """Everything lies below `root`. ExperimentError where there is no run, or it is another experiment's."""
     given = environment.get("MOONSHARD_RUN")
     tables = load_runs(Path(given) if given else newest_run(root / "results" / name))
     measured = tables.runs[0].record.name

@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from moonshard.experiments.reading.colours import colour
 from moonshard.rpc.types import Timing
 
 LANES = ("gateway", "lost attempts", "prefill worker", "transfer", "decode worker", "client")
@@ -50,7 +51,7 @@ def draw_waterfall(axes: Axes, timing: Timing) -> None:
     lanes = [lane for lane in LANES if any(one.lane == lane for one in found)]
     for index, one in enumerate(found):
         place = lanes.index(one.lane)
-        axes.barh(place, one.length_ms, left=one.start_ms, height=0.7, color=f"C{index % 10}", label=_said(one))
+        axes.barh(place, one.length_ms, left=one.start_ms, height=0.7, color=colour(index), label=_said(one))
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
     axes.set_xlabel("ms since the request arrived")

@@ -22,7 +22,14 @@ import os
 import matplotlib.pyplot as plt
 import polars as pl
 
-from moonshard.experiments.analysis import draw_waterfall, load_study, median_table, provenance, timing_of
+from moonshard.experiments.analysis import (
+    draw_by_kind,
+    draw_waterfall,
+    load_study,
+    median_table,
+    provenance,
+    timing_of,
+)
 
 study = load_study("transfer", os.environ)
 tables = study.tables
@@ -64,24 +71,20 @@ handoff_gaps.drop("point")
 # The first point of the sweep is the base; each panel has the points that differ from it in that key alone.
 
 # %%
+UNITS = dict(zip(KNOBS, ("chunk, tokens", "transport", "block, tokens", "slab, MiB"), strict=True))
 base = parts.select(KNOBS).row(0, named=True)
 figure, panels = plt.subplots(1, len(KNOBS), figsize=(14, 4), sharey=True, layout="constrained")
 for axes, knob in zip(panels, KNOBS, strict=True):
     is_own = pl.all_horizontal(pl.col(other) == base[other] for other in KNOBS if other != knob)
     for table, column, style in ((exposed, "exposed_ms", "-"), (handoff_gaps, "handoff_gap_ms", "--")):
-        for index, ((prompt_tokens,), own) in enumerate(
-            table.filter(is_own).sort(PROMPT, knob).group_by(PROMPT, maintain_order=True)
-        ):
-            bounds = own.select("low", "high").fill_null(float("nan")).to_numpy().T
-            errors = abs(bounds - own[column].to_numpy())
-            said, name = [str(value) for value in own[knob]], f"{prompt_tokens} tokens: {column.removesuffix('_ms')}"
-            axes.errorbar(
-                said, own[column], errors, marker="o", linestyle=style, color=f"C{index}", capsize=3, label=name
-            )
-    axes.set(xlabel=knob.removeprefix("server."), ylim=(0, None))
-    axes.grid(alpha=0.3)
+        said = pl.format(f"{{}} tokens: {column.removesuffix('_ms').replace('_', ' ')}", PROMPT).alias("said")
+        own = table.filter(is_own).sort(PROMPT, knob).with_columns(said)
+        if knob.endswith("_bytes"):
+            own = own.with_columns((pl.col(knob) / 2**20).round(1))
+        draw_by_kind(axes, own, knob, "said", column, linestyle=style)
+    axes.set(xlabel=UNITS[knob], ylim=(0, None))
 panels[0].set_ylabel("ms, median with 95% interval")
-panels[0].legend(fontsize="small")
+figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
 study.save_figure(figure, "exposed")
 
 # %% [markdown]

@@ -32,7 +32,7 @@ MAX_SEED = 1 << 31
 Seed = Annotated[int, Meta(ge=0, lt=MAX_SEED)]
 Cv = Annotated[float, Meta(ge=0)]
 # What makes one load of a workload differ from another: a higher rate needs more requests to last as long.
-RATE_KEYS = ("workload.rate_per_s", "workload.time_scale", "workload.num_requests")
+RATE_KEYS = ("workload.rate_per_s", "workload.times_capacity", "workload.time_scale", "workload.num_requests")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +61,32 @@ class FixedOptions:
     interval_cv: Cv = 1.0  # standard deviation of the intervals by their mean: 1 Poisson, 0 none
     num_clients: Count = 1
     seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelativeOptions:
+    """Fresh prompts of one length in an open loop, at a rate told by what the run's first point gets done."""
+
+    kind: Literal["relative"]
+    prompt_tokens: Count
+    output_tokens: Count
+    times_capacity: Rate
+    lasts_s: Annotated[float, Meta(gt=0)]
+    interval_cv: Cv = 1.0
+    seed: Seed = 0
+
+    def at(self, capacity_per_s: float) -> FixedOptions:
+        """What it comes to where the first point gets so many requests a second done."""
+        rate_per_s = self.times_capacity * capacity_per_s
+        return FixedOptions(
+            kind="fixed",
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            num_requests=max(1, round(rate_per_s * self.lasts_s)),
+            rate_per_s=rate_per_s,
+            interval_cv=self.interval_cv,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +125,11 @@ class PromptOptions:
     clips: bool = False
 
 
-type WorkloadOptions = TraceOptions | FixedOptions | MixedOptions | SessionOptions | PromptOptions
+type WorkloadOptions = TraceOptions | FixedOptions | RelativeOptions | MixedOptions | SessionOptions | PromptOptions
 KINDS: dict[str, type[WorkloadOptions]] = {
     "trace": TraceOptions,
     "fixed": FixedOptions,
+    "relative": RelativeOptions,
     "mixed": MixedOptions,
     "sessions": SessionOptions,
     "prompts": PromptOptions,
@@ -148,6 +175,8 @@ def plan(options: WorkloadOptions, model: ModelInfo, tokenize: Tokenize | None =
             return _from_trace(options, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
         case FixedOptions():
             return _fitting(fixed(vocab_size=vocab_size, **_told(options)), max_context_tokens)
+        case RelativeOptions():
+            raise WorkloadError("its rate is told by the run's first point, which was not measured")
         case MixedOptions():
             return _fitting(mixed(vocab_size=vocab_size, **_told(options)), max_context_tokens)
         case SessionOptions():
@@ -195,6 +224,8 @@ def _num_requests(options: WorkloadOptions, max_context_tokens: int) -> int:
             return len(lines)
         case FixedOptions():
             return len(_fitting(fixed(vocab_size=1, **_told(options)), max_context_tokens).requests)
+        case RelativeOptions():
+            return _num_requests(options.at(capacity_per_s=1.0), max_context_tokens)  # as long ones at any rate
         case MixedOptions():
             return len(_fitting(mixed(vocab_size=1, **_told(options)), max_context_tokens).requests)
         case SessionOptions():

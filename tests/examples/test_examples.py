@@ -35,6 +35,7 @@ def test_an_example_runs_from_a_folder_of_its_own(name: str, tmp_path: Path):
     notebook = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not any("&hellip;" in output.get("data", {}).get("text/html", "") for output in outputs)  # no table is cut
     assert str(tmp_path) not in nbformat.writes(notebook)
     if name == "2_replay_a_trace":
         check_replay(tmp_path / "results" / "replay")

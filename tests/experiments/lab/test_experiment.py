@@ -104,7 +104,7 @@ def test_paths_are_beside_the_file_and_those_of_the_command_line_beside_the_call
         ("client.timeout=1", "client.timeout: unknown key; did you mean client.timeout_s?"),
         ("workload.rate=1", "workload.rate: unknown key; did you mean workload.rate_per_s?"),
         ("workload.prompt_tokens=x", "workload.prompt_tokens: expected `int`, got 'x'"),
-        ("workload.kind=fixd", "workload.kind: expected one of trace, fixed, mixed, sessions, prompts, got 'fixd'"),
+        ("workload.kind=fixd", "workload.kind: expected one of trace, fixed, relative, mixed, sessions, prompts, got"),
         (
             "sweep.server.decode.max_slot=[1]",
             "sweep.server.decode.max_slot: unknown key; did you mean decode.max_slots?",

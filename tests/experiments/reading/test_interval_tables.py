@@ -5,7 +5,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from moonshard.experiments.reading.interval_tables import median_table, offered_table, percentile_table, rate_table
+from moonshard.experiments.reading.interval_tables import (
+    median_table,
+    offered_table,
+    percentile_table,
+    rate_table,
+    trial_rates,
+)
 from moonshard.experiments.reading.run_tables import RunTables, load_runs
 from moonshard.experiments.reading.summary import Rate
 from tests.experiments.reading.made_up import made_up_run
@@ -39,6 +45,9 @@ def test_rates_are_means_of_repeats(tables: RunTables, rate: Rate, expected: lis
     assert found["value"].to_list() == found["low"].to_list() == found["high"].to_list() == expected
     assert set(found["num_repeats"]) == {2}
     assert set(found["rate"]) == {rate}
+    trials = trial_rates(tables, rate)
+    assert trials.select("point", "repeat").rows() == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert trials.group_by("point").agg(pl.col("value").mean()).sort("point")["value"].to_list() == expected
 
 
 def test_what_was_offered_is_by_point_and_nothing_of_closed_loops(tables: RunTables):

@@ -58,6 +58,8 @@ def test_where_a_server_listens_is_no_difference():
         (run_record({}, {"server.decode.max_slots": 8}), "server.decode.max_slots is 4 in A and 8 in B"),
         (run_record({}, {"workload.new": 1}), "workload.new is None in A and 1 in B"),
         (run_record({}, {"slo.ttft_ms": 1.0}), "slo.ttft_ms is 500.0 in A and 1.0 in B"),
+        (run_record({}, {"client.temperature": 1.0}), "client.temperature is None in A and 1.0 in B"),
+        (run_record({}, {"workload.digest": "d"}), "workload.digest is None in A and 'd' in B"),
         (run_record({}, cpu="other"), "machine.cpu is one in A and other in B"),
         (replace(run_record({}), url="a:1"), "url is None in A and 'a:1' in B"),
     ],
@@ -89,6 +91,19 @@ def test_a_difference_of_all_points_is_named_once():
 def test_choices_that_choose_nothing_are_refused(b: RunRecord, of_a: tuple, said: str):
     with pytest.raises(ExperimentError, match=said.replace("?", r"\?")):
         pairs(RATES, b, of_a)
+
+
+@pytest.mark.parametrize("key", ["server.mod", "serve", "model.finger", "machine.cpus"])
+def test_a_declared_key_that_neither_run_has_is_refused_by_its_name(key: str):
+    with pytest.raises(ExperimentError, match=f"--despite {key}: unknown key"):
+        pairs(run_record({}), run_record({}), despite=(key,))
+    assert pairs(run_record({}), run_record({}), despite=("server", "model", "machine.cpu", "url"))
+
+
+def test_a_load_that_is_told_by_a_capacity_is_another_one_in_each_run():
+    one = run_record({}, {"workload.kind": "relative", "workload.times_capacity": 3.0})
+    (found,) = pairs(one, one)
+    assert not found.is_paired
 
 
 def test_points_that_are_alike_but_for_what_was_declared_need_a_choice():

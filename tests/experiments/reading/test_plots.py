@@ -7,7 +7,15 @@ import pytest
 from matplotlib.figure import Figure
 
 from moonshard.experiments.reading.interval_tables import percentile_table
-from moonshard.experiments.reading.plots import draw_cdf, draw_fit, draw_gaps_over_time, draw_intervals, gaps_over_time
+from moonshard.experiments.reading.plots import (
+    draw_by_kind,
+    draw_cdf,
+    draw_fit,
+    draw_gaps_over_time,
+    draw_intervals,
+    draw_residuals,
+    gaps_over_time,
+)
 from moonshard.experiments.reading.run_tables import RunTables
 from moonshard.experiments.reading.step_fit import fit_step_model
 from tests.experiments.reading.made_up import GAP_MS
@@ -24,6 +32,29 @@ def test_pictures_show_what_is_there(tables: RunTables):
     _, fits = fit_step_model(tables.steps)
     draw_fit(fitted, fits["decode"])
     assert fits["decode"].median_error < 1e-6
+
+
+def test_curves_differ_in_colour_and_in_their_marks_or_dashes(tables: RunTables):
+    cdf, lines, kinds = Figure().subplots(1, 3)
+    draw_cdf(cdf, tables.latencies("ttft"), "server.mode")
+    draw_intervals(lines, percentile_table(tables, "ttft"), "point", "percentile")
+    draw_by_kind(kinds, percentile_table(tables, "ttft"), "server.mode", "percentile")
+    assert len({line.get_linestyle() for line in cdf.lines}) == 2
+    assert len({line.get_marker() for line in lines.lines}) == 3
+    assert [one.get_label() for one in kinds.containers] == ["p50", "p90", "p99"]
+    for axes in (cdf, lines):
+        assert len({line.get_color() for line in axes.lines}) == len(axes.lines)
+
+
+def test_residuals_are_percent_of_the_prediction(tables: RunTables):
+    _, fits = fit_step_model(tables.steps)
+    axes = Figure().subplots()
+    fit = fits["prefill"]
+    draw_residuals(axes, fit)
+    (points,) = axes.collections
+    offsets = np.asarray(points.get_offsets())
+    assert offsets[:, 0].tolist() == fit.predicted_ms.tolist()
+    assert offsets[:, 1] == pytest.approx(100 * (fit.measured_ms / fit.predicted_ms - 1))
 
 
 @pytest.mark.parametrize(("has_steps", "num_marks"), [(True, 3), (False, 4)])

@@ -109,6 +109,12 @@ def test_too_few_steps_are_refused_by_their_kind():
             COEFFICIENTS[1:],
         ),
         (made_up(TIMES_OF_ALL, "decode", 0).with_columns(context_tokens=100 * pl.col("batch")), COEFFICIENTS[2:]),
+        (
+            made_up(TIMES_OF_ALL, "decode", 0, noise=0.1).with_columns(
+                context_tokens=pl.col("batch") * (1000 + pl.int_range(pl.len()) % 20)  # nearly the same in all steps
+            ),
+            COEFFICIENTS[2:],
+        ),
     ],
 )
 def test_what_steps_do_not_tell_apart_is_named_and_has_no_number(steps: pl.DataFrame, untold: tuple[str, ...]):
@@ -117,6 +123,18 @@ def test_what_steps_do_not_tell_apart_is_named_and_has_no_number(steps: pl.DataF
     (row,) = fit_table({"decode": fit}).rows(named=True)
     assert [name for name in COEFFICIENTS if row[name] is None] == list(untold)
     assert row["not told by these steps"] == (", ".join(untold) or None)
+
+
+def test_a_coefficient_that_would_be_below_zero_is_told_to_be_held_there():
+    steps = made_up(StepTimes(fixed_ms=9.0, row_us=0.0, pair_ns=40.0), "prefill", 0)
+    shorter = steps.with_columns((pl.col("device_ns") - 5e3 * pl.col("bucket")).cast(pl.Int64).alias("device_ns"))
+    fit = fit_steps(shorter, "prefill")
+    assert fit.untold == ()
+    assert fit.held == ("each row, us",)
+    (row,) = fit_table({"prefill": fit}).rows(named=True)
+    assert row["each row, us"] == 0
+    assert row["at 0, since nothing above it fits better"] == "each row, us"
+    assert fit_steps(made_up(TIMES_OF_ALL, "prefill", 0), "prefill").held == ()
 
 
 def test_what_steps_take_undisturbed_is_by_their_sizes_alone():

@@ -36,6 +36,7 @@ def test_a_study_reads_the_newest_run_or_the_one_that_is_named(tmp_path: Path):
     study = load_study("mini", {}, root=tmp_path)
     assert study.run.path == runs[1]
     assert study.pictures == tmp_path / "experiments" / "mini"
+    assert (study.slo.ttft_ms, study.slo.attainment) == (1, 0.9)
     named = load_study("mini", {"MOONSHARD_RUN": str(runs[0]), "MOONSHARD_PICTURES": str(tmp_path / "p")})
     assert named.run.path == runs[0]
     path = named.save_figure(Figure(layout="constrained"), "empty")
@@ -97,8 +98,12 @@ def test_times_of_steps_are_kept_where_they_are_a_devices_own_and_whole(
         assert model.prefill.row_us == pytest.approx(TIMES_OF_ALL.row_us, rel=1e-3)
 
 
-def test_a_table_shows_all_of_its_rows_in_a_study(tmp_path: Path):
-    made_up_run(tmp_path, "mini")
-    with pl.Config():
-        load_study("mini", {}, root=tmp_path)
-        assert "\u2026" not in str(pl.DataFrame({"n": range(40)}))
+def test_a_table_shows_all_of_its_rows_columns_and_texts_once_a_run_is_loaded(run: Path):
+    wide = pl.DataFrame({f"column {number}": ["a long text of a label " * 4] * 40 for number in range(20)})
+    with pl.Config(restore_defaults=True):
+        for shown in (str(wide), wide._repr_html_()):
+            assert "\u2026" in shown or "&hellip;" in shown
+        load_runs(run)
+        for shown in (str(wide), wide._repr_html_()):
+            assert "\u2026" not in shown
+            assert "&hellip;" not in shown

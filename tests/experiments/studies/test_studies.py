@@ -15,8 +15,8 @@ from moonshard.experiments.affinity.figures import figures
 from moonshard.experiments.affinity.recorded import rounds_of
 from moonshard.experiments.reading.child import run_experiment
 from moonshard.experiments.reading.frames import load_run
-from moonshard.experiments.reading.interval_tables import offered_table, rate_table
 from moonshard.experiments.reading.run_tables import load_runs
+from moonshard.experiments.reading.step_model import StepModel, StepTimes
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "tests" / "fixtures" / "kimi_k2"
@@ -63,8 +63,8 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
         (
             *(*SMALL, "server.kv.block_size=16", "server.prefill.chunk_tokens=32"),
             *("workload.prompt_tokens=40", "workload.output_tokens=8"),
-            "points=[{workload.num_clients=2, workload.num_requests=10}, "
-            "{workload.rate_per_s=20, workload.num_requests=10}]",
+            "points=[{workload={kind='fixed', num_clients=2, num_requests=10}}, "
+            "{workload={kind='relative', times_capacity=3.0, lasts_s=0.3}}]",
         ),
         {"good_requests", "refusals", "steps"},
     ),
@@ -79,11 +79,21 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     ),
 }
 
+# What a study's notebook says in words, of a miniature too.
+TOLD: Mapping[str, Sequence[str]] = {
+    "pd_vs_aggregated": ("SLO lost", "times as long as apart", "exposed_transfer_ms"),
+    "ratio": ("tied with", "predicted best", "prefill, s a request"),
+    "chunking": ("tied with",),
+    "overload": ("takes everything: at 3 times the capacity", "refuses beyond 1.0 s: at 3 times the capacity"),
+}
+STEPS_TAKE = StepTimes(fixed_ms=1.0, row_us=20.0, pair_ns=1.0)
+
 pytestmark = pytest.mark.xdist_group("cluster")
 
 
-def rendered(script: Path, out: Path, run: Path) -> nbformat.NotebookNode:
+def rendered(script: Path, out: Path, run: Path, *settings: str) -> nbformat.NotebookNode:
     argv = [sys.executable, "-m", "moonshard.experiments.reading.notebooks", script, "--run", run, "--out", out]
+    argv += [part for setting in settings for part in ("--set", setting)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr
     return nbformat.read(out / script.with_suffix(".ipynb").name, as_version=4)
@@ -115,9 +125,13 @@ def test_a_study_runs_and_its_notebook_makes_its_pictures(name: str, run_of: Cal
     run = run_of(name)
     record = load_run(run).record
     assert record.state == "done"
-    notebook = rendered(ROOT / "experiments" / name / "analysis.py", tmp_path / "pictures", run)
+    (tmp_path / "step_times.json").write_text(StepModel(prefill=STEPS_TAKE, decode=STEPS_TAKE).to_json())
+    settings = (f"STEP_TIMES = {str(tmp_path / 'step_times.json')!r}",) if name == "ratio" else ()
+    notebook = rendered(ROOT / "experiments" / name / "analysis.py", tmp_path / "pictures", run, *settings)
     assert {path.stem for path in (tmp_path / "pictures").glob("*.png")} == MINIATURES[name][1]
-    told = "".join(nbformat.writes(notebook))
+    told = str([cell.outputs for cell in notebook.cells if cell.cell_type == "code"])
+    assert "&hellip;" not in told  # every table is shown whole
+    assert all(one in told for one in TOLD.get(name, ()))
     assert str(tmp_path) not in told
     assert str(run.parent) not in told
     assert str(ROOT) not in told
@@ -164,12 +178,17 @@ def test_no_chunk_is_larger_than_it_says(run_of: Callable[[str], Path]):
 
 
 @pytest.mark.timeout(600)
-def test_the_capacity_is_what_a_closed_loop_gets_done(run_of: Callable[[str], Path]):
-    tables = load_runs(run_of("overload"))
-    rates = rate_table(tables, "requests/s").filter(pl.col("workload.rate_per_s").is_null())
-    assert rates.height == 2
-    assert (rates["value"] > 0).all()
-    assert offered_table(tables).select("workload.rate_per_s").rows() == [(20,), (20,)]
+def test_loads_are_multiples_of_what_the_closed_loop_of_the_run_got_done(run_of: Callable[[str], Path]):
+    run = load_run(run_of("overload"))
+    first = run.trials[0, 0].record
+    capacity_per_s = first.num_sent / first.wall_s
+    assert run.record.points[0].swept["server.routing.ttft_slo_s"] == 600
+    loads = [(point, point.swept.get("workload.times_capacity")) for point in run.record.points]
+    assert [load for _, load in loads] == [None, None, 3.0, 3.0]
+    for point, _ in loads[2:]:
+        sent = run.trials[point.number, 0].record.workload
+        assert sent["rate_per_s"] == pytest.approx(3 * capacity_per_s)
+        assert sent["num_requests"] == max(1, round(3 * capacity_per_s * 0.3))
 
 
 @pytest.mark.timeout(600)

@@ -10,7 +10,9 @@ import pytest
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.workload.options import (
     KINDS,
+    FixedOptions,
     PromptOptions,
+    RelativeOptions,
     check_workload,
     digest_of,
     plan,
@@ -34,6 +36,7 @@ FEW = {"num_requests": 3, "rate_per_s": 2}
 TABLES: dict[str, dict[str, Any]] = {
     "trace": {"max_requests": 3, "time_scale": 0.1},
     "fixed": {"prompt_tokens": 600, "output_tokens": 9, **FEW},
+    "relative": {"prompt_tokens": 600, "output_tokens": 9, "times_capacity": 0.5, "lasts_s": 3},
     "mixed": {
         "prompt_tokens": [600, 5],
         "output_tokens": [9, 8],
@@ -57,6 +60,14 @@ def options_of(kind: str, folder: Path, **changes: Any):
     return options
 
 
+def planned(kind: str, folder: Path, model: ModelInfo = MODEL, *, shift: int = 0, **changes: Any) -> Workload:
+    """A load that is told by a capacity, at one of 2 requests a second."""
+    options = options_of(kind, folder, **changes)
+    if isinstance(options, RelativeOptions):
+        options = options.at(capacity_per_s=2.0)
+    return plan(with_shifted_seed(options, shift), model)
+
+
 def times(workload: Workload) -> list[float | None]:
     return [request.at_s for request in workload.requests]
 
@@ -67,11 +78,10 @@ def prompts(workload: Workload) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_is_made_of_its_table(kind: str, tmp_path: Path):
-    options = options_of(kind, tmp_path)
-    workload = plan(options, MODEL)
+    workload = planned(kind, tmp_path)
     assert len(workload.requests) >= 2
-    assert prompts(plan(options, MODEL)) == prompts(workload)
-    again = prompts(plan(with_shifted_seed(options, 1), MODEL))
+    assert prompts(planned(kind, tmp_path)) == prompts(workload)
+    again = prompts(planned(kind, tmp_path, shift=1))
     assert (again == prompts(workload)) == (kind == "prompts")
     assert all(0 <= token < MODEL.vocab_size for prompt in again for token in prompt)
 
@@ -81,7 +91,7 @@ def test_what_is_longer_than_the_context_is_refused_with_its_place(kind: str, tm
     changes = {"session_tokens": 900} if kind == "sessions" else {}
     short = replace(MODEL, max_context_tokens=600)
     with pytest.raises(WorkloadError, match=r"(request|session|line) \d+.* context of 600"):
-        plan(options_of(kind, tmp_path, **changes), short)
+        planned(kind, tmp_path, short, **changes)
 
 
 @pytest.mark.parametrize("kind", ["trace", "prompts"])
@@ -90,6 +100,18 @@ def test_what_is_longer_is_cut_and_counted_where_that_is_said(kind: str, tmp_pat
     workload = plan(options_of(kind, tmp_path, clips=True), short)
     assert workload.num_clipped == (3 if kind == "trace" else 1)
     assert max(len(one.prompt) + one.max_tokens for one in workload.requests) == 602
+
+
+def test_a_load_told_by_a_capacity_is_that_many_times_as_fast_and_lasts_as_long(tmp_path: Path):
+    options = options_of("relative", tmp_path, times_capacity=3, lasts_s=12, interval_cv=0, seed=5)
+    assert isinstance(options, RelativeOptions)
+    fixed = FixedOptions(
+        kind="fixed", prompt_tokens=600, output_tokens=9, num_requests=90, rate_per_s=7.5, interval_cv=0, seed=5
+    )
+    assert options.at(capacity_per_s=2.5) == fixed
+    assert options.at(capacity_per_s=1e-9).num_requests == 1
+    with pytest.raises(WorkloadError, match="first point, which was not measured"):
+        plan(options, MODEL)
 
 
 def test_sessions_need_the_tokens_of_the_embedded_model(tmp_path: Path):
