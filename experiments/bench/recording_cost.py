@@ -62,15 +62,16 @@ def measure_recording(config: Config, plan: Plan, environment: Mapping[str, str]
         for server in servers.values():
             asyncio.run(_turn(server, plan, "warm"))
         for index in range(plan.recording_rounds):
-            for way in rotated(list(servers), index):
+            for way in order_of(list(servers), index):
                 found += of_turn(way, asyncio.run(_turn(servers[way], plan, str(index))))
     return found
 
 
-def rotated(ways: Sequence[str], index: int) -> list[str]:
-    """Each begins as often as any other."""
-    first = index % len(ways)
-    return [*ways[first:], *ways[:first]]
+def order_of(ways: Sequence[str], index: int) -> list[str]:
+    """Of a round: each way begins as often as any other, and every other time those behind it have changed places."""
+    cycle, first = divmod(index, len(ways))
+    rotated = [*ways[first:], *ways[:first]]
+    return rotated if cycle % 2 == 0 else [rotated[0], *reversed(rotated[1:])]
 
 
 @contextmanager

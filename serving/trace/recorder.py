@@ -120,8 +120,9 @@ class Recorder:
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             self._is_given_up = True
-            self._num_unwritten += self._num_writing + sum(rows.num_waiting for rows in self._rows.values())
+            self._num_unwritten += self._num_writing
             logger.error("trace %s: the disk takes longer than %g s", self._path, CLOSE_TIMEOUT_S)
+        self._num_unwritten += sum(rows.num_waiting for rows in self._rows.values())  # also what came too late
         if self.num_lost:
             logger.error("trace %s: %d rows are lost", self._path, self.num_lost)
 
@@ -137,7 +138,14 @@ class Recorder:
             if time.monotonic() >= due_s:
                 self._write_young()
                 due_s = time.monotonic() + self._max_age_s
+        self._write_full()
         self._write_young()
+
+    def _write_full(self) -> None:
+        """What was handed over behind the word that ends the thread."""
+        for rows in self._rows.values():
+            while (columns := rows.take_full()) is not None:
+                self._write(rows, columns)
 
     def _write_young(self) -> None:
         """Those that are not full, so that no row waits for ever."""

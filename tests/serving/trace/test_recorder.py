@@ -338,6 +338,23 @@ def test_an_end_does_not_wait_for_a_disk_that_hangs(
     disk.may_write.set()
 
 
+def test_what_is_appended_while_it_closes_is_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk = SlowDisk(monkeypatch)
+    recorder = a_recorder(tmp_path)
+    for index in range(10):
+        recorder.rows(TOKENS).append(token(index))
+    disk.is_writing.wait()
+    closing = threading.Thread(target=recorder.close)
+    closing.start()
+    until(lambda: not recorder._full.empty())  # pyright: ignore[reportPrivateUsage]  # the word that ends its thread
+    for index in range(10, 35):
+        recorder.rows(TOKENS).append(token(index))
+    disk.may_write.set()
+    closing.join()
+    assert read_table(tmp_path, TOKENS)["index"].to_list() == list(range(35))
+    assert recorder.num_lost == 0
+
+
 KILLED = """
 import itertools, sys, time
 from pathlib import Path
