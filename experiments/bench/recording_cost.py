@@ -3,7 +3,7 @@
 One deployment of each kind is up all the time, and they get the same closed loop of requests in turn, round by round;
 whoever begins changes with the round. A ratio is of one round's two turns, so that what a machine does for minutes hits
 both. Processor time per token is told beside the throughput: it varies less, and has what is done between turns. Left
-out: a row for each token (`trace.tokens`), and what a collector costs on a machine of its own; here it is a process that
+out: a row for each token (`trace.tokens`), and what a collector costs on a machine of its own; here one that
 reads and forgets.
 """
 
@@ -143,8 +143,8 @@ def recording_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
         f"Recording: {plan.num_streams} clients, each with {plan.recording_requests} requests a round of "
         f"{plan.context_tokens[0]} prompt tokens and {plan.completion_tokens} generated. Three deployments, one of "
         "them plain, take turns with the same requests; a ratio is of one round, and its interval is the median's, by "
-        "resampling rounds. Processor time is that of a deployment's processes in the whole round: files are written some "
-        "seconds later, in whosever turn that is.",
+        "resampling rounds. Processor time is that of a deployment's processes in the whole round: files are written "
+        "some seconds later, in whosever turn that is.",
     )
     return Grid(title="What recording costs", columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())
 
