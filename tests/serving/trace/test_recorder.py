@@ -397,6 +397,13 @@ def test_parts_of_another_table_are_refused_and_no_parts_are_no_rows(tmp_path: P
         read_table(tmp_path, STEPS)
 
 
+def test_a_part_that_is_deleted_while_the_others_are_read_is_no_fault(tmp_path: Path):
+    columns: list[list[Value]] = [["a"], [0], [1], [2]]
+    write_part(tmp_path / "tokens" / "1.parquet", encode_part(TOKENS, columns, this_process().row()))
+    (tmp_path / "tokens" / "2.parquet").symlink_to(tmp_path / "gone")  # it has a name, and nothing behind it
+    assert read_table(tmp_path, TOKENS)["index"].to_list() == [1]
+
+
 def versioned(version: int) -> Row:
     return (*this_process().row()[:-1], version)
 
