@@ -95,7 +95,7 @@ class Recorder:
         self._num_unwritten = 0
         self._num_writing = 0  # rows that are being written
         self._is_given_up = False
-        self._is_failing = False  # the last part had rows that are lost
+        self._failing: set[Table] = set()  # those whose last part had rows that are lost
         self.num_failures = 0
         self._thread = threading.Thread(target=self._write_all, name="trace", daemon=True)
 
@@ -164,7 +164,7 @@ class Recorder:
             num_lost, trouble = num_rows, str(error)
         self._num_writing = 0
         if not self._is_given_up:
-            self._note(path, num_lost, trouble)
+            self._note(path, rows.table, num_lost, trouble)
 
     def _write_part(self, path: Path, table: Table, columns: Columns) -> tuple[int, str | None]:
         """How many of the rows are lost, and why. OSError where all are."""
@@ -179,16 +179,17 @@ class Recorder:
         self._written.add(path, len(data))
         return num_unfit, trouble
 
-    def _note(self, path: Path, num_lost: int, trouble: str | None) -> None:
-        """Log once that rows are lost, not once per part; and once that they are not any more."""
+    def _note(self, path: Path, table: Table, num_lost: int, trouble: str | None) -> None:
+        """Log once that a table's rows are lost, not once per part; and once that they are not any more."""
         self._num_unwritten += num_lost
         if trouble is not None:
             self.num_failures += 1
-            if not self._is_failing:
+            if table not in self._failing:
                 logger.error("trace %s: %s; what cannot be written is lost", path, trouble)
-        elif self._is_failing:
+            self._failing.add(table)
+        elif table in self._failing:
             logger.warning("trace %s: rows are written again; %d were lost", path, self.num_lost)
-        self._is_failing = trouble is not None
+            self._failing.remove(table)
 
 
 class _WrittenParts:

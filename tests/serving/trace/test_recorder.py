@@ -181,6 +181,21 @@ def test_that_rows_are_written_again_is_told_too(tmp_path: Path, caplog: pytest.
     assert ["are written again; 1 were lost" in text for text in told] == [False, True, False]
 
 
+def test_that_one_table_cannot_be_written_is_told_once_however_often_others_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    other = Table("other", TOKENS.columns)
+    recorder = a_recorder(tmp_path, TOKENS, other)
+    (tmp_path / "tokens").touch()
+    for index in range(50):
+        recorder.rows(TOKENS).append(token(index))
+        recorder.rows(other).append(token(index))
+    recorder.close()
+    assert (recorder.num_lost, recorder.num_failures) == (50, 5)
+    assert read_table(tmp_path, other).height == 50
+    assert ["rows are lost" in record.getMessage() for record in caplog.records] == [False, True]
+
+
 async def test_a_folder_that_cannot_be_written_to_ends_the_start(tmp_path: Path):
     (tmp_path / "a file").touch()
     for path in (tmp_path / "a file", tmp_path / "a file" / "below"):
