@@ -23,8 +23,9 @@ from tests.serving.trace.trace_format import check_format
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 NUM_CLIENTS = 8  # more than the decode worker has slots: some wait for room
-NUM_REQUESTS = 2000
-NUM_ALONE = 400
+NUM_REQUESTS = 500
+MANY_REQUESTS = 4000
+NUM_ALONE = 2000
 MAX_PROMPT = 100  # tokens
 NUM_TOKENS = 3
 MS = 1e6  # nanoseconds
@@ -96,14 +97,20 @@ def quantile(values: pl.Series, share: float) -> float:
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recording")
+@pytest.fixture(scope="module", params=[NUM_REQUESTS, pytest.param(MANY_REQUESTS, marks=pytest.mark.slow)])
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pl.DataFrame]:
+    folder = tmp_path_factory.mktemp("recording")
+    return folder, both_sides(folder, NUM_CLIENTS, request.param)
 
 
-@pytest.fixture(scope="module")
-def busy(folder: Path) -> pl.DataFrame:
-    return both_sides(folder, NUM_CLIENTS, NUM_REQUESTS)
+@pytest.fixture
+def folder(recorded: tuple[Path, pl.DataFrame]) -> Path:
+    return recorded[0]
+
+
+@pytest.fixture
+def busy(recorded: tuple[Path, pl.DataFrame]) -> pl.DataFrame:
+    return recorded[1]
 
 
 def test_every_requests_time_at_the_server_lies_within_its_clients_and_close_to_it(busy: pl.DataFrame):
