@@ -2,8 +2,9 @@
 
 One deployment of each kind is up all the time, and they get the same closed loop of requests in turn, round by round;
 whoever begins changes with the round. A ratio is of one round's two turns, so that what a machine does for minutes hits
-both. Processor time per token is told beside the throughput: it varies less. Left out: a row for each token
-(`trace.tokens`), and what a collector costs on a machine of its own; here it is a process that reads and forgets.
+both. Processor time per token is told beside the throughput: it varies less, and has what is done between turns. Left
+out: a row for each token (`trace.tokens`), and what a collector costs on a machine of its own; here one that
+reads and forgets.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ class Turn:
 
     num_tokens: int
     elapsed_s: float
-    cpu_s: float  # of all its processes
+    cpu_s: float  # of all its processes, in the whole round
 
 
 def measure_recording(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
@@ -60,17 +61,18 @@ def measure_recording(config: Config, plan: Plan, environment: Mapping[str, str]
         }
         servers = {way: stack.enter_context(deployed(each, environment)).server for way, each in arranged.items()}
         for server in servers.values():
-            asyncio.run(_turn(server, plan, "warm"))
+            asyncio.run(_play(server, plan, "warm"))
         for index in range(plan.recording_rounds):
-            for way in rotated(list(servers), index):
-                found += of_turn(way, asyncio.run(_turn(servers[way], plan, str(index))))
+            for way, turn in _round(servers, order_of(list(servers), index), plan, str(index)).items():
+                found += of_turn(way, turn)
     return found
 
 
-def rotated(ways: Sequence[str], index: int) -> list[str]:
-    """Each begins as often as any other."""
-    first = index % len(ways)
-    return [*ways[first:], *ways[:first]]
+def order_of(ways: Sequence[str], index: int) -> list[str]:
+    """Of a round: each way begins as often as any other, and every other time those behind it have changed places."""
+    cycle, first = divmod(index, len(ways))
+    rotated = [*ways[first:], *ways[:first]]
+    return rotated if cycle % 2 == 0 else [rotated[0], *reversed(rotated[1:])]
 
 
 @contextmanager
@@ -83,10 +85,21 @@ def _sink(environment: Mapping[str, str]) -> Iterator[str]:
         # leaving closes its input, which is what it ends by
 
 
-async def _turn(server: RunningServer, plan: Plan, seed: str) -> Turn:
+def _round(servers: Mapping[str, RunningServer], order: Sequence[str], plan: Plan, seed: str) -> dict[str, Turn]:
+    """Processor time is that of the whole round: what is left over from a turn is written and sent in another's."""
+    before_s = {way: _cpu_s(servers[way]) for way in order}
+    played = {way: asyncio.run(_play(servers[way], plan, seed)) for way in order}
+    return {
+        way: Turn(num_tokens=num_tokens, elapsed_s=elapsed_s, cpu_s=_cpu_s(servers[way]) - before_s[way])
+        for way, (num_tokens, elapsed_s) in played.items()
+    }
+
+
+async def _play(server: RunningServer, plan: Plan, seed: str) -> tuple[int, float]:
+    """The tokens that came, and the seconds that they took."""
     async with AsyncClient(server.grpc) as client:
         vocab_size = (await client.model_info()).vocab_size
-        before_s, begun_s = _cpu_s(server), time.perf_counter()
+        begun_s = time.perf_counter()
         seen = await closed_loop(
             client,
             num_clients=plan.num_streams,
@@ -97,8 +110,7 @@ async def _turn(server: RunningServer, plan: Plan, seed: str) -> Turn:
             seed=seed,
         )
         elapsed_s = time.perf_counter() - begun_s
-    num_tokens = sum(len(one.arrivals_ns) for one in seen)
-    return Turn(num_tokens=num_tokens, elapsed_s=elapsed_s, cpu_s=_cpu_s(server) - before_s)
+    return sum(len(one.arrivals_ns) for one in seen), elapsed_s
 
 
 def _cpu_s(server: RunningServer) -> float:
@@ -131,7 +143,8 @@ def recording_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
         f"Recording: {plan.num_streams} clients, each with {plan.recording_requests} requests a round of "
         f"{plan.context_tokens[0]} prompt tokens and {plan.completion_tokens} generated. Three deployments, one of "
         "them plain, take turns with the same requests; a ratio is of one round, and its interval is the median's, by "
-        "resampling rounds. Processor time is that of the servers' processes.",
+        "resampling rounds. Processor time is that of a deployment's processes in the whole round: files are written "
+        "some seconds later, in whosever turn that is.",
     )
     return Grid(title="What recording costs", columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())
 

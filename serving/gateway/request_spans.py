@@ -178,7 +178,8 @@ def _times(stamps: Stamps) -> dict[str, Value]:
     if stamps.reserved_ms is not None:
         times["moonshard.decode_queue_ms"] = stamps.reserved_ms
     if stamps.transfer is not None:
-        own = ("handoff_gap_ms", "transfer_ms", "exposed_transfer_ms", "land_ms", "join_ms")
+        joined = ("land_ms", "join_ms") if stamps.has_joined else ()
+        own = ("handoff_gap_ms", "transfer_ms", "exposed_transfer_ms", *joined)
         times |= {f"moonshard.{name}": getattr(timing, name) for name in own}
     return times
 

@@ -36,6 +36,7 @@ class Stamps:
         self.sent_ns = self.sent_ns or sent_ns
         if not self.first_arrival_ns:
             self.first_attempt_ns, self.reserved_ms = sent_ns, None
+            self.transfer, self.transferred_ns = None, 0  # KV that moved in vain is no part of this one
 
     def reserved(self, queue_ms: float) -> None:
         """Of the attempt that was sent last, which came to a decode worker's line."""
@@ -78,6 +79,11 @@ class Stamps:
     def end(self) -> None:
         """Now, unless it has ended before."""
         self.ended_ns = self.ended_ns or time.perf_counter_ns()
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether a worker said that it decodes with KV that came from elsewhere."""
+        return self.phases.land_ms + self.phases.join_ms > 0
 
     @property
     def e2e_ns(self) -> int:

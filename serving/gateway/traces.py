@@ -192,6 +192,6 @@ def _worker_times(stamps: Stamps) -> Row:
         timing.transfer_ms,
         timing.exposed_transfer_ms,
         stamps.transferred_ns,
-        timing.land_ms,
-        timing.join_ms,
+        timing.land_ms if stamps.has_joined else None,
+        timing.join_ms if stamps.has_joined else None,
     )

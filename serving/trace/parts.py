@@ -98,16 +98,21 @@ def read_table(folder: Path, table: Table) -> "pl.DataFrame":
     import polars as pl
 
     paths = sorted((folder / table.name).glob("*.parquet"))
-    parts = [_read_part(path, table) for path in paths]
+    parts = [part for path in paths if (part := _read_part(path, table)) is not None]
     return pl.concat(parts) if parts else empty_table(table)
 
 
-def _read_part(path: Path, table: Table) -> "pl.DataFrame":
-    """A version's columns grow in number only: of an optional one that was added later nothing is known."""
+def _read_part(path: Path, table: Table) -> "pl.DataFrame | None":
+    """None where its process, which may be running, has deleted it meanwhile.
+
+    A version's columns grow in number only: of an optional one that was added later nothing is known.
+    """
     import polars as pl
 
     try:
         part = pl.read_parquet(path)
+    except FileNotFoundError:
+        return None
     except (OSError, pl.exceptions.PolarsError) as error:
         raise PartsError(f"{path}: {error}") from error
     if others := set(part.get_column("version", default=pl.Series([])).unique()) - {VERSION}:

@@ -95,7 +95,7 @@ class Recorder:
         self._num_unwritten = 0
         self._num_writing = 0  # rows that are being written
         self._is_given_up = False
-        self._is_failing = False  # the last part had rows that are lost
+        self._failing: set[Table] = set()  # those whose last part had rows that are lost
         self.num_failures = 0
         self._thread = threading.Thread(target=self._write_all, name="trace", daemon=True)
 
@@ -120,8 +120,9 @@ class Recorder:
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             self._is_given_up = True
-            self._num_unwritten += self._num_writing + sum(rows.num_waiting for rows in self._rows.values())
+            self._num_unwritten += self._num_writing
             logger.error("trace %s: the disk takes longer than %g s", self._path, CLOSE_TIMEOUT_S)
+        self._num_unwritten += sum(rows.num_waiting for rows in self._rows.values())  # also what came too late
         if self.num_lost:
             logger.error("trace %s: %d rows are lost", self._path, self.num_lost)
 
@@ -137,7 +138,14 @@ class Recorder:
             if time.monotonic() >= due_s:
                 self._write_young()
                 due_s = time.monotonic() + self._max_age_s
+        self._write_full()
         self._write_young()
+
+    def _write_full(self) -> None:
+        """What was handed over behind the word that ends the thread."""
+        for rows in self._rows.values():
+            while (columns := rows.take_full()) is not None:
+                self._write(rows, columns)
 
     def _write_young(self) -> None:
         """Those that are not full, so that no row waits for ever."""
@@ -156,7 +164,7 @@ class Recorder:
             num_lost, trouble = num_rows, str(error)
         self._num_writing = 0
         if not self._is_given_up:
-            self._note(path, num_lost, trouble)
+            self._note(path, rows.table, num_lost, trouble)
 
     def _write_part(self, path: Path, table: Table, columns: Columns) -> tuple[int, str | None]:
         """How many of the rows are lost, and why. OSError where all are."""
@@ -171,16 +179,17 @@ class Recorder:
         self._written.add(path, len(data))
         return num_unfit, trouble
 
-    def _note(self, path: Path, num_lost: int, trouble: str | None) -> None:
-        """Log once that rows are lost, not once per part; and once that they are not any more."""
+    def _note(self, path: Path, table: Table, num_lost: int, trouble: str | None) -> None:
+        """Log once that a table's rows are lost, not once per part; and once that they are not any more."""
         self._num_unwritten += num_lost
         if trouble is not None:
             self.num_failures += 1
-            if not self._is_failing:
+            if table not in self._failing:
                 logger.error("trace %s: %s; what cannot be written is lost", path, trouble)
-        elif self._is_failing:
+            self._failing.add(table)
+        elif table in self._failing:
             logger.warning("trace %s: rows are written again; %d were lost", path, self.num_lost)
-        self._is_failing = trouble is not None
+            self._failing.remove(table)
 
 
 class _WrittenParts:

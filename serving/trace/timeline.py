@@ -4,7 +4,9 @@ Pure: rows come as mappings, and what leaves are dictionaries. A request is a ro
 and one under "transfer" where its KV moved; a worker has a row for its device's work and one for its host's launches.
 Microseconds, from the first stamp of all. Stamps of one clock keep their distances to the nanosecond; those of several
 hosts are as good as the hosts' time of day.
-Format: "Trace Event Format", JSON object, async events ("b", "e") and complete events ("X").
+Format: "Trace Event Format", JSON object, nestable async events ("b", "e") and complete events ("X"). The identity of
+an async event is its process's own (`id2.local`): by a global one a reader stacks a request's transfer upon its phases,
+though it ends in another phase than it begins in.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -80,19 +82,22 @@ class _Tracks:
 
 
 def _request_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[Event]:
+    """In the order in which they nest: a reader takes events of one moment as they come."""
     pid, start_ns = tracks.gateway(row), clocks.unix_ns(row, row["received_ns"])
     arguments = {name: row[name] for name in _ARGUMENTS if row[name] is not None}
     identity = f"{row['host']} {row['pid']} {row['received_ns']} {row['request_id']}"
-    yield from _span(pid, identity, f"request {row['request_id']}", start_ns, start_ns + row["e2e_ns"], arguments)
+    begin, end = _slice(pid, identity, f"request {row['request_id']}", start_ns, start_ns + row["e2e_ns"])
+    yield begin | {"args": arguments}
     for phase in PHASES:
         end_ns = start_ns + row[phase]
         if row[phase]:
-            yield from _span(pid, identity, phase.removesuffix("_ns"), start_ns, end_ns)
+            yield from _slice(pid, identity, phase.removesuffix("_ns"), start_ns, end_ns)
         start_ns = end_ns
+    yield end
     if row["transferred_ns"] is not None:
         end_ns = clocks.unix_ns(row, row["transferred_ns"])
         begin_ns = end_ns - round(row["transfer_ms"] * 1e6)
-        yield from _span(tracks.transfers(), identity, f"transfer {row['request_id']}", begin_ns, end_ns)
+        yield from _slice(tracks.transfers(), identity, f"transfer {row['request_id']}", begin_ns, end_ns)
 
 
 def _step_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[Event]:
@@ -115,8 +120,7 @@ def _step_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[Even
         }
 
 
-def _span(pid: int, identity: str, name: str, start_ns: int, end_ns: int, args: Event | None = None) -> Iterator[Event]:
-    """An async slice: those of one identity nest, and those of others may overlap them."""
-    common = {"name": name, "cat": "request", "id": identity, "pid": pid, "tid": 0}
-    yield common | {"ph": "b", "ts": start_ns, "args": args or {}}
-    yield common | {"ph": "e", "ts": end_ns}
+def _slice(pid: int, identity: str, name: str, start_ns: int, end_ns: int) -> tuple[Event, Event]:
+    """Its begin and its end: those of one process's identity nest, and those of others may overlap them."""
+    common = {"name": name, "cat": "request", "id2": {"local": identity}, "pid": pid, "tid": pid}
+    return common | {"ph": "b", "ts": start_ns}, common | {"ph": "e", "ts": end_ns}

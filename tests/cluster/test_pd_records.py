@@ -19,11 +19,13 @@ from moonshard.serving.cli import main
 from moonshard.serving.trace.parts import read_table
 from moonshard.serving.trace.schema import PHASES, REQUESTS, STEPS
 from tests.cluster.conftest import running
+from tests.serving.trace.trace_format import check_format
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 NUM_CLIENTS = 8  # more than the decode worker has slots: some wait for room
-NUM_REQUESTS = 2000
-NUM_ALONE = 400
+NUM_REQUESTS = 500
+MANY_REQUESTS = 4000
+NUM_ALONE = 2000
 MAX_PROMPT = 100  # tokens
 NUM_TOKENS = 3
 MS = 1e6  # nanoseconds
@@ -95,14 +97,20 @@ def quantile(values: pl.Series, share: float) -> float:
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recording")
+@pytest.fixture(scope="module", params=[NUM_REQUESTS, pytest.param(MANY_REQUESTS, marks=pytest.mark.slow)])
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pl.DataFrame]:
+    folder = tmp_path_factory.mktemp("recording")
+    return folder, both_sides(folder, NUM_CLIENTS, request.param)
 
 
-@pytest.fixture(scope="module")
-def busy(folder: Path) -> pl.DataFrame:
-    return both_sides(folder, NUM_CLIENTS, NUM_REQUESTS)
+@pytest.fixture
+def folder(recorded: tuple[Path, pl.DataFrame]) -> Path:
+    return recorded[0]
+
+
+@pytest.fixture
+def busy(recorded: tuple[Path, pl.DataFrame]) -> pl.DataFrame:
+    return recorded[1]
 
 
 def test_every_requests_time_at_the_server_lies_within_its_clients_and_close_to_it(busy: pl.DataFrame):
@@ -150,7 +158,7 @@ def test_the_time_line_has_gateway_prefill_transfer_and_decode_and_each_request_
     busy: pl.DataFrame, folder: Path, tmp_path: Path
 ):
     assert main(["trace", str(folder), "--out", str(tmp_path / "trace.json")]) == 0
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = check_format(json.loads((tmp_path / "trace.json").read_text()))
     titles = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
     assert [titles[pid].split()[0] for pid in sorted(titles, key=order.__getitem__)] == [
@@ -162,10 +170,10 @@ def test_the_time_line_has_gateway_prefill_transfer_and_decode_and_each_request_
     begun = {}
     for event in events:
         if event["ph"] == "b":
-            begun[event["pid"], event["id"], event["name"]] = event["ts"]
+            begun[event["pid"], event["id2"]["local"], event["name"]] = event["ts"]
         elif event["ph"] == "e":
-            began_us = begun.pop((event["pid"], event["id"], event["name"]))
-            by_request.setdefault(event["id"], {})[event["name"].split()[0]] = (began_us, event["ts"])
+            began_us = begun.pop((event["pid"], event["id2"]["local"], event["name"]))
+            by_request.setdefault(event["id2"]["local"], {})[event["name"].split()[0]] = (began_us, event["ts"])
     assert begun == {}
     assert len(by_request) >= busy.height
     for slices in by_request.values():

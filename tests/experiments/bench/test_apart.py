@@ -1,6 +1,8 @@
 """The benchmark's parts with processes of their own: what is computed from their samples, and how it is laid out."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise, permutations
 
 import pytest
 
@@ -18,8 +20,8 @@ from moonshard.experiments.bench.recording_cost import (
     Turn,
     median_interval,
     of_turn,
+    order_of,
     recording_grid,
-    rotated,
 )
 from moonshard.experiments.bench.report import LAID_OUT
 from moonshard.experiments.bench.streams import Seen
@@ -160,9 +162,12 @@ class TestRecording:
         assert few[0] <= many[0] <= 1.0 <= many[1] <= few[1]
         assert few == median_interval([0.9, 1.0, 1.1])
 
-    def test_each_begins_as_often_as_any_other(self):
-        assert [rotated("abc", index)[0] for index in range(6)] == list("abcabc")
-        assert all(sorted(rotated("abc", index)) == list("abc") for index in range(6))
+    def test_each_begins_as_often_as_any_other_and_follows_each_as_often(self):
+        orders = [order_of("abc", index) for index in range(12)]
+        assert [order[0] for order in orders] == list("abcabcabcabc")
+        pairs = Counter(pair for order in orders for pair in pairwise(order))
+        assert set(pairs) == set(permutations("abc", 2))
+        assert set(pairs.values()) == {4}
 
 
 class TestArrangements:

@@ -103,3 +103,25 @@ def test_the_time_of_a_request_is_measured_and_not_made_of_its_phases():
     assert ended.phases_ns(is_complete=False) == (1 * MS, 3 * MS, 6 * MS, 0)
     ended.end()
     assert ended.e2e_ns == 10 * MS  # it ends once
+
+
+def test_kv_that_moved_in_vain_is_no_part_of_the_attempt_that_gave_the_first_token():
+    lost = stamps()
+    lost.transfer, lost.transferred_ns = link_pb2.TransferPhases(transfer_ms=3), 5 * MS
+    lost.retried()
+    lost.sent(20 * MS)
+    lost.arrived(30 * MS, output(queue_ms=1, prefill_ms=2))
+    assert (lost.transfer, lost.transferred_ns, lost.timing().transfer_ms) == (None, 0, 0)
+    moved = stamps()
+    moved.arrived(4 * MS, output())
+    moved.transfer, moved.transferred_ns = link_pb2.TransferPhases(transfer_ms=3), 5 * MS
+    moved.sent(20 * MS)  # goes on behind the first token
+    assert (moved.timing().transfer_ms, moved.transferred_ns) == (3, 5 * MS)
+
+
+def test_who_has_joined_is_known_by_the_word_of_the_worker_that_decodes():
+    moved = stamps()
+    moved.arrived(4 * MS, output(queue_ms=1, prefill_ms=2))
+    assert not moved.has_joined
+    moved.arrived(8 * MS, output(join_ms=0.25))
+    assert moved.has_joined

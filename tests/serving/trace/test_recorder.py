@@ -181,6 +181,21 @@ def test_that_rows_are_written_again_is_told_too(tmp_path: Path, caplog: pytest.
     assert ["are written again; 1 were lost" in text for text in told] == [False, True, False]
 
 
+def test_that_one_table_cannot_be_written_is_told_once_however_often_others_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    other = Table("other", TOKENS.columns)
+    recorder = a_recorder(tmp_path, TOKENS, other)
+    (tmp_path / "tokens").touch()
+    for index in range(50):
+        recorder.rows(TOKENS).append(token(index))
+        recorder.rows(other).append(token(index))
+    recorder.close()
+    assert (recorder.num_lost, recorder.num_failures) == (50, 5)
+    assert read_table(tmp_path, other).height == 50
+    assert ["rows are lost" in record.getMessage() for record in caplog.records] == [False, True]
+
+
 async def test_a_folder_that_cannot_be_written_to_ends_the_start(tmp_path: Path):
     (tmp_path / "a file").touch()
     for path in (tmp_path / "a file", tmp_path / "a file" / "below"):
@@ -338,6 +353,23 @@ def test_an_end_does_not_wait_for_a_disk_that_hangs(
     disk.may_write.set()
 
 
+def test_what_is_appended_while_it_closes_is_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk = SlowDisk(monkeypatch)
+    recorder = a_recorder(tmp_path)
+    for index in range(10):
+        recorder.rows(TOKENS).append(token(index))
+    disk.is_writing.wait()
+    closing = threading.Thread(target=recorder.close)
+    closing.start()
+    until(lambda: not recorder._full.empty())  # pyright: ignore[reportPrivateUsage]  # the word that ends its thread
+    for index in range(10, 35):
+        recorder.rows(TOKENS).append(token(index))
+    disk.may_write.set()
+    closing.join()
+    assert read_table(tmp_path, TOKENS)["index"].to_list() == list(range(35))
+    assert recorder.num_lost == 0
+
+
 KILLED = """
 import itertools, sys, time
 from pathlib import Path
@@ -378,6 +410,13 @@ def test_parts_of_another_table_are_refused_and_no_parts_are_no_rows(tmp_path: P
     (tmp_path / "steps" / "part.parquet").write_bytes(b"PAR1")
     with pytest.raises(PartsError, match=r"part\.parquet"):
         read_table(tmp_path, STEPS)
+
+
+def test_a_part_that_is_deleted_while_the_others_are_read_is_no_fault(tmp_path: Path):
+    columns: list[list[Value]] = [["a"], [0], [1], [2]]
+    write_part(tmp_path / "tokens" / "1.parquet", encode_part(TOKENS, columns, this_process().row()))
+    (tmp_path / "tokens" / "2.parquet").symlink_to(tmp_path / "gone")  # it has a name, and nothing behind it
+    assert read_table(tmp_path, TOKENS)["index"].to_list() == [1]
 
 
 def versioned(version: int) -> Row:

@@ -16,7 +16,9 @@ from moonshard.serving.trace.parts import read_table
 from moonshard.serving.trace.recorder import Recorder
 from moonshard.serving.trace.schema import STEPS, Row
 from moonshard.serving.trace.steps import RecordedSteps
+from moonshard.serving.trace.timeline import timeline
 from tests.serving.fake_executor import BLOCK_SIZE, TILE, FakeExecutor, an_engine
+from tests.serving.trace.trace_format import check_format
 
 NAMES = [column.name for column in STEPS.columns]
 WORKER = "127.0.0.1:1"
@@ -112,6 +114,8 @@ async def test_every_step_of_an_engine_is_a_row_in_its_order(tmp_path: Path):
     assert all(begun_ns < launched <= done <= handled for launched, done, handled in stamps)
     assert (found["device_ns"] > 0).all()
     assert (found["device_ns"] <= found["done_ns"] - found["launched_ns"]).all()
+    drawn = check_format(timeline([], found.iter_rows(named=True)))  # no two at once on the device, nor launched
+    assert sum(event["ph"] == "X" for event in drawn) == 2 * found.height
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])

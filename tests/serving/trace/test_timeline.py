@@ -10,6 +10,7 @@ from moonshard.serving.trace.origin import this_process
 from moonshard.serving.trace.parts import encode_part, write_part
 from moonshard.serving.trace.schema import PHASES, REQUESTS, STEPS, Table, Value
 from moonshard.serving.trace.timeline import timeline
+from tests.serving.trace.trace_format import check_format
 
 ORIGIN = {"host": "h", "clock": "boot", "pid": 7, "unix_offset_ns": 1_700_000_000_000_000_000, "version": 1}
 NO_REQUEST = {column.name: None for column in REQUESTS.columns}
@@ -53,7 +54,7 @@ STEP = {
 
 def events_of(requests: list[dict], steps: list[dict]) -> list[dict]:
     drawn = timeline([ORIGIN | row for row in requests], [ORIGIN | row for row in steps])
-    return json.loads(json.dumps(drawn))["traceEvents"]
+    return check_format(json.loads(json.dumps(drawn)))
 
 
 def spans(events: list[dict], name: str) -> list[tuple[float, float]]:
@@ -78,9 +79,27 @@ def test_a_request_its_phases_its_transfer_and_its_steps_are_at_their_microsecon
     assert titles == ["gateway h 7", "prefill w 00000000", "transfer"]
 
 
+def test_a_transfer_that_ends_in_another_phase_than_it_begins_in_is_stacked_upon_none():
+    events = events_of([REQUEST], [])
+    (begin_us, end_us), (_, first_token_us) = spans(events, "transfer r")[0], spans(events, "first_token")[0]
+    assert begin_us < first_token_us < end_us
+    with pytest.raises(AssertionError):  # were its identity everybody's, as it is not
+        check_format(
+            {"displayTimeUnit": "ms", "traceEvents": [e | {"id": "r"} if e["ph"] in "be" else e for e in events]}
+        )
+
+
+def test_steps_that_follow_each_other_to_the_nanosecond_do_not_overlap():
+    stamps_ns = [1_000_000 + 333 * index for index in range(1000)]
+    steps = [
+        STEP | {"launched_ns": begin, "device_ns": 333, "host_ns": 333, "done_ns": begin + 333} for begin in stamps_ns
+    ]
+    assert sum(event["ph"] == "X" for event in events_of([], steps)) == 2000
+
+
 def test_parts_of_one_clock_that_disagree_on_the_time_of_day_keep_their_order():
     later = STEP | {"unix_offset_ns": ORIGIN["unix_offset_ns"] - 50_000_000}
-    for steps in ([later], [later, STEP]):
+    for steps in ([later], [later, STEP | {"worker": "another"}]):
         events = events_of([REQUEST], steps)
         assert all(event["ts"] == 1.5 for event in events if event["ph"] == "X")
 
@@ -93,7 +112,7 @@ def test_another_hosts_stamps_stand_where_its_time_of_day_puts_them():
 
 def test_requests_of_one_name_are_two():
     again = REQUEST | {"received_ns": 1_002_000}
-    identities = {event["id"] for event in events_of([REQUEST, again], []) if event["ph"] == "b"}
+    identities = {event["id2"]["local"] for event in events_of([REQUEST, again], []) if event["ph"] == "b"}
     assert len(identities) == 2
 
 
@@ -120,7 +139,7 @@ def test_the_command_draws_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = tmp_path / "out.json"
     assert main(["trace", str(tmp_path), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"1 requests and 1 steps in {out}\n"
-    assert spans(json.loads(out.read_text())["traceEvents"], "request r") == [(0.0, 10.0)]
+    assert spans(check_format(json.loads(out.read_text())), "request r") == [(0.0, 10.0)]
 
 
 def test_what_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
