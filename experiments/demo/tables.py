@@ -28,20 +28,19 @@ class Account:
 def phase_rows(timing: Timing) -> list[Row]:
     """The gateway's phases, with the workers' shares of the long ones apart. Their sum is `timing.e2e_ms`.
 
-    The wire between the workers may be below 0: the transfer's rest begins when the prefill worker has the first token,
-    and the gateway's phase when that token has arrived.
+    The wire is one row: workers' times after the first token begin when they have it, and the gateway's phase when it
+    has arrived, so that what a slow way adds before the first token it takes off after it.
     """
     after_first = (timing.exposed_transfer_ms, timing.land_ms, timing.join_ms, timing.worker_decode_ms)
     return [
         ("gateway: template, route", timing.gateway_queue_ms),
         ("prefill: wait for a step", timing.worker_queue_ms),
         ("prefill: compute", timing.worker_prefill_ms),
-        ("wire: there and back", timing.wire_ms),
         ("transfer: exposed rest", timing.exposed_transfer_ms),
         ("decode: land last chunk", timing.land_ms),
         ("decode: join the batch", timing.join_ms),
         ("decode: the other tokens", timing.worker_decode_ms),
-        ("wire: between, and back", timing.decode_ms - sum(after_first)),
+        ("wire: there, between, back", timing.wire_ms + timing.decode_ms - sum(after_first)),
         ("gateway: finish stream", timing.finish_ms),
     ]
 
