@@ -36,9 +36,10 @@ def router_replay(
     for option, value in (("--workers", workers), ("--blocks-per-worker", blocks_per_worker)):
         if value is not None and value < 1:
             return _refuse(f"{option} {value}: expected at least 1")
-    for option, value in (("--tokens-per-s", tokens_per_s), ("--queue-weight", queue_weight)):
-        if not 0 <= value < float("inf"):
-            return _refuse(f"{option} {value:g}: expected a number from 0 on")
+    if not 0 < tokens_per_s < float("inf"):
+        return _refuse(f"--tokens-per-s {tokens_per_s:g}: expected a number above 0")
+    if not 0 <= queue_weight < float("inf"):
+        return _refuse(f"--queue-weight {queue_weight:g}: expected a number from 0 on")
     config = ReplayConfig(
         num_workers=workers,
         policy=policy,

@@ -18,6 +18,8 @@ GROUPS: Mapping[str, Callable[[Row], str]] = {
     "day": lambda row: row.day,
 }
 
+USD_DIGITS = 9  # a thousandth of what a token costs at a dollar a million; what is beyond them is a sum of floats' own
+
 
 @dataclass(slots=True)
 class Sum:
@@ -57,7 +59,10 @@ def ledger(
     sums = sum_by(names, (row for file in files for row in _rows(file)))
     sys.stdout.write(_table(names, sums))
     if json_file is not None:
-        records = [dict(zip(names, key, strict=True)) | asdict(sums[key]) for key in sorted(sums)]
+        records = [
+            dict(zip(names, key, strict=True)) | asdict(own) | {"usd": round(own.usd, USD_DIGITS)}
+            for key, own in sorted(sums.items())
+        ]
         try:
             json_file.write_text(json.dumps(records, indent=1) + "\n")
         except OSError as error:

@@ -116,7 +116,8 @@ def test_a_line_that_is_no_object_is_refused_with_its_number(tmp_path: Path, cap
     [
         ({"workers": 0}, "--workers 0: expected at least 1"),
         ({"blocks_per_worker": 0}, "--blocks-per-worker 0: expected at least 1"),
-        ({"tokens_per_s": float("nan")}, "--tokens-per-s nan: expected a number from 0 on"),
+        ({"tokens_per_s": float("nan")}, "--tokens-per-s nan: expected a number above 0"),
+        ({"tokens_per_s": 0.0}, "--tokens-per-s 0: expected a number above 0"),
         ({"queue_weight": -1.0}, "--queue-weight -1: expected a number from 0 on"),
         ({}, "No such file"),
     ],
