@@ -16,14 +16,18 @@ pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 VOCAB_SIZE = 1000
 NUM_KNOWN = 20 * BLOCK_SIZE
 NUM_ASKED = 6
-LOCAL = {"routing.local_prefill_max_tokens": 2000}  # so that one worker has all of a request
+SETTINGS = {
+    "routing.local_prefill_max_tokens": 2000,  # so that one worker has all of a request
+    "model.max_context_tokens": 8000,  # a stream that goes on for longer than all that is asked beside it
+    "kv.num_blocks": 1024,
+}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, Fleet]]:
     """The same workers, seen through either gateway."""
     folder = tmp_path_factory.mktemp("fleet")
-    with running_fleet(folder, num_decode=2, settings=LOCAL) as one:
+    with running_fleet(folder, num_decode=2, settings=SETTINGS) as one:
         ports = {"gateway.port": 0, "gateway.grpc_port": 0}
         gateway = replace(
             one.gateway, popen=None, log_path=folder / "other.log", settings={**one.gateway.settings, **ports}
@@ -87,7 +91,7 @@ def test_what_one_gateway_has_asked_the_other_finds_again_where_it_is(two: tuple
 def test_what_one_gateway_keeps_a_worker_busy_with_the_other_sees(two: tuple[Fleet, Fleet]):
     one, other = two
     long, short = prompts(2, 1500), prompts(3, BLOCK_SIZE)
-    with streaming(one, next(long), 400) as stream:
+    with streaming(one, next(long), 6000) as stream:
         busy = stream.headers["x-moonshard-worker"]
         assert wait_until(lambda: other.metric("moonshard_active_tokens", worker=busy) > 1500, 30), other.logs()
         found = {ask(other, next(short))[0] for _ in range(NUM_ASKED)}

@@ -14,6 +14,7 @@ from moonshard.experiments.bench.measurement import Measurement, Plan
 from moonshard.experiments.bench.meshes_hlo import COLLECTIVES
 from moonshard.experiments.bench.meshes_tables import MESH_GRIDS, MESH_PAIRS
 from moonshard.experiments.bench.report import Report, grids, tables
+from moonshard.experiments.bench.server import HANDED_OVER
 from moonshard.serving.config_file import load_config
 
 pytestmark = pytest.mark.timeout(1200)  # a fixture runs whole parts of the bench, whatever else the machine does
@@ -54,6 +55,7 @@ MINIATURE = Plan(
     killed_tokens=100,
 )
 SETTINGS = (
+    HANDED_OVER,
     f"model.path={Path(__file__).parents[2] / 'fixtures' / 'kimi_k2'}",
     *("model.max_context_tokens=128", "kv.num_blocks=64", "kv.block_size=16"),
     *("prefill.chunk_tokens=32", "decode.max_slots=4"),
