@@ -12,8 +12,8 @@ from prometheus_client import Counter, Histogram
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.codec import decode_finish_reason
+from moonshard.serving.gateway.inbox import Arrival
 from moonshard.serving.gateway.metrics import GatewayMetrics
-from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
 
 _PHASES = ("gateway_queue", "first_token", "decode", "finish")
