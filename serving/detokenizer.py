@@ -67,9 +67,13 @@ class Detokenizer:
             if self._stop_string is not None:
                 break
             num_tokens += 1
-            self._num_tokens += 1
-            texts.append(self._settle(self._decode(token_id)))
+            texts.append(self.push_token(token_id))
         return Piece(text="".join(texts), stop_string=self._stop_string, num_tokens=num_tokens)
+
+    def push_token(self, token_id: int) -> str:
+        """As `push` of this token, which `stop_string` does not end yet: what nearly every step of a stream is."""
+        self._num_tokens += 1
+        return self._settle(self._decode(token_id))
 
     def finish(self) -> str:
         """The text that was held back: no more tokens will come."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Unit = Literal["ms", "us", "s", "MiB", "tokens/s", "GB/s", "share", "count"]
+Unit = Literal["ms", "us", "s", "MiB", "tokens/s", "GB/s", "share", "ratio", "count"]
 Level = Literal[
     "device",
     "start",

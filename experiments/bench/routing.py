@@ -120,15 +120,12 @@ def _samples(name: str, seconds: Sequence[float]) -> Measurement:
 
 
 def _shares(name: PolicyName, rate: float, found: Replayed) -> list[Measurement]:
-    kinds = {
-        "found": found.hit_rate,
-        "oracle": found.oracle_hit_rate,
-        "load": found.load_max_over_mean,
-    }
-    return [
+    found_again = [
         Measurement(level="routing", name=_share_name(name, rate, kind), unit="share", samples=(value,))
-        for kind, value in kinds.items()
+        for kind, value in (("found", found.hit_rate), ("oracle", found.oracle_hit_rate))
     ]
+    load = _share_name(name, rate, "load")
+    return [*found_again, Measurement(level="routing", name=load, unit="ratio", samples=(found.load_max_over_mean,))]
 
 
 def _share_name(name: PolicyName, rate: float, kind: str) -> str:

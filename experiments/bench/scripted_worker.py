@@ -1,7 +1,8 @@
 """A worker without a model that speaks the Link: a step every so often, a token for each request in it.
 
-What a gateway adds shows beside it: the worker costs next to nothing, and is always on time. Run as a module; it prints
-its port and serves until its standard input ends. Left out: prefill, KV, and everything that could go wrong.
+What a gateway adds shows beside it: the worker costs next to nothing, and is always on time. It speaks the public API
+too, with nothing behind it but the same clock: what gRPC itself costs a gateway and its clients. Run as a module; it
+prints its port and serves until its standard input ends. Left out: prefill, KV, and everything that could go wrong.
 """
 
 import asyncio
@@ -10,8 +11,10 @@ import sys
 from collections.abc import AsyncIterator
 
 import grpc
+import uvloop
 
-from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc import inference_pb2_grpc, link_pb2, link_pb2_grpc
 from moonshard.rpc.inference_pb2 import FINISH_REASON_LENGTH
 from moonshard.rpc.link import PROTOCOL_VERSION
 
@@ -68,23 +71,58 @@ class ScriptedWorker(link_pb2_grpc.WorkerServicer):
 
     def _output(self, request_id: bytes, left: dict[bytes, int]) -> link_pb2.SequenceOutput:
         left[request_id] -= 1
-        output = link_pb2.SequenceOutput(request_id=request_id, token_ids=[1], phases=link_pb2.WorkerPhases())
+        output = link_pb2.SequenceOutput(request_id=request_id, token_ids=[1])
         if not left[request_id]:
             output.finish_reason = FINISH_REASON_LENGTH
             del left[request_id]
         return output
 
 
+class ScriptedInference(inference_pb2_grpc.InferenceServicer):
+    """Each call gets a token at each step, and no word of why."""
+
+    def __init__(self, step_s: float = STEP_S):
+        self._step_s = step_s
+        self._waiting: set[asyncio.Queue[None]] = set()
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        await context.write(pb.GenerateResponse(prompt=pb.TokenIds(ids=request.tokens.ids)))
+        steps = asyncio.Queue[None]()
+        self._waiting.add(steps)
+        try:
+            for left in reversed(range(request.stop.max_tokens)):
+                await steps.get()
+                reason = pb.FINISH_REASON_UNSPECIFIED if left else pb.FINISH_REASON_LENGTH
+                await context.write(pb.GenerateResponse(delta=pb.Delta(token_ids=[1], finish_reason=reason)))
+        finally:
+            self._waiting.discard(steps)
+        await context.write(pb.GenerateResponse(summary=pb.Summary(request_id=request.request_id)))
+
+    async def step_on(self) -> None:
+        """At fixed times, whatever the last step took."""
+        loop, number = asyncio.get_running_loop(), 0
+        begun_s = loop.time()
+        while True:
+            number += 1
+            await asyncio.sleep(begun_s + number * self._step_s - loop.time())
+            for steps in self._waiting:
+                steps.put_nowait(None)
+
+
 async def _main() -> None:
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     link_pb2_grpc.add_WorkerServicer_to_server(ScriptedWorker(), server)
+    inference = ScriptedInference()
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
+    stepping = asyncio.create_task(inference.step_on())
     await asyncio.to_thread(sys.stdin.read)
+    stepping.cancel()
     await server.stop(None)
 
 
 if __name__ == "__main__":
-    asyncio.run(_main())
+    uvloop.run(_main())  # as a gateway does

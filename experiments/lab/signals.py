@@ -9,7 +9,6 @@ import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -59,9 +58,9 @@ def run_interruptibly[T](main: Coroutine[Any, Any, T]) -> T:
         nonlocal cancel
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None  # a coroutine runs in one
-        cancel = partial(loop.call_soon_threadsafe, task.cancel)
+        cancel = lambda: loop.call_soon_threadsafe(task.cancel)  # noqa: E731  # a signal's handler calls it
         if came:
-            cancel()
+            task.cancel()
         try:
             return await main
         finally:

@@ -20,13 +20,13 @@ from moonshard.serving.config import RoutingConfig
 from moonshard.serving.gateway.choice import ChoiceStream
 from moonshard.serving.gateway.failures import Failures, final_error
 from moonshard.serving.gateway.handoffs import Handoff, Handoffs
+from moonshard.serving.gateway.inbox import Arrival, Inbox
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.placement import Leg, Placement
 from moonshard.serving.gateway.pool import LinkPool, Route
 from moonshard.serving.gateway.prefill_place import PrefillPlace
 from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.request_spans import mark_attempt
-from moonshard.serving.gateway.session import Arrival, Inbox
 from moonshard.serving.router import Affinity, Ask
 
 MAX_PREFILL_FAILURES = 2  # then the decode worker prefills
@@ -74,12 +74,9 @@ class _Attempt:
         prefill = None if self.prefill is None else _leg_of(self.prefill)
         return Placement(attempt_id=self.run.request_id, prefill=prefill, decode=_leg_of(self.route))
 
-    async def next(self) -> Arrival:
-        """Raises the error that ends the attempt."""
-        item = await self.inbox.get()
-        if isinstance(item, RequestError):
-            raise item
-        return item
+    async def arrivals(self) -> list[Arrival]:
+        """All that has come, at least one. Raises the error that ends the attempt."""
+        return await self.inbox.take()
 
 
 class Attempts:
@@ -107,11 +104,11 @@ class Attempts:
         choices: Sequence[ChoiceStream],
         record: RequestRecord,
         session: bytes | None = None,
-    ) -> AsyncGenerator[Sent | Arrival]:
+    ) -> AsyncGenerator[Sent | list[Arrival]]:
         """What is sent and what workers send back, until every choice has ended. Close it (`aclosing`) to cancel.
 
-        The caller feeds each arrival to `choices` before it asks for the next. Raises RequestError where the request
-        can go on nowhere.
+        Arrivals are given together where they came faster than they were asked for. The caller feeds each to `choices`
+        before it asks for more. Raises RequestError where the request can go on nowhere.
         """
         failures = Failures(max_attempts=self._routing.max_attempts)
         while True:
@@ -125,11 +122,11 @@ class Attempts:
                     where = attempt.prompt_route
                     yield Sent(where.session.address, where.reservation.affinity)
                     while not attempt.is_over:
-                        arrival = await attempt.next()
+                        arrivals = await attempt.arrivals()
                         if is_first:
-                            self._prefilled(attempt, arrival)
+                            self._prefilled(attempt, arrivals[0])
                             is_first = False
-                        yield arrival
+                        yield arrivals
                     return
                 except RequestError as error:
                     record.attempt_failed(error)

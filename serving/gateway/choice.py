@@ -5,6 +5,7 @@ worker made after that are dropped and not billed. A stop string counts wherever
 too, as vLLM has it: the call is then cut off, and text.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -43,20 +44,24 @@ class ChoiceStream:
         return self.finish_reason != pb.FINISH_REASON_UNSPECIFIED
 
     def accept(self, output: link_pb2.SequenceOutput) -> pb.Delta | None:
-        """What to tell the client of a step's output; None once the choice has ended."""
-        self.is_worker_done = output.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+        """What to tell the client of a step's output; None once the choice has ended.
+
+        Run for every token: a message's field is looked at once, since that costs as much as what is done with it.
+        """
+        token_ids, finish_reason = list(output.token_ids), output.finish_reason
+        self.is_worker_done = finish_reason != pb.FINISH_REASON_UNSPECIFIED
         if self.is_ended:
             return None
-        self.token_ids.extend(output.token_ids)
-        delta = pb.Delta(choice=self.index, finish_reason=output.finish_reason)
-        num_kept = len(output.token_ids)
+        self.token_ids += token_ids
+        delta = pb.Delta(choice=self.index, token_ids=token_ids, finish_reason=finish_reason, logprobs=output.logprobs)
         if self._detokenizer is not None:
-            text, num_kept = self._text(delta, self._detokenizer, output)
+            text, num_kept = self._text(self._detokenizer, token_ids, finish_reason)
+            if self._detokenizer.stop_string is not None:
+                delta.stop_string, delta.finish_reason = self._detokenizer.stop_string, pb.FINISH_REASON_STOP
+                del delta.token_ids[num_kept:], delta.logprobs[num_kept:]
             delta.text = text if self._parser is None else self._content(delta, self._parser, text)
-        delta.token_ids.extend(output.token_ids[:num_kept])
-        delta.logprobs.extend(output.logprobs[:num_kept])
-        if delta.finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string") and num_kept:
-            delta.stop_token_id = output.token_ids[-1]
+        if finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string") and token_ids:
+            delta.stop_token_id = token_ids[-1]
         self.finish_reason = delta.finish_reason
         return delta
 
@@ -73,22 +78,27 @@ class ChoiceStream:
         return parsed.content + parser.finish() if is_last else parsed.content
 
     @staticmethod
-    def _text(delta: pb.Delta, detokenizer: Detokenizer, output: link_pb2.SequenceOutput) -> tuple[str, int]:
-        """The step's text and how many of its tokens count. Sets the delta's finish where a stop string ends it.
+    def _text(detokenizer: Detokenizer, token_ids: Sequence[int], finish_reason: pb.FinishReason) -> tuple[str, int]:
+        """The step's text and how many of its tokens count: not those after a stop string.
 
         A stop token gives no text, special or not. Neither does an id that the model has and the tokenizer has not.
         """
-        num_tokens = len(output.token_ids)
-        num_spoken = num_tokens - (output.finish_reason == pb.FINISH_REASON_STOP)
-        pieces: list[str] = []
-        for index, token in enumerate(output.token_ids[: max(num_spoken, 0)]):
+        num_tokens, text = len(token_ids), ""
+        spoken = token_ids[:-1] if finish_reason == pb.FINISH_REASON_STOP else token_ids
+        for index, token in enumerate(spoken):
             with suppress(TokenIdError):
-                pieces.append(detokenizer.push((token,)).text)
+                text += detokenizer.push_token(token)
             if detokenizer.stop_string is not None:
                 num_tokens = index + 1
                 break
-        if output.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
-            pieces.append(detokenizer.finish())
-        if detokenizer.stop_string is not None:
-            delta.stop_string, delta.finish_reason = detokenizer.stop_string, pb.FINISH_REASON_STOP
-        return "".join(pieces), num_tokens
+        if finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+            text += detokenizer.finish()
+        return text, num_tokens
+
+
+def joined(earlier: pb.Delta, later: pb.Delta) -> pb.Delta:
+    """Two that follow each other in one choice as one. Takes `earlier` apart."""
+    text = earlier.text + later.text
+    earlier.MergeFrom(later)
+    earlier.text = text
+    return earlier

@@ -18,14 +18,14 @@ from moonshard.rpc.status import ContextLengthExceeded, InternalError, Overloade
 from moonshard.serving.config import RoutingConfig
 from moonshard.serving.gateway.accounts import Accounts
 from moonshard.serving.gateway.attempts import Attempts, Sent
-from moonshard.serving.gateway.choice import CallsMade, ChoiceStream
+from moonshard.serving.gateway.choice import CallsMade, ChoiceStream, joined
 from moonshard.serving.gateway.handoffs import Handoffs
+from moonshard.serving.gateway.inbox import Arrival
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import ServedModel
 from moonshard.serving.gateway.parameters import GenerationRequest, check_parameters, check_token_ids, stop_tokens
 from moonshard.serving.gateway.pool import LinkPool, ModelLimits
 from moonshard.serving.gateway.record import RequestRecord
-from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
 from moonshard.serving.gateway.traces import RequestTrace, RequestTraces
 from moonshard.serving.router import Affinity
@@ -196,17 +196,11 @@ class Gateway:
                         placed = placed.again(event.worker)
                         yield placed
                     continue
-                delta = _accept(choices, event)
                 if not record.has_begun:
                     self._accounts.computed(request.caller.tenant, len(run.prompt_tokens))
-                record.arrived(event, delta)
-                self._waiting.discard(admission.number)
-                if delta is None:
-                    continue
-                trace.arrived(event.arrived_ns, delta)
-                if (made := choices[delta.choice].take_calls()) is not None:
-                    yield made
-                yield delta
+                    self._waiting.discard(admission.number)
+                for told in _accept(choices, event, record, trace):
+                    yield told
 
     def _make_run(self, admission: Admission, prompt: Sequence[int]) -> link_pb2.Run:
         """What the request asks, without an id.
@@ -274,10 +268,26 @@ def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: 
     return allowed
 
 
-def _accept(choices: list[ChoiceStream], arrival: Arrival) -> pb.Delta | None:
-    if arrival.output.choice >= len(choices):
-        raise InternalError(f"the worker answered for choice {arrival.output.choice} of {len(choices)}")
-    return choices[arrival.output.choice].accept(arrival.output)
+def _accept(
+    choices: list[ChoiceStream], arrivals: list[Arrival], record: RequestRecord, trace: RequestTrace
+) -> Iterator[CallsMade | pb.Delta]:
+    """What the client is told of what arrived together: of each choice one Delta, or one for each of its calls."""
+    deltas: dict[int, pb.Delta] = {}
+    for arrival in arrivals:
+        index = arrival.output.choice
+        if index >= len(choices):
+            raise InternalError(f"the worker answered for choice {index} of {len(choices)}")
+        delta = choices[index].accept(arrival.output)
+        record.arrived(arrival, delta)
+        if delta is None:
+            continue
+        trace.arrived(arrival.arrived_ns, delta)
+        if (made := choices[index].take_calls()) is not None:
+            if (before := deltas.pop(index, None)) is not None:
+                yield before
+            yield made
+        deltas[index] = delta if index not in deltas else joined(deltas[index], delta)
+    yield from deltas.values()
 
 
 def _first[T](*values: T | None) -> T:

@@ -16,8 +16,9 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError, Unavailable, error_from_code
 from moonshard.serving import handoff_wire
 from moonshard.serving.gateway.failures import HandoffFailed
+from moonshard.serving.gateway.inbox import Arrival, Inbox
 from moonshard.serving.gateway.pool import LinkPool, Route
-from moonshard.serving.gateway.session import Arrival, Inbox, Session
+from moonshard.serving.gateway.session import Session
 from moonshard.serving.handoff import messages as m
 from moonshard.serving.handoff.gateway_side import (
     Deliver,

@@ -70,13 +70,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         is_placed = False
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
-                if isinstance(event, Placed) and is_placed:
+                if isinstance(event, pb.Delta):
+                    await context.write(pb.GenerateResponse(delta=event))
+                elif isinstance(event, Placed) and is_placed:
                     context.set_trailing_metadata(tuple(event.headers().items()))
                 elif isinstance(event, Placed):
                     await context.send_initial_metadata(tuple(event.headers().items()))
                     is_placed = True
-                elif isinstance(event, pb.Delta):
-                    await context.write(pb.GenerateResponse(delta=event))
                 elif isinstance(event, pb.TokenIds):
                     await context.write(pb.GenerateResponse(prompt=event))
                 elif isinstance(event, pb.Summary):  # no request of this API has tools, so no answer has calls

@@ -144,9 +144,11 @@ class WorkerLink:
 
     async def _read_all(self, call: grpc.aio.StreamStreamCall, session: Session) -> None:
         while True:
-            session.receive(await _read(call))
+            message = await _read(call)
+            session.receive(message)
             self.last_load = session.load
             self._events.on_load(self)
+            await session.deliver(message.step)
 
     def _lose(self) -> None:
         """End the session, if there is one, and every request on it."""

@@ -14,9 +14,9 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.codec import decode_finish_reason
 from moonshard.rpc.status import RequestError
+from moonshard.serving.gateway.inbox import Arrival
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.placement import Placement, SentAttempt
-from moonshard.serving.gateway.session import Arrival
 from moonshard.serving.gateway.stamps import Stamps
 
 _PHASES = ("gateway_queue", "first_token", "decode", "finish")

@@ -12,17 +12,9 @@ from dataclasses import dataclass, field
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError, error_from_code
+from moonshard.serving.gateway.inbox import Arrival, Inbox
 
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request's share of a step, stamped when the step reached this process."""
-
-    arrived_ns: int
-    output: link_pb2.SequenceOutput
-
-
-type Inbox = asyncio.Queue[Arrival | RequestError]
+NUM_AT_A_TIME = 16  # outputs of a step
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -52,7 +44,7 @@ class Session:
 
     def open(self, request_id: bytes) -> Inbox:
         """What arrives for this request, from now on. Whoever calls this calls `close` exactly once."""
-        inbox: Inbox = asyncio.Queue()
+        inbox = Inbox()
         self.inboxes[request_id] = inbox
         return inbox
 
@@ -78,11 +70,11 @@ class Session:
             inbox.put_nowait(error)
 
     def receive(self, message: link_pb2.WorkerMessage) -> None:
+        """All of a message but a step's outputs, which `deliver` takes."""
         self.num_received += 1
         match message.WhichOneof("message"):
             case "step":
                 self.load = message.step.load
-                self._deliver(message.step)
             case "load":
                 self.load = message.load
             case "failed":
@@ -92,11 +84,17 @@ class Session:
             case "target" | "credits" | "chunk" | "first_tokens" | "drained":
                 self.on_handoff(self, message)
 
-    def _deliver(self, step: link_pb2.StepOutput) -> None:
+    async def deliver(self, step: link_pb2.StepOutput) -> None:
+        """To those who wait, some at a time: each of them has a message to send, and so much else would wait for all.
+
+        With hundreds at a time a new request waited a second to be let in: gRPC accepts one each time around the loop.
+        """
         arrived_ns = time.perf_counter_ns()
-        for output in step.outputs:
+        for index, output in enumerate(step.outputs, start=1):
             if (inbox := self.inboxes.get(output.request_id)) is not None:
                 inbox.put_nowait(Arrival(arrived_ns, output))
+            if index % NUM_AT_A_TIME == 0:
+                await asyncio.sleep(0)
 
     def _fail(self, message: link_pb2.WorkerMessage) -> None:
         """A handoff's failure is the handoff's; so is a refusal of a request that has no inbox here: a prefill leg."""

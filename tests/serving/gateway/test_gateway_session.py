@@ -1,10 +1,13 @@
 """Where one life of a link puts what its worker says."""
 
+import asyncio
+from itertools import pairwise
+
 import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InvalidArgument, Unavailable
-from moonshard.serving.gateway.session import Arrival, Session
+from moonshard.serving.gateway.session import NUM_AT_A_TIME, Session
 
 ID = b"r" * 16
 Message = link_pb2.WorkerMessage
@@ -29,8 +32,8 @@ def test_an_epoch_is_the_same_number_wherever_it_is_said(session: Session):
 
 def test_opening_an_inbox_says_nothing_to_the_worker(session: Session):
     inbox = session.open(ID)
-    session.receive(Message(step=link_pb2.StepOutput(outputs=[link_pb2.SequenceOutput(request_id=ID)])))
-    assert isinstance(inbox.get_nowait(), Arrival)
+    asyncio.run(session.deliver(link_pb2.StepOutput(outputs=[link_pb2.SequenceOutput(request_id=ID)])))
+    assert len(inbox.take_nowait()) == 1
     assert session.outgoing.empty()
 
 
@@ -60,9 +63,9 @@ def test_a_failed_request_is_told_where_it_waits_and_a_refused_leg_where_its_han
     failed = Message(failed=link_pb2.Failed(request_id=ID, code=3, message="no", field="n"))
     inbox = session.open(ID)
     session.receive(failed)
-    error = inbox.get_nowait()
-    assert isinstance(error, InvalidArgument)
-    assert (error.message, error.field, heard) == ("no", "n", [])
+    with pytest.raises(InvalidArgument, match="no") as error:
+        inbox.take_nowait()
+    assert (error.value.message, error.value.field, heard) == ("no", "n", [])
     session.close(ID, cancel=False)
     session.receive(failed)
     assert heard == [failed]
@@ -80,6 +83,22 @@ def test_nothing_is_queued_for_a_session_that_is_lost(session: Session):
     inbox = session.open(ID)
     session.is_lost = True
     session.fail_all(Unavailable("gone"))
-    assert isinstance(inbox.get_nowait(), Unavailable)
+    with pytest.raises(Unavailable):
+        inbox.take_nowait()
     session.send(link_pb2.GatewayMessage())
     assert session.outgoing.empty()
+
+
+async def test_what_a_step_brings_is_not_all_of_a_turn():
+    """While hundreds of streams get a token each, whoever else waits for this process gets its turns."""
+    session = Session(address="w:1", welcome=link_pb2.Welcome(), on_handoff=lambda *_: None)
+    ids = [b"%016d" % number for number in range(256)]
+    inboxes = [session.open(request_id) for request_id in ids]
+    outputs = [link_pb2.SequenceOutput(request_id=request_id) for request_id in ids]
+    delivering = asyncio.create_task(session.deliver(link_pb2.StepOutput(outputs=outputs)))
+    num_delivered = [0]
+    while not delivering.done():
+        await asyncio.sleep(0)
+        num_delivered.append(sum(not inbox.empty() for inbox in inboxes))
+    assert max(after - before for before, after in pairwise(num_delivered)) <= NUM_AT_A_TIME
+    assert [len(inbox.take_nowait()) for inbox in inboxes] == [1] * len(ids)

@@ -286,6 +286,7 @@ async def test_where_nothing_can_be_written_any_more_everybody_is_served_and_it_
 ):
     (tmp_path / "requests").touch()  # where its folder was to be
     async with recorded(worker, tmp_path, max_rows=1) as (_, http):
+        found = await samples(http)
         for number in range(1, 4):
             assert (await http.post("/v1/completions", json=ASKED)).status_code == 200
             while (found := await samples(http))["moonshard_trace_failures_total",] < number:  # noqa: ASYNC110
