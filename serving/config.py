@@ -97,7 +97,7 @@ class PrefillConfig:
     rules: Rules = field(default_factory=Rules)  # over which axes of the mesh weights and KV are cut
     expert_loads: Path | None = None  # a file that `moonshard experts` wrote: by it experts are placed on devices
     redundant_experts: Annotated[int, Meta(ge=0)] = 0  # further copies of hot experts, in each MoE layer
-    chunk_tokens: Positive = 512  # the most prompt tokens of one step
+    chunk_tokens: Positive = 512  # the most prompt tokens of one step, rounded up to a multiple of 32
     max_slots: Positive = 16  # rows whose first token one step can draw, over all partitions
 
 

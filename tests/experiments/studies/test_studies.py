@@ -55,7 +55,7 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     "chunking": (
         (
             *(*SMALL, *MIXED, "server.kv.block_size=16", "workload.rate_per_s=20"),
-            "sweep.server.prefill.chunk_tokens=[16, 32]",
+            *("workload.prompt_tokens=[80, 20]", "sweep.server.prefill.chunk_tokens=[32, 64]"),
         ),
         {"jitter", "gaps_over_time", "steps"},
     ),
@@ -174,7 +174,7 @@ def test_both_pools_of_a_split_have_worked(run_of: Callable[[str], Path]):
 def test_no_chunk_is_larger_than_it_says(run_of: Callable[[str], Path]):
     steps = load_runs(run_of("chunking")).steps.filter(pl.col("kind") == "prefill")
     found = steps.group_by("server.prefill.chunk_tokens").agg(pl.col("tokens").max()).sort("tokens")
-    assert found.rows() == [(16, 16), (32, 32)]
+    assert found.rows() == [(32, 32), (64, 64)]
 
 
 @pytest.mark.timeout(600)
