@@ -15,7 +15,7 @@
 #
 # A trace says when requests came, how long they were, and what they have in common. This notebook makes one up in the
 # public format of Mooncake's traces, replays it against the embedded model, and looks at what came of it. If you have a
-# trace of your own, name it in `config.toml` instead.
+# trace of your own, put its path into the cell below that writes `config.toml`.
 
 # %%
 from pathlib import Path

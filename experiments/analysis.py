@@ -5,7 +5,7 @@
     tables = load_runs("results/transfer/2026-11-23T10-00-00.000000Z")
     draw_cdf(plt.gca(), tables.latencies("ttft"))
 
-A door to modules of `experiments.reading`, nothing of its own. It needs matplotlib, which the server does not.
+A door to modules of `experiments.reading`, nothing of its own. Needs the extra `notebooks`.
 """
 
 from moonshard.experiments.lab.fields import ExperimentError

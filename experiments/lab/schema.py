@@ -5,7 +5,9 @@
 
 from moonshard.serving.trace.schema import Column, Table
 
-VERSION = 2  # of a run's folder and of these tables: another one for every change that is more than a new column
+# `schema_version` of run.json and trial.json: another one for every change of a run's folder or of these tables that is
+# more than a new column. Their column `version` is that of `serving.trace.schema`.
+VERSION = 2
 
 CLIENT_REQUESTS = Table(
     "client requests",

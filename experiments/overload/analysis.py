@@ -104,15 +104,15 @@ for (name,), own in trials.group_by("arm", maintain_order=True):
     print(said(str(name), own, LOAD))
 
 # %% [markdown]
-# ## How long it takes to be refused
+# ## How long it takes to fail
 #
-# Whoever is refused should know at once.
+# Whoever is refused should know at once. What did not complete for another reason is in here too.
 
 # %%
 refused = tables.requests.with_columns(arm).filter(pl.col("outcome") != "completed")
 figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
 draw_cdf(axes, refused.select("arm", pl.col("e2e_ms").alias("ms")), "arm")
-axes.set(xlabel="time until a request is refused, ms", ylabel="share of those that are")
+axes.set(xlabel="time until a request that did not complete ended, ms", ylabel="share of those")
 study.save_figure(figure, "refusals")
 
 # %% [markdown]

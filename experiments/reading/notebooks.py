@@ -1,8 +1,7 @@
 """`python -m moonshard.experiments.reading.notebooks`: scripts with cells (jupytext's percent format) as notebooks.
 
 Each is executed in a kernel of its own and written with what its cells gave, fit to be committed: no cell tells where
-on this machine anything lies, and the same run gives the same cells. Needs jupytext and nbclient, which only those
-have who develop.
+on this machine anything lies, and the same run gives the same cells. Needs the extra `notebooks`.
 """
 
 import os

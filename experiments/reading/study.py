@@ -72,7 +72,7 @@ class Study:
         """None: these times are a device's own, and whole. Else they are of this study's steps only."""
         cores = [point.settings.get("cores") for point in self.run.record.points]
         if not all(isinstance(own, list) and own and len(set(own)) == len(own) for own in cores):
-            return "workers shared cores, so that steps waited for each other"
+            return "workers had no cores of their own, so that steps waited for each other"
         untold = [f"{kind}: {name}" for kind, fit in fits.items() for name in fit.untold]
         return f"its steps do not tell {', '.join(untold)}" if untold else None
 

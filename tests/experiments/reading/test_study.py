@@ -74,8 +74,8 @@ def study_with(tables: RunTables, steps: pl.DataFrame, cores: list[int], picture
     ("cores", "varies", "said"),
     [
         ([0, 1], True, None),
-        ([0, 1, 0, 1], True, "workers shared cores"),
-        ([], True, "workers shared cores"),
+        ([0, 1, 0, 1], True, "workers had no cores of their own"),
+        ([], True, "workers had no cores of their own"),
         ([0, 1], False, "do not tell decode: each row, us"),
     ],
 )
