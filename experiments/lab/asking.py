@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from moonshard.experiments.lab.experiment import ClientOptions
+from moonshard.experiments.lab.points import ClientOptions
 from moonshard.experiments.workload.plan import Planned
 from moonshard.rpc.client import AsyncClient, AsyncStream
 from moonshard.rpc.status import RequestError

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 
 from moonshard.experiments.lab.asking import ABANDONED, COMPLETED, ClientRequest, ask
-from moonshard.experiments.lab.experiment import ClientOptions
+from moonshard.experiments.lab.points import ClientOptions
 from moonshard.experiments.workload.plan import Workload
 from moonshard.rpc.client import AsyncClient
 

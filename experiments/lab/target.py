@@ -14,8 +14,8 @@ from pathlib import Path
 
 from moonshard.experiments.bench.deployment import Process, deployed
 from moonshard.experiments.bench.server import RunningServer
-from moonshard.experiments.lab.experiment import Point
 from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.lab.points import Point
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import RequestError
 

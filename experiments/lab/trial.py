@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from moonshard.experiments.lab.asking import COMPLETED, ClientRequest
-from moonshard.experiments.lab.experiment import ClientOptions, Experiment
+from moonshard.experiments.lab.experiment import Experiment
+from moonshard.experiments.lab.points import ClientOptions
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS, VERSION
 from moonshard.experiments.lab.sending import Sender
 from moonshard.experiments.lab.signals import run_interruptibly

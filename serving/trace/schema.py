@@ -16,7 +16,7 @@ VERSION = 1  # of all tables together: another one for every change that is more
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`unit` is "clock ns" for a stamp, "ns" or "ms" for a duration, "tokens" or "blocks" for such a count, or empty."""
+    """`unit`: "clock ns" for a stamp, "ns" or "ms" for a duration, "tokens" or "blocks" for so many, or none."""
 
     name: str
     kind: Kind

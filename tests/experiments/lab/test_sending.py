@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from moonshard.experiments.lab.asking import ABANDONED
-from moonshard.experiments.lab.experiment import ClientOptions
+from moonshard.experiments.lab.points import ClientOptions
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS
 from moonshard.experiments.lab.sending import Sender
 from moonshard.experiments.lab.trial import offered_per_s

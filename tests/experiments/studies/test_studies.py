@@ -135,7 +135,7 @@ def test_a_study_runs_and_its_notebook_makes_its_pictures(name: str, run_of: Cal
     assert str(tmp_path) not in told
     assert str(run.parent) not in told
     assert str(ROOT) not in told
-    assert "No times of steps are kept of this run: workers had no cores of their own" in told  # which a miniature does not pin
+    assert "No times of steps are kept of this run: workers had no cores of their own" in told  # a miniature pins none
 
 
 @pytest.mark.timeout(600)
