@@ -1,7 +1,7 @@
 """`moonshard experiment`: run an experiment's sweep, and compare two runs."""
 
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -100,6 +100,8 @@ def run_command(options: Run) -> int:
                 run_all(asked, folder, console)
                 grids = _summarised(folder.path)
         except (RunIncomplete, Interrupted) as error:
+            with suppress(RunIncomplete, ExperimentError):  # what is told of is why the run ended
+                _summarised(folder.path)
             _complain(f"incomplete: {explained(error)}\ngo on with: --resume {folder.path}")
             return error.exit_code if isinstance(error, Interrupted) else 1
     for grid in grids:

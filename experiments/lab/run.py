@@ -59,7 +59,7 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
     try:
         with folder.trial(trial) as part:
             told = with_rate(experiment, trial, folder.path)
-            record = run_trial(told, trial, f"{folder.id_prefix}-{trial.name}", part, os.environ, tell)
+            record = run_trial(told, trial, f"{folder.id_prefix}-{trial.name}", part, _environment(), tell)
             if record.why_incomplete is not None:
                 raise TrialFailed(record.why_incomplete)
         return record
@@ -68,6 +68,11 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
     finally:
         with held():
             _write(folder, trial)
+
+
+def _environment() -> dict[str, str]:
+    """Without what would have servers send spans, of which no record of the run would tell."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
 
 
 def _write(folder: RunFolder, trial: Trial) -> None:

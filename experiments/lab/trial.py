@@ -95,6 +95,7 @@ def run_trial(
         (folder / "timeline.json").write_bytes(msgspec.json.encode(drawn) + b"\n")
         if record.why_incomplete is None:
             _check_recorded(asked, requests)
+            _check_steps(steps)
     return record
 
 
@@ -227,6 +228,14 @@ def _check_recorded(asked: Sequence[ClientRequest], recorded: "pl.DataFrame") ->
     num_lost = sum(one.outcome == COMPLETED and one.request_id not in known for one in asked)
     if num_lost:
         raise TrialFailed(f"the server's recording lacks {num_lost} of {len(asked)} requests: see its logs")
+
+
+def _check_steps(steps: "pl.DataFrame") -> None:
+    """A worker numbers its steps from 0 up, what it exports and lands from -2 down, and leaves none out."""
+    for (worker, *_), of_one in steps.group_by("worker", "epoch"):
+        numbers = set(of_one["number"])
+        if numbers != {*range(max(numbers) + 1), *range(min(numbers), -1)}:
+            raise TrialFailed(f"the recording of {worker} lacks steps: see its logs, and trace.max_bytes")
 
 
 def _write(path: Path, table: Table, rows: Sequence[Mapping[str, Value]]) -> None:

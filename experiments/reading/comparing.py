@@ -10,7 +10,7 @@ import polars as pl
 
 from moonshard.experiments.bench.grid import Grid, as_markdown, number
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.reading.differences import Change, compare_point
+from moonshard.experiments.reading.differences import Change, compare_point, shared_repeats
 from moonshard.experiments.reading.frames import RunFrames, load_run
 from moonshard.experiments.reading.intervals import MIN_REPEATS
 from moonshard.experiments.reading.matching import Choice, Pair, matched, models_differ
@@ -22,12 +22,15 @@ COLUMNS = ("point", "metric", "A", "B", "B less A", "95% interval", "B is")
 def compare(
     a_path: Path, b_path: Path, of_a: Choice, of_b: Choice, despite: Sequence[str], *, seed: int = 0
 ) -> tuple[Grid, list[Change]]:
-    """ExperimentError naming each difference that nobody has declared."""
+    """Of what both runs have done. ExperimentError naming each difference that nobody has declared."""
     a, b = load_run(a_path), load_run(b_path)
     pairs = matched(a.record, b.record, of_a, of_b, despite)
     _check_models(a, b, pairs, [*despite, *of_a.given, *of_b.given])
-    rows = [row for pair in pairs for row in compare_point(a, b, pair, slo_of(a), seed=seed)]
-    return _grid(a, b, pairs, rows), rows
+    done = [pair for pair in pairs if shared_repeats(a, b, pair)]
+    if not done:
+        raise ExperimentError("no point has a repeat that is done in both runs")
+    rows = [row for pair in done for row in compare_point(a, b, pair, slo_of(a), seed=seed)]
+    return _grid(a, b, done, rows), rows
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,6 +95,7 @@ def _check_models(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], declared: S
 
 def _grid(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], rows: Sequence[Change]) -> Grid:
     notes = [f"{name}: {run.path}, commit {_commits(run)}" for name, run in (("A", a), ("B", b))]
+    notes += [f"{name} is {run.whats_missing}" for name, run in (("A", a), ("B", b)) if run.whats_missing]
     notes += _version_notes(a, b)
     left_out = [
         f"{name} has {len(run.record.points) - len(pairs)} points that are not compared"

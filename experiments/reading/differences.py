@@ -41,9 +41,14 @@ class Change:
         return (self.found.difference > 0) == self.higher_is_better if self.found.is_clear else None
 
 
+def shared_repeats(a: RunFrames, b: RunFrames, pair: Pair) -> list[int]:
+    """Those that are done in both runs."""
+    return sorted({r for p, r in a.trials if p == pair.a.number} & {r for p, r in b.trials if p == pair.b.number})
+
+
 def compare_point(a: RunFrames, b: RunFrames, pair: Pair, slo: Slo, *, seed: int = 0) -> list[Change]:
     """ExperimentError where no repeat is done on both sides, or paired requests are not the same."""
-    shared = sorted({r for p, r in a.trials if p == pair.a.number} & {r for p, r in b.trials if p == pair.b.number})
+    shared = shared_repeats(a, b, pair)
     if not shared:
         raise ExperimentError(f"{pair.label}: no repeat is done in both runs")
     sides = [(a.trials[pair.a.number, repeat], b.trials[pair.b.number, repeat]) for repeat in shared]

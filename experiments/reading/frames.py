@@ -33,6 +33,12 @@ class RunFrames:
     record: RunRecord
     trials: dict[tuple[int, int], TrialFrames]
 
+    @property
+    def whats_missing(self) -> str | None:
+        """In words; None: every trial is done."""
+        num_trials, num_done = len(self.record.trials), len(self.trials)
+        return None if num_done == num_trials else f"incomplete: {num_done} of {num_trials} trials are done"
+
     def of_point(self, number: int) -> list[TrialFrames]:
         """In the order of repeats."""
         return [trial for (point, _), trial in sorted(self.trials.items()) if point == number]
@@ -66,11 +72,15 @@ def load_trial(folder: Path) -> TrialFrames:
 
 
 def gaps_ms(trial: TrialFrames) -> pl.DataFrame:
-    """(request_index, gap_ms) of every gap between two tokens of a request that completed. No rows without tokens."""
+    """(request_index, gap_ms) of every gap between two tokens of a request that completed. No rows without tokens.
+
+    Tokens of one message have no gap between them: a gateway that is behind sends several at once, and would else seem
+    the faster for it. AIPerf and vLLM's benchmark count messages too.
+    """
     if trial.tokens is None:
         return pl.DataFrame(schema={"request_index": pl.Int64, "gap_ms": pl.Float64})
     gap = pl.col("arrived_ns").diff().over("request_index") / 1e6
     whole = trial.tokens.join(trial.completed.select("request_index"), on="request_index", how="semi").sort(
         "request_index", "index"
     )
-    return whole.select("request_index", gap.alias("gap_ms")).drop_nulls()
+    return whole.select("request_index", gap.alias("gap_ms")).filter(pl.col("gap_ms") > 0)

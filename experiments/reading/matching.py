@@ -69,7 +69,8 @@ def matched(a: RunRecord, b: RunRecord, of_a: Choice, of_b: Choice, despite: Col
     """
     _check_declared(despite, (a, b))
     declared = {*despite, *of_a.given, *of_b.given}
-    swept = {key for record in (a, b) for point in record.points for key in point.swept} - declared
+    set_by_points = {key for record in (a, b) for point in record.points for key in point.swept}
+    swept = {key for key in set_by_points if not _is_declared(key, declared)}
     by_key = [_by_key(side, of.of(side), swept, of.option) for side, of in ((a, of_a), (b, of_b))]
     pairs = [(point, by_key[1][key]) for key, point in by_key[0].items() if key in by_key[1]]
     if not pairs:

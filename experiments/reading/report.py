@@ -39,6 +39,7 @@ def run_grids(run: RunFrames) -> tuple[Grid, Grid]:
     notes = [f"SLO: {', '.join(bounds) or 'none: to complete is enough'}."]
     notes += [_goodput_note(rest, rate, slo) for rest, rate in goodputs(found, slo.attainment).items()]
     notes += [f"{one.label}: {clipped(one.num_clipped)}." for _, one in found if one.num_clipped]
+    notes += [f"This run is {run.whats_missing}."] if run.whats_missing else []
     notes += [f"Measured with more than one code: {change}." for change in code_changes(run.record.starts)]
     loads = tuple(_load_row(one) for _, one in found)
     latencies = tuple(row for _, one in found for row in _latency_rows(one))

@@ -96,8 +96,8 @@ def load_study(name: str, environment: Mapping[str, str], *, root: Path = ROOT) 
 
 
 def newest_run(folder: Path) -> Path:
-    """Of results/NAME. ExperimentError where there is none."""
-    runs = sorted(path.parent for path in folder.glob("*/run.json"))
+    """Of results/NAME, and of those with a trial that is done. ExperimentError where there is none."""
+    runs = sorted(path.parents[1] for path in folder.glob("*/point-*-repeat-*[0-9]/trial.json"))
     if not runs:
         raise ExperimentError(f"{folder}: no run; make one: moonshard experiment run experiments/{folder.name}")
     return runs[-1]
@@ -110,7 +110,8 @@ def provenance(run: RunFrames) -> str:
     commits = list(dict.fromkeys(start.commit for start in starts))
     machine = starts[-1].machine
     said = f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}"
-    return f"{machine['cores']} cores of {machine['cpu']}, {' and '.join(days)}, {said}"
+    missing = f", {run.whats_missing}" if run.whats_missing else ""
+    return f"{machine['cores']} cores of {machine['cpu']}, {' and '.join(days)}, {said}{missing}"
 
 
 def pinned_step_model(root: Path = ROOT) -> StepModel | None:

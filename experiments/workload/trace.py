@@ -3,6 +3,7 @@
 What is in a prompt no trace tells: blocks of equal number are made of equal tokens.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
@@ -48,7 +49,7 @@ def from_trace(
     for before, after in pairwise(traced):
         if after.timestamp_ms < before.timestamp_ms:
             raise WorkloadError(f"{_place(after)}: its timestamp is less than that of the one before")
-    random, block_tokens = Random(seed), max(1, round(BLOCK_TOKENS * length_scale))
+    random, block_tokens = Random(seed), max(1.0, BLOCK_TOKENS * length_scale)
     found: list[Planned] = []
     num_clipped = 0
     for one in traced:
@@ -61,9 +62,8 @@ def from_trace(
             num_clipped += 1
             max_tokens = min(max_tokens, max_context_tokens - 1)
             num_prompt = min(num_prompt, max_context_tokens - max_tokens)
-        num_blocks = -(-num_prompt // block_tokens)
         prompt = BlockPrompt(
-            blocks=_padded(one.blocks, num_blocks)[:num_blocks],
+            blocks=_enough(one.blocks, num_prompt, block_tokens),
             num_tokens=num_prompt,
             block_tokens=block_tokens,
             vocab_size=vocab_size,
@@ -74,9 +74,12 @@ def from_trace(
     return Workload(requests=sorted(found, key=lambda request: request.at_s or 0.0), num_clipped=num_clipped)
 
 
-def _padded(blocks: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:
+def _enough(blocks: tuple[int, ...], num_tokens: int, block_tokens: float) -> tuple[int, ...]:
     """Rounding may need a block more than the trace names: the last one again, which only its own prompt has."""
-    return blocks + blocks[-1:] * (num_blocks - len(blocks))
+    num_blocks = math.ceil(num_tokens / block_tokens)
+    while round(num_blocks * block_tokens) < num_tokens:
+        num_blocks += 1
+    return (blocks + blocks[-1:] * (num_blocks - len(blocks)))[:num_blocks]
 
 
 def _place(one: TracedRequest) -> str:

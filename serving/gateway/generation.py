@@ -276,6 +276,7 @@ def _accept(
     for arrival in arrivals:
         index = arrival.output.choice
         if index >= len(choices):
+            yield from deltas.values()  # they are counted already
             raise InternalError(f"the worker answered for choice {index} of {len(choices)}")
         delta = choices[index].accept(arrival.output)
         record.arrived(arrival, delta)

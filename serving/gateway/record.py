@@ -117,14 +117,16 @@ class RequestRecord:
     def arrived(self, arrival: Arrival, delta: pb.Delta | None) -> None:
         """A step's output, and what of it the client is told (None: nothing)."""
         output = arrival.output
+        if delta is None:  # its choice has ended: how long that took is no part of the answer
+            self._num_dropped += len(output.token_ids)
+            return
+        self._num_dropped += len(output.token_ids) - len(delta.token_ids)
         is_first = not self.has_begun
         self.stamps.arrived(arrival.arrived_ns, output)
-        self._num_dropped += len(output.token_ids) - (0 if delta is None else len(delta.token_ids))
         if is_first:
             self._num_cached = min(self.num_prompt - 1, output.cached_tokens)
             self._count_prompt()
-        if delta is not None:
-            self._count_delta(delta, arrival.arrived_ns)
+        self._count_delta(delta, arrival.arrived_ns)
 
     def first_token(self) -> None:
         self._metrics.ttft_s.labels(*self._labels).observe(self.stamps.ttft_s())

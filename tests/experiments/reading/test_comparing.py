@@ -1,11 +1,15 @@
 """Two runs on disk side by side, as a notebook asks for it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.reading.comparing import compare_runs
+from moonshard.experiments.reading.frames import load_run
+from moonshard.experiments.reading.report import run_grids
+from moonshard.experiments.reading.study import newest_run, provenance
 from tests.experiments.reading.made_up import SWEEP, made_up_run
 
 
@@ -39,3 +43,21 @@ def test_runs_that_measured_different_things_are_refused_by_the_key_and_let_thro
     assert compare_runs(run, other, despite=[key]).rows.height
     with pytest.raises(ExperimentError, match=f"{key} is "):
         compare_runs(run, other, despite=["url"])
+
+
+def test_what_both_have_done_is_compared_and_what_is_missing_is_said(run: Path, tmp_path: Path):
+    broken = made_up_run(tmp_path)
+    for repeat in range(2):
+        shutil.rmtree(broken / f"point-001-repeat-{repeat}")
+    found = compare_runs(run, broken)
+    assert len(set(found.rows["point"])) == 1
+    assert "B is incomplete: 2 of 4 trials are done" in found._repr_markdown_()
+    loads, _ = run_grids(load_run(broken))
+    assert "This run is incomplete: 2 of 4 trials are done." in loads.notes
+    assert provenance(load_run(broken)).endswith("incomplete: 2 of 4 trials are done")
+    for repeat in range(2):
+        shutil.rmtree(broken / f"point-000-repeat-{repeat}")
+    with pytest.raises(ExperimentError, match="no point has a repeat that is done in both runs"):
+        compare_runs(run, broken)
+    with pytest.raises(ExperimentError, match="no run"):
+        newest_run(broken.parent)

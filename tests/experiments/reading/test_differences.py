@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from moonshard.experiments.lab.fields import ExperimentError
@@ -84,6 +85,15 @@ def test_runs_of_other_requests_are_refused_as_pairs():
 
 def test_gaps_stay_within_their_request():
     assert gaps_ms(trial_frames([1, None, 5], gap_ms=4)).rows() == [(0, 4.0), (0, 4.0), (2, 4.0), (2, 4.0)]
+
+
+def test_tokens_of_one_message_have_no_gap_between_them():
+    """Else a gateway that is behind, and sends several at once, would seem to be the faster."""
+    together = trial_frames([1], gap_ms=4)
+    stamps = pl.when(pl.col("index") == 1).then(pl.col("arrived_ns").shift(1)).otherwise(pl.col("arrived_ns"))
+    assert together.tokens is not None
+    late = replace(together, tokens=together.tokens.with_columns(arrived_ns=stamps))
+    assert gaps_ms(late).rows() == [(0, 8.0)]
 
 
 def test_what_was_cut_to_the_context_is_said():

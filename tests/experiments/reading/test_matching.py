@@ -42,6 +42,11 @@ def test_what_a_choice_names_may_differ_between_runs_without_a_sweep():
     assert numbers(pairs(run_record({}), other, despite=("server",))) == [(0, 0)]
 
 
+def test_a_table_that_is_named_stands_for_swept_keys_too():
+    one, other = (run_record({"server.kv.transport": [name]}) for name in ("mooncake", "grpc"))
+    assert numbers(pairs(one, other, despite=("server.kv",))) == [(0, 0)]
+
+
 def test_other_requests_are_not_paired():
     found = pairs(RATES, RATES, ("workload.rate_per_s=1",), ("workload.rate_per_s=2",))
     assert [(pair.label, pair.is_paired) for pair in found] == [("as configured", False)]

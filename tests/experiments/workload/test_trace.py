@@ -44,7 +44,7 @@ def test_what_begins_alike_in_the_trace_begins_alike_here(
     traced: list[TracedRequest], length_scale: float, time_scale: float, seed: int
 ):
     found = from_trace(traced, length_scale=length_scale, time_scale=time_scale, seed=seed, **CONTEXT).requests
-    size = max(1, round(BLOCK_TOKENS * length_scale))
+    size = max(1.0, BLOCK_TOKENS * length_scale)
     by_length = sorted((len(request.prompt), request.max_tokens) for request in found)
     assert by_length == sorted(
         (max(1, round(one.input_tokens * length_scale)), max(1, round(one.output_tokens * length_scale)))
@@ -55,7 +55,7 @@ def test_what_begins_alike_in_the_trace_begins_alike_here(
         assert all(0 <= token < VOCAB_SIZE for token in one.prompt.tokens())
         for other in found:
             same = sum(a == b for a, b in zip(blocks_of(one), blocks_of(other), strict=False))
-            common = min(len(one.prompt), len(other.prompt), same * size)
+            common = min(len(one.prompt), len(other.prompt), round(same * size))
             assert shared(one.prompt.tokens(), other.prompt.tokens()) >= common
 
 
@@ -74,6 +74,18 @@ def test_requests_come_within_the_bins_of_their_stamps_and_in_order(traced, time
 def test_different_blocks_are_different_tokens():
     assert shared(block_tokens(0, 1, 64, 1000).tolist(), block_tokens(0, 2, 64, 1000).tolist()) < 5
     assert block_tokens(0, 1, 64, 1000).tolist() == block_tokens(0, 1, 128, 1000).tolist()[:64]
+    largest = [block_tokens(0, number, 64, 1000).tolist() for number in (2**63 + 5, 2**63 + 6, 2**64 - 1)]
+    assert len(set(map(tuple, largest))) == 3
+
+
+@pytest.mark.parametrize("length_scale", [0.005, 0.02, 0.05, 0.3, 1.7])
+def test_prompts_that_differ_in_their_last_block_differ_at_any_scale(length_scale: float):
+    """However blocks are rounded: what is rounded away must not be what tells them apart."""
+    alike = tuple(range(99))
+    traced = [TracedRequest(0.0, 100 * BLOCK_TOKENS, 1, (*alike, last)) for last in (1000, 1001)]
+    one, other = from_trace(traced, length_scale=length_scale, vocab_size=VOCAB_SIZE, max_context_tokens=10**6).requests
+    assert len(one.prompt) == len(other.prompt) == round(100 * BLOCK_TOKENS * length_scale)
+    assert shared(one.prompt.tokens(), other.prompt.tokens()) < len(one.prompt)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,11 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError, Unavailable
 from moonshard.serving.gateway.inbox import Arrival, Inbox
+from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.parameters import GenerationRequest, TokenPrompt
+from moonshard.serving.gateway.placement import Leg, Placement
+from moonshard.serving.gateway.record import RequestRecord
+from moonshard.serving.gateway.stamps import Stamps
 from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
 from tests.serving.gateway.fleet import PROMPT, fleet, until
 
@@ -94,6 +98,16 @@ async def test_a_client_that_reads_late_gets_what_it_missed_in_one_delta(n: int)
         assert [delta.finish_reason for delta in told] == [0, pb.FINISH_REASON_LENGTH]
     (summary,) = (event for event in rest if isinstance(event, pb.Summary))
     assert summary.usage.completion_tokens == n * NUM_TOKENS
+
+
+def test_what_comes_after_the_end_takes_no_time():
+    """A stop string may end a choice while further tokens of it are here already."""
+    record = RequestRecord(GatewayMetrics("m"), link_pb2.Run(prompt_tokens=[1], n=1), Stamps(received_ns=1))
+    record.sent(0, Placement(attempt_id=b"a", prefill=None, decode=Leg("w:1", b"e", 0)))
+    record.arrived(Arrival(10, link_pb2.SequenceOutput(token_ids=[5])), pb.Delta(token_ids=[5], finish_reason=1))
+    record.arrived(Arrival(1000, link_pb2.SequenceOutput(token_ids=[6])), None)
+    assert (record.stamps.last_arrival_ns, record.stamps.first_two_ns) == (10, (10,))
+    assert record.usage().completion_tokens == 1
 
 
 async def _next_delta(events) -> pb.Delta:
