@@ -104,7 +104,10 @@ def test_what_comes_after_the_end_takes_no_time():
     """A stop string may end a choice while further tokens of it are here already."""
     record = RequestRecord(GatewayMetrics("m"), link_pb2.Run(prompt_tokens=[1], n=1), Stamps(received_ns=1))
     record.sent(0, Placement(attempt_id=b"a", prefill=None, decode=Leg("w:1", b"e", 0)))
-    record.arrived(Arrival(10, link_pb2.SequenceOutput(token_ids=[5])), pb.Delta(token_ids=[5], finish_reason=1))
+    record.arrived(
+        Arrival(10, link_pb2.SequenceOutput(token_ids=[5])),
+        pb.Delta(token_ids=[5], finish_reason=pb.FINISH_REASON_STOP),
+    )
     record.arrived(Arrival(1000, link_pb2.SequenceOutput(token_ids=[6])), None)
     assert (record.stamps.last_arrival_ns, record.stamps.first_two_ns) == (10, (10,))
     assert record.usage().completion_tokens == 1
