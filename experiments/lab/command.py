@@ -13,7 +13,8 @@ from moonshard.experiments.bench.grid import Grid, as_markdown, as_table
 from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.run import RunIncomplete, run_all
-from moonshard.experiments.lab.run_folder import RunFolder, code_changes, explained, new_run, resumed_run
+from moonshard.experiments.lab.run_folder import RunFolder, explained, new_run, resumed_run
+from moonshard.experiments.lab.run_record import code_changes
 from moonshard.experiments.lab.signals import Interrupted, interrupting
 from moonshard.experiments.lab.target import grpc_address
 from moonshard.experiments.workload.plan import WorkloadError

@@ -9,70 +9,31 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from moonshard.experiments.bench.machine import describe_commit, describe_machine, describe_versions
 from moonshard.experiments.lab.experiment import Experiment
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.flat import Flat
+from moonshard.experiments.lab.run_record import (
+    MACHINE,
+    PointRecord,
+    RunRecord,
+    Start,
+    read_run,
+    trials_of,
+    with_states,
+)
 from moonshard.experiments.lab.schema import VERSION
 from moonshard.experiments.lab.signals import held
-from moonshard.experiments.lab.sweep import Trial, interleaved
+from moonshard.experiments.lab.sweep import Trial
 from moonshard.serving.trace.schema import VERSION as TRACE_VERSION
 
-State = Literal["pending", "done", "incomplete"]
 KILLED = "its runner was killed"
-MACHINE = ("cpu", "cores", "memory_gib")  # what of a machine two measurements have to share
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """The run, or its going on after it was broken off."""
-
-    at: str  # UTC
-    commit: str
-    versions: dict[str, str]
-    machine: dict[str, object]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PointRecord:
-    number: int
-    label: str
-    state: State  # done: all its repeats are
-    swept: Flat
-    settings: Flat
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrialState:
-    name: str
-    point: int
-    repeat: int
-    state: State = "pending"
-    why: str | None = None  # it is incomplete
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunRecord:
-    """What run.json holds."""
-
-    schema_version: int
-    trace_version: int  # of the tables that the server writes
-    name: str
-    state: State
-    url: str | None
-    given: Flat  # what config.toml and the command line say
-    repeats: int
-    starts: Sequence[Start] = ()
-    points: Sequence[PointRecord] = ()
-    trials: Sequence[TrialState] = ()
 
 
 @dataclass(slots=True)
@@ -90,7 +51,7 @@ class RunFolder:
 
     def left(self) -> list[Trial]:
         """What is not done, in the order in which it runs."""
-        return [trial for trial in _trials(self.record) if not (self.path / trial.name).is_dir()]
+        return [trial for trial in trials_of(self.record) if not (self.path / trial.name).is_dir()]
 
     @contextlib.contextmanager
     def trial(self, trial: Trial) -> Iterator[Path]:
@@ -113,7 +74,7 @@ class RunFolder:
 
     def write(self) -> None:
         """run.json as it is now: all of it, or nothing and OSError."""
-        self.record = _told(self.record, self.path, self.whys)
+        self.record = with_states(self.record, self.path, self.whys)
         temporary = self.path / "run.json.part"
         try:
             temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self.record), indent=1) + b"\n")
@@ -185,36 +146,6 @@ def explained(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def code_changes(starts: Sequence[Start]) -> list[str]:
-    """What is not the same in all of them: the commit, and versions of packages."""
-    told = [{"commit": start.commit} | start.versions for start in starts]
-    found = []
-    for name in sorted({name for one in told for name in one}, key=lambda name: (name != "commit", name)):
-        values = dict.fromkeys(one.get(name, "none") for one in told)
-        if len(values) > 1:
-            found.append(f"{name} {', then '.join(values)}")
-    return found
-
-
-def read_run(path: Path) -> RunRecord:
-    """ExperimentError for a folder that has no run, or one of another schema version."""
-    file = path / "run.json"
-    try:
-        raw = msgspec.json.decode(file.read_bytes())
-        version = raw.get("schema_version") if isinstance(raw, dict) else None
-        trace_version = raw.get("trace_version") if isinstance(raw, dict) else None
-        if (version, trace_version) != (VERSION, TRACE_VERSION):
-            raise ExperimentError(
-                f"{path}: its tables are of schema version {version} (servers' {trace_version}), "
-                f"and this is version {VERSION} (servers' {TRACE_VERSION})"
-            )
-        return msgspec.convert(raw, RunRecord)
-    except OSError as error:
-        raise ExperimentError(f"{path}: no run of an experiment: {file.name}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ExperimentError(f"{file}: {error}") from error
-
-
 def _check_same(path: Path, record: RunRecord, experiment: Experiment, start: Start) -> None:
     """What is said, what that comes to (a file may hold something else by now), and where."""
     if record.name != experiment.name:
@@ -243,32 +174,6 @@ def _machine(start: Start) -> dict[str, object]:
 
 def _plain(value: object) -> bytes:
     return msgspec.json.encode(value)
-
-
-def _told(record: RunRecord, path: Path, whys: Mapping[str, str]) -> RunRecord:
-    """With the states that the folders are in."""
-    before = {state.name: state.why for state in record.trials}
-    trials = []
-    for trial in _trials(record):
-        is_done, why = (path / trial.name).is_dir(), whys.get(trial.name, before.get(trial.name))
-        state: State = "done" if is_done else "incomplete" if why else "pending"
-        own_why = None if is_done else why
-        trials.append(TrialState(name=trial.name, point=trial.point, repeat=trial.repeat, state=state, why=own_why))
-    points = [
-        replace(point, state=_joint([trial.state for trial in trials if trial.point == point.number]))
-        for point in record.points
-    ]
-    return replace(record, trials=trials, points=points, state=_joint([trial.state for trial in trials]))
-
-
-def _joint(states: Sequence[State]) -> State:
-    if "incomplete" in states:
-        return "incomplete"
-    return "done" if all(state == "done" for state in states) else "pending"
-
-
-def _trials(record: RunRecord) -> Iterator[Trial]:
-    return interleaved(len(record.points), record.repeats)
 
 
 def _this_start() -> Start:

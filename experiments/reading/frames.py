@@ -8,7 +8,7 @@ import polars as pl
 
 from moonshard.experiments.lab.asking import COMPLETED
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.run_folder import RunRecord, read_run
+from moonshard.experiments.lab.run_record import RunRecord, read_run
 from moonshard.experiments.lab.trial import TrialRecord
 
 

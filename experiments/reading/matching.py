@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moonshard.experiments.lab.fields import ExperimentError, unknown_key
 from moonshard.experiments.lab.flat import Flat, overridden
-from moonshard.experiments.lab.run_folder import MACHINE, PointRecord, RunRecord
+from moonshard.experiments.lab.run_record import MACHINE, PointRecord, RunRecord
 from moonshard.experiments.lab.sweep import label
 
 MODEL = ("fingerprint", "dtype", "vocab_size", "max_context_tokens")  # what two models have to share

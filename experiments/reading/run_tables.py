@@ -12,7 +12,7 @@ from typing import Literal
 import polars as pl
 
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.run_folder import PointRecord
+from moonshard.experiments.lab.run_record import PointRecord
 from moonshard.experiments.lab.schema import CLIENT_TOKENS
 from moonshard.experiments.reading.frames import RunFrames, TrialFrames, gaps_ms, load_run
 from moonshard.experiments.reading.whole_tables import show_whole_tables

@@ -17,7 +17,8 @@ from rich.console import Console
 from moonshard.experiments.lab.command import Run, experiment
 from moonshard.experiments.lab.experiment import load_experiment
 from moonshard.experiments.lab.run import run_all
-from moonshard.experiments.lab.run_folder import new_run, read_run
+from moonshard.experiments.lab.run_folder import new_run
+from moonshard.experiments.lab.run_record import read_run
 from moonshard.experiments.reading.frames import load_run
 from tests.experiments.lab.scripted import REFUSED, Scripted, listening, listening_aside
 

@@ -17,7 +17,8 @@ from moonshard.experiments.lab.command import Run, experiment
 from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.run import RunIncomplete, run_all
-from moonshard.experiments.lab.run_folder import KILLED, RunRecord, code_changes, new_run, read_run, resumed_run
+from moonshard.experiments.lab.run_folder import KILLED, new_run, resumed_run
+from moonshard.experiments.lab.run_record import RunRecord, code_changes, read_run
 from moonshard.experiments.lab.sweep import interleaved
 from moonshard.experiments.lab.trial import TrialFailed
 from tests.experiments.lab.test_experiment import BASE, folder

@@ -9,7 +9,8 @@ import polars as pl
 
 from moonshard.experiments.lab.experiment import Experiment, load_experiment
 from moonshard.experiments.lab.flat import Flat
-from moonshard.experiments.lab.run_folder import PointRecord, RunRecord, Start, TrialState, new_run
+from moonshard.experiments.lab.run_folder import new_run
+from moonshard.experiments.lab.run_record import PointRecord, RunRecord, Start, TrialState
 from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS
 from moonshard.experiments.lab.sweep import Trial, expand, label
 from moonshard.experiments.lab.trial import TrialRecord

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.run_folder import RunRecord
+from moonshard.experiments.lab.run_record import RunRecord
 from moonshard.experiments.reading.matching import Pair, choice, matched, models_differ
 from tests.experiments.reading.made_up import run_record
 

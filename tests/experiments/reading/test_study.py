@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.run_folder import Start
+from moonshard.experiments.lab.run_record import Start
 from moonshard.experiments.reading.frames import RunFrames
 from moonshard.experiments.reading.run_tables import RunTables, load_runs
 from moonshard.experiments.reading.step_fit import fit_step_model
