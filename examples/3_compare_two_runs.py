@@ -54,26 +54,28 @@ rate_per_s = 2
 # The same requests at the same times; `key=value` changes what is served.
 
 # %%
-together = run_experiment(folder, "server.mode=aggregated")
-apart = run_experiment(folder, "server.mode=disaggregated")
+aggregated = run_experiment(folder, "server.mode=aggregated")
+disaggregated = run_experiment(folder, "server.mode=disaggregated")
 
 # %% [markdown]
 # ## What changed
 #
-# From A, together, to B, apart, with 95% intervals over the repeats. What differs between two runs has to be named, or
-# they are not compared. `compare_runs(...).rows` is the same as a frame.
+# From A, aggregated, to B, disaggregated, with 95% intervals over the repeats. What differs between two runs has to be
+# named, or they are not compared. `compare_runs(...).rows` is the same as a frame.
 
 # %%
-compare_runs(together, apart, despite=["server.mode"])
+compare_runs(aggregated, disaggregated, despite=["server.mode"])
 
 # %% [markdown]
-# ## The gaps between tokens
+# ## ITL
 
 # %%
-tables = load_runs(together, apart)
+tables = load_runs(aggregated, disaggregated)
 gaps = tables.latencies("itl").with_columns(
-    pl.when(pl.col("run") == together.name).then(pl.lit("together")).otherwise(pl.lit("apart")).alias("arrangement")
+    pl.col("run")
+    .replace_strict({aggregated.name: "aggregated", disaggregated.name: "disaggregated"})
+    .alias("server.mode")
 )
 figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-draw_cdf(axes, gaps, by="arrangement")
-axes.set(xlabel="gap between tokens, ms")
+draw_cdf(axes, gaps, by="server.mode")
+axes.set(xlabel="ITL, ms")

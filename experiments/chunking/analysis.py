@@ -40,7 +40,7 @@ CHUNK = "server.prefill.chunk_tokens"
 provenance(study.run)
 
 # %% [markdown]
-# ## Jitter against TTFT
+# ## ITL against TTFT
 #
 # Streams are the requests with short prompts and long outputs; TTFT is that of the long prompts.
 
@@ -54,32 +54,32 @@ gaps.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_repea
 ttft.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_repeats")
 
 # %%
-figure, (jitter, first, good) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-draw_intervals(jitter, gaps, CHUNK, "percentile")
-use_log_scale(jitter, "y")
-jitter.set(ylabel="gap between tokens of streams, ms")
+figure, (itl, first, good) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+draw_intervals(itl, gaps, CHUNK, "percentile")
+use_log_scale(itl, "y")
+itl.set(ylabel="ITL of streams, ms")
 draw_intervals(first, ttft, CHUNK, "percentile")
 first.set(ylabel="TTFT of long prompts, ms", ylim=(0, None))
 draw_intervals(good, rate_table(tables, "SLO attainment"), CHUNK, "rate", "value")
 good.set(ylabel="SLO attainment", ylim=(0, 1.02))
 sizes = sorted(gaps[CHUNK].unique())
-for axes in (jitter, first, good):
+for axes in (itl, first, good):
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
     axes.set(xlabel="chunk, tokens")
-study.save_figure(figure, "jitter")
+study.save_figure(figure, "itl")
 
 # %% [markdown]
 # ## The best size
 #
 # The one with the most good requests a second. Sizes that the repeats do not tell from it are tied with it, and of
-# these the one with the lowest p90 of the streams' gaps is the best.
+# these the one with the lowest p90 of the streams' ITL is the best.
 
 # %%
 best_table(trial_rates(tables, "good requests/s"), gaps, ["run"], CHUNK).drop("run")
 
 # %% [markdown]
-# ## The same gaps over time
+# ## ITL over time
 #
 # Smallest and largest chunks. Each mark at the bottom is a prefill step, as long as it lasted.
 
@@ -87,7 +87,7 @@ best_table(trial_rates(tables, "good requests/s"), gaps, ["run"], CHUNK).drop("r
 trials = tables.requests.select("run", "point", "repeat", CHUNK).unique().filter(pl.col("repeat") == 0).sort(CHUNK)
 ends = pl.concat([trials.head(1), trials.tail(1)]).unique(maintain_order=True)
 figure = gaps_over_time(tables, ends.with_columns(pl.format("chunks of at most {} tokens", CHUNK).alias(CHUNK)))
-study.save_figure(figure, "gaps_over_time")
+study.save_figure(figure, "itl_over_time")
 
 # %% [markdown]
 # ## How long steps take

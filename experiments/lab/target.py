@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +41,10 @@ class Target:
             with contextlib.suppress(OSError, IndexError):
                 found[role] = self.started.cpu_s(role) if self.started else 0.0
         return found
+
+    def killed(self) -> list[str]:
+        """After the end: the processes that a signal to end did not end in time."""
+        return [name for name, process in (self.processes or {}).items() if process.running.poll() == -signal.SIGKILL]
 
 
 def grpc_address(url: str) -> str:

@@ -77,8 +77,8 @@ def run_trial(
 
     Raises:
         ServerFailed: it did not start. WorkloadError: the workload does not fit the model. TrialFailed: the warm-up
-        failed, or the server's recording cannot be read, or lacks requests. RequestError: the server does not tell its
-        model. OSError: the folder cannot be written.
+        failed, or the server's recording cannot be read, lacks something, or was cut short. RequestError: the server
+        does not tell its model. OSError: the folder cannot be written.
     """
     point = experiment.points[trial.point]
     with target_of(point, experiment.url, folder, environment) as target:
@@ -94,6 +94,7 @@ def run_trial(
         drawn = timeline(requests.iter_rows(named=True), steps.iter_rows(named=True))
         (folder / "timeline.json").write_bytes(msgspec.json.encode(drawn) + b"\n")
         if record.why_incomplete is None:
+            check_ended(target)
             _check_recorded(asked, requests)
             _check_steps(steps)
     return record
@@ -220,6 +221,12 @@ def _recorded(folder: Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
         return read_table(folder, REQUESTS), read_table(folder, STEPS)
     except PartsError as error:
         raise TrialFailed(str(error)) from error
+
+
+def check_ended(target: Target) -> None:
+    """What a process has not written yet when it is killed is in no table."""
+    if killed := target.killed():
+        raise TrialFailed(f"{' and '.join(killed)} had to be killed at the end, and may not have recorded everything")
 
 
 def _check_recorded(asked: Sequence[ClientRequest], recorded: "pl.DataFrame") -> None:

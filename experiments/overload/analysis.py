@@ -34,7 +34,7 @@ from moonshard.experiments.analysis import (
     trial_rates,
     use_log_scale,
 )
-from moonshard.experiments.overload.bar import said
+from moonshard.experiments.overload.bar import verdict
 
 study = load_study("overload", os.environ)
 tables = study.tables
@@ -101,7 +101,7 @@ good.select("arm", LOAD, "value", "low", "high", "num_repeats").sort("arm", LOAD
 # %%
 trials = trial_rates(tables, "good requests/s").with_columns(arm).filter(is_open)
 for (name,), own in trials.group_by("arm", maintain_order=True):
-    print(said(str(name), own, LOAD))
+    print(verdict(str(name), own, LOAD))
 
 # %% [markdown]
 # ## How long it takes to fail

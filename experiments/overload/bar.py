@@ -21,7 +21,7 @@ def share_of_peak(rates: Mapping[float, Sequence[float]]) -> tuple[float, Interv
     return peak, mean_interval([highest / at_peak if at_peak else 0.0 for highest, at_peak in pairs])
 
 
-def said(arm: str, good: pl.DataFrame, load: str) -> str:
+def verdict(arm: str, good: pl.DataFrame, load: str) -> str:
     """Of an arm, whose trials are the rows of `good`: `repeat`, `value`, and the load in the column of that name.
 
     Repeats that lack a load, as the last one of a run that was broken off, are left out.

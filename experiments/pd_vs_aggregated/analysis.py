@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # Prefill and decode apart, or both everywhere?
+# # Disaggregated or aggregated?
 #
 # The same two devices, each one core, under the same requests. What the arrangements are and why the load is as it is
 # stands in `README.md`.
@@ -36,7 +36,7 @@ from moonshard.experiments.analysis import (
     trial_rates,
     use_log_scale,
 )
-from moonshard.experiments.pd_vs_aggregated.bar import Load, said
+from moonshard.experiments.pd_vs_aggregated.bar import Load, verdict
 from moonshard.experiments.reading.intervals import Interval
 
 study = load_study("pd_vs_aggregated", os.environ)
@@ -50,8 +50,8 @@ provenance(study.run)
 # An arm is an arrangement with its chunk size. It has lost its SLO where less than 90% of its requests keep to it.
 
 # %%
-arm = pl.when(pl.col("server.mode") == "disaggregated").then(pl.lit("apart"))
-arm = arm.otherwise(pl.format("both, chunks of {}", "server.prefill.chunk_tokens")).alias("arm")
+arm = pl.when(pl.col("server.mode") == "disaggregated").then(pl.lit("disaggregated"))
+arm = arm.otherwise(pl.format("aggregated, chunk {}", "server.prefill.chunk_tokens")).alias("arm")
 gaps = percentile_table(tables, "itl").with_columns(arm)
 ttft = percentile_table(tables, "ttft").with_columns(arm)
 handoffs = percentile_table(tables, "handoff_gap").with_columns(arm)
@@ -87,7 +87,7 @@ pl.concat([table.with_columns(pl.lit(name).alias("of")) for name, table in (("IT
 # %%
 figure, panels = plt.subplots(3, 3, figsize=(13, 10), layout="constrained")
 for column, percentile in enumerate(("p50", "p90", "p99")):
-    for row, (name, table) in enumerate((("gap between tokens", gaps), ("TTFT", ttft))):
+    for row, (name, table) in enumerate((("ITL", gaps), ("TTFT", ttft))):
         draw_intervals(panels[row, column], table.filter(percentile=percentile), RATE, "arm")
         use_log_scale(panels[row, column], "y")
         panels[row, column].set(ylabel=f"{name}, {percentile}, ms")
@@ -128,17 +128,19 @@ moved.unpivot(PARTS, index=RATE, variable_name="part", value_name="ms").group_by
 # ## The baseline at its best
 #
 # At each rate the aggregated arm that keeps most requests within the SLO. Arms that the repeats do not tell from it are
-# tied with it, and of these the best is the one with the lowest p90 of gaps. `times better` is its p90 by that of
-# prefill and decode apart, repeat by repeat, with a 95% interval.
+# tied with it, and of these the best is the one with the lowest p90 ITL. `times better` is its p90 ITL by that of
+# the disaggregated arm, repeat by repeat, with a 95% interval.
 
 # %%
-is_both = pl.col("arm") != "apart"
-best = best_table(trial_rates(tables, "SLO attainment").with_columns(arm).filter(is_both), gaps.filter(is_both), [RATE])
+is_aggregated = pl.col("arm") != "disaggregated"
+best = best_table(
+    trial_rates(tables, "SLO attainment").with_columns(arm).filter(is_aggregated), gaps.filter(is_aggregated), [RATE]
+)
 by_repeat = tables.latencies("itl").with_columns(arm).group_by(*keys, "repeat", maintain_order=True)
 p90 = by_repeat.agg(pl.col("ms").quantile(0.9, "higher"))
 beside = p90.join(best.select(RATE, pl.col("best").alias("arm")), on=keys)
-beside = beside.join(p90.filter(arm="apart").drop("arm"), on=[RATE, "repeat"], suffix=" apart")
-times = beside.with_columns((pl.col("ms") / pl.col("ms apart")).alias("times better")).sort(RATE, "repeat")
+beside = beside.join(p90.filter(arm="disaggregated").drop("arm"), on=[RATE, "repeat"], suffix=" disaggregated")
+times = beside.with_columns((pl.col("ms") / pl.col("ms disaggregated")).alias("times better")).sort(RATE, "repeat")
 baseline = best.with_columns((pl.col("SLO attainment") < ATTAINMENT).alias("SLO lost"))
 baseline = baseline.join(median_table(times, [RATE], "times better"), on=RATE)
 baseline.sort(RATE)
@@ -160,24 +162,24 @@ loads = [
     )
     for row in baseline.iter_rows(named=True)
 ]
-print(said(loads, ATTAINMENT))
+print(verdict(loads, ATTAINMENT))
 
 # %% [markdown]
 # ## At the highest rate
 #
-# All gaps between tokens, and the same over time: each mark at the bottom is a prefill step, as long as it lasted.
+# All ITL, and over time: each mark at the bottom is a prefill step, as long as it lasted.
 
 # %%
 highest = tables.latencies("itl").with_columns(arm).filter(pl.col(RATE) == pl.col(RATE).max())
 figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
 draw_cdf(axes, highest, "arm")
-axes.set(xlabel="gap between tokens, ms")
-study.save_figure(figure, "gaps")
+axes.set(xlabel="ITL, ms")
+study.save_figure(figure, "itl")
 
 # %%
 points = highest.select("run", "point", "repeat", "arm").unique(maintain_order=True).filter(pl.col("repeat") == 0)
 figure = gaps_over_time(tables, points)
-study.save_figure(figure, "gaps_over_time")
+study.save_figure(figure, "itl_over_time")
 
 # %% [markdown]
 # ## What the load generator took

@@ -60,7 +60,7 @@ rates.select("requests", "prefill:decode", "value", "low", "high", "num_repeats"
 PANELS = (
     ("requests a second", rates, "value"),
     ("TTFT, p90, ms", ttft, "ms"),
-    ("gap between tokens, p90, ms", gaps, "ms"),
+    ("ITL, p90, ms", gaps, "ms"),
 )
 figure, panels = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
 for axes, (said, table, value) in zip(panels, PANELS, strict=True):
@@ -73,7 +73,7 @@ study.save_figure(figure, "splits")
 # ## The best split here
 #
 # The one with the most good requests a second. Splits that the repeats do not tell from it are tied with it, and of
-# these the one with the lowest p90 of gaps is the best.
+# these the one with the lowest p90 ITL is the best.
 
 # %%
 good = trial_rates(tables, "good requests/s").with_columns(split, shape)

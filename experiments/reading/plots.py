@@ -97,7 +97,7 @@ def draw_gaps_over_time(axes: Axes, tables: RunTables, run: str, point: int, rep
     for begin_s, end_s in _prefills_s(requests, steps, start_ns):
         axes.axvspan(begin_s, end_s, ymax=0.04, color=PREFILL_COLOUR, linewidth=0.5)
     use_log_scale(axes, "y")
-    axes.set(xlabel="time since the first request, s", ylabel="gap between tokens, ms")
+    axes.set(xlabel="time since the first request, s", ylabel="ITL, ms")
     axes.grid(alpha=0.3)
 
 

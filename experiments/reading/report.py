@@ -11,18 +11,16 @@ from moonshard.experiments.reading.frames import RunFrames
 from moonshard.experiments.reading.summary import PointSummary, goodputs, point_summary
 
 LOADS = (
-    *(
-        "point",
-        "requests",
-        "failed",
-        "late",
-        "offered/s",
-        "tokens/s",
-        "cached",
-        "SLO attainment",
-        "good/s",
-        "client, cores",
-    ),
+    "point",
+    "requests",
+    "failed",
+    "late",
+    "offered/s",
+    "tokens/s",
+    "cached",
+    "SLO attainment",
+    "good/s",
+    "client, cores",
 )
 LATENCIES = ("point", "ms", "p50", "p90", "p99")
 

@@ -37,8 +37,8 @@ class StepFit:
 
     kind: Kind
     times: StepTimes
-    untold: tuple[str, ...]  # those of COEFFICIENTS that these steps do not tell from the others; 0 in `times`
-    held: tuple[str, ...]  # those that they tell, and that are 0 since nothing above it fits better
+    unidentified: tuple[str, ...]  # those of COEFFICIENTS that these steps do not tell from the others; 0 in `times`
+    at_zero: tuple[str, ...]  # those that they tell, and that are 0 since nothing above it fits better
     measured_ms: np.ndarray  # [steps]
     predicted_ms: np.ndarray  # [steps]
 
@@ -72,8 +72,8 @@ def fit_steps(steps: pl.DataFrame, kind: Kind) -> StepFit:
     return StepFit(
         kind=kind,
         times=StepTimes(fixed_ms=fixed_ms, row_us=row_us, pair_ns=pair_ns),
-        untold=tuple(name for index, name in enumerate(COEFFICIENTS) if index not in told),
-        held=tuple(COEFFICIENTS[index] for index in told if coefficients[index] == 0),
+        unidentified=tuple(name for index, name in enumerate(COEFFICIENTS) if index not in told),
+        at_zero=tuple(COEFFICIENTS[index] for index in told if coefficients[index] == 0),
         measured_ms=measured_ms,
         predicted_ms=features @ coefficients,
     )
@@ -94,13 +94,13 @@ def fit_table(fits: Mapping[Kind, StepFit]) -> pl.DataFrame:
                 "kind": kind,
                 "steps": len(fit.measured_ms),
                 **{
-                    name: None if name in fit.untold else value
+                    name: None if name in fit.unidentified else value
                     for name, value in zip(
                         COEFFICIENTS, (fit.times.fixed_ms, fit.times.row_us, fit.times.pair_ns), strict=True
                     )
                 },
-                "not told by these steps": ", ".join(fit.untold) or None,
-                "at 0, since nothing above it fits better": ", ".join(fit.held) or None,
+                "not told by these steps": ", ".join(fit.unidentified) or None,
+                "at 0, since nothing above it fits better": ", ".join(fit.at_zero) or None,
                 "median relative error": fit.median_error,
                 "p90 relative error": fit.p90_error,
             }

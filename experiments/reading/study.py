@@ -73,8 +73,8 @@ class Study:
         cores = [point.settings.get("cores") for point in self.run.record.points]
         if not all(isinstance(own, list) and own and len(set(own)) == len(own) for own in cores):
             return "workers had no cores of their own, so that steps waited for each other"
-        untold = [f"{kind}: {name}" for kind, fit in fits.items() for name in fit.untold]
-        return f"its steps do not tell {', '.join(untold)}" if untold else None
+        unidentified = [f"{kind}: {name}" for kind, fit in fits.items() for name in fit.unidentified]
+        return f"its steps do not tell {', '.join(unidentified)}" if unidentified else None
 
     def save_step_model(self, model: StepModel) -> Path:
         """As step_times.json. OSError where that cannot be written."""

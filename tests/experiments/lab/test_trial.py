@@ -1,13 +1,16 @@
 """What a trial records of itself: seconds of what was measured, and of nothing that it waited for besides."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from moonshard.experiments.bench.deployment import Process
 from moonshard.experiments.lab.experiment import load_experiment
 from moonshard.experiments.lab.sweep import Trial
 from moonshard.experiments.lab.target import Target
-from moonshard.experiments.lab.trial import measure, seed_shift
+from moonshard.experiments.lab.trial import TrialFailed, check_ended, measure, seed_shift
 from tests.experiments.lab.scripted import REFUSED, Scripted, listening
 from tests.experiments.lab.test_experiment import BASE, folder
 
@@ -34,3 +37,17 @@ def test_repeats_have_other_requests_and_a_server_that_keeps_its_cache_gets_them
     shifts = [seed_shift(running, trials[0], name) for name in names]
     assert len(set(shifts)) == len(names)
     assert seed_shift(running, trials[0], names[0]) == shifts[0]
+
+
+def test_a_process_that_had_to_be_killed_is_named_and_the_trial_fails(tmp_path: Path):
+    processes = {name: Process(name=name, log_path=tmp_path / name, environment=os.environ) for name in ("one", "two")}
+    for process in processes.values():
+        process.start([sys.executable, "-c", "import signal; print('ready', flush=True); signal.pause()"])
+        process.wait_for("ready")
+    target = Target(grpc="127.0.0.1:1", processes=processes)
+    assert target.killed() == []
+    processes["one"].stop()
+    check_ended(target)
+    processes["two"].kill()
+    with pytest.raises(TrialFailed, match=r"^two had to be killed at the end"):
+        check_ended(target)

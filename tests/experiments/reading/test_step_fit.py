@@ -100,7 +100,7 @@ def test_too_few_steps_are_refused_by_their_kind():
 
 
 @pytest.mark.parametrize(
-    ("steps", "untold"),
+    ("steps", "unidentified"),
     [
         (made_up(TIMES_OF_ALL, "decode", 0), ()),
         (made_up(TIMES_OF_ALL, "decode", 0).filter(bucket=4), ("each row, us",)),
@@ -117,24 +117,24 @@ def test_too_few_steps_are_refused_by_their_kind():
         ),
     ],
 )
-def test_what_steps_do_not_tell_apart_is_named_and_has_no_number(steps: pl.DataFrame, untold: tuple[str, ...]):
+def test_what_steps_do_not_tell_apart_is_named_and_has_no_number(steps: pl.DataFrame, unidentified: tuple[str, ...]):
     fit = fit_steps(steps, "decode")
-    assert fit.untold == untold
+    assert fit.unidentified == unidentified
     (row,) = fit_table({"decode": fit}).rows(named=True)
-    assert [name for name in COEFFICIENTS if row[name] is None] == list(untold)
-    assert row["not told by these steps"] == (", ".join(untold) or None)
+    assert [name for name in COEFFICIENTS if row[name] is None] == list(unidentified)
+    assert row["not told by these steps"] == (", ".join(unidentified) or None)
 
 
 def test_a_coefficient_that_would_be_below_zero_is_told_to_be_held_there():
     steps = made_up(StepTimes(fixed_ms=9.0, row_us=0.0, pair_ns=40.0), "prefill", 0)
     shorter = steps.with_columns((pl.col("device_ns") - 5e3 * pl.col("bucket")).cast(pl.Int64).alias("device_ns"))
     fit = fit_steps(shorter, "prefill")
-    assert fit.untold == ()
-    assert fit.held == ("each row, us",)
+    assert fit.unidentified == ()
+    assert fit.at_zero == ("each row, us",)
     (row,) = fit_table({"prefill": fit}).rows(named=True)
     assert row["each row, us"] == 0
     assert row["at 0, since nothing above it fits better"] == "each row, us"
-    assert fit_steps(made_up(TIMES_OF_ALL, "prefill", 0), "prefill").held == ()
+    assert fit_steps(made_up(TIMES_OF_ALL, "prefill", 0), "prefill").at_zero == ()
 
 
 def test_what_steps_take_undisturbed_is_by_their_sizes_alone():

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import polars as pl
 import pytest
 
-from moonshard.experiments.overload.bar import said as said_of_overload
 from moonshard.experiments.overload.bar import share_of_peak
-from moonshard.experiments.pd_vs_aggregated.bar import Load, said
+from moonshard.experiments.overload.bar import verdict as verdict_of_overload
+from moonshard.experiments.pd_vs_aggregated.bar import Load, verdict
 from moonshard.experiments.reading.intervals import Interval
 
 
@@ -25,10 +25,10 @@ def load(rate_per_s: float, attained: float, low: float, high: float) -> Load:
         ([load(1, 1.0, 8, 9), load(2, 0.9, 4, 5)], ("not judged: the baseline keeps its SLO", "highest, 2 requests/s")),
     ],
 )
-def test_apart_is_judged_at_the_lowest_rate_at_which_the_baseline_has_lost_its_slo(
+def test_it_is_judged_at_the_lowest_rate_at_which_the_baseline_has_lost_its_slo(
     loads: Sequence[Load], expected: Sequence[str]
 ):
-    found = said(loads, 0.9)
+    found = verdict(loads, 0.9)
     assert all(one in found for one in expected), found
 
 
@@ -55,7 +55,7 @@ def test_the_bar_of_overload_is_for_three_times_the_capacity(highest: float, goo
     rates = {1.0: [10.0, 10.0, 10.0], highest: good}
     rows = [(at, repeat, value) for at, values in rates.items() for repeat, value in enumerate(values)]
     trials = pl.DataFrame(rows[::-1], schema=["load", "repeat", "value"], orient="row")
-    found = said_of_overload("refuses", trials, "load")
+    found = verdict_of_overload("refuses", trials, "load")
     assert expected in found
     assert ("not judged" in found) == (highest < 3)
 
@@ -63,5 +63,5 @@ def test_the_bar_of_overload_is_for_three_times_the_capacity(highest: float, goo
 def test_a_repeat_that_was_broken_off_does_not_count():
     schema = ["load", "repeat", "value"]
     trials = pl.DataFrame([(1.0, 0, 4.0), (3.0, 0, 2.0), (1.0, 1, 9.0)], schema=schema, orient="row")
-    assert "at 3 times the capacity 0.50 (one repeat" in said_of_overload("refuses", trials, "load")
-    assert "no repeat has all" in said_of_overload("refuses", trials[1:], "load")
+    assert "at 3 times the capacity 0.50 (one repeat" in verdict_of_overload("refuses", trials, "load")
+    assert "no repeat has all" in verdict_of_overload("refuses", trials[1:], "load")

@@ -33,7 +33,7 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
             "points=[{server.mode='disaggregated', server.prefill.chunk_tokens=32}, "
             "{server.mode='aggregated', server.prefill.chunk_tokens=32}]",
         ),
-        {"over_load", "gaps", "gaps_over_time", "steps"},
+        {"over_load", "itl", "itl_over_time", "steps"},
     ),
     "transfer": (
         (
@@ -57,7 +57,7 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
             *(*SMALL, *MIXED, "server.kv.block_size=16", "workload.rate_per_s=20"),
             *("workload.prompt_tokens=[80, 20]", "sweep.server.prefill.chunk_tokens=[32, 64]"),
         ),
-        {"jitter", "gaps_over_time", "steps"},
+        {"itl", "itl_over_time", "steps"},
     ),
     "overload": (
         (
@@ -81,7 +81,7 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
 
 # What a study's notebook says in words, of a miniature too.
 TOLD: Mapping[str, Sequence[str]] = {
-    "pd_vs_aggregated": ("SLO lost", "times as long as apart", "exposed_transfer_ms"),
+    "pd_vs_aggregated": ("SLO lost", "of the disaggregated arm", "exposed_transfer_ms"),
     "ratio": ("tied with", "predicted best", "prefill, s a request"),
     "chunking": ("tied with",),
     "overload": ("takes everything: at 3 times the capacity", "refuses beyond 1.0 s: at 3 times the capacity"),
@@ -149,7 +149,7 @@ def test_every_request_of_a_miniature_is_answered_as_its_workload_says(name: str
 
 
 @pytest.mark.timeout(600)
-def test_apart_every_request_is_handed_over_and_together_none(run_of: Callable[[str], Path]):
+def test_disaggregated_every_request_is_handed_over_and_aggregated_none(run_of: Callable[[str], Path]):
     requests = load_runs(run_of("pd_vs_aggregated")).requests
     gaps = requests.group_by("server.mode").agg(pl.col("handoff_gap_ms").count().alias("num")).sort("server.mode")
     assert gaps.rows() == [("aggregated", 0), ("disaggregated", 8)]
