@@ -38,7 +38,7 @@ model.max_context_tokens = 128
 kv = {{ num_blocks = 64, block_size = 16 }}
 prefill.chunk_tokens = 32
 decode.max_slots = 2
-trace.max_rows = 1
+trace.max_age_s = 0.05
 [workload]
 kind = "fixed"
 prompt_tokens = 20
@@ -185,7 +185,7 @@ def serving_below(runs: Path, trial: str, *, num_processes: int = 2, num_request
     while time.monotonic() < deadline_s:
         for part in runs.glob(f"*/{trial}"):
             found = started(part)
-            if len(found) >= num_processes and len(list(part.glob("server/requests/*.parquet"))) >= num_requests:
+            if len(found) >= num_processes and read_table(part / "server", REQUESTS).height >= num_requests:
                 return found
         time.sleep(0.02)  # they are the runner's children, which tells nobody else
     raise TimeoutError(f"nothing serves below {runs}/*/{trial}")
