@@ -1,7 +1,8 @@
 """The clients of the benchmark: streams over gRPC and over HTTP, with a stamp for each token on the client's clock.
 
-TTFT is from the call to the first token here, ITL the gap between tokens that follow each other, E2E from the call to
-the end of the stream. Prompts are random token ids, fresh for each request, so that no cache of prefixes can help.
+TTFT is from the call to the first token here, ITL the gap between messages with tokens, as the lab has it, E2E from the
+call to the end of the stream. Prompts are random token ids, fresh for each request, so that no cache of prefixes can
+help.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ class Seen:
 
     @property
     def gaps_ms(self) -> list[float]:
-        return [(after - before) / 1e6 for before, after in pairwise(self.arrivals_ns)]
+        """Tokens of one message have none between them."""
+        return [(after - before) / 1e6 for before, after in pairwise(self.arrivals_ns) if after > before]
 
     @property
     def decode_ms(self) -> float:
