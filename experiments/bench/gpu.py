@@ -25,7 +25,7 @@ from moonshard.experiments.bench.gpu_apart_checks import check_alone, check_reco
 from moonshard.experiments.bench.gpu_checks import MODELS, Check, check_models, check_sums
 from moonshard.experiments.bench.gpu_engines import build_pair
 from moonshard.experiments.bench.gpu_exchange import check_exchange, exchange_rows
-from moonshard.experiments.bench.gpu_mix import Trial
+from moonshard.experiments.bench.gpu_mix import ServingPlan
 from moonshard.experiments.bench.gpu_rows import (
     Bench,
     Row,
@@ -106,7 +106,7 @@ def _run(
     if options.only == "rows":
         return True
     served_by = "grouped" if jax.devices()[0].platform == "gpu" else "blocks"  # as a worker chooses
-    return _serve(options, scale.trial, bench, backends[served_by], report, start)
+    return _serve(options, scale.serving, bench, backends[served_by], report, start)
 
 
 def _prepare(
@@ -147,7 +147,7 @@ def _measure_rows(
 
 def _serve(
     options: argparse.Namespace,
-    trial: Trial,
+    plan: ServingPlan,
     bench: Bench,
     backend: moe.Backend,
     report: dict[str, Any],
@@ -156,11 +156,11 @@ def _serve(
     """The part with engines, last: checks, then measures. False if a check failed."""
     if not _record_checks(report, check_recorded(options.fixtures, recorded_pair(options.fixtures, backend)), start):
         return False
-    pair = build_pair(bench.config, bench.loaded, trial.sizes, backend, DTYPE)
+    pair = build_pair(bench.config, bench.loaded, plan.sizes, backend, DTYPE)
     _say(start, "compiled two engines' programs")
-    if not _record_checks(report, [check_alone(pair, trial.mix, options.seed)], start):
+    if not _record_checks(report, [check_alone(pair, plan.mix, options.seed)], start):
         return False
-    served = serve_arms(pair, trial, options.seed, functools.partial(_say, start))
+    served = serve_arms(pair, plan, options.seed, functools.partial(_say, start))
     about = report["environment"]
     source = f"{about['device']}, jax {about['jax']}, {about['date']}, {bench.config.num_hidden_layers} layers"
     report |= as_json(served, source)

@@ -28,7 +28,7 @@ from moonshard.sharding.shape import MeshShape
 
 MODEL, NUM_PROMPTS = "kimi_k2", 3
 COPIES = 4  # of each recorded prompt
-NUM_PREFILL_BLOCKS = 8  # 5 hold the longest prompt: most are written again while earlier ones are on their way
+NUM_PREFILL_BLOCKS = 7  # 5 hold the longest prompt, 8 all three: each is soon written again, for another prompt
 RECORDED_SIZES = EngineSizes(
     block_size=16,
     q_tile=16,

@@ -42,7 +42,7 @@ class Mix:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class ServingPlan:
     """What is served, and on what. The last of the chunk sizes is also that of the engine that only prefills."""
 
     mix: Mix
@@ -127,12 +127,12 @@ def measure_capacity(pair: Pair, mix: Mix, seed: int) -> float:
     return len(heard) / ((max(one.arrivals_ns[-1] for one in heard) - start_ns) / 1e9)
 
 
-def measure_arms(pair: Pair, trial: Trial, rate_per_s: float, steps: StepRows, seed: int) -> list[ArmRun]:
+def measure_arms(pair: Pair, plan: ServingPlan, rate_per_s: float, steps: StepRows, seed: int) -> list[ArmRun]:
     """All arms at one rate. They take turns, in another order in each repeat. Their steps are added to `steps`."""
     built, found = arms(pair), dict[str, list[tuple[Heard, ...]]]()
-    for repeat in range(trial.num_repeats):
+    for repeat in range(plan.num_repeats):
         random = Random(f"{seed} {rate_per_s} {repeat}")
-        arrivals = draw_arrivals(draw_requests(trial.mix, pair.vocab_size, random), rate_per_s, random)
+        arrivals = draw_arrivals(draw_requests(plan.mix, pair.vocab_size, random), rate_per_s, random)
         names = list(built)
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             heard = asyncio.run(serve(built[name](steps.of_run(name)), arrivals))

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from moonshard.experiments.bench.gpu_checks import MoeCase
-from moonshard.experiments.bench.gpu_mix import Trial
-from moonshard.experiments.bench.gpu_serving import full_trial, quicker, tiny_trial
+from moonshard.experiments.bench.gpu_mix import ServingPlan
+from moonshard.experiments.bench.gpu_serving import full_plan, quicker, tiny_plan
 from moonshard.experiments.bench.gpu_slice import SliceSizes, kimi_k2_slice, smaller
 from moonshard.experiments.bench.gpu_timing import Effort
 
@@ -18,7 +18,7 @@ class Scale:
     effort: Effort
     copy_bytes: int
     matmul_side: int
-    trial: Trial  # of engines that serve
+    serving: ServingPlan  # of engines
 
 
 def full_scale(num_moe_layers: int) -> Scale:
@@ -41,7 +41,7 @@ def full_scale(num_moe_layers: int) -> Scale:
         effort=Effort(num_samples=20, calls_per_sample=4),
         copy_bytes=8 << 30,
         matmul_side=8192,
-        trial=full_trial(),
+        serving=full_plan(),
     )
 
 
@@ -70,10 +70,10 @@ def trial_scale(num_moe_layers: int) -> Scale:
         effort=Effort(num_samples=2, calls_per_sample=1),
         copy_bytes=1 << 16,
         matmul_side=64,
-        trial=tiny_trial(),
+        serving=tiny_plan(),
     )
 
 
 def quick(scale: Scale) -> Scale:
     """Fewer checks, batches, contexts and arms, on the same layers."""
-    return replace(scale, sizes=smaller(scale.sizes), cases=scale.cases[:1], trial=quicker(scale.trial))
+    return replace(scale, sizes=smaller(scale.sizes), cases=scale.cases[:1], serving=quicker(scale.serving))

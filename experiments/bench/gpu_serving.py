@@ -13,7 +13,7 @@ from moonshard.experiments.bench.gpu_mix import (
     APART,
     ArmRun,
     Mix,
-    Trial,
+    ServingPlan,
     best_of,
     measure_arms,
     measure_capacity,
@@ -37,7 +37,7 @@ class Served:
         return [[run for run in self.runs if run.rate_per_s == rate] for rate in rates]
 
 
-def full_trial() -> Trial:
+def full_plan() -> ServingPlan:
     """The mix of `experiments/pd_vs_aggregated`, half a minute or so of it for each arm."""
     mix = Mix(prompt_tokens=(2048, 64), output_tokens=(16, 128), num_requests=(16, 48))
     sizes = EngineSizes(
@@ -49,10 +49,10 @@ def full_trial() -> Trial:
         num_blocks=mix.num_blocks(64),
         max_context_tokens=mix.max_context_tokens,
     )
-    return Trial(mix=mix, sizes=sizes, shares_of_capacity=(0.5, 0.8), num_repeats=3)
+    return ServingPlan(mix=mix, sizes=sizes, shares_of_capacity=(0.5, 0.8), num_repeats=3)
 
 
-def tiny_trial() -> Trial:
+def tiny_plan() -> ServingPlan:
     """A few tokens of everything: shows that it works, and no speed."""
     mix = Mix(prompt_tokens=(72, 9), output_tokens=(3, 8), num_requests=(2, 6))
     sizes = EngineSizes(
@@ -64,28 +64,28 @@ def tiny_trial() -> Trial:
         num_blocks=mix.num_blocks(16),
         max_context_tokens=mix.max_context_tokens,
     )
-    return Trial(mix=mix, sizes=sizes, shares_of_capacity=(0.5, 0.8), num_repeats=2)
+    return ServingPlan(mix=mix, sizes=sizes, shares_of_capacity=(0.5, 0.8), num_repeats=2)
 
 
-def quicker(trial: Trial) -> Trial:
+def quicker(plan: ServingPlan) -> ServingPlan:
     """One rate, one repeat, the smallest and the largest chunk, and fewer programs to compile."""
-    sizes = trial.sizes
+    sizes = plan.sizes
     few = replace(
         sizes,
         prefill_buckets=tuple(dict.fromkeys((sizes.prefill_buckets[0], sizes.chunk_tokens[0], sizes.chunk_tokens[-1]))),
         chunk_tokens=(sizes.chunk_tokens[0], sizes.chunk_tokens[-1]),
         decode_buckets=sizes.decode_buckets[-1:],
     )
-    return replace(trial, sizes=few, shares_of_capacity=trial.shares_of_capacity[-1:], num_repeats=1)
+    return replace(plan, sizes=few, shares_of_capacity=plan.shares_of_capacity[-1:], num_repeats=1)
 
 
-def serve_arms(pair: Pair, trial: Trial, seed: int, say: Callable[[str], None]) -> Served:
+def serve_arms(pair: Pair, plan: ServingPlan, seed: int, say: Callable[[str], None]) -> Served:
     """Runs everything that is timed; `say` is told of each arm as soon as it is known."""
     steps, runs = StepRows(), list[ArmRun]()
-    capacity = measure_capacity(pair, trial.mix, seed)
+    capacity = measure_capacity(pair, plan.mix, seed)
     say(f"one engine that has all requests from the start serves {capacity:.2f} a second")
-    for share in trial.shares_of_capacity:
-        for run in measure_arms(pair, trial, share * capacity, steps, seed):
+    for share in plan.shares_of_capacity:
+        for run in measure_arms(pair, plan, share * capacity, steps, seed):
             runs.append(run)
             say(_spell(run))
     return Served(capacity_per_s=capacity, runs=tuple(runs), steps=steps)

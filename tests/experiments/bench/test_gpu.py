@@ -130,13 +130,13 @@ def test_engines_that_answer_wrong_are_not_timed(monkeypatch):
     )
     report = {}
     options = argparse.Namespace(fixtures=gpu.FIXTURES, seed=1)
-    assert not gpu._serve(options, TRIAL.trial, bench, moe.blocks, report, 0.0)
+    assert not gpu._serve(options, TRIAL.serving, bench, moe.blocks, report, 0.0)
     assert [check["passed"] for check in report["checks"]] == [False]
     monkeypatch.setattr(gpu, "check_recorded", lambda *_: iter([]))
     monkeypatch.setattr(gpu, "build_pair", lambda *_: None)
     monkeypatch.setattr(gpu, "check_alone", lambda *_: wrong)
     monkeypatch.setattr(gpu, "serve_arms", never)
-    assert not gpu._serve(options, TRIAL.trial, bench, moe.blocks, report, 0.0)
+    assert not gpu._serve(options, TRIAL.serving, bench, moe.blocks, report, 0.0)
     assert "apart" not in report
 
 

@@ -1,8 +1,5 @@
 """Two engines on one device give the tokens of one, every request is answered, and what is not is told."""
 
-import asyncio
-from dataclasses import replace
-
 import jax
 import numpy as np
 import pytest
@@ -12,7 +9,7 @@ from moonshard.experiments.bench.gpu_apart import Apart
 from moonshard.experiments.bench.gpu_apart_checks import check_alone, check_recorded, recorded_pair
 from moonshard.experiments.bench.gpu_clients import Stuck
 from moonshard.experiments.bench.gpu_engines import Receiver, build_pair
-from moonshard.experiments.bench.gpu_mix import APART, Mix, Trial, measure_arms, measure_capacity
+from moonshard.experiments.bench.gpu_mix import APART, Mix, ServingPlan, measure_arms, measure_capacity
 from moonshard.experiments.bench.gpu_scale import quick, trial_scale
 from moonshard.experiments.bench.gpu_slice import DTYPE, draw_weights
 from moonshard.experiments.bench.gpu_steps import StepRows
@@ -27,11 +24,6 @@ MIX = Mix(prompt_tokens=(40, 7), output_tokens=(3, 9), num_requests=(2, 5))
 @compiled_once
 def recorded():
     return recorded_pair(FIXTURES, moe.blocks)
-
-
-def trial(**changes) -> Trial:
-    given = Trial(mix=MIX, sizes=recorded().sizes, shares_of_capacity=(0.5,), num_repeats=1)
-    return replace(given, **changes)
 
 
 def errors() -> list[float]:
@@ -62,14 +54,21 @@ def test_blocks_that_arrive_changed_do_not_pass(monkeypatch):
 
 
 def test_blocks_that_leave_too_late_do_not_pass(monkeypatch):
-    """Exported only once the event loop has come round: by then others' steps may have written the blocks anew."""
-    export = Apart._export
+    """Once all prompts are prefilled: by then others have written most blocks anew."""
+    export, prefilled, plans = Apart._export, Apart._prefilled, []
 
-    def late(self, plan):
-        asyncio.get_running_loop().call_later(0.05, export, self, plan)
+    def export_all_at_last(self, report):
+        prefilled(self, report)
+        if all(leg.first_token is not None for leg in self._legs.values()):
+            for plan in plans:
+                export(self, plan)
+            plans.clear()
 
-    monkeypatch.setattr(Apart, "_export", late)
-    assert errors()[1] > 0
+    monkeypatch.setattr(Apart, "_export", lambda self, plan: plans.append(plan))
+    monkeypatch.setattr(Apart, "_prefilled", export_all_at_last)
+    both, apart = errors()
+    assert both == 0
+    assert apart > 1
 
 
 def test_a_handoff_that_never_lands_is_told(monkeypatch):
@@ -93,11 +92,11 @@ def test_the_slice_alone_gives_the_same_tokens_from_both_and_they_hang_on_its_kv
     scale = quick(trial_scale(1))
     loaded = draw_weights(scale.sizes.config, seed=3)
     num_before = num_like(loaded.experts)
-    pair = build_pair(scale.sizes.config, loaded, scale.trial.sizes, moe.blocks, DTYPE)
+    pair = build_pair(scale.sizes.config, loaded, scale.serving.sizes, moe.blocks, DTYPE)
     assert num_like(loaded.experts) == num_before
-    assert check_alone(pair, scale.trial.mix, seed=5).passed
+    assert check_alone(pair, scale.serving.mix, seed=5).passed
     lose_what_lands(monkeypatch)
-    assert not check_alone(pair, scale.trial.mix, seed=5).passed
+    assert not check_alone(pair, scale.serving.mix, seed=5).passed
 
 
 def num_like(experts: moe.Experts[jax.Array] | None) -> int:
@@ -109,7 +108,8 @@ def num_like(experts: moe.Experts[jax.Array] | None) -> int:
 def test_every_arm_answers_every_request_whole_and_tells_of_its_steps():
     pair, steps = recorded(), StepRows()
     assert measure_capacity(pair, MIX, seed=1) > 0
-    runs = measure_arms(pair, trial(num_repeats=2), 200.0, steps, seed=1)
+    plan = ServingPlan(mix=MIX, sizes=pair.sizes, shares_of_capacity=(0.5,), num_repeats=2)
+    runs = measure_arms(pair, plan, 200.0, steps, seed=1)
     assert [run.arm for run in runs] == ["both, chunks of 32", APART]
     for run in runs:
         assert [len(repeat) for repeat in run.repeats] == [7, 7]

@@ -19,7 +19,7 @@ from moonshard.experiments.bench.gpu_mix import (
     draw_requests,
     num_alike,
 )
-from moonshard.experiments.bench.gpu_serving import Served, as_json, full_trial, print_served, quicker, tiny_trial
+from moonshard.experiments.bench.gpu_serving import Served, as_json, full_plan, print_served, quicker, tiny_plan
 from moonshard.experiments.bench.gpu_steps import StepRows, as_model, fit_columns, spell_fit
 from moonshard.experiments.reading.step_model import StepModel, StepTimes
 from moonshard.experiments.reading.step_regression import TooFewSteps
@@ -31,7 +31,7 @@ from moonshard.serving.steps import StepKind
 MS = 1_000_000  # nanoseconds
 MIX = Mix(prompt_tokens=(2048, 64), output_tokens=(16, 128), num_requests=(16, 48))
 REQUEST = Request(id=bytes(16), prompt=(1, 2), max_tokens=3)
-TRIALS = [make(trial) for trial in (full_trial(), tiny_trial()) for make in (lambda trial: trial, quicker)]
+PLANS = [make(plan) for plan in (full_plan(), tiny_plan()) for make in (lambda plan: plan, quicker)]
 
 
 def heard(*arrivals_ms: float, tokens: tuple[int, ...] = (7, 8, 9)) -> Heard:
@@ -64,17 +64,17 @@ class TestLoad:
         assert np.mean(gaps_s) == pytest.approx(1 / 8, rel=0.1)
         assert np.std(gaps_s) == pytest.approx(1 / 8, rel=0.1)  # as an exponential has it
 
-    @pytest.mark.parametrize("trial", TRIALS)
-    def test_whatever_is_asked_has_a_program(self, trial):
-        sizes = trial.sizes
+    @pytest.mark.parametrize("plan", PLANS)
+    def test_whatever_is_asked_has_a_program(self, plan):
+        sizes = plan.sizes
         assert set(sizes.chunk_tokens) <= set(sizes.prefill_buckets)
         assert sizes.chunk_tokens[-1] == sizes.prefill_buckets[-1]
         assert all(bucket % sizes.q_tile == 0 for bucket in sizes.prefill_buckets)
-        assert sizes.num_blocks >= trial.mix.num_blocks(sizes.block_size)
-        assert sizes.max_context_tokens >= trial.mix.max_context_tokens
+        assert sizes.num_blocks >= plan.mix.num_blocks(sizes.block_size)
+        assert sizes.max_context_tokens >= plan.mix.max_context_tokens
         for ascending in (sizes.prefill_buckets, sizes.chunk_tokens, sizes.decode_buckets):
             assert list(ascending) == sorted(set(ascending))
-        assert trial.num_repeats >= 1
+        assert plan.num_repeats >= 1
 
 
 class TestFigures:
