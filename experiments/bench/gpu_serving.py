@@ -38,7 +38,7 @@ class Served:
 
 
 def full_plan() -> ServingPlan:
-    """The mix of `experiments/pd_vs_aggregated`, half a minute or so of it for each arm."""
+    """The mix of `experiments/pd_vs_aggregated`, 64 requests of it for each arm, rate and repeat."""
     mix = Mix(prompt_tokens=(2048, 64), output_tokens=(16, 128), num_requests=(16, 48))
     sizes = EngineSizes(
         block_size=64,
@@ -68,7 +68,7 @@ def tiny_plan() -> ServingPlan:
 
 
 def quicker(plan: ServingPlan) -> ServingPlan:
-    """One rate, one repeat, the smallest and the largest chunk, and fewer programs to compile."""
+    """One rate, one repeat, two chunk sizes; one decode program, so that nobody knows what a row of it costs."""
     sizes = plan.sizes
     few = replace(
         sizes,
