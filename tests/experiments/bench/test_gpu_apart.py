@@ -1,5 +1,8 @@
 """Two engines on one device give the tokens of one, every request is answered, and what is not is told."""
 
+import asyncio
+from random import Random
+
 import jax
 import numpy as np
 import pytest
@@ -7,9 +10,17 @@ import pytest
 from moonshard.experiments.bench import gpu_clients
 from moonshard.experiments.bench.gpu_apart import Apart
 from moonshard.experiments.bench.gpu_apart_checks import check_alone, check_recorded, recorded_pair
-from moonshard.experiments.bench.gpu_clients import Stuck
+from moonshard.experiments.bench.gpu_clients import Stuck, serve
 from moonshard.experiments.bench.gpu_engines import Receiver, build_pair
-from moonshard.experiments.bench.gpu_mix import APART, Mix, ServingPlan, measure_arms, measure_capacity
+from moonshard.experiments.bench.gpu_mix import (
+    APART,
+    Mix,
+    ServingPlan,
+    arms,
+    draw_requests,
+    measure_arms,
+    measure_capacity,
+)
 from moonshard.experiments.bench.gpu_scale import quick, trial_scale
 from moonshard.experiments.bench.gpu_slice import DTYPE, draw_weights
 from moonshard.experiments.bench.gpu_steps import StepRows
@@ -74,8 +85,9 @@ def test_blocks_that_leave_too_late_do_not_pass(monkeypatch):
 def test_a_handoff_that_never_lands_is_told(monkeypatch):
     monkeypatch.setattr(Apart, "_land", lambda self, leg, fresh, tickets: None)
     monkeypatch.setattr(gpu_clients, "MAX_RUN_S", 0.5)
-    with pytest.raises(Stuck, match="12 of 12 requests"):
-        errors()
+    requests = draw_requests(MIX, recorded().vocab_size, Random(1))
+    with pytest.raises(Stuck, match="7 of 7 requests"):
+        asyncio.run(serve(arms(recorded())[APART](None), [(0.0, request) for request in requests]))
 
 
 def test_what_fails_an_engine_ends_the_run(monkeypatch):
