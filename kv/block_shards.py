@@ -64,8 +64,11 @@ class BlockShards:
         parts = [np.asarray(shard.data) for shard in shards]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self._axis)[:, : self._num_layers]
 
-    def spread(self, blocks: np.ndarray, partition: int) -> np.ndarray | jax.Array:
-        """Blocks [b, layers, block_size, features] of one partition, on its devices, as a land takes them."""
+    def spread(self, blocks: np.ndarray | jax.Array, partition: int) -> np.ndarray | jax.Array:
+        """Blocks [b, layers, block_size, features] of one partition, on its devices, as a land takes them.
+
+        They come from the host; to a mesh of one device also from that device, and then never leave it.
+        """
         if self._mesh.size == 1:
             return blocks
         num_blocks, num_layers, *token = blocks.shape

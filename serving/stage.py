@@ -202,8 +202,11 @@ class Stage:
         """This stage's layers of blocks, still on the devices, for `shards.collect`."""
         return self._programs[StepKind.EXPORT, bucket](self.state.pages, packed)
 
-    def land(self, bucket: int, packed: np.ndarray, blocks: np.ndarray, partition: int) -> jax.Array:
-        """`blocks` are this stage's layers of them. Returns a number that is ready once they have landed."""
+    def land(self, bucket: int, packed: np.ndarray, blocks: np.ndarray | jax.Array, partition: int) -> jax.Array:
+        """`blocks` are this stage's layers of them, as `shards.spread` takes them.
+
+        Returns a number that is ready once they have landed.
+        """
         payload = self.shards.spread(blocks, partition)
         self.state, done = self._programs[StepKind.LAND, bucket](self.state, packed, payload)
         return done

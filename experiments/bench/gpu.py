@@ -1,9 +1,11 @@
 """`python -m moonshard.experiments.bench.gpu`: is the GPU side right on this card, and how close to what it can do?
 
 States the card and the software, compares with recorded and dense references, measures the card's own ceilings, then
-times one MoE layer, attention and whole steps of a Kimi-K2-wide slice against the least they could take. Needs jax,
-flax, and numpy only. Left out: the server, its scheduler, and more than one card.
-Exit status: 0; 1 if a check fails, nothing is timed then; 2 if there is no GPU or the arguments are wrong.
+times one MoE layer, attention and whole steps of a Kimi-K2-wide slice against the least they could take. At last the
+slice serves: engines with their schedulers, prefill and decode apart and both together. Needs jax, flax, and numpy
+only. Left out: gateway, wire and network, and more than one card.
+Exit status: 0; 1 if a check fails, nothing that it vouches for is timed then; 2 if there is no GPU or the arguments are
+wrong. What was measured is written also where an error ends it.
 """
 
 import argparse
@@ -13,14 +15,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from moonshard.experiments.bench.gpu_checks import MODELS, Check, MoeCase, check_models, check_sums
+from moonshard.experiments.bench.gpu_apart_checks import check_alone, check_recorded, recorded_pair
+from moonshard.experiments.bench.gpu_checks import MODELS, Check, check_models, check_sums
+from moonshard.experiments.bench.gpu_engines import build_pair
 from moonshard.experiments.bench.gpu_exchange import check_exchange, exchange_rows
+from moonshard.experiments.bench.gpu_mix import ServingPlan
 from moonshard.experiments.bench.gpu_rows import (
     Bench,
     Row,
@@ -29,77 +34,17 @@ from moonshard.experiments.bench.gpu_rows import (
     moe_rows,
     step_rows,
 )
-from moonshard.experiments.bench.gpu_slice import SliceSizes, draw_pages, draw_weights, kimi_k2_slice, smaller
+from moonshard.experiments.bench.gpu_scale import Scale, full_scale, quick, trial_scale
+from moonshard.experiments.bench.gpu_serving import as_json, print_served, serve_arms
+from moonshard.experiments.bench.gpu_slice import DTYPE, draw_pages, draw_weights
 from moonshard.experiments.bench.gpu_sweep import sweep_rows
-from moonshard.experiments.bench.gpu_timing import Effort, measure_ceilings
+from moonshard.experiments.bench.gpu_timing import measure_ceilings
 from moonshard.experiments.bench.gpu_work import Ceilings
 from moonshard.models import moe
 from moonshard.models.moe_grouped import grouped
 
 FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
 RESULTS = Path("results/bench-gpu")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scale:
-    """How large everything is, for a card or for a trial on a CPU."""
-
-    sizes: SliceSizes
-    cases: tuple[MoeCase, ...]
-    effort: Effort
-    copy_bytes: int
-    matmul_side: int
-
-
-def full_scale(num_moe_layers: int) -> Scale:
-    """34 GB of experts for each MoE layer, and 6 GB of everything else."""
-    return Scale(
-        sizes=SliceSizes(
-            config=kimi_k2_slice(num_moe_layers),
-            block_size=64,
-            q_tile=32,
-            prompt_tokens=2048,
-            batches=(1, 16, 64, 128),
-            context_tokens=(1024, 4096),
-        ),
-        cases=(
-            MoeCase(num_tokens=1, top_k=8, num_experts=64, embed=1024, ffw=512),
-            MoeCase(num_tokens=17, top_k=8, num_experts=16, embed=7168, ffw=2048),
-            MoeCase(num_tokens=500, top_k=8, num_experts=64, embed=1024, ffw=512),
-            MoeCase(num_tokens=1000, top_k=4, num_experts=16, embed=1024, ffw=512),
-        ),
-        effort=Effort(num_samples=20, calls_per_sample=4),
-        copy_bytes=8 << 30,
-        matmul_side=8192,
-    )
-
-
-def trial_scale(num_moe_layers: int) -> Scale:
-    """A few kilobytes of everything: shows that the command works, and no speed."""
-    config = replace(
-        kimi_k2_slice(num_moe_layers),
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_attention_heads=2,
-        kv_lora_rank=32,
-        q_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-    )
-    return Scale(
-        sizes=SliceSizes(
-            config=config, block_size=16, q_tile=16, prompt_tokens=32, batches=(1, 2), context_tokens=(16, 40)
-        ),
-        cases=(MoeCase(num_tokens=5, top_k=2, num_experts=4, embed=32, ffw=32),),
-        effort=Effort(num_samples=2, calls_per_sample=1),
-        copy_bytes=1 << 16,
-        matmul_side=64,
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,16 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     scale = full_scale(options.moe_layers) if on_gpu else trial_scale(options.moe_layers)
     if options.quick:
-        scale = replace(scale, sizes=smaller(scale.sizes), cases=scale.cases[:1])
+        scale = quick(scale)
     backends = {"grouped": functools.partial(grouped, interpret=not on_gpu), "blocks": moe.blocks}
     start, report = time.perf_counter(), {"environment": environment(), "scale": asdict(scale)}
     _say(start, json.dumps(report["environment"]))
-    passed = _run(options, scale, backends, report, start)
-    path = options.out or RESULTS / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json"
+    try:
+        passed = _run(options, scale, backends, report, start)
+    finally:
+        _write(options.out or RESULTS / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json", report, start)
+    return 0 if passed else 1
+
+
+def _write(path: Path, report: dict[str, Any], start: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     _say(start, f"wrote {path}")
-    return 0 if passed else 1
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -127,6 +77,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="moonshard.experiments.bench.gpu", description="Is the GPU side right, and how close to its card?"
     )
     parser.add_argument("--quick", action="store_true", help="fewer checks, two batches, one context")
+    parser.add_argument("--only", choices=("rows", "serving"), help="the parts of a step and whole steps, or engines")
     parser.add_argument("--moe-layers", type=int, default=2, choices=(1, 2), help="of the slice; 34 GB each")
     parser.add_argument("--sweep", action="store_true", help="time other tiles for the MoE kernels, too")
     parser.add_argument("--allow-cpu", action="store_true", help="without a GPU, try everything on tiny shapes")
@@ -147,8 +98,27 @@ def _run(
     start: float,
 ) -> bool:
     """Checks, then measures, filling the report as it goes. False if a check failed."""
-    if not _record_checks(report, _checks(options, scale, backends), start):
+    bench = _prepare(options, scale, backends, report, start)
+    if bench is None:
         return False
+    if options.only != "serving":
+        _measure_rows(options, bench, backends, report, start)
+    if options.only == "rows":
+        return True
+    served_by = "grouped" if jax.devices()[0].platform == "gpu" else "blocks"  # as a worker chooses
+    return _serve(options, scale.serving, bench, backends[served_by], report, start)
+
+
+def _prepare(
+    options: argparse.Namespace,
+    scale: Scale,
+    backends: dict[str, moe.Backend],
+    report: dict[str, Any],
+    start: float,
+) -> Bench | None:
+    """What everything else stands on: right kernels, the card's ceilings, the slice. None if a check failed."""
+    if not _record_checks(report, _checks(options, scale, backends), start):
+        return None
     ceilings = measure_ceilings(scale.copy_bytes, scale.matmul_side, scale.effort)
     report["ceilings"] = asdict(ceilings)
     _say(start, _spell_ceilings(ceilings))
@@ -157,14 +127,44 @@ def _run(
     bench = Bench(sizes=scale.sizes, loaded=loaded, ceilings=ceilings, effort=scale.effort, seed=options.seed)
     checks = [check_full_width(bench, count, backends) for count in (1, scale.sizes.batches[-1])]
     checks.append(check_exchange(draw_pages(scale.sizes, options.seed)))
-    if not _record_checks(report, checks, start):
-        return False
+    return bench if _record_checks(report, checks, start) else None
+
+
+def _measure_rows(
+    options: argparse.Namespace,
+    bench: Bench,
+    backends: dict[str, moe.Backend],
+    report: dict[str, Any],
+    start: float,
+) -> None:
     rows = []
     for row in _rows(options, bench, backends):
         rows.append(row)
         _say(start, spell_row(row))
     report["rows"] = [_as_json(row) for row in rows]
-    print_table(report["environment"], ceilings, rows)
+    print_table(report["environment"], bench.ceilings, rows)
+
+
+def _serve(
+    options: argparse.Namespace,
+    plan: ServingPlan,
+    bench: Bench,
+    backend: moe.Backend,
+    report: dict[str, Any],
+    start: float,
+) -> bool:
+    """The part with engines, last: checks, then measures. False if a check failed."""
+    if not _record_checks(report, check_recorded(options.fixtures, recorded_pair(options.fixtures, backend)), start):
+        return False
+    pair = build_pair(bench.config, bench.loaded, plan.sizes, backend, DTYPE)
+    _say(start, "compiled two engines' programs")
+    if not _record_checks(report, [check_alone(pair, plan.mix, options.seed)], start):
+        return False
+    served = serve_arms(pair, plan, options.seed, functools.partial(_say, start))
+    about = report["environment"]
+    source = f"{about['device']}, jax {about['jax']}, {about['date']}, {bench.config.num_hidden_layers} layers"
+    report |= as_json(served, source)
+    print_served(served)
     return True
 
 

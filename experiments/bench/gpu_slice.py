@@ -83,14 +83,15 @@ def draw_weights(config: kimi.KimiConfig, seed: int) -> kimi.Weights[jax.Array]:
         raise ValueError("a slice without MoE layers has nothing to measure")
     rest = weights.initialise(replace(declared, experts=None), seed, DTYPE, build_mesh(MeshShape()))
     keys = jax.random.split(jax.random.key(seed + 1))
+    # on a mesh from the start, as a stage wants them: to place 34 GB anew could copy them
+    draw = jax.jit(_draw_stacked, static_argnums=0, out_shardings=replicated(build_mesh(MeshShape())))
     gate_up, down = (
-        _draw_stacked(param.shape, key)
+        draw(param.shape, key)
         for param, key in zip((declared.experts.gate_up, declared.experts.down), keys, strict=True)
     )
     return rest.replace(experts=moe.Experts(gate_up=gate_up, down=down))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _draw_stacked(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """[l, e, ...] of fan-in scaled normals, one expert at a time into the final array."""
     num_layers, num_experts, *matrix = shape

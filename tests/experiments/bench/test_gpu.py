@@ -1,5 +1,6 @@
 """The GPU bench needs little, refuses without a card, times nothing that is wrong, and its floors add up."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from moonshard.experiments.bench import gpu
 from moonshard.experiments.bench.gpu_checks import Check, MoeCase, check_sums
+from moonshard.experiments.bench.gpu_rows import Bench
 from moonshard.experiments.bench.gpu_slice import decode_batch, draw_weights, kimi_k2_slice, prefill_batch
 from moonshard.experiments.bench.gpu_sweep import neighbours
 from moonshard.experiments.bench.gpu_timing import Effort, measure
@@ -24,6 +26,7 @@ from moonshard.experiments.bench.gpu_work import (
     routed_work,
     step_work,
 )
+from moonshard.experiments.reading.step_model import StepModel
 from moonshard.models import kimi, moe, moe_grouped
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -33,6 +36,7 @@ TRIAL = gpu.trial_scale(2)
 ABSENT_ON_A_BARE_MACHINE = (
     *("grpc", "google.protobuf", "msgspec", "fastapi", "uvicorn", "uvloop", "httptools", "httpx", "tokenizers"),
     *("tiktoken", "jinja2", "tyro", "prometheus_client", "jaxtyping", "beartype", "tests"),
+    *("polars", "xxhash", "limits", "opentelemetry", "mooncake"),
 )
 RUN_BARE = f"""
 import runpy, sys
@@ -67,7 +71,31 @@ def test_the_whole_command_runs_where_only_jax_and_flax_are_installed(tmp_path):
         assert wanted in names
     assert any(name.startswith("decode, 2 layers, batch 2, context") for name in names)
     assert all(row["median_ms"] > 0 and row["floor_ms"] > 0 for row in report["rows"])
-    assert names[-1] in done.stdout.splitlines()[-2]  # the table is what comes last, before the file's name
+    assert sum(names[-1] in line for line in done.stdout.splitlines()) == 2  # as it was measured, and in the table
+    check_served(report, done.stdout)
+
+
+def check_served(report, said):
+    """What the part with engines leaves, and that it comes last, before the file's name."""
+    arms = report["apart"]["arms"]
+    assert [arm["arm"] for arm in arms] == ["both, chunks of 16", "both, chunks of 32", "apart"]
+    for arm in arms:
+        assert arm["num_requests"] == 8
+        assert arm["num_tokens"] == 2 * 3 + 6 * 8
+        assert all(arm[what][quantile] > 0 for what in ("ttft_ms", "itl_ms") for quantile in ("p50", "p90", "p99"))
+        assert arm["first_gap_ms"]["p50"] > 0
+    assert report["apart"]["capacity_per_s"] > 0
+    assert {best["arm"] for best in report["apart"]["best"]} <= {"both, chunks of 16", "both, chunks of 32"}
+    names = {check["name"] for check in report["checks"]}
+    assert {"kimi_k2, one engine: wrong answers", "kimi_k2, two engines: wrong answers"} <= names
+    assert any(name.startswith("the slice alone") for name in names)
+    for kind in ("prefill", "decode"):
+        fitted = report["step_times"][kind]
+        assert min(fitted[name] for name in ("fixed_ms", "row_us", "pair_ns", "median_error", "p90_error")) >= 0
+        assert fitted["num_steps"] <= report["steps"]["kind"].count(kind)
+    assert StepModel.from_json(json.dumps(report["step_times"])).source == report["step_times"]["source"]
+    assert {len(column) for column in report["steps"].values()} == {len(report["steps"]["kind"])}
+    assert said.splitlines()[-2].startswith("decode: each step")
 
 
 def test_without_a_gpu_it_refuses_in_one_line(capsys):
@@ -83,6 +111,58 @@ def test_a_failed_check_ends_it_before_anything_is_timed(tmp_path, monkeypatch):
     report = json.loads(out.read_text())
     assert "rows" not in report
     assert [check["passed"] for check in report["checks"]] == [False]
+
+
+def test_engines_that_answer_wrong_are_not_timed(monkeypatch):
+    def never(*_):
+        raise AssertionError("compiled or timed")
+
+    wrong = Check(name="wrong", error=1.0, tolerance=0)
+    monkeypatch.setattr(gpu, "recorded_pair", lambda *_: None)
+    monkeypatch.setattr(gpu, "check_recorded", lambda *_: iter([wrong]))
+    monkeypatch.setattr(gpu, "build_pair", never)
+    bench = Bench(
+        sizes=TRIAL.sizes,
+        loaded=None,
+        ceilings=Ceilings(copy_bytes_per_s=1.0, matmul_flops_per_s=1.0),
+        effort=TRIAL.effort,
+        seed=1,
+    )
+    report = {}
+    options = argparse.Namespace(fixtures=gpu.FIXTURES, seed=1)
+    assert not gpu._serve(options, TRIAL.serving, bench, moe.blocks, report, 0.0)
+    assert [check["passed"] for check in report["checks"]] == [False]
+    monkeypatch.setattr(gpu, "check_recorded", lambda *_: iter([]))
+    monkeypatch.setattr(gpu, "build_pair", lambda *_: None)
+    monkeypatch.setattr(gpu, "check_alone", lambda *_: wrong)
+    monkeypatch.setattr(gpu, "serve_arms", never)
+    assert not gpu._serve(options, TRIAL.serving, bench, moe.blocks, report, 0.0)
+    assert "apart" not in report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ran"),
+    [([], ["rows", "serving"]), (["--only", "rows"], ["rows"]), (["--only", "serving"], ["serving"])],
+)
+def test_either_part_runs_alone(tmp_path, monkeypatch, arguments, ran):
+    parts = []
+    monkeypatch.setattr(gpu, "_prepare", lambda *_: "a bench")
+    monkeypatch.setattr(gpu, "_measure_rows", lambda *_: parts.append("rows"))
+    monkeypatch.setattr(gpu, "_serve", lambda *_: parts.append("serving") is None)
+    assert gpu.main(["--allow-cpu", "--out", str(tmp_path / "result.json"), *arguments]) == 0
+    assert parts == ran
+
+
+def test_what_was_measured_before_an_error_is_written(tmp_path, monkeypatch):
+    def run(options, scale, backends, report, start):
+        report["rows"] = ["one"]
+        raise MemoryError
+
+    monkeypatch.setattr(gpu, "_run", run)
+    out = tmp_path / "result.json"
+    with pytest.raises(MemoryError):
+        gpu.main(["--allow-cpu", "--out", str(out)])
+    assert json.loads(out.read_text())["rows"] == ["one"]
 
 
 def test_a_backend_that_uses_another_layer_does_not_pass():
