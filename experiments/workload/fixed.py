@@ -1,7 +1,6 @@
 """Fresh prompts of one length: summarising, generating, and what lies between."""
 
 from collections.abc import Iterable
-from itertools import islice
 from random import Random
 
 from moonshard.experiments.workload.arrivals import arrivals
@@ -31,7 +30,7 @@ def fixed(
     ]
     if rate_per_s is None:
         return closed(prompts, output_tokens, num_clients)
-    times = islice(arrivals(rate_per_s, interval_cv, Random(seed)), num_requests)
+    times = arrivals(rate_per_s, interval_cv, num_requests, Random(seed))
     return Workload(
         requests=[
             Planned(prompt=prompt, max_tokens=output_tokens, at_s=at_s)

@@ -15,12 +15,31 @@ TWO: dict[str, Any] = {
 }  # fmt: skip
 
 
+def two(**changes: Any) -> dict[str, Any]:
+    return {**TWO, **changes}
+
+
 def test_shapes_come_in_their_shares():
     requests = mixed(**TWO).requests
     shapes = [(len(one.prompt), one.max_tokens) for one in requests]
     assert set(shapes) == {(8, 40), (90, 2)}
-    assert shapes.count((90, 2)) / len(shapes) == pytest.approx(0.25, abs=0.05)
-    assert (requests[-1].at_s or 0) == pytest.approx(800 / 5, rel=0.15)
+    assert shapes.count((90, 2)) == 200
+    assert requests[-1].at_s == pytest.approx(799 / 5)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=4), st.integers(1, 40), st.integers(0, 5))
+def test_no_shape_is_off_its_share_by_a_whole_request_and_seeds_order_them_anew(
+    weights: list[float], num_requests: int, seed: int
+):
+    sizes = list(range(1, len(weights) + 1))
+    shapes = two(prompt_tokens=sizes, output_tokens=sizes, weights=weights)
+    requests = mixed(**{**shapes, "num_requests": num_requests, "seed": seed}).requests
+    found = [len(one.prompt) for one in requests]
+    assert len(found) == num_requests
+    for size, weight in zip(sizes, weights, strict=True):
+        assert abs(found.count(size) - weight / sum(weights) * num_requests) < 1
+    one, other = (mixed(**two(seed=number)).requests for number in (seed, seed + 1))
+    assert [len(request.prompt) for request in one] != [len(request.prompt) for request in other]
 
 
 @given(st.floats(0.1, 100), st.integers(0, 5))
