@@ -12,6 +12,8 @@ from random import Random
 
 from moonshard.experiments.workload.plan import WorkloadError
 
+MIN_CV = 1e-6  # below it intervals are all the same
+
 
 def arrivals(rate_per_s: float, interval_cv: float, num_requests: int, random: Random) -> Sequence[float]:
     """Seconds from the beginning; the mean interval is 1 / rate to the last digit, and with cv 0 all are the same."""
@@ -26,7 +28,8 @@ def arrivals(rate_per_s: float, interval_cv: float, num_requests: int, random: R
 
 def _arrivals(interval_cv: float, random: Random) -> Iterator[float]:
     """One a second."""
-    shape, at_s = (interval_cv**-2 if interval_cv else 0.0), 0.0
+    is_even = interval_cv < MIN_CV
+    shape, at_s = (0.0 if is_even else interval_cv**-2), 0.0
     while True:
         yield at_s
-        at_s += random.gammavariate(shape, 1 / shape) if interval_cv else 1.0
+        at_s += 1.0 if is_even else random.gammavariate(shape, 1 / shape)
