@@ -34,7 +34,6 @@ from moonshard.sharding.rules import MeshError
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 MAX_AUTO_POOL_BYTES = 2 << 30  # on CPU, where the pool shares memory with everything else
 Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded to a multiple
-MAX_PREFILL_SEQUENCES = 8
 
 Progress = Callable[[str], None]
 
@@ -85,7 +84,6 @@ class LoadedModel:
             slots_per_partition=self.pool.slots_per_partition,
             chunk_tokens=self.shapes.prefill_buckets[-1],
             q_tile=self.shapes.q_tile,
-            max_prefill_sequences=MAX_PREFILL_SEQUENCES,
             has_prefix_cache=config.kv.prefix_cache,
             num_microbatches=min(self.num_stages, self.pool.slots_per_partition),
             max_context_tokens=self.shapes.max_context_tokens,

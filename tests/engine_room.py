@@ -11,7 +11,7 @@ from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.engine import Engine, StepReport
-from moonshard.serving.loading import MAX_PREFILL_SEQUENCES, buckets, split_stages
+from moonshard.serving.loading import buckets, split_stages
 from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.programs import Programs
 from moonshard.serving.request import Logprobs, Request, SequenceId
@@ -100,7 +100,7 @@ def serve(
     num_slots: int = NUM_SLOTS,
     model: str = "kimi_k2",
     on_step: Callable[[Engine, Run], None] = lambda engine, run: None,
-    max_prefill_sequences: int = MAX_PREFILL_SEQUENCES,
+    max_prefill_sequences: int = 8,
     place: Place = ALONE,
 ) -> Run:
     """Submits all requests at once and runs until the engine is idle; then everything must be given back.
@@ -140,7 +140,7 @@ def an_engine(
     on_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
     *,
     num_slots: int = NUM_SLOTS,
-    max_prefill_sequences: int = MAX_PREFILL_SEQUENCES,
+    max_prefill_sequences: int = 8,
 ) -> Engine:
     """On the running event loop; not started. As many microbatches as there are stages, as a worker has."""
     num_stages = len(executor.stages)

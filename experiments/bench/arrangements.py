@@ -19,6 +19,7 @@ from moonshard.experiments.bench.grid import Grid, number
 from moonshard.experiments.bench.measurement import Measurement, Plan, Unit
 from moonshard.experiments.bench.server import RunningServer, ServerFailed
 from moonshard.experiments.bench.streams import Seen, ask_grpc, random_prompt
+from moonshard.experiments.reading.intervals import PERCENTILES
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.config import Config
 
@@ -36,11 +37,10 @@ QUANTITIES: dict[str, Unit] = {
     "a core's share, load generator": "share",
     "a core's share, workers": "share",
 }
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 COLUMNS = (
     *("what", "unit"),
-    *(f"{short} {q}" for short in ("PD", "agg.") for q in QUANTILES),
-    *(f"ratio {q}" for q in QUANTILES),
+    *(f"{short} {q}" for short in ("PD", "agg.") for q in PERCENTILES),
+    *(f"ratio {q}" for q in PERCENTILES),
     "n",
 )
 
@@ -182,16 +182,16 @@ def arrangement_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
 def _quantiles(one: Measurement | None) -> list[str]:
     """A rate has one sample in each round: their median only."""
     if one is None:
-        return [""] * len(QUANTILES)
-    return [number(one.quantile(q)) if q == 0.5 or one.unit == "ms" else "" for q in QUANTILES.values()]
+        return [""] * len(PERCENTILES)
+    return [number(one.quantile(q)) if q == 0.5 or one.unit == "ms" else "" for q in PERCENTILES.values()]
 
 
 def _ratios(ours: Measurement, theirs: Measurement | None) -> list[str]:
     if theirs is None:
-        return [""] * len(QUANTILES)
+        return [""] * len(PERCENTILES)
     return [
         f"{ours.quantile(q) / theirs.quantile(q):.2f}" if (q == 0.5 or ours.unit == "ms") and theirs.quantile(q) else ""
-        for q in QUANTILES.values()
+        for q in PERCENTILES.values()
     ]
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,32 @@ FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
 RESULTS = Path("results/bench-gpu")
 
 
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What is known so far: said as it comes, and in the report as JSON has it."""
+
+    report: dict[str, Any]
+    start_s: float = field(default_factory=time.perf_counter)
+
+    def say(self, what: str) -> None:
+        print(f"[{time.perf_counter() - self.start_s:6.1f} s] {what}", flush=True)
+
+    def all_pass(self, checks: Iterable[Check]) -> bool:
+        """Every one of them is made, said and reported."""
+        passed = True
+        for check in checks:
+            passed = passed and check.passed
+            word = "ok" if check.passed else "WRONG"
+            self.say(f"{word}: {check.name}: {check.error:.2e} (at most {check.tolerance:g})")
+            self.report.setdefault("checks", []).append({**asdict(check), "passed": check.passed})
+        return passed
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.report, indent=1) + "\n")
+        self.say(f"wrote {path}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     on_gpu = jax.devices()[0].platform == "gpu"
@@ -57,19 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         scale = quick(scale)
     backends = {"grouped": functools.partial(grouped, interpret=not on_gpu), "blocks": moe.blocks}
-    start, report = time.perf_counter(), {"environment": environment(), "scale": asdict(scale)}
-    _say(start, json.dumps(report["environment"]))
+    journal = Journal({"environment": environment(), "scale": asdict(scale)})
+    journal.say(json.dumps(journal.report["environment"]))
     try:
-        passed = _run(options, scale, backends, report, start)
+        passed = _run(options, scale, backends, journal)
     finally:
-        _write(options.out or RESULTS / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json", report, start)
+        journal.write(options.out or RESULTS / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json")
     return 0 if passed else 1
-
-
-def _write(path: Path, report: dict[str, Any], start: float) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    _say(start, f"wrote {path}")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -94,55 +114,52 @@ def _run(
     options: argparse.Namespace,
     scale: Scale,
     backends: dict[str, moe.Backend],
-    report: dict[str, Any],
-    start: float,
+    journal: Journal,
 ) -> bool:
-    """Checks, then measures, filling the report as it goes. False if a check failed."""
-    bench = _prepare(options, scale, backends, report, start)
+    """Checks, then measures, filling the journal as it goes. False if a check failed."""
+    bench = _prepare(options, scale, backends, journal)
     if bench is None:
         return False
     if options.only != "serving":
-        _measure_rows(options, bench, backends, report, start)
+        _measure_rows(options, bench, backends, journal)
     if options.only == "rows":
         return True
     served_by = "grouped" if jax.devices()[0].platform == "gpu" else "blocks"  # as a worker chooses
-    return _serve(options, scale.serving, bench, backends[served_by], report, start)
+    return _serve(options, scale.serving, bench, backends[served_by], journal)
 
 
 def _prepare(
     options: argparse.Namespace,
     scale: Scale,
     backends: dict[str, moe.Backend],
-    report: dict[str, Any],
-    start: float,
+    journal: Journal,
 ) -> Bench | None:
     """What everything else stands on: right kernels, the card's ceilings, the slice. None if a check failed."""
-    if not _record_checks(report, _checks(options, scale, backends), start):
+    if not journal.all_pass(_checks(options, scale, backends)):
         return None
     ceilings = measure_ceilings(scale.copy_bytes, scale.matmul_side, scale.effort)
-    report["ceilings"] = asdict(ceilings)
-    _say(start, _spell_ceilings(ceilings))
+    journal.report["ceilings"] = asdict(ceilings)
+    journal.say(_spell_ceilings(ceilings))
     loaded = jax.block_until_ready(draw_weights(scale.sizes.config, options.seed))
-    _say(start, "drew the slice's weights")
+    journal.say("drew the slice's weights")
     bench = Bench(sizes=scale.sizes, loaded=loaded, ceilings=ceilings, effort=scale.effort, seed=options.seed)
     checks = [check_full_width(bench, count, backends) for count in (1, scale.sizes.batches[-1])]
     checks.append(check_exchange(draw_pages(scale.sizes, options.seed)))
-    return bench if _record_checks(report, checks, start) else None
+    return bench if journal.all_pass(checks) else None
 
 
 def _measure_rows(
     options: argparse.Namespace,
     bench: Bench,
     backends: dict[str, moe.Backend],
-    report: dict[str, Any],
-    start: float,
+    journal: Journal,
 ) -> None:
     rows = []
     for row in _rows(options, bench, backends):
         rows.append(row)
-        _say(start, spell_row(row))
-    report["rows"] = [_as_json(row) for row in rows]
-    print_table(report["environment"], bench.ceilings, rows)
+        journal.say(spell_row(row))
+    journal.report["rows"] = [_as_json(row) for row in rows]
+    print_table(journal.report["environment"], bench.ceilings, rows)
 
 
 def _serve(
@@ -150,20 +167,19 @@ def _serve(
     plan: ServingPlan,
     bench: Bench,
     backend: moe.Backend,
-    report: dict[str, Any],
-    start: float,
+    journal: Journal,
 ) -> bool:
     """The part with engines, last: checks, then measures. False if a check failed."""
-    if not _record_checks(report, check_recorded(options.fixtures, recorded_pair(options.fixtures, backend)), start):
+    if not journal.all_pass(check_recorded(options.fixtures, recorded_pair(options.fixtures, backend))):
         return False
     pair = build_pair(bench.config, bench.loaded, plan.sizes, backend, DTYPE)
-    _say(start, "compiled two engines' programs")
-    if not _record_checks(report, [check_alone(pair, plan.mix, options.seed)], start):
+    journal.say("compiled two engines' programs")
+    if not journal.all_pass([check_alone(pair, plan.mix, options.seed)]):
         return False
-    served = serve_arms(pair, plan, options.seed, functools.partial(_say, start))
-    about = report["environment"]
+    served = serve_arms(pair, plan, options.seed, journal.say)
+    about = journal.report["environment"]
     source = f"{about['device']}, jax {about['jax']}, {about['date']}, {bench.config.num_hidden_layers} layers"
-    report |= as_json(served, source)
+    journal.report.update(as_json(served, source))
     print_served(served)
     return True
 
@@ -171,16 +187,6 @@ def _serve(
 def _checks(options: argparse.Namespace, scale: Scale, backends: dict[str, moe.Backend]) -> Iterator[Check]:
     yield from check_sums(backends["grouped"], scale.cases, options.seed)
     yield from check_models(options.fixtures, MODELS[:1] if options.quick else MODELS, backends)
-
-
-def _record_checks(report: dict[str, Any], checks: Iterable[Check], start: float) -> bool:
-    passed = True
-    for check in checks:
-        passed = passed and check.passed
-        word = "ok" if check.passed else "WRONG"
-        _say(start, f"{word}: {check.name}: {check.error:.2e} (at most {check.tolerance:g})")
-        report.setdefault("checks", []).append({**asdict(check), "passed": check.passed})
-    return passed
 
 
 def _rows(options: argparse.Namespace, bench: Bench, backends: dict[str, moe.Backend]) -> Iterator[Row]:
@@ -222,10 +228,6 @@ def _as_json(row: Row) -> dict[str, Any]:
         "note": row.note,
         "samples_ms": [round(sample * 1e3, 5) for sample in row.timing.samples_s],
     }
-
-
-def _say(start: float, what: str) -> None:
-    print(f"[{time.perf_counter() - start:6.1f} s] {what}", flush=True)
 
 
 def _spell_ceilings(ceilings: Ceilings) -> str:

@@ -27,7 +27,6 @@ from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import ALONE
 from moonshard.sharding.shape import MeshShape
 
-MAX_PREFILL_SEQUENCES = 8  # of a prefill step, as `serving.loading` has it; that imports what a bare machine lacks
 NEVER_S = 1e9
 
 
@@ -164,7 +163,6 @@ def build_engine(
         slots_per_partition=shapes.slots_per_partition,
         chunk_tokens=chunk_tokens,
         q_tile=shapes.q_tile,
-        max_prefill_sequences=MAX_PREFILL_SEQUENCES,
         max_context_tokens=shapes.max_context_tokens,
         max_queued_requests=1 << 30,
         queue_timeout_s=NEVER_S,

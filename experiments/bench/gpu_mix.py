@@ -17,6 +17,7 @@ from moonshard.experiments.bench.gpu_apart import Apart, OnDone, Together
 from moonshard.experiments.bench.gpu_clients import Build, Heard, serve
 from moonshard.experiments.bench.gpu_engines import EngineSizes, Pair
 from moonshard.experiments.bench.gpu_steps import StepRows
+from moonshard.experiments.workload.arrivals import arrivals
 from moonshard.serving.request import Request, Sampling
 
 APART = "apart"
@@ -98,8 +99,7 @@ def draw_requests(mix: Mix, vocab_size: int, random: Random) -> list[Request]:
 
 def draw_arrivals(requests: Sequence[Request], rate_per_s: float, random: Random) -> list[tuple[float, Request]]:
     """Seconds after the start, ascending: a Poisson process, which begins with the first request."""
-    gaps_s = [0.0, *(random.expovariate(rate_per_s) for _ in requests[1:])]
-    return list(zip(np.cumsum(gaps_s).tolist(), requests, strict=True))
+    return list(zip(arrivals(rate_per_s, 1.0, len(requests), random), requests, strict=True))
 
 
 def arms(pair: Pair) -> dict[str, Callable[[OnDone | None], Build]]:
@@ -132,10 +132,10 @@ def measure_arms(pair: Pair, plan: ServingPlan, rate_per_s: float, steps: StepRo
     built, found = arms(pair), dict[str, list[tuple[Heard, ...]]]()
     for repeat in range(plan.num_repeats):
         random = Random(f"{seed} {rate_per_s} {repeat}")
-        arrivals = draw_arrivals(draw_requests(plan.mix, pair.vocab_size, random), rate_per_s, random)
+        timed = draw_arrivals(draw_requests(plan.mix, pair.vocab_size, random), rate_per_s, random)
         names = list(built)
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            heard = asyncio.run(serve(built[name](steps.of_run(name)), arrivals))
+            heard = asyncio.run(serve(built[name](steps.of_run(name)), timed))
             found.setdefault(name, []).append(tuple(heard))
     first = next(iter(built))
     return [

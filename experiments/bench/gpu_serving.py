@@ -19,8 +19,7 @@ from moonshard.experiments.bench.gpu_mix import (
     measure_capacity,
 )
 from moonshard.experiments.bench.gpu_steps import StepRows, as_model, fit_columns, spell_fit
-
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+from moonshard.experiments.reading.intervals import PERCENTILES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +117,7 @@ def print_served(served: Served) -> None:
 
 def _spell(run: ArmRun) -> str:
     def spell(of: Callable[[float], float], *names: str) -> str:
-        return f"{' '.join(names)} {' '.join(f'{of(QUANTILES[name]):8.2f}' for name in names)}"
+        return f"{' '.join(names)} {' '.join(f'{of(PERCENTILES[name]):8.2f}' for name in names)}"
 
     return (
         f"{run.rate_per_s:7.2f}/s  {run.arm:<20}  ITL {spell(run.itl_ms, 'p50', 'p90', 'p99')}"
@@ -139,7 +138,7 @@ def _beside(runs: list[ArmRun]) -> dict[str, Any]:
 
 def _arm_as_json(run: ArmRun) -> dict[str, Any]:
     def quantiles(of: Callable[[float], float]) -> dict[str, float]:
-        return {name: of(share) for name, share in QUANTILES.items()}
+        return {name: of(share) for name, share in PERCENTILES.items()}
 
     return {
         "arm": run.arm,

@@ -16,6 +16,7 @@ from moonshard.experiments.bench.streams import Seen, ask_grpc, ask_http, closed
 from moonshard.rpc.client import AsyncClient
 
 TTFT_MAX_TOKENS = 2
+TOLD_TOGETHER = "tokens told with the one before"  # of each request; ITL has no gap for them
 
 
 async def measure_served(server: RunningServer, plan: Plan, seed: int, level: Level = "served") -> list[Measurement]:
@@ -83,6 +84,11 @@ def _latencies(batch: int, seen: Sequence[Seen], elapsed_s: float) -> list[Measu
     num_tokens = sum(len(one.arrivals_ns) for one in seen)
     return [
         _served(f"ITL, batch {batch}", "ms", [gap for one in seen for gap in one.gaps_ms]),
+        _served(
+            f"{TOLD_TOGETHER}, batch {batch}",
+            "count",
+            [float(len(one.arrivals_ns) - 1 - len(one.gaps_ms)) for one in seen],
+        ),
         _served(f"TPOT, batch {batch}", "ms", [one.decode_ms / (len(one.arrivals_ns) - 1) for one in seen]),
         _served(f"output tokens, batch {batch}", "tokens/s", [num_tokens / elapsed_s]),
         _served(f"TTFT under load, batch {batch}", "ms", [one.ttft_ms for one in seen]),

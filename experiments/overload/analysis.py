@@ -58,7 +58,7 @@ is_open = pl.col(LOAD).is_not_null()
 rate_table(tables, "requests/s").with_columns(arm).filter(~is_open).select("arm", "value", "low", "high", "num_repeats")
 
 # %% [markdown]
-# What the open loops offered: arrivals are random, so that it is not exactly what was asked for.
+# What the open loops offered, the mean of the repeats, each of which has a capacity of its own.
 
 # %%
 offered_table(tables).with_columns(arm).select("arm", LOAD, "offered_per_s").sort("arm", LOAD)

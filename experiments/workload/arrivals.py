@@ -16,14 +16,16 @@ MIN_CV = 1e-6  # below it intervals are all the same
 
 
 def arrivals(rate_per_s: float, interval_cv: float, num_requests: int, random: Random) -> Sequence[float]:
-    """Seconds from the beginning; the mean interval is 1 / rate to the last digit, and with cv 0 all are the same."""
+    """Seconds from the beginning; the mean interval is 1 / rate, and with cv 0 all are the same."""
     if not rate_per_s > 0:
         raise WorkloadError(f"rate_per_s is {rate_per_s:g}")
     if not interval_cv >= 0:
         raise WorkloadError(f"interval_cv is {interval_cv:g}")
     drawn = list(islice(_arrivals(interval_cv, random), num_requests))
-    last_s, end_s = drawn[-1], (num_requests - 1) / rate_per_s
-    return [at_s / last_s * end_s for at_s in drawn] if last_s else drawn
+    if num_requests > 1 and not drawn[-1] > 0:
+        raise WorkloadError(f"interval_cv is {interval_cv:g}: so much that no time passes")
+    stretch = (num_requests - 1) / rate_per_s / (drawn[-1] or 1)
+    return [at_s * stretch for at_s in drawn]
 
 
 def _arrivals(interval_cv: float, random: Random) -> Iterator[float]:

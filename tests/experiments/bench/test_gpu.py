@@ -128,16 +128,16 @@ def test_engines_that_answer_wrong_are_not_timed(monkeypatch):
         effort=TRIAL.effort,
         seed=1,
     )
-    report = {}
+    journal = gpu.Journal({})
     options = argparse.Namespace(fixtures=gpu.FIXTURES, seed=1)
-    assert not gpu._serve(options, TRIAL.serving, bench, moe.blocks, report, 0.0)
-    assert [check["passed"] for check in report["checks"]] == [False]
+    assert not gpu._serve(options, TRIAL.serving, bench, moe.blocks, journal)
+    assert [check["passed"] for check in journal.report["checks"]] == [False]
     monkeypatch.setattr(gpu, "check_recorded", lambda *_: iter([]))
     monkeypatch.setattr(gpu, "build_pair", lambda *_: None)
     monkeypatch.setattr(gpu, "check_alone", lambda *_: wrong)
     monkeypatch.setattr(gpu, "serve_arms", never)
-    assert not gpu._serve(options, TRIAL.serving, bench, moe.blocks, report, 0.0)
-    assert "apart" not in report
+    assert not gpu._serve(options, TRIAL.serving, bench, moe.blocks, journal)
+    assert "apart" not in journal.report
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_either_part_runs_alone(tmp_path, monkeypatch, arguments, ran):
 
 
 def test_what_was_measured_before_an_error_is_written(tmp_path, monkeypatch):
-    def run(options, scale, backends, report, start):
-        report["rows"] = ["one"]
+    def run(options, scale, backends, journal):
+        journal.report["rows"] = ["one"]
         raise MemoryError
 
     monkeypatch.setattr(gpu, "_run", run)

@@ -14,6 +14,7 @@ from moonshard.experiments.bench.measurement import Measurement, Plan
 from moonshard.experiments.bench.meshes_hlo import COLLECTIVES
 from moonshard.experiments.bench.meshes_tables import MESH_GRIDS, MESH_PAIRS
 from moonshard.experiments.bench.report import Report, grids, tables
+from moonshard.experiments.bench.served import TOLD_TOGETHER
 from moonshard.experiments.bench.server import HANDED_OVER
 from moonshard.serving.config_file import load_config
 
@@ -62,6 +63,7 @@ SETTINGS = (
 )
 MAY_BE_ZERO = (
     "compilations while serving",
+    TOLD_TOGETHER,
     failover.FAILED,
     "device idle",
     "overlapped",
@@ -107,7 +109,15 @@ def expected_names() -> set[str]:
 def served_names(roles: tuple[str, ...]) -> set[str]:
     prompts, batches = MINIATURE.prompt_tokens, MINIATURE.batches
     of_batch = (
-        *("ITL", "TPOT", "output tokens", "TTFT under load", "overlapped decode steps", "sequences in a decode step"),
+        *(
+            "ITL",
+            TOLD_TOGETHER,
+            "TPOT",
+            "output tokens",
+            "TTFT under load",
+            "overlapped decode steps",
+            "sequences in a decode step",
+        ),
         *("overhead before the first token", "overhead per later token", "overhead after the last token"),
         *(f"processor time per token, {role}" for role in (*roles, "client")),
         "load generator's share of a core",
@@ -136,9 +146,11 @@ class TestMiniatureRun:
 
     def test_rounds_add_their_samples_up(self, report: Report):
         by_name = {one.name: len(one.samples) for one in report.measurements}
+        (together,) = (sum(one.samples) for one in report.measurements if one.name == f"{TOLD_TOGETHER}, batch 2")
         gaps = MINIATURE.completion_tokens - 1
         assert by_name["TTFT, 20 prompt tokens, HTTP"] == MINIATURE.rounds * MINIATURE.repeats
-        assert 0 < by_name["ITL, batch 2"] <= MINIATURE.rounds * MINIATURE.repeats * 2 * gaps  # by message
+        assert by_name["TPOT, batch 2"] == MINIATURE.rounds * MINIATURE.repeats * 2
+        assert by_name["ITL, batch 2"] == by_name["TPOT, batch 2"] * gaps - together
 
     def test_nothing_is_compiled_while_serving(self, report: Report):
         (compiled,) = (one for one in report.measurements if one.name == "compilations while serving")

@@ -27,6 +27,11 @@ def test_nonsense_is_refused(rate: float, interval_cv: float, said: str):
         arrivals(rate, interval_cv, 2, Random(0))
 
 
+def test_bursts_in_which_no_time_passes_are_refused():
+    with pytest.raises(WorkloadError, match="interval_cv is 1e"):
+        arrivals(1.0, 1e6, 3, Random(0))
+
+
 @given(st.floats(0.1, 100), st.floats(0, 3), st.integers(1, 50), st.integers(0, 9))
 def test_every_seed_offers_the_same_load(rate_per_s: float, interval_cv: float, num_requests: int, seed: int):
     times = arrivals(rate_per_s, interval_cv, num_requests, Random(seed))
