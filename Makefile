@@ -42,10 +42,11 @@ serve: setup  ## the same server, left running
 	@$(BIN)/moonshard serve
 
 test: setup  ## every test that is not slow
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) -m "not slow and not alone"
 
-test-slow: setup  ## the long tests
+test-slow: setup  ## the long tests, then those that measure times, with nothing beside them
 	@$(PYTEST) -m slow
+	@$(PYTEST) -m alone -n 0
 
 check: setup  ## lint, types, import directions, generated code
 	@$(BIN)/ruff check .

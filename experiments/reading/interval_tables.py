@@ -1,6 +1,6 @@
 """Tables of figures by point, each with its interval: percentiles of latencies, and rates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import polars as pl
@@ -69,12 +69,17 @@ def offered_table(tables: RunTables) -> pl.DataFrame:
     return pl.concat(found) if found else pl.DataFrame(schema={"point": pl.Int64(), "offered_per_s": pl.Float64()})
 
 
-def median_table(frame: pl.DataFrame, by: Sequence[str], column: str) -> pl.DataFrame:
-    """Of any column of a run's frames: for each group the mean of its repeats' medians, with Student's t interval."""
+def median_table(
+    frame: pl.DataFrame,
+    by: Sequence[str],
+    column: str,
+    interval: Callable[[Sequence[float]], Interval] = mean_interval,
+) -> pl.DataFrame:
+    """Of any column of a run's frames: for each group the `interval` of its repeats' medians: their mean's."""
     medians = frame.drop_nulls(column).group_by(*by, "repeat", maintain_order=True).agg(pl.col(column).median())
     rows = []
     for key, own in medians.group_by(*by, maintain_order=True):
-        found = mean_interval(own[column].to_list())
+        found = interval(own[column].to_list())
         rows.append((*key, found.value, found.low, found.high, found.num_repeats))
     keys = {name: frame.schema[name] for name in by}
     return pl.DataFrame(rows, schema={**keys, column: pl.Float64(), **_bounds()}, orient="row")

@@ -12,7 +12,7 @@ stationary observations" (Annals of Statistics 1989): moving blocks.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, exp, log, sqrt
 
 import numpy as np
 
@@ -91,6 +91,19 @@ def mean_interval(values: Sequence[float]) -> Interval:
         raise ValueError("nothing was measured")
     low, high = _student(np.asarray(values, float))
     return Interval(value=float(np.mean(values)), low=low, high=high, num_repeats=len(values))
+
+
+def ratio_interval(ratios: Sequence[float]) -> Interval:
+    """Of a ratio that each repeat has one of: their geometric mean, and Student's t on their logarithms.
+
+    So "twice" and "half" are equally far from "as much", and no bound lies below 0. ValueError for none, or one that is
+    not above 0.
+    """
+    if min(ratios, default=1.0) <= 0:
+        raise ValueError("a ratio that is not above 0 has no logarithm")
+    logs = mean_interval([log(ratio) for ratio in ratios])
+    low, high = (None if bound is None else exp(bound) for bound in (logs.low, logs.high))
+    return Interval(value=exp(logs.value), low=low, high=high, num_repeats=logs.num_repeats)
 
 
 def percentile_differences(

@@ -186,7 +186,7 @@ def test_the_time_line_has_gateway_prefill_transfer_and_decode_and_each_request_
     assert {"prefill", "decode", "export", "land"} <= set(steps["kind"])
 
 
-@pytest.mark.slow  # a machine that does something else is not idle
+@pytest.mark.alone
 def test_on_an_idle_machine_the_wire_is_a_few_milliseconds(tmp_path: Path):
     alone = both_sides(tmp_path, 1, NUM_ALONE)
     wire_ms = alone["wire_ms"]

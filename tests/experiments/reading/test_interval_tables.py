@@ -12,6 +12,7 @@ from moonshard.experiments.reading.interval_tables import (
     rate_table,
     trial_rates,
 )
+from moonshard.experiments.reading.intervals import ratio_interval
 from moonshard.experiments.reading.run_tables import RunTables, load_runs
 from moonshard.experiments.reading.summary import Rate
 from tests.experiments.reading.made_up import made_up_run
@@ -61,3 +62,4 @@ def test_medians_of_repeats_have_an_interval_by_group():
     assert (a["name"], a["ms"], a["num_repeats"]) == ("a", 4.0, 3)
     assert a["high"] - a["ms"] == pytest.approx(4.3027 * 2 / 3**0.5)
     assert (b["ms"], b["low"], b["num_repeats"]) == (5.0, None, 1)
+    assert median_table(frame, ["name"], "ms", ratio_interval)["ms"].to_list() == pytest.approx([48 ** (1 / 3), 5.0])

@@ -14,6 +14,7 @@ from moonshard.experiments.reading.intervals import (
     mean_interval,
     percentile_differences,
     percentile_intervals,
+    ratio_interval,
     student_t,
 )
 
@@ -99,6 +100,21 @@ class TestOverRepeats:
         assert mean_interval([2.0]) == Interval(value=2.0, low=None, high=None, num_repeats=1)
         one = mean_interval([1.0, 2.0, 3.0])
         assert (one.value, one.low) == pytest.approx((2.0, 2 - 4.3027 / 3**0.5))
+
+    def test_ratios_are_as_far_above_as_below_one(self):
+        found, turned = ratio_interval([1.0, 2.0, 4.0]), ratio_interval([1.0, 1 / 2, 1 / 4])
+        assert found.low is not None
+        assert found.high is not None
+        assert turned.low is not None
+        assert found.value == pytest.approx(2.0)
+        assert found.high / 2 == pytest.approx(2 / found.low) == pytest.approx(2 ** (4.3027 / 3**0.5))
+        assert (1 / turned.value, 1 / turned.low) == pytest.approx((found.value, found.high))
+        assert (ratio_interval([3.0]).value, ratio_interval([3.0]).low) == (pytest.approx(3.0), None)
+
+    @pytest.mark.parametrize("ratios", [[1.0, 0.0], [-1.0], []])
+    def test_what_is_not_a_ratio_is_refused(self, ratios: list[float]):
+        with pytest.raises(ValueError, match="logarithm|nothing was measured"):
+            ratio_interval(ratios)
 
     @pytest.mark.parametrize(("num_freedoms", "t"), [(1, 12.706), (10, 2.228), (11, 2.201), (30, 2.042), (999, 1.962)])
     def test_quantiles_are_those_of_the_tables(self, num_freedoms: int, t: float):
