@@ -113,7 +113,7 @@ class TestOverRepeats:
 
     @pytest.mark.parametrize("ratios", [[1.0, 0.0], [-1.0], []])
     def test_what_is_not_a_ratio_is_refused(self, ratios: list[float]):
-        with pytest.raises(ValueError, match="logarithm|nothing was measured"):
+        with pytest.raises(ValueError, match=r"logarithm|nothing was measured"):
             ratio_interval(ratios)
 
     @pytest.mark.parametrize(("num_freedoms", "t"), [(1, 12.706), (10, 2.228), (11, 2.201), (30, 2.042), (999, 1.962)])
