@@ -29,6 +29,7 @@ from moonshard.serving.trace.schema import REQUESTS
 
 ROOT = Path(__file__).parents[3]
 AIPERF = "aiperf==0.13.0"
+TOKENIZER = "moonshard/pocket"  # as the hub would name it
 NUM_REQUESTS, MAX_PROMPT_TOKENS, OUTPUT_TOKENS = 24, 3600, 64
 CONFIG = """
 warmup_requests = 0
@@ -103,20 +104,30 @@ def replayed(
 ) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
     """What AIPerf says of each request, by its id."""
     argv = [
-        *(aiperf, "profile", "--model", server.model, "--tokenizer", embedded_model_path()),
+        *(aiperf, "profile", "--model", server.model, "--tokenizer", TOKENIZER),
         *("--url", server.http, "--endpoint-type", "chat", "--streaming"),
         *("--input-file", trace, "--custom-dataset-type", "mooncake_trace", "--fixed-schedule"),
         *("--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0", "--use-server-token-count"),
         *("--ui", "none", "--no-server-metrics", "--no-gpu-telemetry", "--workers-max", "1", "--artifact-dir", out),
     ]
-    # Where the hub is said to be offline it takes no folder for a tokenizer; here nothing but a folder can be reached.
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_with_the_tokenizer(out.parent))}
     done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (export,) = out.rglob("profile_export.jsonl")
     rows = [json.loads(line) for line in export.read_text().splitlines()]
     assert [row["error"] for row in rows] == [None] * len(rows)
     return {row["metadata"]["x_request_id"]: row["metrics"] for row in rows}
+
+
+def hub_with_the_tokenizer(folder: Path) -> Path:
+    """A cache of the hub that has the embedded model: not all of AIPerf's processes take a folder for a tokenizer."""
+    hub = folder / "hub"
+    model = hub / f"models--{TOKENIZER.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("as-embedded")
+    (model / "snapshots").mkdir()
+    (model / "snapshots" / "as-embedded").symlink_to(embedded_model_path())
+    return hub
 
 
 def replayed_by_us(server: RunningServer, folder: Path) -> pl.DataFrame:
