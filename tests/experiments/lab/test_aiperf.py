@@ -66,7 +66,7 @@ def aiperf() -> Path:
 
 def test_a_load_generator_that_is_not_ours_agrees_with_us(aiperf: Path, tmp_path: Path):
     trace = tmp_path / "trace.jsonl"
-    fitting = [one for one in agent_trace(16, num_turns=3, over_s=60.0) if one.input_tokens <= MAX_PROMPT_TOKENS]
+    fitting = [one for one in agent_trace(36, num_turns=3, over_s=130.0) if one.input_tokens <= MAX_PROMPT_TOKENS]
     write_trace(trace, [replace(one, output_tokens=OUTPUT_TOKENS) for one in fitting[:NUM_REQUESTS]])
     config = load_config(None, ("model.max_context_tokens=4096", f"trace.path={tmp_path / 'recorded'}"))
     with deployed(config, os.environ) as deployment:
@@ -102,7 +102,7 @@ def assert_alike(found: Seen, gateway: Seen) -> None:
 def replayed(
     aiperf: Path, server: RunningServer, trace: Path, out: Path
 ) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """What AIPerf says of each request, by its id."""
+    """What AIPerf says of each request, by its id at the gateway."""
     argv = [
         *(aiperf, "profile", "--model", server.model, "--tokenizer", TOKENIZER),
         *("--url", server.http, "--endpoint-type", "chat", "--streaming"),
@@ -115,8 +115,8 @@ def replayed(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (export,) = out.rglob("profile_export.jsonl")
     rows = [json.loads(line) for line in export.read_text().splitlines()]
-    assert [row["error"] for row in rows] == [None] * len(rows)
-    return {row["metadata"]["x_request_id"]: row["metrics"] for row in rows}
+    assert [row.get("error") for row in rows] == [None] * NUM_REQUESTS
+    return {f"chatcmpl-{row['metadata']['x_request_id']}": row["metrics"] for row in rows}
 
 
 def hub_with_the_tokenizer(folder: Path) -> Path:
