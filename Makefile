@@ -21,13 +21,16 @@ find_oracle_python = for p in python3.11 python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
+# Bytecode is made here, since where PYTHONDONTWRITEBYTECODE is set nothing else makes it: each process of a deployment
+# would then compile jax from its sources, which takes longer than the rest of its start.
 $(BIN)/uv: locks/bootstrap.txt
 	@py=$$($(find_python)); "$$py" -m venv --clear .venv
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -r locks/bootstrap.txt
 	@touch $@
 .venv/.ready: $(BIN)/uv pyproject.toml locks/requirements.txt Makefile
-	@$(BIN)/uv pip sync -q --python $(BIN)/python locks/requirements.txt locks/bootstrap.txt
+	@$(BIN)/uv pip sync -q --compile-bytecode --python $(BIN)/python locks/requirements.txt locks/bootstrap.txt
 	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m compileall -q src/moonshard/*/
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null \
 	|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 >/dev/null; } \
 	|| echo "Mooncake needs libibverbs1: run 'sudo apt-get install libibverbs1'" >&2

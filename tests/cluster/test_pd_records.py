@@ -33,6 +33,7 @@ WIRE_MIN_MS = -1.0
 WIRE_IDLE_P99_MS = 5.0
 # Between a client's stamps and the gateway's: gRPC both ways, and the event loops of both, on two busy cores.
 OUTSIDE_P50_MS, OUTSIDE_P99_MS = 25.0, 250.0
+OUTSIDE_BESIDE_OTHERS_MS = 250.0  # the median where other tests have the cores: far from another unit, or clock
 OUTSIDE_IDLE_P99_MS = 10.0
 
 
@@ -97,7 +98,21 @@ def quantile(values: pl.Series, share: float) -> float:
     return found
 
 
-@pytest.fixture(scope="module", params=[NUM_REQUESTS, pytest.param(MANY_REQUESTS, marks=pytest.mark.slow)])
+def first_at_gateway_ns(busy: pl.DataFrame) -> pl.Series:
+    return busy["received_ns"] + busy["gateway_queue_ns"] + busy["first_token_ns"]
+
+
+def between_stamps_ms(busy: pl.DataFrame) -> tuple[pl.Series, ...]:
+    """Of each request, what clients and gateway differ by: in the whole, in the first token, in the handoff's gap."""
+    seen_gap_ns = busy["second_ns"] - busy["first_ns"]
+    return (
+        (busy["ended_ns"] - busy["sent_ns"] - busy["e2e_ns"]) / MS,
+        (busy["first_ns"] - first_at_gateway_ns(busy)) / MS,
+        (busy["handoff_gap_ms"] - seen_gap_ns / MS).abs(),
+    )
+
+
+@pytest.fixture(scope="module", params=[NUM_REQUESTS, pytest.param(MANY_REQUESTS, marks=pytest.mark.alone)])
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pl.DataFrame]:
     folder = tmp_path_factory.mktemp("recording")
     return folder, both_sides(folder, NUM_CLIENTS, request.param)
@@ -113,18 +128,20 @@ def busy(recorded: tuple[Path, pl.DataFrame]) -> pl.DataFrame:
     return recorded[1]
 
 
-def test_every_requests_time_at_the_server_lies_within_its_clients_and_close_to_it(busy: pl.DataFrame):
+def test_every_requests_time_at_the_server_lies_within_its_clients(busy: pl.DataFrame):
     assert set(busy["outcome"]) == {"completed"}
     assert (busy["completion_tokens"] == busy["completion_tokens_server"]).all()
     ended_ns = busy["received_ns"] + busy["e2e_ns"]
     assert (busy["sent_ns"] <= busy["received_ns"]).all()
     assert (ended_ns <= busy["ended_ns"]).all()
-    outside_ms = (busy["ended_ns"] - busy["sent_ns"] - busy["e2e_ns"]) / MS
-    assert quantile(outside_ms, 0.5) < OUTSIDE_P50_MS
-    assert quantile(outside_ms, 0.99) < OUTSIDE_P99_MS
-    first_ns = busy["received_ns"] + busy["gateway_queue_ns"] + busy["first_token_ns"]
-    assert (first_ns <= busy["first_ns"]).all()
-    assert quantile((busy["first_ns"] - first_ns) / MS, 0.5) < OUTSIDE_P50_MS
+    assert (first_at_gateway_ns(busy) <= busy["first_ns"]).all()
+    assert all(quantile(ms, 0.5) < OUTSIDE_BESIDE_OTHERS_MS for ms in between_stamps_ms(busy))
+
+
+@pytest.mark.alone
+def test_with_nothing_beside_them_clients_and_server_stamp_close_to_each_other(busy: pl.DataFrame):
+    assert all(quantile(ms, 0.5) < OUTSIDE_P50_MS for ms in between_stamps_ms(busy))
+    assert quantile(between_stamps_ms(busy)[0], 0.99) < OUTSIDE_P99_MS
 
 
 def test_the_phases_of_every_request_add_up_to_the_time_that_was_measured(busy: pl.DataFrame):
@@ -148,9 +165,8 @@ def test_who_waits_for_room_at_the_decode_worker_has_that_in_a_column_of_its_own
     assert quantile(waited["wire_ms"] / waited["decode_queue_ms"], 0.5) < 1
 
 
-def test_the_handoff_gap_is_the_one_that_clients_see(busy: pl.DataFrame):
-    seen_ms = (busy["second_ns"] - busy["first_ns"]) / MS
-    assert quantile((busy["handoff_gap_ms"] - seen_ms).abs(), 0.5) < OUTSIDE_P50_MS
+def test_the_handoff_gap_is_a_part_of_decoding(busy: pl.DataFrame):
+    assert (busy["handoff_gap_ms"] >= 0).all()
     assert (busy["handoff_gap_ms"] <= busy["decode_ns"] / MS).all()
 
 
