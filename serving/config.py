@@ -89,7 +89,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillConfig:
-    """Prefill workers. In aggregated mode only `chunk_tokens` applies, to the workers of [decode]."""
+    """Prefill workers. In aggregated mode `chunk_tokens` and `short_share` alone apply, to the workers of [decode]."""
 
     replicas: Positive = 1
     port: Port = 50071
@@ -98,6 +98,7 @@ class PrefillConfig:
     expert_loads: Path | None = None  # a file that `moonshard experts` wrote: by it experts are placed on devices
     redundant_experts: Annotated[int, Meta(ge=0)] = 0  # further copies of hot experts, in each MoE layer
     chunk_tokens: Positive = 512  # the most prompt tokens of one step, rounded up to a multiple of 32
+    short_share: Annotated[float, Meta(ge=0, lt=1)] = 0.5  # of a step that a long prompt leaves to prompts that fit in
     max_slots: Positive = 16  # rows whose first token one step can draw, over all partitions
 
 

@@ -21,10 +21,14 @@ from moonshard.serving.waiting import WaitingLine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneConfig:
-    """`chunk_tokens` is a partition's budget of a prefill step, where a sequence's chunk counts padded to `q_tile`."""
+    """`chunk_tokens` is a partition's budget of a prefill step, where a sequence's chunk counts padded to `q_tile`.
+
+    Of what a sequence would be cut by, it leaves `short_share` to those that fit into that whole.
+    """
 
     slots_per_partition: int
     chunk_tokens: int
+    short_share: float = 0.5
     q_tile: int = 1
     max_prefill_sequences: int = 8
     queue_timeout_s: float
@@ -34,6 +38,8 @@ class LaneConfig:
             raise ValueError("slots, tile and sequences of a prefill step are at least 1")
         if self.chunk_tokens < 1 or self.chunk_tokens % self.q_tile:
             raise ValueError(f"chunk_tokens {self.chunk_tokens} is not a multiple of q_tile {self.q_tile}")
+        if not 0 <= self.short_share < 1:
+            raise ValueError(f"short_share {self.short_share} is not in [0, 1)")
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -90,22 +96,39 @@ class Lane:
             stay = self._prefilling or self.seating.admit(found.completed)
             if stay is None:
                 break
-            end = min(stay.sequence.num_tokens, stay.num_computed + budget)
-            is_last = end == stay.sequence.num_tokens
-            followers = self.seating.fork(stay) if is_last else []
-            samplers = [stay, *followers] if is_last else []
-            found.chunks.append(stay.chunk(end, samplers))
-            budget -= self._padded(end - stay.num_computed)
-            self._prefilling = None if is_last else stay
-            stay.num_computed = end
-            found.completed.update(self.residents.note(stay))
-            found.stays += [stay, *followers]
-            found.drawing += samplers
-            found.forks += [(stay, follower) for follower in followers]
+            if stay.num_left > budget:
+                self._prefilling = stay
+                budget -= self._prefill_short(found, budget)
+            budget -= self._prefill(found, stay, budget)
         return found
 
-    def _padded(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._config.q_tile) * self._config.q_tile
+    def _prefill_short(self, found: Prefills, budget: int) -> int:
+        """Those who wait and fit whole into their share of the budget, beside one that it cuts; what they take."""
+        share = int(budget * self._config.short_share)
+        left = share - share % self._config.q_tile
+        taken = 0
+        while left > taken and len(found.chunks) < self._config.max_prefill_sequences - 1:
+            stay = self.seating.admit_short(found.completed, left - taken)
+            if stay is None:
+                break
+            taken += self._prefill(found, stay, left - taken)
+        return taken
+
+    def _prefill(self, found: Prefills, stay: Stay, budget: int) -> int:
+        """Its next chunk; what that takes of the budget."""
+        start, end = stay.num_computed, min(stay.sequence.num_tokens, stay.num_computed + budget)
+        is_last = end == stay.sequence.num_tokens
+        followers = self.seating.fork(stay) if is_last else []
+        samplers = [stay, *followers] if is_last else []
+        found.chunks.append(stay.chunk(end, samplers))
+        if is_last and self._prefilling is stay:
+            self._prefilling = None
+        stay.num_computed = end
+        found.completed.update(self.residents.note(stay))
+        found.stays += [stay, *followers]
+        found.drawing += samplers
+        found.forks += [(stay, follower) for follower in followers]
+        return -(-(end - start) // self._config.q_tile) * self._config.q_tile
 
     def _make_room(self, stay: Stay) -> bool:
         """A block for the next token. False: blocks are about to come back, or this was the youngest and gave way."""

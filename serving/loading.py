@@ -83,6 +83,7 @@ class LoadedModel:
         return SchedulerConfig(
             slots_per_partition=self.pool.slots_per_partition,
             chunk_tokens=self.shapes.prefill_buckets[-1],
+            short_share=config.prefill.short_share,
             q_tile=self.shapes.q_tile,
             has_prefix_cache=config.kv.prefix_cache,
             num_microbatches=min(self.num_stages, self.pool.slots_per_partition),

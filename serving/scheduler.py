@@ -5,18 +5,19 @@ Stands apart from the engine so that a laptop or a simulator runs the very objec
 `complete` takes a step's results, in launch order. Steps may be launched before the results of earlier ones are known;
 the device feeds each drawn token to the next step itself. Everything follows from four rules:
 
-- Oldest first, within a partition. Who waits for a slot is not overtaken by anyone younger, growth preempts the
-  youngest, be it running or only holding blocks, and the oldest is never preempted: something always finishes.
+- Oldest first, within a partition. Growth preempts the youngest, be it running or only holding blocks, and the oldest
+  is never preempted: something always finishes. Who waits for a slot is overtaken only beside a prefill that a step
+  cannot finish, by those that fit whole into a share of that step, and neither of its own slot nor of its blocks.
 - Growth before admission. Running sequences take the blocks they need next before anyone enters, so that a preempted
   sequence cannot take back at once what it had to give.
-- In each partition one prefill at a time is unfinished. A step's budget is spent in order, so at most one sequence is
-  cut by its end.
+- In each partition one prefill at a time is unfinished: at most one sequence is cut by the end of a step's budget.
 - What a launched step uses stays held until that step has completed, whatever happened meanwhile.
 
 Blocks that others hold, leased to handoffs in progress, are only fewer to grow into: where they alone are in the way,
 `schedule` has nothing to run until they come back. Left out: token values, sampling, stop strings, routing, and the
 clock, which is an argument.
-Sources: Orca (OSDI 2022), PagedAttention (arXiv:2309.06180), Sarathi-Serve (arXiv:2403.02310).
+Sources: Orca (OSDI 2022), PagedAttention (arXiv:2309.06180), Sarathi-Serve (arXiv:2403.02310); that short prompts pass
+long ones, vLLM's partial prefills (pull request 10235).
 """
 
 import itertools

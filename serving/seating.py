@@ -1,9 +1,10 @@
 """Who enters a slot, and with which blocks: three ways in.
 
-Admitted, from the head of the waiting line, with fresh blocks, to be prefilled. Forked, beside a leader whose prefill
-ends, sharing its blocks. Joined, with blocks whose KV was computed elsewhere, to decode at once; the other choices of a
-joined request fork from its leader as it sits down. Stands apart from the scheduler, which decides when each is tried,
-and from the residents, which keep the account. Left out: growth, preemption and the steps themselves.
+Admitted, from the waiting line, with fresh blocks, to be prefilled: its head, or beside a long prefill a short one.
+Forked, beside a leader whose prefill ends, sharing its blocks. Joined, with blocks whose KV was computed elsewhere, to
+decode at once; the other choices of a joined request fork from its leader as it sits down. Stands apart from the
+scheduler, which decides when each is tried, and from the residents, which keep the account. Left out: growth,
+preemption and the steps themselves.
 
 A joiner needs no blocks to enter, so it would always be served before an older sequence that does. Hence the last free
 slot is left to an older one that waits for admission, unless that one could not use it: nobody runs in the partition,
@@ -48,14 +49,42 @@ class Seating:
     # ---- to be prefilled
 
     def admit(self, unlaunched: Set[int]) -> Stay | None:
-        """The head of the line, where a slot and blocks for its tokens and one more are free. Nobody overtakes it.
+        """The head of the line, where a slot and blocks for its tokens and one more are free.
 
         `unlaunched` are blocks that the step completes for which it is admitted: it may read them, but not copy them.
         """
         head = self._waiting.head()
-        stay = None if head is None else self._enter(head, unlaunched)
+        return None if head is None else self._admit(head, unlaunched)
+
+    def admit_short(self, unlaunched: Set[int], most_tokens: int) -> Stay | None:
+        """The oldest with at most so many tokens to compute, while an older one's prefill is under way.
+
+        It overtakes longer ones, the first of which keeps a slot and its blocks. Where one who has joined waits for a
+        slot, none but that one is free.
+        """
+        head = self._waiting.head()
+        if head is None:
+            return None
+        short = next((sequence for sequence in self._waiting if self._is_short(sequence, most_tokens)), None)
+        if short is None or not (short is head or self._leaves_room(short, head)):
+            return None
+        return self._admit(short, unlaunched)
+
+    def _is_short(self, sequence: Sequence, most_tokens: int) -> bool:
+        """By what was known of it when it came, which costs nothing to ask, and by what is now, however it enters."""
+        if sequence.num_tokens - sequence.accepted.num_known_tokens > most_tokens:
+            return False
+        return sequence.num_tokens - len(self._found_before_last(sequence)) * self._pool.block_size <= most_tokens
+
+    def _leaves_room(self, sequence: Sequence, older: Sequence) -> bool:
+        """Whether the older one, whom it overtakes, would still find a slot and its blocks behind it."""
+        num_own = self._num_free_to_admit(sequence) + len(sequence.accepted.to_fork)  # each fork has a tail of its own
+        return self._may_sit(sequence) and self._residents.num_free_blocks >= num_own + self._num_free_to_admit(older)
+
+    def _admit(self, sequence: Sequence, unlaunched: Set[int]) -> Stay | None:
+        stay = self._enter(sequence, unlaunched)
         if stay is not None:
-            self._waiting.pop()
+            self._waiting.take(sequence)
             self._load_where_needed(stay)
             self._count_cached(stay)
         return stay
@@ -90,6 +119,10 @@ class Seating:
     def num_known_tokens(self, sequence: Sequence) -> int:
         """That need not be computed, as things are now."""
         return min(len(self._found(sequence)) * self._pool.block_size, sequence.num_tokens - 1)
+
+    def _found_before_last(self, sequence: Sequence) -> tuple[int, ...]:
+        """Without the block of its last known token, which is found and not always of use."""
+        return self._found(sequence)[: (sequence.num_tokens - 1) // self._pool.block_size]
 
     def _found(self, sequence: Sequence) -> tuple[int, ...]:
         block_size = self._pool.block_size
@@ -182,7 +215,7 @@ class Seating:
 
     def _num_free_to_admit(self, sequence: Sequence) -> int:
         """How many blocks have to be free, those that hold its beginning already included."""
-        found = self._found(sequence)[: (sequence.num_tokens - 1) // self._pool.block_size]
+        found = self._found_before_last(sequence)
         num_shared = len(found) - self._pool.num_free_of(self._residents.partition, found)
         return self._num_blocks_to_admit(sequence) - num_shared
 

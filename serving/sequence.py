@@ -127,6 +127,11 @@ class Stay:
         return len(self.sequence.generated) + self.num_pending >= self.sequence.request.max_tokens
 
     @property
+    def num_left(self) -> int:
+        """Known tokens whose KV no launched step writes."""
+        return self.sequence.num_tokens - self.num_computed
+
+    @property
     def can_decode(self) -> bool:
         return self.phase is Phase.DECODE and not self.is_exhausted
 

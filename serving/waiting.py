@@ -8,8 +8,9 @@ room, and those that wait with their KV, for a slot alone (`joiners`).
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from heapq import merge
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.request import Request
@@ -109,19 +110,21 @@ class WaitingLine:
     def come_back(self, sequence: Sequence) -> None:
         insort(self._returning, sequence, key=lambda sequence: sequence.order)
 
-    def head(self) -> Sequence | None:
-        """Whose turn it is, the oldest here: of a request never admitted, the leader."""
-        heads = self._returning[:1]
-        if self._queue:
-            heads.append(self._queue[0].accepted.leader)
-        return min(heads, key=lambda sequence: sequence.order, default=None)
+    def __iter__(self) -> Iterator[Sequence]:
+        """Who may be admitted, the oldest first: of a request never admitted, the leader."""
+        leaders = (queued.accepted.leader for queued in self._queue)
+        return merge(self._returning, leaders, key=lambda sequence: sequence.order)
 
-    def pop(self) -> None:
-        """The head was admitted."""
-        if self._returning and self.head() is self._returning[0]:
-            del self._returning[0]
+    def head(self) -> Sequence | None:
+        """Whose turn it is, the oldest here."""
+        return next(iter(self), None)
+
+    def take(self, sequence: Sequence) -> None:
+        """One of those here was admitted."""
+        if sequence in self._returning:
+            self._returning.remove(sequence)
         else:
-            self._queue.popleft()
+            self._queue.remove(next(queued for queued in self._queue if queued.accepted is sequence.accepted))
 
     def remove(self, accepted: Accepted) -> None:
         """Everything of one request, which need not be here."""

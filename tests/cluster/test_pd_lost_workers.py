@@ -121,7 +121,7 @@ def recomputation_s(fleet: Fleet, asked: tuple[Ask, ...]) -> float:
     return max(each.arrivals_s[0] - begun_s for each in heard)
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("victim", "seed"), [("decode 0", 1), ("prefill 0", 2)])
 def test_a_lost_worker_is_not_noticed_where_another_can_decode(one_p_two_d, victim, seed, fault):
     assert_unnoticed(one_p_two_d, victim, fault, seed)

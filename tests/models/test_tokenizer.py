@@ -136,7 +136,7 @@ def test_a_very_long_run_survives(tokenizer: Tokenizer, text: str):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     runs=st.lists(
         st.tuples(

@@ -53,11 +53,17 @@ class Meshes:
 ALONE = Meshes()
 
 
-def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, **kv: object) -> Config:
+def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: float = 0.5, **kv: object) -> Config:
     num_slots = 4 * meshes.prefill.num_partitions, 4 * meshes.decode.num_partitions
     return Config(
         model=ModelConfig(path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype=dtype, max_context_tokens=2000),
-        prefill=PrefillConfig(chunk_tokens=64, max_slots=num_slots[0], mesh=meshes.prefill, rules=meshes.prefill_rules),
+        prefill=PrefillConfig(
+            chunk_tokens=64,
+            short_share=short_share,
+            max_slots=num_slots[0],
+            mesh=meshes.prefill,
+            rules=meshes.prefill_rules,
+        ),
         decode=DecodeConfig(max_slots=num_slots[1], mesh=meshes.decode, rules=meshes.decode_rules),
         kv=KvConfig(
             **{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "quarantine_s": 0.2, "lease_s": LEASE_S, **kv}
@@ -258,6 +264,7 @@ async def running(
     transports: Callable[[], tuple[Transport, Transport]] | None = None,
     meshes: Meshes = ALONE,
     spans: tuple[WorkerSpans, WorkerSpans] | None = None,
+    short_share: float = 0.5,
     **kv: object,
 ) -> AsyncIterator[Pair]:
     """A pair that serves; afterwards every pool and slab must be as it began."""
@@ -265,7 +272,7 @@ async def running(
     network = InprocNetwork()
     make = transports or (lambda: (InprocTransport(network), InprocTransport(network)))
     prefill_end, decode_end = make()
-    config = pd_config(dtype, meshes, **kv)
+    config = pd_config(dtype, meshes, short_share, **kv)
     prefill = _worker(config, "prefill", prefill_end, num_slab_slots, loaded("prefill", dtype, meshes), prefill_spans)
     decode = _worker(config, "decode", decode_end, num_slab_slots, loaded("decode", dtype, meshes), decode_spans)
     for worker in (prefill, decode):

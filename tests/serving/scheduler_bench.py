@@ -10,7 +10,7 @@ from moonshard.kv.prefix import block_names
 from moonshard.serving.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.request import FinishReason, Output, Request, Sampling, SequenceId, SlotId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
-from moonshard.serving.sequence import Sequence, Stay
+from moonshard.serving.sequence import Phase, Sequence, Stay
 from tests.serving.fake_device import FakeDevice, true_output
 
 type Holders = dict[tuple[int, int], list[tuple[int, ...] | None]]  # by partition and block: known tokens up to its end
@@ -230,6 +230,9 @@ class Bench:
             contents = {owner for owner in owners if owner is not BORROWED}
             assert len(contents) <= 1  # who shares a block has the same tokens up to its end
             assert len(owners) == 1 or None not in contents  # and all of them
+        for partition in range(self.pool.num_partitions):
+            cut = [stay for stay in residents if stay.phase is Phase.PREFILL and stay.slot.partition == partition]
+            assert len(cut) <= 1
         for partition, joiner in joiners:
             running = [stay for stay in residents if stay.is_running and stay.slot.partition == partition]
             assert all(stay.sequence.order < joiner.leader.order for stay in running)
@@ -322,10 +325,12 @@ def a_bench(
     block_size: int = 4,
     q_tile: int = 4,
     num_microbatches: int = 1,
+    short_share: float = 0.5,
 ) -> Bench:
     config = SchedulerConfig(
         slots_per_partition=slots,
         chunk_tokens=2 * block_size,
+        short_share=short_share,
         q_tile=q_tile,
         max_prefill_sequences=3,
         num_microbatches=min(num_microbatches, slots),

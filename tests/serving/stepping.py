@@ -12,7 +12,7 @@ BLOCK_SIZE = 16
 STOP = 99
 
 
-def a_scheduler(num_partitions: int = 1, num_blocks: int = 64, **changes: int) -> Scheduler:
+def a_scheduler(num_partitions: int = 1, num_blocks: int = 64, **changes: float) -> Scheduler:
     config = SchedulerConfig(
         slots_per_partition=4,
         chunk_tokens=64,

@@ -26,6 +26,7 @@ CACHED_MESHES = {
     "tensor 2 to expert 2": Meshes(prefill=MeshShape(tensor=2), decode=MeshShape(expert=2)),
     "expert 2 to pipe 2": Meshes(prefill=MeshShape(expert=2), decode=MeshShape(pipe=2)),
 }
+FEW = ("pipe 2 to tensor 2 by tokens",)
 
 
 def num_landed(pair: Pair) -> int:
@@ -54,7 +55,13 @@ async def test_a_prompt_asked_again_moves_no_full_block_and_is_computed_from_the
         assert warm.tokens == cold.tokens
 
 
-@pytest.mark.parametrize("meshes", CACHED_MESHES.values(), ids=CACHED_MESHES)
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        pytest.param(meshes, id=name, marks=[] if name in FEW else pytest.mark.slow)
+        for name, meshes in CACHED_MESHES.items()
+    ],
+)
 async def test_on_other_meshes_a_partition_finds_its_own_prompts_again_and_no_other_does(meshes: Meshes):
     async with running(meshes=meshes) as pair:
         here, there = meshes.prefill.num_partitions - 1, meshes.decode.num_partitions - 1
@@ -120,7 +127,7 @@ async def test_what_prefill_knows_goes_out_before_the_rest_is_computed(monkeypat
 
 
 async def test_what_another_prompt_computes_in_the_same_step_goes_out_after_it(monkeypatch: pytest.MonkeyPatch):
-    async with running() as pair:
+    async with running(short_share=0.0) as pair:  # so that both twins wait until the busy one is over
         plans: list[PrefillPlan] = []
         prefill = pair.prefill._prefill
         assert prefill is not None

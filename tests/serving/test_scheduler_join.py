@@ -248,7 +248,7 @@ def test_joiners_take_every_slot_but_one_while_an_older_request_lacks_blocks():
 
 
 def test_a_joined_choice_leaves_the_last_slot_to_an_older_request_too():
-    scheduler = a_scheduler(num_blocks=8, slots_per_partition=2)
+    scheduler = a_scheduler(num_blocks=8, slots_per_partition=2, short_share=0.0)
     leased = lease(scheduler, 4)
     scheduler.add(a_request("a", 80, max_tokens=2), 0.0)
     join(scheduler, a_request("b", 10, max_tokens=3, n=2))

@@ -38,9 +38,10 @@ class Schedules(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         q_tile=st.sampled_from([1, 2, 4]),
         num_microbatches=st.sampled_from([1, 1, 2, 3]),
+        short_share=st.sampled_from([0.0, 0.5, 0.75]),
     )
-    def start(self, num_partitions: int, num_blocks: int, slots: int, depth: int, q_tile: int, num_microbatches: int):
-        self.bench = a_bench(num_partitions, num_blocks, slots=slots, q_tile=q_tile, num_microbatches=num_microbatches)
+    def start(self, num_partitions: int, num_blocks: int, depth: int, **kinds: Any):
+        self.bench = a_bench(num_partitions, num_blocks, **kinds)
         self.depth = depth
 
     def fitting(self, asked: Asked) -> Request:
@@ -194,7 +195,7 @@ def test_small_pools_preempt_fork_and_waste_and_still_give_the_right_tokens(num_
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_joined_and_resumed_requests_share_small_pools_and_still_give_the_right_tokens(num_partitions: int, depth: int):
     bench = a_bench(num_partitions, 10, slots=3)
-    drive(bench, random.Random(depth), depth, num_requests=60 * num_partitions, has_handoffs=True)
+    drive(bench, random.Random(40 + depth), depth, num_requests=60 * num_partitions, has_handoffs=True)
     assert bench.num_join_loads > len(bench.joined) / 2
     assert bench.num_joined_prefills > 5
     assert bench.num_waits_for_leases > 0 or num_partitions > 1

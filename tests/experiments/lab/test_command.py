@@ -104,7 +104,9 @@ def the_run(out: Path) -> Path:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_runner_that_is_ended_while_it_sends_ends_its_servers_and_goes_on_at_the_next_point(
     number: signal.Signals, code: int, tmp_path: Path
 ):

@@ -105,6 +105,7 @@ def test_weights_that_are_replaced_meanwhile_keep_their_biases(tmp_path: Path) -
     assert (folder / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_prompts_are_as_long_as_the_evaluation_s_and_of_the_training_split() -> None:
     text = pocket_text()
     lengths = sorted(len(prompt) for prompt in training_prompts(text, 0))

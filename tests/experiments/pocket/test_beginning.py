@@ -86,6 +86,7 @@ def test_of_two_places_alike_the_later_is_preferred():
     assert said.count("late") > len(said) / 2
 
 
+@pytest.mark.slow
 def test_among_places_with_the_same_last_token_the_one_after_the_same_name_is_found_more_often_than_by_chance():
     """Facts of a name, a word that all share, and a value. A match on the last token alone finds 1 in NUM_FACTS."""
     weights = first_weights(CONFIG, 0, build_mesh(ONE))

@@ -55,6 +55,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_measures_its_last_step_measures_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

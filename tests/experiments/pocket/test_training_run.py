@@ -193,6 +193,7 @@ def fill(path: Path) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_with_a_line_and_the_last_checkpoint_whole(
     tmp_path: Path, disk: Path, whole: Path, start: Start
 ):

@@ -67,6 +67,7 @@ def test_many_devices_take_the_step_that_one_would(rows, stepped):
     assert_same(bias_of(after), bias_of(stepped[1]), 1e-7)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_divide_by_the_devices_make_the_step_that_one_device_would(three_rows):
     _, one, expected = take_step(three_rows, ADAMW)
     for num_devices in (2, 8):  # one row of padding, and devices that get nothing else
