@@ -28,7 +28,7 @@ from moonshard.experiments.reading.plots import (
     gaps_over_time,
     use_log_scale,
 )
-from moonshard.experiments.reading.run_tables import RunTables, load_runs
+from moonshard.experiments.reading.run_tables import Metric, RunTables, load_runs
 from moonshard.experiments.reading.step_fit import StepFit, fit_step_model, fit_steps, fit_table, predicted_ms
 from moonshard.experiments.reading.step_model import StepModel, StepTimes
 from moonshard.experiments.reading.study import (
@@ -44,6 +44,7 @@ from moonshard.experiments.reading.waterfall import draw_waterfall, slices, timi
 __all__ = [
     "Comparison",
     "ExperimentError",
+    "Metric",
     "RunTables",
     "StartedServer",
     "StepFit",
