@@ -20,6 +20,7 @@ from moonshard.experiments.reading.interval_tables import (
     rate_table,
     trial_rates,
 )
+from moonshard.experiments.reading.intervals import latency_interval
 from moonshard.experiments.reading.plots import (
     draw_by_kind,
     draw_cdf,
@@ -63,6 +64,7 @@ __all__ = [
     "fit_steps",
     "fit_table",
     "gaps_over_time",
+    "latency_interval",
     "load_runs",
     "load_study",
     "median_table",

@@ -1,6 +1,7 @@
 """Tables of figures by point, each with its interval: percentiles of latencies, and rates."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 import numpy as np
 import polars as pl
@@ -12,6 +13,7 @@ from moonshard.experiments.reading.intervals import (
     Samples,
     mean_interval,
     percentile_intervals,
+    rate_interval,
 )
 from moonshard.experiments.reading.report import slo_of
 from moonshard.experiments.reading.run_tables import Metric, PointOf, RunTables, values_ms
@@ -28,8 +30,8 @@ def percentile_table(
 ) -> pl.DataFrame:
     """A row for each point and share, in ms, with the bounds of the 95% interval; points without the metric have none.
 
-    Of several repeats the mean of their percentiles, and Student's t interval; of a single one an interval by blocks of
-    its requests, which does not say what another repeat would give.
+    Of several repeats the geometric mean of their percentiles, and Student's t interval of the logarithms; of a single
+    one an interval by blocks of its requests, which does not say what another repeat would give.
 
     `where` chooses requests, as in `RunTables.latencies`. `num_requests` are those that completed.
     """
@@ -38,11 +40,12 @@ def percentile_table(
 
 
 def rate_table(tables: RunTables, rate: Rate) -> pl.DataFrame:
-    """A row for each point: the mean of its repeats as `value`, and Student's t interval; one repeat has no bounds."""
+    """A row for each point: the mean of its repeats as `value`, and their `rate_interval`; one repeat has no bounds."""
+    highest = 1.0 if rate == "SLO attainment" else inf
     found = []
     for point in tables.points():
         of = rates(slo_of(point.run))[rate]
-        interval = mean_interval([of(trial) for trial in point.trials])
+        interval = rate_interval([of(trial) for trial in point.trials], highest)
         columns = {"rate": [rate], **_columns("value", [interval])}
         found.append(tables.tagged(pl.DataFrame(columns, schema_overrides=_dtypes("value")), point))
     return pl.concat(found)

@@ -1,7 +1,8 @@
 """95% intervals of one side or of a difference, over repeats or inside a single one. Pure numpy.
 
 With several repeats each has one figure (a percentile, a rate), and the interval is Student's t on these, or on their
-differences: it covers all that changes from one repeat to the next. A single repeat knows nothing of that. Its
+differences: it covers all that changes from one repeat to the next. Of latencies it is taken on their logarithms, since
+they vary by factors: so no bound lies below 0. A single repeat knows nothing of other repeats. Its
 percentiles are resampled by blocks of consecutive requests, since neighbours wait in the same queue; that interval
 covers which requests happened to meet, and is no ground for a verdict. Gaps between tokens belong to their request and
 are drawn with it. Where both sides had the same requests (paired), a resample takes the same blocks of both.
@@ -11,8 +12,8 @@ stationary observations" (Annals of Statistics 1989): moving blocks.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil, exp, log, sqrt
+from dataclasses import dataclass, replace
+from math import ceil, exp, inf, log, sqrt
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A figure of one side, the mean of its repeats'. Without bounds there was too little to tell."""
+    """A figure of one side, the mean of its repeats', of latencies the geometric one; without bounds of too little."""
 
     value: float
     low: float | None
@@ -69,13 +70,16 @@ class Difference:
 def percentile_intervals(
     repeats: Sequence[Samples], shares: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> list[Interval]:
-    """One for each of `shares` (0.9: p90). Repeats without a value are left out; ValueError where none is left."""
+    """One for each of `shares` (0.9: p90), over repeats a `latency_interval` of theirs.
+
+    Repeats without a value are left out; ValueError where none is left.
+    """
     measured = [one for one in repeats if len(one.values)]
     if not measured:
         raise ValueError("nothing was measured")
     found = np.array([_Weighted(one).once(shares) for one in measured])  # [repeats, shares]
     if len(measured) > 1:
-        return [mean_interval(column) for column in found.T.tolist()]
+        return [latency_interval(column) for column in found.T.tolist()]
     (one,) = measured
     side = _Weighted(one)
     drawn = _drawn([side.percentiles(counts, shares) for counts in _resamples(one.num_requests, seed, num_resamples)])
@@ -93,6 +97,14 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(value=float(np.mean(values)), low=low, high=high, num_repeats=len(values))
 
 
+def rate_interval(values: Sequence[float], highest: float = inf) -> Interval:
+    """Of a rate or a share that each repeat has one of: `mean_interval` less what cannot be, beyond 0 or `highest`."""
+    found = mean_interval(values)
+    if found.low is None or found.high is None:
+        return found
+    return replace(found, low=max(found.low, 0.0), high=min(found.high, highest))
+
+
 def ratio_interval(ratios: Sequence[float]) -> Interval:
     """Of a ratio that each repeat has one of: their geometric mean, and Student's t on their logarithms.
 
@@ -104,6 +116,11 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
     logs = mean_interval([log(ratio) for ratio in ratios])
     low, high = (None if bound is None else exp(bound) for bound in (logs.low, logs.high))
     return Interval(value=exp(logs.value), low=low, high=high, num_repeats=logs.num_repeats)
+
+
+def latency_interval(values: Sequence[float]) -> Interval:
+    """Of a latency that each repeat has one of: as of a ratio, and where one is not above 0, as of any figure."""
+    return ratio_interval(values) if min(values, default=0.0) > 0 else mean_interval(values)
 
 
 def percentile_differences(

@@ -25,10 +25,12 @@ import polars as pl
 from moonshard.experiments.analysis import (
     draw_by_kind,
     draw_waterfall,
+    latency_interval,
     load_study,
     median_table,
     provenance,
     timing_of,
+    use_log_scale,
 )
 
 study = load_study("transfer", os.environ)
@@ -59,7 +61,9 @@ parts.drop("point")
 
 # %%
 keys = ("point", PROMPT, *KNOBS)
-exposed, handoff_gaps = (median_table(moved, keys, column) for column in ("exposed_ms", "handoff_gap_ms"))
+exposed, handoff_gaps = (
+    median_table(moved, keys, column, latency_interval) for column in ("exposed_ms", "handoff_gap_ms")
+)
 exposed.drop("point")
 
 # %%
@@ -82,7 +86,8 @@ for axes, knob in zip(panels, KNOBS, strict=True):
         if knob.endswith("_bytes"):
             own = own.with_columns((pl.col(knob) / 2**20).round(1))
         draw_by_kind(axes, own, knob, "said", column, linestyle=style)
-    axes.set(xlabel=UNITS[knob], ylim=(0, None))
+    use_log_scale(axes, "y")
+    axes.set(xlabel=UNITS[knob])
 panels[0].set_ylabel("ms, median with 95% interval")
 figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
 study.save_figure(figure, "exposed")

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from moonshard.experiments.reading.intervals import (
     Interval,
     Samples,
+    latency_interval,
     mean_difference,
     mean_interval,
     percentile_differences,
     percentile_intervals,
+    rate_interval,
     ratio_interval,
     student_t,
 )
@@ -53,8 +55,9 @@ def test_a_figure_is_the_mean_of_the_repeats_percentiles(seed: int, num_repeats:
     ]
     assert [one.a for one in found] == pytest.approx(list(expected[0]))
     assert [one.b for one in found] == pytest.approx(list(expected[1]))
-    alone = percentile_intervals(sides[0], SHARES, num_resamples=5)
-    assert [one.value for one in alone] == pytest.approx(list(expected[0]))
+    latencies = [Samples(np.exp(one.values), one.owners, num_requests) for one in sides[0]]
+    alone = percentile_intervals(latencies, SHARES, num_resamples=5)
+    assert [one.value for one in alone] == pytest.approx(list(np.exp(expected[0])))
     assert {one.num_repeats for one in (*found, *alone)} == {num_repeats}
 
 
@@ -110,6 +113,24 @@ class TestOverRepeats:
         assert found.high / 2 == pytest.approx(2 / found.low) == pytest.approx(2 ** (4.3027 / 3**0.5))
         assert (1 / turned.value, 1 / turned.low) == pytest.approx((found.value, found.high))
         assert (ratio_interval([3.0]).value, ratio_interval([3.0]).low) == (pytest.approx(3.0), None)
+
+    def test_rates_have_no_bounds_that_cannot_be(self):
+        shares = [1.0, 0.9, 1.0]
+        whole, cut = mean_interval(shares), rate_interval(shares, highest=1.0)
+        assert whole.high is not None
+        assert whole.high > 1
+        assert cut == Interval(value=whole.value, low=whole.low, high=1.0, num_repeats=3)
+        assert (rate_interval([0.0, 0.1]).low, rate_interval([0.5]).low) == (0.0, None)
+
+    def test_latencies_have_no_bound_below_zero(self):
+        found = latency_interval([5.0, 46.0, 9.0])
+        assert found == ratio_interval([5.0, 46.0, 9.0])
+        assert found.low is not None
+        assert 0 < found.low < 5
+        assert latency_interval([0.0, 1.0, 2.0]) == mean_interval([0.0, 1.0, 2.0])
+        assert latency_interval([-0.1, 0.1, 0.3]).value == pytest.approx(0.1)
+        with pytest.raises(ValueError, match="nothing was measured"):
+            latency_interval([])
 
     @pytest.mark.parametrize("ratios", [[1.0, 0.0], [-1.0], []])
     def test_what_is_not_a_ratio_is_refused(self, ratios: list[float]):
