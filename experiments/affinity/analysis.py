@@ -43,9 +43,11 @@ grid_of(rounds)
 # ## TTFT of turns after the first
 
 # %%
+arm_of = {"affinity": "header"}  # the other arms are called as their policies
 later = tables.latencies("ttft", pl.col("turn") > 0)
+later = later.with_columns(pl.col("server.routing.policy").replace(arm_of).alias("arm"))
 figure, (ttft, load) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-draw_cdf(ttft, later, "server.routing.policy")
+draw_cdf(ttft, later, "arm")
 ttft.set(xlabel="TTFT of later turns, ms")
 for index, one in enumerate(rounds):
     shares = sorted(tokens / sum(one.computed_tokens.values()) for tokens in one.computed_tokens.values())
