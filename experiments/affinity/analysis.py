@@ -22,7 +22,7 @@ import os
 import matplotlib.pyplot as plt
 import polars as pl
 
-from moonshard.experiments.affinity.recorded import rounds_of
+from moonshard.experiments.affinity.recorded import ARM_OF, POLICY, rounds_of
 from moonshard.experiments.affinity.report import grid_of
 from moonshard.experiments.analysis import colour, draw_cdf, load_study, provenance
 
@@ -43,9 +43,8 @@ grid_of(rounds)
 # ## TTFT of turns after the first
 
 # %%
-arm_of = {"affinity": "header"}  # the other arms are called as their policies
 later = tables.latencies("ttft", pl.col("turn") > 0)
-later = later.with_columns(pl.col("server.routing.policy").replace(arm_of).alias("arm"))
+later = later.with_columns(pl.col(POLICY).replace(ARM_OF).alias("arm"))
 figure, (ttft, load) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 draw_cdf(ttft, later, "arm")
 ttft.set(xlabel="TTFT of later turns, ms")
