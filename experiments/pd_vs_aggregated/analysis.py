@@ -124,7 +124,7 @@ handoffs.select(RATE, "percentile", "ms", "low", "high", "num_requests", "num_re
 PARTS = ["handoff_gap_ms", "transfer_ms", "exposed_transfer_ms", "land_ms", "join_ms"]
 moved = tables.server_requests.filter(pl.col("transfer_ms").is_not_null()).select(RATE, *PARTS)
 moved.unpivot(PARTS, index=RATE, variable_name="part", value_name="ms").group_by(RATE, "part", maintain_order=True).agg(
-    *(pl.col("ms").quantile(share, "higher").alias(f"p{100 * share:.0f}, ms") for share in (0.5, 0.9, 0.99)),
+    *(pl.col("ms").quantile(share, "equiprobable").alias(f"p{100 * share:.0f}, ms") for share in (0.5, 0.9, 0.99)),
     pl.col("ms").count().alias("requests"),
 ).sort(RATE, maintain_order=True)
 
@@ -145,7 +145,7 @@ best = best_table(
 def times_better(metric: Metric, share: float) -> pl.DataFrame:
     """By rate: this percentile of the best aggregated arm, by that of the disaggregated one."""
     by_repeat = tables.latencies(metric).with_columns(arm).group_by(*keys, "repeat", maintain_order=True)
-    found = by_repeat.agg(pl.col("ms").quantile(share, "higher"))
+    found = by_repeat.agg(pl.col("ms").quantile(share, "equiprobable"))
     beside = found.join(best.select(RATE, pl.col("best").alias("arm")), on=keys)
     beside = beside.join(found.filter(arm="disaggregated").drop("arm"), on=[RATE, "repeat"], suffix=" disaggregated")
     ratios = beside.with_columns((pl.col("ms") / pl.col("ms disaggregated")).alias("times better")).sort(RATE, "repeat")
