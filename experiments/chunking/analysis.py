@@ -42,28 +42,35 @@ provenance(study.run)
 # %% [markdown]
 # ## ITL against TTFT
 #
-# Streams are the requests with short prompts and long outputs; TTFT is that of the long prompts.
+# Streams are the requests with short prompts and long outputs; TTFT is that of the long prompts. First the streams' gaps,
+# then the longest gap of each stream.
 
 # %%
 is_stream = pl.col("max_tokens") > pl.col("planned_prompt_tokens")
 gaps = percentile_table(tables, "itl", where=is_stream)
+longest = percentile_table(tables, "max_itl", where=is_stream)
 ttft = percentile_table(tables, "ttft", where=~is_stream)
 gaps.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_repeats")
+
+# %%
+longest.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_repeats")
 
 # %%
 ttft.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_repeats")
 
 # %%
-figure, (itl, first, good) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-draw_intervals(itl, gaps, CHUNK, "percentile")
-use_log_scale(itl, "y")
-itl.set(ylabel="ITL of streams, ms")
+figure, panels = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+itl, stop, first, good = panels.flat
+for axes, table, label in ((itl, gaps, "ITL of streams, ms"), (stop, longest, "longest gap of a stream, ms")):
+    draw_intervals(axes, table, CHUNK, "percentile")
+    use_log_scale(axes, "y")
+    axes.set(ylabel=label)
 draw_intervals(first, ttft, CHUNK, "percentile")
 first.set(ylabel="TTFT of long prompts, ms", ylim=(0, None))
 draw_intervals(good, rate_table(tables, "SLO attainment"), CHUNK, "rate", "value")
 good.set(ylabel="SLO attainment", ylim=(0, 1.02))
 sizes = sorted(gaps[CHUNK].unique())
-for axes in (itl, first, good):
+for axes in panels.flat:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
     axes.set(xlabel="chunk, tokens")

@@ -19,7 +19,7 @@ from moonshard.experiments.reading.whole_tables import show_whole_tables
 from moonshard.serving.trace.parts import PartsError, empty_table, read_table
 from moonshard.serving.trace.schema import REQUESTS, STEPS
 
-type Metric = Literal["ttft", "itl", "tpot", "e2e", "handoff_gap"]
+type Metric = Literal["ttft", "itl", "max_itl", "tpot", "e2e", "handoff_gap"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
