@@ -56,8 +56,10 @@ class Plan:
     gateway_rounds: int = 3
     gateway_s: float = 12.0  # of one number of streams, directly or through the gateway
     gateway_tokens: int = 40  # of a stream
-    recording_rounds: int = 24
+    recording_starts: int = 6  # of all deployments
+    recording_rounds: int = 4  # from one start to the next
     recording_requests: int = 2  # of each client in a round
+    row_repeats: int = 7
     arrangement_rounds: int = 3
     arrangement_s: float = 12.0  # of load on one arrangement in one round
     num_streams: int = 8  # beside the long prompts of the arrangements, and under failover
@@ -80,7 +82,9 @@ QUICK = Plan(
     replay_sessions=200,
     gateway_rounds=1,
     gateway_s=6.0,
-    recording_rounds=3,
+    recording_starts=2,
+    recording_rounds=1,
+    row_repeats=2,
     arrangement_rounds=1,
     kills=2,
 )

@@ -1,39 +1,40 @@
 """What a server loses where it records (`trace.path`), or sends spans (`telemetry.endpoint`), against a plain one.
 
-One deployment of each kind is up all the time, and they get the same closed loop of requests in turn, round by round;
+A deployment of each kind is up at the same time, and they get the same closed loop of requests in turn, round by round;
 whoever begins changes with the round. A ratio is of one round's two turns, so that what a machine does for minutes hits
-both. Processor time per token is told beside the throughput: it varies less, and has what is done between turns. Left
-out: a row for each token (`trace.tokens`), and what a collector costs on a machine of its own; here one that
-reads and forgets.
+both. Two deployments of the same settings differ by some percent as long as they live: all are started again several
+times, in another order, and an interval is over the starts. What it cannot tell, `row_cost` does. Left out: a row for
+each token (`trace.tokens`), and what a collector costs on a machine of its own; here one that reads and forgets.
 """
 
 import asyncio
-import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import batched
+from math import exp, log
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from moonshard.experiments.bench.deployment import deployed
 from moonshard.experiments.bench.grid import Grid, number
 from moonshard.experiments.bench.measurement import Measurement, Plan
+from moonshard.experiments.bench.row_cost import measure_rows, row_grid, rows_a_token
 from moonshard.experiments.bench.server import RunningServer
 from moonshard.experiments.bench.streams import closed_loop
+from moonshard.experiments.reading.intervals import Interval, ratio_interval
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.config import Config, TelemetryConfig, TraceConfig
 
 OFF, RECORDING, SPANS = "off", "recording", "spans"
 TOKENS, PROCESSOR = "output tokens", "processor time per token"
 BAR = 0.99  # of the throughput without
-NUM_RESAMPLES = 2000
-CONFIDENCE = 0.95
 SINK = (sys.executable, "-m", "moonshard.experiments.bench.span_sink")
-COLUMNS = ("what", "unit", "off, p50", "on, p50", "on / off, p50", "95% interval", "rounds", f"bar: {BAR:g}")
+COLUMNS = ("what", "unit", "off, p50", "on, p50", "on / off", "95% interval", "starts", f"bar: {BAR:g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class Turn:
 
 def measure_recording(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
     """ServerFailed if one of the deployments does not start."""
-    found: list[Measurement] = []
+    found = measure_rows(plan)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         arranged = {
@@ -59,13 +60,31 @@ def measure_recording(config: Config, plan: Plan, environment: Mapping[str, str]
                 telemetry=TelemetryConfig(endpoint=stack.enter_context(_sink(environment)), protocol="http"),
             ),
         }
-        servers = {way: stack.enter_context(deployed(each, environment)).server for way, each in arranged.items()}
-        for server in servers.values():
-            asyncio.run(_play(server, plan, "warm"))
-        for index in range(plan.recording_rounds):
-            for way, turn in _round(servers, order_of(list(servers), index), plan, str(index)).items():
-                found += of_turn(way, turn)
+        num_recorded = 0
+        for start in range(plan.recording_starts):
+            ordered = {way: arranged[way] for way in order_of(list(arranged), start)}
+            warm_tokens, turns = _started(ordered, plan, environment, start)
+            num_recorded += warm_tokens + sum(turn.num_tokens for way, turn in turns if way == RECORDING)
+            found += [one for way, turn in turns for one in of_turn(way, turn)]
+        found += rows_a_token(folder, num_recorded)
     return found
+
+
+def _started(
+    arranged: Mapping[str, Config], plan: Plan, environment: Mapping[str, str], start: int
+) -> tuple[int, list[tuple[str, Turn]]]:
+    """The turns from one start of all to the next, and the tokens that the recording one gave before them.
+
+    They are stopped in the end, and have written what they recorded.
+    """
+    turns: list[tuple[str, Turn]] = []
+    with ExitStack() as stack:
+        servers = {way: stack.enter_context(deployed(each, environment)).server for way, each in arranged.items()}
+        warm = {way: asyncio.run(_play(server, plan, f"warm {start}")) for way, server in servers.items()}
+        for index in range(plan.recording_rounds):
+            order = order_of(list(servers), index)
+            turns += _round(servers, order, plan, f"{start} {index}").items()
+    return warm[RECORDING][0], turns
 
 
 def order_of(ways: Sequence[str], index: int) -> list[str]:
@@ -134,34 +153,44 @@ def recording_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
             off, on = found.get(_name(what, OFF)), found.get(_name(what, way))
             if off is None or on is None:
                 continue
-            ratios = [b / a for a, b in zip(off.samples, on.samples, strict=True)]
-            low, high = median_interval(ratios)
-            said = _verdict(low, high) if what == TOKENS else ""
-            cells = (number(off.median), number(on.median), f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}")
-            rows.append((_name(what, way), off.unit, *cells, str(len(ratios)), said))
+            interval = ratio_interval(by_start(off.samples, on.samples, plan.recording_rounds))
+            said = _verdict(interval) if what == TOKENS else ""
+            cells = (number(off.median), number(on.median), f"{interval.value:.3f}", _bounds(interval))
+            rows.append((_name(what, way), off.unit, *cells, str(interval.num_repeats), said))
     notes = (
         f"Recording: {plan.num_streams} clients, each with {plan.recording_requests} requests a round of "
         f"{plan.context_tokens[0]} prompt tokens and {plan.completion_tokens} generated. Three deployments, one of "
-        "them plain, take turns with the same requests; a ratio is of one round, and its interval is the median's, by "
-        "resampling rounds. Processor time is that of a deployment's processes in the whole round: files are written "
-        "some seconds later, in whosever turn that is.",
+        f"them plain, take turns with the same requests, {plan.recording_rounds} rounds a start. A ratio is the "
+        "geometric mean of a start's rounds, and the interval Student's over the starts, on logarithms. Processor time "
+        "is that of a deployment's processes in the whole round: files are written some seconds later, in whosever "
+        "turn that is.",
     )
     return Grid(title="What recording costs", columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of the median, by resampling; the same for the same values."""
-    drawing = random.Random(0)
-    medians = sorted(median(drawing.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
-    rest = (1 - CONFIDENCE) / 2
-    return medians[round(rest * (NUM_RESAMPLES - 1))], medians[round((1 - rest) * (NUM_RESAMPLES - 1))]
+def recorded_row_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
+    """What of it can be told without a second deployment."""
+    del plan
+    return row_grid(measurements, _name(PROCESSOR, OFF))
 
 
-def _verdict(low: float, high: float) -> str:
-    """Neither where the interval has the bar in it: then it takes more rounds to tell."""
-    if low >= BAR:
+def by_start(off: Sequence[float], on: Sequence[float], num_rounds: int) -> list[float]:
+    """on / off: the geometric mean of each start's rounds, of which there are so many."""
+    logs = [log(b / a) for a, b in zip(off, on, strict=True)]
+    return [exp(fmean(one)) for one in batched(logs, num_rounds)]
+
+
+def _bounds(interval: Interval) -> str:
+    return "" if interval.low is None else f"{interval.low:.3f} to {interval.high:.3f}"
+
+
+def _verdict(interval: Interval) -> str:
+    """Neither where the interval has the bar in it, or there is none: then it takes more starts to tell."""
+    if interval.low is None or interval.high is None:
+        return "open"
+    if interval.low >= BAR:
         return "held"
-    return "missed" if high < BAR else "open"
+    return "missed" if interval.high < BAR else "open"
 
 
 def _name(what: str, way: str) -> str:

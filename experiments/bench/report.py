@@ -12,7 +12,7 @@ from moonshard.experiments.bench.grid import Grid, as_markdown, as_table, number
 from moonshard.experiments.bench.handoff import handoff_grid
 from moonshard.experiments.bench.measurement import Measurement, Plan, as_json
 from moonshard.experiments.bench.meshes_tables import MESH_GRIDS
-from moonshard.experiments.bench.recording_cost import recording_grid
+from moonshard.experiments.bench.recording_cost import recorded_row_grid, recording_grid
 from moonshard.experiments.bench.routing import replay_grid, speed_grid
 from moonshard.experiments.bench.transport_rows import transport_grid
 
@@ -31,6 +31,7 @@ LAID_OUT = (
     replay_grid,
     gateway_grid,
     recording_grid,
+    recorded_row_grid,
     arrangement_grid,
     failover_grid,
 )  # those whose figures stand side by side

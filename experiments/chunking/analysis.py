@@ -42,8 +42,8 @@ provenance(study.run)
 # %% [markdown]
 # ## ITL against TTFT
 #
-# Streams are the requests with short prompts and long outputs; TTFT is that of the long prompts. First the streams' gaps,
-# then the longest gap of each stream.
+# Streams are the requests with short prompts and long outputs; TTFT is that of the long prompts. First the gaps of the
+# streams, then the longest of each stream.
 
 # %%
 is_stream = pl.col("max_tokens") > pl.col("planned_prompt_tokens")

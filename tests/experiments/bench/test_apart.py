@@ -18,12 +18,13 @@ from moonshard.experiments.bench.recording_cost import (
     RECORDING,
     SPANS,
     Turn,
-    median_interval,
+    by_start,
     of_turn,
     order_of,
     recording_grid,
 )
 from moonshard.experiments.bench.report import LAID_OUT
+from moonshard.experiments.bench.row_cost import measure_rows, row_grid
 from moonshard.experiments.bench.streams import Seen
 from moonshard.experiments.bench.transport_rows import as_measurements, transport_grid
 from moonshard.experiments.bench.transports import Throughput
@@ -140,27 +141,42 @@ class TestRecording:
 
     def test_a_ratio_is_of_the_two_turns_of_one_round(self):
         """A machine that is ten times slower in one round says nothing of recording."""
-        found = self.rounds((1.0, 1.25, 1.0), (10.0, 12.5, 10.0), (2.0, 2.5, 2.0))
-        rows = {
-            row[0]: dict(zip(recording_cost.COLUMNS, row, strict=True)) for row in recording_grid(found, Plan()).rows
-        }
+        found = self.rounds((1.0, 1.25, 1.0), (10.0, 12.5, 10.0), (2.0, 2.5, 2.0), (1.0, 1.25, 1.0))
+        grid = recording_grid(found, Plan(recording_rounds=2))
+        rows = {row[0]: dict(zip(recording_cost.COLUMNS, row, strict=True)) for row in grid.rows}
         tokens = rows[f"output tokens, {RECORDING}"]
-        assert (tokens["off, p50"], tokens["on, p50"]) == ("500", "400")
-        assert (tokens["on / off, p50"], tokens["95% interval"], tokens["rounds"]) == ("0.800", "0.800 to 0.800", "3")
+        assert (tokens["off, p50"], tokens["on, p50"]) == ("750", "600")
+        assert (tokens["on / off"], tokens["95% interval"], tokens["starts"]) == ("0.800", "0.800 to 0.800", "2")
         assert tokens[recording_cost.COLUMNS[-1]] == "missed"
         assert rows[f"output tokens, {SPANS}"][recording_cost.COLUMNS[-1]] == "held"
         processor = rows[f"processor time per token, {RECORDING}"]
-        assert (processor["on / off, p50"], processor[recording_cost.COLUMNS[-1]]) == ("1.250", "")
+        assert (processor["on / off"], processor[recording_cost.COLUMNS[-1]]) == ("1.250", "")
 
-    def test_an_interval_with_the_bar_in_it_tells_neither(self):
-        found = self.rounds((1.0, 0.9, 1.0), (1.0, 1.2, 1.0), (1.0, 1.0, 1.0), (1.0, 1.1, 1.0))
-        (row, *_) = recording_grid(found, Plan()).rows
+    def test_deployments_that_differ_from_start_to_start_tell_neither(self):
+        """However alike the rounds of one start are."""
+        fast, slow = (1.0, 0.9, 1.0), (1.0, 1.1, 1.0)
+        found = self.rounds(fast, fast, fast, slow, slow, slow)
+        (row, *_) = recording_grid(found, Plan(recording_rounds=3)).rows
         assert row[-1] == "open"
+        (row, *_) = recording_grid(found, Plan(recording_rounds=6)).rows  # a single start
+        assert row[-3:] == ("", "1", "open")
 
-    def test_an_interval_is_the_narrower_the_more_rounds_there_are(self):
-        few, many = median_interval([0.9, 1.0, 1.1]), median_interval([0.9, 1.0, 1.1] * 20)
-        assert few[0] <= many[0] <= 1.0 <= many[1] <= few[1]
-        assert few == median_interval([0.9, 1.0, 1.1])
+    def test_a_start_has_the_geometric_mean_of_its_rounds(self):
+        assert by_start([1.0, 1.0, 2.0, 2.0], [2.0, 8.0, 2.0, 2.0], 2) == pytest.approx([4.0, 1.0])
+
+    def test_a_row_costs_processor_time_and_a_token_has_few_of_them(self):
+        plan = Plan(row_repeats=1)
+        found = measure_rows(plan)
+        assert all(0.5 < us < 1000 for one in found for us in one.samples)
+        off = Measurement(level="recording", name="off", unit="us", samples=(2000.0,))
+        by_token = [replace(off, name=f"{one.name}, rows a token", unit="ratio", samples=(0.5,)) for one in found]
+        *_, both = row_grid([*found, *by_token, off], "off").rows
+        us = sum(one.median for one in found) / 2
+        assert float(both[-2].rstrip("%")) / 100 == pytest.approx(us / 2000, abs=1e-5)
+        assert both[-1] == ("held" if us < 20 else "missed")
+        dear = [replace(one, samples=(5000.0,)) for one in found]
+        assert row_grid([*dear, *by_token, off], "off").rows[-1][-1] == "missed"
+        assert row_grid(found, "off").rows == ()
 
     def test_each_begins_as_often_as_any_other_and_follows_each_as_often(self):
         orders = [order_of("abc", index) for index in range(12)]
