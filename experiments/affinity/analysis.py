@@ -14,7 +14,7 @@
 # # What is affinity worth?
 #
 # Each turn of an agent resends its whole context. Whoever had the turn before computes what is new, any other worker
-# all of it. The arms are explained in `README.md`.
+# all of it, or most. The arms are explained in `README.md`.
 
 # %%
 import os

@@ -43,7 +43,7 @@ provenance(study.run)
 # ## ITL against TTFT
 #
 # Streams are the requests with short prompts and long outputs; TTFT is that of the long prompts. First the gaps of the
-# streams, then the longest of each stream.
+# streams, then the longest of each stream, then TTFT of long prompts and of the streams' short ones.
 
 # %%
 is_stream = pl.col("max_tokens") > pl.col("planned_prompt_tokens")
@@ -57,6 +57,10 @@ longest.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_re
 
 # %%
 ttft.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_repeats")
+
+# %%
+short = percentile_table(tables, "ttft", where=is_stream)
+short.select(CHUNK, "percentile", "ms", "low", "high", "num_requests", "num_repeats")
 
 # %%
 figure, panels = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
@@ -84,6 +88,10 @@ study.save_figure(figure, "itl")
 
 # %%
 best_table(trial_rates(tables, "good requests/s"), gaps, ["run"], CHUNK).drop("run")
+
+# %%
+named = [rate_table(tables, rate) for rate in ("good requests/s", "SLO attainment")]
+pl.concat(named).select("rate", CHUNK, "value", "low", "high", "num_repeats")
 
 # %% [markdown]
 # ## ITL over time

@@ -83,6 +83,23 @@ METRIC_TABLES = {"ITL": gaps, "TPOT": tpot, "TTFT": ttft}
 named = [table.with_columns(pl.lit(name).alias("of")) for name, table in METRIC_TABLES.items()]
 pl.concat(named).select("of", "arm", RATE, "percentile", "ms", "low", "high", "num_requests", "num_repeats")
 
+# %%
+attained.select(*keys, pl.col("value").alias("SLO attainment"), "low", "high", "num_repeats").sort(keys)
+
+# %% [markdown]
+# TTFT of short prompts, most of which stream, and of long ones; and the share of the short ones' gaps that are longer
+# than the SLO's mean.
+
+# %%
+is_stream = pl.col("max_tokens") > pl.col("planned_prompt_tokens")
+by_prompt = [
+    wide(percentile_table(tables, "ttft", where=where).with_columns(arm), f"TTFT {name}")
+    for name, where in (("short", is_stream), ("long", ~is_stream))
+]
+stopped = tables.latencies("itl", is_stream).with_columns(arm).group_by(keys)
+stopped = stopped.agg((pl.col("ms") > study.slo.tpot_ms).mean().alias(f"gaps above {study.slo.tpot_ms:g} ms"))
+by_prompt[0].join(by_prompt[1], on=keys).join(stopped, on=keys).sort(keys)
+
 # %% [markdown]
 # ## Over load
 #
