@@ -33,6 +33,7 @@ TABLES: Mapping[str, Table] = {STEP: STEPS, REQUEST: REQUESTS}
 NUM_ROWS = 4 * 8192  # in parts of the default size: fewer than a recorder keeps waiting
 MAX_ROWS = 8192
 BAR = 0.01  # of the processor time of a token
+TITLE = "What a recorded row costs"
 COLUMNS = ("what", "us a row, p50", "rows a token", "us a token", "of a token's processor time", f"bar: {BAR:.0%}")
 
 
@@ -63,26 +64,25 @@ def rows_a_token(folder: Path, num_tokens: int) -> list[Measurement]:
 
 
 def row_grid(measurements: Sequence[Measurement], processor: str) -> Grid:
-    """`processor`: the measurement of a token's processor time where nothing is recorded."""
-    found = {one.name: one for one in measurements if one.level == "recording"}
-    whole = found.get(processor)
-    rows, total_us = [], 0.0
-    for what in TABLES:
-        row, by_token = found.get(what), found.get(_by_token(what))
-        if whole is None or row is None or by_token is None:
-            return Grid(title="What a recorded row costs", columns=COLUMNS, rows=())
-        us = row.median * by_token.median
-        total_us += us
-        share = f"{us / whole.median:.3%}"
-        rows.append((what, number(row.median), number(by_token.median), number(us), share, ""))
-        if what == REQUEST:
-            said = "held" if total_us < BAR * whole.median else "missed"
-            rows.append(("both", "", "", number(total_us), f"{total_us / whole.median:.3%}", said))
+    """`processor`: the measurement of a token's processor time where nothing is recorded. Empty where one is missing."""
+    found = {one.name: one.median for one in measurements if one.level == "recording"}
+    needed = {processor, *TABLES, *map(_by_token, TABLES)}
+    if not needed <= found.keys():
+        return Grid(title=TITLE, columns=COLUMNS, rows=())
+    whole_us = found[processor]
+    by_token_us = {what: found[what] * found[_by_token(what)] for what in TABLES}
+    rows = [
+        (what, number(found[what]), number(found[_by_token(what)]), number(us), f"{us / whole_us:.3%}", "")
+        for what, us in by_token_us.items()
+    ]
+    total_us = sum(by_token_us.values())
+    said = "held" if total_us < BAR * whole_us else "missed"
+    rows.append(("both", "", "", number(total_us), f"{total_us / whole_us:.3%}", said))
     notes = (
         f"A row: processor time of all threads until it is written, of {NUM_ROWS:,} rows a repeat; a step's is of a "
         "decode of all streams. Rows a token: as the recording deployment above wrote them.",
     )
-    return Grid(title="What a recorded row costs", columns=COLUMNS, rows=tuple(rows), notes=notes)
+    return Grid(title=TITLE, columns=COLUMNS, rows=tuple(rows), notes=notes)
 
 
 def _by_token(what: str) -> str:
