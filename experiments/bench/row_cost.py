@@ -64,7 +64,7 @@ def rows_a_token(folder: Path, num_tokens: int) -> list[Measurement]:
 
 
 def row_grid(measurements: Sequence[Measurement], processor: str) -> Grid:
-    """`processor`: the measurement of a token's processor time where nothing is recorded. Empty where one is missing."""
+    """Empty where a measurement is missing; `processor` names that of a token where nothing is recorded."""
     found = {one.name: one.median for one in measurements if one.level == "recording"}
     needed = {processor, *TABLES, *map(_by_token, TABLES)}
     if not needed <= found.keys():
