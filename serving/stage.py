@@ -131,29 +131,37 @@ class Blueprint:
         match kind:
             case StepKind.EXPORT:
                 body = functools.partial(_export, shards, layout)
-                return jax.jit(self._over_mesh(body, (shards.pages, BY_PARTITION), shards.payload))
+                return self._jitted(body, (shards.pages, BY_PARTITION), shards.payload)
             case StepKind.LAND:
                 body = functools.partial(_land, shards, layout)
-                over = self._over_mesh(body, (state, BY_PARTITION, shards.payload), (state, PartitionSpec()))
-                return jax.jit(over, donate_argnums=0)
+                return self._jitted(body, (state, BY_PARTITION, shards.payload), (state, PartitionSpec()), donated=0)
             case _:
                 step = functools.partial(_BODIES[kind], self.model)
                 body = functools.partial(_run, step, layout, matmul_precision(self._dtype))
                 weights = jax.tree.map(lambda leaf: leaf.sharding.spec, self.model.weights)
                 hidden = (BY_PARTITION,) if kind in _DRAWING and not self.model.is_first else ()
                 result = BY_PARTITION if kind in _DRAWING else None
-                over = self._over_mesh(body, (weights, state, BY_PARTITION, *hidden), (state, result))
-                return jax.jit(over, donate_argnums=1)
+                return self._jitted(body, (weights, state, BY_PARTITION, *hidden), (state, result), donated=1)
 
     def note_program(self, kind: StepKind, bucket: int) -> Any:
         """Jitted: writes what the last stage drew into the first one's input tokens, which it donates."""
         body = functools.partial(
             _note, "slot" if kind is StepKind.DECODE else "sample_slot", self.shapes.layout(kind, bucket)
         )
-        return jax.jit(self._over_mesh(body, (BY_PARTITION,) * 3, BY_PARTITION), donate_argnums=0)
+        return self._jitted(body, (BY_PARTITION,) * 3, BY_PARTITION, donated=0)
 
-    def _over_mesh(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(body, mesh=self.model.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    def _jitted(
+        self, body: Callable[..., Any], in_specs: Any, out_specs: Any, donated: int | tuple[()] = ()
+    ) -> Callable[..., Any]:
+        """Over the mesh. What comes out is placed in the very words of `out_specs`.
+
+        jax may spell an equal placement otherwise, and it stands in what the persistent cache is asked for: a program
+        would be another one for each program that can have run before it.
+        """
+        mesh = self.model.mesh
+        over = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
+        return jax.jit(over, donate_argnums=donated, out_shardings=placed)
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -108,12 +108,16 @@ class StepShapes:
 
     @property
     def programs(self) -> tuple[tuple[StepKind, int], ...]:
-        """Every (kind, bucket) there is."""
+        """Every (kind, bucket) there is, in the order in which they are compiled.
+
+        Decodes come first: a prefill worker that starts at the same time compiles the prefills meanwhile, and leaves
+        them in the persistent cache.
+        """
         prefills = ((StepKind.PREFILL, bucket) for bucket in self.prefill_buckets)
         decodes = ((StepKind.DECODE, bucket) for bucket in self.decode_buckets)
         exports = ((StepKind.EXPORT, bucket) for bucket in self.transfer_buckets)
         lands = ((StepKind.LAND, bucket) for bucket in self.transfer_buckets)
-        return (*prefills, *decodes, (StepKind.LOAD, 0), (StepKind.COPY, 0), *exports, *lands)
+        return (*decodes, *prefills, (StepKind.LOAD, 0), (StepKind.COPY, 0), *exports, *lands)
 
     def layout(self, kind: StepKind, bucket: int = 0) -> StepLayout:
         """Works a layout out; whoever packs every step keeps it."""

@@ -48,14 +48,15 @@ def _compiled(name: str, worker: int, place: Place) -> Programs:
 def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", place: Place = ALONE) -> Programs:
     """For a test that launches few of them: each is compiled by its first launch."""
     config = reference(name).config
+    is_small = place.mesh.num_devices > 1  # one bucket of each kind: what buckets do is seen on one device
     shapes = StepShapes(
         num_partitions=place.mesh.num_partitions,
         slots_per_partition=NUM_SLOTS,
         blocks_per_sequence=MAX_CONTEXT_TOKENS // BLOCK_SIZE,
         max_context_tokens=MAX_CONTEXT_TOKENS,
         q_tile=Q_TILE,
-        prefill_buckets=buckets(CHUNK_TOKENS, Q_TILE),
-        decode_buckets=buckets(NUM_SLOTS),
+        prefill_buckets=(CHUNK_TOKENS,) if is_small else buckets(CHUNK_TOKENS, Q_TILE),
+        decode_buckets=(NUM_SLOTS,) if is_small else buckets(NUM_SLOTS),
         transfer_buckets=TRANSFER_BUCKETS,
     )
     stages = []

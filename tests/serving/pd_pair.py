@@ -42,7 +42,7 @@ type Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Meshes:
-    """Where the two workers compute, and by which rules. Each partition has as many slots as a worker of one."""
+    """Where the two workers compute, and by which rules."""
 
     prefill: MeshShape = ONE_DEVICE
     decode: MeshShape = ONE_DEVICE
@@ -54,11 +54,12 @@ ALONE = Meshes()
 
 
 def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: float = 0.5, **kv: object) -> Config:
-    num_slots = 4 * meshes.prefill.num_partitions, 4 * meshes.decode.num_partitions
+    """A worker on a mesh has half as many slots and tokens a chunk for each partition: fewer programs to compile."""
+    num_slots = _num_slots(meshes.prefill), _num_slots(meshes.decode)
     return Config(
         model=ModelConfig(path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype=dtype, max_context_tokens=2000),
         prefill=PrefillConfig(
-            chunk_tokens=64,
+            chunk_tokens=64 if meshes == ALONE else 32,
             short_share=short_share,
             max_slots=num_slots[0],
             mesh=meshes.prefill,
@@ -69,6 +70,10 @@ def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: flo
             **{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "quarantine_s": 0.2, "lease_s": LEASE_S, **kv}
         ),
     )
+
+
+def _num_slots(mesh: MeshShape) -> int:
+    return mesh.num_partitions * (4 if mesh == ONE_DEVICE else 2)
 
 
 def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE) -> LoadedModel:

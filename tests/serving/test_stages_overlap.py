@@ -21,10 +21,11 @@ HOLD_S = 60.0  # at most, where the test fails
 
 
 def a_decode(executor: Programs, slot: int) -> Step:
-    packed, fields = executor.shapes.layout(StepKind.DECODE, 1).blank()
+    bucket = executor.shapes.decode_buckets[0]
+    packed, fields = executor.shapes.layout(StepKind.DECODE, bucket).blank()
     fields["slot"][0, 0] = slot
     fields["positions"][0, 0] = 0
-    return Step(-1, StepKind.DECODE, 1, packed, draws=(0,))
+    return Step(-1, StepKind.DECODE, bucket, packed, draws=(0,))
 
 
 @jax.jit

@@ -46,7 +46,8 @@ runpy.run_module("moonshard.experiments.bench.gpu", run_name="__main__", alter_s
 """
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_whole_command_runs_where_only_jax_and_flax_are_installed(tmp_path):
     out = tmp_path / "deep" / "result.json"
     arguments = ["--allow-cpu", "--quick", "--moe-layers", "1", "--out", str(out), "--seed", "7"]

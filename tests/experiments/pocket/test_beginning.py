@@ -43,6 +43,7 @@ def share_copied(weights: kimi.Weights[jax.Array], seed: int) -> float:
     return float((found[NUM_TOKENS:-1] == once[1:]).mean())
 
 
+@pytest.mark.slow
 def test_what_came_once_is_said_again_before_any_training():
     mesh = build_mesh(ONE)
     assert share_copied(first_weights(CONFIG, 0, mesh), 0) > 0.5
@@ -74,6 +75,7 @@ def test_they_are_the_same_on_any_number_of_devices():
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True))
 
 
+@pytest.mark.slow
 def test_of_two_places_alike_the_later_is_preferred():
     weights = first_weights(CONFIG, 0, build_mesh(ONE))
     said: list[str] = []

@@ -230,13 +230,20 @@ def test_export_of_a_run_that_saved_nothing_says_so(
     assert line.startswith(f"error: {tmp_path}")
 
 
-@pytest.fixture
-def averaged(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has come to step 8, and whose recipe averages the weights of steps 2 and 6."""
+    folder = tmp_path_factory.mktemp("trained")
     recipe = replace(RECIPE, stages=(replace(RECIPE.stages[0], num_rows=3, num_steps=8),), averaged=(2, 6))
     rhythm = Rhythm(seconds_per_checkpoint=0.0)
-    train(recipe, SHAPE, Repeats(), tmp_path, rhythm=rhythm, is_stopping=lambda: False, say=lambda _line: None)
-    return tmp_path
+    train(recipe, SHAPE, Repeats(), folder, rhythm=rhythm, is_stopping=lambda: False, say=lambda _line: None)
+    return folder
+
+
+@pytest.fixture
+def averaged(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, to spoil."""
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 def test_what_is_to_be_averaged_is_kept_and_averaged(averaged: Path, tmp_path: Path) -> None:
@@ -251,6 +258,7 @@ def test_what_is_to_be_averaged_is_kept_and_averaged(averaged: Path, tmp_path: P
         assert (np.abs(values - expected) <= rounding + 1e-30).all()
 
 
+@pytest.mark.slow
 def test_a_run_that_seldom_saves_saves_what_is_to_be_averaged(tmp_path: Path) -> None:
     recipe = replace(RECIPE, stages=(replace(RECIPE.stages[0], num_rows=3, num_steps=4),), averaged=(2,))
     rehearse(recipe, tmp_path)

@@ -96,6 +96,7 @@ def assert_went_the_same_way(folder: Path, whole: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(values, expected[name])
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_with_the_weights_of_one_that_was_not(
     tmp_path: Path, whole: Path, start: Start
 ):

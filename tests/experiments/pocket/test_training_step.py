@@ -59,6 +59,7 @@ def assert_same(ours: object, expected: object, atol: float) -> None:
         np.testing.assert_allclose(one, other, atol=atol)
 
 
+@pytest.mark.slow
 def test_many_devices_take_the_step_that_one_would(rows, stepped):
     _, after, report = take_step(rows, num_devices=8)
     assert_same(report.sums, stepped[2].sums, 1e-3)
@@ -78,6 +79,7 @@ def test_rows_that_do_not_divide_by_the_devices_make_the_step_that_one_device_wo
         assert_same(bias_of(many), bias_of(one), 1e-7)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_divide_by_the_devices_are_predicted_as_on_one(three_rows):
     def predict(num_devices: int) -> np.ndarray:
         mesh = build_mesh(MeshShape(data=num_devices))
@@ -122,6 +124,7 @@ def test_loss_is_of_answers_and_context_counts_by_its_weight(rows, stepped):
     assert sums.answer_loss < sums.loss < sums.answer_loss * 1.3
 
 
+@pytest.mark.slow
 def test_every_matrix_of_the_checkpoint_gets_an_orthogonal_update_of_its_own():
     recipe = replace(RECIPE, weight_decay=0.0, num_warmup_steps=1, max_gradient_norm=1e9)
     params = kimi.declare(CONFIG)

@@ -71,7 +71,7 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     "affinity": (
         (
             *("cores=[]", "repeats=1", "server.model.max_context_tokens=1024", "server.kv.num_blocks=64"),
-            *("server.prefill.replicas=2", "server.prefill.chunk_tokens=256", "server.decode.max_slots=4"),
+            *("server.prefill.replicas=2", "server.prefill.chunk_tokens=64", "server.decode.max_slots=2"),
             *("workload.num_sessions=3", "workload.session_tokens=400", "workload.num_clients=2"),
             "workload.mean_think_s=0.01",
         ),
