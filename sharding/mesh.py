@@ -30,7 +30,7 @@ _AUTO = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
 def partition_spec(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], rules: Rules) -> PartitionSpec:
     """MeshError where a dimension does not divide.
 
-    Mesh axes of size 1 are not named: tables that cut alike give the same program, which is then compiled once for both.
+    Mesh axes of size 1 are not named, so that tables that cut alike give the same program, compiled once for both.
     """
     cuts = spec(axes, shape, mesh.shape, rules)
     return PartitionSpec(*(tuple(axis for axis in cut_by if mesh.shape[axis] > 1) or None for cut_by in cuts))

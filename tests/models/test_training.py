@@ -64,7 +64,10 @@ def test_a_token_sees_what_stands_before_it_and_not_what_its_position_says():
     assert (np.abs(changed[:, 150:] - clean[:, 150:]) > 1e-3).any(axis=(2, 3)).all()
 
 
-@pytest.mark.parametrize("num_tokens", [130, pytest.param(training.LONG_ROW_TOKENS, marks=pytest.mark.slow)])
+LONG = pytest.param(training.LONG_ROW_TOKENS, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("num_tokens", [130, LONG])
 def test_the_gradient_of_causal_rows_is_that_of_plain_softmax(num_tokens):
     queries, features = draw(2, num_tokens)
     batch = batch_of(2, num_tokens)
