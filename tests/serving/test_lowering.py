@@ -12,12 +12,12 @@ from moonshard.models import kimi, weights
 from moonshard.serving.config import Config, DecodeConfig, ModelConfig, PrefillConfig
 from moonshard.serving.lowering import StepRole, lower_stages
 from moonshard.serving.stage import Blueprint
-from moonshard.serving.steps import StepKind
+from moonshard.serving.steps import Step, StepKind
 from moonshard.sharding.place import Place
-from moonshard.sharding.rules import DecodeRules
+from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import reference
-from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, uncompiled_programs
+from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, Q_TILE, uncompiled_programs
 
 pytestmark = pytest.mark.xdist_group("jax")
 POINTER_BYTES = 8  # XLA counts among the outputs a pointer to each
@@ -72,3 +72,33 @@ def test_a_step_lowered_from_shapes_is_the_one_that_serves(kind: StepKind):
         served = program.lower(stage.model.weights, stage.state, packed, *hidden)
         assert abstract.lower(kind, bucket, before).as_text() == served.as_text()
         _, before = served.out_info
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
+def test_on_one_device_workers_of_either_role_run_the_same_program(kind: StepKind):
+    """So that one finds in the compile cache what another has left there."""
+
+    def text(rules: Rules) -> str:
+        programs = uncompiled_programs(place=Place(rules=rules))
+        (stage,), bucket = programs.stages, NUM_SLOTS if kind is StepKind.DECODE else Q_TILE
+        packed, _ = programs.shapes.layout(kind, bucket).blank()
+        sizes = {"blocks_per_partition": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
+        program = Blueprint(stage.model, programs.shapes, **sizes).program(kind, bucket)
+        return program.lower(stage.model.weights, stage.state, packed).as_text()
+
+    assert text(PREFILL) == text(DECODE)
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=2, expert=2, tensor=2)], ids=str)
+def test_no_step_says_otherwise_where_state_lies(mesh: MeshShape):
+    """A program that is compiled behind one step is the one that is asked for behind any other."""
+    programs = uncompiled_programs(place=Place(mesh=mesh))
+
+    def placed() -> list[object]:
+        return [leaf.sharding for leaf in jax.tree.leaves(programs.stages[0].state)]
+
+    before = [repr(one) for one in placed()]
+    for kind, bucket in ((StepKind.LOAD, 0), (StepKind.COPY, 0), (StepKind.DECODE, NUM_SLOTS)):
+        packed, _ = programs.shapes.layout(kind, bucket).blank(mesh.num_partitions)
+        programs.fetch(programs.launch(Step(-1, kind, bucket, packed)))
+        assert [repr(one) for one in placed()] == before, kind
