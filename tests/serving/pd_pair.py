@@ -54,12 +54,14 @@ ALONE = Meshes()
 
 
 def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: float = 0.5, **kv: object) -> Config:
-    """A worker on a mesh has half as many slots and tokens a chunk for each partition: fewer programs to compile."""
-    num_slots = _num_slots(meshes.prefill), _num_slots(meshes.decode)
+    """On meshes and in bfloat16 a partition has half the slots and tokens a chunk: fewer programs to compile."""
+    is_small = meshes != ALONE or dtype != "float32"
+    slots_per_partition = 2 if is_small else 4
+    num_slots = [slots_per_partition * mesh.num_partitions for mesh in (meshes.prefill, meshes.decode)]
     return Config(
         model=ModelConfig(path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype=dtype, max_context_tokens=2000),
         prefill=PrefillConfig(
-            chunk_tokens=64 if meshes == ALONE else 32,
+            chunk_tokens=32 if is_small else 64,
             short_share=short_share,
             max_slots=num_slots[0],
             mesh=meshes.prefill,
@@ -70,10 +72,6 @@ def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: flo
             **{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "quarantine_s": 0.2, "lease_s": LEASE_S, **kv}
         ),
     )
-
-
-def _num_slots(mesh: MeshShape) -> int:
-    return mesh.num_partitions * (4 if mesh == ONE_DEVICE else 2)
 
 
 def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE) -> LoadedModel:

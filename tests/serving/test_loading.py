@@ -166,7 +166,7 @@ def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path)
     loads = read_loads(tmp_path / "loads.json", checkpoint.fingerprint, random.shape)
     mesh = MeshShape(expert=2, pipe=2)
     decode = DecodeConfig(max_slots=2, mesh=mesh, expert_loads=tmp_path / "loads.json", redundant_experts=4)
-    asked = config(decode=decode)
+    asked = replace(config(decode=decode), prefill=PrefillConfig(chunk_tokens=32))
     expected = place_experts(loads, model.n_routed_experts + 4, 2).expert_of
     stages = [stage.model for stage in load_model(asked, "both", lambda text: None).programs.stages]
     assert len(stages) == 2

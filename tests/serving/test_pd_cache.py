@@ -26,7 +26,7 @@ CACHED_MESHES = {
     "tensor 2 to expert 2": Meshes(prefill=MeshShape(tensor=2), decode=MeshShape(expert=2)),
     "expert 2 to pipe 2": Meshes(prefill=MeshShape(expert=2), decode=MeshShape(pipe=2)),
 }
-FEW = ("pipe 2 to tensor 2 by tokens",)
+FEW = ("data 2 to data 2",)
 
 
 def num_landed(pair: Pair) -> int:

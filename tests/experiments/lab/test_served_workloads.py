@@ -53,7 +53,7 @@ def test_blocks_of_equal_number_are_found_in_the_cache_where_all_before_them_are
         "is longer": ([0, 1, 6], 1104),
     }
     lines = [
-        {"timestamp": 1500 * n, "input_length": size, "output_length": 64, "hash_ids": blocks}
+        {"timestamp": 700 * n, "input_length": size, "output_length": 64, "hash_ids": blocks}
         for n, (blocks, size) in enumerate(prompts.values())
     ]
     found = requests_of(tmp_path, 'kind = "trace"\nlength_scale = 0.0625\n', lines)
