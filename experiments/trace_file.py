@@ -12,6 +12,7 @@ from typing import Any
 
 BLOCK_TOKENS = 512
 MAX_BLOCK = 1 << 64
+MAX_TIMESTAMP_MS = 1e15  # some 30,000 years: Unix times fit
 
 
 class TraceError(ValueError):
@@ -28,13 +29,11 @@ class TracedRequest:
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
-    """In the order of their time. TraceError for a line that is no request, OSError for a file that cannot be read."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        return sorted(_requests(path, lines), key=lambda request: request.timestamp_ms)
+    """In the order of their time, which is that of the file.
 
-
-def read_ordered_trace(path: Path) -> list[TracedRequest]:
-    """As `read_trace`, but TraceError too for a line that comes before the one above it."""
+    TraceError for a line that is no request, or that is earlier than the one above it; OSError for a file that cannot
+    be read.
+    """
     found: list[TracedRequest] = []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for request in _requests(path, lines):
@@ -71,7 +70,7 @@ def _request(raw: Any) -> TracedRequest:
     if not isinstance(raw, dict):
         raise TraceError("expected an object")
     timestamp, blocks = raw.get("timestamp"), raw.get("hash_ids")
-    if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < float("inf"):
+    if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < MAX_TIMESTAMP_MS:
         raise TraceError(f"timestamp is {timestamp!r}, not a number of milliseconds")
     if not isinstance(blocks, list) or not all(type(block) is int and 0 <= block < MAX_BLOCK for block in blocks):
         raise TraceError("hash_ids is not a list of numbers below 2^64")

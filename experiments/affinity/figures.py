@@ -23,6 +23,7 @@ class ArmFigures:
     first_ttft_p50_ms: float  # of first turns
     later_ttft_p50_ms: float
     later_ttft_p90_ms: float
+    handoff_gap_p50_ms: float  # of all turns: from the first token to the second, in which the transfer shows
 
     @property
     def points_below_oracle(self) -> float:
@@ -46,6 +47,7 @@ def figures(arm: ArmName, rounds: Sequence[Round]) -> ArmFigures:
         first_ttft_p50_ms=median(turn.ttft_ms for turn in turns if turn.index == 0),
         later_ttft_p50_ms=median(later),
         later_ttft_p90_ms=later[len(later) * 9 // 10],
+        handoff_gap_p50_ms=median(turn.handoff_gap_ms for turn in turns if turn.handoff_gap_ms is not None),
     )
 
 

@@ -57,6 +57,7 @@ def _turn(row: Mapping[str, Any], oracle_tokens: int) -> Turn:
         cached_tokens=row["cached_tokens"],
         oracle_tokens=oracle_tokens,
         ttft_ms=row["ttft_ms"],
+        handoff_gap_ms=row["handoff_gap_ms"],
     )
 
 

@@ -23,6 +23,7 @@ COLUMNS = (
     "TTFT p50 of later turns, ms",
     "p90, ms",
     "`random` / this",
+    "handoff gap p50, ms",
 )
 
 
@@ -55,4 +56,5 @@ def _row(found: ArmFigures, times_faster: float) -> tuple[str, ...]:
         number(found.later_ttft_p50_ms),
         number(found.later_ttft_p90_ms),
         f"{times_faster:.2f}",
+        number(found.handoff_gap_p50_ms),
     )

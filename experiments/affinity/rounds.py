@@ -19,6 +19,7 @@ class Turn:
     cached_tokens: int
     oracle_tokens: int = 0
     ttft_ms: float
+    handoff_gap_ms: float | None = None  # from the first token to the second; None: there is no second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

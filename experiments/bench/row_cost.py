@@ -55,7 +55,7 @@ def rows_a_token(folder: Path, num_tokens: int) -> list[Measurement]:
     return [
         Measurement(
             level="recording",
-            name=_by_token(what),
+            name=by_token(what),
             unit="ratio",
             samples=(read_table(folder, table).height / num_tokens,),
         )
@@ -66,13 +66,13 @@ def rows_a_token(folder: Path, num_tokens: int) -> list[Measurement]:
 def row_grid(measurements: Sequence[Measurement], processor: str) -> Grid:
     """Empty where a measurement is missing; `processor` names that of a token where nothing is recorded."""
     found = {one.name: one.median for one in measurements if one.level == "recording"}
-    needed = {processor, *TABLES, *map(_by_token, TABLES)}
+    needed = {processor, *TABLES, *map(by_token, TABLES)}
     if not needed <= found.keys():
         return Grid(title=TITLE, columns=COLUMNS, rows=())
     whole_us = found[processor]
-    by_token_us = {what: found[what] * found[_by_token(what)] for what in TABLES}
+    by_token_us = {what: found[what] * found[by_token(what)] for what in TABLES}
     rows = [
-        (what, number(found[what]), number(found[_by_token(what)]), number(us), f"{us / whole_us:.3%}", "")
+        (what, number(found[what]), number(found[by_token(what)]), number(us), f"{us / whole_us:.3%}", "")
         for what, us in by_token_us.items()
     ]
     total_us = sum(by_token_us.values())
@@ -85,7 +85,7 @@ def row_grid(measurements: Sequence[Measurement], processor: str) -> Grid:
     return Grid(title=TITLE, columns=COLUMNS, rows=tuple(rows), notes=notes)
 
 
-def _by_token(what: str) -> str:
+def by_token(what: str) -> str:
     return f"{what}, rows a token"
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TimeElapsedColumn
 from rich.text import Text
@@ -12,11 +13,13 @@ from moonshard.experiments.bench.server import ServerFailed
 from moonshard.experiments.lab.capacity import with_rate
 from moonshard.experiments.lab.experiment import Experiment
 from moonshard.experiments.lab.run_folder import RunFolder, explained
+from moonshard.experiments.lab.run_record import trials_of
 from moonshard.experiments.lab.sending import Sender
 from moonshard.experiments.lab.signals import held
 from moonshard.experiments.lab.sweep import Trial
 from moonshard.experiments.lab.trial import TrialFailed, TrialRecord, run_trial
 from moonshard.rpc.status import RequestError
+from moonshard.rpc.types import ModelInfo
 from moonshard.serving.trace.parts import load_polars
 
 
@@ -59,7 +62,8 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
     try:
         with folder.trial(trial) as part:
             told = with_rate(experiment, trial, folder.path)
-            record = run_trial(told, trial, f"{folder.id_prefix}-{trial.name}", part, _environment(), tell)
+            prefix, before = f"{folder.id_prefix}-{trial.name}", _model_of(folder, trial.point)
+            record = run_trial(told, trial, prefix, part, _environment(), tell, before)
             if record.why_incomplete is not None:
                 raise TrialFailed(record.why_incomplete)
         return record
@@ -68,6 +72,15 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
     finally:
         with held():
             _write(folder, trial)
+
+
+def _model_of(folder: RunFolder, point: int) -> ModelInfo | None:
+    """That the point's trials that are done were of; None while there is none."""
+    done = (folder.path / trial.name / "trial.json" for trial in trials_of(folder.record) if trial.point == point)
+    for file in done:
+        if file.is_file():
+            return msgspec.json.decode(file.read_bytes(), type=TrialRecord).model
+    return None
 
 
 def _environment() -> dict[str, str]:

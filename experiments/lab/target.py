@@ -42,9 +42,10 @@ class Target:
                 found[role] = self.started.cpu_s(role) if self.started else 0.0
         return found
 
-    def killed(self) -> list[str]:
-        """After the end: the processes that a signal to end did not end in time."""
-        return [name for name, process in (self.processes or {}).items() if process.running.poll() == -signal.SIGKILL]
+    def ended_badly(self) -> list[str]:
+        """After the end: the processes that had to be killed, or ended as if something was wrong."""
+        codes = {name: process.running.poll() for name, process in (self.processes or {}).items()}
+        return [_how(name, code) for name, code in codes.items() if code]
 
 
 def grpc_address(url: str) -> str:
@@ -117,6 +118,10 @@ async def _first_exit(processes: Mapping[str, Process]) -> str:
             loop.remove_reader(descriptor)
             os.close(descriptor)
     return f"{name} ended with code {processes[name].running.wait()}"
+
+
+def _how(name: str, code: int) -> str:
+    return f"{name} had to be killed at the end" if code == -signal.SIGKILL else f"{name} ended with code {code}"
 
 
 def _tell(first: asyncio.Future[str], name: str) -> None:

@@ -71,18 +71,28 @@ class TrialRecord:
 
 
 def run_trial(
-    experiment: Experiment, trial: Trial, id_prefix: str, folder: Path, environment: Mapping[str, str], tell: Tell
+    experiment: Experiment,
+    trial: Trial,
+    id_prefix: str,
+    folder: Path,
+    environment: Mapping[str, str],
+    tell: Tell,
+    model_before: ModelInfo | None = None,
 ) -> TrialRecord:
-    """Leaves everything in `folder`, which is there. `id_prefix` is that of its requests, and nobody else's.
+    """Leaves everything in `folder`, which is there.
+
+    Args:
+        id_prefix: that of its requests, and nobody else's.
+        model_before: what the trials of this point that are done were of.
 
     Raises:
-        ServerFailed: it did not start. WorkloadError: the workload does not fit the model. TrialFailed: the warm-up
-        failed, or the server's recording cannot be read, lacks something, or was cut short. RequestError: the server
-        does not tell its model. OSError: the folder cannot be written.
+        ServerFailed: it did not start. WorkloadError: the workload does not fit the model. TrialFailed: another model,
+        the warm-up failed, or the server's recording cannot be read, lacks something, or was cut short. RequestError:
+        the server does not tell its model. OSError: the folder cannot be written.
     """
     point = experiment.points[trial.point]
     with target_of(point, experiment.url, folder, environment) as target:
-        record, asked, warmup = run_interruptibly(measure(experiment, trial, id_prefix, target, tell))
+        record, asked, warmup = run_interruptibly(measure(experiment, trial, id_prefix, target, tell, model_before))
     asked = sorted(asked, key=lambda one: one.request_index)
     _write(folder / "warmup.parquet", CLIENT_REQUESTS, [one.row() for one in warmup])
     _write(folder / "requests.parquet", CLIENT_REQUESTS, [one.row() for one in asked])
@@ -96,7 +106,7 @@ def run_trial(
         if record.why_incomplete is None:
             check_ended(target)
             _check_recorded(asked, requests)
-            _check_steps(steps)
+            check_steps(requests, steps)
     return record
 
 
@@ -108,7 +118,12 @@ def seed_shift(experiment: Experiment, trial: Trial, id_prefix: str) -> int:
 
 
 async def measure(
-    experiment: Experiment, trial: Trial, id_prefix: str, target: Target, tell: Tell
+    experiment: Experiment,
+    trial: Trial,
+    id_prefix: str,
+    target: Target,
+    tell: Tell,
+    model_before: ModelInfo | None = None,
 ) -> tuple[TrialRecord, Sequence[ClientRequest], Sequence[ClientRequest]]:
     """The record, what was asked, and the warm-up."""
     point = experiment.points[trial.point]
@@ -117,6 +132,7 @@ async def measure(
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     async with AsyncClient(target.grpc) as client:
         model = await client.model_info()
+        _check_same_model(model_before or model, model)
         with Client(target.grpc) as asking:
             workload = plan(options, model, asking.tokenize)
         sample = workload.requests[: experiment.options.warmup_requests]
@@ -148,6 +164,13 @@ async def measure(
         why_incomplete=why,
     )
     return record, sender.asked, warmup
+
+
+def _check_same_model(before: ModelInfo, now: ModelInfo) -> None:
+    """What a server is told may stay the same while a folder, or a server that runs already, is another."""
+    for name in ("fingerprint", "dtype", "vocab_size", "max_context_tokens"):
+        if (was := getattr(before, name)) != (found := getattr(now, name)):
+            raise TrialFailed(f"model.{name} was {was} and is {found}; a run goes on as it began")
 
 
 async def _send(sender: Sender, target: Target, client: AsyncClient, tell: Tell) -> str | None:
@@ -225,8 +248,8 @@ def _recorded(folder: Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
 
 def check_ended(target: Target) -> None:
     """What a process has not written yet when it is killed is in no table."""
-    if killed := target.killed():
-        raise TrialFailed(f"{' and '.join(killed)} had to be killed at the end, and may not have recorded everything")
+    if trouble := target.ended_badly():
+        raise TrialFailed(f"{' and '.join(trouble)}, so that what was recorded may not be all")
 
 
 def _check_recorded(asked: Sequence[ClientRequest], recorded: "pl.DataFrame") -> None:
@@ -237,12 +260,26 @@ def _check_recorded(asked: Sequence[ClientRequest], recorded: "pl.DataFrame") ->
         raise TrialFailed(f"the server's recording lacks {num_lost} of {len(asked)} requests: see its logs")
 
 
-def _check_steps(steps: "pl.DataFrame") -> None:
-    """A worker numbers its steps from 0 up, what it exports and lands from -2 down, and leaves none out."""
+def check_steps(requests: "pl.DataFrame", steps: "pl.DataFrame") -> None:
+    """TrialFailed where the tables of a server say that steps are missing.
+
+    A worker numbers its steps from 0 up, what it exports and lands from -2 down, and leaves none out; and whoever gave
+    a request a token has made a step. What is lost at a worker's end no number tells: see `check_ended`.
+    """
     for (worker, *_), of_one in steps.group_by("worker", "epoch"):
         numbers = set(of_one["number"])
         if numbers != {*range(max(numbers) + 1), *range(min(numbers), -1)}:
             raise TrialFailed(f"the recording of {worker} lacks steps: see its logs, and trace.max_bytes")
+    recorded = set(steps["epoch"])
+    answered = requests.filter(outcome=COMPLETED)
+    decoded = answered.filter(answered["completion_tokens"] > answered["num_choices"])  # else the first ones were all
+    for epochs, workers in (
+        (answered["prefill_epoch"], answered["prefill_worker"]),
+        (decoded["decode_epoch"], decoded["decode_worker"]),
+    ):
+        for epoch, worker in zip(epochs, workers, strict=True):
+            if epoch is not None and epoch not in recorded:
+                raise TrialFailed(f"the recording of {worker} lacks all of its steps: see its logs")
 
 
 def _write(path: Path, table: Table, rows: Sequence[Mapping[str, Value]]) -> None:

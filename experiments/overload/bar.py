@@ -31,7 +31,8 @@ def verdict(arm: str, good: pl.DataFrame, load: str) -> str:
         return f"{arm}: no repeat has all of the loads."
     rates: dict[float, list[float]] = dict(whole.group_by(load, maintain_order=True).agg("value").iter_rows())
     peak, share = share_of_peak(rates)
-    found = f"{arm}: at {max(rates):g} times the capacity {told(share)} of the peak, which is at {peak:g} times."
+    where = "it is the peak itself" if peak == max(rates) else f"{told(share)} of the peak, which is at {peak:g} times"
+    found = f"{arm}: at {max(rates):g} times the capacity {where}."
     if max(rates) < AT_LOAD:
         return f"{found} The bar is for {AT_LOAD:g} times, and is not judged."
     return f"{found} The bar of {MIN_SHARE:g}: {judged(share, at_least=MIN_SHARE)}."

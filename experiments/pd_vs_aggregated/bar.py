@@ -26,13 +26,13 @@ def verdict(loads: Sequence[Load], attainment: float) -> str:
         highest = max(loads, key=lambda load: load.rate_per_s)
         return (
             f"The bar is not judged: the baseline keeps its SLO at every rate that was offered. At the highest, "
-            f"{highest.rate_per_s:g} requests/s, {highest.attained:.0%} of its requests do, and its p90 ITL is "
+            f"{highest.rate_per_s:g} requests/s, {highest.attained:.1%} of its requests do, and its p90 ITL is "
             f"{told(highest.times_better)} times that of the disaggregated arm."
         )
     first = min(lost, key=lambda load: load.rate_per_s)
     found = judged(first.times_better, at_least=MIN_TIMES_BETTER)
     return (
-        f"The baseline loses its SLO at {first.rate_per_s:g} requests/s: {first.attained:.0%} of the requests of its "
+        f"The baseline loses its SLO at {first.rate_per_s:g} requests/s: {first.attained:.1%} of the requests of its "
         f"best arm ({first.baseline}) keep to it. Its p90 ITL is {told(first.times_better)} times that "
         f"of the disaggregated arm. The bar of {MIN_TIMES_BETTER:g}: {found}."
     )

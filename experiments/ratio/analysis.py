@@ -74,6 +74,18 @@ figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center"
 study.save_figure(figure, "splits")
 
 # %% [markdown]
+# TTFT beside the gap from the first token to the second, in which the transfer shows, in ms.
+
+# %%
+SHARES = {"p50": 0.5, "p90": 0.9}
+first_two = pl.concat(
+    percentile_table(tables, metric, SHARES).with_columns(pl.lit(said).alias("what"))
+    for metric, said in (("ttft", "TTFT"), ("handoff_gap", "handoff gap"))
+)
+first_two = first_two.with_columns(split, shape, pl.format("{} {}", "what", "percentile").alias("column"))
+first_two.pivot("column", index=keys, values="ms")
+
+# %% [markdown]
 # ## The best split here
 #
 # The one with the most good requests a second. Splits that the repeats do not tell from it are tied with it, and of

@@ -86,7 +86,8 @@ def _check_models(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], declared: S
     faults = [
         fault
         for pair in pairs
-        for one, other in zip(a.of_point(pair.a.number), b.of_point(pair.b.number), strict=False)
+        for one in a.of_point(pair.a.number)
+        for other in b.of_point(pair.b.number)
         for fault in models_differ(asdict(one.record.model), asdict(other.record.model), declared)
     ]
     if faults:
@@ -129,13 +130,22 @@ def _clipped_notes(a: RunFrames, b: RunFrames, pairs: Sequence[Pair]) -> Iterato
 
 
 def _version_notes(a: RunFrames, b: RunFrames) -> list[str]:
-    """Of packages: another version may be what is compared, and is never silent."""
-    ours, theirs = a.record.starts[-1].versions, b.record.starts[-1].versions
+    """Of packages, in all starts of either run: another version may be what is compared, and is never silent."""
+    ours, theirs = _versions(a), _versions(b)
     return [
         f"{name} is {ours.get(name)} in A and {theirs.get(name)} in B"
         for name in sorted({*ours, *theirs})
         if ours.get(name) != theirs.get(name)
     ]
+
+
+def _versions(run: RunFrames) -> dict[str, str]:
+    """By package; several where a run went on with another."""
+    names = {name for start in run.record.starts for name in start.versions}
+    return {
+        name: ", then ".join(dict.fromkeys(start.versions.get(name, "none") for start in run.record.starts))
+        for name in names
+    }
 
 
 def _commits(run: RunFrames) -> str:

@@ -9,7 +9,9 @@ import polars as pl
 from moonshard.experiments.lab.asking import COMPLETED
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.lab.run_record import RunRecord, read_run
+from moonshard.experiments.lab.schema import VERSION
 from moonshard.experiments.lab.trial import TrialRecord
+from moonshard.serving.trace.schema import VERSION as TRACE_VERSION
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -56,6 +58,7 @@ def load_trial(folder: Path) -> TrialFrames:
     try:
         record = msgspec.json.decode((folder / "trial.json").read_bytes(), type=TrialRecord)
         requests = pl.read_parquet(folder / "requests.parquet")
+        _check_versions(folder, record, requests)
         tokens = folder / "tokens.parquet"
         found = pl.read_parquet(tokens) if tokens.is_file() else None
     except (OSError, msgspec.DecodeError, pl.exceptions.PolarsError) as error:
@@ -69,6 +72,16 @@ def load_trial(folder: Path) -> TrialFrames:
         ),
         found,
     )
+
+
+def _check_versions(folder: Path, record: TrialRecord, requests: pl.DataFrame) -> None:
+    """A trial's folder may come from another run than its neighbours, by hand."""
+    tables = sorted(set(requests["version"]) | {TRACE_VERSION})
+    if record.schema_version != VERSION or tables != [TRACE_VERSION]:
+        raise ExperimentError(
+            f"{folder}: of schema version {record.schema_version} (tables' {', '.join(map(str, tables))}), "
+            f"and this is version {VERSION} (tables' {TRACE_VERSION})"
+        )
 
 
 def gaps_ms(trial: TrialFrames) -> pl.DataFrame:

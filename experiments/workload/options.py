@@ -17,7 +17,7 @@ from moonshard.experiments.affinity.workload import agent_sessions
 from moonshard.experiments.lab.fields import ExperimentError, read_fields
 from moonshard.experiments.lab.flat import Flat
 from moonshard.experiments.pocket.corpus import pocket_text
-from moonshard.experiments.trace_file import read_ordered_trace
+from moonshard.experiments.trace_file import read_trace
 from moonshard.experiments.workload.fixed import fixed
 from moonshard.experiments.workload.mixed import mixed
 from moonshard.experiments.workload.plan import Workload, WorkloadError
@@ -27,10 +27,12 @@ from moonshard.experiments.workload.trace import bin_s, from_trace
 from moonshard.rpc.types import ModelInfo
 
 Count = Annotated[int, Meta(ge=1)]
-Rate = Annotated[float, Meta(gt=0)]
+MOST = 1e6  # of anything that is no count: beyond it are slips, and infinity
+Rate = Annotated[float, Meta(gt=0, le=MOST)]
+Seconds = Annotated[float, Meta(ge=0, le=MOST)]
 MAX_SEED = 1 << 31
 Seed = Annotated[int, Meta(ge=0, lt=MAX_SEED)]
-Cv = Annotated[float, Meta(ge=0)]
+Cv = Annotated[float, Meta(ge=0, le=100)]
 # What makes one load of a workload differ from another: a higher rate needs more requests to last as long.
 RATE_KEYS = ("workload.rate_per_s", "workload.times_capacity", "workload.time_scale", "workload.num_requests")
 
@@ -42,7 +44,7 @@ class TraceOptions:
     kind: Literal["trace"]
     path: Path
     max_requests: Count | None = None  # the first so many
-    jitter_s: Annotated[float, Meta(ge=0)] | None = None  # None: as exact as its stamps are
+    jitter_s: Seconds | None = None  # None: as exact as its stamps are
     time_scale: Rate = 1.0  # 0.5 sends twice as many a second
     length_scale: Rate = 1.0
     clips: bool = False  # cut what is longer than the context, and count it
@@ -71,7 +73,7 @@ class RelativeOptions:
     prompt_tokens: Count
     output_tokens: Count
     times_capacity: Rate
-    lasts_s: Annotated[float, Meta(gt=0)]
+    lasts_s: Annotated[float, Meta(gt=0, le=MOST)]
     interval_cv: Cv = 1.0
     seed: Seed = 0
 
@@ -96,7 +98,7 @@ class MixedOptions:
     kind: Literal["mixed"]
     prompt_tokens: tuple[Count, ...]
     output_tokens: tuple[Count, ...]
-    weights: tuple[Annotated[float, Meta(ge=0)], ...]
+    weights: tuple[Annotated[float, Meta(ge=0, le=MOST)], ...]
     num_requests: Count
     rate_per_s: Rate
     interval_cv: Cv = 1.0
@@ -112,7 +114,7 @@ class SessionOptions:
     session_tokens: Count
     max_tokens: Count
     num_clients: Count = 1
-    mean_think_s: Annotated[float, Meta(ge=0)] = 0.0
+    mean_think_s: Seconds = 0.0
     seed: Seed = 0
 
 
@@ -233,7 +235,7 @@ def _num_requests(options: WorkloadOptions, max_context_tokens: int) -> int:
 
 
 def _from_trace(options: TraceOptions, *, max_context_tokens: int, vocab_size: int) -> Workload:
-    traced = read_ordered_trace(options.path)
+    traced = read_trace(options.path)
     return _located(
         options.path,
         lambda: from_trace(

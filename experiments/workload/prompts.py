@@ -14,6 +14,7 @@ from moonshard.experiments.workload.plan import Planned, Tokens, Workload, Workl
 from moonshard.rpc.status import RequestError
 from moonshard.rpc.types import Prompt
 
+KEYS = ("prompt", "messages", "max_tokens", "at_s")  # of a line
 Tokenize = Callable[[Prompt], Sequence[int]]
 
 
@@ -108,6 +109,8 @@ def _tokenized(line: PromptLine, tokenize: Tokenize | None) -> list[int]:
 def _line(number: int, raw: Any) -> PromptLine:
     if not isinstance(raw, dict):
         raise ValueError("expected an object")
+    if unknown := sorted(raw.keys() - set(KEYS)):
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join(KEYS)}")
     if ("prompt" in raw) == ("messages" in raw):
         raise ValueError("exactly one of prompt and messages is needed")
     max_tokens, at_s = raw.get("max_tokens"), raw.get("at_s")

@@ -12,6 +12,7 @@ from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest
 from moonshard.experiments.workload.blocks import BlockPrompt
 from moonshard.experiments.workload.plan import Planned, Workload, WorkloadError
 
+MAX_SPAN_S = 1e9  # from the first request to the last: beyond that a stamp is none
 BIN_MS = 3000  # Mooncake's own traces tell the time in steps of so many milliseconds
 
 
@@ -33,6 +34,8 @@ def from_trace(
 ) -> Workload:
     """Each request at its stamp, or by chance up to `jitter_s` later, so that not all of a bin come at once.
 
+    The first stamp is the beginning: a slice of a trace does not wait for what came before it.
+
     Args:
         traced: in the order of their time.
         jitter_s: of the trace's time, as its stamps are.
@@ -41,7 +44,7 @@ def from_trace(
         clips: cut what does not fit into the context, and count it; else it is refused.
 
     Raises:
-        WorkloadError: stamps that go back, or a request that does not fit, with its line.
+        WorkloadError: stamps that go back or never come, or a request that does not fit, with its line.
     """
     for option, value in (("time_scale", time_scale), ("length_scale", length_scale)):
         if not value > 0:
@@ -50,6 +53,7 @@ def from_trace(
         if after.timestamp_ms < before.timestamp_ms:
             raise WorkloadError(f"{_place(after)}: its timestamp is less than that of the one before")
     random, block_tokens = Random(seed), max(1.0, BLOCK_TOKENS * length_scale)
+    begin_ms = traced[0].timestamp_ms if traced else 0.0
     found: list[Planned] = []
     num_clipped = 0
     for one in traced:
@@ -69,7 +73,9 @@ def from_trace(
             vocab_size=vocab_size,
             seed=seed,
         )
-        at_s = time_scale * (one.timestamp_ms / 1e3 + random.random() * jitter_s)
+        at_s = time_scale * ((one.timestamp_ms - begin_ms) / 1e3 + random.random() * jitter_s)
+        if at_s > MAX_SPAN_S:
+            raise WorkloadError(f"{_place(one)}: comes {at_s:g} s after the first one")
         found.append(Planned(prompt=prompt, max_tokens=max_tokens, at_s=at_s))
     return Workload(requests=sorted(found, key=lambda request: request.at_s or 0.0), num_clipped=num_clipped)
 

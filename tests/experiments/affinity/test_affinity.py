@@ -43,7 +43,15 @@ def test_the_oracle_is_the_longest_beginning_in_blocks_of_any_prompt_before(prom
 
 def a_round(arm: ArmName, later_ttft_ms: float, cached: int, computed: dict[str, float]) -> Round:
     first = Turn(session=0, index=0, sent_s=0.0, prompt_tokens=100, cached_tokens=0, oracle_tokens=0, ttft_ms=50.0)
-    second = replace(first, index=1, prompt_tokens=300, cached_tokens=cached, oracle_tokens=96, ttft_ms=later_ttft_ms)
+    second = replace(
+        first,
+        handoff_gap_ms=7.0,
+        index=1,
+        prompt_tokens=300,
+        cached_tokens=cached,
+        oracle_tokens=96,
+        ttft_ms=later_ttft_ms,
+    )
     return Round(arm=arm, number=0, turns=[first, second], computed_tokens=computed)
 
 
@@ -52,7 +60,7 @@ def test_figures_are_shares_of_tokens_and_medians_of_turns():
     assert found.hit_rate == 92 / 400
     assert found.points_below_oracle == pytest.approx(1.0)
     assert found.load_max_over_mean == 2.0
-    assert (found.first_ttft_p50_ms, found.later_ttft_p50_ms) == (50.0, 20.0)
+    assert (found.first_ttft_p50_ms, found.later_ttft_p50_ms, found.handoff_gap_p50_ms) == (50.0, 20.0, 7.0)
 
 
 def test_an_arm_without_a_round_has_no_figures():

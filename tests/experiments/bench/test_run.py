@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moonshard.experiments.bench import arrangements, failover, handoff, recording_cost
+from moonshard.experiments.bench import arrangements, failover, handoff, recording_cost, row_cost
 from moonshard.experiments.bench.command import APART, DEVICE_PARTS, run_bench, write
 from moonshard.experiments.bench.measurement import Measurement, Plan
 from moonshard.experiments.bench.meshes_hlo import COLLECTIVES
@@ -72,6 +72,7 @@ MAY_BE_ZERO = (
     *COLLECTIVES,
 )
 NUM_ROUTER_GRIDS = 2  # speed, and a trace replayed
+NUM_RECORDING_GRIDS = 2  # deployments beside each other, and a row by itself
 MAY_BE_NEGATIVE = ("overhead", "bubble")  # differences of two processes' clocks, or of two runs
 
 
@@ -183,7 +184,9 @@ class TestMiniatureDisaggregated:
 
     def test_each_part_with_processes_of_its_own_has_its_table(self, apart: Report):
         titles = [grid.title for grid in grids(apart)]
-        assert len(titles) == len(set(titles)) == len(APART) - 2 + len(MESH_GRIDS) + NUM_ROUTER_GRIDS
+        assert (
+            len(titles) == len(set(titles)) == len(APART) - 3 + len(MESH_GRIDS) + NUM_ROUTER_GRIDS + NUM_RECORDING_GRIDS
+        )
         assert [one for one in apart.measurements if not all(map(_is_plausible(one), one.samples))] == []
 
     def test_every_figure_of_theirs_is_present(self, apart: Report):
@@ -198,7 +201,7 @@ class TestMiniatureDisaggregated:
             f"{what}, {way}"
             for what in (recording_cost.TOKENS, recording_cost.PROCESSOR)
             for way in (recording_cost.OFF, recording_cost.RECORDING, recording_cost.SPANS)
-        }
+        } | {name for what in row_cost.TABLES for name in (what, row_cost.by_token(what))}
         assert names["failover"] == set(failover.UNITS)
         assert len(names["transports"]) == 5
         by_mesh = [name for name in names["meshes"] if name.startswith(handoff.SHARE)]

@@ -25,9 +25,10 @@ class Scripted(InferenceServicer):
         self.num_now = self.most = 0
         self.all_came = asyncio.Event()
         self.awaited = 0
+        self.fingerprint = "one"
 
     async def GetModelInfo(self, request, context):
-        return pb.ModelInfo(model="m", max_context_tokens=1000, vocab_size=50)
+        return pb.ModelInfo(model="m", max_context_tokens=1000, vocab_size=50, fingerprint=self.fingerprint)
 
     async def Generate(self, request, context):
         self.came.append(request)

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from asyncio.subprocess import Process
@@ -92,6 +93,20 @@ def traced(tmp_path: Path) -> Path:
 def the_run(out: Path) -> Path:
     (run,) = (out / "mini").iterdir()
     return run
+
+
+def test_a_run_does_not_go_on_at_a_server_that_has_another_model_by_now(
+    tmp_path: Path, scripted: Scripted, url: str, capsys
+):
+    folder, out = mini(tmp_path, FIXED), tmp_path / "results"
+    assert experiment(Run(folder=folder, out=out, url=url)) == 0
+    run = the_run(out)
+    shutil.rmtree(run / "point-001-repeat-1")
+    scripted.fingerprint = "another"
+    assert experiment(Run(folder=folder, out=out, url=url, resume=Path(run.name))) == 1
+    assert "point-001-repeat-1: model.fingerprint was one and is another; a run goes on" in capsys.readouterr().err
+    scripted.fingerprint = "one"
+    assert experiment(Run(folder=folder, out=out, url=url, resume=Path(run.name))) == 0
 
 
 def test_what_failed_was_late_or_was_cut_is_said_while_it_runs_and_in_the_summary(tmp_path: Path, url: str, capsys):

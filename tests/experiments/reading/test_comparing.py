@@ -1,8 +1,10 @@
 """Two runs on disk side by side, as a notebook asks for it."""
 
+import json
 import shutil
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from moonshard.experiments.lab.fields import ExperimentError
@@ -43,6 +45,39 @@ def test_runs_that_measured_different_things_are_refused_by_the_key_and_let_thro
     assert compare_runs(run, other, despite=[key]).rows.height
     with pytest.raises(ExperimentError, match=f"{key} is "):
         compare_runs(run, other, despite=["url"])
+
+
+def edited(path: Path, **told: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+
+
+@pytest.mark.parametrize("repeat", [0, 1])
+def test_a_model_that_one_repeat_alone_has_is_refused_by_its_name(run: Path, tmp_path: Path, repeat: int):
+    other = made_up_run(tmp_path)
+    trial = other / f"point-001-repeat-{repeat}" / "trial.json"
+    edited(trial, model=json.loads(trial.read_text())["model"] | {"fingerprint": "g"})
+    with pytest.raises(ExperimentError, match=r"model\.fingerprint is "):
+        compare_runs(run, other)
+
+
+def test_packages_of_every_start_are_told(run: Path, tmp_path: Path):
+    other = made_up_run(tmp_path)
+    (start,) = json.loads((other / "run.json").read_text())["starts"]
+    now = start["versions"]["jax"]
+    edited(other / "run.json", starts=[start | {"versions": start["versions"] | {"jax": "0.1"}}, start])
+    assert f"jax is {now} in A and 0.1, then {now} in B" in compare_runs(run, other)._repr_markdown_()
+
+
+def test_a_trial_of_another_schema_version_is_refused_by_its_folder(run: Path, tmp_path: Path):
+    other = made_up_run(tmp_path)
+    edited(other / "point-000-repeat-1" / "trial.json", schema_version=1)
+    with pytest.raises(ExperimentError, match="point-000-repeat-1: of schema version 1"):
+        compare_runs(run, other)
+    table = tmp_path / "table.parquet"
+    pl.read_parquet(other / "point-000-repeat-0" / "requests.parquet").with_columns(version=99).write_parquet(table)
+    table.rename(other / "point-000-repeat-0" / "requests.parquet")
+    with pytest.raises(ExperimentError, match=r"point-000-repeat-0: of schema version \d \(tables' 1, 99\)"):
+        compare_runs(run, other)
 
 
 def test_what_both_have_done_is_compared_and_what_is_missing_is_said(run: Path, tmp_path: Path):

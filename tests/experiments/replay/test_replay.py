@@ -72,7 +72,7 @@ def test_no_device_library_is_imported():
 
 
 def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "trace.jsonl").write_text("\n".join(json.dumps(LINE | {"timestamp": at}) for at in (5, 0, 9)) + "\n\n")
+    (tmp_path / "trace.jsonl").write_text("\n".join(json.dumps(LINE | {"timestamp": at}) for at in (0, 5, 9)) + "\n\n")
     assert router_replay(tmp_path / "trace.jsonl", workers=2, json_file=tmp_path / "out.json") == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["hit_rate"] == found["oracle_hit_rate"] == pytest.approx(4 / 6)
@@ -92,6 +92,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
         ({"hash_ids": [0, 1 << 64]}, "hash_ids is not a list of numbers below 2^64"),
         ({"hash_ids": [0, True]}, "hash_ids is not a list of numbers"),
         ({"timestamp": 10**400}, "line 2: "),
+        ({"timestamp": 1e300}, "timestamp is 1e+300"),
         ({"hash_ids": None}, "hash_ids is not a list of numbers"),
     ],
 )
@@ -101,6 +102,13 @@ def test_a_line_that_is_no_request_is_refused_with_its_number_and_field(tmp_path
     with pytest.raises(TraceError, match="line 2: ") as refused:
         read_trace(path)
     assert said in str(refused.value)
+
+
+def test_a_line_that_is_earlier_than_the_one_above_it_is_refused(tmp_path: Path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps(LINE | {"timestamp": stamp}) for stamp in (5, 5, 3)))
+    assert router_replay(path) == 2
+    assert f"{path}, line 3: timestamp 3 after a later one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "7", "\xff"])

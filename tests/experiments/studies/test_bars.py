@@ -19,7 +19,10 @@ def load(rate_per_s: float, attained: float, low: float, high: float) -> Load:
 @pytest.mark.parametrize(
     ("loads", "expected"),
     [
-        ([load(3, 0.1, 9, 10), load(1, 1.0, 1, 2), load(2, 0.89, 3.1, 4)], ("at 2 requests/s: 89%", "bar of 3: held")),
+        (
+            [load(3, 0.1, 9, 10), load(1, 1.0, 1, 2), load(2, 0.89, 3.1, 4)],
+            ("at 2 requests/s: 89.0%", "bar of 3: held"),
+        ),
         ([load(2, 0.5, 2, 4)], ("at 2 requests/s", "bar of 3: open")),
         ([load(2, 0.5, 2, 2.5)], ("at 2 requests/s", "bar of 3: missed")),
         ([load(1, 1.0, 8, 9), load(2, 0.9, 4, 5)], ("not judged: the baseline keeps its SLO", "highest, 2 requests/s")),
@@ -47,7 +50,7 @@ def test_what_is_left_at_the_highest_load_is_taken_of_the_peak_repeat_by_repeat(
         (3.0, [9.5, 9.6, 9.4], "0.95 (95% interval 0.93 to 0.97, 3 repeats) of the peak, which is at 1 times."),
         (3.0, [9.5, 9.6, 9.4], "The bar of 0.9: held."),
         (3.0, [8.0, 8.1, 8.2], ": missed"),
-        (3.0, [11.0, 10.0, 12.0], "1.00"),
+        (3.0, [11.0, 10.0, 12.0], "at 3 times the capacity it is the peak itself. The bar of 0.9: held."),
         (2.9, [9.5, 9.6, 9.4], "is not judged"),
     ],
 )

@@ -49,13 +49,17 @@ TABLES: dict[str, dict[str, Any]] = {
 }
 
 
-def options_of(kind: str, folder: Path, **changes: Any):
+def table_of(kind: str, folder: Path, **changes: Any) -> dict[str, Any]:
     table = {"kind": kind, **TABLES[kind], **changes}
     if kind in LINES:
         (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, LINES[kind])))
         table["path"] = str(folder / "lines.jsonl")
+    return table
+
+
+def options_of(kind: str, folder: Path, **changes: Any):
     faults: list[str] = []
-    options = read_workload(table, faults)
+    options = read_workload(table_of(kind, folder, **changes), faults)
     assert options is not None, faults
     return options
 
@@ -136,6 +140,23 @@ def test_a_trace_is_spread_over_its_bins_where_it_has_any_or_as_far_as_it_says(t
     exact = [{**LINES["trace"][0], "timestamp": stamp} for stamp in (0, 1500, 3000)]
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, exact)))
     assert times(plan(binned, MODEL)) == pytest.approx([0.0, 0.15, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("trace", name) for name in ("time_scale", "length_scale", "jitter_s")),
+        *(("fixed", name) for name in ("rate_per_s", "interval_cv")),
+        *(("relative", name) for name in ("times_capacity", "lasts_s", "interval_cv")),
+        *(("mixed", name) for name in ("rate_per_s", "interval_cv")),
+        ("sessions", "mean_think_s"),
+    ],
+)
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e200])
+def test_what_no_clock_and_no_machine_holds_is_refused_by_its_name(kind: str, name: str, value: float, tmp_path: Path):
+    faults: list[str] = []
+    read_workload(table_of(kind, tmp_path, **{name: value}), faults)
+    assert [fault.split(":")[0] for fault in faults] == [f"workload.{name}"]
 
 
 def test_a_digest_is_of_what_the_file_holds(tmp_path: Path):

@@ -96,6 +96,7 @@ def test_a_prompt_that_does_not_fit_is_refused_or_cut(tmp_path: Path, prompt: Pr
         ({"messages": [], "max_tokens": 1}, "line 2: messages is not a list"),
         ({"prompt": [1], "max_tokens": 0}, "line 2: max_tokens is 0"),
         ({"prompt": [1], "max_tokens": 1, "at_s": -1}, "line 2: at_s is -1"),
+        ({"prompt": [1], "max_tokens": 1, "temperature": 1}, "line 2: 'temperature' is none of prompt, messages, "),
     ],
 )
 def test_a_broken_line_is_refused_with_its_number(tmp_path: Path, line: object, said: str):

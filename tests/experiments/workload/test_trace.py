@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest, read_ordered_trace
+from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest, read_trace
 from moonshard.experiments.workload.blocks import BlockPrompt, block_tokens
 from moonshard.experiments.workload.plan import Planned, WorkloadError
 from moonshard.experiments.workload.trace import bin_s, from_trace
@@ -65,7 +65,7 @@ def test_requests_come_within_the_bins_of_their_stamps_and_in_order(traced, time
     times = [request.at_s for request in found.requests if request.at_s is not None]
     assert found.is_open
     assert times == sorted(times)
-    stamps = sorted(one.timestamp_ms / 1e3 for one in traced)
+    stamps = [(one.timestamp_ms - traced[0].timestamp_ms) / 1e3 for one in traced]
     for at_s, stamp_s in zip(times, stamps, strict=True):
         assert stamp_s <= at_s / time_scale + 1e-6
         assert at_s / time_scale < stamp_s + 3 + 1e-6
@@ -114,7 +114,7 @@ def test_what_is_too_long_is_told_by_the_line_of_its_file(tmp_path: Path):
         '{"timestamp": 1, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}',
     ]
     (tmp_path / "trace.jsonl").write_text("\n".join(lines))
-    traced = read_ordered_trace(tmp_path / "trace.jsonl")
+    traced = read_trace(tmp_path / "trace.jsonl")
     with pytest.raises(WorkloadError, match=r"line 3: 600 \+ 5 tokens are more than a context of 600"):
         from_trace(traced, vocab_size=9, max_context_tokens=600)
 
@@ -127,6 +127,16 @@ def test_stamps_are_as_exact_as_they_look(stamps_ms: tuple[int, ...], expected_s
 def test_without_jitter_requests_come_at_their_stamps():
     found = from_trace([TracedRequest(stamp, 5, 5, (1,)) for stamp in (0, 1234, 3000)], time_scale=0.5, **CONTEXT)
     assert [request.at_s for request in found.requests] == [0.0, 0.617, 1.5]
+
+
+def test_a_slice_of_a_trace_begins_at_once_whatever_its_stamps_count_from():
+    found = from_trace([TracedRequest(1.7e12 + stamp, 5, 5, (1,)) for stamp in (0, 1000, 3000)], **CONTEXT)
+    assert [request.at_s for request in found.requests] == [0.0, 1.0, 3.0]
+
+
+def test_a_stamp_that_nobody_lives_to_see_is_refused():
+    with pytest.raises(WorkloadError, match=r"a request: comes 2e\+09 s after the first one"):
+        from_trace([TracedRequest(stamp, 5, 5, (1,)) for stamp in (0, 2e12)], **CONTEXT)
 
 
 def test_what_is_too_long_is_cut_and_counted_where_that_is_wanted():
