@@ -81,8 +81,7 @@ study.save_figure(figure, "splits")
 SHARES = {"p50": 0.5, "p90": 0.9}
 SAID: dict[Metric, str] = {"ttft": "TTFT", "handoff_gap": "handoff gap"}
 first_two = pl.concat(
-    percentile_table(tables, metric, SHARES).with_columns(pl.lit(said).alias("what"))
-    for metric, said in SAID.items()
+    percentile_table(tables, metric, SHARES).with_columns(pl.lit(said).alias("what")) for metric, said in SAID.items()
 )
 first_two = first_two.with_columns(split, shape, pl.format("{} {}", "what", "percentile").alias("column"))
 first_two.pivot("column", index=keys, values="ms")
