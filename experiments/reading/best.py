@@ -49,7 +49,9 @@ def best_table(rates: pl.DataFrame, gaps: pl.DataFrame, by: Sequence[str], arm: 
 
 
 def _row(load: Mapping[str, object], rates: pl.DataFrame, p90: pl.DataFrame, arm: str) -> dict[str, object]:
-    gaps_ms = dict(p90.filter(*(pl.col(key) == value for key, value in load.items())).select(arm, "ms").iter_rows())
+    gaps_ms = dict(
+        p90.filter(*(pl.col(key).eq_missing(value) for key, value in load.items())).select(arm, "ms").iter_rows()
+    )
     arms = [
         Arm(name=str(name), values=dict(own.select("repeat", "value").iter_rows()), gap_ms=gaps_ms.get(name, inf))
         for (name,), own in rates.group_by(arm, maintain_order=True)

@@ -59,6 +59,17 @@ def test_a_table_has_a_row_for_each_load_with_its_best_arm_and_figures():
     assert best_table(rates, gaps.clear(), ["load"])["ITL p90, ms"].to_list() == [None, None]
 
 
+def test_a_load_that_has_no_value_of_a_key_has_its_gaps_too():
+    rates = pl.DataFrame(
+        [("good", None, name, 0, 1.0) for name in "ab"],
+        schema={"rate": pl.String, "load": pl.Int64, "arm": pl.String, "repeat": pl.Int64, "value": pl.Float64},
+        orient="row",
+    )
+    schema = {"load": pl.Int64, "arm": pl.String, "percentile": pl.String, "ms": pl.Float64}
+    gaps = pl.DataFrame([(None, "a", "p90", 9.0), (None, "b", "p90", 7.0)], schema=schema, orient="row")
+    assert best_table(rates, gaps, ["load"]).rows() == [(None, "b", 1.0, 7.0, "a")]
+
+
 @pytest.mark.parametrize(
     ("bounds", "verdict"),
     [((3.0, 5.0), "held"), ((2.9, 5.0), "open"), ((1.0, 2.9), "missed"), ((None, None), "held")],
