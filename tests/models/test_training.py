@@ -117,6 +117,7 @@ def test_all_blocks_give_the_values_and_gradients_of_all_experts(num_tokens, ske
         np.testing.assert_allclose(one, other, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_pass_that_trains_is_the_pass_that_serves():
     weights = initialise(kimi.declare(CONFIG), 0, "float32", build_mesh(MeshShape()))
     batch = batch_of(2, 140)

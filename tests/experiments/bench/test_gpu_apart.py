@@ -99,6 +99,7 @@ def test_what_fails_an_engine_ends_the_run(monkeypatch):
         errors()
 
 
+@pytest.mark.slow
 def test_the_slice_alone_gives_the_same_tokens_from_both_and_they_hang_on_its_kv(monkeypatch):
     """Its weights are on the device once, however many engines there are."""
     scale = quick(trial_scale(1))

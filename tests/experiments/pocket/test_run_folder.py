@@ -246,6 +246,7 @@ def averaged(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_what_is_to_be_averaged_is_kept_and_averaged(averaged: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in (averaged / loop.CHECKPOINTS).iterdir()) == ["2", "6", "7", "8"]
     assert export.export(averaged, tmp_path / "mean") == (2, 6)
@@ -265,6 +266,7 @@ def test_a_run_that_seldom_saves_saves_what_is_to_be_averaged(tmp_path: Path) ->
     assert sorted(path.name for path in (tmp_path / loop.CHECKPOINTS).iterdir()) == ["2", "4"]
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_what_is_to_be_averaged_does_not_go_on(tmp_path: Path) -> None:
     recipe = replace(RECIPE, stages=(replace(RECIPE.stages[0], num_rows=3, num_steps=4),), averaged=(2,))
     rehearse(recipe, tmp_path)
@@ -280,6 +282,7 @@ def test_what_a_recipe_averages_are_ends_of_its_cycles_in_order(name: str) -> No
     assert list(recipe.averaged) == sorted(set(recipe.averaged) & ends)
 
 
+@pytest.mark.slow
 def test_before_the_last_of_them_the_newest_step_is_exported(averaged: Path, tmp_path: Path) -> None:
     for step in (6, 7, 8):
         shutil.rmtree(averaged / loop.CHECKPOINTS / str(step))
@@ -287,6 +290,7 @@ def test_before_the_last_of_them_the_newest_step_is_exported(averaged: Path, tmp
 
 
 @pytest.mark.parametrize("value", ['"2"', "[2.5]", "[0]", "[true]"])
+@pytest.mark.slow
 def test_steps_that_are_none_are_named(averaged: Path, tmp_path: Path, value: str) -> None:
     told = json.loads((averaged / TOLD).read_text())
     told["recipe"]["averaged"] = json.loads(value)
