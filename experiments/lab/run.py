@@ -62,7 +62,7 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
     try:
         with folder.trial(trial) as part:
             told = with_rate(experiment, trial, folder.path)
-            prefix, before = f"{folder.id_prefix}-{trial.name}", _model_of(folder, trial.point)
+            prefix, before = f"{folder.id_prefix}-{trial.name}", _model_before(folder, trial)
             record = run_trial(told, trial, prefix, part, _environment(), tell, before)
             if record.why_incomplete is not None:
                 raise TrialFailed(record.why_incomplete)
@@ -74,11 +74,14 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
             _write(folder, trial)
 
 
-def _model_of(folder: RunFolder, point: int) -> ModelInfo | None:
-    """That the point's trials that are done were of; None while there is none."""
-    done = (folder.path / trial.name / "trial.json" for trial in trials_of(folder.record) if trial.point == point)
-    for file in done:
-        if file.is_file():
+def _model_before(folder: RunFolder, trial: Trial) -> ModelInfo | None:
+    """That the trials that are done were of, those of the same point, or where one server serves all, of any.
+
+    None while there is none.
+    """
+    for other in trials_of(folder.record):
+        file = folder.path / other.name / "trial.json"
+        if (other.point == trial.point or folder.record.url is not None) and file.is_file():
             return msgspec.json.decode(file.read_bytes(), type=TrialRecord).model
     return None
 

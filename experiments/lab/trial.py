@@ -83,7 +83,7 @@ def run_trial(
 
     Args:
         id_prefix: that of its requests, and nobody else's.
-        model_before: what the trials of this point that are done were of.
+        model_before: what those trials that are done were of whose server was to be the same.
 
     Raises:
         ServerFailed: it did not start. WorkloadError: the workload does not fit the model. TrialFailed: another model,

@@ -57,15 +57,8 @@ def from_trace(
     found: list[Planned] = []
     num_clipped = 0
     for one in traced:
-        num_prompt = max(1, round(one.input_tokens * length_scale))
-        max_tokens = max(1, round(one.output_tokens * length_scale))
-        if num_prompt + max_tokens > max_context_tokens:
-            if not clips:
-                both = f"{num_prompt} + {max_tokens} tokens"
-                raise WorkloadError(f"{_place(one)}: {both} are more than a context of {max_context_tokens}")
-            num_clipped += 1
-            max_tokens = min(max_tokens, max_context_tokens - 1)
-            num_prompt = min(num_prompt, max_context_tokens - max_tokens)
+        num_prompt, max_tokens, is_cut = _lengths(one, length_scale, max_context_tokens, clips)
+        num_clipped += is_cut
         prompt = BlockPrompt(
             blocks=_enough(one.blocks, num_prompt, block_tokens),
             num_tokens=num_prompt,
@@ -78,6 +71,19 @@ def from_trace(
             raise WorkloadError(f"{_place(one)}: comes {at_s:g} s after the first one")
         found.append(Planned(prompt=prompt, max_tokens=max_tokens, at_s=at_s))
     return Workload(requests=sorted(found, key=lambda request: request.at_s or 0.0), num_clipped=num_clipped)
+
+
+def _lengths(one: TracedRequest, length_scale: float, max_context_tokens: int, clips: bool) -> tuple[int, int, bool]:
+    """Of the prompt and of the completion, and whether they were cut. WorkloadError where they do not fit."""
+    num_prompt = max(1, round(one.input_tokens * length_scale))
+    max_tokens = max(1, round(one.output_tokens * length_scale))
+    if num_prompt + max_tokens <= max_context_tokens:
+        return num_prompt, max_tokens, False
+    if not clips:
+        both = f"{num_prompt} + {max_tokens} tokens"
+        raise WorkloadError(f"{_place(one)}: {both} are more than a context of {max_context_tokens}")
+    max_tokens = min(max_tokens, max_context_tokens - 1)
+    return min(num_prompt, max_context_tokens - max_tokens), max_tokens, True
 
 
 def _enough(blocks: tuple[int, ...], num_tokens: int, block_tokens: float) -> tuple[int, ...]:

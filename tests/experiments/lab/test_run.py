@@ -95,16 +95,18 @@ def the_run(out: Path) -> Path:
     return run
 
 
+@pytest.mark.parametrize("left", [["point-001-repeat-1"], ["point-001-repeat-0", "point-001-repeat-1"]])
 def test_a_run_does_not_go_on_at_a_server_that_has_another_model_by_now(
-    tmp_path: Path, scripted: Scripted, url: str, capsys
+    tmp_path: Path, scripted: Scripted, url: str, capsys, left: Sequence[str]
 ):
     folder, out = mini(tmp_path, FIXED), tmp_path / "results"
     assert experiment(Run(folder=folder, out=out, url=url)) == 0
     run = the_run(out)
-    shutil.rmtree(run / "point-001-repeat-1")
+    for name in left:
+        shutil.rmtree(run / name)
     scripted.fingerprint = "another"
     assert experiment(Run(folder=folder, out=out, url=url, resume=Path(run.name))) == 1
-    assert "point-001-repeat-1: model.fingerprint was one and is another; a run goes on" in capsys.readouterr().err
+    assert f"{left[0]}: model.fingerprint was one and is another; a run goes on" in capsys.readouterr().err
     scripted.fingerprint = "one"
     assert experiment(Run(folder=folder, out=out, url=url, resume=Path(run.name))) == 0
 
