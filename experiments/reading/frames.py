@@ -58,9 +58,9 @@ def load_trial(folder: Path) -> TrialFrames:
     try:
         record = msgspec.json.decode((folder / "trial.json").read_bytes(), type=TrialRecord)
         requests = pl.read_parquet(folder / "requests.parquet")
-        _check_versions(folder, record, requests)
         tokens = folder / "tokens.parquet"
         found = pl.read_parquet(tokens) if tokens.is_file() else None
+        _check_versions(folder, record, *(table for table in (requests, found) if table is not None))
     except (OSError, msgspec.DecodeError, pl.exceptions.PolarsError) as error:
         raise ExperimentError(f"{folder}: {error}") from error
     gaps = pl.col("completion_tokens") - 1
@@ -74,12 +74,12 @@ def load_trial(folder: Path) -> TrialFrames:
     )
 
 
-def _check_versions(folder: Path, record: TrialRecord, requests: pl.DataFrame) -> None:
+def _check_versions(folder: Path, record: TrialRecord, *tables: pl.DataFrame) -> None:
     """A trial's folder may come from another run than its neighbours, by hand."""
-    tables = sorted(set(requests["version"]) | {TRACE_VERSION})
-    if record.schema_version != VERSION or tables != [TRACE_VERSION]:
+    versions = sorted({TRACE_VERSION}.union(*(table["version"] for table in tables)))
+    if record.schema_version != VERSION or versions != [TRACE_VERSION]:
         raise ExperimentError(
-            f"{folder}: of schema version {record.schema_version} (tables' {', '.join(map(str, tables))}), "
+            f"{folder}: of schema version {record.schema_version} (tables' {', '.join(map(str, versions))}), "
             f"and this is version {VERSION} (tables' {TRACE_VERSION})"
         )
 

@@ -38,6 +38,7 @@ OVERRIDES = {
     "gateway.queue_timeout_s": 50.0,  # where nothing is compiled yet, a place among 15 comes late
     "model.max_context_tokens": 2000,
     "prefill.chunk_tokens": 64,
+    "prefill.max_slots": MAX_SLOTS,  # as decode has: then both compile the same programs, and find each other's
     "decode.max_slots": MAX_SLOTS,
     "kv.block_size": BLOCK_SIZE,
     "kv.num_blocks": NUM_BLOCKS,

@@ -24,11 +24,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import Client
-from tests.cluster.conftest import FIXTURE, metric, wait_until
+from tests.cluster.conftest import BLOCK_SIZE, FIXTURE, MAX_SLOTS, NUM_BLOCKS, metric, wait_until
 
 READY_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 40.0
-BLOCK_SIZE = 16
 QUARANTINE_S = 1.0
 HOLD_BYTES = ("01", "08")  # established, and closed by the peer: states of a connection in /proc/net/tcp
 SILENCE_S = 3.0
@@ -44,9 +43,10 @@ SETTINGS: Mapping[str, object] = {
     "prefill.port": 0,
     "prefill.chunk_tokens": 64,
     "decode.port": 0,
-    "decode.max_slots": 8,
+    "prefill.max_slots": MAX_SLOTS,
+    "decode.max_slots": MAX_SLOTS,  # sizes of the shared cluster, which leaves its programs compiled
     "kv.block_size": BLOCK_SIZE,
-    "kv.num_blocks": 256,
+    "kv.num_blocks": NUM_BLOCKS,
     "kv.quarantine_s": QUARANTINE_S,
     "kv.lease_s": 20.0,
     "kv.transfer_timeout_s": 2.0,

@@ -52,10 +52,11 @@ OVERRIDES: dict[str, Any] = {
     "model.path": POCKET,
     "model.dtype": "float32",
     "model.max_context_tokens": MAX_CONTEXT_TOKENS,
-    "prefill.chunk_tokens": 256,
+    "prefill.chunk_tokens": 64,
+    "prefill.max_slots": 4,
     "decode.max_slots": 4,
     "kv.block_size": 64,
-    "kv.num_blocks": 320,
+    "kv.num_blocks": 320,  # programs of these sizes serve affinity's miniature too, which finds them compiled
     "kv.slab_bytes": 1 << 24,
 }
 

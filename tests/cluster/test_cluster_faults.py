@@ -18,7 +18,13 @@ from tests.engine_room import long_text
 
 pytestmark = pytest.mark.xdist_group("cluster")
 FREED_WITHIN_S = 1.5 + QUARANTINE_S  # one second, a step, and the look; then slots that a writer may still touch
-ONE_SLOT = {"decode.max_slots": 1, "model.max_context_tokens": 8000, "kv.num_blocks": 512}
+ONE_SLOT = {
+    "prefill.max_slots": 1,
+    "decode.max_slots": 1,
+    "model.max_context_tokens": 8000,
+    "kv.num_blocks": 512,
+    "prefill.chunk_tokens": 32,  # one size of either step: little to compile
+}
 HOLDS_THE_SLOT = {"max_tokens": 7800, "ignore_eos": True}  # for seconds, until its client leaves
 QUEUE_TIMEOUT_S = 0.3
 

@@ -20,7 +20,8 @@ SETTINGS = {
     "routing.local_prefill_max_tokens": 2000,  # so that one worker has all of a request
     "model.max_context_tokens": 8000,  # a stream that goes on for longer than all that is asked beside it
     "kv.num_blocks": 1024,
-    "decode.max_slots": 2,  # these two: few programs to compile
+    "prefill.max_slots": 2,
+    "decode.max_slots": 2,  # these: few programs to compile
     "prefill.chunk_tokens": 32,
 }
 

@@ -105,13 +105,15 @@ def the_run(out: Path) -> Path:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+    ("number", "code", "num_repeats"),
+    [(signal.SIGKILL, -9, 1), pytest.param(signal.SIGTERM, 143, 2, marks=pytest.mark.slow)],
 )
 def test_a_runner_that_is_ended_while_it_sends_ends_its_servers_and_goes_on_at_the_next_point(
-    number: signal.Signals, code: int, tmp_path: Path
+    number: signal.Signals, code: int, num_repeats: int, tmp_path: Path
 ):
     folder, out = experiment_folder(tmp_path), tmp_path / "results"
-    with runner("run", folder, "--out", out) as process:
+    arguments = ("run", folder, "--out", out, "--set", f"repeats={num_repeats}")
+    with runner(*arguments) as process:
         servers = serving_below(out / "mini", "point-001-repeat-0.part", num_requests=NUM_WARMUP + 1)
         assert sorted(servers.values()) == ["gateway", "worker"]
         process.send_signal(number)
@@ -125,18 +127,21 @@ def test_a_runner_that_is_ended_while_it_sends_ends_its_servers_and_goes_on_at_t
         assert (run / "point-001-repeat-0.part").is_dir()
     else:
         assert errors == interrupted(run)
-        assert [trial["state"] for trial in told["trials"]] == ["done", "incomplete", "pending", "pending"]
+        left = ["pending"] * (2 * num_repeats - 2)
+        assert [trial["state"] for trial in told["trials"]] == ["done", "incomplete", *left]
         assert told["trials"][1]["why"] == "interrupted"
     done = [path.name for path in run.iterdir() if re.fullmatch(r"point-\d+-repeat-\d", path.name)]
     assert done == ["point-000-repeat-0"]
     before = {path: path.read_bytes() for path in (run / "point-000-repeat-0").rglob("*") if path.is_file()}
 
-    with runner("run", folder, "--out", out, "--resume", run.name) as process:
+    with runner(*arguments, "--resume", run.name) as process:
         said, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert [line[:4] for line in said.splitlines() if re.match(r"\d/4: ", line)] == ["2/4:", "3/4:", "4/4:"]
+    num_trials = 2 * num_repeats
+    counted = [line[:4] for line in said.splitlines() if re.match(r"\d/\d: ", line)]
+    assert counted == [f"{number}/{num_trials}:" for number in range(2, num_trials + 1)]
     assert {path: path.read_bytes() for path in before} == before
-    check_run(run)
+    check_run(run, num_repeats)
     if number == signal.SIGKILL:
         check_comparison(run, tmp_path / "differences.json")
 
@@ -193,12 +198,12 @@ def serving_below(runs: Path, trial: str, *, num_processes: int = 2, num_request
     raise TimeoutError(f"nothing serves below {runs}/*/{trial}")
 
 
-def check_run(run: Path) -> None:
-    """Every file of a run that is done."""
+def check_run(run: Path, num_repeats: int) -> None:
+    """Every file of a run of two points that is done."""
     told = json.loads((run / "run.json").read_text())
     assert told["state"] == "done"
     assert [trial["name"] for trial in told["trials"]] == [
-        f"point-00{point}-repeat-{repeat}" for repeat in (0, 1) for point in (0, 1)
+        f"point-00{point}-repeat-{repeat}" for repeat in range(num_repeats) for point in (0, 1)
     ]
     assert {trial["state"] for trial in told["trials"]} == {point["state"] for point in told["points"]} == {"done"}
     assert [point["settings"]["workload.rate_per_s"] for point in told["points"]] == [50, SLOW_PER_S]
@@ -214,7 +219,7 @@ def check_run(run: Path) -> None:
         check_trial(run / name)
     frames = load_run(run)
     prompts = {(point, repeat): trial.record.workload["seed"] for (point, repeat), trial in frames.trials.items()}
-    assert prompts == {(0, 0): 0, (1, 0): 0, (0, 1): 1, (1, 1): 1}
+    assert prompts == {(point, repeat): repeat for repeat in range(num_repeats) for point in (0, 1)}
     assert "Goodput at 90%, as configured: " in (run / "summary.md").read_text()
 
 

