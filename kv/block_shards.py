@@ -86,6 +86,14 @@ class BlockShards:
                 parts.append(self._nothing(device, sharding.shard_shape(shape), blocks.dtype))
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
+    def abstract_payload(self, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        """What `spread` makes of blocks of this shape."""
+        num_blocks, num_layers, *token = shape
+        if not self._is_token_cut:
+            num_layers = self._layers_per_part * self._num_parts
+        sharding = NamedSharding(self._mesh, self.payload)
+        return jax.ShapeDtypeStruct((self._num_partitions * num_blocks, num_layers, *token), dtype, sharding=sharding)
+
     def _nothing(self, device: Any, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
         """What devices of other partitions are given, whose rows say that it goes nowhere. Kept, to be made once."""
         if (device, shape) not in self._zeros:

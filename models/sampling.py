@@ -1,8 +1,9 @@
 """From logits to the next token, on the device: penalties, bias, cuts, noise, log-probabilities.
 
-Everything optional sits behind a `lax.cond` on what any row of the batch asks for, so a greedy batch pays for an
-argmax. Noise is keyed by (seed, choice, absolute position), never by slot or step: a request draws the same token
-wherever and whenever it runs. Order: penalties, bias and banned stops; temperature; min-p; top-k; top-p (as vLLM).
+Everything optional sits behind a `lax.cond` on what any row of a tile asks for, so a greedy tile pays for an argmax.
+Tiles run one after another, and only those that have rows: one program serves every number of rows. Noise is keyed by
+(seed, choice, absolute position), never by slot or step: a request draws the same token wherever and whenever it runs.
+Order: penalties, bias and banned stops; temperature; min-p; top-k; top-p (as vLLM).
 Sources: the Gumbel-max trick (Gumbel 1954); nucleus sampling (arXiv 1904.09751); min-p (arXiv 2407.01082); repetition
 penalty (CTRL, arXiv 1909.05858).
 """
@@ -24,10 +25,9 @@ QUICK_TOP_K = 64  # up to here lax.top_k does; beyond, or for top-p alone, the w
 class SlotState:
     """What the device remembers of each slot between steps. Donated to every step.
 
-    A row of the last five fields holds only if its request needs it: the load step sets the whole row at once.
+    A row holds only if its request needs it: the load step sets the whole row at once.
     """
 
-    last_token: Int[Array, "slots"]  # sampled or loaded last: the next decode step's input
     output_counts: Int[Array, "slots v"]
     is_prompt: Bool[Array, "slots v"]
     bias_ids: Int[Array, "slots biases"]  # v or beyond where unused
@@ -66,7 +66,6 @@ class Draws:
 
 def empty_slots(num_slots: int, vocab_size: int, max_biases: int, max_stops: int) -> SlotState:
     return SlotState(
-        last_token=jnp.zeros(num_slots, jnp.int32),
         output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
         is_prompt=jnp.zeros((num_slots, vocab_size), jnp.bool_),
         bias_ids=jnp.full((num_slots, max_biases), vocab_size, jnp.int32),
@@ -85,18 +84,13 @@ def load_slot(
     bias_values: Float[Array, "biases"],
     stop_ids: Int[Array, "stops"],
 ) -> SlotState:
-    """Sets one slot's row from its request: prompt tokens, then tokens generated so far, then padding.
-
-    The last of them becomes the next decode step's input: a request whose KV is here already has no other step to
-    leave it.
-    """
+    """Sets one slot's row from its request: prompt tokens, then tokens generated so far, then padding."""
     vocab_size = slots.output_counts.shape[1]
     index = jnp.arange(history.shape[0])
     prompt = jnp.where(index < num_prompt, history, vocab_size)
     output = jnp.where((index >= num_prompt) & (index < num_history), history, vocab_size)
     return replace(
         slots,
-        last_token=slots.last_token.at[slot].set(history[jnp.maximum(num_history - 1, 0)]),
         output_counts=slots.output_counts.at[slot].set(jnp.zeros(vocab_size, jnp.int32).at[output].add(1, mode="drop")),
         is_prompt=slots.is_prompt.at[slot].set(jnp.zeros(vocab_size, jnp.bool_).at[prompt].set(True, mode="drop")),
         bias_ids=slots.bias_ids.at[slot].set(bias_ids),
@@ -106,22 +100,54 @@ def load_slot(
 
 
 def draw(
-    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState, slot_of_row: Int[Array, "b"], num_top: int
+    logits: Float[Array, "b v"],
+    rows: RowSampling,
+    slots: SlotState,
+    slot_of_row: Int[Array, "b"],
+    num_rows: Int[Array, ""],
+    *,
+    num_top: int,
+    tile: int,
 ) -> tuple[Draws, SlotState]:
-    """Draws one token per row and notes it in the row's slot. A row whose slot is out of range draws for nobody.
+    """Draws one token for each of the first `num_rows` rows and notes it in the row's slot.
 
-    `num_top`: of how many of the likeliest tokens to give log-probabilities, where a row wants any.
+    A row whose slot is out of range draws for nobody. What lies beyond `num_rows` is not looked at: it draws zeros.
+
+    Args:
+        num_top: of how many of the likeliest tokens to give log-probabilities, where a row wants any.
+        tile: rows that are drawn at once, a divisor of b. On CPU one: each row then pays for what it asks for itself.
     """
+    num_padded, size = len(logits), min(num_top, logits.shape[1])
+
+    def draw_tile(index: Int[Array, ""], drawn: Draws) -> Draws:
+        own_logits, own, own_slots = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index * tile, tile), (logits, rows, slot_of_row)
+        )
+        found = _draw_tile(own_logits, own, slots, own_slots, num_top)
+        return jax.tree.map(
+            lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index * tile, axis=0), drawn, found
+        )
+
+    nothing = Draws(
+        tokens=jnp.zeros(num_padded, jnp.int32),
+        logprobs=jnp.zeros(num_padded),
+        top_ids=jnp.zeros((num_padded, size), jnp.int32),
+        top_logprobs=jnp.zeros((num_padded, size)),
+    )
+    drawn = jax.lax.fori_loop(0, (num_rows + tile - 1) // tile, draw_tile, nothing)
+    noted = jnp.where(jnp.arange(num_padded) < num_rows, slot_of_row, len(slots.output_counts))
+    counts = slots.output_counts.at[noted, drawn.tokens].add(1, mode="drop")
+    return drawn, replace(slots, output_counts=counts)
+
+
+def _draw_tile(
+    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState, slot_of_row: Int[Array, "b"], num_top: int
+) -> Draws:
     adjusted = _adjust(logits, rows, slots, slot_of_row)
     tokens = jax.lax.cond(
         jnp.any(rows.temperature > 0), _sample, lambda x, _: jnp.argmax(x, axis=-1), adjusted, rows
     ).astype(jnp.int32)
-    slots = replace(
-        slots,
-        last_token=slots.last_token.at[slot_of_row].set(tokens, mode="drop"),
-        output_counts=slots.output_counts.at[slot_of_row, tokens].add(1, mode="drop"),
-    )
-    return _with_logprobs(logits, tokens, rows, num_top), slots
+    return _with_logprobs(logits, tokens, rows, num_top)
 
 
 def _adjust(

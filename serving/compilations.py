@@ -1,4 +1,9 @@
-"""Counts what XLA compiles in this process, so that a worker can prove that nothing compiles while it serves."""
+"""Counts what XLA compiles in this process, so that a worker can prove that no request waits for it.
+
+Programs that are prepared behind the first ones, on threads that say so, are none that a request waits for.
+"""
+
+import threading
 
 import jax
 
@@ -11,6 +16,11 @@ class CompilationCounter:
     def __init__(self) -> None:
         self.num_compilations = 0
         self._num_before_serving: int | None = None
+        self._thread = threading.local()
+
+    def exempt_this_thread(self) -> None:
+        """What it compiles from now on is not counted: nobody waits for it."""
+        self._thread.is_exempt = True
 
     def start(self) -> None:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
@@ -25,4 +35,4 @@ class CompilationCounter:
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         del duration_secs, kwargs
-        self.num_compilations += event == _EVENT
+        self.num_compilations += event == _EVENT and not getattr(self._thread, "is_exempt", False)

@@ -7,13 +7,13 @@ packed array, with slots and blocks as the partition counts them.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from moonshard.serving.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillChunk, PrefillPlan
 from moonshard.serving.request import Request, SequenceId
-from moonshard.serving.steps import Step, StepKind, StepShapes, bucket_for
+from moonshard.serving.steps import Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
 _Written = tuple[SequenceId, tuple[int, ...]]  # whose row it is, and the blocks that stand in it
@@ -22,13 +22,16 @@ _Written = tuple[SequenceId, tuple[int, ...]]  # whose row it is, and the blocks
 class StepEncoder:
     """Packs plans. Holds the rows of the last decode step, and nothing that decides anything."""
 
-    def __init__(self, shapes: StepShapes):
+    def __init__(self, shapes: StepShapes, bucket_for: Callable[[StepKind, int], int] | None = None):
+        """`bucket_for`: the bucket of a kind that holds a size; by default the smallest of the shapes' that does."""
         self._shapes = shapes
+        self._bucket_for = bucket_for or (lambda kind, size: smallest(shapes.buckets[kind], size))
         self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
-        decode = shapes.layout(StepKind.DECODE, shapes.slots_per_partition)
-        _, self._blank_rows = decode.blank()
+        decode, draw = shapes.layout(StepKind.DECODE, shapes.slots_per_partition), self._layouts[StepKind.DRAW, 0]
+        self._blank_rows = decode.blank()[1] | draw.blank()[1]
         _, rows = decode.blank(shapes.num_partitions)
-        self._rows = [_of(rows, partition) for partition in range(shapes.num_partitions)]
+        self._drawn, draws = draw.blank(shapes.num_partitions)  # of the last decode step
+        self._rows = [_of(rows | draws, partition) for partition in range(shapes.num_partitions)]
         self._written: list[list[_Written | None]] = [[None] * shapes.slots_per_partition for _ in self._rows]
 
     @property
@@ -49,15 +52,24 @@ class StepEncoder:
 
     def _encode_prefill(self, plan: PrefillPlan) -> Step:
         by_partition = self._by_partition(plan.chunks)
-        bucket = bucket_for(self._shapes.prefill_buckets, max(map(self._num_padded, by_partition)))
+        bucket = self._bucket_for(StepKind.PREFILL, max(map(self._num_padded, by_partition)))
         packed, fields = self._blank(StepKind.PREFILL, bucket)
+        sampling, sampling_fields = self._blank(StepKind.DRAW)
         first_draws = itertools.count(0, self._shapes.slots_per_partition)
         draws: dict[SequenceId, int] = {}
         for partition, (chunks, first_draw) in enumerate(zip(by_partition, first_draws, strict=False)):
-            for index, sequence in enumerate(self._write_chunks(_of(fields, partition), chunks)):
+            own = _of(fields, partition) | _of(sampling_fields, partition)
+            for index, sequence in enumerate(self._write_chunks(own, chunks)):
                 draws[sequence] = first_draw + index
         order = (sequence for chunk in plan.chunks for sequence, _ in chunk.samples)
-        return Step(plan.number, StepKind.PREFILL, bucket, packed, draws=tuple(draws[each] for each in order))
+        return Step(
+            plan.number,
+            StepKind.PREFILL,
+            bucket,
+            packed,
+            sampling=sampling if draws else None,
+            draws=tuple(draws[each] for each in order),
+        )
 
     def _num_padded(self, chunks: Sequence[PrefillChunk]) -> int:
         return sum(self._num_rows(chunk) for chunk in chunks) * self._shapes.q_tile
@@ -79,6 +91,7 @@ class StepEncoder:
                 _write_position(fields, draw, chunk.request, chunk.start + len(chunk.tokens))
                 drawing.append(sequence)
             row += self._num_rows(chunk)
+        fields["num_rows"][...] = len(drawing)
         return drawing
 
     def _write_chunk(self, fields: Fields, chunk: PrefillChunk, first_row: int) -> None:
@@ -90,18 +103,26 @@ class StepEncoder:
 
     def _encode_decode(self, plan: DecodePlan) -> Step:
         by_partition = self._by_partition(plan.rows)
-        bucket = bucket_for(self._shapes.decode_buckets, max(map(len, by_partition)))
+        bucket = self._bucket_for(StepKind.DECODE, max(map(len, by_partition)))
         packed, fields = self._blank(StepKind.DECODE, bucket)
         draws: dict[SequenceId, int] = {}
         for partition, rows in enumerate(by_partition):
             for index, row in enumerate(rows):
                 self._write_row(partition, index, row)
-                draws[row.sequence] = partition * bucket + index
+                draws[row.sequence] = partition * self._shapes.slots_per_partition + index
             for index in range(len(rows), bucket):
                 self._clear_row(partition, index)
             for name, field in fields.items():
                 field[partition] = self._rows[partition][name][:bucket]
-        return Step(plan.number, StepKind.DECODE, bucket, packed, draws=tuple(draws[row.sequence] for row in plan.rows))
+            self._rows[partition]["num_rows"][...] = len(rows)
+        return Step(
+            plan.number,
+            StepKind.DECODE,
+            bucket,
+            packed,
+            sampling=self._drawn.copy(),
+            draws=tuple(draws[row.sequence] for row in plan.rows),
+        )
 
     def _write_row(self, partition: int, index: int, row: DecodeRow) -> None:
         fields, written = self._rows[partition], self._written[partition][index]
@@ -110,14 +131,16 @@ class StepEncoder:
         if written is None or written[1] is not row.block_table:
             fields["block_tables"][index, : len(row.block_table)] = row.block_table
         self._written[partition][index] = (row.sequence, row.block_table)
-        fields["slot"][index] = row.slot.index  # preempted, a sequence may come back to its row in another
+        # preempted, a sequence may come back to its row in another slot
+        fields["slot"][index] = fields["sample_slot"][index] = row.slot.index
         fields["positions"][index] = row.position
         _write_position(fields, index, row.request, row.position + 1)
 
     def _clear_row(self, partition: int, index: int) -> None:
         if self._written[partition][index] is not None:
             for name, field in self._rows[partition].items():
-                field[index] = self._blank_rows[name][0, index]
+                if field.ndim:  # a value of the whole step is no row's
+                    field[index] = self._blank_rows[name][0, index]
             self._written[partition][index] = None
 
     def _encode_load(self, plan: LoadPlan) -> Step:
@@ -144,14 +167,14 @@ class StepEncoder:
 
     def encode_export(self, number: int, partition: int, blocks: Sequence[int]) -> Step:
         """Read blocks of one partition, at most as many as the largest transfer bucket."""
-        bucket = bucket_for(self._shapes.transfer_buckets, len(blocks))
+        bucket = self._bucket_for(StepKind.EXPORT, len(blocks))
         packed, fields = self._blank(StepKind.EXPORT, bucket)
         fields["source"][partition, : len(blocks)] = blocks
         return Step(number, StepKind.EXPORT, bucket, packed, partition=partition, num_blocks=len(blocks))
 
     def encode_land(self, number: int, partition: int, blocks: Sequence[int], payload: np.ndarray) -> Step:
         """Overwrite them with `payload` [len(blocks), ...], which is copied only where the bucket has more room."""
-        bucket = bucket_for(self._shapes.transfer_buckets, len(blocks))
+        bucket = self._bucket_for(StepKind.LAND, len(blocks))
         packed, fields = self._blank(StepKind.LAND, bucket)
         fields["destination"][partition, : len(blocks)] = blocks
         if bucket > len(blocks):

@@ -1,7 +1,8 @@
-"""From a configuration to a device side that is ready to serve: read, place, size the pool, compile.
+"""From a configuration to a device side that is ready to serve: read, place, size the pool, prepare the programs.
 
 Everything slow about starting a worker, and everything that can be wrong with its model folder, happens here and before
-the worker answers. Runs on a thread of its own; `progress` tells how far it is.
+the worker answers; but programs that only make small steps faster may be left for later. Runs on a thread of its own;
+`progress` tells how far it is.
 """
 
 import time
@@ -20,10 +21,13 @@ from moonshard.models.footprint import pieces
 from moonshard.models.spec import ModelError
 from moonshard.serving.config import Config, ConfigError, WorkerRole, experts_of, mesh_of, rules_of
 from moonshard.serving.kv_endpoint import slab_layout
+from moonshard.serving.preparation import Preparation
+from moonshard.serving.program_store import ProgramStore
 from moonshard.serving.programs import Programs
 from moonshard.serving.scheduler import SchedulerConfig
 from moonshard.serving.stage import Stage, StageModel
-from moonshard.serving.steps import StepShapes
+from moonshard.serving.steps import StepKind, StepShapes
+from moonshard.serving.timings import Timings
 from moonshard.sharding.budget import stage_layers
 from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.layout import Layout
@@ -63,6 +67,7 @@ class LoadedModel:
     dtype: str
     fingerprint: str
     layout: Layout  # of a block on its way between workers
+    preparation: Preparation  # of `programs.others`, where they were left for later
     load_s: float
     compile_s: float
 
@@ -102,32 +107,56 @@ def _mesh_by_its_key(role: WorkerRole) -> Iterator[None]:
         raise MeshError(f"{'prefill' if role == 'prefill' else 'decode'}.{error}") from error
 
 
-def load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedModel:
-    """Reads and compiles.
+def load_model(
+    config: Config,
+    role: WorkerRole,
+    progress: Progress,
+    *,
+    timings: Timings | None = None,
+    store: ProgramStore | None = None,
+    leaves_others: bool = False,
+) -> LoadedModel:
+    """Reads the weights and prepares the programs, with `leaves_others` only those without which nothing is served.
 
     Raises:
         CheckpointError, ModelError, MeshError: the folder, the model or the mesh cannot be served; one message.
     """
     with _mesh_by_its_key(role):
-        return _load_model(config, role, progress)
+        return _load_model(config, role, progress, timings or Timings(), store, leaves_others)
 
 
-def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedModel:
+def _load_model(
+    config: Config,
+    role: WorkerRole,
+    progress: Progress,
+    timings: Timings,
+    store: ProgramStore | None,
+    leaves_others: bool,
+) -> LoadedModel:
     started = time.perf_counter()
-    dtype = resolve_dtype(config.model.dtype)
     place = place_of(config, role)
-    platform = build_mesh(place.mesh).devices.flat[0].platform  # a MeshError before anything is read
-    checkpoint, model = open_model(config.model.path)
-    progress("loading weights")
-    weights.check_shapes(kimi.declare(model), checkpoint)
-    placement = _place_experts(config, role, checkpoint, model, place)
-    parts = _load_stages(checkpoint, model, place, placement, dtype, backend_for(platform), progress)
+    with timings.phase("devices"):
+        dtype = resolve_dtype(config.model.dtype)
+        platform = build_mesh(place.mesh).devices.flat[0].platform  # a MeshError before anything is read
+    with timings.phase("headers"):
+        checkpoint, model = open_model(config.model.path)
+        progress("loading weights")
+        weights.check_shapes(kimi.declare(model), checkpoint)
+        placement = _place_experts(config, role, checkpoint, model, place)
+    with timings.phase("weights"):
+        parts = _load_stages(checkpoint, model, place, placement, dtype, backend_for(platform), progress)
     load_s = time.perf_counter() - started
-    shapes, pool = choose_sizes(config, model, dtype, role)
-    sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
-    programs = Programs(shapes, [Stage(part, shapes, **sizes, dtype=dtype) for part in parts])
+    with timings.phase("pages"):
+        shapes, pool = choose_sizes(config, model, dtype, role)
+        sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
+        programs = Programs(shapes, [Stage(part, shapes, **sizes, dtype=dtype) for part in parts])
     started = time.perf_counter()
-    programs.compile(lambda done, total: progress(f"compiling {done}/{total}"))
+    preparation = Preparation(programs, store, timings)
+    if leaves_others:
+        programs.only_needed()
+    wanted = programs.needed if leaves_others else (*programs.needed, *programs.others)
+    with timings.phase("programs", str(len(wanted))):
+        preparation.prepare(wanted, lambda done, total: progress(f"preparing programs {done}/{total}"))
     return LoadedModel(
         programs=programs,
         pool=pool,
@@ -137,6 +166,7 @@ def _load_model(config: Config, role: WorkerRole, progress: Progress) -> LoadedM
         dtype=dtype,
         fingerprint=checkpoint.fingerprint,
         layout=slab_layout(model.kv_groups(dtype), config.kv.block_size, place, [len(part.layers) for part in parts]),
+        preparation=preparation,
         load_s=load_s,
         compile_s=time.perf_counter() - started,
     )
@@ -243,7 +273,7 @@ def choose_sizes(
     block = _BlockBytes.of(model, group.bytes_per_token * block_size, place)
     if config.kv.num_blocks is not None:
         _check_pool_fits(config.kv.num_blocks, place, block)
-    num_blocks = config.kv.num_blocks or _auto_blocks(place, block)
+    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, place, block, role)
     pool_tokens = num_blocks * block_size
     wanted = config.model.max_context_tokens
     for limit, what in ((model.max_position_embeddings, "max_position_embeddings"), (pool_tokens, "the KV pool")):
@@ -273,6 +303,7 @@ def step_shapes(config: Config, context_tokens: int, role: WorkerRole) -> StepSh
         prefill_buckets=buckets(config.prefill.chunk_tokens, Q_TILE),
         decode_buckets=() if role == "prefill" else buckets(slots_per_partition),
         transfer_buckets=() if role == "both" else buckets(max(1, config.prefill.chunk_tokens // config.kv.block_size)),
+        transfers=(StepKind.EXPORT,) if role == "prefill" else (StepKind.LAND,),
     )
 
 
@@ -303,13 +334,20 @@ class _BlockBytes:
         )
 
 
-def _auto_blocks(place: Place, block: _BlockBytes) -> int:
-    """Of each partition, in half of the free memory: a device's, or the machine's up to `MAX_AUTO_POOL_BYTES`."""
+def _auto_blocks(config: Config, model: kimi.KimiConfig, place: Place, block: _BlockBytes, role: WorkerRole) -> int:
+    """Of each partition, in half of the free memory: a device's, or the machine's up to `MAX_AUTO_POOL_BYTES`.
+
+    Of the machine's no more than all slots could fill with the longest context: the kernel takes half a second to give
+    a GiB, which a small model's start would wait for.
+    """
     device_bytes = _free_device_bytes(place.mesh.num_devices)
     if device_bytes is not None:
         return max(1, device_bytes // 2 // block.on_a_device)
     half_bytes = min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2)
-    return max(1, half_bytes // (block.everywhere * place.mesh.num_partitions))
+    context = config.model.max_context_tokens or min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
+    shapes = step_shapes(config, context, role)
+    fillable = shapes.slots_per_partition * shapes.blocks_per_sequence
+    return max(1, min(fillable, half_bytes // (block.everywhere * place.mesh.num_partitions)))
 
 
 def _check_pool_fits(num_blocks: int, place: Place, block: _BlockBytes) -> None:

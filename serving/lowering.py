@@ -12,11 +12,10 @@ from typing import Literal
 
 import jax
 
-from moonshard.models import kimi, sampling, weights
+from moonshard.models import kimi, weights
 from moonshard.models.footprint import pieces
 from moonshard.serving.config import Config, rules_of
 from moonshard.serving.loading import DEFAULT_MAX_CONTEXT_TOKENS, backend_for, place_of, split_stages, step_shapes
-from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
 from moonshard.serving.stage import Blueprint, StageModel
 from moonshard.serving.steps import StepKind, StepShapes
 from moonshard.sharding.budget import StageBudget, budget
@@ -24,7 +23,7 @@ from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import Place
 
 DTYPE, ITEM_BYTES = "bfloat16", 2
-INT_BYTES = 4
+INT_BYTES = LOGIT_BYTES = 4
 
 StepRole = Literal["prefill", "decode"]
 
@@ -73,11 +72,9 @@ def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iter
     kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
     num_blocks, block_size = shapes.slots_per_partition * shapes.blocks_per_sequence, config.kv.block_size
     budgets = budget(pieces(model, "bf16"), place.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
-    hidden = None
     for stage, its_budget in zip(abstract_stages(model, place, DTYPE), budgets, strict=True):
         blueprint = Blueprint(stage, shapes, blocks_per_partition=num_blocks, block_size=block_size, dtype=DTYPE)
-        program = blueprint.lower(kind, sizes[-1], hidden)
-        _, hidden = program.out_info
+        program = blueprint.lower((kind, sizes[-1]))
         page_bytes = int(its_budget.kv_bytes_per_token * block_size) * num_blocks
         counted = _count(stage, shapes, kind, sizes[-1], its_budget, page_bytes)
         yield LoweredStage(num_layers=len(stage.layers), num_blocks=num_blocks, program=program, counted=counted)
@@ -86,19 +83,14 @@ def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iter
 def _count(
     stage: StageModel, shapes: StepShapes, kind: StepKind, bucket: int, its_budget: StageBudget, page_bytes: int
 ) -> StepBytes:
-    """What all arrays of a device take: weights, state, packed step, activations, draws."""
+    """What all arrays of the step take on a device: weights, pages, logits, packed step, activations."""
     slots = shapes.slots_per_partition
     stream = bucket * stage.config.hidden_size * ITEM_BYTES  # from stage to stage
-    draws = slots * (2 + 2 * MAX_LOGPROBS) * INT_BYTES
-    inputs = slots * INT_BYTES if stage.is_first and not stage.is_last else 0
-    state = page_bytes + inputs + (_slot_bytes(slots, stage.config.vocab_size) if stage.is_last else 0)
+    inputs = slots * INT_BYTES if stage.is_first and kind is StepKind.DECODE else 0
+    logits = slots * stage.config.vocab_size * LOGIT_BYTES if stage.is_last else 0
     step = shapes.layout(kind, bucket).size * INT_BYTES
+    given = step + inputs + (0 if stage.is_first else stream)
     return StepBytes(
-        arguments=int(its_budget.weight_bytes) + state + step + (0 if stage.is_first else stream),
-        outputs=state + (draws if stage.is_last else stream),
+        arguments=int(its_budget.weight_bytes) + page_bytes + logits + given,
+        outputs=page_bytes + logits + (INT_BYTES if stage.is_last else stream),
     )
-
-
-def _slot_bytes(num_slots: int, vocab_size: int) -> int:
-    slots = jax.eval_shape(lambda: sampling.empty_slots(num_slots, vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))

@@ -3,28 +3,30 @@
 Activations go from stage to stage, and the tokens that the last one draws back to the first, by `device_put`. None of
 it waits, so that while one stage runs a step the one before it runs the next. The first stage takes drawn tokens only
 when a step of the same slots is launched: else its state would depend on the last stage's newest step, and so would
-every step that it runs. Programs are compiled for every bucket before the worker is ready; nothing compiles afterwards.
-No scheduler object comes here.
+every step that it runs. Of each kind the largest bucket, which serves every step, is prepared before the worker is
+ready, and the others behind it: a step takes the smallest that is there. No scheduler object comes here.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
 from moonshard.serving.request import Logprobs
-from moonshard.serving.stage import Stage
-from moonshard.serving.steps import Step, StepKind, StepShapes
+from moonshard.serving.stage import Blueprint, Stage
+from moonshard.serving.steps import ProgramKey, Step, StepKind, StepShapes
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A step in flight, and what it gives, still on the devices.
 
-    The packed draws; an export's blocks, by stage; of a land, by stage, a number that is ready once the blocks have
-    landed. Nothing for the kinds whose end nobody waits for.
+    The packed draws, or where nobody draws a number that is ready once the step has run; an export's blocks, by stage;
+    of a land, by stage, a number that is ready once the blocks have landed. Nothing for the kinds whose end nobody
+    waits for.
     """
 
     step: Step
@@ -50,8 +52,18 @@ class _Due:
     """Draws that the first stage has not taken yet, and the slots that they are for, each as (partition, slot)."""
 
     slots: frozenset[tuple[int, int]]
-    step: Step
+    sampling: np.ndarray  # of the step that drew them
     draws: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A program of a stage, still to be prepared."""
+
+    stage: int
+    key: ProgramKey
+    blueprint: Blueprint
+    is_needed: bool  # before anything can be served
 
 
 class Programs:
@@ -62,22 +74,51 @@ class Programs:
         self.stages = tuple(stages)
         ends = list(itertools.accumulate(len(stage.model.layers) for stage in stages))
         self._layers = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
+        self._layouts = {key: shapes.layout(*key) for key in (*shapes.programs, (StepKind.NOTE, 0))}
         self._due: list[_Due] = []  # at most one for each slot, oldest first
+        self._ready = shapes.buckets
+        self._taken: set[tuple[int, ProgramKey]] = set()
 
-    def compile(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Runs every program once on padding, which compiles it, or loads it from the persistent cache."""
-        programs = self.shapes.programs
-        for done, (kind, bucket) in enumerate(programs):
-            progress(done, len(programs))
-            packed, _ = self.shapes.layout(kind, bucket).blank(self.shapes.num_partitions)
-            payload = self._blank_payload(bucket) if kind is StepKind.LAND else None
-            launched = self.launch(Step(-1, kind, bucket, packed, payload=payload))
-            if kind in (StepKind.PREFILL, StepKind.DECODE) and len(self.stages) > 1:
-                self.stages[0].note(kind, bucket, packed, launched.results[0])
-            self.fetch(launched)
-        progress(len(programs), len(programs))
-        jax.block_until_ready([stage.state for stage in self.stages])
+    # ---- which programs are there
+
+    @property
+    def needed(self) -> tuple[Wanted, ...]:
+        """Without these nothing is served: of each kind the largest. The slowest to compile first."""
+        return tuple(wanted for wanted in self._wanted() if wanted.is_needed)
+
+    @property
+    def others(self) -> tuple[Wanted, ...]:
+        """What serves smaller steps faster; the smallest first, of each kind in turn."""
+        others = [wanted for wanted in self._wanted() if not wanted.is_needed]
+        return tuple(sorted(others, key=lambda wanted: self.shapes.buckets[wanted.key[0]].index(wanted.key[1])))
+
+    def _wanted(self) -> Iterator[Wanted]:
+        for index, stage in enumerate(self.stages):
+            for key in stage.blueprint.keys:
+                kind, bucket = key
+                is_needed = bucket == max(self.shapes.buckets.get(kind, (0,)))
+                yield Wanted(stage=index, key=key, blueprint=stage.blueprint, is_needed=is_needed)
+
+    def only_needed(self) -> None:
+        """From now on a step takes the largest bucket of its kind, until smaller ones have been taken."""
+        self._ready = {kind: sizes[-1:] for kind, sizes in self.shapes.buckets.items()}
+
+    def take(self, wanted: Wanted, program: Callable[..., Any]) -> None:
+        """A prepared program. Any thread: once every stage has its own, steps of that bucket are made."""
+        self.stages[wanted.stage].take(wanted.key, program)
+        self._taken.add((wanted.stage, wanted.key))
+        kind, bucket = wanted.key
+        if kind in self._ready and all((index, wanted.key) in self._taken for index in range(len(self.stages))):
+            self._ready |= {kind: tuple(sorted({*self._ready[kind], bucket}))}
+
+    def bucket_for(self, kind: StepKind, size: int) -> int:
+        """The smallest bucket that is there and holds `size`."""
+        return next(bucket for bucket in self._ready[kind] if bucket >= size)
+
+    def compile(self) -> None:
+        """Every program, one after another, with nothing kept: for benches and tests."""
+        for wanted in (*self.needed, *self.others):
+            self.take(wanted, wanted.blueprint.lower(wanted.key).compile())
 
     def launch(self, step: Step) -> Launched:
         """Enqueues a step and returns without waiting for it."""
@@ -92,8 +133,10 @@ class Programs:
             case StepKind.LOAD | StepKind.COPY:
                 self._note_due(self._slots(step))
                 for stage in self.stages:
-                    stage.change(step.kind, step.metadata)
+                    (stage.load if step.kind is StepKind.LOAD else stage.copy)(step.metadata)
                 return Launched(step, ())
+            case StepKind.DRAW | StepKind.NOTE:
+                raise ValueError(f"{step.kind} is no step of its own")
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
         """Waits for a step's tokens, or an export's blocks, or the end of a land. None where there is nothing to see.
@@ -103,7 +146,7 @@ class Programs:
         """
         step, results = launched.step, launched.results
         match step.kind:
-            case StepKind.PREFILL | StepKind.DECODE:
+            case StepKind.PREFILL | StepKind.DECODE if step.sampling is not None:
                 return _drawn(np.asarray(results[0])[list(step.draws)])
             case StepKind.EXPORT:
                 collected = zip(self.stages, results, strict=True)
@@ -114,23 +157,31 @@ class Programs:
                 return None
 
     def _run(self, step: Step) -> jax.Array:
-        """A prefill or a decode, through all stages. Returns the packed draws."""
+        """A prefill or a decode, through all stages. Returns the packed draws, or a number where nobody draws."""
         slots = self._slots(step)
         self._note_due(slots)
         result = None
         for stage in self.stages:
             result = stage.run(step.kind, step.bucket, step.metadata, result)
         assert result is not None  # there is a stage
+        if step.sampling is None:
+            return result
+        draws = self.stages[-1].draw(step.sampling)
         if slots:
-            self._due.append(_Due(slots, step, result))
-        return result
+            self._due.append(_Due(slots, step.sampling, draws))
+        return draws
 
     def _slots(self, step: Step) -> frozenset[tuple[int, int]]:
         """The slots whose next input token the step reads or writes; none where a single stage draws and reads it."""
-        name = _SLOTS.get(step.kind)
-        if len(self.stages) == 1 or name is None:
+        if len(self.stages) == 1:
             return frozenset()
-        slots = self._layouts[step.kind, step.bucket].views(step.metadata)[name].reshape(len(step.metadata), -1)
+        if step.kind is StepKind.LOAD:
+            slots = self._layouts[StepKind.LOAD, 0].views(step.metadata)["slot"]
+        elif step.sampling is not None:
+            slots = self._layouts[StepKind.DRAW, 0].views(step.sampling)["sample_slot"]
+        else:
+            return frozenset()
+        slots = slots.reshape(len(step.metadata), -1)
         partitions, rows = (slots < self.shapes.slots_per_partition).nonzero()
         return frozenset(zip(partitions.tolist(), slots[partitions, rows].tolist(), strict=True))
 
@@ -138,7 +189,7 @@ class Programs:
         """Before a step of these slots, let the first stage take what was drawn for them, and all that is older."""
         last = max((index for index, due in enumerate(self._due) if due.slots & slots), default=-1)
         for due in self._due[: last + 1]:
-            self.stages[0].note(due.step.kind, due.step.bucket, due.step.metadata, due.draws)
+            self.stages[0].note(due.sampling, due.draws)
         del self._due[: last + 1]
 
     def _land(self, step: Step, payload: np.ndarray) -> list[jax.Array]:
@@ -146,14 +197,6 @@ class Programs:
             stage.land(step.bucket, step.metadata, payload[:, layers], step.partition)
             for stage, layers in zip(self.stages, self._layers, strict=True)
         ]
-
-    def _blank_payload(self, bucket: int) -> np.ndarray:
-        pages = self.stages[0].state.pages
-        _, _, *token = pages.shape
-        return np.zeros((bucket, self._layers[-1].stop, *token), pages.dtype)
-
-
-_SLOTS = {StepKind.PREFILL: "sample_slot", StepKind.DECODE: "slot", StepKind.LOAD: "slot"}  # names of fields
 
 
 def _drawn(packed: np.ndarray) -> Drawn:

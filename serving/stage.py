@@ -8,6 +8,7 @@ before any array is made, so that a step can be lowered from shapes alone. Left 
 next, which is `serving.programs`' business.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,20 +25,22 @@ from moonshard.models import kimi, moe, sampling
 from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.models.spec import matmul_precision
 from moonshard.serving.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
-from moonshard.serving.steps import StepKind, StepLayout, StepShapes
-from moonshard.sharding.arrays import Array, Int
+from moonshard.serving.steps import ProgramKey, StepKind, StepLayout, StepShapes
+from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
 from moonshard.sharding.mesh import BY_PARTITION
 from moonshard.sharding.place import Place
 
 Fields = dict[str, jax.Array]
+DRAWN_COLUMNS = 2 + 2 * MAX_LOGPROBS  # of the packed draws, int32
 
 
 class DeviceState(NamedTuple):
-    """All that changes from step to step on a stage's devices."""
+    """All that changes from step to step on a stage's devices. Each program takes, and donates, what it changes."""
 
     pages: Pages
-    last_token: Int[Array, "slots"] | None  # of a first stage that is not the last: the next decode step's input
+    last_token: Int[Array, "slots"] | None  # of the first stage: what each slot's next decode step reads
+    logits: Float[Array, "slots v"] | None  # of the last stage: of the rows that the last step left to draw for
     slots: SlotState | None  # of the last stage
 
 
@@ -76,15 +79,11 @@ class Blueprint:
         self._block_size = block_size
         self._dtype = dtype
 
-    @property
-    def has_inputs(self) -> bool:
-        """Whether the stage keeps input tokens that another stage draws: it is the first, and not the last."""
-        return self.model.is_first and not self.model.is_last
-
     def empty_state(self) -> DeviceState:
         """Allocates pages and slots."""
         model, num_slots = self.model, self.shapes.num_partitions * self.shapes.slots_per_partition
         (group,) = model.config.kv_groups(self._dtype)
+        vocab_size = model.config.vocab_size
         pages = allocate_pages(
             self._num_blocks,
             len(model.layers),
@@ -93,65 +92,160 @@ class Blueprint:
             dtype=self._dtype,
             sharding=NamedSharding(model.mesh, self.shards.pages),
         )
-        slots = sampling.empty_slots(num_slots, model.config.vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS)
-        last_token = jax.device_put(jnp.zeros(num_slots, jnp.int32), self.by_partition) if self.has_inputs else None
-        return DeviceState(
-            pages=pages,
-            last_token=last_token,
-            slots=jax.device_put(slots, self.by_partition) if model.is_last else None,
-        )
+        last_token = logits = slots = None
+        if model.is_first:
+            last_token = jax.device_put(np.zeros(num_slots, np.int32), self.by_partition)
+        if model.is_last:
+            logits = jax.device_put(np.zeros((num_slots, vocab_size), np.float32), self.by_partition)
+            empty = sampling.empty_slots(num_slots, vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS)
+            slots = jax.device_put(empty, self.by_partition)
+        return DeviceState(pages=pages, last_token=last_token, logits=logits, slots=slots)
 
-    def lower(self, kind: StepKind, bucket: int, hidden: jax.ShapeDtypeStruct | None) -> jax.stages.Lowered:
-        """A prefill or a decode as `Stage.run` would launch it. `hidden` are the activations of the stage before."""
-        row = self.shapes.layout(kind, bucket).size
-        packed = jax.ShapeDtypeStruct((self.shapes.num_partitions, row), jnp.int32)
-        given = () if hidden is None else (_placed(hidden, self.by_partition),)
-        return self.program(kind, bucket).lower(self.model.weights, self._abstract_state(), packed, *given)
+    def lower(self, key: ProgramKey) -> jax.stages.Lowered:
+        """A program as `Stage` would launch it."""
+        return self.program(key).lower(*self.arguments(key))
+
+    def arguments(self, key: ProgramKey) -> tuple[Any, ...]:
+        """What a program is given, as shapes and where they lie."""
+        kind, bucket = key
+        state, row = self._abstract_state(), self.shapes.layout(kind, bucket).size
+        packed = self._cut(self.shapes.num_partitions, row)
+        match kind:
+            case StepKind.PREFILL | StepKind.DECODE:
+                hidden = () if self.model.is_first else (self._stream(kind, bucket),)
+                return (self.model.weights, state.pages, state.logits, state.last_token, packed, *hidden)
+            case StepKind.DRAW:
+                return (state.slots, state.last_token, state.logits, packed)
+            case StepKind.NOTE:
+                return (state.last_token, packed, self._cut(self._num_rows, DRAWN_COLUMNS))
+            case StepKind.LOAD:
+                return (state.slots, state.last_token, packed)
+            case StepKind.COPY | StepKind.EXPORT:
+                return (state.pages, packed)
+            case StepKind.LAND:
+                return (state.pages, packed, self._payload(bucket))
+
+    def result_tree(self, key: ProgramKey) -> Any:
+        """How what a program returns hangs together; known without tracing it."""
+        state, leaf = self._abstract_state(), 0
+        match key[0]:
+            case StepKind.PREFILL | StepKind.DECODE:
+                found: Any = (state.pages, state.logits, leaf)
+            case StepKind.DRAW:
+                found = (state.slots, state.last_token, leaf)
+            case StepKind.LOAD:
+                found = (state.slots, state.last_token)
+            case StepKind.LAND:
+                found = (state.pages, leaf)
+            case StepKind.COPY:
+                found = state.pages
+            case StepKind.EXPORT | StepKind.NOTE:
+                found = leaf
+        return jax.tree.structure(found)
+
+    @property
+    def _num_rows(self) -> int:
+        return self.shapes.num_partitions * self.shapes.slots_per_partition
+
+    def _cut(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_partition)
+
+    def _stream(self, kind: StepKind, bucket: int) -> jax.ShapeDtypeStruct:
+        """The activations that come from the stage before."""
+        tile = self.shapes.q_tile if kind is StepKind.PREFILL else 1
+        rows = self.shapes.num_partitions * bucket // tile
+        return self._cut(rows, tile, self.model.config.hidden_size, dtype=self._dtype)
+
+    def _payload(self, bucket: int) -> jax.ShapeDtypeStruct:
+        """Blocks of one partition, as `shards.spread` places them."""
+        (group,) = self.model.config.kv_groups(self._dtype)
+        shape = (bucket, len(self.model.layers), self._block_size, group.num_features)
+        return self.shards.abstract_payload(shape, self._dtype)
 
     def _abstract_state(self) -> Any:
         def place(spec: PartitionSpec, part: Any) -> Any:
             return jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(self.model.mesh, spec)), part)
 
-        return jax.tree.map(place, self._specs(), jax.eval_shape(self.empty_state))
+        return jax.tree.map(place, self._specs, self._state_shapes)
 
+    @functools.cached_property
+    def _state_shapes(self) -> DeviceState:
+        return jax.eval_shape(self.empty_state)
+
+    @property
     def _specs(self) -> Any:
         """How each part of the state is cut over the mesh: a `DeviceState` of partition specs."""
-        specs: Any = (
-            self.shards.pages,
-            BY_PARTITION if self.has_inputs else None,
-            BY_PARTITION if self.model.is_last else None,
-        )
+        first = BY_PARTITION if self.model.is_first else None
+        last = BY_PARTITION if self.model.is_last else None
+        specs: Any = (self.shards.pages, first, last, last)
         return DeviceState(*specs)
 
     # ---- programs
 
-    def program(self, kind: StepKind, bucket: int) -> Any:
-        """Jitted. Donates the state, which an export only reads."""
-        layout, shards, state = self.shapes.layout(kind, bucket), self.shards, self._specs()
+    def made_of(self, key: ProgramKey) -> tuple[object, ...]:
+        """All that decides what a program is, besides its arguments and the code.
+
+        Of the rules only what they cut on this mesh, so that workers of either role share what is the same for both.
+        """
+        model, place = self.model, self.model.place
+        cuts = tuple((field.name, place.axes(field.name)) for field in dataclasses.fields(place.rules))
+        layout = self.shapes.layout(*key).fields
+        return (*key, model.config, model.layers, model.backend, model.placement, place.mesh, cuts, layout, self._dtype)
+
+    @property
+    def keys(self) -> tuple[ProgramKey, ...]:
+        """Every program that the stage runs."""
+        is_first, is_last = self.model.is_first, self.model.is_last
+        own = [key for key in self.shapes.programs if key[0] is not StepKind.DRAW or is_last]
+        own = [key for key in own if key[0] is not StepKind.LOAD or is_first or is_last]
+        return (*own, (StepKind.NOTE, 0)) if is_first and not is_last else tuple(own)
+
+    def program(self, key: ProgramKey) -> Any:
+        """Jitted. Donates the state that it changes."""
+        kind, bucket = key
+        layout, shards, state = self.shapes.layout(kind, bucket), self.shards, self._specs
+        packed = BY_PARTITION
         match kind:
             case StepKind.EXPORT:
-                body = functools.partial(_export, shards, layout)
-                return self._jitted(body, (shards.pages, BY_PARTITION), shards.payload)
+                return self._jitted(functools.partial(_export, shards, layout), (shards.pages, packed), shards.payload)
             case StepKind.LAND:
                 body = functools.partial(_land, shards, layout)
-                return self._jitted(body, (state, BY_PARTITION, shards.payload), (state, PartitionSpec()), donated=0)
-            case _:
-                step = functools.partial(_BODIES[kind], self.model)
-                body = functools.partial(_run, step, layout, matmul_precision(self._dtype))
-                weights = jax.tree.map(lambda leaf: leaf.sharding.spec, self.model.weights)
-                hidden = (BY_PARTITION,) if kind in _DRAWING and not self.model.is_first else ()
-                result = BY_PARTITION if kind in _DRAWING else None
-                return self._jitted(body, (weights, state, BY_PARTITION, *hidden), (state, result), donated=1)
+                given = (shards.pages, packed, shards.payload)
+                return self._jitted(body, given, (shards.pages, PartitionSpec()), donated=(0,))
+            case StepKind.COPY:
+                body = functools.partial(_copy, layout)
+                return self._jitted(body, (shards.pages, packed), shards.pages, donated=(0,))
+            case StepKind.LOAD:
+                slots = (state.slots, state.last_token)
+                return self._jitted(functools.partial(_load, layout), (*slots, packed), slots, donated=(0, 1))
+            case StepKind.NOTE:
+                body = functools.partial(_note, layout)
+                return self._jitted(body, (packed, packed, packed), packed, donated=(0,))
+            case StepKind.DRAW:
+                body, slots = functools.partial(_draw, layout, self._draw_tile), (state.slots, state.last_token)
+                given = (*slots, state.logits, packed)
+                return self._jitted(body, given, (*slots, BY_PARTITION), donated=(0, 1))
+            case StepKind.PREFILL | StepKind.DECODE:
+                return self._step_program(_BODIES[kind], layout)
 
-    def note_program(self, kind: StepKind, bucket: int) -> Any:
-        """Jitted: writes what the last stage drew into the first one's input tokens, which it donates."""
-        body = functools.partial(
-            _note, "slot" if kind is StepKind.DECODE else "sample_slot", self.shapes.layout(kind, bucket)
-        )
-        return self._jitted(body, (BY_PARTITION,) * 3, BY_PARTITION, donated=0)
+    def _step_program(self, step: Callable[..., Any], layout: StepLayout) -> Any:
+        """The model's own: it reads tokens and writes pages, and on the last stage logits."""
+        model, state = self.model, self._specs
+        body = functools.partial(_run, functools.partial(step, model), layout, matmul_precision(self._dtype))
+        weights = jax.tree.map(lambda leaf: leaf.sharding.spec, model.weights)
+        hidden = () if model.is_first else (BY_PARTITION,)
+        given = (weights, state.pages, state.logits, state.last_token, BY_PARTITION, *hidden)
+        result = PartitionSpec() if model.is_last else BY_PARTITION
+        return self._jitted(body, given, (state.pages, state.logits, result), donated=(1, 2))
+
+    @property
+    def _draw_tile(self) -> int:
+        """A CPU draws row by row, so that a row pays for what it asks for itself; elsewhere rows are drawn at once."""
+        is_cpu = self.model.mesh.devices.flat[0].platform == "cpu"
+        return 1 if is_cpu else self.shapes.slots_per_partition
 
     def _jitted(
-        self, body: Callable[..., Any], in_specs: Any, out_specs: Any, donated: int | tuple[()] = ()
+        self, body: Callable[..., Any], in_specs: Any, out_specs: Any, donated: tuple[int, ...] = ()
     ) -> Callable[..., Any]:
         """Over the mesh. What comes out is placed in the very words of `out_specs`.
 
@@ -169,42 +263,60 @@ def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDty
 
 
 class Stage:
-    """A blueprint with its state and its programs. Methods enqueue work and return without waiting for it."""
+    """A blueprint with its state and its programs. Methods enqueue work and return without waiting for it.
+
+    A program that was not prepared is compiled by its first launch.
+    """
 
     def __init__(
         self, model: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str
     ):
-        blueprint = Blueprint(
+        self.blueprint = Blueprint(
             model, shapes, blocks_per_partition=blocks_per_partition, block_size=block_size, dtype=dtype
         )
         self.model = model
-        self.shards = blueprint.shards
-        self._by_partition = blueprint.by_partition
-        self.state = blueprint.empty_state()
-        self._programs: dict[tuple[StepKind, int], Callable[..., Any]] = {
-            key: blueprint.program(*key) for key in shapes.programs
-        }
-        self._notes: dict[tuple[StepKind, int], Callable[..., Any]] = {
-            key: blueprint.note_program(*key) for key in shapes.programs if key[0] in _DRAWING and blueprint.has_inputs
+        self.shards = self.blueprint.shards
+        self._by_partition = self.blueprint.by_partition
+        self.state = self.blueprint.empty_state()
+        self._programs: dict[ProgramKey, Callable[..., Any]] = {
+            key: self.blueprint.program(key) for key in self.blueprint.keys
         }
 
+    def take(self, key: ProgramKey, program: Callable[..., Any]) -> None:
+        """A compiled program in place of the one that its first launch would compile."""
+        self._programs[key] = program
+
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
-        """A prefill or a decode. Returns the activations, or on the last stage the packed draws, of all partitions.
+        """A prefill or a decode. Returns the activations, or on the last stage a number that is ready once it has run.
 
         `hidden` are the activations of the stage before, on any mesh; None on the first.
         """
         given = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
-        self.state, result = self._programs[kind, bucket](self.model.weights, self.state, packed, *given)
+        state, program = self.state, self._programs[kind, bucket]
+        pages, logits, result = program(self.model.weights, state.pages, state.logits, state.last_token, packed, *given)
+        self.state = state._replace(pages=pages, logits=logits)
         return result
 
-    def note(self, kind: StepKind, bucket: int, packed: np.ndarray, draws: jax.Array) -> None:
+    def draw(self, packed: np.ndarray) -> jax.Array:
+        """On the last stage: the packed draws, of all partitions, from what the step before left."""
+        state = self.state
+        slots, last_token, drawn = self._programs[_DRAW](state.slots, state.last_token, state.logits, packed)
+        self.state = state._replace(slots=slots, last_token=last_token)
+        return drawn
+
+    def note(self, packed: np.ndarray, draws: jax.Array) -> None:
         """On the first stage: take what the last one drew as the input of the slots' next decode step."""
         given = jax.device_put(draws, self._by_partition)
-        self.state = self.state._replace(last_token=self._notes[kind, bucket](self.state.last_token, packed, given))
+        self.state = self.state._replace(last_token=self._programs[_NOTE](self.state.last_token, packed, given))
 
-    def change(self, kind: StepKind, packed: np.ndarray) -> None:
-        """A load or a copy."""
-        self.state, _ = self._programs[kind, 0](self.model.weights, self.state, packed)
+    def load(self, packed: np.ndarray) -> None:
+        state = self.state
+        if (program := self._programs.get(_LOAD)) is not None:  # a stage in the middle keeps nothing of a slot
+            slots, last_token = program(state.slots, state.last_token, packed)
+            self.state = state._replace(slots=slots, last_token=last_token)
+
+    def copy(self, packed: np.ndarray) -> None:
+        self.state = self.state._replace(pages=self._programs[_COPY](self.state.pages, packed))
 
     def export(self, bucket: int, packed: np.ndarray) -> jax.Array:
         """This stage's layers of blocks, still on the devices, for `shards.collect`."""
@@ -216,8 +328,12 @@ class Stage:
         Returns a number that is ready once they have landed.
         """
         payload = self.shards.spread(blocks, partition)
-        self.state, done = self._programs[StepKind.LAND, bucket](self.state, packed, payload)
+        pages, done = self._programs[StepKind.LAND, bucket](self.state.pages, packed, payload)
+        self.state = self.state._replace(pages=pages)
         return done
+
+
+_DRAW, _NOTE, _LOAD, _COPY = ((kind, 0) for kind in (StepKind.DRAW, StepKind.NOTE, StepKind.LOAD, StepKind.COPY))
 
 
 def _run(
@@ -225,51 +341,65 @@ def _run(
     layout: StepLayout,
     precision: str,
     weights: Any,
-    state: DeviceState,
+    pages: Pages,
+    logits: jax.Array | None,
+    last_token: jax.Array | None,
     packed: jax.Array,
     *hidden: jax.Array,
-) -> tuple[DeviceState, jax.Array | None]:
+) -> tuple[Pages, jax.Array | None, jax.Array]:
     with jax.default_matmul_precision(precision):
-        return step(weights, state, layout.unpack(packed[0]), *hidden)
+        return step(weights, pages, logits, last_token, layout.unpack(packed[0]), *hidden)
 
 
 def _prefill(
-    model: StageModel, weights: Any, state: DeviceState, f: Fields, hidden: jax.Array | None = None
-) -> tuple[DeviceState, jax.Array]:
+    model: StageModel,
+    weights: Any,
+    pages: Pages,
+    logits: jax.Array | None,
+    last_token: jax.Array | None,
+    f: Fields,
+    hidden: jax.Array | None = None,
+) -> tuple[Pages, jax.Array | None, jax.Array]:
+    del last_token
     batch = kimi.Batch(tokens=f["tokens"], positions=f["positions"], block_tables=f["block_tables"])
-    hidden, pages = _forward(model, weights, state, batch, hidden)
-    if not model.is_last:
-        return state._replace(pages=pages), hidden
-    logits = kimi.unembed(weights, hidden.reshape(-1, hidden.shape[-1])[f["sample_from"]], model.place)
-    return _draw(state._replace(pages=pages), logits, f, f["sample_slot"])
+    hidden, pages = _forward(model, weights, pages, batch, hidden)
+    if logits is None:
+        return pages, None, hidden
+    return pages, *_to_logits(model, weights, logits, hidden.reshape(-1, hidden.shape[-1])[f["sample_from"]])
 
 
 def _decode(
-    model: StageModel, weights: Any, state: DeviceState, f: Fields, hidden: jax.Array | None = None
-) -> tuple[DeviceState, jax.Array]:
-    batch = kimi.Batch(
-        tokens=_inputs(state, f["slot"])[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"]
-    )
-    hidden, pages = _forward(model, weights, state, batch, hidden)
-    if not model.is_last:
-        return state._replace(pages=pages), hidden
-    logits = kimi.unembed(weights, hidden.reshape(-1, hidden.shape[-1]), model.place)
-    return _draw(state._replace(pages=pages), logits, f, f["slot"])
+    model: StageModel,
+    weights: Any,
+    pages: Pages,
+    logits: jax.Array | None,
+    last_token: jax.Array | None,
+    f: Fields,
+    hidden: jax.Array | None = None,
+) -> tuple[Pages, jax.Array | None, jax.Array]:
+    slot = f["slot"]
+    tokens = jnp.zeros_like(slot) if last_token is None else last_token.at[slot].get(mode="clip")
+    batch = kimi.Batch(tokens=tokens[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"])
+    hidden, pages = _forward(model, weights, pages, batch, hidden)
+    if logits is None:
+        return pages, None, hidden
+    return pages, *_to_logits(model, weights, logits, hidden.reshape(-1, hidden.shape[-1]))
 
 
-def _inputs(state: DeviceState, slot: jax.Array) -> jax.Array:
-    """Each row's input token; zeros behind the first stage, which embeds none."""
-    tokens = state.slots.last_token if state.last_token is None and state.slots is not None else state.last_token
-    return jnp.zeros_like(slot) if tokens is None else tokens.at[slot].get(mode="clip")
+def _to_logits(
+    model: StageModel, weights: Any, logits: jax.Array, hidden: Float[Array, "b d"]
+) -> tuple[jax.Array, jax.Array]:
+    """Those of each row over the first of `logits`, and a number: all outputs of a program are ready at once."""
+    return jax.lax.dynamic_update_slice(logits, kimi.unembed(weights, hidden, model.place), (0, 0)), jnp.int32(0)
 
 
 def _forward(
-    model: StageModel, weights: Any, state: DeviceState, batch: kimi.Batch, hidden: jax.Array | None
+    model: StageModel, weights: Any, pages: Pages, batch: kimi.Batch, hidden: jax.Array | None
 ) -> tuple[jax.Array, Pages]:
     hidden, pages, _ = kimi.forward(
         model.config,
         weights,
-        state.pages,
+        pages,
         batch,
         hidden=hidden,
         backend=model.backend,
@@ -279,27 +409,42 @@ def _forward(
     return hidden, pages
 
 
-def _draw(state: DeviceState, logits: jax.Array, f: Fields, slot: jax.Array) -> tuple[DeviceState, jax.Array]:
-    assert state.slots is not None  # of the last stage
-    draws, slots = sampling.draw(logits, _row_sampling(f), state.slots, slot, MAX_LOGPROBS)
-    return state._replace(slots=slots), _pack(draws)
+def _draw(
+    layout: StepLayout, tile: int, slots: SlotState, last_token: jax.Array | None, logits: jax.Array, packed: jax.Array
+) -> tuple[SlotState, jax.Array | None, jax.Array]:
+    f = layout.unpack(packed[0])
+    draws, slots = sampling.draw(
+        logits, _row_sampling(f), slots, f["sample_slot"], f["num_rows"], num_top=MAX_LOGPROBS, tile=tile
+    )
+    if last_token is not None:
+        last_token = _noted(last_token, f, draws.tokens)
+    return slots, last_token, _pack(draws)
 
 
 def _note(
-    slot: str, layout: StepLayout, last_token: Int[Array, "slots"], packed: jax.Array, draws: jax.Array
+    layout: StepLayout, last_token: Int[Array, "slots"], packed: jax.Array, draws: jax.Array
 ) -> Int[Array, "slots"]:
-    rows = layout.unpack(packed[0])[slot]
-    return last_token.at[rows].set(draws[:, 0], mode="drop")
+    return _noted(last_token, layout.unpack(packed[0]), draws[:, 0])
 
 
-def _load(model: StageModel, weights: Any, state: DeviceState, f: Fields) -> tuple[DeviceState, None]:
-    del model, weights
-    if state.last_token is not None:
+def _noted(last_token: Int[Array, "slots"], f: Fields, tokens: Int[Array, "slots"]) -> Int[Array, "slots"]:
+    """Tokens drawn, each in its slot: the first `num_rows` of them."""
+    rows = jnp.arange(len(tokens))
+    return last_token.at[jnp.where(rows < f["num_rows"], f["sample_slot"], len(last_token))].set(tokens, mode="drop")
+
+
+def _load(
+    layout: StepLayout, slots: SlotState | None, last_token: jax.Array | None, packed: jax.Array
+) -> tuple[SlotState | None, jax.Array | None]:
+    """The newest of a request's tokens is the next decode step's input: one whose KV is here already has no step before
+    that to leave it."""
+    f = layout.unpack(packed[0])
+    if last_token is not None:
         token = f["history"][jnp.maximum(f["num_history"] - 1, 0)]
-        state = state._replace(last_token=state.last_token.at[f["slot"]].set(token, mode="drop"))
-    if state.slots is not None:
+        last_token = last_token.at[f["slot"]].set(token, mode="drop")
+    if slots is not None:
         slots = sampling.load_slot(
-            state.slots,
+            slots,
             f["slot"],
             f["history"],
             f["num_prompt"],
@@ -308,13 +453,12 @@ def _load(model: StageModel, weights: Any, state: DeviceState, f: Fields) -> tup
             f["bias_values"],
             f["stop_ids"],
         )
-        state = state._replace(slots=slots)
-    return state, None
+    return slots, last_token
 
 
-def _copy(model: StageModel, weights: Any, state: DeviceState, f: Fields) -> tuple[DeviceState, None]:
-    del model, weights
-    return state._replace(pages=copy_blocks(state.pages, f["source"], f["destination"])), None
+def _copy(layout: StepLayout, pages: Pages, packed: jax.Array) -> Pages:
+    f = layout.unpack(packed[0])
+    return copy_blocks(pages, f["source"], f["destination"])
 
 
 def _export(shards: BlockShards, layout: StepLayout, pages: Pages, packed: jax.Array) -> jax.Array:
@@ -322,19 +466,13 @@ def _export(shards: BlockShards, layout: StepLayout, pages: Pages, packed: jax.A
 
 
 def _land(
-    shards: BlockShards, layout: StepLayout, state: DeviceState, packed: jax.Array, payload: jax.Array
-) -> tuple[DeviceState, jax.Array]:
-    pages = scatter_blocks(state.pages, layout.unpack(packed[0])["destination"], shards.whole(payload))
-    return state._replace(pages=pages), jnp.int32(0)  # all outputs of a program are ready at once
+    shards: BlockShards, layout: StepLayout, pages: Pages, packed: jax.Array, payload: jax.Array
+) -> tuple[Pages, jax.Array]:
+    pages = scatter_blocks(pages, layout.unpack(packed[0])["destination"], shards.whole(payload))
+    return pages, jnp.int32(0)  # all outputs of a program are ready at once
 
 
-_DRAWING = (StepKind.PREFILL, StepKind.DECODE)
-_BODIES: dict[StepKind, Callable[..., Any]] = {
-    StepKind.PREFILL: _prefill,
-    StepKind.DECODE: _decode,
-    StepKind.LOAD: _load,
-    StepKind.COPY: _copy,
-}
+_BODIES: dict[StepKind, Callable[..., Any]] = {StepKind.PREFILL: _prefill, StepKind.DECODE: _decode}
 
 
 def _row_sampling(f: Fields) -> RowSampling:
@@ -356,7 +494,7 @@ def _row_sampling(f: Fields) -> RowSampling:
 
 
 def _pack(draws: Draws) -> jax.Array:
-    """[rows, 1 + 1 + top + top] int32: token, bits of its log-probability, likeliest ids, bits of theirs."""
+    """[rows, `DRAWN_COLUMNS`] int32: token, bits of its log-probability, likeliest ids, bits of theirs."""
 
     def bits(x: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)

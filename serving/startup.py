@@ -5,16 +5,26 @@ have no common base, since the packages that raise them do not know each other. 
 by class: comparing names imports nothing, and a class that was raised is loaded anyway.
 """
 
+import logging
 import os
+import sys
+import threading
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moonshard.serving.config import Config
 from moonshard.serving.status_pipe import Status, StatusPrinter, open_status_pipe
+from moonshard.serving.timings import Timings
+from moonshard.serving.trace.schema import STARTS
 from moonshard.sharding.shape import MeshShape
 
+if TYPE_CHECKING:
+    from moonshard.serving.trace.recorder import Recorder
+
 STARTUP_EXIT_CODE = 2
+PREPARING_BEHIND = "prepare behind"  # the name of a thread that waits for XLA, which cannot be interrupted
 STARTUP_ERRORS = frozenset(
     {
         ("moonshard.kv.transfer", "TransportUnavailable"),
@@ -32,30 +42,62 @@ STARTUP_ERRORS = frozenset(
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What a process brings with it from its command line."""
+
+    timings: Timings
+    programs: Path | None = None  # where compiled ones are kept
+
+
 class RunProcess(Protocol):
     """What a process does, from its start to its exit code."""
 
-    def __call__(self, config: Config, *, status: Status) -> Coroutine[Any, Any, int]: ...
+    def __call__(self, config: Config, *, status: Status, start: Start) -> Coroutine[Any, Any, int]: ...
 
 
-def run_process(run: Callable[[], RunProcess], config: Config, status_fd: int | None) -> int:
+def run_process(run: Callable[[], RunProcess], config: Config, status_fd: int | None, start: Start) -> int:
     """Run a gateway or a worker on an event loop of its own; calling `run` imports it.
 
     Under a supervisor a start-up error goes into the status pipe, else it is raised.
     """
-    import uvloop
+    with start.timings.phase("imports"):
+        import uvloop
 
+        begin = run()
     if status_fd is None:
-        return uvloop.run(run()(config, status=StatusPrinter()))
+        return uvloop.run(begin(config, status=StatusPrinter(), start=start))
     status = open_status_pipe(status_fd)
     try:
-        return uvloop.run(run()(config, status=status))
+        return uvloop.run(begin(config, status=status, start=start))
     except (ValueError, OSError, ExceptionGroup) as error:
         message = startup_message(error)
         if message is None:
             raise
         status("failed", {"message": message, "exit_code": STARTUP_EXIT_CODE})
         return STARTUP_EXIT_CODE
+
+
+def end_process(code: int) -> int:
+    """The exit code; where programs are still being prepared, the process ends with it at once.
+
+    All that matters is closed by then, and the interpreter would wait for XLA, for seconds and on a GPU for minutes.
+    """
+    if any(thread.name == PREPARING_BEHIND for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def tell_start(timings: Timings, status: Status, recorder: "Recorder | None", *, process: str, role: str) -> None:
+    """Where the time of this start went: to whoever started the process, and into the recording."""
+    status("timings", {"timings": timings.told()})
+    if recorder is not None:
+        rows = recorder.rows(STARTS)
+        for phase in timings.phases:
+            rows.append((process, role, phase.name, phase.detail, phase.begun_s * 1e3, phase.took_s * 1e3))
 
 
 def startup_message(error: BaseException) -> str | None:
@@ -68,19 +110,29 @@ def startup_message(error: BaseException) -> str | None:
 
 
 def jax_environment(mesh: MeshShape, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add to `environ` before jax is imported: a device per place in the mesh, a compile cache.
+    """The variables to add to `environ` before jax is imported: a device per place in the mesh, no cache of jax's own.
 
     What the user has set stays. The devices are virtual and of the CPU; an accelerator's are what they are.
     """
-    added = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # a tiny model's programs are worth keeping too
+    # Our own programs are kept by `serving.program_store`, and what came out of jax's cache could not be kept there.
+    added = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     flags = environ.get("XLA_FLAGS", "")
     if mesh.num_devices > 1 and "xla_force_host_platform_device_count" not in flags:
         added["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={mesh.num_devices}".strip()
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    added["JAX_COMPILATION_CACHE_DIR"] = str(cache / "moonshard" / "jax")
     return {name: value for name, value in added.items() if name == "XLA_FLAGS" or name not in environ}
 
 
-def prepare_jax(mesh: MeshShape) -> None:
-    """Set this process's environment for jax, which must not be imported yet."""
+def programs_folder(environ: Mapping[str, str]) -> Path | None:
+    """Where compiled programs are kept: beside jax's own where the user has said where these are. None: nowhere."""
+    if environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in ("0", "false", "off", "no"):
+        return None
+    if chosen := environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return Path(chosen) / "moonshard"
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moonshard" / "programs"
+
+
+def prepare_jax(mesh: MeshShape) -> Path | None:
+    """Set this process's environment for jax, which must not be imported yet; where its compiled programs are kept."""
+    folder = programs_folder(os.environ)
     os.environ.update(jax_environment(mesh, os.environ))
+    return folder

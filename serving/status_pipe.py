@@ -1,8 +1,8 @@
 """The child's end of supervision: it says how far it is, and does not outlive the process that started it.
 
 Status goes as JSON lines over an inherited pipe, never over stdout or stderr, which belong to people. The events:
-`progress` {message}, `listening` {address} or {http (a URL), grpc}, `ready` {}, `draining` {}, `failed` {message,
-exit_code}.
+`progress` {message}, `listening` {address} or {http (a URL), grpc}, `timings` {timings, as `serving.timings` tells
+them}, `ready` {}, `draining` {}, `failed` {message, exit_code}.
 """
 
 import contextlib
@@ -54,6 +54,8 @@ class StatusPrinter:
         self._throttle = ProgressThrottle()
 
     def __call__(self, event: str, fields: Mapping[str, object]) -> None:
+        if event == "timings":  # for a supervisor's table
+            return
         text = describe(event, fields)
         if event != "progress" or self._throttle.is_due(text):
             sys.stderr.write(f"moonshard {text}\n")

@@ -28,6 +28,12 @@ class StepKind(enum.Enum):
     COPY = "copy"
     EXPORT = "export"
     LAND = "land"
+    # never steps of their own: launches behind a prefill or a decode
+    DRAW = "draw"
+    NOTE = "note"  # the last stage's draws come to the first
+
+
+type ProgramKey = tuple[StepKind, int]  # a kind and its bucket; 0 for the kinds that have a single size
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,8 @@ class Step:
     kind: StepKind
     bucket: int  # per partition: padded tokens, rows, or blocks; 0 for the kinds that have a single size
     metadata: np.ndarray  # [partitions, size of the layout], int32
-    draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * num_rows + r
+    sampling: np.ndarray | None = None  # likewise of the draws' layout; None where nobody draws
+    draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * slots + r
     partition: int = 0  # whose blocks an export or a land moves
     num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding
     payload: np.ndarray | None = None  # land only: [bucket, layers, block_size, features] in the pages' dtype
@@ -105,19 +112,20 @@ class StepShapes:
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
     decode_buckets: tuple[int, ...]  # rows, ascending to slots_per_partition; empty for a worker that only prefills
     transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
+    transfers: tuple[StepKind, ...] = (StepKind.EXPORT, StepKind.LAND)  # which of them the worker has
 
     @property
-    def programs(self) -> tuple[tuple[StepKind, int], ...]:
-        """Every (kind, bucket) there is, in the order in which they are compiled.
+    def buckets(self) -> dict[StepKind, tuple[int, ...]]:
+        """Of the kinds that have several sizes, ascending."""
+        found = {StepKind.DECODE: self.decode_buckets, StepKind.PREFILL: self.prefill_buckets}
+        found |= dict.fromkeys(self.transfers, self.transfer_buckets)
+        return {kind: sizes for kind, sizes in found.items() if sizes}
 
-        Decodes come first: a prefill worker that starts at the same time compiles the prefills meanwhile, and leaves
-        them in the persistent cache.
-        """
-        prefills = ((StepKind.PREFILL, bucket) for bucket in self.prefill_buckets)
-        decodes = ((StepKind.DECODE, bucket) for bucket in self.decode_buckets)
-        exports = ((StepKind.EXPORT, bucket) for bucket in self.transfer_buckets)
-        lands = ((StepKind.LAND, bucket) for bucket in self.transfer_buckets)
-        return (*decodes, *prefills, (StepKind.LOAD, 0), (StepKind.COPY, 0), *exports, *lands)
+    @property
+    def programs(self) -> tuple[ProgramKey, ...]:
+        """Every (kind, bucket) there is, of each kind the largest first; the slowest to compile first."""
+        found = ((kind, size) for kind, sizes in self.buckets.items() for size in reversed(sizes))
+        return (*found, *((kind, 0) for kind in (StepKind.DRAW, StepKind.LOAD, StepKind.COPY)))
 
     def layout(self, kind: StepKind, bucket: int = 0) -> StepLayout:
         """Works a layout out; whoever packs every step keeps it."""
@@ -134,6 +142,8 @@ class StepShapes:
                 return StepLayout((Field("source", (bucket,)),))
             case StepKind.LAND:
                 return StepLayout((Field("destination", (bucket,), neutral=NOWHERE),))
+            case StepKind.DRAW | StepKind.NOTE:
+                return self._draw()
 
     def _prefill(self, bucket: int) -> StepLayout:
         rows, num_slots = bucket // self.q_tile, self.slots_per_partition
@@ -143,8 +153,6 @@ class StepShapes:
                 Field("positions", (rows, self.q_tile), neutral=-1),  # below 0: padding
                 Field("block_tables", (rows, self.blocks_per_sequence)),
                 Field("sample_from", (num_slots,)),  # flat index into tokens
-                Field("sample_slot", (num_slots,), neutral=num_slots),  # num_slots: draws for nobody
-                *_sampling_fields(num_slots),
             )
         )
 
@@ -154,7 +162,29 @@ class StepShapes:
                 Field("slot", (rows,), neutral=self.slots_per_partition),  # slots_per_partition: padding
                 Field("positions", (rows,), neutral=-1),  # of the input token; below 0: padding
                 Field("block_tables", (rows, self.blocks_per_sequence)),
-                *_sampling_fields(rows),
+            )
+        )
+
+    def _draw(self) -> StepLayout:
+        """The same for prefills and decodes of every bucket, so that draws are compiled once."""
+        rows = self.slots_per_partition
+        return StepLayout(
+            (
+                Field("num_rows", ()),  # what lies beyond is not looked at
+                Field("sample_slot", (rows,), neutral=rows),  # out of range: draws for nobody
+                Field("temperature", (rows,), "float32"),
+                Field("top_p", (rows,), "float32", neutral=1),
+                Field("top_k", (rows,)),
+                Field("min_p", (rows,), "float32"),
+                Field("repetition_penalty", (rows,), "float32", neutral=1),
+                Field("presence_penalty", (rows,), "float32"),
+                Field("frequency_penalty", (rows,), "float32"),
+                Field("seed", (rows, 2), "uint32"),
+                Field("choice", (rows,)),
+                Field("sample_position", (rows,)),
+                Field("has_bias", (rows,)),
+                Field("bans_stops", (rows,)),
+                Field("wants_logprobs", (rows,)),
             )
         )
 
@@ -180,24 +210,6 @@ class StepShapes:
         )
 
 
-def bucket_for(buckets: tuple[int, ...], size: int) -> int:
+def smallest(buckets: tuple[int, ...], size: int) -> int:
     """The smallest bucket that holds `size`."""
     return next(bucket for bucket in buckets if bucket >= size)
-
-
-def _sampling_fields(rows: int) -> tuple[Field, ...]:
-    return (
-        Field("temperature", (rows,), "float32"),
-        Field("top_p", (rows,), "float32", neutral=1),
-        Field("top_k", (rows,)),
-        Field("min_p", (rows,), "float32"),
-        Field("repetition_penalty", (rows,), "float32", neutral=1),
-        Field("presence_penalty", (rows,), "float32"),
-        Field("frequency_penalty", (rows,), "float32"),
-        Field("seed", (rows, 2), "uint32"),
-        Field("choice", (rows,)),
-        Field("sample_position", (rows,)),
-        Field("has_bias", (rows,)),
-        Field("bans_stops", (rows,)),
-        Field("wants_logprobs", (rows,)),
-    )

@@ -1,18 +1,25 @@
-"""What `serve` tells the person who started it: a moving line on a terminal, plain lines elsewhere. All on stderr."""
+"""What `serve` tells the person who started it: a moving line on a terminal, plain lines elsewhere. All on stderr.
 
-from collections.abc import Mapping
+With `has_timings` also where the time of the start went, process by process, once all are ready.
+"""
+
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from moonshard.serving.status_pipe import ProgressThrottle, describe
+from moonshard.serving.timings import Phase, phases_told
 
 
 class TerminalReporter:
     """A supervisor's reporter. After `finish` the children's progress is no news any more; their output is,
     and that a restarted one is ready."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_timings: bool = False) -> None:
+        self._has_timings = has_timings
+        self._timings: dict[str, Sequence[Phase]] = {}  # per child
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._status = self._console.status("starting")
         self._is_finished = False
@@ -23,6 +30,9 @@ class TerminalReporter:
 
     def event(self, child: str, event: str, fields: Mapping[str, object]) -> None:
         if event == "failed":  # told once, by whoever decides what follows from it
+            return
+        if event == "timings":
+            self._timings[child] = phases_told(fields)
             return
         if self._is_finished:
             if event == "ready":  # a child that was restarted serves again
@@ -43,3 +53,19 @@ class TerminalReporter:
     def finish(self) -> None:
         self._is_finished = True
         self._status.stop()
+
+    def show_timings(self, own: Sequence[Phase]) -> None:
+        """`own`: the phases of this process."""
+        if self._has_timings:
+            for name, phases in {"serve": own, **self._timings}.items():
+                self._console.print(_timings_table(name, phases))
+
+
+def _timings_table(name: str, phases: Sequence[Phase]) -> Table:
+    table = Table(title=f"start of {name}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("begun, s", justify="right")
+    table.add_column("took, s", justify="right")
+    table.add_column("phase")
+    for phase in phases:
+        table.add_row(f"{phase.begun_s:.2f}", f"{phase.took_s:.2f}", escape(f"{phase.name} {phase.detail}".strip()))
+    return table

@@ -70,7 +70,7 @@ class Worker:
         self.engine = Engine(
             scheduler=self._scheduler,
             executor=model.programs,
-            encoder=StepEncoder(model.shapes),
+            encoder=StepEncoder(model.shapes, model.programs.bucket_for),
             on_step=self._on_step,
             on_expired=self._on_expired,
             before_prefill=self._before_prefill,
@@ -123,6 +123,14 @@ class Worker:
         self.engine.start()
         self._tick()
 
+    def start_behind(self) -> None:
+        """Prepares the programs that were left for later, on threads that give way to what serves."""
+
+        def failed(error: BaseException) -> None:
+            logger.warning("a program could not be prepared, and larger ones take its steps: %s", error)
+
+        self._model.preparation.start_behind(self._compilations.exempt_this_thread, failed)
+
     async def wait_idle(self) -> None:
         """Until no request and no handoff is left."""
         await self.engine.wait_idle()
@@ -133,6 +141,7 @@ class Worker:
     async def close(self) -> None:
         if self._ticking is not None:
             self._ticking.cancel()
+        self._model.preparation.stop()
         await self.engine.close()
         self._spans.close()
         if self._plane is not None:

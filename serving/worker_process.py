@@ -1,8 +1,9 @@
 """The life of a worker process: listen, load, serve, drain.
 
-The port opens at once, so that whoever started the worker knows its address; health turns SERVING when the model is
-compiled. SIGTERM and SIGINT drain: no new requests, running ones finish, exit with 0. A fault on the device ends the
-process with 1, since what the device then holds is unknown; so does a fault in the engine's own bookkeeping.
+The port opens at once, so that whoever started the worker knows its address; health turns SERVING when all is there
+that a request needs. Programs that make small steps faster are prepared behind that. SIGTERM and SIGINT drain: no new
+requests, running ones finish, exit with 0. A fault on the device ends the process with 1, since what the device then
+holds is unknown; so does a fault in the engine's own bookkeeping.
 """
 
 import asyncio
@@ -19,10 +20,12 @@ from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.kv_transports import KvTransports
 from moonshard.serving.link_service import LinkServicer
 from moonshard.serving.loading import LoadedModel, load_model
+from moonshard.serving.program_store import ProgramStore
+from moonshard.serving.startup import Start, tell_start
 from moonshard.serving.status_pipe import Status
 from moonshard.serving.telemetry.export import exporting
 from moonshard.serving.trace.recorder import Recorder, recording
-from moonshard.serving.trace.schema import STEPS
+from moonshard.serving.trace.schema import STARTS, STEPS
 from moonshard.serving.trace.steps import RecordedSteps
 from moonshard.serving.transport_security import server_tls
 from moonshard.serving.worker import Worker
@@ -41,7 +44,7 @@ class _Stopped(Exception):
     """The process was told to end while it was loading."""
 
 
-async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int:
+async def run_worker(config: Config, role: WorkerRole, *, status: Status, start: Start) -> int:
     """Serves until told to stop; the exit code.
 
     Raises:
@@ -68,18 +71,20 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status) -> int
     try:
         async with (
             exporting(config.telemetry, role=role, instance=address) as export,
-            recording(config.trace, STEPS) as recorder,  # written before anybody waits for a collector
+            recording(config.trace, STEPS, STARTS) as recorder,  # written before anybody waits for a collector
         ):
             spans = WorkerSpans(export, role=role)
             recorded = None if recorder is None else _recorded_steps(recorder, address)
-            worker = await _load(config, role, transports, server.port, recorded, spans, status, stop)
+            worker = await _load(config, role, transports, server.port, recorded, spans, status, stop, start)
             if worker is None:
                 return 0
             keep_for_life()
             worker.start()
             ready.set_result(worker)
             await server.set_serving(True)
+            tell_start(start.timings, status, recorder, process=address, role=role)
             status("ready", {})
+            worker.start_behind()
             return await _serve(worker, server, stop, status, config.gateway.drain_timeout_s)
     finally:
         ready.cancel()
@@ -110,6 +115,7 @@ async def _load(
     spans: WorkerSpans,
     status: Status,
     stop: asyncio.Event,
+    start: Start,
 ) -> Worker | None:
     """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
     loop = asyncio.get_running_loop()
@@ -122,8 +128,10 @@ async def _load(
         loop.call_soon_threadsafe(status, "progress", {"message": message})
 
     def load() -> tuple[LoadedModel, KvPlane | None]:
-        model = load_model(config, role, progress)
-        return model, None if role == "both" else transports.open_plane(model, port)
+        store = None if start.programs is None else ProgramStore(start.programs)
+        model = load_model(config, role, progress, timings=start.timings, store=store, leaves_others=True)
+        with start.timings.phase("kv plane"):
+            return model, None if role == "both" else transports.open_plane(model, port)
 
     try:
         model, plane = await asyncio.to_thread(load)

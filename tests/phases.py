@@ -1,4 +1,4 @@
-"""Where a run of the tests spends its time: a pytest plugin that names it by phase, for the run and for its slowest tests.
+"""Where a run of the tests spends its time: a pytest plugin that names it by phase, of the run and of slow tests.
 
 Of every test: how long it took, what jax took of that to trace, lower and compile (or to load what was compiled), how
 much processor time the test's own process needed beyond, how much the processes that it started and ended, and how long
@@ -61,7 +61,8 @@ class _Meter:
 
     def read(self) -> dict[str, float]:
         self.listen()
-        own, children = (_processor_s(resource.getrusage(who)) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        own, children = (_processor_s(resource.getrusage(who)) for who in whose)
         return {
             "wall": time.perf_counter(),
             **self.seconds,
@@ -132,8 +133,8 @@ class Phases:
         for index, worker in enumerate(self._workers or [self._collected]):
             if worker:
                 write(
-                    f"worker {index}: begun and imported {worker['imports']:.1f}, collected after {worker['wall']:.1f}, "
-                    f"{worker['own']:.1f} of processor time by then"
+                    f"worker {index}: begun and imported {worker['imports']:.1f}, "
+                    f"collected after {worker['wall']:.1f}, {worker['own']:.1f} of processor time by then"
                 )
         write("  ".join(f"{name:>8}" for name in (*COLUMNS, "programs", "misses")))
         rows = {name: _row(found) for name, found in self._tests.items()}

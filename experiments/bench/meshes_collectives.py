@@ -36,11 +36,9 @@ class StepProgram:
 
     def count(self) -> Counts:
         """In a layer of either kind: of whichever stage has most. Outside the layers: of all stages together."""
-        hidden = None
         found: Counts = {where: Counter() for where in WHERES}
         for stage in self.stages:
-            lowered = stage.lower(self.kind, self.bucket, hidden)
-            _, hidden = lowered.out_info
+            lowered = stage.lower((self.kind, self.bucket))
             turn = read_program(lowered.compile(compiler_options=KEEP_LOOPS).as_text() or "")
             of_stage = by_place(turn, stacks_of(stage.model))
             found = {

@@ -3,24 +3,28 @@
 from moonshard.serving.commands.options import Configured, StatusFd
 from moonshard.serving.commands.ports import check_ports_are_free
 from moonshard.serving.config import Config, ConfigError
-from moonshard.serving.startup import RunProcess, run_process
+from moonshard.serving.startup import RunProcess, Start, run_process
 from moonshard.serving.status_pipe import Status
+from moonshard.serving.timings import Timings
 
 
 def gateway(options: Configured, status_fd: StatusFd = None) -> int:
     """Run only the gateway: OpenAI's HTTP API and gRPC in front of the workers at gateway.workers."""
-    config = options.load()
-    check_ports_are_free(config)
-    return run_process(_load, config, status_fd)
+    timings = Timings()
+    timings.note("interpreter", 0.0)
+    with timings.phase("configuration"):
+        config = options.load()
+        check_ports_are_free(config)
+    return run_process(_load, config, status_fd, Start(timings=timings))
 
 
 def _load() -> RunProcess:
     from moonshard.rpc.server import PortInUse
     from moonshard.serving.gateway.main import run_gateway
 
-    async def run(config: Config, *, status: Status) -> int:
+    async def run(config: Config, *, status: Status, start: Start) -> int:
         try:
-            return await run_gateway(config, status=status)
+            return await run_gateway(config, status=status, start=start)
         except PortInUse as error:
             key = "gateway.grpc_port" if error.port == config.gateway.grpc_port else "gateway.port"
             raise ConfigError([f"{key}: {error}"]) from error

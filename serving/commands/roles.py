@@ -2,23 +2,29 @@
 
 import logging
 
+from moonshard.serving.commands.options import ConfigOptions
 from moonshard.serving.commands.ports import check_worker_port_is_free
 from moonshard.serving.config import Config, ConfigError, WorkerRole, command_of, mesh_of, port_key, roles_of
 from moonshard.serving.config_faults import kv_plane_note
-from moonshard.serving.startup import RunProcess, prepare_jax, run_process
+from moonshard.serving.startup import RunProcess, Start, end_process, prepare_jax, run_process
 from moonshard.serving.status_pipe import Status
+from moonshard.serving.timings import Timings
 
 logger = logging.getLogger(__name__)
 
 
-def start_worker(config: Config, role: WorkerRole, status_fd: int | None) -> int:
+def start_worker(options: ConfigOptions, role: WorkerRole, status_fd: int | None) -> int:
     """Run it to its end; the exit code. ConfigError for a role that the mode does not have, or a port in use."""
-    _check_role(config, role)
-    check_worker_port_is_free(config, role)  # gRPC would say it in three lines of its own
-    prepare_jax(mesh_of(config, role))
+    timings = Timings()
+    timings.note("interpreter", 0.0)
+    with timings.phase("configuration"):
+        config = options.load()
+        _check_role(config, role)
+        check_worker_port_is_free(config, role)  # gRPC would say it in three lines of its own
+    start = Start(timings=timings, programs=prepare_jax(mesh_of(config, role)))
     if note := kv_plane_note(config):
         logger.warning(note)
-    return run_process(lambda: _load(role), config, status_fd)
+    return end_process(run_process(lambda: _load(role), config, status_fd, start))
 
 
 def _check_role(config: Config, role: WorkerRole) -> None:
@@ -34,9 +40,9 @@ def _load(role: WorkerRole) -> RunProcess:
     from moonshard.rpc.server import PortInUse
     from moonshard.serving.worker_process import run_worker
 
-    async def run(config: Config, *, status: Status) -> int:
+    async def run(config: Config, *, status: Status, start: Start) -> int:
         try:
-            return await run_worker(config, role, status=status)
+            return await run_worker(config, role, status=status, start=start)
         except PortInUse as error:
             raise ConfigError([f"{port_key(role)}: {error}"]) from error
 

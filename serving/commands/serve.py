@@ -14,15 +14,21 @@ from moonshard.serving.config import Config, WorkerRole, command_of, roles_of, w
 from moonshard.serving.config_file import as_overrides
 from moonshard.serving.supervisor import Command, Limits, supervise
 from moonshard.serving.tenants import load_tenants
+from moonshard.serving.timings import Timings
 
 
-def serve(options: Configured) -> int:
+def serve(options: Configured, timings: bool = False) -> int:
     """Serve a model: start the workers and a gateway, and keep them running.
 
     Prefill and decode workers, as prefill.replicas and decode.replicas say; with mode = "aggregated", decode.replicas
     workers that do both. Prints one line when everything is ready. SIGTERM or Ctrl-C lets running requests finish and
     then ends; a second Ctrl-C ends at once.
+
+    Args:
+        timings: once everything is ready, tell on stderr where the time went: the phases of each process's start.
     """
+    own = Timings()
+    own.note("interpreter", 0.0)
     from moonshard.serving.terminal import TerminalReporter
 
     begun_s = time.perf_counter()
@@ -32,10 +38,14 @@ def serve(options: Configured) -> int:
     check_ports_are_free(config)
     check_model_folder(config.model.path)
     load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
-    reporter = TerminalReporter()
+    reporter = TerminalReporter(has_timings=timings)
+    own.note("configuration", own.phases[0].took_s)
+    waiting_s = own.now_s
 
     def on_ready(listening: Mapping[str, object]) -> None:
         reporter.finish()
+        own.note("children", waiting_s)
+        reporter.show_timings(own.phases)
         sys.stdout.write(ready_line(config, listening, time.perf_counter() - begun_s) + "\n")
         sys.stdout.flush()
 

@@ -36,12 +36,14 @@ from moonshard.serving.gateway.traces import LostRowMetrics, RequestTraces
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
 from moonshard.serving.heap import keep_for_life
 from moonshard.serving.ledger import Ledger
+from moonshard.serving.startup import Start, tell_start
 from moonshard.serving.status_pipe import Status
 from moonshard.serving.telemetry.export import SpanExport, exporting
 from moonshard.serving.telemetry.trace_context import Sampling
 from moonshard.serving.tenants import Tenants, load_tenants
+from moonshard.serving.timings import Timings
 from moonshard.serving.trace.recorder import Recorder, recording
-from moonshard.serving.trace.schema import REQUESTS, TOKENS
+from moonshard.serving.trace.schema import REQUESTS, STARTS, TOKENS
 from moonshard.serving.transport_security import link_credentials
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
@@ -64,16 +66,18 @@ class RunningGateway:
     grpc_server: BoundServer
     http: str  # base URL
     grpc: str  # host:port
+    recorder: Recorder | None
 
 
-async def run_gateway(config: Config, *, status: Status) -> int:
+async def run_gateway(config: Config, *, status: Status, start: Start) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. PortInUse, OSError or the model folder's errors if it cannot."""
-    stopped = asyncio.Event()
+    stopped, opening_s = asyncio.Event(), start.timings.now_s
     async with serving(config) as running:
+        start.timings.note("fronts", opening_s)
         with _set_on_signal(stopped):
             keep_for_life()
             status("listening", {"http": running.http, "grpc": running.grpc})
-            health = asyncio.create_task(_follow_readiness(running, status))
+            health = asyncio.create_task(_follow_readiness(running, status, start.timings))
             await stopped.wait()
             health.cancel()
             await asyncio.gather(health, return_exceptions=True)
@@ -89,7 +93,7 @@ async def serving(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Asyn
         async with (
             _ledger_at(config.gateway.ledger) as ledger,
             exporting(config.telemetry, role="gateway", instance=_http_address(config, listener)) as export,
-            recording(config.trace, REQUESTS, TOKENS) as recorder,  # written before anybody waits for a collector
+            recording(config.trace, REQUESTS, TOKENS, STARTS) as recorder,
             _serving(config, listener, ledger, recorder, export, keep_alive_s) as running,
         ):
             yield running
@@ -134,6 +138,7 @@ async def _serving(
             grpc_server=grpc_server,
             http=f"http://{_http_address(config, listener)}",
             grpc=f"{_host(config)}:{grpc_server.port}",
+            recorder=recorder,
         )
 
 
@@ -173,11 +178,13 @@ async def drain(running: RunningGateway, timeout_s: float) -> None:
         await asyncio.wait_for(gateway.wait_idle(), CLOSE_TIMEOUT_S)
 
 
-async def _follow_readiness(running: RunningGateway, status: Status) -> None:
+async def _follow_readiness(running: RunningGateway, status: Status, timings: Timings) -> None:
     """gRPC health says what `/ready` says; `ready` is reported the first time."""
-    pool = running.gateway.pool
+    pool, waiting_s = running.gateway.pool, timings.now_s
     await pool.wait_ready()
+    timings.note("workers", waiting_s)
     await running.grpc_server.set_serving(True)
+    tell_start(timings, status, running.recorder, process=running.http, role="gateway")
     status("ready", {})
     while True:
         await pool.wait_not_ready()

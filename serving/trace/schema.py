@@ -129,4 +129,16 @@ TOKENS = Table(
     ),
 )
 
-TABLES = (REQUESTS, STEPS, TOKENS)
+STARTS = Table(
+    "starts",
+    (
+        Column("process", "text"),
+        Column("role", "text"),
+        Column("phase", "text"),
+        Column("detail", "text"),
+        Column("begun_ms", "float", "ms"),
+        Column("took_ms", "float", "ms"),
+    ),
+)
+
+TABLES = (REQUESTS, STEPS, TOKENS, STARTS)

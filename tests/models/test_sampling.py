@@ -15,7 +15,20 @@ from tests.agreement import noise
 pytestmark = pytest.mark.xdist_group("jax")
 VOCAB, SLOTS, BIASES, STOPS, NUM_TOP = 97, 5, 3, 2, 20
 NULL_SLOT = SLOTS
-DRAW = jax.jit(functools.partial(sampling.draw, num_top=NUM_TOP))
+
+
+@functools.partial(jax.jit, static_argnames="tile")
+def _draw(logits, rows, slots, slot_of_row, num_rows, tile):
+    return sampling.draw(logits, rows, slots, slot_of_row, num_rows, num_top=NUM_TOP, tile=tile)
+
+
+def DRAW(logits, rows, slots, slot_of_row, *, num_rows=None, tile=None):
+    """All rows at once, unless told otherwise."""
+    return _draw(
+        jnp.asarray(logits), rows, slots, jnp.asarray(slot_of_row), num_rows or len(logits), tile=tile or len(logits)
+    )
+
+
 CUT, LOAD = jax.jit(sampling.cut), jax.jit(sampling.load_slot)
 
 
@@ -159,24 +172,36 @@ def test_bias_and_banned_stops_reach_only_rows_that_ask():
 def test_greedy_rows_take_the_best_token_whatever_the_others_want():
     logits = logits_of(4)
     asked = rows(4, temperature=[0, 1.5, 0, 1.0], top_k=[0, 5, 3, 80], top_p=[1, 0.9, 0.5, 1], seed=[9, 9])
-    sampled, slots = DRAW(logits, asked, empty(), jnp.asarray([0, 1, 3, NULL_SLOT]))
-    best = logits.argmax(axis=1)
-    assert np.asarray(sampled.tokens)[[0, 2]].tolist() == best[[0, 2]].tolist()
-    assert slots.last_token[0] == best[0]
-    assert slots.last_token[3] == best[2]
+    sampled, _ = DRAW(logits, asked, empty(), jnp.asarray([0, 1, 3, NULL_SLOT]))
+    assert np.asarray(sampled.tokens)[[0, 2]].tolist() == logits.argmax(axis=1)[[0, 2]].tolist()
 
 
 def test_a_drawn_token_is_noted_in_its_slot_and_a_row_out_of_range_changes_no_state():
     logits, before = logits_of(4), loaded_slots()
     sampled, after = DRAW(logits, rows(4), before, jnp.asarray([NULL_SLOT, 2, 0, NULL_SLOT]))
     tokens = np.asarray(sampled.tokens)
-    counts, last = np.asarray(before.output_counts).copy(), np.asarray(before.last_token).copy()
+    counts = np.asarray(before.output_counts).copy()
     counts[2, tokens[1]] += 1
     counts[0, tokens[2]] += 1
-    last[[2, 0]] = tokens[1:3]
     np.testing.assert_array_equal(after.output_counts, counts)
-    np.testing.assert_array_equal(after.last_token, last)
     np.testing.assert_array_equal(after.is_prompt, before.is_prompt)
+
+
+@pytest.mark.parametrize("tile", [1, 2, 4])
+def test_rows_draw_the_same_in_tiles_of_any_size_and_none_beyond_their_number_is_looked_at(tile):
+    logits, before = logits_of(8), loaded_slots()
+    asked = rows(
+        8, temperature=[0, 1, 0, 0.7, 1, 1, 1, 1], top_p=0.8, top_k=[0, 5, 0, 80, 0, 0, 0, 0], seed=[3, 4],
+        position=np.arange(8), repetition_penalty=1.3, wants_logprobs=[False, True, False, False] * 2,
+    )  # fmt: skip
+    slot_of_row = jnp.asarray([2, 0, 1, 3, 2, 2, 2, 2])  # of those beyond, left by earlier steps
+    together, after = DRAW(logits[:4], jax.tree.map(lambda leaf: leaf[:4], asked), before, slot_of_row[:4])
+    spoiled = np.concatenate([logits[:4], np.full((4, VOCAB), np.nan, np.float32)])
+    drawn, then = DRAW(spoiled, asked, before, slot_of_row, num_rows=4, tile=tile)
+    assert np.asarray(drawn.tokens)[:4].tolist() == np.asarray(together.tokens).tolist()
+    np.testing.assert_allclose(drawn.logprobs[:4], together.logprobs, atol=1e-6)
+    np.testing.assert_array_equal(then.output_counts, after.output_counts)
+    assert not np.asarray(drawn.tokens)[4:].any()
 
 
 LAW_DRAWS, LAW_VOCAB = 20_000, 16

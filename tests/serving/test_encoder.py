@@ -66,11 +66,13 @@ def request(number: int = 0, prompt=(1, 2, 3), sampling: Sampling = EVERYTHING, 
 
 
 def fields_of(step: Step) -> dict[str, np.ndarray]:
-    """Each as [partitions, ...]."""
-    layout = SHAPES.layout(step.kind, step.bucket)
-    packed, views = layout.blank(SHAPES.num_partitions)
+    """Each as [partitions, ...], those of its draws too."""
+    packed, views = SHAPES.layout(step.kind, step.bucket).blank(SHAPES.num_partitions)
     packed[...] = step.metadata
-    return views
+    drawn, draws = SHAPES.layout(StepKind.DRAW).blank(SHAPES.num_partitions)
+    if step.sampling is not None:
+        drawn[...] = step.sampling
+    return views | draws
 
 
 def values(fields: dict[str, np.ndarray], names, row: int, partition: int = 0) -> dict[str, object]:
@@ -100,7 +102,7 @@ def chunk(of: Request, slot: SlotId, start: int, tokens, table, samples=()) -> P
 
 
 def assert_empty(fields: dict[str, np.ndarray], row: int, partition: int = 0) -> None:
-    assert values(fields, NEUTRAL, row, partition) == NEUTRAL
+    assert fields["num_rows"][partition] <= row
     assert (fields["slot"][partition, row], fields["positions"][partition, row]) == (SLOTS, -1)
 
 
@@ -122,7 +124,8 @@ def test_a_decode_step_takes_the_smallest_bucket_that_holds_each_partition_s_row
     rows = tuple(row(request(n), SlotId(n % 2, n // 2)) for n in range(num_rows))
     step = encoder.encode(DecodePlan(number=0, rows=rows))
     assert step.bucket == bucket
-    assert step.draws == tuple(n % 2 * bucket + n // 2 for n in range(num_rows))
+    assert step.draws == tuple(n % 2 * SLOTS + n // 2 for n in range(num_rows))
+    assert fields_of(step)["num_rows"].tolist() == [-(-num_rows // 2), num_rows // 2]
     for partition in range(2):
         for padding in range(-(-(num_rows - partition) // 2), bucket):
             assert_empty(fields_of(step), padding, partition)
@@ -139,7 +142,13 @@ def test_a_row_that_left_is_neutral_again_and_those_after_it_move_up(encoder):
     rows = [row(asked, SlotId(0, n), choice=n, table=(n, n + 7)) for n in range(3)]
     decode(encoder, *rows)
     fields = decode(encoder, rows[0], rows[2])
-    assert (fields["slot"][0].tolist(), fields["choice"][0].tolist()) == ([0, 2], [0, 2])
+    assert (
+        fields["slot"][0].tolist()
+        == fields["choice"][0, :2].tolist()
+        == fields["sample_slot"][0, :2].tolist()
+        == [0, 2]
+    )
+    assert fields["num_rows"][0] == 2
     assert fields["block_tables"][0, :, :2].tolist() == [[0, 7], [2, 9]]
     back = decode(encoder, *rows, row(asked, SlotId(0, 3), choice=3))
     assert back["slot"][0].tolist() == [0, 1, 2, 3]
@@ -176,7 +185,7 @@ def test_a_sequence_that_comes_back_to_its_row_in_another_slot_is_read_from_ther
     decode(encoder, row(first, SlotId(0, 0)), row(back, SlotId(0, 1)))
     decode(encoder, row(first, SlotId(0, 0)))
     fields = decode(encoder, row(first, SlotId(0, 0)), row(back, SlotId(0, 2), table=(8,)))
-    assert fields["slot"][0].tolist() == [0, 2]
+    assert fields["slot"][0].tolist() == fields["sample_slot"][0, :2].tolist() == [0, 2]
     assert fields["block_tables"][0, 1, 0] == 8
 
 
@@ -189,9 +198,11 @@ def test_a_table_that_grew_is_written_again(encoder):
 
 def test_a_step_in_flight_is_not_changed_by_the_next(encoder):
     first = encoder.encode(DecodePlan(number=0, rows=(row(request(), SlotId(0, 0)),)))
-    before = first.metadata.copy()
+    assert first.sampling is not None
+    before, sampling = first.metadata.copy(), first.sampling.copy()
     encoder.encode(DecodePlan(number=1, rows=(row(request(), SlotId(0, 0), position=4),)))
     np.testing.assert_array_equal(first.metadata, before)
+    np.testing.assert_array_equal(first.sampling, sampling)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +238,7 @@ def test_prefill_chunks_fill_whole_tiles_of_one_sequence_each(encoder):
     assert fields["sample_from"][:, :2].tolist() == [[5, 5], [2, 0]]
     assert fields["sample_position"][:, 0].tolist() == [9, 3]
     assert fields["choice"][0, :2].tolist() == [0, 1]
+    assert fields["num_rows"].tolist() == [2, 1]
     assert values(fields, NEUTRAL, 2) == NEUTRAL
     assert step.draws == (0, 1, SLOTS)
 
@@ -248,6 +260,21 @@ def test_a_prefill_takes_the_smallest_bucket(encoder, num_tokens, bucket):
     step = encoder.encode(plan)
     assert step.bucket == bucket
     assert step.metadata.shape == (2, SHAPES.layout(StepKind.PREFILL, bucket).size)
+
+
+def test_a_prefill_that_ends_no_prompt_draws_nothing(encoder):
+    step = encoder.encode(PrefillPlan(number=0, chunks=(chunk(request(), SlotId(0, 0), 0, range(4), (1,)),)))
+    assert (step.sampling, step.draws) == (None, ())
+
+
+def test_a_step_takes_the_smallest_bucket_that_is_there():
+    def there(kind: StepKind, size: int) -> int:
+        assert kind is StepKind.DECODE
+        return 4 if size <= 4 else 0
+
+    step = StepEncoder(SHAPES, there).encode(DecodePlan(number=0, rows=(row(request(), SlotId(0, 0)),)))
+    assert step.bucket == 4
+    assert fields_of(step)["slot"][0].tolist() == [0, *[SLOTS] * 3]
 
 
 def test_a_load_carries_history_bias_and_stops_and_marks_the_rest_unused(encoder):

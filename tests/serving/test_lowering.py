@@ -11,13 +11,14 @@ import pytest
 from moonshard.models import kimi, weights
 from moonshard.serving.config import Config, DecodeConfig, ModelConfig, PrefillConfig
 from moonshard.serving.lowering import StepRole, lower_stages
-from moonshard.serving.stage import Blueprint
-from moonshard.serving.steps import Step, StepKind
+from moonshard.serving.preparation import digest_of
+from moonshard.serving.stage import Blueprint, Stage
+from moonshard.serving.steps import ProgramKey, Step, StepKind
 from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import reference
-from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, Q_TILE, uncompiled_programs
+from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, uncompiled_programs
 
 pytestmark = pytest.mark.xdist_group("jax")
 POINTER_BYTES = 8  # XLA counts among the outputs a pointer to each
@@ -55,38 +56,39 @@ def test_xla_holds_exactly_what_the_budget_counts(mesh: MeshShape, role: StepRol
         assert found.output_size_in_bytes == pytest.approx(stage.counted.outputs, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
-def test_a_step_lowered_from_shapes_is_the_one_that_serves(kind: StepKind):
+def test_a_step_lowered_from_shapes_is_the_one_that_serves():
     place = Place(mesh=MeshShape(expert=2, tensor=2, pipe=2), rules=DecodeRules())
     programs = uncompiled_programs(place=place)
-    bucket = NUM_SLOTS if kind is StepKind.DECODE else programs.shapes.prefill_buckets[0]
-    packed, _ = programs.shapes.layout(kind, bucket).blank(place.mesh.num_partitions)
-    before = None
     for stage in programs.stages:
         sizes = {"blocks_per_partition": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
         params = kimi.declare(stage.model.config, stage.model.layers)
         shapes_alone = weights.abstract(params, "float32", stage.model.mesh, place.rules)
         abstract = Blueprint(replace(stage.model, weights=shapes_alone), programs.shapes, **sizes)
-        program = Blueprint(stage.model, programs.shapes, **sizes).program(kind, bucket)
-        hidden = () if before is None else (jnp.zeros(before.shape, before.dtype, device=abstract.by_partition),)
-        served = program.lower(stage.model.weights, stage.state, packed, *hidden)
-        assert abstract.lower(kind, bucket, before).as_text() == served.as_text()
-        _, before = served.out_info
+        for key in stage.blueprint.keys:
+            served = stage.blueprint.program(key).lower(*arrays_of(stage, key))
+            assert abstract.lower(key).as_text() == served.as_text(), key
+            assert jax.tree.structure(served.out_info) == abstract.result_tree(key), key
 
 
-@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
-def test_on_one_device_workers_of_either_role_run_the_same_program(kind: StepKind):
-    """So that one finds in the compile cache what another has left there."""
+def arrays_of(stage: Stage, key: ProgramKey) -> tuple[object, ...]:
+    """What a launch would give: the stage's weights, and other arrays as the program is told of them."""
 
-    def text(rules: Rules) -> str:
-        programs = uncompiled_programs(place=Place(rules=rules))
-        (stage,), bucket = programs.stages, NUM_SLOTS if kind is StepKind.DECODE else Q_TILE
-        packed, _ = programs.shapes.layout(kind, bucket).blank()
-        sizes = {"blocks_per_partition": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
-        program = Blueprint(stage.model, programs.shapes, **sizes).program(kind, bucket)
-        return program.lower(stage.model.weights, stage.state, packed).as_text()
+    def array(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+        return leaf if isinstance(leaf, jax.Array) else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
 
-    assert text(PREFILL) == text(DECODE)
+    return jax.tree.map(array, stage.blueprint.arguments(key))
+
+
+def test_on_one_device_workers_of_either_role_run_the_same_programs():
+    """So that one finds in the store what another has left there."""
+
+    def digests(rules: Rules) -> list[str]:
+        (stage,) = uncompiled_programs(place=Place(rules=rules)).stages
+        return [digest_of(stage.blueprint, key) for key in stage.blueprint.keys]
+
+    found = digests(PREFILL)
+    assert found == digests(DECODE)
+    assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=2, expert=2, tensor=2)], ids=str)

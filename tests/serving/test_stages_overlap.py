@@ -25,7 +25,9 @@ def a_decode(executor: Programs, slot: int) -> Step:
     packed, fields = executor.shapes.layout(StepKind.DECODE, bucket).blank()
     fields["slot"][0, 0] = slot
     fields["positions"][0, 0] = 0
-    return Step(-1, StepKind.DECODE, bucket, packed, draws=(0,))
+    sampling, draws = executor.shapes.layout(StepKind.DRAW).blank()
+    draws["sample_slot"][0, 0], draws["num_rows"][0] = slot, 1
+    return Step(-1, StepKind.DECODE, bucket, packed, sampling=sampling, draws=(0,))
 
 
 @jax.jit

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonshard.serving.steps import NOWHERE, Field, StepKind, StepLayout, StepShapes, bucket_for
+from moonshard.serving.steps import NOWHERE, Field, StepKind, StepLayout, StepShapes, smallest
 
 pytestmark = pytest.mark.xdist_group("jax")
 WITHOUT_HANDOFFS = StepShapes(
@@ -63,6 +63,7 @@ def test_special_floats_and_large_words_arrive_as_they_were():
     [
         (StepKind.PREFILL, 8),
         (StepKind.DECODE, 3),
+        (StepKind.DRAW, 0),
         (StepKind.LOAD, 0),
         (StepKind.COPY, 0),
         (StepKind.EXPORT, 4),
@@ -86,8 +87,10 @@ def test_a_blank_decode_or_prefill_step_has_neither_tokens_nor_owners():
     assert (decode["positions"] == -1).all()
     assert (prefill["positions"] == -1).all()
     assert (decode["slot"] == SHAPES.slots_per_partition).all()
-    assert (prefill["sample_slot"] == SHAPES.slots_per_partition).all()
-    assert decode["top_p"].tolist() == decode["repetition_penalty"].tolist() == [[1, 1, 1]]
+    _, draw = SHAPES.layout(StepKind.DRAW).blank()
+    assert draw["num_rows"].tolist() == [0]
+    assert (draw["sample_slot"] == SHAPES.slots_per_partition).all()
+    assert draw["top_p"].tolist() == draw["repetition_penalty"].tolist() == [[1, 1, 1]]
 
 
 def test_what_is_written_into_a_blank_step_does_not_reach_the_next_one():
@@ -114,9 +117,20 @@ def test_layouts_follow_their_bucket():
     _, views = SHAPES.layout(StepKind.PREFILL, 24).blank()
     assert views["tokens"].shape == views["positions"].shape == (1, 6, 4)
     assert views["block_tables"].shape == (1, 6, 5)
-    assert views["sample_from"].shape == views["temperature"].shape == (1, 3)
+    assert views["sample_from"].shape == (1, 3)
+
+
+def test_of_each_kind_the_largest_program_comes_first():
+    kinds = [kind for kind, _ in SHAPES.programs]
+    for kind, sizes in SHAPES.buckets.items():
+        assert SHAPES.programs[kinds.index(kind)] == (kind, sizes[-1])
+
+
+def test_a_worker_has_only_the_transfers_of_its_role():
+    exports = replace(SHAPES, transfers=(StepKind.EXPORT,))
+    assert {kind for kind, _ in exports.programs} == {kind for kind, _ in SHAPES.programs} - {StepKind.LAND}
 
 
 @pytest.mark.parametrize(("tokens", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 24), (24, 24)])
 def test_the_smallest_bucket_that_fits_is_taken(tokens, bucket):
-    assert bucket_for(SHAPES.prefill_buckets, tokens) == bucket
+    assert smallest(SHAPES.prefill_buckets, tokens) == bucket

@@ -17,6 +17,8 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.server import PortInUse
 from moonshard.serving.config import GatewayConfig, default_worker_addresses
 from moonshard.serving.gateway.main import run_gateway, worker_addresses
+from moonshard.serving.startup import Start
+from moonshard.serving.timings import Timings
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
@@ -39,9 +41,14 @@ class Process:
 @asynccontextmanager
 async def process(config: GatewayConfig, path: Path, worker: FakeWorker) -> AsyncIterator[Process]:
     events: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
+
+    def tell(event: str, fields: Mapping[str, object]) -> None:
+        if event != "timings":
+            events.put_nowait((event, fields))
+
     async with fake_worker.serving(worker) as port, asyncio.timeout(30):
         made = make_config(config, path, [f"127.0.0.1:{port}"])
-        task = asyncio.create_task(run_gateway(made, status=lambda event, fields: events.put_nowait((event, fields))))
+        task = asyncio.create_task(run_gateway(made, status=tell, start=Start(timings=Timings())))
         name, listening = await events.get()
         assert name == "listening"
         assert gc.get_freeze_count() > 0  # see serving/heap.py
@@ -105,5 +112,5 @@ async def test_a_port_in_use_ends_the_start(gateway_config: GatewayConfig, kimi_
         port = taken.getsockname()[1]
         config = make_config(replace(gateway_config, **{key: port}), kimi_folder, ["127.0.0.1:1"])
         with pytest.raises(PortInUse) as caught:
-            await run_gateway(config, status=lambda _event, _fields: None)
+            await run_gateway(config, status=lambda _event, _fields: None, start=Start(timings=Timings()))
     assert caught.value.port == port

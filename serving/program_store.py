@@ -1,0 +1,152 @@
+"""Compiled programs on disk, whole: one that is found here is neither traced nor lowered nor compiled.
+
+jax's own cache keeps what XLA compiled, and asks for the lowered program as its key: a start that finds everything
+there still traces and lowers all of it. Here the key is what a program is made of (`serving.preparation` says what
+that is), so that nothing of it needs to be made. Processes share a folder: an entry is written beside its place and
+moved there, and one that is being made is claimed by a lock that ends with its process. Whatever is wrong with the
+folder or with an entry is said once, and the program is compiled anew. Entries hold machine code, as those of jax's
+cache do: a folder that others may write to is not used. Left out: what the bytes mean.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+MAGIC = b"moonshard program 1\n"
+DIGEST_BYTES = 32
+MAX_BYTES = 4 << 30  # of all entries; the longest unused go first
+SUFFIX, LOCK_SUFFIX = ".program", ".lock"
+
+logger = logging.getLogger(__name__)
+
+
+class ProgramStore:
+    """A folder of entries by key. Any number of threads and processes; no method raises for what is on the disk."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._has_complained = False
+        self._is_usable: bool | None = None  # None: nobody has looked yet
+
+    def __repr__(self) -> str:
+        return f"ProgramStore({str(self.folder)!r})"
+
+    def load(self, key: str) -> bytes | None:
+        """What was saved under `key`. None where there is nothing, or nothing whole."""
+        if not self._usable():
+            return None
+        path = self._path(key)
+        try:
+            content = path.read_bytes()
+            os.utime(path)  # it was of use
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.complain(f"{path}: {error.strerror}")
+            return None
+        body = content[len(MAGIC) + DIGEST_BYTES :]
+        if content != _sealed(body):
+            self.complain(f"{path} is damaged")
+            return None
+        return body
+
+    def save(self, key: str, body: bytes) -> None:
+        """Whole or not at all."""
+        if not self._usable():
+            return
+        path, partial = self._path(key), self._path(f"{key}.{os.getpid()}.partial")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # it may have been wiped
+            partial.write_bytes(_sealed(body))
+            partial.replace(path)
+        except OSError as error:
+            self.complain(f"{error.filename or path}: {error.strerror}")
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def claim(self, key: str, *, waits: bool) -> Iterator[bool]:
+        """Whether this thread is now the one that makes the entry, for as long as the block lasts.
+
+        Without `waits`, False where another thread or process is making it. Where no lock can be had, True: it is then
+        made twice.
+        """
+        descriptor = self._open_lock(key)
+        if descriptor is None:
+            yield True
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            os.close(descriptor)
+            yield False
+            return
+        except BaseException:
+            os.close(descriptor)
+            raise
+        try:
+            yield True
+        finally:
+            with contextlib.suppress(OSError):  # whoever waits for this very file has it open, and looks for the entry
+                (self.folder / (key + LOCK_SUFFIX)).unlink()
+            os.close(descriptor)
+
+    def prune(self, max_bytes: int = MAX_BYTES) -> None:
+        """Removes what was unused for longest until the rest takes at most `max_bytes`, and what writers left."""
+        with contextlib.suppress(OSError):
+            entries = [(path, path.stat()) for path in self.folder.glob(f"*{SUFFIX}")]
+            total = sum(found.st_size for _, found in entries)
+            for path, found in sorted(entries, key=lambda entry: entry[1].st_mtime):
+                if total <= max_bytes:
+                    break
+                path.unlink(missing_ok=True)
+                total -= found.st_size
+
+    def complain(self, fault: str) -> None:
+        """Once in a process: the next fault is of the same kind, and costs what the first did."""
+        if not self._has_complained:
+            self._has_complained = True
+            logger.warning("the cache of compiled programs: %s; compiling anew", fault)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / (key + SUFFIX)
+
+    def _open_lock(self, key: str) -> int | None:
+        if not self._usable():
+            return None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return os.open(self.folder / (key + LOCK_SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self.complain(f"{error.filename}: {error.strerror}")
+            return None
+
+    def _usable(self) -> bool:
+        if self._is_usable is None:
+            fault = self._fault()
+            self._is_usable = fault is None
+            if fault is not None:
+                self.complain(fault)
+        return self._is_usable
+
+    def _fault(self) -> str | None:
+        """Why nothing is read here and nothing written. A folder that is not there yet is made."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            found = self.folder.stat()
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
+        if found.st_uid != os.geteuid():
+            return f"{self.folder} belongs to another user"
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"{self.folder} can be written by other users"
+        return None
+
+
+def _sealed(body: bytes) -> bytes:
+    return MAGIC + hashlib.sha256(body).digest() + body

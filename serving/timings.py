@@ -1,0 +1,82 @@
+"""Where the time of a start goes: named phases of one process, counted from the moment at which the kernel began it.
+
+Phases may lie within one another and, where threads work side by side, beside one another: each says when it began and
+how long it took, and none is added up with others. Without jax and without imports that take time: it is there before
+anything else is.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A span of a start. Times in seconds, from the beginning of the process."""
+
+    name: str
+    detail: str  # which program, or how much; may be empty
+    begun_s: float
+    took_s: float
+
+
+class Timings:
+    """The phases of this process so far. Any thread."""
+
+    def __init__(self) -> None:
+        self._origin_s = time.perf_counter() - since_process_began_s()
+        self._phases: list[Phase] = []
+        self._lock = threading.Lock()
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """In the order in which they began."""
+        with self._lock:
+            return tuple(sorted(self._phases, key=lambda phase: phase.begun_s))
+
+    @property
+    def now_s(self) -> float:
+        """Since the process began."""
+        return time.perf_counter() - self._origin_s
+
+    @contextlib.contextmanager
+    def phase(self, name: str, detail: str = "") -> Iterator[None]:
+        begun_s = self.now_s
+        try:
+            yield
+        finally:
+            self.note(name, begun_s, detail)
+
+    def note(self, name: str, begun_s: float, detail: str = "") -> None:
+        """A phase that began at `begun_s` and ends now."""
+        phase = Phase(name, detail, begun_s, self.now_s - begun_s)
+        with self._lock:
+            self._phases.append(phase)
+
+    def told(self) -> list[list[object]]:
+        """For the status pipe: each as [name, detail, begun_ms, took_ms]."""
+        return [[p.name, p.detail, round(p.begun_s * 1e3, 1), round(p.took_s * 1e3, 1)] for p in self.phases]
+
+
+def phases_told(fields: Mapping[str, object]) -> list[Phase]:
+    """What `Timings.told` gave, out of the fields of a status event; what has another form is left out."""
+    told = fields.get("timings")
+    found: list[Phase] = []
+    for entry in told if isinstance(told, Sequence) else ():
+        match entry:
+            case [str(name), str(detail), int() | float() as begun_ms, int() | float() as took_ms]:
+                found.append(Phase(name, detail, begun_ms / 1e3, took_ms / 1e3))
+    return found
+
+
+def since_process_began_s() -> float:
+    """By the kernel's account, to a hundredth (proc(5): field 22 of `stat`, in ticks since boot). Linux; else 0."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
