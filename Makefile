@@ -7,7 +7,7 @@ TRAINED := results/pocket/model
 PROTOS := rpc/inference.proto rpc/link.proto
 # A step allocates the same memory again and again: without a heap that keeps it, a tenth of the tokens per second is lost.
 KEEP_MEMORY := GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000
-PYTEST := $(BIN)/python -m pytest --durations=20
+PYTEST := $(BIN)/python -m pytest -p tests.phases --slowest 50
 
 # Candidates are run, not only looked up: a version manager's shim exists, and fails, for every version that is not selected.
 find_python = for p in python3.12 python3.13 python3.14 python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3; do \
@@ -67,7 +67,7 @@ proto: setup  ## regenerate the gRPC code from rpc/*.proto
 bench: setup  ## latency and throughput table, JSON in results/bench
 	@$(BIN)/moonshard bench
 
-bench-gpu:  ## on a machine with an NVIDIA GPU and jax, flax and numpy: check, then measure
+bench-gpu:  ## on a machine with an NVIDIA GPU and jax and numpy: check, then measure
 	@PYTHONPATH=src $${PYTHON:-python3} -m moonshard.experiments.bench.gpu
 
 notebooks: setup  ## each study that has a run under results/: its notebook executed, with its pictures beside it

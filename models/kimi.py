@@ -19,7 +19,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from moonshard.kv.pages import Pages, TokenCut, write_tokens
 from moonshard.models import moe
@@ -27,6 +26,7 @@ from moonshard.models.attention import latent_attention, merge_over, partial_att
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.expert_copies import to_copies
 from moonshard.models.moe_exchange import exchanged
+from moonshard.models.pytree import pytree
 from moonshard.models.spec import KvGroup, ModelError, Param
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
@@ -265,7 +265,7 @@ def _is_off(value: Any) -> bool:
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
-@struct.dataclass
+@pytree
 class Attention[Leaf]:
     """Latent attention of a stack of layers. Without a q_lora_rank `q_a` is None, and `q_b` reads x itself."""
 
@@ -283,7 +283,7 @@ class Attention[Leaf]:
     out_bias: Leaf | None  # [l d]
 
 
-@struct.dataclass
+@pytree
 class Mlp[Leaf]:
     """SwiGLU: a dense layer's, or the shared experts'."""
 
@@ -291,13 +291,13 @@ class Mlp[Leaf]:
     down: Leaf  # [l d f]
 
 
-@struct.dataclass
+@pytree
 class Router[Leaf]:
     gate: Leaf  # [l e d]
     bias: Leaf  # [l e]
 
 
-@struct.dataclass
+@pytree
 class Stack[Leaf]:
     """Layers of one kind, stacked along `layers`: dense ones have no router."""
 
@@ -307,7 +307,7 @@ class Stack[Leaf]:
     router: Router[Leaf] | None
 
 
-@struct.dataclass
+@pytree
 class Weights[Leaf]:
     """Those of the whole model, or of a stage: some consecutive layers."""
 
@@ -517,7 +517,7 @@ def rotate(
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-@struct.dataclass
+@pytree
 class Batch:
     """Rows of tokens of one sequence each: tiles of prompts, or decode slots.
 
@@ -530,7 +530,7 @@ class Batch:
     block_tables: Int[Array, "n m"]
 
 
-@struct.dataclass
+@pytree
 class Observations:
     """What a numerics question asks of a forward pass."""
 

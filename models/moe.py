@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
+from moonshard.models.pytree import pytree
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
 
-@struct.dataclass
+@pytree
 class Routing:
     """Which experts each token goes to. Stacked over layers where a forward pass is observed."""
 
@@ -26,7 +26,7 @@ class Routing:
     margin: Float[Array, "*layers t"]  # of the choice: below float error, another order of summing chooses otherwise
 
 
-@struct.dataclass
+@pytree
 class Experts[Leaf]:
     """Routed experts of all MoE layers, as Hugging Face orients them: [out, in]."""
 

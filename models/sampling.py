@@ -13,29 +13,29 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
+from moonshard.models.pytree import pytree
 from moonshard.sharding.arrays import Array, Bool, Float, Int, UInt
 
 MIN_TEMPERATURE = 1e-5  # colder draws the likeliest token all the same; logits over 1e-38 would be infinite
 QUICK_TOP_K = 64  # up to here lax.top_k does; beyond, or for top-p alone, the whole row is sorted
 
 
-@struct.dataclass
-class SlotState:
+@pytree
+class SlotState[Leaf]:
     """What the device remembers of each slot between steps. Donated to every step.
 
     A row holds only if its request needs it: the load step sets the whole row at once.
     """
 
-    output_counts: Int[Array, "slots v"]
-    is_prompt: Bool[Array, "slots v"]
-    bias_ids: Int[Array, "slots biases"]  # v or beyond where unused
-    bias_values: Float[Array, "slots biases"]
-    stop_ids: Int[Array, "slots stops"]  # likewise
+    output_counts: Leaf  # [slots, v] int32
+    is_prompt: Leaf  # [slots, v] bool
+    bias_ids: Leaf  # [slots, biases] int32, v or beyond where unused
+    bias_values: Leaf  # [slots, biases] float32
+    stop_ids: Leaf  # [slots, stops] int32, likewise
 
 
-@struct.dataclass
+@pytree
 class RowSampling:
     """How each row's next token is drawn. Neutral values cost nothing."""
 
@@ -54,7 +54,7 @@ class RowSampling:
     wants_logprobs: Bool[Array, "b"]
 
 
-@struct.dataclass
+@pytree
 class Draws:
     """One token of each row. Log-probabilities are of the raw logits, zeros unless a row wants them."""
 
@@ -64,7 +64,7 @@ class Draws:
     top_logprobs: Float[Array, "b top"]
 
 
-def empty_slots(num_slots: int, vocab_size: int, max_biases: int, max_stops: int) -> SlotState:
+def empty_slots(num_slots: int, vocab_size: int, max_biases: int, max_stops: int) -> SlotState[Array]:
     return SlotState(
         output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
         is_prompt=jnp.zeros((num_slots, vocab_size), jnp.bool_),
@@ -75,7 +75,7 @@ def empty_slots(num_slots: int, vocab_size: int, max_biases: int, max_stops: int
 
 
 def load_slot(
-    slots: SlotState,
+    slots: SlotState[Array],
     slot: Int[Array, ""],
     history: Int[Array, "t"],
     num_prompt: Int[Array, ""],
@@ -83,7 +83,7 @@ def load_slot(
     bias_ids: Int[Array, "biases"],
     bias_values: Float[Array, "biases"],
     stop_ids: Int[Array, "stops"],
-) -> SlotState:
+) -> SlotState[Array]:
     """Sets one slot's row from its request: prompt tokens, then tokens generated so far, then padding."""
     vocab_size = slots.output_counts.shape[1]
     index = jnp.arange(history.shape[0])
@@ -102,13 +102,13 @@ def load_slot(
 def draw(
     logits: Float[Array, "b v"],
     rows: RowSampling,
-    slots: SlotState,
+    slots: SlotState[Array],
     slot_of_row: Int[Array, "b"],
     num_rows: Int[Array, ""],
     *,
     num_top: int,
     tile: int,
-) -> tuple[Draws, SlotState]:
+) -> tuple[Draws, SlotState[Array]]:
     """Draws one token for each of the first `num_rows` rows and notes it in the row's slot.
 
     A row whose slot is out of range draws for nobody. What lies beyond `num_rows` is not looked at: it draws zeros.
@@ -141,7 +141,7 @@ def draw(
 
 
 def _draw_tile(
-    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState, slot_of_row: Int[Array, "b"], num_top: int
+    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState[Array], slot_of_row: Int[Array, "b"], num_top: int
 ) -> Draws:
     adjusted = _adjust(logits, rows, slots, slot_of_row)
     tokens = jax.lax.cond(
@@ -151,7 +151,7 @@ def _draw_tile(
 
 
 def _adjust(
-    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState, slot_of_row: Int[Array, "b"]
+    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState[Array], slot_of_row: Int[Array, "b"]
 ) -> Float[Array, "b v"]:
     """Penalties, bias, banned stops: each only if a row asks for it."""
     each = jnp.arange(logits.shape[0])[:, None]

@@ -36,7 +36,7 @@ from moonshard.sharding.place import Place
 from moonshard.sharding.rules import MeshError
 
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
-MAX_AUTO_POOL_BYTES = 2 << 30  # on CPU, where the pool shares memory with everything else
+MAX_AUTO_POOL_BYTES = 1 << 30  # on CPU, where the pool shares memory with everything else
 Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded to a multiple
 
 Progress = Callable[[str], None]

@@ -34,7 +34,7 @@ from moonshard.serving.steps import ProgramKey
 from moonshard.serving.timings import Timings
 
 CACHE_HITS = "/jax/compilation_cache/cache_hits"
-COMPILERS = ("jax", "jaxlib", "flax", "numpy", "ml-dtypes")
+COMPILERS = ("jax", "jaxlib", "numpy", "ml-dtypes")
 # What decides what is traced and compiled, besides the code: settings of jax and of XLA.
 SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "NVIDIA_TF32", "CUDA_VISIBLE", "TF_CPP", "TF_XLA")
 HARMLESS = (

@@ -41,7 +41,7 @@ class DeviceState(NamedTuple):
     pages: Pages
     last_token: Int[Array, "slots"] | None  # of the first stage: what each slot's next decode step reads
     logits: Float[Array, "slots v"] | None  # of the last stage: of the rows that the last step left to draw for
-    slots: SlotState | None  # of the last stage
+    slots: SlotState[Array] | None  # of the last stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -410,8 +410,13 @@ def _forward(
 
 
 def _draw(
-    layout: StepLayout, tile: int, slots: SlotState, last_token: jax.Array | None, logits: jax.Array, packed: jax.Array
-) -> tuple[SlotState, jax.Array | None, jax.Array]:
+    layout: StepLayout,
+    tile: int,
+    slots: SlotState[Array],
+    last_token: jax.Array | None,
+    logits: jax.Array,
+    packed: jax.Array,
+) -> tuple[SlotState[Array], jax.Array | None, jax.Array]:
     f = layout.unpack(packed[0])
     draws, slots = sampling.draw(
         logits, _row_sampling(f), slots, f["sample_slot"], f["num_rows"], num_top=MAX_LOGPROBS, tile=tile
@@ -434,8 +439,8 @@ def _noted(last_token: Int[Array, "slots"], f: Fields, tokens: Int[Array, "slots
 
 
 def _load(
-    layout: StepLayout, slots: SlotState | None, last_token: jax.Array | None, packed: jax.Array
-) -> tuple[SlotState | None, jax.Array | None]:
+    layout: StepLayout, slots: SlotState[Array] | None, last_token: jax.Array | None, packed: jax.Array
+) -> tuple[SlotState[Array] | None, jax.Array | None]:
     """The newest of a request's tokens is the next decode step's input: one whose KV is here already has no step before
     that to leave it."""
     f = layout.unpack(packed[0])

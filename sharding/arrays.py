@@ -1,6 +1,6 @@
 """The names of shape annotations. They are checked in tests only, so the library behind them may be absent.
 
-Everything that runs on a bare GPU machine takes them from here: there jax and flax are all there is.
+Everything that runs on a bare GPU machine takes them from here: there jax is all there is.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,7 @@
 """An engine with real programs for tests: compiled once per process, driven by one call."""
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,11 +14,15 @@ from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.engine import Engine, StepReport
 from moonshard.serving.loading import buckets, split_stages
 from moonshard.serving.plan import PrefillPlan
+from moonshard.serving.preparation import Preparation
+from moonshard.serving.program_store import ProgramStore
 from moonshard.serving.programs import Programs
 from moonshard.serving.request import Logprobs, Request, SequenceId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.stage import Stage, StageModel
+from moonshard.serving.startup import programs_folder
 from moonshard.serving.steps import StepShapes
+from moonshard.serving.timings import Timings
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import ALONE, Place
 from tests.agreement import FIXTURES, reference
@@ -40,9 +45,19 @@ def programs(name: str = "kimi_k2", worker: int = 0, place: Place = ALONE) -> Pr
 @compiled_once
 def _compiled(name: str, worker: int, place: Place) -> Programs:
     del worker  # only tells one from another
-    compiled = uncompiled_programs(name, place=place)
-    compiled.compile()
-    return compiled
+    return prepared(uncompiled_programs(name, place=place))
+
+
+def prepared(programs: Programs) -> Programs:
+    """All of it, as a worker does: what any process of a run of tests has compiled is there for the others."""
+    Preparation(programs, program_store(), Timings()).prepare((*programs.needed, *programs.others))
+    return programs
+
+
+def program_store() -> ProgramStore:
+    folder = programs_folder(os.environ)
+    assert folder is not None  # as conftest says
+    return ProgramStore(folder)
 
 
 def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", place: Place = ALONE) -> Programs:

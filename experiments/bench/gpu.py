@@ -2,7 +2,7 @@
 
 States the card and the software, compares with recorded and dense references, measures the card's own ceilings, then
 times one MoE layer, attention and whole steps of a Kimi-K2-wide slice against the least they could take. At last the
-slice serves: engines with their schedulers, prefill and decode apart and both together. Needs jax, flax, and numpy
+slice serves: engines with their schedulers, prefill and decode apart and both together. Needs jax and numpy
 only. Left out: gateway, wire and network, and more than one card.
 Exit status: 0; 1 if a check fails, nothing that it vouches for is timed then; 2 if there is no GPU or the arguments are
 wrong. What was measured is written also where an error ends it.

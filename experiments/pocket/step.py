@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moonshard.experiments.pocket.beginning import first_weights
 from moonshard.experiments.pocket.optimiser import balance_speed, build_optimiser, learning_rate
 from moonshard.experiments.pocket.recipe import ANSWER_WEIGHT, Recipe, Rows
 from moonshard.models import kimi, training
+from moonshard.models.pytree import pytree
 from moonshard.models.weights import is_param
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.mesh import replicated
@@ -30,7 +30,7 @@ PER_DEVICE = PartitionSpec("data")
 EVERYWHERE = PartitionSpec()
 
 
-@struct.dataclass
+@pytree
 class Lesson:
     """`Rows` on the devices."""
 
@@ -39,7 +39,7 @@ class Lesson:
     positions: Int[Array, "n t"]
 
 
-@struct.dataclass
+@pytree
 class TrainState:
     """What a checkpoint holds. The router's bias is among the weights."""
 
@@ -48,7 +48,7 @@ class TrainState:
     step: Int[Array, ""]  # steps done
 
 
-@struct.dataclass
+@pytree
 class Sums:
     """What a step saw, over all its rows."""
 
@@ -59,7 +59,7 @@ class Sums:
     loads: Float[Array, "l e"]  # tokens that each expert of each layer got
 
 
-@struct.dataclass
+@pytree
 class Report:
     sums: Sums
     gradient_norm: Float[Array, ""]

@@ -1,6 +1,6 @@
 """`python -m moonshard.experiments.pocket.train`: trains the embedded model, or goes on with a run that was stopped.
 
-Plain argparse: it runs on machines that have jax, flax, optax, orbax and the tokenizers, and no more. Exit codes: 0
+Plain argparse: it runs on machines that have jax, optax, orbax and the tokenizers, and no more. Exit codes: 0
 when the recipe is done, 1 when the run cannot go on, 128 and the signal's number when it was told to stop.
 """
 

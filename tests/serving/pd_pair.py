@@ -31,6 +31,7 @@ from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
 from tests.compiled import compiled_once
+from tests.engine_room import program_store
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
@@ -83,7 +84,7 @@ def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE) -
 
 @compiled_once
 def _loaded(role: WorkerRole, dtype: Dtype, meshes: Meshes) -> LoadedModel:
-    return load_model(pd_config(dtype, meshes), role, lambda message: None)
+    return load_model(pd_config(dtype, meshes), role, lambda message: None, store=program_store())
 
 
 @dataclass

@@ -21,6 +21,7 @@ from moonshard.sharding.experts import place_experts
 from moonshard.sharding.rules import DecodeRules, MeshError
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
+from tests.engine_room import program_store
 
 pytestmark = pytest.mark.xdist_group("jax")
 FOLDER = FIXTURES / "kimi_k2"
@@ -133,8 +134,10 @@ def test_without_a_number_the_pool_takes_half_of_the_free_memory(monkeypatch):
     halved = DecodeConfig(mesh=MeshShape(expert=2))
     assert size(config(num_blocks=None, decode=halved))[1].blocks_per_partition == 3
     monkeypatch.setattr(loading, "free_memory_bytes", lambda: 1 << 50)
+    assert size(config(num_blocks=None))[1].blocks_per_partition == 16 * 8192 // BLOCK_SIZE  # every slot full
+    many = DecodeConfig(max_slots=512)
     most = loading.MAX_AUTO_POOL_BYTES // (BLOCK_SIZE * tokens_bytes)
-    assert size(config(num_blocks=None))[1].blocks_per_partition == most
+    assert size(config(num_blocks=None, decode=many))[1].blocks_per_partition == most
     monkeypatch.setattr(loading, "free_memory_bytes", lambda: 0)
     assert size(config(num_blocks=None, decode=halved))[1].blocks_per_partition == 1
 
@@ -168,7 +171,8 @@ def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path)
     decode = DecodeConfig(max_slots=2, mesh=mesh, expert_loads=tmp_path / "loads.json", redundant_experts=4)
     asked = replace(config(decode=decode), prefill=PrefillConfig(chunk_tokens=32))
     expected = place_experts(loads, model.n_routed_experts + 4, 2).expert_of
-    stages = [stage.model for stage in load_model(asked, "both", lambda text: None).programs.stages]
+    loaded = load_model(asked, "both", lambda text: None, store=program_store())
+    stages = [stage.model for stage in loaded.programs.stages]
     assert len(stages) == 2
     placed = np.concatenate([np.asarray(stage.weights.experts.down) for stage in stages])
     for layer, experts in enumerate(expected):

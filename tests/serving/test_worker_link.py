@@ -20,7 +20,7 @@ from moonshard.serving.request import Sampling
 from moonshard.serving.worker import Worker
 from tests.agreement import FIXTURES, assert_drawn_from, reference
 from tests.compiled import compiled_once
-from tests.engine_room import long_text
+from tests.engine_room import long_text, program_store
 
 pytestmark = pytest.mark.xdist_group("jax")
 NUM_BLOCKS = 40
@@ -38,7 +38,7 @@ def config(**gateway) -> Config:
 
 @compiled_once
 def model() -> LoadedModel:
-    return load_model(config(), "both", lambda message: None)
+    return load_model(config(), "both", lambda message: None, store=program_store())
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,12 @@
+"""Frozen dataclasses that jax takes apart into their fields: weights, routing, what a step remembers."""
+
+import dataclasses
+from typing import dataclass_transform
+
+import jax
+
+
+@dataclass_transform(frozen_default=True)
+def pytree[T](cls: type[T]) -> type[T]:
+    """A frozen dataclass whose every field is a subtree. It checks nothing: it holds arrays, shapes or shardings."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
