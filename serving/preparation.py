@@ -56,7 +56,9 @@ class Preparation:
         self._timings = timings
         self._stopped = threading.Event()
 
-    def start_behind(self, on_thread: Callable[[], None], on_failed: Callable[[BaseException], None]) -> None:
+    def start_behind(
+        self, on_thread: Callable[[], None], on_failed: Callable[[BaseException], None]
+    ) -> threading.Thread:
         """Prepares `programs.others` beside the serving, on threads that give way to it and call `on_thread` first.
 
         `on_failed`: what making one raised, on one of these threads; the steps then go on with what is there.
@@ -77,7 +79,9 @@ class Preparation:
                 if not self._stopped.is_set():  # at the end of a process threads can no longer be started
                     on_failed(error)
 
-        threading.Thread(target=run, name=PREPARING_BEHIND, daemon=True).start()
+        thread = threading.Thread(target=run, name=PREPARING_BEHIND, daemon=True)
+        thread.start()
+        return thread
 
     def stop(self) -> None:
         """No further program is begun."""
@@ -242,18 +246,23 @@ _TRACING_SETTINGS = frozenset(
 )
 
 
-@functools.cache
-def source_digest() -> str:
-    """Of the code that says what is traced: the packages below serving, and the few files of serving that a stage uses.
+def source_files() -> list[Path]:
+    """The code that says what is traced: the packages below serving, and the few files of serving that a stage uses.
 
-    A folder is read whole, since a file that is not imported today may be tomorrow.
+    A folder is taken whole, since a file that is not imported today may be tomorrow.
     """
     folders = (moonshard.kv.pages, moonshard.models.kimi, moonshard.sharding.mesh)
     files = [path for module in folders for path in Path(str(module.__file__)).parent.glob("*.py")]
     own = Path(str(stage_module.__file__)).parent
     files += [own / f"{name}.py" for name in ("preparation", "request", "stage", "steps")]
+    return sorted(files, key=lambda path: (path.parent.name, path.name))
+
+
+@functools.cache
+def source_digest() -> str:
+    """By content and name alone, so that it is the same in every clone."""
     digest = hashlib.sha256()
-    for path in sorted(files, key=lambda path: (path.parent.name, path.name)):
+    for path in source_files():
         _feed(digest, (path.parent.name, path.name, path.read_bytes()))
     return digest.hexdigest()
 
