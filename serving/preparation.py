@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -55,49 +56,64 @@ class Preparation:
         self._store = store
         self._timings = timings
         self._stopped = threading.Event()
+        self._asked: queue.SimpleQueue[ProgramKey | None] = queue.SimpleQueue()
 
     def start_behind(
         self, on_thread: Callable[[], None], on_failed: Callable[[BaseException], None]
     ) -> threading.Thread:
-        """Prepares `programs.others` beside the serving, on threads that give way to it and call `on_thread` first.
+        """Prepares `programs.others` beside the serving: what the store has at once, the rest as steps ask for it.
 
-        `on_failed`: what making one raised, on one of these threads; the steps then go on with what is there.
+        On a thread that gives way to what serves, and calls `on_thread` first. `on_failed`: what making a program
+        raised; steps then go on with those that are there.
         """
-
-        def begin() -> None:
-            with contextlib.suppress(OSError, AttributeError):  # a wish only
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_NICENESS)
-            on_thread()
-
-        def run() -> None:
-            begin()
-            try:
-                self.prepare(self._programs.others, on_thread=begin)
-                if self._store is not None:
-                    self._store.prune()
-            except Exception as error:  # whatever jax or XLA raises
-                if not self._stopped.is_set():  # at the end of a process threads can no longer be started
-                    on_failed(error)
-
-        thread = threading.Thread(target=run, name=PREPARING_BEHIND, daemon=True)
+        self._programs.on_missing = self._asked.put
+        thread = threading.Thread(target=self._run_behind, args=(on_thread, on_failed), name=PREPARING_BEHIND)
+        thread.daemon = True
         thread.start()
         return thread
+
+    def _run_behind(self, on_thread: Callable[[], None], on_failed: Callable[[BaseException], None]) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # a wish only
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_NICENESS)
+        on_thread()
+        try:
+            for wanted in self._programs.others:
+                self._take_stored(wanted)
+            if self._store is not None:
+                self._store.prune()
+            while (key := self._asked.get()) is not None:
+                for wanted in self._programs.others:
+                    if wanted.key == key:
+                        self._make(wanted, waits=True)
+        except Exception as error:  # whatever jax or XLA raises
+            on_failed(error)
+
+    def _take_stored(self, wanted: Wanted) -> None:
+        if self._store is None or self._stopped.is_set():
+            return
+        digest = digest_of(wanted.blueprint, wanted.key)
+        if (found := self._load(self._store, digest, wanted.blueprint, wanted.key)) is not None:
+            self._programs.take(wanted, found)
+
+    def finish(self) -> None:
+        """What was asked for until now is the last that is made behind."""
+        self._asked.put(None)
 
     def stop(self) -> None:
         """No further program is begun."""
         self._stopped.set()
+        self.finish()
 
     def prepare(
         self,
         wanted: Sequence[Wanted],
         progress: Callable[[int, int], None] = lambda done, total: None,
-        on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """Returns once all are there, or after `stop`. Raises what making one raises, and what `progress` does."""
         if not wanted:
             return
         progress(0, len(wanted))
-        with ThreadPoolExecutor(min(len(wanted), num_cores()), "compile", on_thread) as pool:
+        with ThreadPoolExecutor(min(len(wanted), num_cores()), "compile") as pool:
             try:
                 left = self._make_unclaimed(pool, wanted, progress)
                 for done, _ in enumerate(as_completed([pool.submit(self._make, one, True) for one in left]), 1):

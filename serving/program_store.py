@@ -14,12 +14,14 @@ import hashlib
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 MAGIC = b"moonshard program 1\n"
 DIGEST_BYTES = 32
 MAX_BYTES = 4 << 30  # of all entries; the longest unused go first
+LEFT_S = 86_400.0  # after which whoever wrote beside an entry, or held its lock, is long gone
 SUFFIX, LOCK_SUFFIX = ".program", ".lock"
 
 logger = logging.getLogger(__name__)
@@ -101,6 +103,9 @@ class ProgramStore:
         with contextlib.suppress(OSError):
             entries = [(path, path.stat()) for path in self.folder.glob(f"*{SUFFIX}")]
             total = sum(found.st_size for _, found in entries)
+            for path in (*self.folder.glob("*.partial*"), *self.folder.glob(f"*{LOCK_SUFFIX}")):
+                if path.stat().st_mtime < time.time() - LEFT_S:
+                    path.unlink(missing_ok=True)
             for path, found in sorted(entries, key=lambda entry: entry[1].st_mtime):
                 if total <= max_bytes:
                     break

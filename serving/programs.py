@@ -4,10 +4,12 @@ Activations go from stage to stage, and the tokens that the last one draws back 
 it waits, so that while one stage runs a step the one before it runs the next. The first stage takes drawn tokens only
 when a step of the same slots is launched: else its state would depend on the last stage's newest step, and so would
 every step that it runs. Of each kind the largest bucket, which serves every step, is prepared before the worker is
-ready, and the others behind it: a step takes the smallest that is there. No scheduler object comes here.
+ready, and the others behind it: a step takes the smallest that is there, and what it would rather have had is noted.
+No scheduler object comes here.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,9 @@ import numpy as np
 
 from moonshard.serving.request import Logprobs
 from moonshard.serving.stage import Blueprint, Stage
-from moonshard.serving.steps import ProgramKey, Step, StepKind, StepShapes
+from moonshard.serving.steps import ProgramKey, Step, StepKind, StepShapes, smallest
+
+MIN_ASKED = 3  # a size that comes once is no reason to compile for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class Programs:
         self._due: list[_Due] = []  # at most one for each slot, oldest first
         self._ready = shapes.buckets
         self._taken: set[tuple[int, ProgramKey]] = set()
+        self._num_asked: Counter[ProgramKey] = Counter()
+        self.on_missing: Callable[[ProgramKey], None] = lambda key: None
 
     # ---- which programs are there
 
@@ -112,8 +118,17 @@ class Programs:
             self._ready |= {kind: tuple(sorted({*self._ready[kind], bucket}))}
 
     def bucket_for(self, kind: StepKind, size: int) -> int:
-        """The smallest bucket that is there and holds `size`."""
-        return next(bucket for bucket in self._ready[kind] if bucket >= size)
+        """The smallest bucket that is there and holds `size`.
+
+        `on_missing` is told once of a smaller one that is not there, when it would have served for `MIN_ASKED` times.
+        """
+        bucket = smallest(self._ready[kind], size)
+        best = smallest(self.shapes.buckets[kind], size)
+        if best < bucket:
+            self._num_asked[kind, best] += 1
+            if self._num_asked[kind, best] == MIN_ASKED:
+                self.on_missing((kind, best))
+        return bucket
 
     def compile(self) -> None:
         """Every program, one after another, with nothing kept: for benches and tests."""

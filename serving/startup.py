@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moonshard.serving.trace.recorder import Recorder
 
 STARTUP_EXIT_CODE = 2
+BEHIND_END_S = 0.2
 PREPARING_BEHIND = "prepare behind"  # the name of a thread that waits for XLA, which cannot be interrupted
 STARTUP_ERRORS = frozenset(
     {
@@ -83,7 +84,10 @@ def end_process(code: int) -> int:
 
     All that matters is closed by then, and the interpreter would wait for XLA, for seconds and on a GPU for minutes.
     """
-    if any(thread.name == PREPARING_BEHIND for thread in threading.enumerate()):
+    behind = [thread for thread in threading.enumerate() if thread.name == PREPARING_BEHIND]
+    for thread in behind:
+        thread.join(BEHIND_END_S)
+    if any(thread.is_alive() for thread in behind):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

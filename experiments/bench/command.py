@@ -120,7 +120,8 @@ def run_bench(
     """ServerFailed, TransportUnavailable, or CalledProcessError of the device's or of Hugging Face's process."""
     begun_s, machine = time.perf_counter(), describe_machine()
     with TemporaryDirectory() as cache:
-        run = _Run(config, plan, sections, with_cache(environment, Path(cache)), console, trace)
+        measured = replace(config, worker=replace(config.worker, prepare="all"))  # each step in a program of its size
+        run = _Run(measured, plan, sections, with_cache(environment, Path(cache)), console, trace)
         run.measure()
     return Report(
         stamp=datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ"),
@@ -191,7 +192,7 @@ class _Run:
                 return measure_failover(self.config, self.plan, self.environment)
 
     def _starts(self) -> None:
-        overrides = as_overrides(self._served_config("aggregated"))
+        overrides = [*as_overrides(self._served_config("aggregated")), "worker.prepare=needed"]  # as users start it
         for index in range(1, self.plan.cold_starts):
             self._say(f"cold start {index} of {self.plan.cold_starts}")
             self.found += measure_cold(overrides, self.environment)

@@ -207,8 +207,10 @@ def _core_faults(cores: Sequence[int], num_workers: int) -> list[str]:
 
 
 def _server(given: Flat, faults: list[str]) -> Config | None:
+    # unless it is asked otherwise, no step that is measured runs in a larger program than its own
+    server = {"worker.prepare": "all", **below(given, "server")}
     try:
-        return config_of(unflatten(below(given, "server")))
+        return config_of(unflatten(server))
     except ConfigError as error:
         faults += [f"[server] {fault}" for fault in error.faults]
     except ValueError as error:

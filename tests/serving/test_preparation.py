@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from moonshard.serving import preparation
 from moonshard.serving.preparation import Preparation, digest_of, source_files
 from moonshard.serving.program_store import ProgramStore
-from moonshard.serving.programs import Drawn, Programs
+from moonshard.serving.programs import MIN_ASKED, Drawn, Programs
 from moonshard.serving.stage import Blueprint
 from moonshard.serving.steps import ProgramKey, Step, StepKind
 from moonshard.serving.timings import Timings
@@ -151,20 +151,24 @@ def test_a_bucket_is_there_once_every_stage_has_its_program():
         assert programs.bucket_for(StepKind.EXPORT, 1) == bucket
 
 
-def test_what_was_left_is_prepared_behind_on_threads_that_say_so(store: ProgramStore):
+def test_behind_the_serving_what_is_stored_is_taken_and_what_is_asked_for_is_made(store: ProgramStore):
     programs, told, failed = (
         uncompiled_programs(place=Place(mesh=MeshShape(tensor=2))),
         set[int](),
         list[BaseException](),
     )
+    prepare(uncompiled_programs(place=Place(mesh=MeshShape(tensor=2))), store, ((StepKind.EXPORT, 2),))
     programs.only_needed()
     behind = Preparation(programs, store, Timings())
-    behind.start_behind(lambda: told.add(threading.get_ident()), failed.append).join(60)
+    thread = behind.start_behind(lambda: told.add(threading.get_ident()), failed.append)
+    for _ in range(MIN_ASKED):
+        assert programs.bucket_for(StepKind.LAND, 1) == 4
+    behind.finish()
+    thread.join(60)
     assert not failed
-    assert told
-    assert threading.get_ident() not in told
-    for kind in (StepKind.EXPORT, StepKind.LAND):
-        assert [programs.bucket_for(kind, size) for size in (1, 2, 4)] == [1, 2, 4]
+    assert told == {thread.ident}
+    assert [programs.bucket_for(StepKind.EXPORT, size) for size in (1, 2, 4)] == [2, 2, 4]  # one was in the store
+    assert [programs.bucket_for(StepKind.LAND, size) for size in (1, 2, 4)] == [1, 4, 4]  # one was asked for
 
 
 CHANGES = {

@@ -23,7 +23,7 @@ MODEL = ROOT / "tests" / "fixtures" / "kimi_k2"
 SMALL = (
     *("cores=[]", "repeats=1", "warmup_requests=1", f'server.model.path="{MODEL}"'),
     *("server.model.max_context_tokens=128", "server.kv.num_blocks=64"),
-    *("server.prefill.max_slots=2", "server.decode.max_slots=2"),
+    *("server.prefill.max_slots=2", "server.decode.max_slots=2", "server.worker.prepare=needed"),
 )
 MIXED = ("workload.prompt_tokens=[40, 20]", "workload.output_tokens=[4, 24]", "workload.num_requests=8")
 # What makes seconds of each study, and the pictures that its notebook leaves.
