@@ -26,7 +26,7 @@ from moonshard.serving.program_store import ProgramStore
 from moonshard.serving.programs import Programs
 from moonshard.serving.scheduler import SchedulerConfig
 from moonshard.serving.stage import Stage, StageModel
-from moonshard.serving.steps import StepKind, StepShapes
+from moonshard.serving.steps import StepShapes
 from moonshard.serving.timings import Timings
 from moonshard.sharding.budget import stage_layers
 from moonshard.sharding.experts import ExpertPlacement, place_experts
@@ -303,7 +303,6 @@ def step_shapes(config: Config, context_tokens: int, role: WorkerRole) -> StepSh
         prefill_buckets=buckets(config.prefill.chunk_tokens, Q_TILE),
         decode_buckets=() if role == "prefill" else buckets(slots_per_partition),
         transfer_buckets=() if role == "both" else buckets(max(1, config.prefill.chunk_tokens // config.kv.block_size)),
-        transfers=(StepKind.EXPORT,) if role == "prefill" else (StepKind.LAND,),
     )
 
 

@@ -114,16 +114,36 @@ def startup_message(error: BaseException) -> str | None:
 
 
 def jax_environment(mesh: MeshShape, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add to `environ` before jax is imported: a device per place in the mesh, no cache of jax's own.
+    """The variables to add to `environ` before jax is imported: a device per place in the mesh, a compile cache.
 
     What the user has set stays. The devices are virtual and of the CPU; an accelerator's are what they are.
     """
-    # Our own programs are kept by `serving.program_store`, and what came out of jax's cache could not be kept there.
-    added = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    added = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # a tiny model's programs are worth keeping too
     flags = environ.get("XLA_FLAGS", "")
     if mesh.num_devices > 1 and "xla_force_host_platform_device_count" not in flags:
         added["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={mesh.num_devices}".strip()
+    added["JAX_COMPILATION_CACHE_DIR"] = str(_cache_folder(environ) / "jax")
     return {name: value for name, value in added.items() if name == "XLA_FLAGS" or name not in environ}
+
+
+def prepare_jax(mesh: MeshShape) -> None:
+    """Set this process's environment for jax, which must not be imported yet."""
+    os.environ.update(jax_environment(mesh, os.environ))
+
+
+def prepare_worker(mesh: MeshShape) -> Path | None:
+    """Likewise for a worker; where its compiled programs are kept, None for nowhere.
+
+    Without jax's own cache: its programs are kept whole, and what came out of that cache could not be.
+    """
+    folder = programs_folder(os.environ)
+    prepare_jax(mesh)
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    return folder
+
+
+def _cache_folder(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moonshard"
 
 
 def programs_folder(environ: Mapping[str, str]) -> Path | None:
@@ -132,11 +152,4 @@ def programs_folder(environ: Mapping[str, str]) -> Path | None:
         return None
     if chosen := environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(chosen) / "moonshard"
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moonshard" / "programs"
-
-
-def prepare_jax(mesh: MeshShape) -> Path | None:
-    """Set this process's environment for jax, which must not be imported yet; where its compiled programs are kept."""
-    folder = programs_folder(os.environ)
-    os.environ.update(jax_environment(mesh, os.environ))
-    return folder
+    return _cache_folder(environ) / "programs"

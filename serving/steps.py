@@ -112,13 +112,12 @@ class StepShapes:
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
     decode_buckets: tuple[int, ...]  # rows, ascending to slots_per_partition; empty for a worker that only prefills
     transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
-    transfers: tuple[StepKind, ...] = (StepKind.EXPORT, StepKind.LAND)  # which of them the worker has
 
     @property
     def buckets(self) -> dict[StepKind, tuple[int, ...]]:
         """Of the kinds that have several sizes, ascending."""
         found = {StepKind.DECODE: self.decode_buckets, StepKind.PREFILL: self.prefill_buckets}
-        found |= dict.fromkeys(self.transfers, self.transfer_buckets)
+        found |= dict.fromkeys((StepKind.EXPORT, StepKind.LAND), self.transfer_buckets)
         return {kind: sizes for kind, sizes in found.items() if sizes}
 
     @property

@@ -89,7 +89,7 @@ def draw_weights(config: kimi.KimiConfig, seed: int) -> kimi.Weights[jax.Array]:
         draw(param.shape, key)
         for param, key in zip((declared.experts.gate_up, declared.experts.down), keys, strict=True)
     )
-    return rest.replace(experts=moe.Experts(gate_up=gate_up, down=down))
+    return replace(rest, experts=moe.Experts(gate_up=gate_up, down=down))
 
 
 def _draw_stacked(shape: tuple[int, ...], key: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from moonshard.serving.commands.options import ConfigOptions
 from moonshard.serving.commands.ports import check_worker_port_is_free
 from moonshard.serving.config import Config, ConfigError, WorkerRole, command_of, mesh_of, port_key, roles_of
 from moonshard.serving.config_faults import kv_plane_note
-from moonshard.serving.startup import RunProcess, Start, end_process, prepare_jax, run_process
+from moonshard.serving.startup import RunProcess, Start, end_process, prepare_worker, run_process
 from moonshard.serving.status_pipe import Status
 from moonshard.serving.timings import Timings
 
@@ -21,7 +21,7 @@ def start_worker(options: ConfigOptions, role: WorkerRole, status_fd: int | None
         config = options.load()
         _check_role(config, role)
         check_worker_port_is_free(config, role)  # gRPC would say it in three lines of its own
-    start = Start(timings=timings, programs=prepare_jax(mesh_of(config, role)))
+    start = Start(timings=timings, programs=prepare_worker(mesh_of(config, role)))
     if note := kv_plane_note(config):
         logger.warning(note)
     return end_process(run_process(lambda: _load(role), config, status_fd, start))

@@ -140,7 +140,7 @@ def test_padding_rows_change_no_logits_and_no_page():
 def test_a_sequence_of_nan_does_not_reach_the_next_owner_of_its_blocks():
     ids, logits = recorded("kimi_k2")["ids1"], recorded("kimi_k2")["logits1"]
     poisoned = next(token for token in range(2048) if token not in ids)
-    loaded = reference().weights.replace(embed=reference().weights.embed.at[poisoned].set(jnp.nan))
+    loaded = replace(reference().weights, embed=reference().weights.embed.at[poisoned].set(jnp.nan))
     paged = Paged(loaded=loaded)
     assert np.isnan(paged.feed([poisoned] * 64, 0, (4, 16))).all()
     paged.rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports
 from moonshard.serving.commands.serve import ChildCommands, limits_of
 from moonshard.serving.config import Config, ConfigError
 from moonshard.serving.config_file import load_config
-from moonshard.serving.startup import STARTUP_ERRORS, jax_environment, startup_message
+from moonshard.serving.startup import STARTUP_ERRORS, jax_environment, programs_folder, startup_message
 from moonshard.sharding.shape import MeshShape
 
 
@@ -258,6 +258,13 @@ def test_the_compile_cache_is_the_users_choice_first():
     assert added["JAX_COMPILATION_CACHE_DIR"] == "/caches/moonshard/jax"
     assert "XLA_FLAGS" not in added
     assert "JAX_COMPILATION_CACHE_DIR" not in jax_environment(MeshShape(), {"JAX_COMPILATION_CACHE_DIR": "/mine"})
+
+
+def test_programs_are_kept_beside_jaxs_where_the_user_has_said_where_these_are():
+    assert programs_folder({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/moonshard/programs")
+    assert programs_folder({"JAX_COMPILATION_CACHE_DIR": "/mine"}) == Path("/mine/moonshard")
+    assert programs_folder({"JAX_ENABLE_COMPILATION_CACHE": "False"}) is None
+    assert programs_folder({"JAX_ENABLE_COMPILATION_CACHE": "true", "HOME": "/h"}) is not None
 
 
 def fake_score(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:

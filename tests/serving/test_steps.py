@@ -126,11 +126,6 @@ def test_of_each_kind_the_largest_program_comes_first():
         assert SHAPES.programs[kinds.index(kind)] == (kind, sizes[-1])
 
 
-def test_a_worker_has_only_the_transfers_of_its_role():
-    exports = replace(SHAPES, transfers=(StepKind.EXPORT,))
-    assert {kind for kind, _ in exports.programs} == {kind for kind, _ in SHAPES.programs} - {StepKind.LAND}
-
-
 @pytest.mark.parametrize(("tokens", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 24), (24, 24)])
 def test_the_smallest_bucket_that_fits_is_taken(tokens, bucket):
     assert smallest(SHAPES.prefill_buckets, tokens) == bucket
