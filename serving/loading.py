@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 
@@ -40,6 +41,7 @@ MAX_AUTO_POOL_BYTES = 1 << 30  # on CPU, where the pool shares memory with every
 Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded to a multiple
 
 Progress = Callable[[str], None]
+Prepares = Literal["all", "needed", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,15 +116,18 @@ def load_model(
     *,
     timings: Timings | None = None,
     store: ProgramStore | None = None,
-    leaves_others: bool = False,
+    prepares: Prepares = "all",
 ) -> LoadedModel:
-    """Reads the weights and prepares the programs, with `leaves_others` only those without which nothing is served.
+    """Reads the weights and prepares programs: all, those without which nothing is served, or none.
+
+    Of what is left, steps take none until it has been prepared by `LoadedModel.preparation`; a launch of a program that
+    is not there compiles it.
 
     Raises:
         CheckpointError, ModelError, MeshError: the folder, the model or the mesh cannot be served; one message.
     """
     with _mesh_by_its_key(role):
-        return _load_model(config, role, progress, timings or Timings(), store, leaves_others)
+        return _load_model(config, role, progress, timings or Timings(), store, prepares)
 
 
 def _load_model(
@@ -131,7 +136,7 @@ def _load_model(
     progress: Progress,
     timings: Timings,
     store: ProgramStore | None,
-    leaves_others: bool,
+    prepares: Prepares,
 ) -> LoadedModel:
     started = time.perf_counter()
     place = place_of(config, role)
@@ -152,9 +157,9 @@ def _load_model(
         programs = Programs(shapes, [Stage(part, shapes, **sizes, dtype=dtype) for part in parts])
     started = time.perf_counter()
     preparation = Preparation(programs, store, timings)
-    if leaves_others:
+    if prepares != "all":
         programs.only_needed()
-    wanted = programs.needed if leaves_others else (*programs.needed, *programs.others)
+    wanted = {"all": (*programs.needed, *programs.others), "needed": programs.needed, "none": ()}[prepares]
     with timings.phase("programs", str(len(wanted))):
         preparation.prepare(wanted, lambda done, total: progress(f"preparing programs {done}/{total}"))
     return LoadedModel(

@@ -278,13 +278,13 @@ class Stage:
         self.shards = self.blueprint.shards
         self._by_partition = self.blueprint.by_partition
         self.state = self.blueprint.empty_state()
-        self._programs: dict[ProgramKey, Callable[..., Any]] = {
+        self.programs: dict[ProgramKey, Callable[..., Any]] = {
             key: self.blueprint.program(key) for key in self.blueprint.keys
         }
 
     def take(self, key: ProgramKey, program: Callable[..., Any]) -> None:
         """A compiled program in place of the one that its first launch would compile."""
-        self._programs[key] = program
+        self.programs[key] = program
 
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
         """A prefill or a decode. Returns the activations, or on the last stage a number that is ready once it has run.
@@ -292,7 +292,7 @@ class Stage:
         `hidden` are the activations of the stage before, on any mesh; None on the first.
         """
         given = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
-        state, program = self.state, self._programs[kind, bucket]
+        state, program = self.state, self.programs[kind, bucket]
         pages, logits, result = program(self.model.weights, state.pages, state.logits, state.last_token, packed, *given)
         self.state = state._replace(pages=pages, logits=logits)
         return result
@@ -300,27 +300,27 @@ class Stage:
     def draw(self, packed: np.ndarray) -> jax.Array:
         """On the last stage: the packed draws, of all partitions, from what the step before left."""
         state = self.state
-        slots, last_token, drawn = self._programs[_DRAW](state.slots, state.last_token, state.logits, packed)
+        slots, last_token, drawn = self.programs[_DRAW](state.slots, state.last_token, state.logits, packed)
         self.state = state._replace(slots=slots, last_token=last_token)
         return drawn
 
     def note(self, packed: np.ndarray, draws: jax.Array) -> None:
         """On the first stage: take what the last one drew as the input of the slots' next decode step."""
         given = jax.device_put(draws, self._by_partition)
-        self.state = self.state._replace(last_token=self._programs[_NOTE](self.state.last_token, packed, given))
+        self.state = self.state._replace(last_token=self.programs[_NOTE](self.state.last_token, packed, given))
 
     def load(self, packed: np.ndarray) -> None:
         state = self.state
-        if (program := self._programs.get(_LOAD)) is not None:  # a stage in the middle keeps nothing of a slot
+        if (program := self.programs.get(_LOAD)) is not None:  # a stage in the middle keeps nothing of a slot
             slots, last_token = program(state.slots, state.last_token, packed)
             self.state = state._replace(slots=slots, last_token=last_token)
 
     def copy(self, packed: np.ndarray) -> None:
-        self.state = self.state._replace(pages=self._programs[_COPY](self.state.pages, packed))
+        self.state = self.state._replace(pages=self.programs[_COPY](self.state.pages, packed))
 
     def export(self, bucket: int, packed: np.ndarray) -> jax.Array:
         """This stage's layers of blocks, still on the devices, for `shards.collect`."""
-        return self._programs[StepKind.EXPORT, bucket](self.state.pages, packed)
+        return self.programs[StepKind.EXPORT, bucket](self.state.pages, packed)
 
     def land(self, bucket: int, packed: np.ndarray, blocks: np.ndarray | jax.Array, partition: int) -> jax.Array:
         """`blocks` are this stage's layers of them, as `shards.spread` takes them.
@@ -328,7 +328,7 @@ class Stage:
         Returns a number that is ready once they have landed.
         """
         payload = self.shards.spread(blocks, partition)
-        pages, done = self._programs[StepKind.LAND, bucket](self.state.pages, packed, payload)
+        pages, done = self.programs[StepKind.LAND, bucket](self.state.pages, packed, payload)
         self.state = self.state._replace(pages=pages)
         return done
 

@@ -129,8 +129,8 @@ async def _load(
 
     def load() -> tuple[LoadedModel, KvPlane | None]:
         store = None if start.programs is None else ProgramStore(start.programs)
-        is_quick = config.worker.prepare == "needed"
-        model = load_model(config, role, progress, timings=start.timings, store=store, leaves_others=is_quick)
+        prepares = config.worker.prepare
+        model = load_model(config, role, progress, timings=start.timings, store=store, prepares=prepares)
         with start.timings.phase("kv plane"):
             return model, None if role == "both" else transports.open_plane(model, port)
 

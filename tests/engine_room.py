@@ -1,6 +1,7 @@
 """An engine with real programs for tests: compiled once per process, driven by one call."""
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from moonshard.serving.loading import buckets, split_stages
 from moonshard.serving.plan import PrefillPlan
 from moonshard.serving.preparation import Preparation
 from moonshard.serving.program_store import ProgramStore
-from moonshard.serving.programs import Programs
+from moonshard.serving.programs import Programs, Wanted
 from moonshard.serving.request import Logprobs, Request, SequenceId
 from moonshard.serving.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.stage import Stage, StageModel
@@ -38,19 +39,35 @@ TRANSFER_BUCKETS = (1, 2, 4)
 
 
 def programs(name: str = "kimi_k2", worker: int = 0, place: Place = ALONE) -> Programs:
-    """Compiled; another `worker` has pages of its own."""
-    return _compiled(name, worker, place)
+    """Each prepared by its first launch; another `worker` has pages of its own."""
+    return _programs(name, worker, place)
 
 
 @compiled_once
-def _compiled(name: str, worker: int, place: Place) -> Programs:
+def _programs(name: str, worker: int, place: Place) -> Programs:
     del worker  # only tells one from another
-    return prepared(uncompiled_programs(name, place=place))
+    return at_first_launch(uncompiled_programs(name, place=place))
 
 
 def prepared(programs: Programs) -> Programs:
-    """All of it, as a worker does: what any process of a run of tests has compiled is there for the others."""
+    """All of it, as a worker that is ready has it."""
     Preparation(programs, program_store(), Timings()).prepare((*programs.needed, *programs.others))
+    return programs
+
+
+def at_first_launch(programs: Programs) -> Programs:
+    """Prepares each program when it is launched first, for a test that launches few of them.
+
+    What any process of a run of tests has compiled is there for the others.
+    """
+    preparation = Preparation(programs, program_store(), Timings())
+
+    def prepare(wanted: Wanted, *arguments: object) -> object:
+        preparation.prepare([wanted])
+        return programs.stages[wanted.stage].programs[wanted.key](*arguments)
+
+    for wanted in (*programs.needed, *programs.others):
+        programs.stages[wanted.stage].take(wanted.key, functools.partial(prepare, wanted))
     return programs
 
 

@@ -31,7 +31,7 @@ from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
 from tests.compiled import compiled_once
-from tests.engine_room import program_store
+from tests.engine_room import at_first_launch
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
@@ -84,7 +84,9 @@ def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE) -
 
 @compiled_once
 def _loaded(role: WorkerRole, dtype: Dtype, meshes: Meshes) -> LoadedModel:
-    return load_model(pd_config(dtype, meshes), role, lambda message: None, store=program_store())
+    model = load_model(pd_config(dtype, meshes), role, lambda message: None, prepares="none")
+    at_first_launch(model.programs)
+    return model
 
 
 @dataclass

@@ -13,7 +13,7 @@ from moonshard.sharding.place import ALONE, Place
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import LOGIT_TOLERANCE, assert_drawn_from, reference
-from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, Run, an_engine, long_text, programs, serve, until_idle
+from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, Run, an_engine, long_text, prepared, programs, serve, until_idle
 
 pytestmark = pytest.mark.xdist_group("jax")
 CONTEXT_PARALLEL = Rules(kv_tokens=("tensor",))
@@ -94,7 +94,7 @@ def test_blocks_leave_and_enter_every_partition_as_they_are_on_one_device(mesh: 
 @pytest.mark.parametrize(("mesh", "rules"), ALL, ids=lambda each: str(each).split("(")[0])
 def test_nothing_compiles_while_a_mesh_serves_or_blocks_leave_and_enter(mesh: MeshShape, rules: Rules):
     place, partition = Place(mesh=mesh, rules=rules), mesh.num_partitions - 1
-    programs(place=place)
+    prepared(programs(place=place))
     counter = CompilationCounter()
     counter.start()
     counter.mark_serving()

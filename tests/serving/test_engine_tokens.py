@@ -5,7 +5,7 @@ import pytest
 
 from moonshard.serving.request import Sampling, SequenceId
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE, assert_drawn_from, assert_same_tokens, reference
-from tests.engine_room import CHUNK_TOKENS, long_text, programs, request, serve
+from tests.engine_room import CHUNK_TOKENS, long_text, prepared, programs, request, serve
 
 pytestmark = pytest.mark.xdist_group("jax")
 GREEDY = Sampling(temperature=0.0)
@@ -132,7 +132,7 @@ def test_cancelling_at_any_step_gives_everything_back_and_disturbs_nobody():
 def test_nothing_compiles_after_the_programs_are_compiled():
     from moonshard.serving.compilations import CompilationCounter
 
-    programs()
+    prepared(programs())
     counter = CompilationCounter()
     counter.start()
     counter.mark_serving()

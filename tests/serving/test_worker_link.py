@@ -20,7 +20,7 @@ from moonshard.serving.request import Sampling
 from moonshard.serving.worker import Worker
 from tests.agreement import FIXTURES, assert_drawn_from, reference
 from tests.compiled import compiled_once
-from tests.engine_room import long_text, program_store
+from tests.engine_room import at_first_launch, long_text
 
 pytestmark = pytest.mark.xdist_group("jax")
 NUM_BLOCKS = 40
@@ -38,7 +38,9 @@ def config(**gateway) -> Config:
 
 @compiled_once
 def model() -> LoadedModel:
-    return load_model(config(), "both", lambda message: None, store=program_store())
+    model = load_model(config(), "both", lambda message: None, prepares="none")
+    at_first_launch(model.programs)
+    return model
 
 
 @contextlib.asynccontextmanager
