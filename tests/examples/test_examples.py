@@ -26,7 +26,9 @@ def test_every_example_is_executed_here():
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "2_replay_a_trace" else []) for n in FEW]
+)
 def test_an_example_runs_from_a_folder_of_its_own(name: str, tmp_path: Path):
     sets = [part for setting in FEW[name] for part in ("--set", setting)]
     argv = [sys.executable, "-m", "moonshard.experiments.reading.notebooks", EXAMPLES / f"{name}.py", "--out", tmp_path]

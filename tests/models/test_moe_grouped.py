@@ -55,7 +55,9 @@ def tokens_of(count: int, dtype: str) -> jax.Array:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("tokens", "k"), [(1, 8), (5, 1), (17, 3), (70, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "k"), [(1, 8), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 1), (17, 3))), (70, 4)]
+)
 def test_the_kernels_give_the_references_sum(tokens, k, dtype):
     x, routing, valid = tokens_of(tokens, dtype), draw_routing(tokens, k, seed=k), jnp.ones(tokens, bool)
     for layer in range(LAYERS):

@@ -49,6 +49,14 @@ FORMS = [
 ]
 
 
+FEW = [  # every axis, cut once as deep as there are devices and once beside the others, and every table's own rules
+    *((MeshShape(tensor=4), PREFILL), (MeshShape(expert=8), PREFILL), (MeshShape(pipe=3), PREFILL)),
+    *((MeshShape(data=2, expert=2, tensor=2), DECODE), (MeshShape(data=2, tensor=2, pipe=2), PREFILL)),
+    *((MeshShape(tensor=4), CONTEXT_PARALLEL), FORMS[-1]),
+]
+ALL = [pytest.param(*form, marks=[] if form in FEW else pytest.mark.slow) for form in FORMS]
+
+
 def a_batch(seed: int = 0) -> kimi.Batch:
     """Rows of their own block each, some of them partly or wholly padding."""
     random = np.random.default_rng(seed)
@@ -118,7 +126,7 @@ def alone() -> tuple[np.ndarray, np.ndarray]:
     return run(MeshShape(), PREFILL, a_batch())
 
 
-@pytest.mark.parametrize(("mesh", "rules"), FORMS, ids=lambda each: str(each).split("(")[0])
+@pytest.mark.parametrize(("mesh", "rules"), ALL, ids=lambda each: str(each).split("(")[0])
 def test_a_parallel_form_gives_the_logits_and_pages_of_one_device(mesh: MeshShape, rules: Rules):
     batch = a_batch()
     is_real = np.asarray(batch.positions) >= 0
@@ -131,10 +139,10 @@ def test_a_parallel_form_gives_the_logits_and_pages_of_one_device(mesh: MeshShap
     ("mesh", "rules"),
     [
         (MeshShape(), PREFILL),
-        (MeshShape(expert=4), PREFILL),
         (MeshShape(expert=2, tensor=2), DECODE),
-        (MeshShape(data=2, tensor=2), DECODE),
-        (MeshShape(expert=2, pipe=2), DECODE),
+        pytest.param(MeshShape(expert=4), PREFILL, marks=pytest.mark.slow),
+        pytest.param(MeshShape(data=2, tensor=2), DECODE, marks=pytest.mark.slow),
+        pytest.param(MeshShape(expert=2, pipe=2), DECODE, marks=pytest.mark.slow),
     ],
     ids=lambda each: str(each).split("(")[0],
 )

@@ -91,7 +91,7 @@ def test_the_gradient_of_causal_rows_is_that_of_plain_softmax(num_tokens):
 
 
 @pytest.mark.parametrize("skew", ["none", "one expert", "invalid"])
-@pytest.mark.parametrize("num_tokens", [1, 150, 600])
+@pytest.mark.parametrize("num_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 600)), 150])
 def test_all_blocks_give_the_values_and_gradients_of_all_experts(num_tokens, skew):
     rng = np.random.default_rng(num_tokens)
     chosen = np.stack([rng.permutation(NUM_EXPERTS)[:2] for _ in range(num_tokens)])

@@ -31,10 +31,8 @@ from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
 from tests.compiled import compiled_once
-from tests.engine_room import at_first_launch
+from tests.engine_room import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS, at_first_launch
 
-BLOCK_SIZE = 16
-NUM_BLOCKS = 128
 NUM_SLAB_SLOTS = 8  # fewer than a long prompt has blocks
 LEASE_S = 30.0
 ONE_DEVICE = MeshShape()
@@ -55,14 +53,14 @@ ALONE = Meshes()
 
 
 def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: float = 0.5, **kv: object) -> Config:
-    """On meshes and in bfloat16 a partition has half the slots and tokens a chunk: fewer programs to compile."""
-    is_small = meshes != ALONE or dtype != "float32"
-    slots_per_partition = 2 if is_small else 4
-    num_slots = [slots_per_partition * mesh.num_partitions for mesh in (meshes.prefill, meshes.decode)]
+    """In the sizes of `tests.engine_room`, so that their programs are these."""
+    num_slots = [NUM_SLOTS * mesh.num_partitions for mesh in (meshes.prefill, meshes.decode)]
     return Config(
-        model=ModelConfig(path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype=dtype, max_context_tokens=2000),
+        model=ModelConfig(
+            path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype=dtype, max_context_tokens=MAX_CONTEXT_TOKENS
+        ),
         prefill=PrefillConfig(
-            chunk_tokens=32 if is_small else 64,
+            chunk_tokens=CHUNK_TOKENS,
             short_share=short_share,
             max_slots=num_slots[0],
             mesh=meshes.prefill,

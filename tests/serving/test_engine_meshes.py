@@ -10,13 +10,13 @@ from moonshard.serving.compilations import CompilationCounter
 from moonshard.serving.engine import Engine
 from moonshard.serving.request import Request, Sampling
 from moonshard.sharding.place import ALONE, Place
-from moonshard.sharding.rules import DECODE, PREFILL, Rules
+from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import LOGIT_TOLERANCE, assert_drawn_from, reference
 from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, Run, an_engine, long_text, prepared, programs, serve, until_idle
 
 pytestmark = pytest.mark.xdist_group("jax")
-CONTEXT_PARALLEL = Rules(kv_tokens=("tensor",))
+CONTEXT_PARALLEL = DecodeRules(kv_tokens=("tensor",))
 FORMS = [
     (MeshShape(tensor=2), PREFILL),
     (MeshShape(expert=4), DECODE),
@@ -25,7 +25,7 @@ FORMS = [
     (MeshShape(pipe=2), PREFILL),
     (MeshShape(data=2, tensor=2, pipe=2), PREFILL),
 ]
-FEW = (FORMS[2], FORMS[3], FORMS[5])  # in which every axis is cut
+FEW = (FORMS[2], FORMS[3], FORMS[5])  # in which every axis is cut; `test_mesh_pairs` runs the same programs
 ALL = [pytest.param(*form, marks=[] if form in FEW else pytest.mark.slow) for form in FORMS]
 NUM_REQUESTS = 10
 
@@ -125,7 +125,7 @@ async def _through(place: Place, partition: int, payload: np.ndarray) -> np.ndar
     engine = an_engine(executor, blocks, lambda report: None)
     engine.start()
     landed = asyncio.get_running_loop().create_future()
-    ids = (9, 3, 200, 7, 11)
+    ids = (9, 3, NUM_BLOCKS - 1, 7, 11)
     engine.land(partition, ids, payload, lambda: landed.set_result(None))
     await landed
     found = await _export(engine, partition, ids)

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.xdist_group("jax")
 GREEDY = Sampling(temperature=0.0)
 BY_TOKENS = DecodeRules(kv_tokens=("tensor",))
 CACHED_MESHES = {
+    "data 2 expert 2 to data 2 tensor 2 by tokens": Meshes(  # whose programs `test_mesh_pairs` runs too
+        prefill=MeshShape(data=2, expert=2), decode=MeshShape(data=2, tensor=2), decode_rules=BY_TOKENS
+    ),
     "data 2 to data 2": Meshes(prefill=MeshShape(data=2), decode=MeshShape(data=2)),
     "pipe 2 to tensor 2 by tokens": Meshes(
         prefill=MeshShape(pipe=2), decode=MeshShape(tensor=2), decode_rules=BY_TOKENS
@@ -26,7 +29,7 @@ CACHED_MESHES = {
     "tensor 2 to expert 2": Meshes(prefill=MeshShape(tensor=2), decode=MeshShape(expert=2)),
     "expert 2 to pipe 2": Meshes(prefill=MeshShape(expert=2), decode=MeshShape(pipe=2)),
 }
-FEW = ("data 2 to data 2",)
+FEW = ("data 2 expert 2 to data 2 tensor 2 by tokens",)
 
 
 def num_landed(pair: Pair) -> int:

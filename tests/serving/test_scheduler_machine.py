@@ -129,7 +129,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestSchedules.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def a_random_request(bench: Bench, draw: random.Random) -> Request:

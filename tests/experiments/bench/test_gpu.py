@@ -234,6 +234,7 @@ def test_a_prompts_rows_hold_every_position_once():
     assert batch.tokens.shape[1] == TRIAL.sizes.q_tile
 
 
+@pytest.mark.slow
 def test_every_expert_is_drawn_anew_and_none_is_left_at_zero():
     config = TRIAL.sizes.config
     drawn = draw_weights(config, seed=5).experts

@@ -37,7 +37,7 @@ def assert_greedy(tokens: list[int], answer: tuple[int, ...]) -> None:
     assert logits.argmax(axis=-1).tolist() == list(answer)
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize("length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 63, 65)), 64, 300])
 def test_tokens_are_those_of_the_scorer(length):
     (answer,) = model().generate([prompt(length, seed=length)], NUM_TOKENS, ())
     assert len(answer) == NUM_TOKENS

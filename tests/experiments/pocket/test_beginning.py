@@ -50,7 +50,7 @@ def test_what_came_once_is_said_again_before_any_training():
     assert share_copied(initialise(kimi.declare(CONFIG), 0, "float32", mesh), 0) < 0.1
 
 
-@pytest.mark.parametrize("interleaves", [True, False])
+@pytest.mark.parametrize("interleaves", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_circuit_is_where_the_folder_says_that_rotary_features_are(interleaves: bool):
     config = replace(CONFIG, rope_interleave=interleaves)
     weights = first_weights(config, 0, build_mesh(ONE))

@@ -92,6 +92,7 @@ def test_rows_that_do_not_divide_by_the_devices_are_predicted_as_on_one(three_ro
     np.testing.assert_array_equal(predict(2), one)
 
 
+@pytest.mark.slow
 def test_loads_count_each_choice_of_a_real_token_once(rows, stepped):
     num_real = rows.tokens[:, :-1].size - PADDING * len(rows.tokens)
     loads = stepped[2].sums.loads
@@ -99,6 +100,7 @@ def test_loads_count_each_choice_of_a_real_token_once(rows, stepped):
     assert (loads > 0).sum() > CONFIG.num_experts_per_tok
 
 
+@pytest.mark.slow
 def test_the_routers_bias_moves_against_the_load_and_by_nothing_else(stepped):
     before, after, report = stepped
     loads = report.sums.loads
@@ -109,6 +111,7 @@ def test_the_routers_bias_moves_against_the_load_and_by_nothing_else(stepped):
     assert (moved > 0).any()
 
 
+@pytest.mark.slow
 def test_padding_teaches_nothing(rows, stepped):
     tokens = rows.tokens.copy()
     tokens[:, -PADDING:] = 7
@@ -117,6 +120,7 @@ def test_padding_teaches_nothing(rows, stepped):
     assert_same(after.weights, stepped[1].weights, 0)
 
 
+@pytest.mark.slow
 def test_loss_is_of_answers_and_context_counts_by_its_weight(rows, stepped):
     sums = stepped[2].sums
     assert sums.num_answer_tokens == (rows.weights >= 1).sum()
@@ -147,6 +151,7 @@ def test_every_matrix_of_the_checkpoint_gets_an_orthogonal_update_of_its_own():
     assert len(names) == 7
 
 
+@pytest.mark.slow
 def test_gates_go_a_fifth_as_far_as_tables(stepped):
     before, after, _ = stepped
     table = np.abs(after.weights.head - before.weights.head).max()  # Adam's first step takes every entry as far

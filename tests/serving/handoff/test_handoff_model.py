@@ -74,4 +74,4 @@ class Handoffs(RuleBasedStateMachine):
 
 
 TestHandoffs = Handoffs.TestCase
-TestHandoffs.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestHandoffs.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
