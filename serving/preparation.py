@@ -43,6 +43,8 @@ HARMLESS = (
     *("JAX_TRACEBACK", "JAX_LOG", "TF_CPP_MIN_LOG", "JAX_DEBUG_LOG"),
 )
 
+WAIT_S = 0.02  # between two looks at whether another has made a program
+LONGEST_WAIT_S = 300.0  # whoever makes one may have been stopped
 BEHIND_NICENESS = 10  # of threads that prepare beside the serving
 
 Program = Callable[..., Any]
@@ -137,13 +139,11 @@ class Preparation:
         return left
 
     def _make(self, wanted: Wanted, waits: bool) -> bool:
-        """Whether the program is there now. Without `waits`, not where another is making it."""
-        if self._stopped.is_set():
-            return True
-        program = self._found_or_made(wanted.blueprint, wanted.key, waits)
-        if program is not None:
+        """Whether there is nothing left to do: without `waits`, not where another is making the program."""
+        if not self._stopped.is_set() and (program := self._found_or_made(wanted.blueprint, wanted.key, waits)):
             self._programs.take(wanted, program)
-        return program is not None
+            return True
+        return self._stopped.is_set()
 
     def _found_or_made(self, blueprint: Blueprint, key: ProgramKey, waits: bool) -> Program | None:
         store, timings, name = self._store, self._timings, _name(key)
@@ -153,13 +153,17 @@ class Preparation:
         if (found := self._load(store, digest, blueprint, key)) is not None:
             return found
         begun_s = timings.now_s
-        with store.claim(digest, waits=waits) as is_ours:
-            if not is_ours:
+        while not self._stopped.is_set():
+            with store.claim(digest) as is_ours:
+                if is_ours or timings.now_s - begun_s > LONGEST_WAIT_S:
+                    if waits:
+                        timings.note("wait", begun_s, name)
+                    found = self._load(store, digest, blueprint, key)  # somebody may just have made it
+                    return found if found is not None else self._made(store, digest, blueprint, key)
+            if not waits:
                 return None
-            if waits:
-                timings.note("wait", begun_s, name)
-            found = self._load(store, digest, blueprint, key)  # somebody may just have made it
-            return found if found is not None else self._made(store, digest, blueprint, key)
+            self._stopped.wait(WAIT_S)
+        return None
 
     def _made(self, store: ProgramStore, digest: str, blueprint: Blueprint, key: ProgramKey) -> Program:
         program, is_fresh = compiled(blueprint, key, self._timings)

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,7 @@ class ProgramStore:
         """Whole or not at all."""
         if not self._usable():
             return
-        path, partial = self._path(key), self._path(f"{key}.{os.getpid()}.partial")
+        path, partial = self._path(key), self.folder / f"{key}.{os.getpid()}.{threading.get_ident()}.partial"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)  # it may have been wiped
             partial.write_bytes(_sealed(body))
@@ -72,30 +73,25 @@ class ProgramStore:
                 partial.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def claim(self, key: str, *, waits: bool) -> Iterator[bool]:
+    def claim(self, key: str) -> Iterator[bool]:
         """Whether this thread is now the one that makes the entry, for as long as the block lasts.
 
-        Without `waits`, False where another thread or process is making it. Where no lock can be had, True: it is then
-        made twice.
+        False where another thread or process is making it. Where no lock can be had, True: it is then made twice.
         """
         descriptor = self._open_lock(key)
         if descriptor is None:
             yield True
             return
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError:
-            os.close(descriptor)
-            yield False
-            return
-        except BaseException:
-            os.close(descriptor)
-            raise
-        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
             yield True
-        finally:
-            with contextlib.suppress(OSError):  # whoever waits for this very file has it open, and looks for the entry
+            with contextlib.suppress(OSError):  # whoever has this very file open looks for the entry first
                 (self.folder / (key + LOCK_SUFFIX)).unlink()
+        finally:
             os.close(descriptor)
 
     def prune(self, max_bytes: int = MAX_BYTES) -> None:
@@ -103,7 +99,7 @@ class ProgramStore:
         with contextlib.suppress(OSError):
             entries = [(path, path.stat()) for path in self.folder.glob(f"*{SUFFIX}")]
             total = sum(found.st_size for _, found in entries)
-            for path in (*self.folder.glob("*.partial*"), *self.folder.glob(f"*{LOCK_SUFFIX}")):
+            for path in (*self.folder.glob("*.partial"), *self.folder.glob(f"*{LOCK_SUFFIX}")):
                 if path.stat().st_mtime < time.time() - LEFT_S:
                     path.unlink(missing_ok=True)
             for path, found in sorted(entries, key=lambda entry: entry[1].st_mtime):

@@ -17,7 +17,7 @@ import pytest
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.cli import main
 from moonshard.serving.trace.parts import read_table
-from moonshard.serving.trace.schema import PHASES, REQUESTS, STEPS
+from moonshard.serving.trace.schema import PHASES, REQUESTS, STARTS, STEPS
 from tests.cluster.conftest import running
 from tests.serving.trace.trace_format import check_format
 
@@ -33,7 +33,7 @@ WIRE_MIN_MS = -1.0
 WIRE_IDLE_P99_MS = 5.0
 # Between a client's stamps and the gateway's: gRPC both ways, and the event loops of both, on two busy cores.
 OUTSIDE_P50_MS, OUTSIDE_P99_MS = 25.0, 250.0
-OUTSIDE_BESIDE_OTHERS_MS = 250.0  # the median where other tests have the cores: far from another unit, or clock
+OUTSIDE_BESIDE_OTHERS_MS = 5_000.0  # the median where others have the cores: far from another unit, or clock
 OUTSIDE_IDLE_P99_MS = 10.0
 
 
@@ -163,6 +163,21 @@ def test_who_waits_for_room_at_the_decode_worker_has_that_in_a_column_of_its_own
     waited = busy.filter(pl.col("decode_queue_ms") > 10)
     assert waited.height > 0
     assert quantile(waited["wire_ms"] / waited["decode_queue_ms"], 0.5) < 1
+
+
+def test_the_start_of_every_process_is_told_by_phase(recorded: tuple[Path, pl.DataFrame]):
+    starts = read_table(recorded[0], STARTS)
+    phases = {str(role): set(rows["phase"]) for (role,), rows in starts.group_by("role")}
+    assert phases.keys() == {"gateway", "prefill", "decode"}
+    assert phases["gateway"] == {"interpreter", "configuration", "imports", "fronts", "workers"}
+    once = {"interpreter", "configuration", "imports", "devices", "headers", "weights", "pages", "programs", "kv plane"}
+    for role in ("prefill", "decode"):
+        assert phases[role] >= once
+        assert phases[role] - once <= {"load", "trace", "lower", "compile", "save", "wait"}
+        programs = starts.filter((pl.col("role") == role) & pl.col("phase").is_in(["load", "compile"]))["detail"]
+        assert {"prefill 64", "draw", "load", "copy"} <= set(programs)
+    assert (starts["begun_ms"] >= 0).all()
+    assert (starts["took_ms"] >= 0).all()
 
 
 def test_the_handoff_gap_is_a_part_of_decoding(busy: pl.DataFrame):

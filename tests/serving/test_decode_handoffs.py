@@ -114,7 +114,7 @@ def test_a_target_says_how_long_its_reservation_waited_for_room():
     decode.tick()
     assert what(gateway) == ["target"] * 2
     at_once_ms, later_ms = (message.target.queue_ms for message in gateway.heard)
-    assert 0 <= at_once_ms < 20
+    assert 0 <= at_once_ms <= (begun_s - before_s) * 1e3
     assert (ended_s - begun_s) * 1e3 <= later_ms <= (time.perf_counter() - before_s) * 1e3
 
 

@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_nothing_is_kept(tmp_path:
     (tmp_path / "file").write_text("in the way")
     store = ProgramStore(tmp_path / "file" / "programs")
     for key in ("a", "b"):
-        with store.claim(key, waits=True) as is_ours:
+        with store.claim(key) as is_ours:
             assert is_ours
             store.save(key, BODY)
         assert store.load(key) is None
@@ -105,33 +105,29 @@ def test_a_folder_that_is_wiped_is_filled_again(store: ProgramStore):
     store.save("a", BODY)
     shutil.rmtree(store.folder)
     assert store.load("a") is None
-    with store.claim("a", waits=False) as is_ours:
+    with store.claim("a") as is_ours:
         assert is_ours
         shutil.rmtree(store.folder)
         store.save("a", BODY)
     assert store.load("a") == BODY
 
 
-def test_one_at_a_time_makes_an_entry_and_others_can_wait_for_it(store: ProgramStore):
-    claimed, made, found = threading.Event(), threading.Event(), []
+def test_one_at_a_time_makes_an_entry(store: ProgramStore):
+    found = []
 
-    def wait() -> None:
-        with store.claim("a", waits=False) as is_ours:
+    def claim() -> None:
+        with store.claim("a") as is_ours:
             found.append(is_ours)
-        claimed.set()
-        with store.claim("a", waits=True) as is_ours:
-            found.append((is_ours, made.is_set(), store.load("a")))
 
-    with store.claim("a", waits=False) as is_ours, store.claim("b", waits=False) as is_other_ours:
+    with store.claim("a") as is_ours, store.claim("b") as is_other_ours:
         assert is_ours
         assert is_other_ours
-        thread = threading.Thread(target=wait)
-        thread.start()
-        assert claimed.wait(10)
-        store.save("a", BODY)
-        made.set()
-    thread.join(10)
-    assert found == [False, (True, True, BODY)]
+        for _ in range(2):
+            thread = threading.Thread(target=claim)
+            thread.start()
+            thread.join(10)
+    claim()
+    assert found == [False, False, True]
     assert not list(store.folder.glob("*.lock"))
 
 
@@ -139,7 +135,7 @@ CLAIM_AND_HANG = """
 import sys, time
 from pathlib import Path
 from moonshard.serving.program_store import ProgramStore
-with ProgramStore(Path(sys.argv[1])).claim("a", waits=False) as is_ours:
+with ProgramStore(Path(sys.argv[1])).claim("a") as is_ours:
     print(is_ours, flush=True)
     time.sleep(600)
 """
@@ -150,10 +146,11 @@ def test_the_claim_of_a_killed_process_ends_with_it(store: ProgramStore):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "True\n"
-        with store.claim("a", waits=False) as is_ours:
+        with store.claim("a") as is_ours:
             assert not is_ours
         process.send_signal(signal.SIGKILL)
-        with store.claim("a", waits=True) as is_ours:
+        process.wait()
+        with store.claim("a") as is_ours:
             assert is_ours
 
 

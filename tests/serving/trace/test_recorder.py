@@ -232,13 +232,15 @@ def test_on_a_full_disk_no_half_file_is_left_and_what_comes_after_is_written(
 class SlowDisk:
     """Parts are written when the test says so."""
 
+    LONGEST_S = 60.0  # then all the same
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_write, self.is_writing = threading.Event(), threading.Event()
         monkeypatch.setattr(module, "write_part", self.write)
 
     def write(self, path: Path, data: bytes) -> None:
         self.is_writing.set()
-        self.may_write.wait(60)
+        self.may_write.wait(self.LONGEST_S)
         write_part(path, data)
 
 
@@ -251,7 +253,7 @@ def test_memory_is_bounded_where_the_disk_is_too_slow(tmp_path: Path, monkeypatc
     begun_s = time.perf_counter()
     for index in range(10, 1000):
         recorder.rows(TOKENS).append(token(index))
-    assert time.perf_counter() - begun_s < 1.0  # nobody waited
+    assert time.perf_counter() - begun_s < SlowDisk.LONGEST_S / 2  # nobody waited
     num_kept = 10 * (1 + module.MAX_WAITING_PARTS)
     assert recorder.num_lost == 1000 - num_kept
     disk.may_write.set()
