@@ -26,6 +26,7 @@ _COMPILING = {
 _MISS = "/jax/compilation_cache/cache_misses"
 _PROPERTY = "phases"
 _WORKER_PHASES = "phases_of_worker"
+NUM_FILES = 30
 COLUMNS = ("wall", "trace", "lower", "compile", "work", "children", "waiting")
 
 
@@ -142,6 +143,13 @@ class Phases:
         write(_line(total) + f"  all {len(rows)} tests, their seconds added up")
         for nodeid in sorted(rows, key=lambda name: -rows[name]["wall"])[: self._num_slowest]:
             write(_line(rows[nodeid]) + f"  {nodeid}")
+        write(f"the {NUM_FILES} files that take most")
+        files: dict[str, dict[str, float]] = {}
+        for nodeid, row in rows.items():
+            sums = files.setdefault(nodeid.partition("::")[0], dict.fromkeys(row, 0.0))
+            sums.update({name: sums[name] + row[name] for name in row})
+        for file in sorted(files, key=lambda name: -files[name]["wall"])[:NUM_FILES]:
+            write(_line(files[file]) + f"  {file}")
 
 
 def _row(found: Mapping[str, float]) -> dict[str, float]:

@@ -18,7 +18,7 @@ FEW: dict[str, Sequence[str]] = {
     "3_compare_two_runs": ("NUM_REQUESTS = 4", "NUM_REPEATS = 1"),
 }
 
-SLOW = pytest.mark.slow  # half a minute, and what it replays a test of the lab replays too
+SLOW = pytest.mark.slow  # half a minute each, and what they run the lab's own tests run too
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
@@ -28,7 +28,7 @@ def test_every_example_is_executed_here():
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["1_one_request", pytest.param("2_replay_a_trace", marks=SLOW), "3_compare_two_runs"])
+@pytest.mark.parametrize("name", ["1_one_request", *(pytest.param(name, marks=SLOW) for name in sorted(FEW)[1:])])
 def test_an_example_runs_from_a_folder_of_its_own(name: str, tmp_path: Path):
     sets = [part for setting in FEW[name] for part in ("--set", setting)]
     argv = [sys.executable, "-m", "moonshard.experiments.reading.notebooks", EXAMPLES / f"{name}.py", "--out", tmp_path]

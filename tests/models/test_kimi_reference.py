@@ -175,6 +175,7 @@ def dense_only_logits(dtype: str, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(logits)
 
 
+@pytest.mark.slow
 def test_bfloat16_logits_stay_near_float32_ones():
     tokens = np.random.default_rng(0).integers(0, 2048, 48)
     exact, rounded = dense_only_logits("float32", tokens), dense_only_logits("bfloat16", tokens)

@@ -21,7 +21,6 @@ from moonshard.sharding.experts import place_experts
 from moonshard.sharding.rules import DecodeRules, MeshError
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
-from tests.engine_room import program_store
 
 pytestmark = pytest.mark.xdist_group("jax")
 FOLDER = FIXTURES / "kimi_k2"
@@ -171,7 +170,7 @@ def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path)
     decode = DecodeConfig(max_slots=2, mesh=mesh, expert_loads=tmp_path / "loads.json", redundant_experts=4)
     asked = replace(config(decode=decode), prefill=PrefillConfig(chunk_tokens=32))
     expected = place_experts(loads, model.n_routed_experts + 4, 2).expert_of
-    loaded = load_model(asked, "both", lambda text: None, store=program_store())
+    loaded = load_model(asked, "both", lambda text: None, prepares="none")
     stages = [stage.model for stage in loaded.programs.stages]
     assert len(stages) == 2
     placed = np.concatenate([np.asarray(stage.weights.experts.down) for stage in stages])

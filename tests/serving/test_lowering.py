@@ -34,8 +34,8 @@ def shapes_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mesh", "role", "rules"),
     [
-        (MeshShape(tensor=2), "decode", DecodeRules()),
-        (MeshShape(expert=2, tensor=2), "decode", DecodeRules()),
+        pytest.param(MeshShape(tensor=2), "decode", DecodeRules(), marks=pytest.mark.slow),
+        pytest.param(MeshShape(expert=2, tensor=2), "decode", DecodeRules(), marks=pytest.mark.slow),
         (MeshShape(pipe=2), "prefill", DecodeRules()),
         (MeshShape(data=2, tensor=2), "decode", CONTEXT_PARALLEL),
     ],

@@ -166,6 +166,7 @@ def test_what_was_measured_before_an_error_is_written(tmp_path, monkeypatch):
     assert json.loads(out.read_text())["rows"] == ["one"]
 
 
+@pytest.mark.slow
 def test_a_backend_that_uses_another_layer_does_not_pass():
     def wrong(x, routing, valid, experts, layer):
         return moe.blocks(x, routing, valid, experts, layer - 1)

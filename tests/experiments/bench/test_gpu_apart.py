@@ -41,6 +41,7 @@ def errors() -> list[float]:
     return [check.error for check in check_recorded(FIXTURES, recorded())]
 
 
+@pytest.mark.slow
 def test_one_engine_and_two_give_the_recorded_tokens_with_many_at_once():
     assert errors() == [0, 0]
 

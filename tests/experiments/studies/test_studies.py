@@ -140,7 +140,7 @@ def test_a_study_and_its_miniature_can_be_read_and_its_script_compiles(name: str
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", map(a_study, MINIATURES))
+@pytest.mark.parametrize("name", [a_study(name) for name in MINIATURES])
 def test_a_study_runs_and_its_notebook_makes_its_pictures(name: str, run_of: Callable[[str], Path], tmp_path: Path):
     run = run_of(name)
     record = load_run(run).record
