@@ -182,6 +182,7 @@ def test_bfloat16_logits_stay_near_float32_ones():
     assert 0 < np.linalg.norm(rounded - exact) / np.linalg.norm(exact) < BF16_TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_programs_serve_in_bfloat16():
     config, loaded = dense_only()
     shapes = StepShapes(

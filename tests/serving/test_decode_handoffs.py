@@ -103,6 +103,7 @@ def test_a_partition_whose_slots_are_in_quarantine_is_passed_over_for_one_that_h
 
 def test_a_target_says_how_long_its_reservation_waited_for_room():
     (decode, engine), gateway = handoffs(1, num_free_seats=1), Gateway()
+    asked_s = time.perf_counter()
     reserve(decode, 1, gateway)
     engine.seats = -1
     before_s = time.perf_counter()
@@ -114,7 +115,7 @@ def test_a_target_says_how_long_its_reservation_waited_for_room():
     decode.tick()
     assert what(gateway) == ["target"] * 2
     at_once_ms, later_ms = (message.target.queue_ms for message in gateway.heard)
-    assert 0 <= at_once_ms <= (begun_s - before_s) * 1e3
+    assert 0 <= at_once_ms <= (before_s - asked_s) * 1e3
     assert (ended_s - begun_s) * 1e3 <= later_ms <= (time.perf_counter() - before_s) * 1e3
 
 

@@ -129,7 +129,12 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSchedules.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.slow
+class TestManySchedules(Schedules.TestCase):
+    settings = settings(max_examples=400, stateful_step_count=30, deadline=None)
 
 
 def a_random_request(bench: Bench, draw: random.Random) -> Request:

@@ -65,6 +65,7 @@ def test_blocks_of_equal_number_are_found_in_the_cache_where_all_before_them_are
     assert cached == dict(zip(prompts, [0, 32, 0, 63, 32, 0, 15, 64], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_texts_and_chats_are_sent_as_the_models_tokens(tmp_path: Path):
     chat = [{"role": "user", "content": "The moon is bright."}]
@@ -89,6 +90,7 @@ def test_ids_that_the_served_model_has_not_are_refused_with_their_line(tmp_path:
     assert "lines.jsonl, line 2: id 999999 of a model that has" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_trial_whose_server_lost_what_it_recorded_is_not_done(tmp_path: Path):
     """It may keep one file of one row, as if its disk had taken no more."""

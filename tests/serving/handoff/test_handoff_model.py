@@ -74,4 +74,9 @@ class Handoffs(RuleBasedStateMachine):
 
 
 TestHandoffs = Handoffs.TestCase
-TestHandoffs.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
+TestHandoffs.settings = settings(max_examples=20, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.slow
+class TestManyHandoffs(Handoffs.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
