@@ -110,7 +110,7 @@ class StepEncoder:
             for index, row in enumerate(rows):
                 self._write_row(partition, index, row)
                 draws[row.sequence] = partition * self._shapes.slots_per_partition + index
-            for index in range(len(rows), bucket):
+            for index in range(len(rows), self._shapes.slots_per_partition):  # all: the draws' array goes out whole
                 self._clear_row(partition, index)
             for name, field in fields.items():
                 field[partition] = self._rows[partition][name][:bucket]

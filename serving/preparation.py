@@ -14,7 +14,7 @@ import platform
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ HARMLESS = (
     *("JAX_TRACEBACK", "JAX_LOG", "TF_CPP_MIN_LOG", "JAX_DEBUG_LOG"),
 )
 
+PROGRESS_S = 0.2  # at most between two words of how far it is
 WAIT_S = 0.02  # between two looks at whether another has made a program
 LONGEST_WAIT_S = 300.0  # whoever makes one may have been stopped
 BEHIND_NICENESS = 10  # of threads that prepare beside the serving
@@ -59,6 +60,7 @@ class Preparation:
         self._timings = timings
         self._stopped = threading.Event()
         self._asked: queue.SimpleQueue[ProgramKey | None] = queue.SimpleQueue()
+        programs.on_missing = self._asked.put
 
     def start_behind(
         self, on_thread: Callable[[], None], on_failed: Callable[[BaseException], None]
@@ -68,7 +70,6 @@ class Preparation:
         On a thread that gives way to what serves, and calls `on_thread` first. `on_failed`: what making a program
         raised; steps then go on with those that are there.
         """
-        self._programs.on_missing = self._asked.put
         thread = threading.Thread(target=self._run_behind, args=(on_thread, on_failed), name=PREPARING_BEHIND)
         thread.daemon = True
         thread.start()
@@ -78,15 +79,21 @@ class Preparation:
         with contextlib.suppress(OSError, AttributeError):  # a wish only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_NICENESS)
         on_thread()
-        try:
+        for wanted in self._programs.others:
+            self._behind(self._take_stored, wanted, on_failed)
+        if self._store is not None:
+            self._store.prune()
+        while (key := self._asked.get()) is not None:
             for wanted in self._programs.others:
-                self._take_stored(wanted)
-            if self._store is not None:
-                self._store.prune()
-            while (key := self._asked.get()) is not None:
-                for wanted in self._programs.others:
-                    if wanted.key == key:
-                        self._make(wanted, waits=True)
+                if wanted.key == key and not self._programs.has(wanted):
+                    self._behind(functools.partial(self._make, waits=True), wanted, on_failed)
+
+    def _behind(
+        self, make: Callable[[Wanted], object], wanted: Wanted, on_failed: Callable[[BaseException], None]
+    ) -> None:
+        """A program that cannot be made leaves the others to be made."""
+        try:
+            make(wanted)
         except Exception as error:  # whatever jax or XLA raises
             on_failed(error)
 
@@ -117,25 +124,30 @@ class Preparation:
         progress(0, len(wanted))
         with ThreadPoolExecutor(min(len(wanted), num_cores()), "compile") as pool:
             try:
-                left = self._make_unclaimed(pool, wanted, progress)
-                for done, _ in enumerate(as_completed([pool.submit(self._make, one, True) for one in left]), 1):
-                    progress(len(wanted) - len(left) + done, len(wanted))
+                left = self._make_all(pool, wanted, lambda done: progress(done, len(wanted)), waits=False)
+                num_done = len(wanted) - len(left)
+                self._make_all(pool, left, lambda done: progress(num_done + done, len(wanted)), waits=True)
             except BaseException:
                 self.stop()
                 raise
 
-    def _make_unclaimed(
-        self, pool: ThreadPoolExecutor, wanted: Sequence[Wanted], progress: Callable[[int, int], None]
+    def _make_all(
+        self, pool: ThreadPoolExecutor, wanted: Sequence[Wanted], progress: Callable[[int], None], *, waits: bool
     ) -> list[Wanted]:
-        """All that nobody else is making; the others are left for later, when they may be there."""
-        futures: dict[Future[bool], Wanted] = {pool.submit(self._make, one, False): one for one in wanted}
-        left, num_done = [], 0
-        for future in as_completed(futures):
-            if future.result():
-                num_done += 1
-                progress(num_done, len(wanted))
-            else:
-                left.append(futures[future])
+        """Those that somebody else is making: without `waits` they are left for later, when they may be there.
+
+        `progress` is called also while nothing is done, since by raising it ends all this.
+        """
+        pending: set[Future[bool]] = set()
+        whose: dict[Future[bool], Wanted] = {}
+        for one in wanted:
+            pending.add(future := pool.submit(self._make, one, waits))
+            whose[future] = one
+        left: list[Wanted] = []
+        while pending:
+            done, pending = wait(pending, timeout=PROGRESS_S)
+            left += [whose[future] for future in done if not future.result()]
+            progress(len(wanted) - len(pending) - len(left))
         return left
 
     def _make(self, wanted: Wanted, waits: bool) -> bool:

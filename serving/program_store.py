@@ -46,7 +46,6 @@ class ProgramStore:
         path = self._path(key)
         try:
             content = path.read_bytes()
-            os.utime(path)  # it was of use
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -56,6 +55,8 @@ class ProgramStore:
         if content != _sealed(body):
             self.complain(f"{path} is damaged")
             return None
+        with contextlib.suppress(OSError):  # of a cache that can only be read
+            os.utime(path)  # it was of use
         return body
 
     def save(self, key: str, body: bytes) -> None:
@@ -64,7 +65,7 @@ class ProgramStore:
             return
         path, partial = self._path(key), self.folder / f"{key}.{os.getpid()}.{threading.get_ident()}.partial"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)  # it may have been wiped
+            self._make_folder()  # it may have been wiped
             partial.write_bytes(_sealed(body))
             partial.replace(path)
         except OSError as error:
@@ -88,6 +89,8 @@ class ProgramStore:
             except BlockingIOError:
                 yield False
                 return
+            except OSError as error:  # a file system without locks
+                self.complain(f"{self.folder}: {error.strerror}")
             yield True
             with contextlib.suppress(OSError):  # whoever has this very file open looks for the entry first
                 (self.folder / (key + LOCK_SUFFIX)).unlink()
@@ -114,6 +117,10 @@ class ProgramStore:
             self._has_complained = True
             logger.warning("the cache of compiled programs: %s; compiling anew", fault)
 
+    def _make_folder(self) -> None:
+        """For its owner alone, whatever new folders are otherwise."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
     def _path(self, key: str) -> Path:
         return self.folder / (key + SUFFIX)
 
@@ -121,7 +128,7 @@ class ProgramStore:
         if not self._usable():
             return None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
             return os.open(self.folder / (key + LOCK_SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             self.complain(f"{error.filename}: {error.strerror}")
@@ -138,7 +145,7 @@ class ProgramStore:
     def _fault(self) -> str | None:
         """Why nothing is read here and nothing written. A folder that is not there yet is made."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make_folder()
             found = self.folder.stat()
         except OSError as error:
             return f"{error.filename}: {error.strerror}"

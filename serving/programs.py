@@ -109,6 +109,10 @@ class Programs:
         """From now on a step takes the largest bucket of its kind, until smaller ones have been taken."""
         self._ready = {kind: sizes[-1:] for kind, sizes in self.shapes.buckets.items()}
 
+    def has(self, wanted: Wanted) -> bool:
+        """Whether it was taken."""
+        return (wanted.stage, wanted.key) in self._taken
+
     def take(self, wanted: Wanted, program: Callable[..., Any]) -> None:
         """A prepared program. Any thread: once every stage has its own, steps of that bucket are made."""
         self.stages[wanted.stage].take(wanted.key, program)

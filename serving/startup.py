@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 STARTUP_EXIT_CODE = 2
 BEHIND_END_S = 0.2
+PHASES_PER_EVENT = 200
 PREPARING_BEHIND = "prepare behind"  # the name of a thread that waits for XLA, which cannot be interrupted
 STARTUP_ERRORS = frozenset(
     {
@@ -97,7 +98,9 @@ def end_process(code: int) -> int:
 
 def tell_start(timings: Timings, status: Status, recorder: "Recorder | None", *, process: str, role: str) -> None:
     """Where the time of this start went: to whoever started the process, and into the recording."""
-    status("timings", {"timings": timings.told()})
+    told = timings.told()
+    for first in range(0, len(told), PHASES_PER_EVENT):  # an event is a line of bounded length
+        status("timings", {"timings": told[first : first + PHASES_PER_EVENT]})
     if recorder is not None:
         rows = recorder.rows(STARTS)
         for phase in timings.phases:

@@ -32,7 +32,7 @@ class TerminalReporter:
         if event == "failed":  # told once, by whoever decides what follows from it
             return
         if event == "timings":
-            self._timings[child] = phases_told(fields)
+            self._timings[child] = [*self._timings.get(child, ()), *phases_told(fields)]
             return
         if self._is_finished:
             if event == "ready":  # a child that was restarted serves again

@@ -102,7 +102,9 @@ def chunk(of: Request, slot: SlotId, start: int, tokens, table, samples=()) -> P
 
 
 def assert_empty(fields: dict[str, np.ndarray], row: int, partition: int = 0) -> None:
+    assert values(fields, NEUTRAL, row, partition) == NEUTRAL
     assert fields["num_rows"][partition] <= row
+    assert fields["sample_slot"][partition, row] == SLOTS
     assert (fields["slot"][partition, row], fields["positions"][partition, row]) == (SLOTS, -1)
 
 
@@ -156,6 +158,16 @@ def test_a_row_that_left_is_neutral_again_and_those_after_it_move_up(encoder):
     fewer = decode(encoder, *rows)
     assert values(fewer, ASKED, 2) == ASKED
     assert_empty(fewer, 3)
+
+
+def test_a_smaller_step_of_others_draws_for_nobody_of_the_one_before(encoder):
+    """A pipeline's microbatches take turns: what is drawn for one must not hold up another."""
+    asked = request(num_logprobs=2)
+    decode(encoder, *(row(asked, SlotId(0, n), choice=n) for n in range(3)))
+    fields = decode(encoder, row(request(5), SlotId(0, 3)))
+    assert fields["sample_slot"][0].tolist() == [3, SLOTS, SLOTS, SLOTS]
+    for index in (1, 2, 3):
+        assert values(fields, NEUTRAL, index) == NEUTRAL
 
 
 def test_a_new_owner_of_a_row_brings_its_own_sampling_and_blocks(encoder):

@@ -1,11 +1,14 @@
 """What is kept comes back whole or not at all, whoever writes beside it, and a faulty folder is said once."""
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -101,7 +104,16 @@ def test_a_folder_of_another_user_is_not_used(store: ProgramStore, caplog):
     assert "belongs to another user" in caplog.text
 
 
-def test_a_folder_that_is_wiped_is_filled_again(store: ProgramStore):
+@pytest.fixture
+def group_writable() -> Iterator[None]:
+    """New folders are open to the user's group, as several distributions have it."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("group_writable")
+def test_a_folder_that_is_wiped_is_filled_again_and_others_take_what_is_in_it(store: ProgramStore):
     store.save("a", BODY)
     shutil.rmtree(store.folder)
     assert store.load("a") is None
@@ -109,7 +121,29 @@ def test_a_folder_that_is_wiped_is_filled_again(store: ProgramStore):
         assert is_ours
         shutil.rmtree(store.folder)
         store.save("a", BODY)
+    assert ProgramStore(store.folder).load("a") == BODY
+
+
+def test_what_can_only_be_read_is_used(store: ProgramStore, monkeypatch: pytest.MonkeyPatch, caplog):
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    store.save("a", BODY)
+    monkeypatch.setattr(os, "utime", refuse)
     assert store.load("a") == BODY
+    assert not caplog.messages
+
+
+def test_where_no_lock_can_be_had_programs_are_made_all_the_same(store: ProgramStore, monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with store.claim("a") as is_ours:
+        assert is_ours
+        store.save("a", BODY)
+    assert store.load("a") == BODY
+    assert "No locks available" in caplog.text
 
 
 def test_one_at_a_time_makes_an_entry(store: ProgramStore):
@@ -133,6 +167,7 @@ def test_one_at_a_time_makes_an_entry(store: ProgramStore):
 
 CLAIM_AND_HANG = """
 import sys, time
+from collections.abc import Iterator
 from pathlib import Path
 from moonshard.serving.program_store import ProgramStore
 with ProgramStore(Path(sys.argv[1])).claim("a") as is_ours:
