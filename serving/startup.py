@@ -153,6 +153,6 @@ def programs_folder(environ: Mapping[str, str]) -> Path | None:
     """Where compiled programs are kept: beside jax's own where the user has said where these are. None: nowhere."""
     if environ.get("JAX_ENABLE_COMPILATION_CACHE", "").lower() in ("0", "false", "off", "no"):
         return None
-    if chosen := environ.get("JAX_COMPILATION_CACHE_DIR"):
+    if (chosen := environ.get("JAX_COMPILATION_CACHE_DIR")) and "://" not in chosen:  # jax keeps also in buckets
         return Path(chosen) / "moonshard"
     return _cache_folder(environ) / "programs"

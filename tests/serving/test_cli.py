@@ -263,6 +263,8 @@ def test_the_compile_cache_is_the_users_choice_first():
 def test_programs_are_kept_beside_jaxs_where_the_user_has_said_where_these_are():
     assert programs_folder({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/moonshard/programs")
     assert programs_folder({"JAX_COMPILATION_CACHE_DIR": "/mine"}) == Path("/mine/moonshard")
+    bucket = {"JAX_COMPILATION_CACHE_DIR": "gs://mine", "XDG_CACHE_HOME": "/caches"}
+    assert programs_folder(bucket) == Path("/caches/moonshard/programs")
     assert programs_folder({"JAX_ENABLE_COMPILATION_CACHE": "False"}) is None
     assert programs_folder({"JAX_ENABLE_COMPILATION_CACHE": "true", "HOME": "/h"}) is not None
 
