@@ -78,7 +78,7 @@ class Programs:
         self.stages = tuple(stages)
         ends = list(itertools.accumulate(len(stage.model.layers) for stage in stages))
         self._layers = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        self._layouts = {key: shapes.layout(*key) for key in (*shapes.programs, (StepKind.NOTE, 0))}
+        self._layouts = {key: shapes.layout(*key) for key in ((StepKind.LOAD, 0), (StepKind.DRAW, 0))}
         self._due: list[_Due] = []  # at most one for each slot, oldest first
         self._ready = shapes.buckets
         self._taken: set[tuple[int, ProgramKey]] = set()

@@ -377,7 +377,7 @@ def _decode(
     f: Fields,
     hidden: jax.Array | None = None,
 ) -> tuple[Pages, jax.Array | None, jax.Array]:
-    slot = f["slot"]
+    slot = f["slot"]  # behind the first stage, which embeds, no token is looked at
     tokens = jnp.zeros_like(slot) if last_token is None else last_token.at[slot].get(mode="clip")
     batch = kimi.Batch(tokens=tokens[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"])
     hidden, pages = _forward(model, weights, pages, batch, hidden)

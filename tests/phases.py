@@ -6,17 +6,17 @@ everything waited. Time that several threads compile at once counts for each. Of
 collection. `--slowest N` tells how many tests have a line.
 """
 
-import os
 import resource
 import sys
 import threading
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from moonshard.serving.timings import since_process_began_s
 
 _COMPILING = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
@@ -105,12 +105,12 @@ class Phases:
         self._tests: dict[str, dict[str, float]] = {}
         self._workers: list[dict[str, float]] = []
         self._begun = time.perf_counter()
-        self._started_s = _since_process_start()
+        self._started_s = since_process_began_s()
         self._collected: dict[str, float] = {}
 
     def pytest_collection_finish(self) -> None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        self._collected = {"own": _processor_s(usage), "wall": _since_process_start(), "imports": self._started_s}
+        self._collected = {"own": _processor_s(usage), "wall": since_process_began_s(), "imports": self._started_s}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found = dict(report.user_properties).get(_PROPERTY) if report.when == "teardown" else None
@@ -166,12 +166,6 @@ def _row(found: Mapping[str, float]) -> dict[str, float]:
 def _line(row: Mapping[str, float]) -> str:
     seconds = [f"{row[name]:8.2f}" for name in COLUMNS]
     return "  ".join([*seconds, f"{row['programs']:8.0f}", f"{row['misses']:8.0f}"])
-
-
-def _since_process_start() -> float:
-    """Seconds since the kernel began this process (proc(5): field 22 of `stat`, in ticks since boot)."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,7 @@
 113.5 million parameters in bfloat16: 8 layers of 512, the first dense, 32 experts of which 4 run beside a shared one,
 the latent attention of K2 with its rank of 512. Speed and memory are those of real weights of that shape; what it says
 is noise. Left out: anything that trained weights would tell.
-Source: the proportions of Kimi K2 (arXiv 2507.20534, table 2).
+Source: Kimi K2 (arXiv 2507.20534), whose proportions these are.
 """
 
 import json

@@ -18,7 +18,7 @@ FEW: dict[str, Sequence[str]] = {
     "3_compare_two_runs": ("NUM_REQUESTS = 4", "NUM_REPEATS = 1"),
 }
 
-SLOW = pytest.mark.slow  # half a minute each, and what they run the lab's own tests run too
+SLOW = pytest.mark.slow  # half a minute each
 
 pytestmark = pytest.mark.xdist_group("cluster")
 

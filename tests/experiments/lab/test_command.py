@@ -103,7 +103,7 @@ def the_run(out: Path) -> Path:
     return run
 
 
-@pytest.mark.slow  # three starts; that it goes on at the next point is seen in one process by `test_run`
+@pytest.mark.slow  # three starts
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("number", "code", "num_repeats"),

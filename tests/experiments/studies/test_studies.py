@@ -83,7 +83,7 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     ),
 }
 
-# Each takes ten seconds and more: these two have both modes, a sweep and every way of a request between them.
+# Each takes ten seconds and more: these two have both modes and a sweep between them.
 QUICK = ("pd_vs_aggregated", "chunking")
 
 
