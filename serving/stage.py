@@ -226,12 +226,12 @@ class Blueprint:
                 given = (*slots, state.logits, packed)
                 return self._jitted(body, given, (*slots, BY_PARTITION), donated=(0, 1))
             case StepKind.PREFILL | StepKind.DECODE:
-                return self._step_program(_BODIES[kind], layout)
+                return self._step_program(_READINGS[kind], layout)
 
-    def _step_program(self, step: Callable[..., Any], layout: StepLayout) -> Any:
+    def _step_program(self, reading: "_Reading", layout: StepLayout) -> Any:
         """The model's own: it reads tokens and writes pages, and on the last stage logits."""
         model, state = self.model, self._specs
-        body = functools.partial(_run, functools.partial(step, model), layout, matmul_precision(self._dtype))
+        body = functools.partial(_run, model, reading, layout, matmul_precision(self._dtype))
         weights = jax.tree.map(lambda leaf: leaf.sharding.spec, model.weights)
         hidden = () if model.is_first else (BY_PARTITION,)
         given = (weights, state.pages, state.logits, state.last_token, BY_PARTITION, *hidden)
@@ -337,7 +337,8 @@ _DRAW, _NOTE, _LOAD, _COPY = ((kind, 0) for kind in (StepKind.DRAW, StepKind.NOT
 
 
 def _run(
-    step: Callable[..., Any],
+    model: StageModel,
+    reading: "_Reading",
     layout: StepLayout,
     precision: str,
     weights: Any,
@@ -347,66 +348,49 @@ def _run(
     packed: jax.Array,
     *hidden: jax.Array,
 ) -> tuple[Pages, jax.Array | None, jax.Array]:
+    """On the last stage logits of the rows that are drawn for, over the first of `logits`, and a number: all outputs of
+    a program are ready at once. On others the activations."""
+    f = layout.unpack(packed[0])
     with jax.default_matmul_precision(precision):
-        return step(weights, pages, logits, last_token, layout.unpack(packed[0]), *hidden)
+        out, pages, _ = kimi.forward(
+            model.config,
+            weights,
+            pages,
+            reading.batch(last_token, f),
+            hidden=hidden[0] if hidden else None,
+            backend=model.backend,
+            place=model.place,
+            placement=model.placement,
+        )
+        if logits is None:
+            return pages, None, out
+        drawn_for = reading.drawn_for(out.reshape(-1, out.shape[-1]), f)
+        found = kimi.unembed(weights, drawn_for, model.place)
+    return pages, jax.lax.dynamic_update_slice(logits, found, (0, 0)), jnp.int32(0)
 
 
-def _prefill(
-    model: StageModel,
-    weights: Any,
-    pages: Pages,
-    logits: jax.Array | None,
-    last_token: jax.Array | None,
-    f: Fields,
-    hidden: jax.Array | None = None,
-) -> tuple[Pages, jax.Array | None, jax.Array]:
+class _Reading(NamedTuple):
+    """How a kind of step reads its fields: what it runs over, and which of the rows that come out are drawn for."""
+
+    batch: Callable[[jax.Array | None, Fields], kimi.Batch]
+    drawn_for: Callable[[jax.Array, Fields], jax.Array]
+
+
+def _prefill_batch(last_token: jax.Array | None, f: Fields) -> kimi.Batch:
     del last_token
-    batch = kimi.Batch(tokens=f["tokens"], positions=f["positions"], block_tables=f["block_tables"])
-    hidden, pages = _forward(model, weights, pages, batch, hidden)
-    if logits is None:
-        return pages, None, hidden
-    return pages, *_to_logits(model, weights, logits, hidden.reshape(-1, hidden.shape[-1])[f["sample_from"]])
+    return kimi.Batch(tokens=f["tokens"], positions=f["positions"], block_tables=f["block_tables"])
 
 
-def _decode(
-    model: StageModel,
-    weights: Any,
-    pages: Pages,
-    logits: jax.Array | None,
-    last_token: jax.Array | None,
-    f: Fields,
-    hidden: jax.Array | None = None,
-) -> tuple[Pages, jax.Array | None, jax.Array]:
+def _decode_batch(last_token: jax.Array | None, f: Fields) -> kimi.Batch:
     slot = f["slot"]  # behind the first stage, which embeds, no token is looked at
     tokens = jnp.zeros_like(slot) if last_token is None else last_token.at[slot].get(mode="clip")
-    batch = kimi.Batch(tokens=tokens[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"])
-    hidden, pages = _forward(model, weights, pages, batch, hidden)
-    if logits is None:
-        return pages, None, hidden
-    return pages, *_to_logits(model, weights, logits, hidden.reshape(-1, hidden.shape[-1]))
+    return kimi.Batch(tokens=tokens[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"])
 
 
-def _to_logits(
-    model: StageModel, weights: Any, logits: jax.Array, hidden: Float[Array, "b d"]
-) -> tuple[jax.Array, jax.Array]:
-    """Those of each row over the first of `logits`, and a number: all outputs of a program are ready at once."""
-    return jax.lax.dynamic_update_slice(logits, kimi.unembed(weights, hidden, model.place), (0, 0)), jnp.int32(0)
-
-
-def _forward(
-    model: StageModel, weights: Any, pages: Pages, batch: kimi.Batch, hidden: jax.Array | None
-) -> tuple[jax.Array, Pages]:
-    hidden, pages, _ = kimi.forward(
-        model.config,
-        weights,
-        pages,
-        batch,
-        hidden=hidden,
-        backend=model.backend,
-        place=model.place,
-        placement=model.placement,
-    )
-    return hidden, pages
+_READINGS = {
+    StepKind.PREFILL: _Reading(_prefill_batch, lambda rows, f: rows[f["sample_from"]]),
+    StepKind.DECODE: _Reading(_decode_batch, lambda rows, f: rows),
+}
 
 
 def _draw(
@@ -475,9 +459,6 @@ def _land(
 ) -> tuple[Pages, jax.Array]:
     pages = scatter_blocks(pages, layout.unpack(packed[0])["destination"], shards.whole(payload))
     return pages, jnp.int32(0)  # all outputs of a program are ready at once
-
-
-_BODIES: dict[StepKind, Callable[..., Any]] = {StepKind.PREFILL: _prefill, StepKind.DECODE: _decode}
 
 
 def _row_sampling(f: Fields) -> RowSampling:
