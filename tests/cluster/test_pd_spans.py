@@ -157,6 +157,10 @@ def test_a_client_that_leaves_is_told_of_by_all(fleet: Fleet, collector: Collect
     assert not any(span.is_error for span in trace.spans)
 
 
+def _lines_of_exports(process: Process) -> list[str]:
+    return [line for line in process.log().splitlines() if "export" in line]
+
+
 def test_a_collector_that_is_gone_is_one_line_in_each_log_and_ends_nothing_late(fleet: Fleet, collector: Collector):
     """The last test here: it ends the workers."""
     collector.is_refusing = True
@@ -165,10 +169,11 @@ def test_a_collector_that_is_gone_is_one_line_in_each_log_and_ends_nothing_late(
         ask_grpc(fleet, next(_traces))
         assert wait_until(lambda: fleet.metric("moonshard_lost_spans_total") > 0, 20)
     assert wait_until(lambda: fleet.metric("moonshard_gateway_lost_spans_total") >= 12, 20)
-    for process in (fleet["gateway"], fleet["prefill 0"]):
-        lines = [line for line in process.log().splitlines() if "export" in line]
-        assert len(lines) == 1, lines
-        assert "400" in lines[0]
+    told = (fleet["gateway"], fleet["prefill 0"])
+    assert wait_until(lambda: all(_lines_of_exports(process) for process in told), 20)
     for process in fleet.processes:
         process.signal(signal.SIGTERM)
         assert process.running.wait(20) == 0
+    for process in told:
+        (line,) = _lines_of_exports(process)
+        assert "400" in line
