@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import httpx
@@ -21,6 +22,9 @@ import pytest
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import Client
+
+if TYPE_CHECKING:
+    from tests.cluster.faults import Fleet
 
 READY_TIMEOUT_S = 180.0
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "kimi_k2"
@@ -192,6 +196,15 @@ def cluster() -> Iterator[Cluster]:
 def aggregated() -> Iterator[Cluster]:
     with running(**AGGREGATED) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def one_p_two_d(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Fleet"]:
+    """Processes that tests end and start again, all but at once; each test leaves it whole and as it began."""
+    from tests.cluster.faults import running_fleet  # which takes its sizes from here
+
+    with running_fleet(tmp_path_factory.mktemp("fleet"), num_prefill=1, num_decode=2) as fleet:
+        yield fleet
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 import pytest
 
 from moonshard.rpc.status import Overloaded, RequestError, Unavailable
-from tests.cluster.conftest import AGGREGATED, QUARANTINE_S, start_cluster, stop_cluster, wait_until
+from tests.cluster.conftest import AGGREGATED, QUARANTINE_S, Cluster, start_cluster, stop_cluster, wait_until
 from tests.engine_room import long_text
 
 pytestmark = pytest.mark.xdist_group("cluster")
@@ -99,24 +100,28 @@ def _serves(client) -> bool:
     return False
 
 
-def test_what_does_not_fit_now_waits_and_then_gets_429_with_retry_after():
-    cluster = start_cluster(**ONE_SLOT, **{"gateway.queue_timeout_s": QUEUE_TIMEOUT_S})
-    try:
-        with cluster.client() as client, client.stream(long_text(100), **HOLDS_THE_SLOT) as running:
-            next(running)
-            next(running)  # the second token is the decode worker's own: the slot is taken
-            with client.stream(long_text(100), **HOLDS_THE_SLOT) as ahead:
-                next(ahead)  # one is prefilled ahead of its slot, and waits
-                for refusal in (_refusal_over_grpc, _refusal_over_http):
-                    asked_s = time.monotonic()
-                    assert refusal(cluster) > 0
-                    assert time.monotonic() - asked_s >= QUEUE_TIMEOUT_S
-                assert not _num_ended(cluster, "completed"), "the slot was not held all the time"
-        assert wait_until(cluster.is_as_it_began, FREED_WITHIN_S)
-        with cluster.client() as client:
-            assert _serves(client)
-    finally:
-        assert stop_cluster(cluster) == 0
+@pytest.fixture(scope="module")
+def one_slot() -> Iterator[Cluster]:
+    started = start_cluster(**ONE_SLOT, **{"gateway.queue_timeout_s": QUEUE_TIMEOUT_S})
+    yield started
+    if started.process.returncode is None:  # the last test ends it
+        stop_cluster(started)
+
+
+def test_what_does_not_fit_now_waits_and_then_gets_429_with_retry_after(one_slot):
+    with one_slot.client() as client, client.stream(long_text(100), **HOLDS_THE_SLOT) as running:
+        next(running)
+        next(running)  # the second token is the decode worker's own: the slot is taken
+        with client.stream(long_text(100), **HOLDS_THE_SLOT) as ahead:
+            next(ahead)  # one is prefilled ahead of its slot, and waits
+            for refusal in (_refusal_over_grpc, _refusal_over_http):
+                asked_s = time.monotonic()
+                assert refusal(one_slot) > 0
+                assert time.monotonic() - asked_s >= QUEUE_TIMEOUT_S
+            assert not _num_ended(one_slot, "completed"), "the slot was not held all the time"
+    assert wait_until(one_slot.is_as_it_began, FREED_WITHIN_S)
+    with one_slot.client() as client:
+        assert _serves(client)
 
 
 def _refusal_over_grpc(cluster) -> float:
@@ -143,13 +148,13 @@ def test_a_second_server_on_the_same_port_is_refused_before_anything_loads(clust
     assert "Traceback" not in done.stderr
 
 
-def test_sigterm_lets_a_running_stream_finish_and_exits_with_0():
-    cluster = start_cluster()
-    with cluster.client() as client:
+def test_sigterm_lets_a_running_stream_finish_and_exits_with_0(one_slot):
+    """The last test here: it ends the servers."""
+    with one_slot.client() as client:
         stream = client.stream(long_text(50), max_tokens=600, ignore_eos=True)
         next(iter(stream))
         with ThreadPoolExecutor(1) as thread:
-            code = thread.submit(stop_cluster, cluster)
+            code = thread.submit(stop_cluster, one_slot)
             tokens = [token for delta in stream for token in delta.token_ids]
             assert len(tokens) >= 598
             assert stream.summary.usage.completion_tokens == 600

@@ -2,14 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
 
 from moonshard.rpc.status import RequestError
-from tests.cluster.faults import Fleet, running_fleet
+from tests.cluster.faults import Fleet
 from tests.cluster.streams import Ask, answer, assert_right
 from tests.engine_room import long_text
 
@@ -20,12 +19,6 @@ NUM_CANCELLED = 300
 WINDOW_S = 1.0
 RECOVERED_WITHIN_S = 10.0
 NUM_TRIES = 3  # the machine has other work at times; what a crowd leaves behind slows down every try
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with running_fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield fleet
 
 
 class Crowd:
@@ -90,14 +83,17 @@ def rate_of_those_who_stay(fleet: Fleet, num_leaving: int) -> float:
 
 
 @pytest.mark.slow
-def test_those_who_stay_are_served_as_before_when_nine_of_ten_leave_at_once(fleet):
+def test_those_who_stay_are_served_as_before_when_nine_of_ten_leave_at_once(one_p_two_d):
+    fleet = one_p_two_d
     control = rate_of_those_who_stay(fleet, 0)
     crowds = (rate_of_those_who_stay(fleet, NUM_CLIENTS - NUM_STAYING) for _ in range(NUM_TRIES))
     assert any(rate >= 0.95 * control for rate in crowds)
     fleet.assert_as_it_began()
 
 
-def test_requests_cancelled_before_their_first_token_leave_nothing_behind(fleet):
+def test_requests_cancelled_before_their_first_token_leave_nothing_behind(one_p_two_d):
+    fleet = one_p_two_d
+
     def begin_and_leave(number: int) -> None:
         with fleet.client() as client, contextlib.suppress(RequestError):
             stream = client.stream(long_text(200 + number, seed=number), max_tokens=50, ignore_eos=True)

@@ -4,23 +4,16 @@ Each moment is drawn from a seed that stands in the test's name, and is counted 
 """
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.faults import Fleet, running_fleet
+from tests.cluster.faults import Fleet
 from tests.cluster.streams import Listeners, assert_all_right, assert_right_so_far, draw
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 NUM_REQUESTS = 16
 NUM_MOMENTS = 10
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with running_fleet(tmp_path_factory.mktemp("fleet")) as started:
-        yield started
 
 
 def begin(fleet: Fleet, seed: int) -> Listeners:
@@ -45,19 +38,20 @@ def assert_a_killed_gateway_leaves_nothing(fleet: Fleet, seed: int) -> None:
     fleet.assert_as_it_began()
 
 
-def test_a_killed_gateway_leaves_nothing_on_its_workers(fleet):
-    assert_a_killed_gateway_leaves_nothing(fleet, seed=1)
+def test_a_killed_gateway_leaves_nothing_on_its_workers(one_p_two_d):
+    assert_a_killed_gateway_leaves_nothing(one_p_two_d, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(400, 400 + NUM_MOMENTS))
-def test_a_gateway_killed_at_any_moment_leaves_nothing_on_its_workers(fleet, seed):
-    assert_a_killed_gateway_leaves_nothing(fleet, seed)
+def test_a_gateway_killed_at_any_moment_leaves_nothing_on_its_workers(one_p_two_d, seed):
+    assert_a_killed_gateway_leaves_nothing(one_p_two_d, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(500, 500 + NUM_MOMENTS))
-def test_a_gateway_that_stood_still_loses_no_token(fleet, seed):
+def test_a_gateway_that_stood_still_loses_no_token(one_p_two_d, seed):
+    fleet = one_p_two_d
     listeners = begin(fleet, seed)
     with fleet.gateway.stopped():
         wait_until(lambda: not fleet.remains(), 5)  # workers finish what they were given, or wait for credits

@@ -35,12 +35,6 @@ NUM_TRIES = 3
 
 
 @pytest.fixture(scope="module")
-def one_p_two_d(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with running_fleet(tmp_path_factory.mktemp("fleet"), num_prefill=1, num_decode=2) as fleet:
-        yield fleet
-
-
-@pytest.fixture(scope="module")
 def two_p_one_d(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with running_fleet(tmp_path_factory.mktemp("fleet"), num_prefill=2, num_decode=1) as fleet:
         yield fleet

@@ -13,7 +13,7 @@ import pytest
 
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
-from moonshard.models.score import observe, score
+from moonshard.models.score import Scorer, score
 from moonshard.models.spec import ModelError
 from moonshard.serving.encoder import StepEncoder
 from moonshard.serving.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
@@ -40,12 +40,20 @@ def expert_sets(experts: np.ndarray) -> np.ndarray:
     return np.sort(experts, axis=-1)
 
 
-@pytest.mark.parametrize("backend", [moe.dense, moe.blocks], ids=["dense", "blocks"])
+@cache
+def scorer(name: str, backend: moe.Backend) -> Scorer:
+    return Scorer(FIXTURES / name, backend=backend)
+
+
 @pytest.mark.parametrize("name", ["kimi_k2", "dsv3_groups"])
-@pytest.mark.parametrize("prompt", [1, 2])
+@pytest.mark.parametrize(
+    ("backend", "prompt"),
+    [(moe.blocks, 1), (moe.blocks, 2), (moe.dense, 1), pytest.param(moe.dense, 2, marks=pytest.mark.slow)],
+    ids=["blocks-1", "blocks-2", "dense-1", "dense-2"],
+)
 def test_logits_hidden_states_and_experts_are_those_of_hugging_face(name, backend, prompt):
     ref = recorded(name)
-    seen = observe(FIXTURES / name, ref[f"ids{prompt}"].tolist(), backend=backend)
+    seen = scorer(name, backend).observe(ref[f"ids{prompt}"].tolist())
     np.testing.assert_allclose(seen.logits, ref[f"logits{prompt}"], atol=LOGIT_TOLERANCE)
     # The recorded last state is after the final norm, which `logits` covers.
     np.testing.assert_allclose(seen.hidden[:-1], ref[f"hidden{prompt}"][:-1], atol=LOGIT_TOLERANCE)
@@ -56,7 +64,7 @@ def test_logits_hidden_states_and_experts_are_those_of_hugging_face(name, backen
 
 def test_a_long_prompt_has_the_logits_and_experts_of_hugging_face():
     ref = recorded("kimi_k2", "ref_long.npz")
-    seen = observe(FIXTURES / "kimi_k2", [*ref["ids"].tolist(), *ref["greedy"].tolist()])
+    seen = scorer("kimi_k2", moe.blocks).observe([*ref["ids"].tolist(), *ref["greedy"].tolist()])
     assert ref["router_margin"].min() > ROUTER_NEAR_TIE
     assert seen.experts is not None
     assert seen.router_margin is not None

@@ -1,7 +1,5 @@
 """The router chooses as the paper says, and every backend sums what the chosen experts give."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +18,7 @@ EXPERTS = moe.Experts(
     down=RNG.normal(size=(LAYERS, NUM_EXPERTS, EMBED, WIDTH)).astype(np.float32) * 0.3,
 )
 BACKENDS = {"dense": jax.jit(moe.dense), "blocks": jax.jit(moe.blocks)}
+ROUTE = jax.jit(moe.route, static_argnames=("top_k", "num_groups", "top_groups", "normalise", "scale"))
 ASSIGN = jax.jit(moe.assign_blocks, static_argnums=(2, 3))
 EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -61,7 +60,7 @@ def test_routing_follows_biased_scores_and_weighs_by_unbiased_ones(num_groups, t
     x, gate = rng.normal(size=(50, EMBED)).astype(np.float32), rng.normal(size=(16, EMBED)).astype(np.float32)
     bias = (rng.normal(size=16) * 0.5 + bias_shift).astype(np.float32)
     options = {"top_k": 3, "num_groups": num_groups, "top_groups": top_groups, "normalise": normalise, "scale": 2.5}
-    routing = jax.jit(functools.partial(moe.route, **options))(x, gate, bias)
+    routing = ROUTE(x, gate, bias, **options)
     weights, indices, margins = expected_routing(x, gate, bias, *options.values())
     np.testing.assert_array_equal(routing.experts, indices)
     np.testing.assert_allclose(routing.weights, weights, atol=1e-5)
@@ -80,9 +79,13 @@ def draw_case(shape, seed, skew):
 
 
 def run(name, x, weights, indices, valid, layer=0):
-    routing = moe.Routing(weights=jnp.asarray(weights), experts=jnp.asarray(indices), margin=jnp.full(len(x), jnp.inf))
+    routing = moe.Routing(
+        weights=jnp.asarray(weights),
+        experts=jnp.asarray(indices),
+        margin=jnp.asarray(np.full(len(x), np.inf), jnp.float32),
+    )
     with jax.default_matmul_precision("highest"):
-        return np.asarray(BACKENDS[name](x, routing, valid, EXPERTS, jnp.int32(layer)))
+        return np.asarray(BACKENDS[name](x, routing, valid, EXPERTS, np.int32(layer)))
 
 
 def brute_force(x, weights, indices, valid, layer):

@@ -16,6 +16,7 @@ from tests.agreement import FIXTURES, LOGIT_TOLERANCE
 pytestmark = pytest.mark.xdist_group("jax")
 LAYERS, NUM_EXPERTS, EMBED, WIDTH = 2, 8, 96, 48  # sides whose largest power of two is 32 and 16: several tiles each
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the norm
+DENSE = jax.jit(moe.dense)
 INTERPRETED = jax.jit(functools.partial(grouped, interpret=True))
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
 
@@ -34,7 +35,7 @@ def draw_routing(tokens: int, k: int, seed: int) -> moe.Routing:
     return moe.Routing(
         weights=jnp.asarray(rng.random((tokens, k)), jnp.float32),
         experts=jnp.asarray(chosen, jnp.int32),
-        margin=jnp.full(tokens, jnp.inf),
+        margin=jnp.asarray(np.full(tokens, np.inf), jnp.float32),
     )
 
 
@@ -45,9 +46,9 @@ def distance(got, expected) -> float:
 
 def expected_of(x, routing, valid, layer, dtype):
     """In float32 from the same values, whatever their dtype."""
-    experts = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), draw_experts(dtype))
+    x, experts = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), (x, draw_experts(dtype)))
     with jax.default_matmul_precision("highest"):
-        return moe.dense(x.astype(jnp.float32), routing, valid, experts, jnp.int32(layer))
+        return DENSE(x, routing, valid, experts, np.int32(layer))
 
 
 def tokens_of(count: int, dtype: str) -> jax.Array:
@@ -59,37 +60,41 @@ def tokens_of(count: int, dtype: str) -> jax.Array:
     ("tokens", "k"), [(1, 8), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 1), (17, 3))), (70, 4)]
 )
 def test_the_kernels_give_the_references_sum(tokens, k, dtype):
-    x, routing, valid = tokens_of(tokens, dtype), draw_routing(tokens, k, seed=k), jnp.ones(tokens, bool)
+    x, routing, valid = tokens_of(tokens, dtype), draw_routing(tokens, k, seed=k), np.ones(tokens, bool)
     for layer in range(LAYERS):
-        got = INTERPRETED(x, routing, valid, draw_experts(dtype), jnp.int32(layer))
+        got = INTERPRETED(x, routing, valid, draw_experts(dtype), np.int32(layer))
         assert got.dtype == x.dtype
         assert distance(got, expected_of(x, routing, valid, layer, dtype)) < TOLERANCE[dtype]
 
 
 def test_no_token_is_dropped_when_all_choose_one_expert():
-    x, valid = tokens_of(70, "float32"), jnp.ones(70, bool)
-    routing = moe.Routing(weights=jnp.ones((70, 1)), experts=jnp.full((70, 1), 5, jnp.int32), margin=jnp.zeros(70))
-    got = INTERPRETED(x, routing, valid, draw_experts("float32"), jnp.int32(1))
+    x, valid = tokens_of(70, "float32"), np.ones(70, bool)
+    routing = moe.Routing(
+        weights=jnp.asarray(np.ones((70, 1)), jnp.float32),
+        experts=jnp.asarray(np.full((70, 1), 5), jnp.int32),
+        margin=jnp.asarray(np.zeros(70), jnp.float32),
+    )
+    got = INTERPRETED(x, routing, valid, draw_experts("float32"), np.int32(1))
     assert distance(got, expected_of(x, routing, valid, 1, "float32")) < TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_invalid_tokens_get_zero_and_take_no_block(share):
     x, routing = tokens_of(17, "float32"), draw_routing(17, 3, seed=0)
-    valid = jnp.asarray(np.random.default_rng(2).random(17) < share)
-    x = jnp.where(valid[:, None], x, jnp.nan)  # a token that took part would spoil every sum it entered
-    got = np.asarray(INTERPRETED(x, routing, valid, draw_experts("float32"), jnp.int32(0)))
-    expected = np.asarray(expected_of(jnp.nan_to_num(x), routing, valid, 0, "float32"))
+    valid = np.random.default_rng(2).random(17) < share
+    x = jnp.asarray(np.where(valid[:, None], x, np.nan))  # a token that took part would spoil every sum it entered
+    got = np.asarray(INTERPRETED(x, routing, valid, draw_experts("float32"), np.int32(0)))
+    expected = np.asarray(expected_of(np.nan_to_num(x), routing, valid, 0, "float32"))
     np.testing.assert_allclose(got, expected, atol=1e-5)
-    assert not got[~np.asarray(valid)].any()
+    assert not got[~valid].any()
 
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_every_cut_into_tiles_gives_the_same_sum(rows):
     tiles = Tiles(rows=rows, columns=16, depth_bytes=64, num_warps=4, num_stages=2)
-    x, routing, valid = tokens_of(33, "float32"), draw_routing(33, 8, seed=3), jnp.ones(33, bool)
+    x, routing, valid = tokens_of(33, "float32"), draw_routing(33, 8, seed=3), np.ones(33, bool)
     got = jax.jit(functools.partial(grouped, tiles=tiles, interpret=True))(
-        x, routing, valid, draw_experts("float32"), jnp.int32(0)
+        x, routing, valid, draw_experts("float32"), np.int32(0)
     )
     assert distance(got, expected_of(x, routing, valid, 0, "float32")) < TOLERANCE["float32"]
 
@@ -101,10 +106,11 @@ def test_the_model_has_hugging_faces_logits_through_the_kernels():
 
 
 def test_a_side_that_no_tile_divides_is_refused():
-    experts = moe.Experts(gate_up=jnp.ones((1, 2, 2, 24, 32)), down=jnp.ones((1, 2, 32, 24)))
-    routing = moe.Routing(weights=jnp.ones((1, 1)), experts=jnp.zeros((1, 1), jnp.int32), margin=jnp.zeros(1))
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    experts = moe.Experts(gate_up=shape((1, 2, 2, 24, 32)), down=shape((1, 2, 32, 24)))
+    routing = draw_routing(1, 1, seed=0)
     with pytest.raises(ValueError, match="24 features"):
-        grouped(jnp.ones((1, 32)), routing, jnp.ones(1, bool), experts, jnp.int32(0))
+        jax.eval_shape(grouped, shape((1, 32)), routing, np.ones(1, bool), experts, np.int32(0))
 
 
 @pytest.mark.parametrize("num_pairs", [1, 8, 16, 128, 1024, 16384, 65536])

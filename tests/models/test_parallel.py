@@ -138,8 +138,8 @@ def test_a_parallel_form_gives_the_logits_and_pages_of_one_device(mesh: MeshShap
 @pytest.mark.parametrize(
     ("mesh", "rules"),
     [
-        (MeshShape(), PREFILL),
         (MeshShape(expert=2, tensor=2), DECODE),
+        pytest.param(MeshShape(), PREFILL, marks=pytest.mark.slow),
         pytest.param(MeshShape(expert=4), PREFILL, marks=pytest.mark.slow),
         pytest.param(MeshShape(data=2, tensor=2), DECODE, marks=pytest.mark.slow),
         pytest.param(MeshShape(expert=2, pipe=2), DECODE, marks=pytest.mark.slow),

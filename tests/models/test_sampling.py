@@ -24,12 +24,10 @@ def _draw(logits, rows, slots, slot_of_row, num_rows, tile):
 
 def DRAW(logits, rows, slots, slot_of_row, *, num_rows=None, tile=None):
     """All rows at once, unless told otherwise."""
-    return _draw(
-        jnp.asarray(logits), rows, slots, jnp.asarray(slot_of_row), num_rows or len(logits), tile=tile or len(logits)
-    )
+    return _draw(logits, rows, slots, slot_of_row, num_rows or len(logits), tile=tile or len(logits))
 
 
-CUT, LOAD = jax.jit(sampling.cut), jax.jit(sampling.load_slot)
+CUT, LOAD, ADJUST = jax.jit(sampling.cut), jax.jit(sampling.load_slot), jax.jit(sampling._adjust)
 
 
 def rows(num_rows: int, **fields) -> RowSampling:
@@ -45,6 +43,11 @@ def rows(num_rows: int, **fields) -> RowSampling:
         values[name] = jnp.asarray(np.broadcast_to(np.asarray(value, np.uint32 if name == "seed" else dtype), shape))
     assert not fields
     return RowSampling(**values)
+
+
+def first_rows(rows: RowSampling, step: int = 1) -> RowSampling:
+    """The first four; sliced by numpy, since jax compiles for each kind of array."""
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[:4][::step]), rows)
 
 
 def logits_of(num_rows: int, vocab: int = VOCAB, seed: int = 0) -> np.ndarray:
@@ -69,6 +72,7 @@ def kept(scaled, *, min_p=0.0, top_k=0, top_p=1.0) -> np.ndarray:
     return keep
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def empty(num_slots: int = SLOTS, vocab: int = VOCAB):
     return sampling.empty_slots(num_slots, vocab, BIASES, STOPS)
 
@@ -118,7 +122,7 @@ def loaded_slots():
     history = np.asarray([1, 1, 4, 4, 7, 7, 50, 51], np.int32)
     biases, values = np.asarray([10, 11, VOCAB], np.int32), np.asarray([2.5, -100.0, 9.0], np.float32)
     stops = np.asarray([3, 90], np.int32)
-    return LOAD(empty(), jnp.int32(2), history, jnp.int32(3), jnp.int32(6), biases, values, stops)
+    return LOAD(empty(), np.int32(2), history, np.int32(3), np.int32(6), biases, values, stops)
 
 
 def test_loading_a_slot_sets_its_whole_row_and_no_other():
@@ -129,8 +133,8 @@ def test_loading_a_slot_sets_its_whole_row_and_no_other():
     np.testing.assert_array_equal(slots.output_counts, counts)
     np.testing.assert_array_equal(slots.is_prompt, prompt)
     assert np.asarray(slots.stop_ids).tolist() == [[VOCAB] * 2] * 2 + [[3, 90]] + [[VOCAB] * 2] * 2
-    nobody = np.full(8, 0, np.int32), jnp.int32(0), jnp.int32(0), np.full(3, VOCAB, "i4"), np.zeros(3, "f4")
-    again = LOAD(slots, jnp.int32(2), *nobody, np.full(2, VOCAB, np.int32))
+    nobody = np.full(8, 0, np.int32), np.int32(0), np.int32(0), np.full(3, VOCAB, "i4"), np.zeros(3, "f4")
+    again = LOAD(slots, np.int32(2), *nobody, np.full(2, VOCAB, np.int32))
     for cleared, fresh in zip(jax.tree.leaves(again), jax.tree.leaves(empty()), strict=True):
         np.testing.assert_array_equal(cleared, fresh)
 
@@ -152,8 +156,8 @@ def test_penalties_follow_their_formulas_for_the_rows_that_ask(changes):
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     neutral = (1.0, 0.0, 0.0)
     asked = rows(3, **{n: [off, on, off] for n, on, off in zip(names, changes, neutral, strict=True)})
-    slot_of_row = jnp.asarray([2, 2, NULL_SLOT])
-    adjusted = np.asarray(jax.jit(sampling._adjust)(logits, asked, loaded_slots(), slot_of_row))
+    slot_of_row = np.asarray([2, 2, NULL_SLOT])
+    adjusted = np.asarray(ADJUST(logits, asked, loaded_slots(), slot_of_row))
     np.testing.assert_allclose(adjusted[1], penalised(logits[1], *changes), atol=1e-5)
     np.testing.assert_array_equal(adjusted[[0, 2]], logits[[0, 2]])
 
@@ -161,7 +165,7 @@ def test_penalties_follow_their_formulas_for_the_rows_that_ask(changes):
 def test_bias_and_banned_stops_reach_only_rows_that_ask():
     logits = logits_of(3)
     asked = rows(3, has_bias=[True, False, False], bans_stops=[False, True, False])
-    adjusted = np.asarray(jax.jit(sampling._adjust)(logits, asked, loaded_slots(), jnp.asarray([2, 2, 2])))
+    adjusted = np.asarray(ADJUST(logits, asked, loaded_slots(), np.asarray([2, 2, 2])))
     expected = logits.copy()
     expected[0, [10, 11]] += [2.5, -100]
     expected[1, [3, 90]] = -np.inf
@@ -171,13 +175,13 @@ def test_bias_and_banned_stops_reach_only_rows_that_ask():
 def test_greedy_rows_take_the_best_token_whatever_the_others_want():
     logits = logits_of(4)
     asked = rows(4, temperature=[0, 1.5, 0, 1.0], top_k=[0, 5, 3, 80], top_p=[1, 0.9, 0.5, 1], seed=[9, 9])
-    sampled, _ = DRAW(logits, asked, empty(), jnp.asarray([0, 1, 3, NULL_SLOT]))
+    sampled, _ = DRAW(logits, asked, empty(), np.asarray([0, 1, 3, NULL_SLOT]))
     assert np.asarray(sampled.tokens)[[0, 2]].tolist() == logits.argmax(axis=1)[[0, 2]].tolist()
 
 
 def test_a_drawn_token_is_noted_in_its_slot_and_a_row_out_of_range_changes_no_state():
     logits, before = logits_of(4), loaded_slots()
-    sampled, after = DRAW(logits, rows(4), before, jnp.asarray([NULL_SLOT, 2, 0, NULL_SLOT]))
+    sampled, after = DRAW(logits, rows(4), before, np.asarray([NULL_SLOT, 2, 0, NULL_SLOT]))
     tokens = np.asarray(sampled.tokens)
     counts = np.asarray(before.output_counts).copy()
     counts[2, tokens[1]] += 1
@@ -193,8 +197,8 @@ def test_rows_draw_the_same_in_tiles_of_any_size_and_none_beyond_their_number_is
         8, temperature=[0, 1, 0, 0.7, 1, 1, 1, 1], top_p=0.8, top_k=[0, 5, 0, 80, 0, 0, 0, 0], seed=[3, 4],
         position=np.arange(8), repetition_penalty=1.3, wants_logprobs=[False, True, False, False] * 2,
     )  # fmt: skip
-    slot_of_row = jnp.asarray([2, 0, 1, 3, 2, 2, 2, 2])  # of those beyond, left by earlier steps
-    together, after = DRAW(logits[:4], jax.tree.map(lambda leaf: leaf[:4], asked), before, slot_of_row[:4])
+    slot_of_row = np.asarray([2, 0, 1, 3, 2, 2, 2, 2])  # of those beyond, left by earlier steps
+    together, after = DRAW(logits[:4], first_rows(asked), before, slot_of_row[:4])
     spoiled = np.concatenate([logits[:4], np.full((4, VOCAB), np.nan, np.float32)])
     drawn, then = DRAW(spoiled, asked, before, slot_of_row, num_rows=4, tile=tile)
     assert np.asarray(drawn.tokens)[:4].tolist() == np.asarray(together.tokens).tolist()
@@ -222,7 +226,7 @@ def test_drawn_tokens_follow_the_exact_distribution(fields):
     law = np.where(keep, softmax(scaled.astype(np.float64)), 0)
     law /= law.sum()
     asked = rows(LAW_DRAWS, **{"temperature": 1.0, **fields}, seed=[1, 2], position=np.arange(LAW_DRAWS))
-    nobody = jnp.full(LAW_DRAWS, 1)
+    nobody = np.full(LAW_DRAWS, 1)
     sampled, _ = DRAW(np.tile(logits, (LAW_DRAWS, 1)), asked, empty(1, LAW_VOCAB), nobody)
     counts = np.bincount(np.asarray(sampled.tokens), minlength=LAW_VOCAB)
     assert counts[~keep].sum() == 0
@@ -236,11 +240,11 @@ def test_a_token_depends_on_seed_choice_and_position_alone_and_on_each():
     keys = [((5, 6), 0, 30), ((5, 6), 1, 30), ((5, 6), 0, 31), ((5, 7), 0, 30), ((6, 6), 0, 30)]
     fields = [np.asarray(column) for column in zip(*(keys + keys[:2]), strict=True)]
     seven = rows(7, temperature=1.0, **dict(zip(("seed", "choice", "position"), fields, strict=True)))
-    tokens = np.asarray(DRAW(logits, seven, empty(), jnp.full(7, NULL_SLOT))[0].tokens)
+    tokens = np.asarray(DRAW(logits, seven, empty(), np.full(7, NULL_SLOT))[0].tokens)
     assert len(set(tokens[:5].tolist())) == 5
     assert tokens[5:].tolist() == tokens[:2].tolist()
-    backwards = jax.tree.map(lambda leaf: leaf[:4][::-1], seven)
-    fewer = np.asarray(DRAW(logits[:4], backwards, empty(), jnp.arange(4))[0].tokens)
+    backwards = first_rows(seven, -1)
+    fewer = np.asarray(DRAW(logits[:4], backwards, empty(), np.arange(4))[0].tokens)
     assert fewer[::-1].tolist() == tokens[:4].tolist()
     expected = (logits[0] + noise((5 << 32) + 6, 1, [30], VOCAB)).argmax()
     assert tokens[1] == expected
@@ -249,7 +253,7 @@ def test_a_token_depends_on_seed_choice_and_position_alone_and_on_each():
 def test_log_probabilities_are_of_the_raw_logits_and_zeros_unless_wanted():
     logits = logits_of(4)
     asked = rows(4, temperature=0.3, top_k=2, seed=[0, 1], wants_logprobs=[False, True, False, False])
-    slots = jnp.arange(4)
+    slots = np.arange(4)
     sampled, _ = DRAW(logits, asked, empty(), slots)
     expected = np.log(softmax(logits.astype(np.float64)))
     chosen = np.take_along_axis(expected, np.asarray(sampled.tokens)[:, None], axis=1)[:, 0]
@@ -257,7 +261,7 @@ def test_log_probabilities_are_of_the_raw_logits_and_zeros_unless_wanted():
     order = np.argsort(-expected, axis=1)[:, :NUM_TOP]
     np.testing.assert_array_equal(sampled.top_ids, order)
     np.testing.assert_allclose(sampled.top_logprobs, np.take_along_axis(expected, order, axis=1), atol=1e-4)
-    silent, _ = DRAW(logits, replace(asked, wants_logprobs=jnp.zeros(4, bool)), empty(), slots)
+    silent, _ = DRAW(logits, replace(asked, wants_logprobs=jnp.asarray(np.zeros(4, bool))), empty(), slots)
     assert not np.asarray(silent.logprobs).any()
     assert not np.asarray(silent.top_logprobs).any()
 

@@ -1,5 +1,7 @@
 """What training puts in the place of pages and of the expert loop gives the same values, and the right gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,29 +27,33 @@ EXPERTS = moe.Experts(
 def batch_of(num_rows, num_tokens):
     """Rows from position 0 on, each with blocks of its own."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
-    positions = jnp.tile(jnp.arange(num_tokens), (num_rows, 1))
-    tokens = jax.random.randint(jax.random.key(0), (num_rows, num_tokens), 0, CONFIG.vocab_size)
-    tables = jnp.arange(num_rows * num_blocks).reshape(num_rows, num_blocks)
-    return kimi.Batch(tokens=tokens, positions=positions, block_tables=tables)
+    positions = np.tile(np.arange(num_tokens, dtype=np.int32), (num_rows, 1))
+    tokens = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(num_rows, num_tokens), dtype=np.int32)
+    tables = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
+    return kimi.Batch(tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), block_tables=jnp.asarray(tables))
 
 
 def draw(num_rows, num_tokens, seed=0):
     rng = np.random.default_rng(seed)
-    queries = 2 * rng.normal(size=(num_rows, num_tokens, 2, 12)).astype(np.float32)
-    return jnp.asarray(queries), jnp.asarray(rng.normal(size=(num_rows, num_tokens, 12)).astype(np.float32))
+    queries = 2 * rng.normal(size=(num_rows, num_tokens, 2, 12))
+    return queries.astype(np.float32), rng.normal(size=(num_rows, num_tokens, 12)).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("how", "rows_at_once"))
+def _attend(how, queries, features, pages, batch, **options):
+    return how(queries, features, pages, jnp.int32(0), batch, value_rank=RANK, scale=SCALE, **options)[0]
 
 
 def attend(how, queries, features, pages, batch, **options):
     with jax.default_matmul_precision("highest"):
-        run = jax.jit(lambda *given: how(*given, jnp.int32(0), batch, value_rank=RANK, scale=SCALE, **options)[0])
-        return np.asarray(run(queries, features, pages))
+        return np.asarray(_attend(how, queries, features, pages, batch, **options))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 100, 128, 300, training.LONG_ROW_TOKENS])
 @pytest.mark.parametrize("rows_at_once", [1, 2])
 def test_causal_rows_are_what_pages_give(num_tokens, rows_at_once):
     (queries, features), batch = draw(3, num_tokens), batch_of(3, num_tokens)
-    pages = jnp.zeros((batch.block_tables.size, 1, BLOCK_SIZE, 12))
+    pages = np.zeros((batch.block_tables.size, 1, BLOCK_SIZE, 12), np.float32)
     paged = attend(kimi.attend_paged, queries, features, pages, batch)
     causal = attend(training.attend_causal, queries, features, training.no_pages(), batch, rows_at_once=rows_at_once)
     np.testing.assert_allclose(causal, paged, atol=2e-5)
@@ -56,9 +62,14 @@ def test_causal_rows_are_what_pages_give(num_tokens, rows_at_once):
 def test_a_token_sees_what_stands_before_it_and_not_what_its_position_says():
     (queries, features), batch = draw(2, 200), batch_of(2, 200)
     clean = attend(training.attend_causal, queries, features, training.no_pages(), batch)
-    gapped = kimi.Batch(tokens=batch.tokens, positions=batch.positions * 37 - 500, block_tables=batch.block_tables)
+    gapped = kimi.Batch(
+        tokens=batch.tokens,
+        positions=jnp.asarray(np.asarray(batch.positions) * 37 - 500),
+        block_tables=batch.block_tables,
+    )
     np.testing.assert_array_equal(attend(training.attend_causal, queries, features, training.no_pages(), gapped), clean)
-    later = features.at[:, 150:].add(100.0)
+    later = features.copy()
+    later[:, 150:] += 100.0
     changed = attend(training.attend_causal, queries, later, training.no_pages(), batch)
     np.testing.assert_array_equal(changed[:, :150], clean[:, :150])
     assert (np.abs(changed[:, 150:] - clean[:, 150:]) > 1e-3).any(axis=(2, 3)).all()
@@ -90,29 +101,30 @@ def test_the_gradient_of_causal_rows_is_that_of_plain_softmax(num_tokens):
         np.testing.assert_allclose(ours, expected, atol=1e-3)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _values_and_gradients(backend, x, weights, experts, chosen, valid, target):
+    def loss(x, weights, experts):
+        routing = moe.Routing(weights=weights, experts=chosen, margin=jnp.zeros(len(chosen)))
+        out = backend(x, routing, valid, experts, jnp.int32(1))
+        return (jnp.where(valid[:, None], out, 0) * target).sum(), out
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(x, weights, experts)
+
+
 @pytest.mark.parametrize("skew", ["none", "one expert", "invalid"])
 @pytest.mark.parametrize("num_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 600)), 150])
 def test_all_blocks_give_the_values_and_gradients_of_all_experts(num_tokens, skew):
     rng = np.random.default_rng(num_tokens)
     chosen = np.stack([rng.permutation(NUM_EXPERTS)[:2] for _ in range(num_tokens)])
     chosen = np.tile(chosen[:1], (num_tokens, 1)) if skew == "one expert" else chosen
-    valid = jnp.asarray(rng.random(num_tokens) < (0.5 if skew == "invalid" else 1.1))
+    valid = rng.random(num_tokens) < (0.5 if skew == "invalid" else 1.1)
     x, weights = rng.normal(size=(num_tokens, EMBED)), rng.random((num_tokens, 2))
     target = rng.normal(size=(num_tokens, EMBED)).astype(np.float32)
-
-    def loss(backend, x, weights, experts):
-        routing = moe.Routing(weights=weights, experts=jnp.asarray(chosen), margin=jnp.zeros(num_tokens))
-        out = backend(x, routing, valid, experts, jnp.int32(1))
-        return (jnp.where(valid[:, None], out, 0) * target).sum(), out
-
+    given = (x.astype(np.float32), weights.astype(np.float32), EXPERTS, chosen, valid, target)
     with jax.default_matmul_precision("highest"):
-        (_, ours), ours_back = jax.jit(
-            jax.value_and_grad(lambda *a: loss(training.all_blocks, *a), argnums=(0, 1, 2), has_aux=True)
-        )(x.astype(np.float32), weights.astype(np.float32), EXPERTS)
-        (_, expected), expected_back = jax.jit(
-            jax.value_and_grad(lambda *a: loss(moe.dense, *a), argnums=(0, 1, 2), has_aux=True)
-        )(x.astype(np.float32), weights.astype(np.float32), EXPERTS)
-    np.testing.assert_allclose(ours[np.asarray(valid)], expected[np.asarray(valid)], atol=1e-4)
+        (_, ours), ours_back = _values_and_gradients(training.all_blocks, *given)
+        (_, expected), expected_back = _values_and_gradients(moe.dense, *given)
+    np.testing.assert_allclose(np.asarray(ours)[valid], np.asarray(expected)[valid], atol=1e-4)
     for one, other in zip(jax.tree.leaves(ours_back), jax.tree.leaves(expected_back), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-3)
 

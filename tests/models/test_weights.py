@@ -37,12 +37,23 @@ class Changed:
         return self._checkpoint.tensor(name)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(data=2), MeshShape(tensor=2), MeshShape(expert=2, tensor=2)], ids=str)
+MESHES = [MeshShape(data=2), MeshShape(tensor=2), MeshShape(expert=2, tensor=2)]
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_weights_on_a_mesh_are_those_of_one_device_and_each_device_holds_its_share_of_the_experts(shape):
+    loaded = weights.load(PARAMS, Checkpoint.open(FOLDER), "float32", build_mesh(shape))
+    jax.tree.map(np.testing.assert_array_equal, loaded, reference().weights)
+    experts = loaded.experts.gate_up
+    assert experts.addressable_shards[0].data.size * shape.expert * shape.tensor == experts.size
+
+
+@pytest.mark.parametrize(
+    "shape", [*(pytest.param(each, marks=pytest.mark.slow) for each in MESHES[:2]), MESHES[2]], ids=str
+)
 def test_a_sharded_forward_gives_the_logits_of_hugging_face(shape):
     ref, mesh = np.load(FOLDER / "ref.npz"), build_mesh(shape)
     loaded = weights.load(PARAMS, Checkpoint.open(FOLDER), "float32", mesh)
-    experts = loaded.experts.gate_up
-    assert experts.addressable_shards[0].data.size * shape.expert * shape.tensor == experts.size
     pages = allocate_pages(
         2, CONFIG.num_hidden_layers, 16, CONFIG.latent_size, dtype="float32", sharding=replicated(mesh)
     )
@@ -54,7 +65,7 @@ def test_a_sharded_forward_gives_the_logits_of_hugging_face(shape):
             return kimi.unembed(loaded, hidden[0])
 
     ids = jnp.asarray(ref["ids1"], jnp.int32)[None]
-    batch = kimi.Batch(tokens=ids, positions=jnp.arange(ids.size)[None], block_tables=jnp.asarray([[1, 0]]))
+    batch = kimi.Batch(tokens=ids, positions=jnp.asarray(np.arange(ids.size)[None]), block_tables=jnp.asarray([[1, 0]]))
     np.testing.assert_allclose(run(loaded, pages, batch), ref["logits1"], atol=LOGIT_TOLERANCE)
 
 

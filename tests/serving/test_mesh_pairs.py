@@ -41,17 +41,15 @@ DECODES: dict[str, tuple[MeshShape, DecodeRules]] = {
 }
 FEW = [  # every axis on either side, against itself and against others
     ("alone", "data 2 tensor 2 by tokens"),
-    ("alone", "pipe 4"),
     ("data 2 expert 2", "alone"),
     ("data 2 expert 2", "data 2 expert 2 tensor 2"),
     ("data 2 expert 2", "data 2 tensor 2 by tokens"),
-    ("data 2 expert 2", "pipe 4"),
+    ("data 2 expert 2", "data 2 tensor 2 pipe 2"),
     ("tensor 4 by tokens", "alone"),
     ("tensor 4 by tokens", "data 2 expert 2 tensor 2"),
     ("tensor 4 by tokens", "data 2 tensor 2 by tokens"),
     ("data 2 tensor 2 pipe 2", "data 2 expert 2 tensor 2"),
     ("data 2 tensor 2 pipe 2", "data 2 tensor 2 by tokens"),
-    ("data 2 tensor 2 pipe 2", "pipe 4"),
 ]
 ALL = [
     pytest.param(*pair, marks=[] if pair in FEW else pytest.mark.slow) for pair in itertools.product(PREFILLS, DECODES)
@@ -135,8 +133,8 @@ async def tokens_are_the_references(pair: Pair, meshes: Meshes) -> None:
         assert_drawn_from(reference(), each.prompt_tokens, answer.tokens[0], sampling)
 
 
-def test_the_few_pairs_are_twelve_and_among_them_is_every_axis():
-    assert len(set(FEW)) == 12
+def test_among_the_few_pairs_is_every_axis():
+    assert set(FEW) <= set(itertools.product(PREFILLS, DECODES))
     for side, meshes in enumerate((PREFILLS, DECODES)):
         assert len(meshes) >= 8
         shapes, rules = zip(*(meshes[pair[side]] for pair in FEW), strict=True)

@@ -1,7 +1,6 @@
 """The evaluator's greedy tokens are the plain forward pass's, however prompts share blocks and batches."""
 
 from functools import cache
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -9,11 +8,11 @@ import pytest
 
 from moonshard.experiments.evaluation.greedy import NUM_SLOTS, GreedyModel
 from moonshard.experiments.evaluation.greedy_blocks import BLOCK_SIZE
-from moonshard.models.score import score
 from moonshard.models.spec import ModelError
+from tests.agreement import FIXTURES, reference
 
 pytestmark = pytest.mark.xdist_group("jax")
-FOLDER = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
+FOLDER = FIXTURES / "kimi_k2"  # whose reference is `reference()`
 MAX_CONTEXT_TOKENS = 512
 NUM_TOKENS = 20
 NEAR_TIE = 1e-3  # of logits
@@ -31,20 +30,20 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 def assert_greedy(tokens: list[int], answer: tuple[int, ...]) -> None:
     """Each token is the likeliest after those before it. By causality, one pass over the whole shows all steps."""
-    logits = score(FOLDER, [*tokens, *answer])[len(tokens) - 1 : -1]
+    logits = reference().logits([*tokens, *answer])[len(tokens) - 1 : -1]
     best, second = np.sort(logits, axis=-1)[:, :-3:-1].T
     assert (best - second).min() > NEAR_TIE  # else the comparison would say nothing
     assert logits.argmax(axis=-1).tolist() == list(answer)
 
 
 @pytest.mark.parametrize("length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 63, 65)), 64, 300])
-def test_tokens_are_those_of_the_scorer(length):
+def test_tokens_are_those_of_the_whole_pass(length):
     (answer,) = model().generate([prompt(length, seed=length)], NUM_TOKENS, ())
     assert len(answer) == NUM_TOKENS
     assert_greedy(prompt(length, seed=length), answer)
 
 
-def test_prompts_that_begin_alike_get_the_tokens_of_the_scorer_and_compute_the_beginning_once():
+def test_prompts_that_begin_alike_get_the_tokens_of_the_whole_pass_and_compute_the_beginning_once():
     document = prompt(4 * BLOCK_SIZE + 10, seed=5)
     prompts = [[*document, *prompt(20, seed=seed)] for seed in range(40, 44)]
     before = model().num_computed_tokens

@@ -84,7 +84,7 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
 }
 
 # Each takes ten seconds and more: these two have both modes and a sweep between them.
-QUICK = ("pd_vs_aggregated", "chunking")
+QUICK = ("pd_vs_aggregated",)
 
 
 def a_study(name: str):
