@@ -23,12 +23,14 @@ from tests.compiled import compiled_once
 from tests.engine_room import at_first_launch, long_text
 
 pytestmark = pytest.mark.xdist_group("jax")
-NUM_BLOCKS, MAX_CONTEXT_TOKENS = 128, 2000  # programs of these sizes are those of other files
+NUM_BLOCKS, MAX_CONTEXT = 128, 2000  # programs of these sizes are those of other files
 
 
 def config(**gateway) -> Config:
     return Config(
-        model=ModelConfig(path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype="float32", max_context_tokens=MAX_CONTEXT_TOKENS),
+        model=ModelConfig(
+            path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype="float32", max_context_tokens=MAX_CONTEXT
+        ),
         gateway=GatewayConfig(**gateway),
         prefill=PrefillConfig(chunk_tokens=64, max_slots=4),
         decode=DecodeConfig(max_slots=4),
@@ -119,7 +121,7 @@ async def test_a_link_carries_several_requests_and_their_tokens():
     async with serving() as (_, stub):
         gateway = Gateway(stub)
         welcome = await gateway.hello()
-        assert (welcome.vocab_size, welcome.max_context_tokens, welcome.num_blocks) == (2048, MAX_CONTEXT_TOKENS, NUM_BLOCKS)
+        assert (welcome.vocab_size, welcome.max_context_tokens, welcome.num_blocks) == (2048, MAX_CONTEXT, NUM_BLOCKS)
         prompts = {number: long_text(20 * number, seed=number) for number in (1, 2, 3)}
         for number, prompt in prompts.items():
             await gateway.run(number, prompt)
@@ -171,7 +173,7 @@ async def test_a_gateway_that_refuses_again_and_again_is_logged_once_per_reason(
         (run_message(1, [2048]), "prompt_tokens"),
         (run_message(1, []), "prompt"),
         (run_message(1, [1], max_tokens=0), "max_tokens"),
-        (run_message(1, [1], max_tokens=MAX_CONTEXT_TOKENS), "max_tokens"),
+        (run_message(1, [1], max_tokens=MAX_CONTEXT), "max_tokens"),
         (run_message(1, [1], stop_token_ids=range(17)), "stop_token_ids"),
         (run_message(1, [1], logprobs=21), "logprobs"),
         (run_message(1, [1], n=0), "n"),
