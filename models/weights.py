@@ -4,7 +4,9 @@ Works on any pytree of `Param`, so it knows no model. Each device asks for its o
 slice are read from the memory-mapped files.
 """
 
+import functools
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -46,11 +48,13 @@ def load(
     mesh: Mesh,
     rules: Rules = PREFILL,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    on_read: Callable[[float], None] = lambda seconds: None,
 ) -> Any:
     """Reads every parameter onto its devices, converted to `dtype`.
 
     Args:
         progress: called with (leaves read, leaves in all).
+        on_read: called with how long it took to read and convert each device's part of a leaf, before that is placed.
 
     Raises:
         ModelError: a tensor has another shape than declared. What `source` raises passes through.
@@ -58,7 +62,7 @@ def load(
     leaves, tree = jax.tree.flatten(params, is_leaf=is_param)
     arrays = []
     for index, param in enumerate(leaves):
-        arrays.append(_load_leaf(param, source, dtype, sharding_of(mesh, param.axes, param.shape, rules)))
+        arrays.append(_load_leaf(param, source, dtype, sharding_of(mesh, param.axes, param.shape, rules), on_read))
         progress(index + 1, len(leaves))
     return jax.tree.unflatten(tree, arrays)
 
@@ -74,10 +78,13 @@ def check_shapes(params: Any, source: TensorSource) -> None:
             _view(param, source, index)
 
 
-def _load_leaf(param: Param, source: TensorSource, dtype: str, sharding: jax.sharding.Sharding) -> jax.Array:
+def _load_leaf(
+    param: Param, source: TensorSource, dtype: str, sharding: jax.sharding.Sharding, on_read: Callable[[float], None]
+) -> jax.Array:
     target = jnp.dtype(param.dtype or dtype)
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        begun_s = time.perf_counter()
         index = index if index is not None else (slice(None),) * len(param.shape)
         leading, trailing = index[: param.stacked], index[param.stacked :]
         ranges = [range(*part.indices(size)) for part, size in zip(leading, param.shape, strict=False)]
@@ -86,6 +93,7 @@ def _load_leaf(param: Param, source: TensorSource, dtype: str, sharding: jax.sha
         for place in itertools.product(*(range(len(r)) for r in ranges)):
             where = tuple(r[i] for r, i in zip(ranges, place, strict=True))
             out[place] = _view(param, source, where)[trailing]
+        on_read(time.perf_counter() - begun_s)
         return out
 
     return jax.make_array_from_callback(param.shape, sharding, read)
@@ -107,12 +115,21 @@ def initialise(params: Any, seed: int, dtype: str, mesh: Mesh, rules: Rules = PR
     def draw(param: Param, key: jax.Array) -> jax.Array:
         target = jnp.dtype(param.dtype or dtype)
         sharding = sharding_of(mesh, param.axes, param.shape, rules)
-
-        def value(key: jax.Array) -> jax.Array:
-            if param.initial is not None:
-                return jnp.full(param.shape, param.initial, target)
-            return jax.random.normal(key, param.shape, target) * jnp.asarray(param.shape[-1] ** -0.5, target)
-
-        return jax.jit(value, out_shardings=sharding)(key)
+        if param.initial is None:
+            return _normals(param.shape, target, sharding)(key)
+        constant = np.full(param.shape, param.initial, target)
+        return jax.make_array_from_callback(param.shape, sharding, constant.__getitem__)
 
     return jax.tree.unflatten(tree, [draw(p, k) for p, k in zip(leaves, keys, strict=True)])
+
+
+@functools.cache
+def _normals(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
+) -> Callable[[jax.Array], jax.Array]:
+    """Draws a parameter of this shape from a key. One program for all that are alike, in every model of a process."""
+
+    def value(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)
+
+    return jax.jit(value, out_shardings=sharding)

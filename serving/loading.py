@@ -5,7 +5,6 @@ the worker answers; but programs that only make small steps faster may be left f
 `progress` tells how far it is.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,7 +137,7 @@ def _load_model(
     store: ProgramStore | None,
     prepares: Prepares,
 ) -> LoadedModel:
-    started = time.perf_counter()
+    begun_s = timings.now_s
     place = place_of(config, role)
     with timings.phase("devices"):
         dtype = resolve_dtype(config.model.dtype)
@@ -148,14 +147,13 @@ def _load_model(
         progress("loading weights")
         weights.check_shapes(kimi.declare(model), checkpoint)
         placement = _place_experts(config, role, checkpoint, model, place)
-    with timings.phase("weights"):
-        parts = _load_stages(checkpoint, model, place, placement, dtype, backend_for(platform), progress)
-    load_s = time.perf_counter() - started
+    parts = _load_stages(checkpoint, model, place, placement, dtype, backend_for(platform), progress, timings)
+    load_s = timings.now_s - begun_s
     with timings.phase("pages"):
         shapes, pool = choose_sizes(config, model, dtype, role)
         sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
         programs = Programs(shapes, [Stage(part, shapes, **sizes, dtype=dtype) for part in parts])
-    started = time.perf_counter()
+    begun_s = timings.now_s
     preparation = Preparation(programs, store, timings)
     if prepares != "all":
         programs.only_needed()
@@ -173,7 +171,7 @@ def _load_model(
         layout=slab_layout(model.kv_groups(dtype), config.kv.block_size, place, [len(part.layers) for part in parts]),
         preparation=preparation,
         load_s=load_s,
-        compile_s=time.perf_counter() - started,
+        compile_s=timings.now_s - begun_s,
     )
 
 
@@ -204,9 +202,11 @@ def _load_stages(
     dtype: str,
     backend: moe.Backend,
     progress: Progress,
+    timings: Timings,
 ) -> list[StageModel]:
     """Every stage with its weights on its own mesh. Returns once these are there."""
     stages, found = split_stages(model, place), []
+    begun_s, read_s = timings.now_s, list[float]()
     for index, layers in enumerate(stages):
         which = f" of stage {index + 1} of {len(stages)}" if len(stages) > 1 else ""
         mesh = build_mesh(place.mesh, index)
@@ -218,6 +218,7 @@ def _load_stages(
             mesh,
             place.rules,
             progress=lambda done, total, which=which: progress(f"loading weights{which} {done}/{total}"),
+            on_read=read_s.append,
         )
         found.append(
             StageModel(
@@ -225,6 +226,7 @@ def _load_stages(
             )
         )
     jax.block_until_ready([part.weights for part in found])
+    timings.divide(begun_s, reading=sum(read_s), placing=timings.now_s - begun_s - sum(read_s))
     return found
 
 

@@ -57,6 +57,13 @@ class Timings:
         with self._lock:
             self._phases.append(phase)
 
+    def divide(self, begun_s: float, **took_s: float) -> None:
+        """Parts of a span that alternated within it, each as one phase, one behind the other from `begun_s` on."""
+        for name, took in took_s.items():
+            with self._lock:
+                self._phases.append(Phase(name, "", begun_s, took))
+            begun_s += took
+
     def told(self) -> list[list[object]]:
         """For the status pipe: each as [name, detail, begun_ms, took_ms]."""
         return [[p.name, p.detail, round(p.begun_s * 1e3, 1), round(p.took_s * 1e3, 1)] for p in self.phases]

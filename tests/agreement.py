@@ -6,6 +6,7 @@ falls short of that choice by less than `NEAR_TIE`. The reference is the plain f
 which other tests hold against Hugging Face transformers.
 """
 
+import functools
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
@@ -138,7 +139,11 @@ def adjusted(logits: np.ndarray, prompt: Sequence[int], completion: Sequence[int
 
 def noise(seed: int, choice: int, positions: Sequence[int], vocab_size: int) -> np.ndarray:
     """The Gumbel noise of each absolute position, [positions, vocab]: keyed by seed, choice and position alone."""
-    words = jnp.asarray([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
+    words = np.asarray([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    return np.stack([np.asarray(_gumbel(words, choice, position, vocab_size)) for position in positions])
+
+
+@functools.partial(jax.jit, static_argnames="vocab_size")
+def _gumbel(words: jax.Array, choice: int, position: int, vocab_size: int) -> jax.Array:
     key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), choice)
-    draw = jax.jit(lambda position: jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,)))
-    return np.stack([np.asarray(draw(position)) for position in positions])
+    return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,))

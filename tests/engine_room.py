@@ -28,12 +28,8 @@ from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import ALONE, Place
 from tests.agreement import FIXTURES, reference
 from tests.compiled import compiled_once
+from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS
 
-BLOCK_SIZE = 16
-CHUNK_TOKENS = 64
-NUM_SLOTS = 4
-NUM_BLOCKS = 128
-MAX_CONTEXT_TOKENS = 2000
 Q_TILE = 32
 TRANSFER_BUCKETS = (1, 2, 4)
 

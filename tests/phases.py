@@ -1,9 +1,9 @@
 """Where a run of the tests spends its time: a pytest plugin that names it by phase, of the run and of slow tests.
 
 Of every test: how long it took, what jax took of that to trace, lower and compile (or to load what was compiled), how
-much processor time the test's own process needed beyond, how much the processes that it started and ended, and how long
-everything waited. Time that several threads compile at once counts for each. Of every worker of xdist: imports and
-collection. `--slowest N` tells how many tests have a line.
+much processor time the test's own process needed, that of compiling included, how much the processes that it started
+and ended, and how long everything waited. Time that several threads compile at once counts for each. Of every worker
+of xdist: imports and collection. `--slowest N` tells how many tests have a line.
 """
 
 import resource
@@ -27,7 +27,7 @@ _MISS = "/jax/compilation_cache/cache_misses"
 _PROPERTY = "phases"
 _WORKER_PHASES = "phases_of_worker"
 NUM_FILES = 30
-COLUMNS = ("wall", "trace", "lower", "compile", "work", "children", "waiting")
+COLUMNS = ("wall", "trace", "lower", "compile", "processor", "children", "waiting")
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Phases:
                     f"worker {index}: begun and imported {worker['imports']:.1f}, "
                     f"collected after {worker['wall']:.1f}, {worker['own']:.1f} of processor time by then"
                 )
-        write("  ".join(f"{name:>8}" for name in (*COLUMNS, "programs", "misses")))
+        write("  ".join(f"{name:>9}" for name in (*COLUMNS, "programs", "misses")))
         rows = {name: _row(found) for name, found in self._tests.items()}
         total = {name: sum(row[name] for row in rows.values()) for name in (*COLUMNS, "programs", "misses")}
         write(_line(total) + f"  all {len(rows)} tests, their seconds added up")
@@ -153,19 +153,16 @@ class Phases:
 
 
 def _row(found: Mapping[str, float]) -> dict[str, float]:
-    """Columns of a test. What jax does takes processor time of the test's process too: work is the rest."""
-    compiling = found["trace"] + found["lower"] + found["compile"]
-    work = max(0.0, found["own"] - compiling)
     return {
         **{name: found[name] for name in ("wall", "trace", "lower", "compile", "children", "programs", "misses")},
-        "work": work,
+        "processor": found["own"],
         "waiting": max(0.0, found["wall"] - found["own"] - found["children"]),
     }
 
 
 def _line(row: Mapping[str, float]) -> str:
-    seconds = [f"{row[name]:8.2f}" for name in COLUMNS]
-    return "  ".join([*seconds, f"{row['programs']:8.0f}", f"{row['misses']:8.0f}"])
+    seconds = [f"{row[name]:9.2f}" for name in COLUMNS]
+    return "  ".join([*seconds, f"{row['programs']:9.0f}", f"{row['misses']:9.0f}"])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,17 +22,15 @@ import pytest
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import Client
+from tests.sizes import BLOCK_SIZE, SETTINGS
 
 if TYPE_CHECKING:
     from tests.cluster.faults import Fleet
 
 READY_TIMEOUT_S = 180.0
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "kimi_k2"
-NUM_BLOCKS = 128
-BLOCK_SIZE = 16
 BLOCK_BYTES = 4 * BLOCK_SIZE * (32 + 16) * 4  # layers, tokens, latent and rope features, float32
 NUM_SLAB_SLOTS = 48  # fewer than the longest prompts have blocks
-MAX_SLOTS = 4
 QUARANTINE_S = 1.0
 OVERRIDES = {
     "mode": "disaggregated",
@@ -40,12 +38,7 @@ OVERRIDES = {
     "gateway.port": 0,
     "gateway.grpc_port": 0,
     "gateway.queue_timeout_s": 50.0,  # where nothing is compiled yet, a place among 15 comes late
-    "model.max_context_tokens": 2000,
-    "prefill.chunk_tokens": 64,
-    "prefill.max_slots": MAX_SLOTS,  # as decode has: then both compile the same programs, and find each other's
-    "decode.max_slots": MAX_SLOTS,
-    "kv.block_size": BLOCK_SIZE,
-    "kv.num_blocks": NUM_BLOCKS,
+    **SETTINGS,
     "kv.slab_bytes": NUM_SLAB_SLOTS * BLOCK_BYTES,
     "kv.quarantine_s": QUARANTINE_S,
     "routing.local_prefill": "static",  # every prompt is handed over, unless a test says when not

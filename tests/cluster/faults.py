@@ -24,7 +24,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import Client
-from tests.cluster.conftest import BLOCK_SIZE, FIXTURE, MAX_SLOTS, NUM_BLOCKS, metric, wait_until
+from tests import sizes
+from tests.cluster.conftest import FIXTURE, metric, wait_until
 
 READY_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 40.0
@@ -35,18 +36,13 @@ SILENCE_S = 3.0
 AS_IT_BEGAN_WITHIN_S = QUARANTINE_S + 10.0
 SETTINGS: Mapping[str, object] = {
     "model.path": FIXTURE,
-    "model.max_context_tokens": 2000,
+    **sizes.SETTINGS,
     "gateway.port": 0,
     "gateway.grpc_port": 0,
     "gateway.queue_timeout_s": 15.0,
     "gateway.worker_silence_s": SILENCE_S,
     "prefill.port": 0,
-    "prefill.chunk_tokens": 64,
     "decode.port": 0,
-    "prefill.max_slots": MAX_SLOTS,
-    "decode.max_slots": MAX_SLOTS,  # sizes of the shared cluster, which leaves its programs compiled
-    "kv.block_size": BLOCK_SIZE,
-    "kv.num_blocks": NUM_BLOCKS,
     "kv.quarantine_s": QUARANTINE_S,
     "kv.lease_s": 20.0,
     "kv.transfer_timeout_s": 2.0,

@@ -7,9 +7,10 @@ import pytest
 
 from moonshard.serving.request import Sampling
 from tests.agreement import assert_drawn_from, reference
-from tests.cluster.conftest import BLOCK_BYTES, BLOCK_SIZE, Cluster, running, wait_until
+from tests.cluster.conftest import BLOCK_BYTES, Cluster, running, wait_until
 from tests.cluster.test_cluster_pd_tokens import IDLE_WITHIN_S, KINDS, NUM_TOKENS, generate
 from tests.engine_room import long_text
+from tests.sizes import BLOCK_SIZE
 
 pytestmark = pytest.mark.xdist_group("cluster")
 LOCAL_TOKENS = 64

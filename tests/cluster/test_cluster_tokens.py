@@ -10,12 +10,13 @@ import pytest
 
 from moonshard.serving.request import Sampling
 from tests.agreement import assert_drawn_from, reference
-from tests.cluster.conftest import MAX_SLOTS, wait_until
+from tests.cluster.conftest import wait_until
 from tests.engine_room import long_text
+from tests.sizes import NUM_SLOTS
 
 pytestmark = pytest.mark.xdist_group("cluster")
 SIZES = [15, 16, 17, 63, 64, 65, 300, 1500]
-NUM_OUTGROWING = 600  # tokens of each of `MAX_SLOTS` choices: more than the pool's blocks hold
+NUM_OUTGROWING = 600  # tokens of each of `NUM_SLOTS` choices: more than the pool's blocks hold
 
 
 def http_completion(cluster, prompt, **fields) -> dict:
@@ -38,9 +39,9 @@ def preempted(cluster) -> Iterator[None]:
     """A request runs beside the block whose choices outgrow the pool, however the block's own overlap."""
     sampling, prompt, before = Sampling(temperature=1.0, seed=5), long_text(300, seed=5), num_preemptions(cluster)
     options = {"temperature": 1.0, "top_p": 1.0, "seed": 5, "ignore_eos": True}
-    choices: list[list[int]] = [[] for _ in range(MAX_SLOTS)]
+    choices: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
     with cluster.client() as client:
-        stream = client.stream(prompt, max_tokens=NUM_OUTGROWING, n=MAX_SLOTS, **options)
+        stream = client.stream(prompt, max_tokens=NUM_OUTGROWING, n=NUM_SLOTS, **options)
         for delta in stream:
             choices[delta.choice] += delta.token_ids
             if min(map(len, choices)) >= 2:
@@ -49,7 +50,7 @@ def preempted(cluster) -> Iterator[None]:
         for delta in stream:
             choices[delta.choice] += delta.token_ids
     assert num_preemptions(cluster) > before
-    assert [len(tokens) for tokens in choices] == [NUM_OUTGROWING] * MAX_SLOTS
+    assert [len(tokens) for tokens in choices] == [NUM_OUTGROWING] * NUM_SLOTS
     cut_short = sum(assert_drawn_from(reference(), prompt, tokens, sampling, i) for i, tokens in enumerate(choices))
     assert cut_short <= 1
 

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.faults import BLOCK_SIZE, Fleet, running_fleet
+from tests.cluster.faults import Fleet, running_fleet
+from tests.sizes import BLOCK_SIZE
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 VOCAB_SIZE = 1000

@@ -48,8 +48,11 @@ def scorer(name: str, backend: moe.Backend) -> Scorer:
 @pytest.mark.parametrize("name", ["kimi_k2", "dsv3_groups"])
 @pytest.mark.parametrize(
     ("backend", "prompt"),
-    [(moe.blocks, 1), (moe.blocks, 2), (moe.dense, 1), pytest.param(moe.dense, 2, marks=pytest.mark.slow)],
-    ids=["blocks-1", "blocks-2", "dense-1", "dense-2"],
+    [
+        *((moe.blocks, 2), (moe.dense, 1)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((moe.blocks, 1), (moe.dense, 2))),
+    ],
+    ids=["blocks-2", "dense-1", "blocks-1", "dense-2"],
 )
 def test_logits_hidden_states_and_experts_are_those_of_hugging_face(name, backend, prompt):
     ref = recorded(name)
@@ -127,7 +130,7 @@ def test_prefill_then_decode_gives_the_logits_of_one_pass(name):
         np.testing.assert_allclose(step[0], logits[position], atol=LOGIT_TOLERANCE)
 
 
-@pytest.mark.parametrize("shape", [(1, 65), (9, 8)])
+@pytest.mark.parametrize("shape", [pytest.param((1, 65), marks=pytest.mark.slow), (9, 8)])
 def test_rows_of_one_sequence_in_one_step_are_as_one_row(shape):
     ids, logits = recorded("kimi_k2")["ids2"], recorded("kimi_k2")["logits2"]
     np.testing.assert_allclose(Paged().feed(ids, 0, shape), logits, atol=LOGIT_TOLERANCE)

@@ -34,6 +34,8 @@ MESHES = [
     (MeshShape(expert=4, tensor=2), DECODE),  # of which those along `tensor` need unlike numbers of rounds
     (MeshShape(data=2, expert=2, tensor=2), DECODE),
 ]
+FEW = (MESHES[1], MESHES[3], MESHES[5], MESHES[6])
+ALL = [pytest.param(*each, marks=[] if each in FEW else pytest.mark.slow) for each in MESHES]
 
 
 def spread(how: str) -> np.ndarray:
@@ -81,7 +83,7 @@ def arguments(chosen: np.ndarray) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("how", ["even", "one device", "one expert"])
-@pytest.mark.parametrize(("mesh", "rules"), MESHES, ids=lambda each: str(each).split("(")[0])
+@pytest.mark.parametrize(("mesh", "rules"), ALL, ids=lambda each: str(each).split("(")[0])
 def test_every_token_gets_the_sum_of_its_experts_however_they_are_spread(mesh: MeshShape, rules: Rules, how: str):
     x, routing, valid, experts = arguments(spread(how))
     expected = DENSE(x, routing, valid, experts, np.int32(1))

@@ -190,7 +190,7 @@ def test_a_drawn_token_is_noted_in_its_slot_and_a_row_out_of_range_changes_no_st
     np.testing.assert_array_equal(after.is_prompt, before.is_prompt)
 
 
-@pytest.mark.parametrize("tile", [1, 2, 4])
+@pytest.mark.parametrize("tile", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_rows_draw_the_same_in_tiles_of_any_size_and_none_beyond_their_number_is_looked_at(tile):
     logits, before = logits_of(8), loaded_slots()
     asked = rows(

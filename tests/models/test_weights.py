@@ -156,3 +156,11 @@ def test_random_weights_do_not_depend_on_the_mesh():
     assert one["drawn"].dtype == jnp.bfloat16
     assert np.asarray(one["drawn"], np.float32).std() == pytest.approx(100**-0.5, rel=0.03)
     assert (np.asarray(one["constant"]) == 1.5).all()
+
+
+def test_reading_is_told_apart_from_placing():
+    parts: list[float] = []
+    mesh = build_mesh(MeshShape(expert=2))
+    loaded = weights.load(PARAMS, Checkpoint.open(FOLDER), "float32", mesh, on_read=parts.append)
+    assert len(parts) >= len(jax.tree.leaves(loaded))
+    assert min(parts) > 0

@@ -31,7 +31,8 @@ from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
 from tests.compiled import compiled_once
-from tests.engine_room import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS, at_first_launch
+from tests.engine_room import at_first_launch
+from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS
 
 NUM_SLAB_SLOTS = 8  # fewer than a long prompt has blocks
 LEASE_S = 30.0

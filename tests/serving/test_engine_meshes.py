@@ -13,7 +13,8 @@ from moonshard.sharding.place import ALONE, Place
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import LOGIT_TOLERANCE, assert_drawn_from, reference
-from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, Run, an_engine, long_text, prepared, programs, serve, until_idle
+from tests.engine_room import Run, an_engine, long_text, prepared, programs, serve, until_idle
+from tests.sizes import BLOCK_SIZE, NUM_BLOCKS
 
 pytestmark = pytest.mark.xdist_group("jax")
 CONTEXT_PARALLEL = DecodeRules(kv_tokens=("tensor",))

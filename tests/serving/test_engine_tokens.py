@@ -5,7 +5,8 @@ import pytest
 
 from moonshard.serving.request import Sampling, SequenceId
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE, assert_drawn_from, assert_same_tokens, reference
-from tests.engine_room import CHUNK_TOKENS, long_text, prepared, programs, request, serve
+from tests.engine_room import long_text, prepared, programs, request, serve
+from tests.sizes import CHUNK_TOKENS
 
 pytestmark = pytest.mark.xdist_group("jax")
 GREEDY = Sampling(temperature=0.0)

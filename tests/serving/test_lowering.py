@@ -18,7 +18,8 @@ from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import reference
-from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, uncompiled_programs
+from tests.engine_room import uncompiled_programs
+from tests.sizes import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS
 
 pytestmark = pytest.mark.xdist_group("jax")
 POINTER_BYTES = 8  # XLA counts among the outputs a pointer to each

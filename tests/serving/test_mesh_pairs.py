@@ -15,7 +15,8 @@ from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import LOGIT_TOLERANCE, assert_drawn_from, reference
 from tests.engine_room import long_text
-from tests.serving.pd_pair import BLOCK_SIZE, Meshes, Pair, run, running
+from tests.serving.pd_pair import Meshes, Pair, run, running
+from tests.sizes import BLOCK_SIZE
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.timeout(600)]
 PREFILLS: dict[str, tuple[MeshShape, Rules]] = {

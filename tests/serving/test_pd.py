@@ -8,8 +8,9 @@ import pytest
 from moonshard.serving.handoff import messages as m
 from moonshard.serving.request import Sampling
 from tests.agreement import assert_drawn_from, reference
-from tests.engine_room import NUM_SLOTS, long_text
-from tests.serving.pd_pair import BLOCK_SIZE, run, running, until_as_it_began
+from tests.engine_room import long_text
+from tests.serving.pd_pair import run, running, until_as_it_began
+from tests.sizes import BLOCK_SIZE, NUM_SLOTS
 
 pytestmark = pytest.mark.xdist_group("jax")
 LENGTHS = [15, 16, 17, 63, 64, 65, 300, 1500]

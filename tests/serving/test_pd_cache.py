@@ -13,7 +13,8 @@ from moonshard.sharding.rules import DecodeRules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import assert_drawn_from, assert_same_tokens, reference
 from tests.engine_room import long_text
-from tests.serving.pd_pair import BLOCK_SIZE, Answer, Meshes, Pair, run, running, until_as_it_began
+from tests.serving.pd_pair import Answer, Meshes, Pair, run, running, until_as_it_began
+from tests.sizes import BLOCK_SIZE
 
 pytestmark = pytest.mark.xdist_group("jax")
 GREEDY = Sampling(temperature=0.0)

@@ -8,7 +8,8 @@ import pytest
 from moonshard.rpc import link_pb2
 from moonshard.serving.handoff import messages as m
 from tests.engine_room import long_text
-from tests.serving.pd_pair import BLOCK_SIZE, Pair, run, running
+from tests.serving.pd_pair import Pair, run, running
+from tests.sizes import BLOCK_SIZE
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.timeout(120)]
 

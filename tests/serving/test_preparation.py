@@ -25,7 +25,8 @@ from moonshard.serving.timings import Timings
 from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DecodeRules
 from moonshard.sharding.shape import MeshShape
-from tests.engine_room import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, Q_TILE, uncompiled_programs
+from tests.engine_room import Q_TILE, uncompiled_programs
+from tests.sizes import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS
 
 pytestmark = pytest.mark.xdist_group("jax")
 SMALL = ((StepKind.LOAD, 0), (StepKind.COPY, 0), (StepKind.EXPORT, 4))  # that compile soon

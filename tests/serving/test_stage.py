@@ -5,7 +5,8 @@ import pytest
 
 from moonshard.serving.programs import Drawn, Programs
 from moonshard.serving.steps import Step, StepKind
-from tests.engine_room import MAX_CONTEXT_TOKENS, NUM_SLOTS, Q_TILE, uncompiled_programs
+from tests.engine_room import Q_TILE, uncompiled_programs
+from tests.sizes import MAX_CONTEXT_TOKENS, NUM_SLOTS
 
 pytestmark = pytest.mark.xdist_group("jax")
 

@@ -30,6 +30,12 @@ def test_a_phase_that_fails_is_told_too():
     assert [phase.name for phase in timings.phases] == ["weights"]
 
 
+def test_parts_that_took_turns_are_told_one_behind_the_other():
+    timings = Timings()
+    timings.divide(2.0, reading=0.5, placing=0.25)
+    assert timings.phases == (Phase("reading", "", 2.0, 0.5), Phase("placing", "", 2.5, 0.25))
+
+
 def test_times_count_from_the_beginning_of_the_process():
     before_s = since_process_began_s()
     now_s = Timings().now_s

@@ -14,9 +14,10 @@ import pytest
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.link import PROTOCOL_VERSION
-from tests.cluster.faults import BLOCK_SIZE, QUARANTINE_S, SETTINGS, Process, inspect, what_is_held
+from tests.cluster.faults import QUARANTINE_S, SETTINGS, Process, inspect, what_is_held
 from tests.engine_room import long_text
 from tests.serving.scripted_peer import ScriptedPeer, Writer, linked, run_of
+from tests.sizes import BLOCK_SIZE
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]
 NUM_SLAB_SLOTS = 8

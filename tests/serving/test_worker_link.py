@@ -21,20 +21,20 @@ from moonshard.serving.worker import Worker
 from tests.agreement import FIXTURES, assert_drawn_from, reference
 from tests.compiled import compiled_once
 from tests.engine_room import at_first_launch, long_text
+from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS
 
 pytestmark = pytest.mark.xdist_group("jax")
-NUM_BLOCKS, MAX_CONTEXT = 128, 2000  # programs of these sizes are those of other files
 
 
 def config(**gateway) -> Config:
     return Config(
         model=ModelConfig(
-            path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype="float32", max_context_tokens=MAX_CONTEXT
+            path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype="float32", max_context_tokens=MAX_CONTEXT_TOKENS
         ),
         gateway=GatewayConfig(**gateway),
-        prefill=PrefillConfig(chunk_tokens=64, max_slots=4),
-        decode=DecodeConfig(max_slots=4),
-        kv=KvConfig(block_size=16, num_blocks=NUM_BLOCKS),
+        prefill=PrefillConfig(chunk_tokens=CHUNK_TOKENS, max_slots=NUM_SLOTS),
+        decode=DecodeConfig(max_slots=NUM_SLOTS),
+        kv=KvConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
     )
 
 
@@ -65,7 +65,7 @@ async def serving(**gateway) -> AsyncIterator[tuple[Worker, link_pb2_grpc.Worker
     await worker.close()
     worker.engine.failed.cancel()
     state = worker.inspect().partitions[0]
-    assert (state.free_blocks, state.free_slots) == (NUM_BLOCKS, 4)
+    assert (state.free_blocks, state.free_slots) == (NUM_BLOCKS, NUM_SLOTS)
 
 
 def run_message(number: int, prompt: list[int], max_tokens: int = 20, **fields) -> link_pb2.GatewayMessage:
@@ -121,7 +121,8 @@ async def test_a_link_carries_several_requests_and_their_tokens():
     async with serving() as (_, stub):
         gateway = Gateway(stub)
         welcome = await gateway.hello()
-        assert (welcome.vocab_size, welcome.max_context_tokens, welcome.num_blocks) == (2048, MAX_CONTEXT, NUM_BLOCKS)
+        assert (welcome.vocab_size, welcome.num_blocks) == (2048, NUM_BLOCKS)
+        assert welcome.max_context_tokens == MAX_CONTEXT_TOKENS
         prompts = {number: long_text(20 * number, seed=number) for number in (1, 2, 3)}
         for number, prompt in prompts.items():
             await gateway.run(number, prompt)
@@ -173,7 +174,7 @@ async def test_a_gateway_that_refuses_again_and_again_is_logged_once_per_reason(
         (run_message(1, [2048]), "prompt_tokens"),
         (run_message(1, []), "prompt"),
         (run_message(1, [1], max_tokens=0), "max_tokens"),
-        (run_message(1, [1], max_tokens=MAX_CONTEXT), "max_tokens"),
+        (run_message(1, [1], max_tokens=MAX_CONTEXT_TOKENS), "max_tokens"),
         (run_message(1, [1], stop_token_ids=range(17)), "stop_token_ids"),
         (run_message(1, [1], logprobs=21), "logprobs"),
         (run_message(1, [1], n=0), "n"),

@@ -20,6 +20,7 @@ from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS
 from moonshard.experiments.reading.frames import load_run
 from moonshard.serving.trace.parts import read_table
 from moonshard.serving.trace.schema import REQUESTS, STEPS
+from tests.sizes import EXPERIMENT, NUM_SLOTS
 
 MODEL = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
 PROGRAM = (
@@ -34,10 +35,8 @@ warmup_requests = {NUM_WARMUP}
 [server]
 mode = "aggregated"
 model.path = "{MODEL}"
-model.max_context_tokens = 128
-kv = {{ num_blocks = 64, block_size = 16 }}
-prefill.chunk_tokens = 32
-decode.max_slots = 2
+{EXPERIMENT}
+worker.prepare = "needed"
 trace.max_age_s = 0.05
 [workload]
 kind = "fixed"
@@ -208,7 +207,7 @@ def check_run(run: Path, num_repeats: int) -> None:
     ]
     assert {trial["state"] for trial in told["trials"]} == {point["state"] for point in told["points"]} == {"done"}
     assert [point["settings"]["workload.rate_per_s"] for point in told["points"]] == [50, SLOW_PER_S]
-    assert told["points"][0]["settings"]["server.decode.max_slots"] == 2
+    assert told["points"][0]["settings"]["server.decode.max_slots"] == NUM_SLOTS
     assert len(told["starts"]) == 2
     for start in told["starts"]:
         assert start["commit"]

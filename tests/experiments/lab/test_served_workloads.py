@@ -11,6 +11,7 @@ from moonshard.experiments.lab.command import Run, experiment
 from moonshard.experiments.lab.fields import ExperimentError
 from moonshard.experiments.reading.child import run_experiment
 from moonshard.experiments.reading.run_tables import load_runs
+from tests.sizes import EXPERIMENT
 
 MODEL = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
 SERVER = f"""
@@ -18,10 +19,8 @@ warmup_requests = 1
 [server]
 mode = "aggregated"
 model.path = "{MODEL}"
-model.max_context_tokens = 128
-kv = {{ num_blocks = 64, block_size = 16 }}
-prefill.chunk_tokens = 32
-decode.max_slots = 2
+{EXPERIMENT}
+worker.prepare = "needed"
 """
 FIXED = """
 [workload]

@@ -18,36 +18,41 @@ from moonshard.experiments.reading.child import run_experiment
 from moonshard.experiments.reading.frames import load_run
 from moonshard.experiments.reading.run_tables import load_runs
 from moonshard.experiments.reading.step_model import StepModel, StepTimes
+from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, IN_EXPERIMENT, NUM_BLOCKS
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "tests" / "fixtures" / "kimi_k2"
-SMALL = (
-    *("cores=[]", "repeats=1", "warmup_requests=1", f'server.model.path="{MODEL}"'),
-    *("server.model.max_context_tokens=128", "server.kv.num_blocks=64"),
-    *("server.prefill.max_slots=2", "server.decode.max_slots=2", "server.worker.prepare=needed"),
-)
+CHUNK, KV = f"server.prefill.chunk_tokens={CHUNK_TOKENS}", tuple(p for p in IN_EXPERIMENT if p.startswith("server.kv."))
+
+
+def small(*swept: str) -> tuple[str, ...]:
+    """The sizes of all tests but those that the study's points set themselves, which leaves little to compile."""
+    own = (part for part in IN_EXPERIMENT if part not in swept)
+    quick = ("cores=[]", "repeats=1", "warmup_requests=1", "server.worker.prepare=needed")
+    return (*quick, f'server.model.path="{MODEL}"', *own)
+
+
 MIXED = ("workload.prompt_tokens=[40, 20]", "workload.output_tokens=[4, 24]", "workload.num_requests=8")
 # What makes seconds of each study, and the pictures that its notebook leaves.
 MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     "pd_vs_aggregated": (
         (
-            *(*SMALL, *MIXED, "server.kv.block_size=16", "sweep.workload.rate_per_s=[20]"),
-            "points=[{server.mode='disaggregated', server.prefill.chunk_tokens=32}, "
-            "{server.mode='aggregated', server.prefill.chunk_tokens=32}]",
+            *(*small(CHUNK), *MIXED, "sweep.workload.rate_per_s=[20]"),
+            f"points=[{{server.mode='disaggregated', {CHUNK}}}, {{server.mode='aggregated', {CHUNK}}}]",
         ),
         {"over_load", "itl", "itl_over_time", "steps"},
     ),
     "transfer": (
         (
-            *(*SMALL, "workload.num_requests=4", "sweep.workload.prompt_tokens=[40]"),
-            "points=[{server.kv={transport='mooncake', block_size=16, slab_bytes=1048576}, "
-            "server.prefill.chunk_tokens=32}]",
+            *(*small(CHUNK, *KV), "workload.num_requests=4", "sweep.workload.prompt_tokens=[40]"),
+            f"points=[{{server.kv={{transport='mooncake', block_size={BLOCK_SIZE}, num_blocks={NUM_BLOCKS}, "
+            f"slab_bytes=1048576}}, {CHUNK}}}]",
         ),
         {"exposed", "one_request", "steps"},
     ),
     "ratio": (
         (
-            *(*SMALL, "server.kv.block_size=16", "server.prefill.chunk_tokens=32"),
+            *small(),
             *("workload.num_requests=8", "workload.num_clients=1"),
             "points=[{server.prefill.replicas=1, server.decode.replicas=1, "
             "workload.prompt_tokens=40, workload.output_tokens=8}]",
@@ -56,14 +61,14 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     ),
     "chunking": (
         (
-            *(*SMALL, *MIXED, "server.kv.block_size=16", "workload.rate_per_s=20"),
+            *(*small(CHUNK), *MIXED, "workload.rate_per_s=20"),
             *("workload.prompt_tokens=[80, 20]", "sweep.server.prefill.chunk_tokens=[32, 64]"),
         ),
         {"itl", "itl_over_time", "steps"},
     ),
     "overload": (
         (
-            *(*SMALL, "server.kv.block_size=16", "server.prefill.chunk_tokens=32"),
+            *small(),
             *("workload.prompt_tokens=40", "workload.output_tokens=8"),
             "points=[{workload={kind='fixed', num_clients=2, num_requests=10}}, "
             "{workload={kind='relative', times_capacity=3.0, lasts_s=0.3}}]",
