@@ -34,7 +34,7 @@ from tests.agreement import Reference, assert_drawn_from
 from tests.cluster.conftest import Cluster, running
 
 pytestmark = pytest.mark.xdist_group("cluster")
-NUM_FEW, MIN_RIGHT = 12, 10  # questions of the fast test
+NUM_FEW, MIN_RIGHT = 10, 8  # questions of the fast test
 NUM_DOCUMENTS = 8  # of 4,000 tokens: more than the caches hold
 FLOORS = {  # of the slow test: a little below what one process reaches on other questions
     "recall_512": 0.97,
@@ -116,12 +116,12 @@ def here() -> Iterator[Side]:
 
 
 def few_tasks() -> list[Task]:
-    """Twelve questions: two of each length, one of them with no answer; one of talk; calls in one round, in two, none.
+    """Two of each length but the longest, one of them with no answer; one of talk; calls in one round, in two, none.
 
     Those with two rounds are rare, so they are looked for.
     """
     text = pocket_text()
-    documents = [recall_tasks(text, SEED, length, 1) for length in LENGTHS]
+    documents = [recall_tasks(text, SEED, length, 1) for length in LENGTHS[:-1]]
     recall = [task for tasks in documents for task in tasks if task.depth == 3 or task.kind == "unknown"]
     tools = tool_tasks(SEED, 40)
     by_rounds = [[task for task in tools if len(task.rounds) == num_rounds] for num_rounds in range(3)]
@@ -173,7 +173,7 @@ def pocket_reference() -> Reference:
 def test_the_few_questions_are_of_every_sort():
     tasks = few_tasks()
     assert len(tasks) == NUM_FEW
-    kinds = {*(f"recall_{length}" for length in LENGTHS), "unknown", "tools", "agents", "talk"}
+    kinds = {*(f"recall_{length}" for length in LENGTHS[:-1]), "unknown", "tools", "agents", "talk"}
     assert {task.kind for task in tasks} == kinds
     assert sorted(len(task.rounds) for task in tasks if task.tools) == [0, 0, 1, 1, 2]
 

@@ -27,7 +27,7 @@ from tests.engine_room import long_text
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 NUM_CLIENTS = 8
-NUM_REQUESTS = 24  # of all clients, so that some are being prefilled at any moment
+NUM_REQUESTS = 16  # of all clients, so that some are being prefilled at any moment
 FAILOVER_S = 2.0
 NOTICED_S = {"kill": 0.0, "stop": SILENCE_S * 9 / 8}  # silence is counted in eighths
 NUM_MOMENTS = 10

@@ -50,7 +50,7 @@ FORMS = [
 
 
 FEW = [  # every axis, cut once as deep as there are devices and once beside the others, and every table's own rules
-    *((MeshShape(tensor=4), PREFILL), (MeshShape(expert=8), PREFILL), (MeshShape(pipe=3), PREFILL)),
+    *((MeshShape(tensor=4), PREFILL), (MeshShape(expert=8), PREFILL)),
     *((MeshShape(data=2, expert=2, tensor=2), DECODE), (MeshShape(data=2, tensor=2, pipe=2), PREFILL)),
     *((MeshShape(tensor=4), CONTEXT_PARALLEL), FORMS[-1]),
 ]

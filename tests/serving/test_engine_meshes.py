@@ -24,7 +24,7 @@ FORMS = [
     (MeshShape(data=2, expert=2, tensor=2), DECODE),
     (MeshShape(data=2, tensor=2), CONTEXT_PARALLEL),
     (MeshShape(pipe=2), PREFILL),
-    (MeshShape(data=2, tensor=2, pipe=2), PREFILL),
+    (MeshShape(data=2, tensor=2, pipe=2), DECODE),
 ]
 FEW = (FORMS[2], FORMS[3], FORMS[5])  # in which every axis is cut; `test_mesh_pairs` runs the same programs
 ALL = [pytest.param(*form, marks=[] if form in FEW else pytest.mark.slow) for form in FORMS]
