@@ -22,7 +22,7 @@ from moonshard.serving.gateway.choice import CallsMade, ChoiceStream, joined
 from moonshard.serving.gateway.handoffs import Handoffs
 from moonshard.serving.gateway.inbox import Arrival
 from moonshard.serving.gateway.metrics import GatewayMetrics
-from moonshard.serving.gateway.model import ServedModel
+from moonshard.serving.gateway.model import ServedModel, too_long
 from moonshard.serving.gateway.parameters import GenerationRequest, check_parameters, check_token_ids, stop_tokens
 from moonshard.serving.gateway.pool import LinkPool, ModelLimits
 from moonshard.serving.gateway.record import RequestRecord
@@ -128,7 +128,7 @@ class Gateway:
             self._traces.entry(request, stamps) as trace,
             self._admitted(request) as admission,
         ):
-            prompt = await self.model.tokenize(request)
+            prompt = await self.model.tokenize(request, admission.limits.max_context_tokens - 1)
             run = self._make_run(admission, prompt)
             record = RequestRecord(self._metrics, run, stamps)
             trace.tokenized(run, record)
@@ -208,6 +208,7 @@ class Gateway:
         InvalidArgument where prompt and completion do not fit in the vocabulary and the context.
         """
         request, limits = admission.request, admission.limits
+        most = max_tokens(request, len(prompt), limits.max_context_tokens)
         check_token_ids(request, "prompt", prompt, limits.vocab_size)
         root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), request.caller.tenant.salt)
         return link_pb2.Run(
@@ -216,7 +217,7 @@ class Gateway:
             block_names=b"".join(block_names(root, prompt, limits.block_size)),
             sampling=self._sampling(request),
             stop_token_ids=stop_tokens(request, self.model.defaults, limits.vocab_size),
-            max_tokens=max_tokens(request, len(prompt), limits.max_context_tokens),
+            max_tokens=most,
             min_tokens=request.min_tokens,
             n=request.n,
             logprobs=request.num_logprobs,
@@ -249,11 +250,7 @@ def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: 
         raise request.invalid("prompt", "is empty")
     room = max_context_tokens - num_prompt
     if room < 1:
-        raise request.invalid(
-            "prompt",
-            f"{num_prompt} tokens leave no room in the model's context of {max_context_tokens}",
-            ContextLengthExceeded,
-        )
+        raise too_long(request, f"{num_prompt}", max_context_tokens - 1)
     if request.max_tokens is not None and request.max_tokens > room:
         raise request.invalid(
             "max_tokens",

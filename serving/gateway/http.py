@@ -33,6 +33,7 @@ from moonshard.serving.gateway.edge import (
 )
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S, EventStream
 from moonshard.serving.gateway.generation import Gateway, Placed
+from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.openai_body import decode
 from moonshard.serving.gateway.openai_responses import (
@@ -66,14 +67,14 @@ class HttpFront:
         metrics: GatewayMetrics,
         *,
         version: str,
-        max_body_bytes: int,
+        intake: Intake,
         tenants: Tenants,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self._gateway = gateway
         self._metrics = metrics
         self._version = version
-        self._max_body_bytes = max_body_bytes
+        self._intake = intake
         self._tenants = tenants
         self._keep_alive_s = keep_alive_s
         self._created = int(time.time())
@@ -106,14 +107,14 @@ class HttpFront:
 
     async def _chat(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
-        body = decode(_CHAT, await read_body(request, self._max_body_bytes))
+        body = decode(_CHAT, await read_body(request, self._intake))
         asked = requests.chat_request(body, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         return await self._respond(request, body, asked, ChatFormat(self._gateway.model.tokenizer))
 
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
-        body = decode(_COMPLETION, await read_body(request, self._max_body_bytes))
+        body = decode(_COMPLETION, await read_body(request, self._intake))
         asked = requests.completion_request(body, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         return await self._respond(request, body, asked, CompletionFormat(self._gateway.model.tokenizer))
@@ -175,7 +176,7 @@ class HttpFront:
         raise InternalError("the pipeline ended without a summary")
 
     async def _tokenize(self, request: Request) -> Response:
-        body = decode(_TOKENIZE, await read_body(request, self._max_body_bytes))
+        body = decode(_TOKENIZE, await read_body(request, self._intake, num_contexts=TOKENIZED_CONTEXTS))
         self._gateway.model.check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give either prompt or messages", field="prompt")
@@ -183,14 +184,17 @@ class HttpFront:
             asked = GenerationRequest(request_id="", received_ns=0, prompt=TextPrompt(body.prompt or ""))
         else:
             asked = requests.chat_to_tokenize(body, body.messages)
-        tokens = list(await self._gateway.model.tokenize(asked))
         max_model_len = self._gateway.limits().max_context_tokens
+        counting = self._gateway.model.tokenize(asked, TOKENIZED_CONTEXTS * max_model_len)
+        tokens = await until_disconnect(request.receive, counting)
         return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = decode(_DETOKENIZE, await read_body(request, self._max_body_bytes))
+        body = decode(_DETOKENIZE, await read_body(request, self._intake))
         self._gateway.model.check_name(body.model)
-        return json_response({"prompt": await self._gateway.model.detokenize(body.tokens, field="tokens")})
+        most = TOKENIZED_CONTEXTS * self._gateway.limits().max_context_tokens
+        telling = self._gateway.model.detokenize(body.tokens, most, field="tokens")
+        return json_response({"prompt": await until_disconnect(request.receive, telling)})
 
     async def _models(self, _request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model_object()]})
