@@ -28,7 +28,7 @@ __all__ = [
     "check_text",
     "load_tokenizer",
 ]
-PROBE_CHARS_PER_TOKEN = 16  # a text with fewer characters for each token that it may have is encoded at once
+PROBE_CHARS_PER_TOKEN = 4  # a text with fewer characters for each token that it may have is encoded at once
 
 
 @final

@@ -19,7 +19,7 @@ OTHER_BYTES = 1 << 20  # of a body besides its text: tools, schemas, names, whit
 MAX_OTHER_VALUES = 1 << 14  # of a body besides token ids: each takes microseconds to check
 SMALL_BODY_BYTES = 1 << 16  # whose values are not counted: they are few
 SCAN_BYTES = 1 << 20  # of a body that are looked at together
-TOKENIZED_CONTEXTS = 4  # times the context: how long a text may be that is only counted or spelt out
+TOKENIZED_CONTEXTS = 2  # times the context: how long a text may be that is only counted or spelt out
 RETRY_AFTER_S = 1.0
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 

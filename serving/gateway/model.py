@@ -48,6 +48,8 @@ class ServedModel:
         """
         if isinstance(request.prompt, TokenPrompt):
             ids = request.prompt.token_ids
+        elif (num_least := self._least_tokens(request.prompt)) > max_tokens:
+            raise too_long(request, f"at least {num_least}", max_tokens)
         elif _may_be_long(request.prompt):
             ids = await self._in_thread(self._encode, request, max_tokens)
         else:
@@ -55,6 +57,11 @@ class ServedModel:
         if len(ids) > max_tokens:
             raise too_long(request, f"{len(ids)}", max_tokens)
         return ids
+
+    def _least_tokens(self, prompt: TextPrompt | ChatPrompt) -> int:
+        """What its characters come to if each token stands for as many as any does."""
+        most = None if self.tokenizer is None else self.tokenizer.max_token_bytes
+        return 0 if most is None else _num_chars(prompt) // most
 
     def detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
         """Of one choice. With tools, the markers of their calls are marks in the text: they are a parser's to read."""
@@ -134,6 +141,14 @@ def too_long(request: GenerationRequest, num_tokens: str, max_tokens: int) -> In
     """Of a prompt that leaves no room for an answer; `max_tokens` is what would."""
     problem = f"{num_tokens} tokens leave no room in the model's context of {max_tokens + 1}"
     return request.invalid("prompt", problem, ContextLengthExceeded)
+
+
+def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:
+    """Of a text, or of a chat's messages, which a template may add to and seldom takes from."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    contents = (message.get("content") for message in prompt.messages)
+    return sum(len(content) for content in contents if isinstance(content, str))
 
 
 def _may_be_long(prompt: TextPrompt | ChatPrompt) -> bool:
