@@ -1,8 +1,9 @@
-"""What holds for every HTTP exchange, whatever its route: a request id, a count, a limit on the body, one error shape.
+"""What holds for every HTTP exchange, whatever its route: an id, a count, what browsers may, a body, one error shape.
 
 A plain ASGI wrapper: Starlette's BaseHTTPMiddleware would put a queue between a stream and its client.
 """
 
+import asyncio
 import re
 import secrets
 from collections.abc import Mapping
@@ -16,35 +17,65 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moonshard.rpc.status import Cancelled, InternalError, RequestError, TooLarge, advice, openai_error
+from moonshard.rpc.status import (
+    Cancelled,
+    InternalError,
+    RequestError,
+    UnsupportedEncoding,
+    advice,
+    openai_error,
+)
+from moonshard.serving.gateway.body import Body, check_size
+from moonshard.serving.gateway.cross_origin import METHODS, preflight_response, readable_headers
+from moonshard.serving.gateway.inflate import ACCEPTED, Inflater, encoding_of
 from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.strangers import Strangers
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class Edge:
-    """Gives each exchange an id (the client's own x-request-id if printable), echoes it, and counts the answer."""
+    """Gives each exchange an id (the client's own x-request-id if printable), echoes it, and counts the answer.
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: frozenset[str]) -> None:
+    Turns away whom `strangers` does not let in, and tells browsers which pages may read an answer. A path with a slash
+    at its end is the path.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: frozenset[str], strangers: Strangers) -> None:
         self._app = app
         self._metrics = metrics
         self._routes = routes
+        self._strangers = strangers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        scope["path"] = scope["path"].rstrip("/") or "/"
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _CLIENT_ID.fullmatch(given) else secrets.token_hex(16)
         scope["request_id"] = request_id
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._count(scope["path"], message["status"])
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                marked = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*marked, *readable_headers(self._strangers, headers, marked)]
             await send(message)
 
-        await self._app(scope, receive, send_marked)
+        await (self._own_answer(headers, scope["method"], scope["path"]) or self._app)(scope, receive, send_marked)
+
+    def _own_answer(self, headers: Headers, method: str, path: str) -> Response | None:
+        """For whom may not go on, and for a browser that asks what a page may."""
+        try:
+            self._strangers.check(headers.getlist)
+        except RequestError as error:
+            return error_response(error)
+        if method != "OPTIONS":
+            return None
+        of_server = Response(None, 204, {"allow": METHODS}) if path == "*" else None
+        return preflight_response(self._strangers, headers) or of_server
 
     def _count(self, path: str, status: int) -> None:
         route = path if path in self._routes else "other"  # a client must not be able to make up label values
@@ -57,19 +88,32 @@ def visible_id(request: Request, prefix: str) -> str:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """TooLarge as soon as the limit is passed: a body is never held beyond it."""
+    """What the client meant, whatever it was compressed with.
+
+    TooLarge as soon as the limit is passed, by what came or by what it holds: a body is never held beyond it.
+    UnsupportedEncoding and InvalidArgument as `inflate`; Cancelled where the client leaves.
+    """
+    encoding = encoding_of(request.headers.getlist("content-encoding"))
+    inflater = None if encoding == "identity" else Inflater(encoding)
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise TooLarge(f"the body has {declared} bytes, the limit is {max_bytes}")
-    body = bytearray()
+    if declared.isdecimal():
+        check_size(int(declared), max_bytes)
+    num_bytes, body = 0, Body(max_bytes)
     try:
         async for part in request.stream():
-            body += part
-            if len(body) > max_bytes:
-                raise TooLarge(f"the body exceeds the limit of {max_bytes} bytes")
+            num_bytes += len(part)
+            check_size(num_bytes, max_bytes)
+            if inflater is None:
+                body.add(part)
+                continue
+            for piece in inflater.pieces(part):
+                body.add(piece)
+                await asyncio.sleep(0)  # others' turn: a part may hold a thousand pieces
     except ClientDisconnect as error:
         raise Cancelled("the client left while sending its request") from error
-    return bytes(body)
+    if inflater is not None:
+        inflater.finish()
+    return await body.whole()
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -85,7 +129,9 @@ def late_headers(request: Request) -> dict[str, str]:
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
-    return json_response(openai_error(error), status=error.http_status, headers=advice(error) | dict(headers))
+    accepted = {"accept-encoding": ACCEPTED} if isinstance(error, UnsupportedEncoding) else {}
+    headers = advice(error) | accepted | dict(headers)
+    return json_response(openai_error(error), status=error.http_status, headers=headers)
 
 
 def json_response(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

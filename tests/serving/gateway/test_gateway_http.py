@@ -276,7 +276,7 @@ async def test_a_reader_that_stops_reading_delays_nobody_else(running: RunningGa
     host, port = running.http.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     body = json.dumps(BASE | {"stream": True, "max_tokens": 1_900, "n": 8, "logprobs": 20}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     await reader.readuntil(b"data: ")  # and no further: about 30 MB wait behind it
     async with httpx.AsyncClient(base_url=running.http, timeout=30, trust_env=False) as client:
