@@ -4,12 +4,15 @@ import asyncio
 import gzip
 import json
 import random
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from moonshard.rpc.status import TooLarge
+from moonshard.serving.gateway.body import Body
 from moonshard.serving.gateway.inflate import MAX_MEMBERS, PIECE_BYTES, Inflater
 from moonshard.serving.gateway.main import RunningGateway
 from tests.serving.gateway.conftest import MAX_BODY_BYTES
@@ -101,6 +104,20 @@ def test_a_body_in_parts_of_any_size_is_the_same_body():
             parts = (content[begin : begin + size] for begin in range(0, len(content), size))
             assert b"".join(piece for part in parts for piece in inflater.pieces(part)) == body
             inflater.finish()
+
+
+async def test_a_body_in_single_bytes_takes_little_more_memory_than_its_bytes():
+    num_bytes = 4 * PIECE_BYTES
+    body = Body(num_bytes)
+    tracemalloc.start()
+    for _ in range(num_bytes):
+        body.add(b"x")
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held_bytes < num_bytes + 2 * PIECE_BYTES
+    assert await body.whole() == b"x" * num_bytes
+    with pytest.raises(TooLarge):
+        body.add(b"x")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from moonshard.serving.config import GatewayConfig
+from moonshard.serving.gateway import http_protocol
 from moonshard.serving.gateway.main import RunningGateway
 from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
 from tests.serving.gateway.raw_http import Raw, connected, post
@@ -16,6 +17,7 @@ from tests.serving.gateway.sse import events_of, tokens_of
 
 ASKED = {"model": "kimi", "prompt": [1, 2], "max_tokens": 4, "return_token_ids": True}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+BODY_TO_COME = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
 SHORT_S = 0.05
 AMPLE_S = 0.5  # for a request that is sent in one piece, also on a machine that does something else
 NO_REQUEST = {"head_timeout_s": SHORT_S, "body_timeout_s": SHORT_S}
@@ -48,7 +50,7 @@ async def drip(raw: Raw, data: bytes) -> None:
     [
         (b"GET /", "head"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ", "head"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n", "body"),
+        (BODY_TO_COME, "body"),
     ],
 )
 async def test_a_request_that_comes_byte_by_byte_is_given_up(running: RunningGateway, begin: bytes, what: str):
@@ -161,3 +163,30 @@ async def test_requests_in_flight_do_not_count_and_do_not_give_way(running: Runn
         worker.script.may_step.set()
         for raw in raws[:-1]:
             assert (await raw.answer()).status == 200
+
+
+@keys(body_timeout_s=SHORT_S)
+async def test_a_body_that_keeps_coming_has_the_time_it_needs(running: RunningGateway):
+    request = post("/v1/completions", ASKED | {"stop": [" " * 900] * 16})
+    padded = request.replace(b"Content-Length: ", b"Content-Length: 1") + b" " * 10**5
+    assert padded.count(b"Content-Length: 1") == 1
+    async with connected(running) as raw, connected(running) as slow:
+        await raw.send(padded[: len(request)])  # over 8 KiB: at least a second more
+        await slow.send(BODY_TO_COME)
+        assert (await slow.answer()).status == 408
+        await raw.send(padded[len(request) :])
+        assert (await raw.answer()).status == 200
+
+
+@keys()
+async def test_what_is_left_of_a_body_that_was_refused_is_not_waited_for_long(
+    running: RunningGateway, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(http_protocol, "LINGER_S", SHORT_S)
+    async with connected(running) as raw:
+        await raw.send(BODY_TO_COME.replace(b"/v1/completions", b"/nowhere"))
+        assert (await raw.answer()).status == 404
+        dripping = asyncio.create_task(drip(raw, b"x"))
+        with contextlib.suppress(ConnectionError):
+            assert await raw.reader.read() == b""
+        dripping.cancel()
