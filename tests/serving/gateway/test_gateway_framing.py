@@ -206,3 +206,13 @@ async def test_an_offer_of_another_protocol_is_declined_and_the_request_served(
             assert answer.status == 200
             if has_body:
                 assert json.loads(answer.body)["choices"][0]["token_ids"] == expected_tokens([1, 2], 4)
+
+
+async def test_the_body_of_a_request_that_made_an_offer_is_waited_for(running: RunningGateway):
+    lines = ("Connection: Upgrade", "Upgrade: h2c", "Expect: 100-continue")
+    head, _, body = post("/v1/completions", ASKED, *lines).partition(b"\r\n\r\n")
+    async with connected(running) as raw:
+        await raw.send(head + b"\r\n\r\n")
+        assert await raw.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await raw.send(body)
+        assert (await raw.answer()).status == 200
