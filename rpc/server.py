@@ -1,4 +1,4 @@
-"""A gRPC server with what every one of ours has: health, reflection, TLS, keepalive for long streams.
+"""A gRPC server with what every one of ours has: health, reflection, TLS, keepalive, a word on what cannot be read.
 
 Which services it carries is the caller's. Health is NOT_SERVING until the caller says otherwise, since a port is open
 long before a model is ready. Leaves out signal handling and what a drain waits for: the process knows these.
@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from moonshard.rpc.tls import TlsFiles, server_credentials
+from moonshard.rpc.undecodable import UndecodableRequests
 
 REFLECTION = "grpc.reflection.v1.ServerReflection"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
@@ -83,7 +84,7 @@ def build_server(
     TLS file that is not there, ValueError for TLS files that gRPC refuses.
     """
     limits = (("grpc.max_receive_message_length", max_message_bytes), ("grpc.max_send_message_length", -1))
-    server = grpc.aio.server(options=_OPTIONS + limits)
+    server = grpc.aio.server(options=_OPTIONS + limits, interceptors=(UndecodableRequests(),))
     for add in add_servicers:
         add(server)
     health_servicer = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  # typeshed leaves it out

@@ -78,6 +78,24 @@ class TooLarge(RequestError):
     openai_code = "request_too_large"
 
 
+class UnsupportedEncoding(RequestError):
+    """A body compressed in a way that is not read here."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 415
+    openai_type = "invalid_request_error"
+    openai_code = "unsupported_content_encoding"
+
+
+class PermissionDenied(RequestError):
+    """Who asks is known, or what they came through, and may not."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    http_status = 403
+    openai_type = "invalid_request_error"
+    openai_code = "permission_denied"
+
+
 class NotFound(RequestError):
     code = grpc.StatusCode.NOT_FOUND
     http_status = 404
@@ -132,6 +150,14 @@ class DeadlineExceeded(RequestError):
     openai_code = "deadline_exceeded"
 
 
+class RequestTimeout(DeadlineExceeded):
+    """The request itself did not arrive in time."""
+
+    http_status = 408
+    openai_type = "invalid_request_error"
+    openai_code = "request_timeout"
+
+
 class Cancelled(RequestError):
     """The client left."""
 
@@ -147,11 +173,14 @@ ERRORS: tuple[type[RequestError], ...] = (
     ContextLengthExceeded,
     Unauthenticated,
     TooLarge,
+    UnsupportedEncoding,
+    PermissionDenied,
     NotFound,
     FailedPrecondition,
     Overloaded,
     Unavailable,
     DeadlineExceeded,
+    RequestTimeout,
     Cancelled,
 )
 _BY_NAME = {error.__name__: error for error in ERRORS}

@@ -58,8 +58,15 @@ class GatewayConfig:
     keys: Path | None = None  # a file that names tenants by the hashes of their keys; None: one tenant, without a key
     tenant_tokens_per_minute: Positive | None = None  # of prompts and completions; None: as many as it likes
     ledger: Path | None = None  # a row for each request that was sent is appended to it; None: no account is kept
-    max_body_bytes: Positive = 32 * 1024 * 1024
-    max_bytes_in_flight: Positive = 256 * 1024 * 1024
+    allowed_origins: tuple[Text, ...] = ()  # of pages that may call it from a browser; "*": any
+    allowed_hosts: tuple[Text, ...] = ()  # names, in Host, under which it may be called; "*": any. See README
+    keep_alive_s: Seconds = 75.0  # an idle connection stays open; more than proxies keep theirs, by default 60
+    head_timeout_s: Seconds = 30.0  # for a request's head to be complete
+    body_timeout_s: Seconds = 30.0  # for its body; and a second more for each 8 KiB that came
+    max_idle_connections: Positive = 2048  # between two requests; one more, and the oldest is closed
+    max_half_open_connections: Positive = 512  # whose request is not complete; likewise
+    max_body_bytes: Positive = 32 * 1024 * 1024  # also of what a compressed one holds
+    max_bytes_in_flight: Positive = 256 * 1024 * 1024  # of the bodies of all requests that have not ended
     max_queued_requests: Positive = 512
     queue_timeout_s: Seconds = 30.0
     drain_timeout_s: Seconds = 20.0  # how long running requests may take to finish after SIGTERM

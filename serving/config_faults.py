@@ -4,14 +4,18 @@ Apart from `config`, which says what there is, and from `config_file`, which rea
 (a slab smaller than one block, a context beyond the pool) is left to whoever loads it.
 """
 
-import ipaddress
+import re
 from collections import Counter
 from urllib.parse import urlsplit
 
-from moonshard.serving.config import Config, KvConfig, TelemetryConfig, TlsConfig, kv_host_of
+from moonshard.serving.config import Config, GatewayConfig, KvConfig, TelemetryConfig, TlsConfig, kv_host_of
+from moonshard.serving.loopback import is_loopback
 from moonshard.sharding.rules import MeshError, Rules, check_rules
 from moonshard.sharding.shape import MeshShape
 
+_NAME_AND_PORT = r"(\[[0-9a-f:.]+\]|[^\s/@?#:*\[\]A-Z]+)(:[0-9]{1,5})?"
+_HOST = re.compile(_NAME_AND_PORT)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://" + _NAME_AND_PORT)
 PORTS_PER_WORKER = 2  # of Mooncake: one for its handshake, one for the data
 
 
@@ -41,9 +45,24 @@ def _address_faults(config: Config) -> list[str]:
     gateway = config.gateway
     faults = [f"gateway.workers: expected host:port, got {w!r}" for w in gateway.workers if not _is_address(w)]
     faults += [f"gateway.workers: {w!r} is named twice" for w, times in Counter(gateway.workers).items() if times > 1]
+    faults += _browser_faults(gateway)
     if gateway.port == gateway.grpc_port != 0:
         faults.append(f"gateway.grpc_port: {gateway.grpc_port} is gateway.port too; HTTP and gRPC need one each")
     return faults
+
+
+def _browser_faults(gateway: GatewayConfig) -> list[str]:
+    """What no browser ever sends in Origin or Host would never be found there."""
+    faults = [
+        f"gateway.allowed_origins: expected *, null or an origin such as https://chat.example.com, got {origin!r}"
+        for origin in gateway.allowed_origins
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin)
+    ]
+    return faults + [
+        f"gateway.allowed_hosts: expected *, a name or name:port, in lower case, got {host!r}"
+        for host in gateway.allowed_hosts
+        if host != "*" and not _HOST.fullmatch(host)
+    ]
 
 
 def _size_faults(config: Config) -> list[str]:
@@ -154,14 +173,6 @@ def _beyond_loopback(config: Config) -> tuple[str, str] | None:
     """(key, host) of the first that other machines may reach; a name other than localhost may mean anything."""
     hosts = {"worker.host": config.worker.host, "kv.host": config.kv.host}
     return next(((key, host) for key, host in hosts.items() if host and not is_loopback(host)), None)
-
-
-def is_loopback(host: str) -> bool:
-    """Without asking a resolver: only addresses, and the one name that RFC 6761 reserves."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _is_address(text: str) -> bool:

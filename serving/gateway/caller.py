@@ -4,10 +4,10 @@ Agents send their session's name under many headers; the first that is there cou
 anything, so it is hashed at once, with its tenant.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moonshard.rpc.status import Unauthenticated
+from moonshard.rpc.status import InvalidArgument, Unauthenticated
 from moonshard.serving.affinity import session_key
 from moonshard.serving.tenants import DEFAULT, Tenant, Tenants, UnknownKey
 
@@ -19,6 +19,7 @@ SESSION_NAMES = (
     "session_id",
     "x-grok-conv-id",
 )
+_KEY = "authorization"
 ANYBODY = Tenant(DEFAULT)
 
 
@@ -31,7 +32,7 @@ class Caller:
 def read_caller(tenants: Tenants, header: Callable[[str], str | None], *body_names: str | None) -> Caller:
     """`header` gives a header's value by its lower-case name; `body_names` come after all headers.
 
-    Raises as `check_key`.
+    Raises as `check_key` and `header`.
     """
     tenant = check_key(tenants, header)
     names = (*map(header, SESSION_NAMES), *body_names)
@@ -42,6 +43,18 @@ def read_caller(tenants: Tenants, header: Callable[[str], str | None], *body_nam
 def check_key(tenants: Tenants, header: Callable[[str], str | None]) -> Tenant:
     """Unauthenticated for a key that names no tenant."""
     try:
-        return tenants.of(header("authorization"))
+        return tenants.of(header(_KEY))
     except UnknownKey as error:
         raise Unauthenticated(str(error)) from error
+
+
+def first_values(values: Callable[[str], Sequence[str]]) -> Callable[[str], str | None]:
+    """The first value of a name, or None. InvalidArgument for two keys: proxies and we might take different ones."""
+
+    def header(name: str) -> str | None:
+        found = values(name)
+        if name == _KEY and len(found) > 1:
+            raise InvalidArgument(f"{name} is given {len(found)} times", field=name)
+        return found[0] if found else None
+
+    return header

@@ -1,8 +1,9 @@
-"""What holds for every HTTP exchange, whatever its route: a request id, a count, a limit on the body, one error shape.
+"""What holds for every HTTP exchange, whatever its route: an id, a count, what browsers may, a body, one error shape.
 
 A plain ASGI wrapper: Starlette's BaseHTTPMiddleware would put a queue between a stream and its client.
 """
 
+import asyncio
 import re
 import secrets
 from collections.abc import Mapping
@@ -16,41 +17,71 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moonshard.rpc.status import Cancelled, InternalError, RequestError, advice, openai_error
+from moonshard.rpc.status import (
+    Cancelled,
+    InternalError,
+    RequestError,
+    UnsupportedEncoding,
+    advice,
+    openai_error,
+)
+from moonshard.serving.gateway.body import Body
+from moonshard.serving.gateway.cross_origin import METHODS, preflight_response, readable_headers
+from moonshard.serving.gateway.inflate import ACCEPTED, Inflater, encoding_of
 from moonshard.serving.gateway.intake import Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
+from moonshard.serving.gateway.strangers import Strangers
 
 _SHARE = "moonshard.share"  # in an exchange's scope: its share of the bytes in flight
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class Edge:
-    """Gives each exchange an id (the client's own x-request-id if printable), echoes it, and counts the answer."""
+    """Gives each exchange an id (the client's own x-request-id if printable), echoes it, and counts the answer.
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: frozenset[str]) -> None:
+    Turns away whom `strangers` does not let in, and tells browsers which pages may read an answer. A path with a slash
+    at its end is the path.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: frozenset[str], strangers: Strangers) -> None:
         self._app = app
         self._metrics = metrics
         self._routes = routes
+        self._strangers = strangers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        scope["path"] = scope["path"].rstrip("/") or "/"
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _CLIENT_ID.fullmatch(given) else secrets.token_hex(16)
         scope["request_id"] = request_id
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._count(scope["path"], message["status"])
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                marked = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*marked, *readable_headers(self._strangers, headers, marked)]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_marked)
+            await (self._own_answer(headers, scope["method"], scope["path"]) or self._app)(scope, receive, send_marked)
         finally:
             if (share := scope.get(_SHARE)) is not None:
                 share.give_back()
+
+    def _own_answer(self, headers: Headers, method: str, path: str) -> Response | None:
+        """For whom may not go on, and for a browser that asks what a page may."""
+        try:
+            self._strangers.check(headers.getlist)
+        except RequestError as error:
+            return error_response(error)
+        if method != "OPTIONS":
+            return None
+        of_server = Response(None, 204, {"allow": METHODS}) if path == "*" else None
+        return preflight_response(self._strangers, headers) or of_server
 
     def _count(self, path: str, status: int) -> None:
         route = path if path in self._routes else "other"  # a client must not be able to make up label values
@@ -63,27 +94,37 @@ def visible_id(request: Request, prefix: str) -> str:
 
 
 async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) -> bytes:
-    """The body, in bounds: what is beyond them is refused as soon as it is known of, and never held.
+    """What the client meant, whatever it was compressed with, and in bounds.
 
-    Its bytes count as in flight until the exchange is over. `num_contexts`: how many times the context its text may be.
-    Raises TooLarge, ContextLengthExceeded, Overloaded; InvalidArgument for too many values; Cancelled.
+    What is beyond them, by what came or by what it holds, is refused as soon as it is known of, and never held. Bytes
+    count as in flight until the exchange is over. `num_contexts`: how many times the context its text may be.
+    Raises TooLarge, ContextLengthExceeded, Overloaded; InvalidArgument for too many values; UnsupportedEncoding and
+    InvalidArgument as `inflate`; Cancelled where the client leaves.
     """
+    encoding = encoding_of(request.headers.getlist("content-encoding"))
+    inflater = None if encoding == "identity" else Inflater(encoding)
     share, admit = intake.admission(num_contexts)
     request.scope[_SHARE] = share
     declared = request.headers.get("content-length", "")
     admit(int(declared) if declared.isdecimal() else 0)
-    parts: list[bytes] = []
-    num_bytes = 0
+    num_bytes, body = 0, Body(admit)
     try:
         async for part in request.stream():
             num_bytes += len(part)
             admit(num_bytes)
-            parts.append(part)
+            if inflater is None:
+                body.add(part)
+                continue
+            for piece in inflater.pieces(part):
+                body.add(piece)
+                await asyncio.sleep(0)  # others' turn: a part may hold a thousand pieces
     except ClientDisconnect as error:
         raise Cancelled("the client left while sending its request") from error
-    body = b"".join(parts)
-    await intake.bounds().check_values(body)
-    return body
+    if inflater is not None:
+        inflater.finish()
+    whole = await body.whole()
+    await intake.bounds().check_values(whole)
+    return whole
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -99,7 +140,9 @@ def late_headers(request: Request) -> dict[str, str]:
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
-    return json_response(openai_error(error), status=error.http_status, headers=advice(error) | dict(headers))
+    accepted = {"accept-encoding": ACCEPTED} if isinstance(error, UnsupportedEncoding) else {}
+    headers = advice(error) | accepted | dict(headers)
+    return json_response(openai_error(error), status=error.http_status, headers=headers)
 
 
 def json_response(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InternalError, InvalidArgument, Unavailable, openai_error
 from moonshard.serving.gateway import openai_requests as requests
-from moonshard.serving.gateway.caller import Caller, check_key, read_caller
+from moonshard.serving.gateway.caller import Caller, check_key, first_values, read_caller
 from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.disconnect import until_disconnect
 from moonshard.serving.gateway.edge import (
@@ -47,10 +47,13 @@ from moonshard.serving.gateway.openai_responses import (
     error_event,
 )
 from moonshard.serving.gateway.parameters import GenerationRequest, TextPrompt
+from moonshard.serving.gateway.strangers import Strangers
 from moonshard.serving.telemetry.trace_context import TraceContext
 from moonshard.serving.tenants import Tenants
 
 READY_RETRY_AFTER_S = 1.0
+GET = ("GET", "HEAD", "OPTIONS")
+POST = ("POST", "OPTIONS")
 _NO_TELEMETRY: FastApiTelemetry = {"tracing": False, "metrics": False, "logs": False}  # the pipeline has its own spans
 _CHAT = msgspec.json.Decoder(requests.ChatBody)
 _COMPLETION = msgspec.json.Decoder(requests.CompletionBody)
@@ -69,6 +72,7 @@ class HttpFront:
         version: str,
         intake: Intake,
         tenants: Tenants,
+        strangers: Strangers,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self._gateway = gateway
@@ -79,28 +83,30 @@ class HttpFront:
         self._keep_alive_s = keep_alive_s
         self._created = int(time.time())
         routes = {
-            "/v1/chat/completions": ("POST", self._keyed(self._chat)),
-            "/v1/completions": ("POST", self._keyed(self._complete)),
-            "/v1/models": ("GET", self._keyed(self._models)),
-            "/v1/models/{name:path}": ("GET", self._keyed(self._model)),
-            "/tokenize": ("POST", self._keyed(self._tokenize)),
-            "/detokenize": ("POST", self._keyed(self._detokenize)),
-            "/health": ("GET", self._health),
-            "/ready": ("GET", self._ready),
-            "/metrics": ("GET", self._prometheus),
-            "/version": ("GET", self._show_version),
+            "/v1/chat/completions": (POST, self._keyed(self._chat)),
+            "/v1/completions": (POST, self._keyed(self._complete)),
+            "/v1/models": (GET, self._keyed(self._models)),
+            "/v1/models/{name:path}": (GET, self._keyed(self._model)),
+            "/tokenize": (POST, self._keyed(self._tokenize)),
+            "/detokenize": (POST, self._keyed(self._detokenize)),
+            "/health": (GET, self._health),
+            "/ready": (GET, self._ready),
+            "/metrics": (GET, self._prometheus),
+            "/version": (GET, self._show_version),
         }
-        fastapi = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, telemetry=_NO_TELEMETRY)
-        for path, (method, handler) in routes.items():
-            fastapi.add_api_route(path, handler, methods=[method])
+        fastapi = FastAPI(
+            openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
+        )
+        for path, (methods, handler) in routes.items():
+            fastapi.add_api_route(path, _or_options(methods, handler), methods=list(methods))
         add_error_handlers(fastapi)
-        self.app: ASGIApp = Edge(fastapi, metrics, frozenset(routes))
+        self.app: ASGIApp = Edge(fastapi, metrics, frozenset(routes), strangers)
 
     def _keyed(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """The handler, for callers whose key names a tenant: of nobody else is the body read."""
 
         async def keyed(request: Request) -> Response:
-            check_key(self._tenants, request.headers.get)
+            check_key(self._tenants, first_values(request.headers.getlist))
             return await handler(request)
 
         return keyed
@@ -120,7 +126,7 @@ class HttpFront:
         return await self._respond(request, body, asked, CompletionFormat(self._gateway.model.tokenizer))
 
     def _caller(self, request: Request, body: requests.GenerationBody) -> Caller:
-        return read_caller(self._tenants, request.headers.get, body.prompt_cache_key, body.user)
+        return read_caller(self._tenants, first_values(request.headers.getlist), body.prompt_cache_key, body.user)
 
     def _parent(self, request: Request) -> TraceContext | None:
         return self._gateway.parent_of(request.headers.getlist)
@@ -229,3 +235,16 @@ class HttpFront:
 
     async def _show_version(self, _request: Request) -> Response:
         return json_response({"version": self._version})
+
+
+def _or_options(
+    methods: tuple[str, ...], handler: Callable[[Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """The handler; OPTIONS says what may be asked, to whoever has a key or none."""
+
+    async def answer(request: Request) -> Response:
+        if request.method == "OPTIONS":
+            return Response(None, 204, {"allow": ", ".join(methods)})
+        return await handler(request)
+
+    return answer

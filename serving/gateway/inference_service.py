@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
-from moonshard.serving.gateway.caller import check_key, read_caller
+from moonshard.serving.gateway.caller import check_key, first_values, read_caller
 from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
@@ -151,18 +151,17 @@ def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> Gene
 
 def _header(context: grpc.aio.ServicerContext) -> Callable[[str], str | None]:
     """Gives a call's metadata by name."""
-    metadata = dict(context.invocation_metadata() or ())
-
-    def header(name: str) -> str | None:
-        value = metadata.get(name)
-        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-    return header
+    return first_values(_all_values(context))
 
 
 def _all_values(context: grpc.aio.ServicerContext) -> Callable[[str], list[str]]:
     """The same where a name may come more than once."""
-    return lambda name: [str(value) for key, value in context.invocation_metadata() or () if key == name]
+    metadata = context.invocation_metadata() or ()
+    return lambda name: [_text(value) for key, value in metadata if key == name]
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _prompt(request: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPrompt:

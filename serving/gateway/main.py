@@ -22,21 +22,25 @@ from moonshard.rpc.server import BoundServer, PortInUse, build_server
 from moonshard.rpc.status import Unavailable
 from moonshard.serving.config import Config, ConfigError, GatewayConfig, default_worker_addresses
 from moonshard.serving.gateway.accounts import Accounts, LedgerCollector
+from moonshard.serving.gateway.connections import Connections, Waiting
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S
 from moonshard.serving.gateway.generation import DRAINING_RETRY_AFTER_S, Gateway
 from moonshard.serving.gateway.http import HttpFront
-from moonshard.serving.gateway.http_protocol import BoundedHttpProtocol
+from moonshard.serving.gateway.http_protocol import HttpConfig, Timeouts
 from moonshard.serving.gateway.inference_service import SERVICE_NAME, InferenceService
 from moonshard.serving.gateway.intake import Bounds, Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
+from moonshard.serving.gateway.open_files import allow_connections
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.rates import TokenRates
 from moonshard.serving.gateway.request_spans import LostSpanMetrics, RequestSpans
+from moonshard.serving.gateway.strangers import Strangers
 from moonshard.serving.gateway.traces import LostRowMetrics, RequestTraces
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
 from moonshard.serving.heap import keep_for_life
 from moonshard.serving.ledger import Ledger
+from moonshard.serving.loopback import is_loopback
 from moonshard.serving.startup import Start, tell_start
 from moonshard.serving.status_pipe import Status
 from moonshard.serving.telemetry.export import SpanExport, exporting
@@ -49,6 +53,12 @@ from moonshard.serving.transport_security import link_credentials
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
 BACKLOG = 2048
+# A client whose machine is gone tells nobody: after a minute of silence it is lost. Not all systems have all names.
+KEEP_ALIVE_PROBES = {
+    "TCP_KEEPIDLE": 30,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+}
 
 
 class UnsignalledServer(uvicorn.Server):
@@ -72,6 +82,7 @@ class RunningGateway:
 
 async def run_gateway(config: Config, *, status: Status, start: Start) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. PortInUse, OSError or the model folder's errors if it cannot."""
+    allow_connections(config.gateway.max_idle_connections + config.gateway.max_half_open_connections)
     stopped, opening_s = asyncio.Event(), start.timings.now_s
     async with serving(config) as running:
         start.timings.note("fronts", opening_s)
@@ -131,10 +142,11 @@ async def _serving(
         version=version("moonshard"),
         intake=intake,
         tenants=tenants,
+        strangers=_strangers(config.gateway, listener),
         keep_alive_s=keep_alive_s,
     )
     grpc_server = _grpc_server(config.gateway, gateway, intake, tenants)
-    async with pool.running(), _serving_grpc(grpc_server), _serving_http(front.app, listener):
+    async with pool.running(), _serving_grpc(grpc_server), _serving_http(config.gateway, front.app, listener):
         yield RunningGateway(
             gateway=gateway,
             grpc_server=grpc_server,
@@ -156,11 +168,21 @@ def bind_http(host: str, port: int) -> socket.socket:
     """A listening socket. PortInUse, or OSError for a host that is not this machine's."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        _probe_silent_clients(listener)
+        return listener
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(host, port) from error
         raise
+
+
+def _probe_silent_clients(listener: socket.socket) -> None:
+    """Of the connections that it accepts."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE_PROBES.items():
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def worker_addresses(config: Config) -> tuple[str, ...]:
@@ -298,21 +320,37 @@ async def _serving_grpc(server: BoundServer) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _serving_http(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
-    config = uvicorn.Config(
-        app,
-        http=BoundedHttpProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
-    )
-    server = UnsignalledServer(config)
+async def _serving_http(config: GatewayConfig, app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    server = UnsignalledServer(_http_config(config, app))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield
     finally:
         server.should_exit = True
         await serving
+
+
+def _http_config(config: GatewayConfig, app: ASGIApp) -> HttpConfig:
+    return HttpConfig(
+        app,
+        timeouts=Timeouts(keep_alive_s=config.keep_alive_s, head_s=config.head_timeout_s, body_s=config.body_timeout_s),
+        connections=Connections(
+            idle=Waiting(config.max_idle_connections), half_open=Waiting(config.max_half_open_connections)
+        ),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=config.keep_alive_s,
+        timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
+    )
+
+
+def _strangers(config: GatewayConfig, listener: socket.socket) -> Strangers:
+    return Strangers(
+        allowed_origins=frozenset(config.allowed_origins),
+        allowed_hosts=frozenset(config.allowed_hosts),
+        is_guarded=config.keys is None and is_loopback(config.host),
+        port=listener.getsockname()[1],
+    )

@@ -90,6 +90,17 @@ def test_all_faults_are_reported_together(tmp_path: Path):
         ("gateway.queue_timeout_s=nan", "gateway.queue_timeout_s: expected `float` > 0.0, got nan"),
         ("gateway.workers=[1]", "gateway.workers: expected `str`, got [1]"),
         ("gateway.workers=['host']", "gateway.workers: expected host:port, got 'host'"),
+        (
+            "gateway.allowed_origins=['chat.example.com']",
+            "gateway.allowed_origins: expected *, null or an origin such as https://chat.example.com, "
+            "got 'chat.example.com'",
+        ),
+        (
+            "gateway.allowed_hosts=['https://api.example.com']",
+            "gateway.allowed_hosts: expected *, a name or name:port, in lower case, got 'https://api.example.com'",
+        ),
+        ("gateway.keep_alive_s=0", "gateway.keep_alive_s: expected `float` > 0.0, got 0"),
+        ("gateway.max_half_open_connections=0", "gateway.max_half_open_connections: expected `int` >= 1, got 0"),
         ("gateway.port=50051", "gateway.grpc_port: 50051 is gateway.port too; HTTP and gRPC need one each"),
         ("decode.mesh.data=0", "decode.mesh.data: expected `int` >= 1, got 0"),
         ("decode.mesh.foo=1", "decode.mesh.foo: unknown key; [decode.mesh] has data, expert, tensor, pipe"),
@@ -226,6 +237,26 @@ def test_an_unreadable_file_is_one_clear_fault(tmp_path: Path, content: bytes | 
     assert fault in text
 
 
+ORIGINS = ["*", "null", "https://a.example", "http://localhost:3000", "http://[::1]:80", "chrome-extension://abc"]
+NO_ORIGINS = ["https://a.example/", "https://A.example", "https://a@b.example", "https://*.example", "a.example", "//a"]
+HOSTS = ["*", "a.example", "a.example:80", "[::1]", "[::1]:80", "10.0.0.1"]
+NO_HOSTS = ["a.example/", "A.example", "a b", "::1", "a:b", "a:", "*.example", "http://a"]
+
+
+def test_names_that_a_browser_could_not_send_are_refused():
+    def faults(key: str, values: list[str]) -> list[str]:
+        try:
+            load_config(None, [f"gateway.{key}={values}"])
+        except ConfigError as error:
+            return list(error.faults)
+        return []
+
+    assert faults("allowed_origins", ORIGINS) == []
+    assert faults("allowed_hosts", HOSTS) == []
+    assert len(faults("allowed_origins", NO_ORIGINS)) == len(NO_ORIGINS)
+    assert len(faults("allowed_hosts", NO_HOSTS)) == len(NO_HOSTS)
+
+
 def test_overrides_carry_a_whole_configuration_to_another_process(tmp_path: Path):
     odd = tmp_path / 'a "quoted" \\ \x7f [folder] = ü'
     odd.mkdir()
@@ -238,6 +269,7 @@ def test_overrides_carry_a_whole_configuration_to_another_process(tmp_path: Path
                 "decode.mesh={expert=2, tensor=4}",
                 "prefill.rules.heads=[]",
                 "gateway.workers=['h:1']",
+                "gateway.allowed_origins=['*', 'https://a.example:1']",
                 "kv.num_blocks=77",
             ),
             *("kv.allow_unauthenticated=true", "kv.ports=[17000, 17009]", 'kv.network_fence=vlan "7", no route'),

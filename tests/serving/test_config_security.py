@@ -8,8 +8,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moonshard.rpc.server import build_server
 from moonshard.serving.config import Config, ConfigError
-from moonshard.serving.config_faults import is_loopback, kv_plane_note
+from moonshard.serving.config_faults import kv_plane_note
 from moonshard.serving.config_file import load_config
+from moonshard.serving.loopback import is_loopback
 from moonshard.serving.transport_security import link_credentials, server_tls
 from tests.certificates import needs_openssl, openssl, self_signed
 

@@ -33,7 +33,7 @@ async def post_raw(running: RunningGateway, body: dict) -> tuple[asyncio.StreamR
     host, port = running.http.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(body).encode()
-    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode())
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode())
     writer.write(content)
     await writer.drain()
     return reader, writer

@@ -10,7 +10,7 @@ from moonshard.serving.gateway.http_protocol import MAX_HEAD_BYTES
 from moonshard.serving.gateway.main import RunningGateway
 from tests.serving.gateway.conftest import MAX_BODY_BYTES
 
-START = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+START = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 PART = 16 * 1024
 
 

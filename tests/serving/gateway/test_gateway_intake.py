@@ -141,8 +141,8 @@ async def test_bodies_beyond_what_may_be_here_at_once_are_told_to_come_again(
 ):
     """Each of these declares its size and then sends nothing on."""
     host, port = running.http.removeprefix("http://").split(":")
-    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: {2_500_000}\r\n\r\n{{".encode()
-    waiting = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1_600_000}\r\n\r\n{{".encode()
+    waiting = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
     for _, writer in waiting:
         writer.write(head)
         await writer.drain()

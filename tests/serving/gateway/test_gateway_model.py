@@ -28,6 +28,8 @@ class Recorder:
 
     threads: list[threading.Thread] = field(default_factory=list)
 
+    max_token_bytes = 1000
+
     def note(self, *_what: object, **_how: object) -> list[int]:
         self.threads.append(threading.current_thread())
         return [1]

@@ -65,7 +65,9 @@ class Deployment:
     def post(self, path: str, body: bytes) -> int:
         """The status, once all of the answer is here."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=300) as connection:
-            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            )
             with contextlib.suppress(OSError):  # answered before all was sent
                 connection.sendall(head.encode() + body)
             answer = connection.recv(1 << 16)
@@ -76,7 +78,7 @@ class Deployment:
         body = body_of(prompt=[1, 2, 3], max_tokens=NUM_TOKENS, ignore_eos=True, stream=True)
         longest, last = 0.0, None
         with socket.create_connection(("127.0.0.1", self.port), timeout=300) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             while not is_over.is_set() and (part := connection.recv(1 << 16)) and b"[DONE]" not in part:
                 now = time.monotonic()
@@ -88,7 +90,7 @@ class Deployment:
         while not is_over.is_set():
             begun_s = time.monotonic()
             with socket.create_connection(("127.0.0.1", self.port), timeout=300) as connection:
-                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 assert b"200" in connection.recv(1 << 16)
             slowest = max(slowest, time.monotonic() - begun_s)
             is_over.wait(0.02)

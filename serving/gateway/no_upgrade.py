@@ -1,0 +1,73 @@
+"""A parser that declines to change the protocol: a request that offers HTTP/2 or WebSocket is a request like any other.
+
+Java's HTTP client offers HTTP/2 (`Upgrade: h2c`) with every request. The parser then takes what follows the head for
+the other protocol, and a server that does not speak it would serve the request without its body.
+Source: RFC 9110, section 7.8: a server may ignore the offer.
+"""
+
+from collections.abc import Callable, Sequence
+
+import httptools
+
+_FRAMING = (b"content-length", b"transfer-encoding")
+
+type Headers = Sequence[tuple[bytes, bytes]]
+
+
+class PlainParser:
+    """Stands where httptools' parser would. `listener` has its callbacks; `headers` gives those of the last head."""
+
+    def __init__(self, listener: object, headers: Callable[[], Headers]) -> None:
+        self._listener = listener
+        self._headers = headers
+        self._parser = _new_parser(listener)
+        self._rest: httptools.HttpRequestParser | None = None  # of a request whose head made an offer
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether the parser holds the request for complete as its head is: its body is still to come."""
+        return self._rest is None and self._parser.should_upgrade()
+
+    def feed_data(self, data: bytes) -> None:
+        """Raises HttpParserError."""
+        if self._rest is not None:
+            self._rest.feed_data(data)
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._decline()
+            if rest := data[offer.args[0] :]:
+                self.feed_data(rest)
+
+    def get_http_version(self) -> str:
+        return self._parser.get_http_version()
+
+    def get_method(self) -> bytes:
+        return self._parser.get_method()
+
+    def should_keep_alive(self) -> bool:
+        return self._parser.should_keep_alive()
+
+    def should_upgrade(self) -> bool:
+        return False
+
+    def on_body(self, body: bytes) -> None:
+        self._listener.on_body(body)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def on_message_complete(self) -> None:
+        """The next request has a parser of its own again."""
+        self._rest, self._parser = None, _new_parser(self._listener)
+        self._listener.on_message_complete()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _decline(self) -> None:
+        """Read the body, if any, by a head that says how it is framed and offers nothing."""
+        framing = b"".join(b"%b: %b\r\n" % line for line in self._headers() if line[0] in _FRAMING)
+        self._rest = _new_parser(self)
+        self._rest.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n")
+
+
+def _new_parser(listener: object) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(listener)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's: what was pipelined is answered
+    return parser
