@@ -1,7 +1,9 @@
 """One child process: started in a session of its own, its status events and its output delivered line by line.
 
-The pipes are ours and not asyncio's, because `Process.wait` of a process with asyncio pipes also waits for whoever else
-holds their write ends. Restarting and ordering several children is `supervisor`'s.
+A child never waits for its reader, which may be stopped, or hang at a terminal: its output finds no room then
+(`unblocked_output`), and its status waits (`status_pipe`). The pipes are ours and not asyncio's, because
+`Process.wait` of a process with asyncio pipes also waits for whoever else holds their write ends. Restarting and
+ordering several children is `supervisor`'s.
 """
 
 import asyncio
@@ -55,6 +57,7 @@ async def start_child(argv: Sequence[str], *, on_event: OnEvent, on_line: OnLine
     """Start `argv` with `--status-fd N` appended."""
     status, status_end = os.pipe()
     output, output_end = os.pipe()
+    os.set_blocking(output_end, False)  # while nobody reads, its libraries' lines are lost instead of waiting
     readers = [
         asyncio.create_task(_read_lines(status, lambda line: _deliver(line, on_event, on_line))),
         asyncio.create_task(_read_lines(output, on_line)),

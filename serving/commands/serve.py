@@ -15,6 +15,7 @@ from moonshard.serving.config_file import as_overrides
 from moonshard.serving.supervisor import Command, Limits, supervise
 from moonshard.serving.tenants import load_tenants
 from moonshard.serving.timings import Timings
+from moonshard.serving.unblocked_output import unblocked_output
 
 
 def serve(options: Configured, timings: bool = False) -> int:
@@ -49,10 +50,11 @@ def serve(options: Configured, timings: bool = False) -> int:
         sys.stdout.write(ready_line(config, listening, time.perf_counter() - begun_s) + "\n")
         sys.stdout.flush()
 
-    try:
-        return asyncio.run(supervise(commands, reporter, limits_of(config), on_ready=on_ready))
-    finally:
-        reporter.finish()
+    with unblocked_output():  # at a terminal that somebody has stopped the children are looked after all the same
+        try:
+            return asyncio.run(supervise(commands, reporter, limits_of(config), on_ready=on_ready))
+        finally:
+            reporter.finish()
 
 
 def ready_line(config: Config, listening: Mapping[str, object], elapsed_s: float) -> str:
