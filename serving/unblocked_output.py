@@ -11,7 +11,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Buffer, Callable, Iterator
 
 
 class UnblockedOutput(io.RawIOBase):
@@ -26,17 +26,17 @@ class UnblockedOutput(io.RawIOBase):
         self._resources = contextlib.ExitStack()
         self._put = _unblocked_put(fd, self._resources)
 
-    def write(self, data: bytes | bytearray | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def write(self, data: Buffer, /) -> int:
         """All of it is taken: what was not written is counted as dropped."""
-        head = self._head()
-        whole = head + bytes(data)
+        head, rest = self._head(), bytes(data)
+        whole = head + rest
         num_written = self._put_most(whole)
         if num_written > 0:
             self._is_torn = num_written < len(whole) and not whole[:num_written].endswith(b"\n")
         if num_written >= len(head):
             self._num_untold = 0
         self._drop(whole[max(num_written, len(head)) :])
-        return len(data)
+        return len(rest)
 
     def close(self) -> None:
         if not self.closed:
