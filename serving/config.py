@@ -51,16 +51,16 @@ class ModelConfig:
 class GatewayConfig:
     """The process that clients talk to."""
 
-    host: Text = "127.0.0.1"
-    port: Port = 8000  # HTTP
-    grpc_port: Port = 50051
+    host: Text = "127.0.0.1"  # where HTTP and gRPC listen
+    port: Port = 8000  # HTTP; 0: any free one
+    grpc_port: Port = 50051  # gRPC; likewise
     workers: tuple[Text, ...] = ()  # host:port; empty: `default_worker_addresses`. `serve` starts its own
     keys: Path | None = None  # a file that names tenants by the hashes of their keys; None: one tenant, without a key
     tenant_tokens_per_minute: Positive | None = None  # of prompts and completions; None: as many as it likes
     ledger: Path | None = None  # a row for each request that was sent is appended to it; None: no account is kept
-    max_body_bytes: Positive = 32 * 1024 * 1024
-    max_queued_requests: Positive = 512
-    queue_timeout_s: Seconds = 30.0
+    max_body_bytes: Positive = 32 * 1024 * 1024  # a larger request is refused
+    max_queued_requests: Positive = 512  # more are refused with 429
+    queue_timeout_s: Seconds = 30.0  # a request whose prompt has waited longer is refused
     drain_timeout_s: Seconds = 20.0  # how long running requests may take to finish after SIGTERM
     worker_silence_s: Seconds = 10.0  # a worker from which nothing came for so long is treated as gone
 
@@ -94,8 +94,8 @@ class WorkerConfig:
 class PrefillConfig:
     """Prefill workers. In aggregated mode `chunk_tokens` and `short_share` alone apply, to the workers of [decode]."""
 
-    replicas: Positive = 1
-    port: Port = 50071
+    replicas: Positive = 1  # how many workers `serve` starts
+    port: Port = 50071  # of one that is started by hand
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: Rules = field(default_factory=Rules)  # over which axes of the mesh weights and KV are cut
     expert_loads: Path | None = None  # a file that `moonshard experts` wrote: by it experts are placed on devices
@@ -109,12 +109,12 @@ class PrefillConfig:
 class DecodeConfig:
     """Decode workers; in aggregated mode, all the workers there are."""
 
-    replicas: Positive = 1
-    port: Port = 50072  # unused in aggregated mode, which has `worker.port`
+    replicas: Positive = 1  # how many workers `serve` starts
+    port: Port = 50072  # of one that is started by hand; unused in aggregated mode, which has `worker.port`
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: DecodeRules = field(default_factory=DecodeRules)
-    expert_loads: Path | None = None
-    redundant_experts: Annotated[int, Meta(ge=0)] = 0
+    expert_loads: Path | None = None  # as of [prefill]
+    redundant_experts: Annotated[int, Meta(ge=0)] = 0  # likewise
     max_slots: Positive = 16  # sequences decoded at once by one worker, over all its partitions
 
 
@@ -125,7 +125,7 @@ class KvConfig:
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64  # tokens
     num_blocks: Positive | None = None  # per partition; None: what memory allows
     prefix_cache: bool = True  # blocks are found again by what they hold, until they are needed for something else
-    transport: Literal["mooncake", "grpc", "inproc"] = "mooncake"
+    transport: Literal["mooncake", "grpc", "inproc"] = "mooncake"  # inproc: for tests
     slab_bytes: Positive = 256 * 1024 * 1024  # of each worker's own: KV lands in it, or is staged in it
     slots_per_handoff: Positive | None = None  # None: a quarter of the slab's slots, at least 1
     lease_s: Seconds = 60.0  # after which a reservation that nobody has used ends
@@ -164,8 +164,8 @@ class TelemetryConfig:
 class TlsConfig:
     """Mutual TLS between gateway and workers: PEM files, all or none. Workers and gateways each show `cert`."""
 
-    cert: Path | None = None
-    key: Path | None = None
+    cert: Path | None = None  # what workers and gateways show each other
+    key: Path | None = None  # its own, not encrypted
     ca: Path | None = None  # whom to believe: a peer's certificate must be signed by it
 
     @property
@@ -177,7 +177,7 @@ class TlsConfig:
 class Config:
     """All of it."""
 
-    mode: Literal["aggregated", "disaggregated"] = "disaggregated"
+    mode: Literal["aggregated", "disaggregated"] = "disaggregated"  # aggregated: every worker prefills and decodes
     model: ModelConfig
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     prices: Prices = field(default_factory=Prices)
