@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from moonshard.serving.config import EMBEDDED_MODEL_NAME, Config, ConfigError, embedded_model_path
+from moonshard.serving.config import EMBEDDED_MODEL_NAME, MAX_DEVICES, Config, ConfigError, embedded_model_path
 from moonshard.serving.config_faults import joint_faults
 
 AUTO = "auto"
@@ -219,7 +219,7 @@ def key_hints(node: type) -> Iterator[tuple[str, object]]:
 
 def _bounded(hint: object) -> object:
     """A plain int (an axis of a mesh) is a size: at least 1."""
-    return typing.Annotated[int, msgspec.Meta(ge=1)] if hint is int else hint
+    return typing.Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)] if hint is int else hint
 
 
 def _class(hint: object) -> type:
