@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from moonshard.kv.native_stderr import stderr_without
 from moonshard.kv.publishing import Publishing, closed
 from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import (
@@ -49,6 +50,11 @@ LIBRARY_MIN_TIMEOUT_S = 5
 NUM_PORTS = 2  # that one process listens at
 PORTS_REST_S = 75.0  # Linux remembers a closed connection for 60 s
 PORTS_PAUSE_S = 1.0
+
+LOGGED_WHERE_ALL_IS_WELL = (  # at every start
+    "Logging before InitGoogleLogging() is written to STDERR",
+    "Local segment descriptor not found",
+)
 
 INSTALL = (
     "Mooncake cannot be loaded ({error}). It needs the system library libibverbs1 (apt-get install libibverbs1) and "
@@ -102,8 +108,9 @@ class MooncakeTransport:
         `TransportUnavailable` where it cannot be loaded or does not start.
         """
         os.environ.update(_library_environment(config))
-        engine = _initialized(host, config)
-        _check_port(engine.get_rpc_port(), config.ports)
+        with stderr_without(LOGGED_WHERE_ALL_IS_WELL):
+            engine = _initialized(host, config)
+            _check_port(engine.get_rpc_port(), config.ports)
         return cls(engine, host, config)
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from moonshard.models.json_file import read_json_object, sub_object
 
+MAX_INT = 2.0**31 - 1  # what a request can carry
 SMALLEST = math.ulp(0.0)  # for what must be above 0
 
 
@@ -38,7 +39,7 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
     config = read_json_object(config_path, GenerationConfigError)
     # transformers takes the likeliest token then and ignores the rest
     sampling = {"temperature": 0.0} if generation.get("do_sample") is False else generation
-    top_k = _number(sampling, "top_k", generation_path, least=-1.0)
+    top_k = _number(sampling, "top_k", generation_path, least=-1.0, most=MAX_INT)
     return GenerationDefaults(
         stop_token_ids=_token_ids(generation, generation_path)
         | _token_ids(config, config_path)

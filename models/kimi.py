@@ -172,12 +172,28 @@ def _check(config: KimiConfig) -> None:
     demand(experts % groups == 0, "n_group", f"= {groups} does not divide n_routed_experts = {experts}")
     demand(config.topk_group <= groups, "topk_group", f"= {config.topk_group} is more than n_group = {groups}")
     demand(groups == 1 or experts // groups >= 2, "n_group", f"= {groups} leaves fewer than 2 experts a group")
+    all_experts = config.num_moe_layers * experts
+    demand(all_experts <= MAX_EXPERTS, "n_routed_experts", f"= {experts} makes more than {MAX_EXPERTS} in all layers")
     choosable = experts // groups * config.topk_group
     demand(
         config.num_experts_per_tok <= choosable,
         "num_experts_per_tok",
         f"= {config.num_experts_per_tok} is more than the {choosable} experts that can be chosen",
     )
+
+
+# Of any size in config.json: what is beyond it is damaged or hostile, and would be listed or allocated before anything
+# else finds it out. Kimi K2 has 61 layers, 384 experts, 163,840 tokens and contexts of 262,144.
+MAX_SIZE = 2**24
+MAX_SIZES = {
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 65_536,
+    "n_routed_experts": 65_536,
+    "n_shared_experts": 4096,
+    "max_position_embeddings": 2**31 - 1,
+    "original_max_position_embeddings": 2**31 - 1,
+}
+MAX_EXPERTS = 2**20  # in all layers
 
 
 class _ConfigReader:
@@ -209,6 +225,8 @@ class _ConfigReader:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelError(f"config.json: {name} is {value!r}, not a positive integer")
+        if value > (most := MAX_SIZES.get(name, MAX_SIZE)):
+            raise ModelError(f"config.json: {name} is {_shown(value)}, more than {most}")
         return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:
@@ -254,6 +272,11 @@ class _ConfigReader:
             attention_factor=rope.optional_number("attention_factor"),
             truncate=rope.flag("truncate", default=True),
         )
+
+
+def _shown(value: int) -> str:
+    """One of a million digits is not spelt out."""
+    return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
 
 
 def _is_off(value: Any) -> bool:

@@ -47,6 +47,15 @@ CHANNEL_OPTIONS = (
 )
 
 
+def _authorization(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """ValueError for what cannot be sent."""
+    if api_key is None:
+        return ()
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError("api_key: expected printable ASCII")
+    return (("authorization", f"Bearer {api_key}"),)
+
+
 class _Arrivals:
     """What has arrived of one stream, and when, on this process's clock."""
 
@@ -190,8 +199,8 @@ class AsyncStream(_Arrivals):
 class Client:
     """A channel to a gateway. Connects on first use; safe to share between threads.
 
-    `credentials` as `moonshard.rpc.tls.channel_credentials` gives them; None is plain text. `timeout_s` is the deadline
-    of every call that does not name its own; None is none.
+    `credentials` as `moonshard.rpc.tls.channel_credentials` gives them; None is plain text. `api_key` goes with
+    every call. `timeout_s` is the deadline of every call that does not name its own; None is none.
     """
 
     def __init__(
@@ -199,6 +208,7 @@ class Client:
         target: str = "127.0.0.1:50051",
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
         timeout_s: float | None = None,
     ):
         if credentials is None:
@@ -209,6 +219,7 @@ class Client:
         stub = health_pb2_grpc.HealthStub(self._channel)
         self._check_health = stub.Check  # pyright: ignore[reportAttributeAccessIssue]  # typeshed leaves it out
         self._timeout_s = timeout_s
+        self._metadata = _authorization(api_key)
 
     def generate(
         self,
@@ -234,7 +245,9 @@ class Client:
         """Sends the request and gives its deltas as they come. `metadata` travels as headers, such as `traceparent`."""
         request = encode_generate(prompt, options)
         deadline_s = self._timeout_s if timeout_s is None else timeout_s
-        return Stream(lambda: self._inference.Generate(request, timeout=deadline_s, metadata=tuple(metadata)))
+        return Stream(
+            lambda: self._inference.Generate(request, timeout=deadline_s, metadata=(*self._metadata, *metadata))
+        )
 
     def model_info(self, model: str = "") -> ModelInfo:
         return decode_model_info(self._ask(self._inference.GetModelInfo, pb.GetModelInfoRequest(model=model)))
@@ -266,7 +279,7 @@ class Client:
 
     def _ask(self, method: Callable[..., Any], request: Message) -> Any:
         try:
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -279,6 +292,7 @@ class AsyncClient:
         target: str = "127.0.0.1:50051",
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
         timeout_s: float | None = None,
     ):
         if credentials is None:
@@ -289,6 +303,7 @@ class AsyncClient:
         stub = health_pb2_grpc.HealthStub(self._channel)
         self._check_health = stub.Check  # pyright: ignore[reportAttributeAccessIssue]  # typeshed leaves it out
         self._timeout_s = timeout_s
+        self._metadata = _authorization(api_key)
 
     async def generate(
         self,
@@ -312,7 +327,9 @@ class AsyncClient:
     ) -> AsyncStream:
         request = encode_generate(prompt, options)
         deadline_s = self._timeout_s if timeout_s is None else timeout_s
-        return AsyncStream(lambda: self._inference.Generate(request, timeout=deadline_s, metadata=tuple(metadata)))
+        return AsyncStream(
+            lambda: self._inference.Generate(request, timeout=deadline_s, metadata=(*self._metadata, *metadata))
+        )
 
     async def model_info(self, model: str = "") -> ModelInfo:
         return decode_model_info(await self._ask(self._inference.GetModelInfo, pb.GetModelInfoRequest(model=model)))
@@ -343,6 +360,6 @@ class AsyncClient:
 
     async def _ask(self, method: Callable[..., Awaitable[Any]], request: Message) -> Any:
         try:
-            return await method(request, timeout=self._timeout_s)
+            return await method(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error

@@ -1,7 +1,9 @@
 """One child process: started in a session of its own, its status events and its output delivered line by line.
 
-The pipes are ours and not asyncio's, because `Process.wait` of a process with asyncio pipes also waits for whoever else
-holds their write ends. Restarting and ordering several children is `supervisor`'s.
+A child never waits for its reader, which may be stopped, or hang at a terminal: its output finds no room then
+(`unblocked_output`), and its status waits (`status_pipe`). The pipes are ours and not asyncio's, because
+`Process.wait` of a process with asyncio pipes also waits for whoever else holds their write ends. Restarting and
+ordering several children is `supervisor`'s.
 """
 
 import asyncio
@@ -13,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 MAX_LINE_BYTES = 64 * 1024
+MAX_SHOWN = 200  # characters of a status line that cannot be read
 LAST_WORDS_S = 1.0  # how long output may trickle in after the process has ended
 
 OnEvent = Callable[[str, dict[str, object]], None]
@@ -31,10 +34,7 @@ class Child:
         return self._process.pid
 
     async def wait(self) -> int:
-        """The exit code, negative for a signal, once everything the child said has been delivered.
-
-        DecodeError if its status was no JSON.
-        """
+        """The exit code, negative for a signal, once everything the child said has been delivered."""
         code = await self._process.wait()
         _, late = await asyncio.wait(self._readers, timeout=LAST_WORDS_S)
         for reader in late:
@@ -57,8 +57,9 @@ async def start_child(argv: Sequence[str], *, on_event: OnEvent, on_line: OnLine
     """Start `argv` with `--status-fd N` appended."""
     status, status_end = os.pipe()
     output, output_end = os.pipe()
+    os.set_blocking(output_end, False)  # while nobody reads, its libraries' lines are lost instead of waiting
     readers = [
-        asyncio.create_task(_read_lines(status, lambda line: _deliver(line, on_event))),
+        asyncio.create_task(_read_lines(status, lambda line: _deliver(line, on_event, on_line))),
         asyncio.create_task(_read_lines(output, on_line)),
     ]
     try:
@@ -78,9 +79,15 @@ async def start_child(argv: Sequence[str], *, on_event: OnEvent, on_line: OnLine
     return Child(process, readers)
 
 
-def _deliver(line: str, on_event: OnEvent) -> None:
-    fields = msgspec.json.decode(line, type=dict[str, object])
-    on_event(str(fields.pop("event")), fields)
+def _deliver(line: str, on_event: OnEvent, on_line: OnLine) -> None:
+    """A status line. One that was cut off, as by the end of a killed process, is told as output."""
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, object])
+        event = str(fields.pop("event"))
+    except (msgspec.MsgspecError, KeyError):
+        on_line(f"unreadable status {line[:MAX_SHOWN]!r}")
+        return
+    on_event(event, fields)
 
 
 async def _read_lines(fd: int, handle: OnLine) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tyro
 
+from moonshard.serving.commands.options import check_options
 from moonshard.serving.startup import STARTUP_EXIT_CODE, startup_message
 
 ENTRY_POINT_GROUP = "moonshard.commands"
@@ -24,7 +25,7 @@ BUILT_IN = tuple(
     EntryPoint(name=name, value=f"moonshard.serving.commands.{name}:{name}", group=ENTRY_POINT_GROUP)
     for name in (
         *("serve", "gateway", "prefill", "decode", "worker"),
-        *("chat", "score", "budget", "experts", "ledger", "trace"),
+        *("keys", "chat", "score", "budget", "experts", "ledger", "trace"),
     )
 )
 
@@ -47,7 +48,9 @@ def run(argv: Sequence[str], commands: dict[str, EntryPoint]) -> int:
     """The command that `argv` names, with the rest of `argv`. SystemExit after help or for bad usage."""
     name, arguments = (argv[0], argv[1:]) if argv else ("", [])
     if name in commands:
-        return tyro.cli(commands[name].load(), prog=f"moonshard {name}", args=arguments)
+        command = commands[name].load()
+        check_options(command, arguments)
+        return tyro.cli(command, prog=f"moonshard {name}", args=arguments)
     return _show_commands(name, commands)
 
 

@@ -19,7 +19,17 @@ from moonshard.sharding.shape import MeshShape
 
 EMBEDDED_MODEL_NAME = "pocket-kimi"
 
-Positive = Annotated[int, Meta(ge=1)]
+# No number is without an end: what would be allocated, listed or started by it is refused here, before any of that is.
+MAX_INT = 2**31 - 1  # of what goes over a wire or to a device as 32 bits
+MAX_DEVICES = 4096  # of a mesh; on a CPU a worker makes itself so many
+
+Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
+NotNegative = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Large = Annotated[int, Meta(ge=1, le=2**50)]  # of bytes, or of tokens that are only added up
+ContextTokens = Annotated[int, Meta(ge=2, le=MAX_INT)]
+ChunkTokens = Annotated[int, Meta(ge=1, le=2**20)]
+Replicas = Annotated[int, Meta(ge=1, le=1024)]  # processes
+Slots = Annotated[int, Meta(ge=1, le=65_536)]  # rows of what a worker keeps for each of its devices
 Port = Annotated[int, Meta(ge=0, le=65_535)]  # 0: any free port
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Text = Annotated[str, Meta(min_length=1)]
@@ -44,19 +54,19 @@ class ModelConfig:
     path: Path  # a Hugging Face folder; without one the embedded model is served
     name: Text  # what clients call it; the folder's name by default
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
-    max_context_tokens: Annotated[int, Meta(ge=2)] | None = None  # None: what folder and cache allow, at most 8,192
+    max_context_tokens: ContextTokens | None = None  # None: what folder and cache allow, at most 8,192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayConfig:
     """The process that clients talk to."""
 
-    host: Text = "127.0.0.1"
-    port: Port = 8000  # HTTP
-    grpc_port: Port = 50051
+    host: Text = "127.0.0.1"  # where HTTP and gRPC listen
+    port: Port = 8000  # HTTP; 0: any free one
+    grpc_port: Port = 50051  # gRPC; likewise
     workers: tuple[Text, ...] = ()  # host:port; empty: `default_worker_addresses`. `serve` starts its own
     keys: Path | None = None  # a file that names tenants by the hashes of their keys; None: one tenant, without a key
-    tenant_tokens_per_minute: Positive | None = None  # of prompts and completions; None: as many as it likes
+    tenant_tokens_per_minute: Large | None = None  # of prompts and completions; None: as many as it likes
     ledger: Path | None = None  # a row for each request that was sent is appended to it; None: no account is kept
     allowed_origins: tuple[Text, ...] = ()  # of pages that may call it from a browser; "*": any
     allowed_hosts: tuple[Text, ...] = ()  # names, in Host, under which it may be called; "*": any. See README
@@ -66,9 +76,9 @@ class GatewayConfig:
     max_idle_connections: Positive = 2048  # between two requests; one more, and the oldest is closed
     max_half_open_connections: Positive = 512  # whose request is not complete; likewise
     max_body_bytes: Positive = 32 * 1024 * 1024  # also of what a compressed one holds
-    max_bytes_in_flight: Positive = 256 * 1024 * 1024  # of the bodies of all requests that have not ended
-    max_queued_requests: Positive = 512
-    queue_timeout_s: Seconds = 30.0
+    max_bytes_in_flight: Large = 256 * 1024 * 1024  # of the bodies of all requests that have not ended
+    max_queued_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 512  # more are refused with 429
+    queue_timeout_s: Seconds = 30.0  # a request whose prompt has waited longer is refused
     drain_timeout_s: Seconds = 20.0  # how long running requests may take to finish after SIGTERM
     worker_silence_s: Seconds = 10.0  # a worker from which nothing came for so long is treated as gone
 
@@ -80,10 +90,10 @@ class RoutingConfig:
     policy: PolicyName = "cost"  # how a worker is chosen: see serving/policies.py
     queue_weight: Annotated[float, Meta(ge=0, le=1e3)] = QUEUE_WEIGHT  # of policy cost: a queued token beside one to do
     local_prefill: Literal["cost", "static"] = "cost"  # when the decode worker prefills: see serving/locality.py
-    local_prefill_max_tokens: Annotated[int, Meta(ge=0)] = 0  # static: where at most so many are unknown there
+    local_prefill_max_tokens: NotNegative = 0  # static: where at most so many are unknown there
     local_prefill_min_known: Annotated[float, Meta(ge=0, le=1)] = 1.0  # static: or where this share of it is known
     ttft_slo_s: Seconds | None = None  # a request that is predicted to wait longer for its first token is refused
-    max_attempts: Positive = 3  # how often a request is begun or continued on other workers
+    max_attempts: Annotated[int, Meta(ge=1, le=1000)] = 3  # how often a request is begun or continued on other workers
     failover_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 1.5  # of a request that lost its worker, for another
 
 
@@ -102,28 +112,28 @@ class WorkerConfig:
 class PrefillConfig:
     """Prefill workers. In aggregated mode `chunk_tokens` and `short_share` alone apply, to the workers of [decode]."""
 
-    replicas: Positive = 1
-    port: Port = 50071
+    replicas: Replicas = 1  # how many workers `serve` starts
+    port: Port = 50071  # of one that is started by hand
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: Rules = field(default_factory=Rules)  # over which axes of the mesh weights and KV are cut
     expert_loads: Path | None = None  # a file that `moonshard experts` wrote: by it experts are placed on devices
-    redundant_experts: Annotated[int, Meta(ge=0)] = 0  # further copies of hot experts, in each MoE layer
-    chunk_tokens: Positive = 512  # the most prompt tokens of one step, rounded up to a multiple of 32
+    redundant_experts: Annotated[int, Meta(ge=0, le=65_536)] = 0  # further copies of hot experts, in each MoE layer
+    chunk_tokens: ChunkTokens = 512  # the most prompt tokens of one step, rounded up to a multiple of 32
     short_share: Annotated[float, Meta(ge=0, lt=1)] = 0.5  # of a step that a long prompt leaves to prompts that fit in
-    max_slots: Positive = 16  # rows whose first token one step can draw, over all partitions
+    max_slots: Slots = 16  # rows whose first token one step can draw, over all partitions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
     """Decode workers; in aggregated mode, all the workers there are."""
 
-    replicas: Positive = 1
-    port: Port = 50072  # unused in aggregated mode, which has `worker.port`
+    replicas: Replicas = 1  # how many workers `serve` starts
+    port: Port = 50072  # of one that is started by hand; unused in aggregated mode, which has `worker.port`
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: DecodeRules = field(default_factory=DecodeRules)
-    expert_loads: Path | None = None
-    redundant_experts: Annotated[int, Meta(ge=0)] = 0
-    max_slots: Positive = 16  # sequences decoded at once by one worker, over all its partitions
+    expert_loads: Path | None = None  # as of [prefill]
+    redundant_experts: Annotated[int, Meta(ge=0, le=65_536)] = 0  # likewise
+    max_slots: Slots = 16  # sequences decoded at once by one worker, over all its partitions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +143,8 @@ class KvConfig:
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64  # tokens
     num_blocks: Positive | None = None  # per partition; None: what memory allows
     prefix_cache: bool = True  # blocks are found again by what they hold, until they are needed for something else
-    transport: Literal["mooncake", "grpc", "inproc"] = "mooncake"
-    slab_bytes: Positive = 256 * 1024 * 1024  # of each worker's own: KV lands in it, or is staged in it
+    transport: Literal["mooncake", "grpc", "inproc"] = "mooncake"  # inproc: for tests
+    slab_bytes: Large = 256 * 1024 * 1024  # of each worker's own: KV lands in it, or is staged in it
     slots_per_handoff: Positive | None = None  # None: a quarter of the slab's slots, at least 1
     lease_s: Seconds = 60.0  # after which a reservation that nobody has used ends
     quarantine_s: Seconds = 60.0  # how long slots rest after a writer that may still write
@@ -151,9 +161,9 @@ class TraceConfig:
 
     path: Path | None = None  # a folder, made where it is missing; None: nothing is recorded
     tokens: bool = False  # by the gateway, also a row for each token
-    max_rows: Positive = 8192  # of one file
+    max_rows: Annotated[int, Meta(ge=1, le=10_000_000)] = 8192  # of one file
     max_age_s: Seconds = 10.0  # a row waits no longer to be written: what a killed process loses
-    max_bytes: Positive = 16 * 1024**3  # of the files of one process: then it deletes its oldest
+    max_bytes: Large = 16 * 1024**3  # of the files of one process: then it deletes its oldest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,8 +182,8 @@ class TelemetryConfig:
 class TlsConfig:
     """Mutual TLS between gateway and workers: PEM files, all or none. Workers and gateways each show `cert`."""
 
-    cert: Path | None = None
-    key: Path | None = None
+    cert: Path | None = None  # what workers and gateways show each other
+    key: Path | None = None  # its own, not encrypted
     ca: Path | None = None  # whom to believe: a peer's certificate must be signed by it
 
     @property
@@ -185,7 +195,7 @@ class TlsConfig:
 class Config:
     """All of it."""
 
-    mode: Literal["aggregated", "disaggregated"] = "disaggregated"
+    mode: Literal["aggregated", "disaggregated"] = "disaggregated"  # aggregated: every worker prefills and decodes
     model: ModelConfig
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     prices: Prices = field(default_factory=Prices)

@@ -8,7 +8,15 @@ import re
 from collections import Counter
 from urllib.parse import urlsplit
 
-from moonshard.serving.config import Config, GatewayConfig, KvConfig, TelemetryConfig, TlsConfig, kv_host_of
+from moonshard.serving.config import (
+    MAX_DEVICES,
+    Config,
+    GatewayConfig,
+    KvConfig,
+    TelemetryConfig,
+    TlsConfig,
+    kv_host_of,
+)
 from moonshard.serving.loopback import is_loopback
 from moonshard.sharding.rules import MeshError, Rules, check_rules
 from moonshard.sharding.shape import MeshShape
@@ -74,6 +82,8 @@ def _size_faults(config: Config) -> list[str]:
         )
     roles = {"decode": decode} if config.mode == "aggregated" else {"prefill": prefill, "decode": decode}
     for name, role in roles.items():
+        if role.mesh.num_devices > MAX_DEVICES:
+            faults.append(f"{name}.mesh: {role.mesh} is {role.mesh.num_devices} devices; at most {MAX_DEVICES}")
         faults += _rule_faults(name, role.mesh, role.rules, kv.block_size)
     faults += [
         f"{name}.max_slots: {role.max_slots} cannot be shared out equally among the "

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from moonshard.serving.config import EMBEDDED_MODEL_NAME, Config, ConfigError, embedded_model_path
+from moonshard.serving.config import EMBEDDED_MODEL_NAME, MAX_DEVICES, Config, ConfigError, embedded_model_path
 from moonshard.serving.config_faults import joint_faults
 
 AUTO = "auto"
@@ -50,14 +50,19 @@ def path_keys() -> frozenset[str]:
     return frozenset(key for key, hint in _all_hints(Config) if _is_path(hint))
 
 
+def nearest_keys(name: str) -> list[str]:
+    """The keys that somebody may have meant; the key itself, if it is one."""
+    return [name] if name in all_keys() else _nearest(name, dict(key_hints(Config)), "")
+
+
 def as_overrides(config: Config) -> list[str]:
     """Every key of `config` as `dotted.key=value`: `load_config(None, as_overrides(c)) == c`."""
-    return [f"{key}={_toml_value(value)}" for key, value in leaves(config)]
+    return [f"{key}={toml_value(value)}" for key, value in leaves(config)]
 
 
 def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """(dotted key, value) of every key, in the order of the dataclasses."""
-    for name, _ in _keys(type(node)):
+    for name, _ in key_hints(type(node)):
         value = getattr(node, name)
         if is_dataclass(value):
             yield from leaves(value, f"{prefix}{name}.")
@@ -93,7 +98,7 @@ def _read(path: Path) -> Tree:
 
 def _beside(folder: Path, tree: Tree, node: type) -> Tree:
     """The tree with its relative paths made relative to the folder of the file it was read from."""
-    for name, hint in _keys(node):
+    for name, hint in key_hints(node):
         value = tree.get(name)
         if isinstance(value, dict) and is_dataclass(hint):
             _beside(folder, value, _class(hint))
@@ -130,7 +135,7 @@ def _parse_value(text: str) -> object:
 def _walk(node: type, tree: Tree, prefix: str, faults: list[str]) -> Tree:
     """The valid part of `tree`, converted; what is wrong with the rest goes to `faults`."""
     values: Tree = {}
-    known = dict(_keys(node))
+    known = dict(key_hints(node))
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if name not in known:
@@ -140,7 +145,7 @@ def _walk(node: type, tree: Tree, prefix: str, faults: list[str]) -> Tree:
         elif isinstance(value, dict):
             values[name] = _walk(_class(known[name]), value, f"{key}.", faults)
         else:
-            faults.append(f"{key}: expected a table with {', '.join(n for n, _ in _keys(_class(known[name])))}")
+            faults.append(f"{key}: expected a table with {', '.join(n for n, _ in key_hints(_class(known[name])))}")
     return values
 
 
@@ -165,7 +170,7 @@ def _to_path(hint: type, value: object) -> object:
 def _explain(error: msgspec.ValidationError, hint: object, value: object) -> str:
     if _is_literal(hint):
         choices = [str(choice) for choice in typing.get_args(hint)]
-        return f"expected one of {', '.join(choices)}, got {value!r}" + _did_you_mean(
+        return f"expected one of {', '.join(choices)}, got {value!r}" + did_you_mean(
             difflib.get_close_matches(str(value), choices, n=1)
         )
     if isinstance(value, list) and (element := typing.get_args(hint)[:1]) and _is_literal(element[0]):
@@ -181,10 +186,10 @@ def _is_literal(hint: object) -> bool:
 def _unknown(key: str, siblings: Mapping[str, object], prefix: str) -> str:
     near = _nearest(key, siblings, prefix)
     where = f"[{prefix[:-1]}]" if prefix else "the top level"
-    return f"{key}: unknown key" + (_did_you_mean(near) or f"; {where} has {', '.join(siblings)}")
+    return f"{key}: unknown key" + (did_you_mean(near) or f"; {where} has {', '.join(siblings)}")
 
 
-def _did_you_mean(names: Sequence[str]) -> str:
+def did_you_mean(names: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
@@ -200,13 +205,13 @@ def _nearest(key: str, siblings: Mapping[str, object], prefix: str) -> list[str]
 
 def _all_hints(node: type, prefix: str = "") -> Iterator[tuple[str, object]]:
     """(dotted key, type) of every key and every table."""
-    for name, hint in _keys(node):
+    for name, hint in key_hints(node):
         yield prefix + name, hint
         if is_dataclass(hint):
             yield from _all_hints(_class(hint), f"{prefix}{name}.")
 
 
-def _keys(node: type) -> Iterator[tuple[str, object]]:
+def key_hints(node: type) -> Iterator[tuple[str, object]]:
     """(name, type with its bounds) of each field."""
     hints = typing.get_type_hints(node, include_extras=True)
     return ((f.name, _bounded(hints[f.name])) for f in fields(node))
@@ -214,7 +219,7 @@ def _keys(node: type) -> Iterator[tuple[str, object]]:
 
 def _bounded(hint: object) -> object:
     """A plain int (an axis of a mesh) is a size: at least 1."""
-    return typing.Annotated[int, msgspec.Meta(ge=1)] if hint is int else hint
+    return typing.Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)] if hint is int else hint
 
 
 def _class(hint: object) -> type:
@@ -253,17 +258,17 @@ def _unreadable(tls: object) -> list[str]:
 
 
 def _build[T](node: type[T], values: Mapping[str, object]) -> T:
-    hints = dict(_keys(node))
+    hints = dict(key_hints(node))
     return node(**{n: _build(_class(hints[n]), v) if isinstance(v, dict) else v for n, v in values.items()})
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
     if value is None:
         return json.dumps(AUTO)
     if isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, str | Path):  # a JSON string is a TOML string, but for DEL
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

@@ -1,9 +1,10 @@
 """One row for every request that a worker got, appended to a file as it ends: what it used and what that costs.
 
 A row is a line of JSON, written whole or not at all: what a full disk cut off is taken back, and the row waits for the
-next try. So the sum over the file never counts anything twice, and a reader need not know who wrote it. Writing happens
-on a thread of its own, since a disk may be slow. One process writes a file, and holds its lock; several gateways have a
-file each. Left out: who the tenant is, and which requests get a row.
+next try. A file that was moved away or deleted is begun anew. So the sum over the file never counts anything twice,
+and a reader need not know who wrote it. Writing happens on a thread of its own, since a disk may be slow. One process
+writes a file, and holds its lock; several gateways have a file each. Left out: who the tenant is, and which requests
+get a row.
 """
 
 import fcntl
@@ -24,6 +25,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 MAX_PENDING_ROWS = 100_000  # that wait for the disk; of more the oldest are lost
 MAX_ROW_BYTES = 1 << 16  # so far back the last row is looked for
+RETRY_S = 5.0  # rows that wait are tried again, also where no other comes
 ROW_START = b'{"request_id":'
 
 
@@ -61,6 +63,7 @@ class Ledger:
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._pending: deque[bytes] = deque()
         self._whole_bytes: int | None = None  # of the file, where the row behind them was cut off and is still there
+        self._is_failing = False
         self._num_lost = self._num_failures = 0  # counted by the thread
         self._num_overtaken = 0  # rows lost while the thread was writing another: counted by who adds
         self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
@@ -100,8 +103,13 @@ class Ledger:
         os.close(self._file)
 
     def _write_all(self) -> None:
-        while (row := self._rows.get()) is not None:
-            self._pending.append(json.dumps(asdict(row), separators=(",", ":")).encode() + b"\n")
+        while True:
+            try:
+                if (row := self._rows.get(timeout=RETRY_S if self._pending else None)) is None:
+                    break
+                self._pending.append(json.dumps(asdict(row), separators=(",", ":")).encode() + b"\n")
+            except queue.Empty:
+                pass
             self._try_pending()
             while len(self._pending) > MAX_PENDING_ROWS:
                 self._pending.popleft()
@@ -112,13 +120,33 @@ class Ledger:
     def _try_pending(self) -> None:
         while self._pending:
             try:
+                self._follow_path()
                 self._append(self._pending[0])
-            except OSError as error:
-                if not self._num_failures:
-                    logger.error("ledger %s: %s; rows wait", self._path, error.strerror)
+            except (OSError, LedgerError) as error:
+                if not self._is_failing:
+                    logger.error("ledger %s: %s; rows wait", self._path, getattr(error, "strerror", None) or error)
+                self._is_failing = True
                 self._num_failures += 1
                 return
             self._pending.popleft()
+        if self._is_failing:
+            self._is_failing = False
+            logger.warning("ledger %s: rows are written again; %d were lost", self._path, self.num_lost)
+
+    def _follow_path(self) -> None:
+        """Begin the file anew where it is no longer the one at its path: moved as logs are rotated, or deleted.
+
+        OSError or LedgerError where that cannot be: the rows wait, and none goes where nobody would look for it.
+        """
+        ours = os.fstat(self._file)
+        if not stat.S_ISREG(ours.st_mode) or _is_at(self._path, ours):
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        anew = _open(self._path)
+        how = "moved away" if ours.st_nlink else "deleted, with the rows that it had,"
+        logger.warning("ledger %s: it was %s and is begun anew", self._path, how)
+        os.close(self._file)
+        self._file, self._whole_bytes = anew, None
 
     def _append(self, line: bytes) -> None:
         """The whole line, or nothing and OSError."""
@@ -139,6 +167,13 @@ class Ledger:
         if self._whole_bytes is not None:
             os.ftruncate(self._file, self._whole_bytes)
             self._whole_bytes = None
+
+
+def _is_at(path: Path, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), file)
+    except FileNotFoundError:
+        return False
 
 
 def _open(path: Path) -> int:

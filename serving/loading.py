@@ -37,6 +37,8 @@ from moonshard.sharding.rules import MeshError
 
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 MAX_AUTO_POOL_BYTES = 1 << 30  # on CPU, where the pool shares memory with everything else
+HARMLESS_SLOT_BYTES = 1 << 26  # of so few nothing is asked
+SLOT_BYTES_PER_TOKEN = 9  # of a slot's rows: logits, counts, and whether the prompt has it
 Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded to a multiple
 
 Progress = Callable[[str], None]
@@ -280,6 +282,7 @@ def choose_sizes(
     block = _BlockBytes.of(model, group.bytes_per_token * block_size, place)
     if config.kv.num_blocks is not None:
         _check_pool_fits(config.kv.num_blocks, place, block)
+    _check_slots_fit(config, model, role)
     num_blocks = config.kv.num_blocks or _auto_blocks(config, model, place, block, role)
     pool_tokens = num_blocks * block_size
     wanted = config.model.max_context_tokens
@@ -354,6 +357,18 @@ def _auto_blocks(config: Config, model: kimi.KimiConfig, place: Place, block: _B
     shapes = step_shapes(config, context, role)
     fillable = shapes.slots_per_partition * shapes.blocks_per_sequence
     return max(1, min(fillable, half_bytes // (block.everywhere * place.mesh.num_partitions)))
+
+
+def _check_slots_fit(config: Config, model: kimi.KimiConfig, role: WorkerRole) -> None:
+    """ConfigError where the rows of the vocabulary's length that each slot has are more than the memory there is."""
+    own, key = (config.prefill, "prefill") if role == "prefill" else (config.decode, "decode")
+    needed = own.max_slots * model.vocab_size * SLOT_BYTES_PER_TOKEN
+    device_bytes = _free_device_bytes(own.mesh.num_devices)
+    free_bytes = free_memory_bytes() if device_bytes is None else device_bytes * own.mesh.num_devices
+    if needed > max(free_bytes, HARMLESS_SLOT_BYTES):
+        what = f"{own.max_slots} slots of a vocabulary of {model.vocab_size} tokens"
+        took = f"take {needed / 1024**3:.2f} GiB, and {free_bytes / 1024**3:.2f} GiB are available"
+        raise ConfigError([f"{key}.max_slots: {what} {took}"])
 
 
 def _check_pool_fits(num_blocks: int, place: Place, block: _BlockBytes) -> None:

@@ -13,9 +13,9 @@ MILLION = 1_000_000
 class Prices:
     """USD per million tokens. The defaults are those of Kimi K2.5 on Cloudflare's Workers AI."""
 
-    input: Price = 0.60
-    cached_input: Price = 0.10
-    output: Price = 3.00
+    input: Price = 0.60  # of prompts, in USD per million tokens
+    cached_input: Price = 0.10  # of these, for those found in a cache
+    output: Price = 3.00  # of completions
 
     def usd(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> float:
         computed = prompt_tokens - cached_tokens

@@ -19,6 +19,7 @@ from moonshard.serving.config import Config
 from moonshard.serving.status_pipe import Status, StatusPrinter, open_status_pipe
 from moonshard.serving.timings import Timings
 from moonshard.serving.trace.schema import STARTS
+from moonshard.serving.unblocked_output import unblocked_output
 from moonshard.sharding.shape import MeshShape
 
 if TYPE_CHECKING:
@@ -69,11 +70,16 @@ def run_process(run: Callable[[], RunProcess], config: Config, status_fd: int | 
         import uvloop
 
         begin = run()
+    with unblocked_output():
+        return _run(lambda status: uvloop.run(begin(config, status=status, start=start)), status_fd)
+
+
+def _run(serve: Callable[[Status], int], status_fd: int | None) -> int:
     if status_fd is None:
-        return uvloop.run(begin(config, status=StatusPrinter(), start=start))
+        return serve(StatusPrinter())
     status = open_status_pipe(status_fd)
     try:
-        return uvloop.run(begin(config, status=status, start=start))
+        return serve(status)
     except (ValueError, OSError, ExceptionGroup) as error:
         message = startup_message(error)
         if message is None:

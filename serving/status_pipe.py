@@ -5,14 +5,15 @@ Status goes as JSON lines over an inherited pipe, never over stdout or stderr, w
 them}, `ready` {}, `draining` {}, `failed` {message, exit_code}.
 """
 
-import contextlib
 import ctypes
 import os
 import re
 import select
 import signal
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -40,11 +41,57 @@ def open_status_pipe(fd: int) -> Status:
     if _is_reader_gone(fd):
         raise SystemExit(1)
 
-    def report(event: str, fields: Mapping[str, object]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the death signal is on its way
-            os.write(fd, msgspec.json.encode({"event": event, **fields}) + b"\n")
+    return StatusWriter(fd)
 
-    return report
+
+class StatusWriter:
+    """Writes events to a pipe in their order, and never waits: what finds no room is kept, of progress the last."""
+
+    def __init__(self, fd: int):
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._lock = threading.Lock()  # of the rest
+        self._rest = b""  # of a line that was begun
+        self._waiting: deque[tuple[str, bytes]] = deque()  # event, line
+        self._is_followed_up = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Events that were not written yet."""
+        with self._lock:
+            return len(self._waiting) + bool(self._rest)
+
+    def __call__(self, event: str, fields: Mapping[str, object]) -> None:
+        with self._lock:
+            if event == "progress" and self._waiting and self._waiting[-1][0] == event:
+                self._waiting.pop()
+            self._waiting.append((event, msgspec.json.encode({"event": event, **fields}) + b"\n"))
+            if not self._write() and not self._is_followed_up:
+                self._is_followed_up = True
+                threading.Thread(target=self._follow_up, name="status", daemon=True).start()
+
+    def _write(self) -> bool:
+        """Whether everything is written, or will never be."""
+        try:
+            while self._rest or self._waiting:
+                self._rest = self._rest or self._waiting.popleft()[1]
+                self._rest = self._rest[os.write(self._fd, self._rest) :]
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:  # the death signal is on its way
+            self._waiting.clear()
+            self._rest = b""
+        return True
+
+    def _follow_up(self) -> None:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        while True:
+            poll.poll()
+            with self._lock:
+                if self._write():
+                    self._is_followed_up = False
+                    return
 
 
 class StatusPrinter:

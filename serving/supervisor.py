@@ -1,5 +1,8 @@
 """Workers and one gateway as child processes: started together, restarted when they end by themselves, ended together.
 
+A child that fails before any of its role was ready ends everything: that is a start that cannot succeed. Later, one
+that cannot come back is tried again for ever, ever more rarely, while the others serve.
+
 It knows processes and status events, neither models nor ports: `Commands` says what to run, `Reporter` takes the news.
 Ending is bounded: a drain that takes too long is cut off with SIGKILL, and nothing is left running.
 Left out: several machines.
@@ -8,9 +11,8 @@ Left out: several machines.
 import asyncio
 import contextlib
 import signal
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moonshard.serving.child import Child, start_child
@@ -18,7 +20,7 @@ from moonshard.serving.status_pipe import describe
 
 
 class ChildFailed(Exception):
-    """A child that cannot serve: it failed before it was ever ready, or crashed too often."""
+    """A child that cannot serve: it failed before it was ever ready."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
@@ -32,9 +34,23 @@ class Limits:
 
     gateway_drain_s: float = 24.0  # the gateway goes first; after this the workers are told too
     drain_s: float = 27.0  # of everything, then SIGKILL
-    max_restarts: int = 3  # of one child within `restart_window_s`
-    restart_window_s: float = 60.0
-    first_backoff_s: float = 0.25  # doubled with each restart in the window
+    first_backoff_s: float = 0.25  # of a child that crashed; doubled with each crash that follows
+    max_backoff_s: float = 30.0
+    settled_s: float = 60.0  # a child that has served so long works: its next crash is the first again
+
+    def backoff_s(self, num_crashes: int) -> float:
+        """How long to wait after so many crashes in a row, 1 or more."""
+        doublings = min(num_crashes - 1, 60)  # beyond that a float overflows sooner or later
+        return min(self.max_backoff_s, self.first_backoff_s * 2**doublings)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """How a process failed."""
+
+    message: str
+    exit_code: int
+    is_silent: bool = False  # it gave no reason
 
 
 # An argument list, given what an earlier process of the role listened on: the next one must take its place.
@@ -83,7 +99,7 @@ class Supervisor:
         return gateway.listening.result()
 
     async def watch(self) -> None:
-        """Returns never: ChildFailed once a child has crashed too often."""
+        """Returns never: whatever a child does from now on, it is started again."""
         await self._unless_failed(asyncio.Event().wait())
 
     async def stop(self) -> None:
@@ -143,8 +159,8 @@ class Role:
         self._retired = asyncio.Event()
         self._signal: int | None = None  # the last one sent: a process that is just being started gets it too
         self._child: Child | None = None
-        self._failure: tuple[str, int] | None = None  # what the current process said before it ended
-        self._has_served = False  # the current process was ready
+        self._failure: Fault | None = None  # what the current process said before it ended
+        self._ready_at_s: float | None = None  # when the current process was, by the loop's clock
         self.task = asyncio.create_task(self._run(), name=name)
 
     def retire(self) -> None:
@@ -157,60 +173,76 @@ class Role:
             self._child.signal(number)
 
     async def _run(self) -> None:
-        """One process after another, until retired (returns) or beyond hope (ChildFailed)."""
-        crashes: deque[float] = deque()
+        """One process after another, until retired (returns). ChildFailed if none was ever ready."""
+        num_crashes = 0  # in a row
         while not self._retired.is_set():
-            code = await self._live()
+            fault = await self._live()
             if self._retired.is_set():
                 return
-            if code == 0 and self._has_served:
+            if fault is None:
+                num_crashes = 0
                 await self._after_drain()
-            else:
-                await self._after_crash(code, crashes)
+                continue
+            num_crashes = 1 if self._has_settled() else num_crashes + 1
+            await self._after_crash(fault, num_crashes)
 
-    async def _live(self) -> int:
-        """Run one process to its end."""
+    async def _live(self) -> "Fault | None":
+        """Run one process to its end: what was wrong with that, None for nothing."""
         previous = self.listening.result() if self.listening.done() else None
-        self._failure, self._has_served = None, False
-        self._child = await start_child(self._command(previous), on_event=self._on_event, on_line=self._on_line)
+        self._failure, self._ready_at_s = None, None
+        try:
+            self._child = await start_child(self._command(previous), on_event=self._on_event, on_line=self._on_line)
+        except OSError as error:  # no process, memory or descriptor left: the others may give some back
+            return Fault(f"{self.name} could not be started: {error.strerror or error}", 1)
         try:
             if self._signal is not None:
                 self._child.signal(self._signal)
-            return await self._child.wait()
+            return self._fault(await self._child.wait())
         finally:
             self._child.signal(signal.SIGKILL)  # only when cancelled does it still run
             self._child = None
+
+    def _fault(self, code: int) -> "Fault | None":
+        """Of the process that ended with this code: its own words where it had some."""
+        if code == 0 and self._ready_at_s is not None:
+            return None
+        if self._failure is None:
+            return Fault(f"{self.name} {_ending(code)}", max(code, 1), is_silent=True)
+        if not self.ready.is_set():
+            return self._failure  # at a start all are about to fail alike; later, one does
+        return replace(self._failure, message=f"{self.name}: {self._failure.message}")
+
+    def _has_settled(self) -> bool:
+        """Whether the process that has just ended had served long enough to count as one that works."""
+        now_s = asyncio.get_running_loop().time()
+        return self._ready_at_s is not None and now_s - self._ready_at_s >= self._limits.settled_s
 
     async def _after_drain(self) -> None:
         """Somebody else told the process to end, and it did so in order: that says nothing against the next one."""
         self._reporter.note(f"{self.name} has drained and ended; starting it again")
         await _wait_for(self._retired, timeout_s=self._limits.first_backoff_s)
 
-    async def _after_crash(self, code: int, crashes: deque[float]) -> None:
-        """Wait before the next process. ChildFailed if there should be none."""
-        message, exit_code = self._failure or (f"{self.name} {_ending(code)}", code if code > 0 else 1)
+    async def _after_crash(self, fault: "Fault", num_crashes: int) -> None:
+        """Wait before the next process. ChildFailed if none was ever ready."""
         if not self.ready.is_set():
-            raise ChildFailed(message if self._failure else f"{message} before it was ready", exit_code)
-        if self._failure:
-            message = f"{self.name}: {message}"  # at a start all are about to fail alike; later, one does
-        now, limits = asyncio.get_running_loop().time(), self._limits
-        crashes.append(now)
-        while crashes[0] <= now - limits.restart_window_s:
-            crashes.popleft()
-        if len(crashes) > limits.max_restarts:
-            raise ChildFailed(f"{message}, {len(crashes)} times within {limits.restart_window_s:g} s: giving up", 1)
-        self._reporter.note(f"{message}; restarting it")
-        await _wait_for(self._retired, timeout_s=limits.first_backoff_s * 2 ** (len(crashes) - 1))
+            when = " before it was ready" if fault.is_silent else ""
+            raise ChildFailed(fault.message + when, fault.exit_code)
+        delay_s = self._limits.backoff_s(num_crashes)
+        if num_crashes == 1:
+            self._reporter.note(f"{fault.message}; restarting it")
+        else:
+            self._reporter.note(f"{fault.message}, {num_crashes} times in a row; trying again in {delay_s:g} s")
+        await _wait_for(self._retired, timeout_s=delay_s)
 
     def _on_event(self, event: str, fields: dict[str, object]) -> None:
         if event == "listening" and not self.listening.done():
             self.listening.set_result(fields)
         elif event == "ready":
-            self._has_served = True
+            self._ready_at_s = asyncio.get_running_loop().time()
             self.ready.set()
         elif event == "failed":
             exit_code = fields.get("exit_code")
-            self._failure = describe(event, fields), exit_code if isinstance(exit_code, int) else 1
+            self._failure = Fault(describe(event, fields), exit_code if isinstance(exit_code, int) else 1)
         self._reporter.event(self.name, event, fields)
 
     def _on_line(self, text: str) -> None:

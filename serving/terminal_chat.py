@@ -33,9 +33,16 @@ class ChatOptions:
     max_tokens: int | None = None
 
 
-def run_chat(url: str, options: ChatOptions, *, source: TextIO = sys.stdin, sink: TextIO = sys.stdout) -> int:
+def run_chat(
+    url: str,
+    options: ChatOptions,
+    *,
+    api_key: str | None = None,
+    source: TextIO = sys.stdin,
+    sink: TextIO = sys.stdout,
+) -> int:
     """Talk until /exit or the end of input. ConfigError where no server answers at `url`."""
-    with httpx.Client(base_url=root_of(url), timeout=TIMEOUT, trust_env=False) as http:
+    with httpx.Client(base_url=root_of(url), headers=authorization(api_key), timeout=TIMEOUT, trust_env=False) as http:
         model = options.model or first_model(http)
         sink.write(f"{model} at {url}. /exit or Ctrl-D leaves, Ctrl-C stops an answer.\n")
         history: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
@@ -47,8 +54,13 @@ def run_chat(url: str, options: ChatOptions, *, source: TextIO = sys.stdin, sink
 
 
 def root_of(url: str) -> str:
-    """The server's root, of it or of the ready line's URL, which is what OpenAI's clients take."""
-    return url.removesuffix("/").removesuffix("/v1")
+    """The server's root, of it or of the ready line's URL, which is what OpenAI's clients take; http unless it says."""
+    root = url.strip().rstrip("/").removesuffix("/v1")
+    return root if "://" in root else f"http://{root}"
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
 def first_model(http: httpx.Client) -> str:
@@ -58,8 +70,16 @@ def first_model(http: httpx.Client) -> str:
     except httpx.TransportError as error:
         message = f"--url {http.base_url}: no server answers ({error}); start one with `moonshard serve`"
         raise ConfigError([message]) from error
-    except (httpx.InvalidURL, httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise ConfigError([f"--api-key: {http.base_url} {_refusal(http)}"]) from error
         raise ConfigError([f"--url {http.base_url}: this is no OpenAI-compatible server ({error})"]) from error
+    except (httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        raise ConfigError([f"--url {http.base_url}: this is no OpenAI-compatible server ({error})"]) from error
+
+
+def _refusal(http: httpx.Client) -> str:
+    return "does not know this key" if "authorization" in http.headers else "asks for a key"
 
 
 def user(text: str) -> Message:

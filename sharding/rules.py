@@ -28,10 +28,10 @@ class MeshError(ValueError):
 class Rules:
     """Over which mesh axes each logical axis is cut, major first; whole on every device where there is none."""
 
-    heads: tuple[Literal["tensor"], ...] = ("tensor",)
+    heads: tuple[Literal["tensor"], ...] = ("tensor",)  # of attention
     ffw: tuple[Literal["tensor"], ...] = ("tensor",)  # of dense layers and shared experts
-    vocab: tuple[Literal["tensor"], ...] = ("tensor",)
-    experts: tuple[Literal["expert", "tensor"], ...] = ("expert",)
+    vocab: tuple[Literal["tensor"], ...] = ("tensor",)  # of embedding and head
+    experts: tuple[Literal["expert", "tensor"], ...] = ("expert",)  # whole routed experts
     expert_ffw: tuple[Literal["tensor"], ...] = ("tensor",)  # of each routed expert
     kv_tokens: tuple[Literal["tensor"], ...] = ()  # the tokens of a block of KV: context parallel
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 class MeshShape:
     """Sizes of the mesh axes `data`, `expert`, `tensor`, and how many stages `pipe` (each a mesh of its own)."""
 
-    data: int = 1
-    expert: int = 1
-    tensor: int = 1
-    pipe: int = 1
+    data: int = 1  # attention is data-parallel along it
+    expert: int = 1  # likewise; experts are cut along it
+    tensor: int = 1  # heads, ffw and vocab are cut along it
+    pipe: int = 1  # stages, each with some of the layers
 
     @property
     def num_devices(self) -> int:

@@ -5,10 +5,15 @@ With them goes the embedded model's folder, which is data.
 
 import subprocess
 import sys
+import tomllib
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("serving", "models", "sharding", "kv", "rpc", "experiments")
@@ -33,6 +38,32 @@ def test_the_wheel_holds_every_tracked_module_the_embedded_model_and_nothing_els
     ).stdout.splitlines()
     expected = {f"moonshard/{name}" for name in tracked if name.endswith(SHIPPED) or name.startswith(EMBEDDED)}
     assert {name for name in wheel if ".dist-info/" not in name} == expected
+
+
+def closure(names: Iterable[str]) -> set[str]:
+    """These distributions and all that they require, by canonical name."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        if (name := canonicalize_name(waiting.pop())) in found:
+            continue
+        found.add(name)
+        needed = map(Requirement, requires(name) or ())
+        waiting += [each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_the_client_loads_nothing_but_what_its_extra_names():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["client"]
+    code = (
+        "import sys, moonshard.rpc.client, moonshard.rpc.tls; print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    makers, allowed = packages_distributions(), closure([*extra, "setuptools"])  # that a .pth file loads everywhere
+    made_by = {name: set(map(canonicalize_name, makers[name])) for name in loaded if name in makers}
+    ours = {"moonshard", "grpc_tools", "grpc_reflection"}  # grpc itself loads those two where they happen to be
+    assert "grpcio" in made_by["grpc"]
+    assert [name for name, by in made_by.items() if not by & allowed and name not in ours] == []
 
 
 def test_the_wheel_names_the_command_and_carries_the_licence(wheel: set[str]):

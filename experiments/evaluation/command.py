@@ -21,6 +21,7 @@ from moonshard.experiments.pocket.corpus import POCKET, Text
 from moonshard.experiments.pocket.tasks import Task, prompt_tokens, recall_tasks, talk_tasks, tool_tasks
 from moonshard.models.tokenizer import TextError, load_tokenizer
 from moonshard.serving.chat import TemplateError, load_chat_template
+from moonshard.serving.commands.options import ApiKey, api_key_of
 from moonshard.serving.config import ConfigError
 from moonshard.serving.startup import prepare_jax
 from moonshard.sharding.shape import MeshShape
@@ -32,6 +33,7 @@ Dtype = Literal["float32", "bfloat16"]
 def evaluate(
     model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
     url: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
+    api_key: ApiKey = None,
     seed: int = 0,
     num: int = 200,
     rows: Annotated[str, tyro.conf.arg(metavar="A,B")] = "",
@@ -56,7 +58,7 @@ def evaluate(
         _check_writable(json_file)
     folder = POCKET if model is None else model
     text = text_of(folder)
-    with answering(folder, url, text, dtype) as answerer, naming(folder):
+    with answering(folder, url, api_key_of(api_key), text, dtype) as answerer, naming(folder):
         evaluation = run(answerer, question_sets(text, seed, num, wanted), seed, num)
     show(evaluation)
     if json_file is not None and not write(evaluation, json_file):
@@ -112,10 +114,10 @@ def question_sets(text: Text, seed: int, num: int, rows: tuple[str, ...]) -> Map
 
 
 @contextmanager
-def answering(model: Path, url: str | None, text: Text, dtype: Dtype) -> Iterator[Answerer]:
+def answering(model: Path, url: str | None, api_key: str | None, text: Text, dtype: Dtype) -> Iterator[Answerer]:
     """The model in this process, or the server at `url`. Raises what a bad folder or a missing server raises."""
     if url is not None:
-        with Served(url) as server:
+        with Served(url, api_key) as server:
             yield server
         return
     prepare_jax(MeshShape())

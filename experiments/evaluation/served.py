@@ -13,7 +13,7 @@ import httpx
 from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply
 from moonshard.experiments.pocket.tasks import MAX_ANSWER_TOKENS
 from moonshard.experiments.turns import WrittenCall
-from moonshard.serving.terminal_chat import first_model
+from moonshard.serving.terminal_chat import authorization, first_model, root_of
 
 TIMEOUT = httpx.Timeout(600.0, connect=5.0)  # a reply comes whole, at the end
 NUM_IN_FLIGHT = 8
@@ -22,12 +22,12 @@ NUM_IN_FLIGHT = 8
 class Served:
     """A context: it keeps connections open. Raises ConfigError, when made, where no such server answers."""
 
-    def __init__(self, url: str):
-        root = url.removesuffix("/").removesuffix("/v1")
-        with httpx.Client(base_url=root, timeout=TIMEOUT, trust_env=False) as http:
+    def __init__(self, url: str, api_key: str | None = None):
+        root, headers = root_of(url), authorization(api_key)
+        with httpx.Client(base_url=root, headers=headers, timeout=TIMEOUT, trust_env=False) as http:
             self.identity = Identity(model=first_model(http), url=url)
         self._runner = asyncio.Runner()
-        self._http = httpx.AsyncClient(base_url=root, timeout=TIMEOUT, trust_env=False)
+        self._http = httpx.AsyncClient(base_url=root, headers=headers, timeout=TIMEOUT, trust_env=False)
         self._places = asyncio.Semaphore(NUM_IN_FLIGHT)
 
     def __enter__(self) -> "Served":

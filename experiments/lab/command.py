@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from moonshard.experiments.lab.run_record import code_changes
 from moonshard.experiments.lab.signals import Interrupted, interrupting
 from moonshard.experiments.lab.target import grpc_address
 from moonshard.experiments.workload.plan import WorkloadError
-from moonshard.serving.commands.options import Overrides
+from moonshard.serving.commands.options import ApiKey, Overrides, api_key_of
 
 INTERRUPTED = 130  # the exit code of what Ctrl-C ends
 PIPED_WIDTH = 200  # characters; a terminal has its own
@@ -33,6 +33,8 @@ class Run:
 
     url: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """The gRPC address of a server that runs already. Without it each trial starts its own."""
+
+    api_key: ApiKey = None
 
     set: Overrides = ()
     """Set one key, for example --set workload.rate_per_s=2 or --set server.decode.max_slots=4. May be repeated."""
@@ -90,7 +92,10 @@ def run_command(options: Run) -> int:
     """
     if options.url is not None:
         grpc_address(options.url)
-    asked = load_experiment(options.folder, options.set, options.url)
+    asked = replace(
+        load_experiment(options.folder, options.set, options.url),
+        api_key=None if options.url is None else api_key_of(options.api_key),  # a server of our own asks for none
+    )
     console = _console()
     with _folder(options, asked) as folder:
         console.print(f"run: {folder.path}", soft_wrap=True, highlight=False)

@@ -34,6 +34,7 @@ class Experiment:
     slo: Slo
     points: Sequence[Point]
     url: str | None = None  # of the gRPC service of a server that runs already
+    api_key: str | None = field(default=None, repr=False)  # what that knows us by; in no record
     given: Flat = field(default_factory=dict)  # what file and command line say
 
 

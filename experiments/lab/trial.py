@@ -130,10 +130,10 @@ async def measure(
     shift = seed_shift(experiment, trial, id_prefix)
     options = with_shifted_seed(point.workload, shift)
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
-    async with AsyncClient(target.grpc) as client:
+    async with AsyncClient(target.grpc, api_key=experiment.api_key) as client:
         model = await client.model_info()
         _check_same_model(model_before or model, model)
-        with Client(target.grpc) as asking:
+        with Client(target.grpc, api_key=experiment.api_key) as asking:
             workload = plan(options, model, asking.tokenize)
         sample = workload.requests[: experiment.options.warmup_requests]
         warmup = await _warm_up(client, sample, point.client, model, shift, id_prefix)

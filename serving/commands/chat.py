@@ -1,8 +1,11 @@
 """`moonshard chat`."""
 
+from moonshard.serving.commands.options import ApiKey, api_key_of
+
 
 def chat(
     url: str = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
     model: str | None = None,
     system: str | None = None,
     temperature: float | None = None,
@@ -11,7 +14,7 @@ def chat(
     """Talk to a running server. /exit or Ctrl-D leaves; Ctrl-C stops an answer.
 
     Args:
-        url: where the gateway's HTTP API is.
+        url: where the gateway's HTTP API is; http:// may be left out.
         model: which model to ask; by default the first one that the server lists.
         system: a system message to begin with.
         temperature: 0 always takes the likeliest token; by default the model's own.
@@ -20,4 +23,4 @@ def chat(
     from moonshard.serving.terminal_chat import ChatOptions, run_chat
 
     options = ChatOptions(model=model, system=system, temperature=temperature, max_tokens=max_tokens)
-    return run_chat(url, options)
+    return run_chat(url, options, api_key=api_key_of(api_key))

@@ -1,18 +1,26 @@
 """The options that commands share."""
 
+import difflib
+import inspect
 import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from moonshard.serving.config import Config
-from moonshard.serving.config_file import load_config
+from moonshard.serving.config import Config, ConfigError
+from moonshard.serving.config_file import load_config, nearest_keys
 from moonshard.serving.telemetry.environment import with_environment
 
 Overrides = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+ApiKey = Annotated[
+    str | None,
+    tyro.conf.arg(metavar="KEY", help="What the server knows you by; by default the variable MOONSHARD_API_KEY."),
+]
+API_KEY_VARIABLE = "MOONSHARD_API_KEY"
 StatusFd = Annotated[
     int | None,
     tyro.conf.arg(
@@ -26,7 +34,8 @@ class ConfigOptions:
     """Where the configuration comes from."""
 
     config: File = None
-    """A TOML file. Without one every key has its default, and the embedded model is served."""
+    """A TOML file. Without one every key has its default, and the embedded model is served. `moonshard keys` lists the
+    keys with their defaults and meanings."""
 
     set: Overrides = ()
     """Set one key, for example --set decode.max_slots=32. The value is TOML, or else a string. May be repeated."""
@@ -35,4 +44,38 @@ class ConfigOptions:
         return with_environment(load_config(self.config, self.set), os.environ)
 
 
+def api_key_of(given: str | None) -> str | None:
+    """The key given on the command line, else the environment's. ConfigError for what no header can carry."""
+    name, key = ("--api-key", given) if given is not None else (API_KEY_VARIABLE, os.environ.get(API_KEY_VARIABLE))
+    if not key:
+        return None
+    if not (key.isascii() and key.isprintable()):  # not quoted: it is a secret
+        raise ConfigError([f"{name}: expected printable ASCII"])
+    return key
+
+
 Configured = Annotated[ConfigOptions, tyro.conf.arg(name="")]  # its options without a prefix
+
+
+def check_options(command: Callable[..., int], arguments: Sequence[str]) -> None:
+    """ConfigError for an option that a command with a configuration does not have: most likely a key is meant."""
+    parameters = inspect.signature(command).parameters
+    if not any(parameter.annotation is Configured for parameter in parameters.values()):
+        return
+    names = {name.replace("_", "-") for name in (*parameters, "config", "set", "help")}
+    known = names | {f"no-{name}" for name in names}
+    given = (argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
+    if faults := [_unknown(name, known) for name in given if name.replace("_", "-") not in known]:
+        raise ConfigError(faults)
+
+
+def _unknown(option: str, known: Collection[str]) -> str:
+    if near := difflib.get_close_matches(option, known, n=1, cutoff=0.75):
+        return f"--{option}: there is no such option; did you mean --{near[0]}?"
+    keys = nearest_keys(option.replace("-", "_"))
+    if not keys:
+        return (
+            f"--{option}: there is no such option; keys are set with --set KEY=VALUE, and `moonshard keys` lists them"
+        )
+    meant = " or ".join(f"--set {key}=VALUE" for key in keys)
+    return f"--{option}: there is no such option; did you mean {meant}? `moonshard keys` lists all keys"

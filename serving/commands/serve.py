@@ -6,18 +6,30 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
 
 from moonshard.serving.commands.folders import check_model_folder
 from moonshard.serving.commands.options import Configured
 from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.config import Config, WorkerRole, command_of, roles_of, with_worker_at
-from moonshard.serving.config_file import as_overrides
+from moonshard.serving.config_file import as_overrides, toml_value
 from moonshard.serving.supervisor import Command, Limits, supervise
 from moonshard.serving.tenants import load_tenants
 from moonshard.serving.timings import Timings
+from moonshard.serving.unblocked_output import unblocked_output
 
 
-def serve(options: Configured, timings: bool = False) -> int:
+def serve(
+    options: Configured,
+    model: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None,
+    port: int | None = None,
+    host: str | None = None,
+    mode: Literal["aggregated", "disaggregated"] | None = None,
+    timings: bool = False,
+) -> int:
     """Serve a model: start the workers and a gateway, and keep them running.
 
     Prefill and decode workers, as prefill.replicas and decode.replicas say; with mode = "aggregated", decode.replicas
@@ -25,6 +37,10 @@ def serve(options: Configured, timings: bool = False) -> int:
     then ends; a second Ctrl-C ends at once.
 
     Args:
+        model: the checkpoint's folder (model.path); by default the embedded model.
+        port: where HTTP listens (gateway.port).
+        host: the address that HTTP and gRPC listen at (gateway.host).
+        mode: prefill and decode in processes of their own, or workers that do both (mode).
         timings: once everything is ready, tell on stderr where the time went: the phases of each process's start.
     """
     own = Timings()
@@ -32,7 +48,7 @@ def serve(options: Configured, timings: bool = False) -> int:
     from moonshard.serving.terminal import TerminalReporter
 
     begun_s = time.perf_counter()
-    config = options.load()
+    config = replace(options, set=(*options.set, *_as_overrides(model, port, host, mode))).load()
     commands = ChildCommands(config)
     check_kv_ports_suffice(config, num_workers=len(commands.workers))
     check_ports_are_free(config)
@@ -49,10 +65,17 @@ def serve(options: Configured, timings: bool = False) -> int:
         sys.stdout.write(ready_line(config, listening, time.perf_counter() - begun_s) + "\n")
         sys.stdout.flush()
 
-    try:
-        return asyncio.run(supervise(commands, reporter, limits_of(config), on_ready=on_ready))
-    finally:
-        reporter.finish()
+    with unblocked_output():  # at a terminal that somebody has stopped the children are looked after all the same
+        try:
+            return asyncio.run(supervise(commands, reporter, limits_of(config), on_ready=on_ready))
+        finally:
+            reporter.finish()
+
+
+def _as_overrides(model: Path | None, port: int | None, host: str | None, mode: str | None) -> list[str]:
+    """What has a name of its own on this command line, as `--set` would say it."""
+    named = {"model.path": model, "gateway.port": port, "gateway.host": host, "mode": mode}
+    return [f"{key}={toml_value(value)}" for key, value in named.items() if value is not None]
 
 
 def ready_line(config: Config, listening: Mapping[str, object], elapsed_s: float) -> str:

@@ -225,10 +225,13 @@ class HttpFront:
         return json_response({"status": "ok"})
 
     async def _ready(self, _request: Request) -> Response:
+        """Whether requests can be served, and by which workers: they may be fewer than they should."""
+        pool = self._gateway.pool
         if self._gateway.is_ready:
-            return json_response({"status": "ready"})
-        reason = "draining" if self._gateway.is_draining else "no worker is ready"
-        return error_response(Unavailable(reason, retry_after_s=READY_RETRY_AFTER_S))
+            return json_response({"status": "ready", "workers": pool.worker_states()})
+        if self._gateway.is_draining:
+            return error_response(Unavailable("draining", retry_after_s=READY_RETRY_AFTER_S))
+        return error_response(pool.unavailable())
 
     async def _prometheus(self, _request: Request) -> Response:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -224,6 +224,10 @@ class LinkPool:
         reasons = "; ".join(f"{link.address}: {_reason(link, exclude)}" for link in self.links)
         return Unavailable(f"no worker is ready ({reasons})", retry_after_s=LOST_RETRY_AFTER_S)
 
+    def worker_states(self) -> dict[str, str]:
+        """By address: `ready`, `draining`, or why there is no link to it."""
+        return {link.address: _state(link) for link in self.links}
+
     def fail_all(self, error: RequestError) -> None:
         for session in self._sessions():
             session.fail_all(error)
@@ -325,6 +329,12 @@ def _limits_of(welcomes: Sequence[link_pb2.Welcome]) -> ModelLimits | None:
         **{name: getattr(welcomes[0], name) for name in _AGREED},
         max_context_tokens=min(welcome.max_context_tokens for welcome in welcomes),
     )
+
+
+def _state(link: WorkerLink) -> str:
+    if link.session is None:
+        return link.trouble
+    return "draining" if link.session.load.draining else "ready"
 
 
 def _reason(link: WorkerLink, exclude: Collection[int]) -> str:

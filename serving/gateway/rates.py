@@ -3,17 +3,16 @@
 A prompt is refused where the window has no room for it and for those that are on their way, and counts once a worker
 has computed it. How long a completion gets is known only afterwards: its tokens are owed, and paid before the tenant's
 next prompt. So a tenant gets no more than its rate in the long run, and a prompt that is refused, for this or for
-anything else, here or by a worker, uses up nothing. The window is the library `limits`' sliding counter: two numbers
-for each tenant. Left out: rates that several gateways share.
+anything else, here or by a worker, uses up nothing. Time is this process's own and not the day's: whoever sets the
+machine's clock lets nobody through and locks nobody out. Left out: rates that several gateways share.
 """
 
+import time
 from collections import Counter
-
-from limits import RateLimitItemPerSecond
-from limits.storage import MemoryStorage
-from limits.strategies import SlidingWindowCounterRateLimiter
+from collections.abc import Callable
 
 from moonshard.rpc.status import Overloaded
+from moonshard.serving.sliding_window import SlidingWindow
 
 WINDOW_S = 60
 
@@ -21,21 +20,23 @@ WINDOW_S = 60
 class TokenRates:
     """Of all tenants, each by itself."""
 
-    def __init__(self, num_tokens: int, window_s: int = WINDOW_S) -> None:
-        self._item = RateLimitItemPerSecond(num_tokens, window_s)
-        self._storage = MemoryStorage()
-        self._limiter = SlidingWindowCounterRateLimiter(self._storage)
+    def __init__(
+        self, num_tokens: int, window_s: int = WINDOW_S, *, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limit = num_tokens
+        self._window = SlidingWindow(window_s)
+        self._clock_s = clock_s
         self._owed = Counter[str]()  # tokens that were used, and are not in the window yet
         self._held = Counter[str]()  # of prompts that were sent, and of which nothing is known yet
 
     def admit(self, tenant: str, num_tokens: int) -> None:
         """Raises Overloaded where there is no room for a prompt, without a delay where no wait makes any."""
-        limit, window_s = self._item.amount, self._item.get_expiry()
+        limit, window_s = self._limit, self._window.window_s
         if num_tokens > limit:
             raise Overloaded(f"{num_tokens} tokens are more than {limit} in {window_s} s, which is the tenant's rate")
         owed, needed = self._pay(tenant), self._held[tenant] + num_tokens
-        if owed or not self._limiter.test(self._item, tenant, cost=needed):
-            wait_s = self._wait_s(tenant, min(limit, owed + needed))
+        if owed or needed > self._room(tenant):
+            wait_s = self._window.wait_s(tenant, max(0, limit - owed - needed), self._clock_s())
             raise Overloaded(
                 f"with this prompt's {num_tokens} tokens the tenant would have more than its {limit} in {window_s} s",
                 retry_after_s=wait_s,
@@ -56,21 +57,10 @@ class TokenRates:
 
     def _pay(self, tenant: str) -> int:
         """As far as there is room; what is still owed."""
-        owed = self._owed[tenant]
-        paid = min(owed, self._limiter.get_window_stats(self._item, tenant).remaining)
-        if paid and self._limiter.hit(self._item, tenant, cost=paid):
-            self._owed[tenant] = owed = owed - paid
-        return owed
+        paid = min(self._owed[tenant], self._room(tenant))
+        self._window.use(tenant, paid, self._clock_s())
+        self._owed[tenant] -= paid
+        return self._owed[tenant]
 
-    def _wait_s(self, tenant: str, num_tokens: int) -> float:
-        """Until that many have room, if nobody else comes.
-
-        The count is this window's, and of the last window's as much as still lies within one window's length.
-        """
-        window_s = self._item.get_expiry()
-        key = self._item.key_for(tenant)
-        before, before_left_s, now, now_left_s = self._storage.get_sliding_window(key, window_s)
-        room = self._item.amount - num_tokens
-        if now <= room:
-            return max(0.0, before_left_s - window_s * (room - now) / before) if before else 0.0
-        return now_left_s - window_s * room / now
+    def _room(self, tenant: str) -> int:
+        return max(0, self._limit - self._window.num_used(tenant, self._clock_s()))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport, has_unheard_ports
+from moonshard.kv.native_stderr import stderr_without
 from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import (
     Copies,
@@ -33,6 +34,36 @@ NUM_SLOTS = 4
 SLOT_BYTES = 1024 * 1024
 TIMEOUT_S = 1.0
 PEER = Path(__file__).with_name("mooncake_peer.py")
+
+
+def test_a_start_that_succeeds_says_nothing():
+    """Though the library complains at each."""
+    code = "from moonshard.kv.mooncake import *; MooncakeTransport.start('127.0.0.1', config=MooncakeConfig())"
+    started = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert (started.stdout, started.stderr) == ("", "")
+
+
+def test_native_lines_are_told_but_for_those_that_are_known_and_all_of_them_after_a_failure(
+    capfd: pytest.CaptureFixture[str],
+):
+    def complain():
+        os.write(2, b"E known to be harmless\nE new and serious\n")
+
+    with stderr_without(["known to be harmless"]):
+        complain()
+        assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "E new and serious\n"
+
+    def fail():
+        with stderr_without(["known to be harmless"]):
+            complain()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert capfd.readouterr().err == "E known to be harmless\nE new and serious\n"
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "after\n"
 
 
 def poll_for(duration_s: float) -> float:

@@ -32,6 +32,27 @@ def read(raw=RAW, **changes) -> KimiConfig:
     return KimiConfig.from_hugging_face({**raw, **changes})
 
 
+SIZES = [field for field, declared in KimiConfig.__dataclass_fields__.items() if declared.type in (int, int | None)]
+
+
+@pytest.mark.parametrize("field", SIZES)
+@pytest.mark.parametrize("value", [10**10, 10**1000])
+def test_a_size_without_end_is_refused_by_name_before_anything_is_made_of_it(field: str, value: int):
+    with pytest.raises(ModelError, match=rf"^config\.json: {field} is .{{1,40}}, more than \d+$"):
+        read(**{field: value})
+
+
+def test_experts_are_bounded_over_all_layers_too():
+    with pytest.raises(ModelError, match="n_routed_experts = 65536 makes more than 1048576 in all layers"):
+        read(num_hidden_layers=4096, n_routed_experts=65_536)
+
+
+def test_the_largest_models_there_are_are_within_the_bounds():
+    k2 = read(num_hidden_layers=61, n_routed_experts=384, vocab_size=163_840, max_position_embeddings=262_144)
+    assert k2.num_hidden_layers == 61
+    assert read(max_position_embeddings=10_485_760).max_position_embeddings == 10_485_760
+
+
 @pytest.mark.parametrize("field", REQUIRED)
 @pytest.mark.parametrize("how", ["absent", "null"])
 def test_a_missing_field_is_named(field, how):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from moonshard.serving import cli
+from moonshard.serving.commands.options import API_KEY_VARIABLE, api_key_of
 from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.commands.serve import ChildCommands, limits_of
-from moonshard.serving.config import Config, ConfigError
-from moonshard.serving.config_file import load_config
+from moonshard.serving.config import Config, ConfigError, embedded_model_path
+from moonshard.serving.config_file import leaves, load_config, toml_value
 from moonshard.serving.startup import STARTUP_ERRORS, jax_environment, programs_folder, startup_message
 from moonshard.sharding.shape import MeshShape
 
@@ -96,6 +97,98 @@ def test_configuration_faults_end_with_one_message_and_exit_code_2(command: str)
         "moonshard: max_slots: unknown key; did you mean prefill.max_slots or decode.max_slots?\n"
         "           gateway.port: expected `int`, got 'x'\n"
     )
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "prefill", "decode", "worker"])
+def test_an_unknown_option_is_answered_with_the_key_that_it_may_be(command: str, capsys: pytest.CaptureFixture[str]):
+    asked = [
+        command,
+        "--max-slots",
+        "3",
+        "--kv.block-size=3",
+        "--confg",
+        "x",
+        "--max-model-len",
+        "4",
+        "--set",
+        "a.b=--c",
+    ]
+    assert cli.main(asked) == 2
+    no_such = "there is no such option"
+    lists_all = "`moonshard keys` lists all keys"
+    slots = "--set prefill.max_slots=VALUE or --set decode.max_slots=VALUE"
+    assert capsys.readouterr().err.splitlines() == [
+        f"moonshard: --max-slots: {no_such}; did you mean {slots}? {lists_all}",
+        f"           --kv.block-size: {no_such}; did you mean --set kv.block_size=VALUE? {lists_all}",
+        f"           --confg: {no_such}; did you mean --config?",
+        f"           --max-model-len: {no_such}; keys are set with --set KEY=VALUE, and `moonshard keys` lists them",
+    ]
+
+
+def served_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Config:
+    """The configuration with which `serve` would start its children."""
+    from moonshard.serving.commands import serve
+
+    seen: list[Config] = []
+
+    async def supervise(commands: ChildCommands, *_: object, **__: object) -> int:
+        seen.append(commands.config)
+        return 0
+
+    monkeypatch.setattr(serve, "supervise", supervise)
+    assert cli.main(["serve", "--set", "gateway.grpc_port=0", *arguments]) == 0
+    return seen[0]
+
+
+def test_serve_takes_model_port_host_and_mode_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    folder = tmp_path / 'my "model"'
+    folder.symlink_to(embedded_model_path())
+    named = ["--port", "0", "--host", "localhost", "--mode", "aggregated"]
+    as_set = [f"model.path={toml_value(folder)}", "gateway.port=0", "gateway.host=localhost", "mode=aggregated"]
+    assert served_with(monkeypatch, str(folder), *named) == load_config(None, ["gateway.grpc_port=0", *as_set])
+    assert served_with(monkeypatch, "--port", "0").model.path == embedded_model_path()
+
+
+def test_keys_are_listed_with_default_and_meaning_as_a_file_may_have_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    assert cli.main(["keys"]) == 0
+    listed = capsys.readouterr().out
+    lines = dict(line.split(" =", 1) for line in listed.splitlines())
+    assert [name.removeprefix("# ") for name in lines] == [key for key, _ in leaves(load_config(None))]
+    assert not [name for name, rest in lines.items() if "  # " not in rest], "a key without a comment beside it"
+    assert lines["gateway.tenant_tokens_per_minute"].endswith("# of prompts and completions; auto: as many as it likes")
+    file = tmp_path / "all.toml"
+    file.write_text(listed)
+    assert load_config(file) == load_config(None)
+
+
+def test_keys_may_be_asked_for_by_their_beginning(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["keys", "kv.sl"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "kv.slab_bytes",
+        "kv.slots_per_handoff",
+    ]
+    assert cli.main(["keys", "slab_bytes"]) == 2
+    assert capsys.readouterr().err == "moonshard: slab_bytes: no key begins like this; did you mean kv.slab_bytes?\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "key"), [("a", "b", "a"), (None, "b", "b"), (None, "", None), ("", "b", None)]
+)
+def test_the_api_key_is_the_options_else_the_environments(
+    given: str | None, variable: str, key: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(API_KEY_VARIABLE, variable)
+    assert api_key_of(given) == key
+
+
+def test_an_api_key_that_no_header_can_carry_is_refused_without_being_told(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"^--api-key: expected printable ASCII$"):
+        api_key_of("schl\u00fcssel")
+    monkeypatch.setenv(API_KEY_VARIABLE, "line\nbreak")
+    with pytest.raises(ConfigError, match=rf"^{API_KEY_VARIABLE}: expected printable ASCII$"):
+        api_key_of(None)
 
 
 def test_every_named_startup_error_exists():

@@ -18,6 +18,7 @@ class FakeServer(HTTPServer):
     words: tuple[str, ...] = ("Hel", "lo")
     refusal: str | None = None
     breaks: bool = False
+    key: str | None = None  # what every request must be authorised by
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -29,11 +30,14 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
+        if self.headers["authorization"] != self.server.key:
+            return self._send(401, json.dumps({"error": {"message": "no"}}))
         is_known = self.path == "/v1/models"
-        self._send(200 if is_known else 404, json.dumps({"data": [{"id": "tiny"}]}))
+        return self._send(200 if is_known else 404, json.dumps({"data": [{"id": "tiny"}]}))
 
     def do_POST(self) -> None:
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        assert self.headers["authorization"] == self.server.key
         if self.server.refusal:
             return self._send(429, json.dumps({"error": {"message": self.server.refusal}}))
         role = {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}
@@ -72,6 +76,21 @@ def test_an_answer_is_shown_and_becomes_part_of_the_next_question(server: FakeSe
     assert "> Hello\n> > Hello\n" in talk(server, "Hi\n\nAgain\n/exit\nnever sent\n", ChatOptions(system="Be brief."))
     assert [m["content"] for m in server.bodies[1]["messages"]] == ["Be brief.", "Hi", "Hello", "Again"]
     assert len(server.bodies) == 2
+
+
+def test_the_url_may_be_without_a_scheme(server: FakeServer):
+    sink = io.StringIO()
+    url = server.url.removeprefix("http://")
+    assert run_chat(url, ChatOptions(), source=io.StringIO("Hi\n"), sink=sink) == 0
+    assert "Hello" in sink.getvalue()
+
+
+def test_the_key_goes_with_every_request_and_a_refusal_names_the_option(server: FakeServer):
+    server.key = "Bearer secret"
+    assert run_chat(server.url, ChatOptions(), api_key="secret", source=io.StringIO("Hi\n"), sink=io.StringIO()) == 0
+    for key, said in ((None, "asks for a key"), ("wrong", "does not know this key")):
+        with pytest.raises(ConfigError, match=f"^--api-key: {server.url} {said}$"):
+            run_chat(server.url, ChatOptions(), api_key=key, source=io.StringIO(""), sink=io.StringIO())
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])

@@ -17,6 +17,13 @@ from moonshard.serving.config_file import as_overrides, leaves, load_config
 from moonshard.sharding.rules import DECODE, PREFILL
 from moonshard.sharding.shape import MeshShape
 
+UNSET_NUMBERS = {  # by default
+    "model.max_context_tokens",
+    "gateway.tenant_tokens_per_minute",
+    "kv.num_blocks",
+    "kv.slots_per_handoff",
+}
+
 
 def faults(path: Path | None = None, *overrides: str) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as raised:
@@ -278,6 +285,19 @@ def test_overrides_carry_a_whole_configuration_to_another_process(tmp_path: Path
     )
     config = replace(config, gateway=replace(config.gateway, queue_timeout_s=1e-7))
     assert load_config(None, as_overrides(config)) == config
+
+
+WITHOUT_END = [key for key, value in leaves(load_config(None)) if type(value) is int or key in UNSET_NUMBERS]
+
+
+@pytest.mark.parametrize("key", WITHOUT_END)
+def test_a_number_without_end_is_refused_by_name(key: str):
+    assert faults(None, f"{key}={10**18}")[0].startswith(f"{key}: expected `int` <= ")
+
+
+def test_a_mesh_of_more_devices_than_any_is_refused():
+    (fault,) = faults(None, "decode.mesh={ data = 4096, tensor = 4096 }", "decode.max_slots=4096")
+    assert fault == "decode.mesh: data=4096 tensor=4096 is 16777216 devices; at most 4096"
 
 
 def test_no_key_is_forgotten_when_a_configuration_is_handed_over():

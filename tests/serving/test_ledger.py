@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import shutil
 import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -222,3 +224,83 @@ def test_two_processes_do_not_write_to_one_ledger(tmp_path: Path):
         Ledger(tmp_path / "ledger")
     ledger.close()
     Ledger(tmp_path / "ledger").start()
+
+
+def until_written(path: Path, num_rows: int) -> None:
+    """Bounded by the test's own timeout."""
+    while not path.is_file() or len(list(read_ledger(path))) < num_rows:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "folder deleted", "replaced by an empty file"])
+def test_a_file_that_is_gone_is_begun_anew_and_said_once(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path, kept = tmp_path / "folder" / "ledger.jsonl", tmp_path / "ledger.jsonl.1"
+    path.parent.mkdir()
+    first, *others = rows(4)
+    ledger = Ledger(path)
+    ledger.start()
+    ledger.add(first)
+    until_written(path, 1)
+    assert list(read_ledger(path)) == [first]
+    if how == "deleted":
+        path.unlink()
+    elif how == "folder deleted":
+        shutil.rmtree(path.parent)
+    else:
+        path.rename(kept)
+        if how != "moved":
+            path.touch()
+    for row in others:
+        ledger.add(row)
+    ledger.close()
+    assert list(read_ledger(path)) == others
+    assert (ledger.num_lost, ledger.num_failures) == (0, 0)
+    (record,) = caplog.records
+    is_moved = kept.exists()
+    assert record.levelname == "WARNING"
+    assert (
+        f"it was {'moved away' if is_moved else 'deleted, with the rows that it had,'} and is begun anew"
+        in record.message
+    )
+    if is_moved:
+        assert list(read_ledger(kept)) == [first]
+
+
+def test_rows_wait_while_the_file_cannot_be_begun_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "RETRY_S", 0.001)
+    path = tmp_path / "folder" / "ledger.jsonl"
+    path.parent.mkdir()
+    ledger = Ledger(path)
+    ledger.start()
+    shutil.rmtree(path.parent)
+    path.parent.write_text("in the way")
+    for row in (added := rows(3)):
+        ledger.add(row)
+    while ledger.num_pending < 3 or not ledger.num_failures:
+        time.sleep(0.001)
+    path.parent.unlink()
+    until_written(path, 3)  # no further row comes
+    assert list(read_ledger(path)) == added
+    ledger.close()
+    assert ledger.num_lost == 0
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING", "WARNING"]
+    assert "rows are written again; 0 were lost" in caplog.messages[-1]
+
+
+def test_a_disk_that_has_room_again_gets_the_rows_that_wait_without_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "RETRY_S", 0.001)
+    disk = SmallDisk(0)
+    monkeypatch.setattr(module.os, "write", disk.write)
+    ledger = Ledger(path := tmp_path / "ledger.jsonl")
+    ledger.start()
+    ledger.add(ROW)
+    while not ledger.num_failures:
+        time.sleep(0.001)
+    disk.room = 1 << 20
+    until_written(path, 1)
+    ledger.close()
+    assert list(read_ledger(path)) == [ROW]

@@ -60,6 +60,12 @@ def test_the_pool_and_the_steps_have_the_configured_sizes():
     assert (shapes.num_partitions, shapes.slots_per_partition) == (1, 6)
 
 
+def test_slots_that_no_memory_holds_are_refused_by_name():
+    told = r"^decode\.max_slots: 65536 slots of a vocabulary of 16000000 tokens take 8789\.06 GiB, and "
+    with pytest.raises(ConfigError, match=told):
+        size(config(decode=DecodeConfig(max_slots=65_536)), vocab_size=16_000_000)
+
+
 def test_partitions_share_the_slots_and_have_a_pool_each():
     shapes, pool = size(config(decode=DecodeConfig(max_slots=6, mesh=MeshShape(expert=2))))
     assert (pool.num_partitions, pool.slots_per_partition, pool.blocks_per_partition) == (2, 3, 64)

@@ -36,6 +36,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer = Answer()
         self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
         self.together = threading.Barrier(1)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -44,9 +45,11 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
+        self.server.keys.append(self.headers["authorization"])
         self._send(200, json.dumps({"data": [{"id": "pocket"}]}))
 
     def do_POST(self) -> None:
+        self.server.keys.append(self.headers["authorization"])
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
         self.server.together.wait(WAIT_S)
         if self.server.answer.is_broken:
@@ -88,6 +91,12 @@ def test_a_question_is_sent_greedy_with_its_tools_and_bounded(server, suffix):
         "tools": list(TASK.tools),
     }
     assert "tools" not in without
+
+
+def test_a_key_goes_with_every_request_to_a_url_without_a_scheme(server):
+    with Served(server.url.removeprefix("http://"), "secret") as served:
+        assert served.answer([QUESTION]) == [Reply(content="Two.")]
+    assert server.keys == ["Bearer secret"] * 2
 
 
 def test_calls_are_read_as_they_were_written(server):

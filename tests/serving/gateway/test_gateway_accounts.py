@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from moonshard.rpc import link_pb2
-from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.client import AsyncClient, Client
+from moonshard.rpc.status import Unauthenticated
 from moonshard.serving.affinity import session_key
 from moonshard.serving.cli import main
 from moonshard.serving.config import ConfigError, GatewayConfig
@@ -246,6 +247,23 @@ async def test_rows_name_tenant_and_session(worker: FakeWorker, ledger: Path, ke
     rows = list(read_ledger(ledger))
     assert [row.tenant for row in rows] == ["a", "b"]
     assert [row.session for row in rows] == [session_key(tenant, "its name").hex() for tenant in ("a", "b")]
+
+
+async def test_grpcs_clients_say_their_key_with_every_call(worker: FakeWorker, ledger: Path, keys: Path):
+    async with gateway(worker, ledger, keys) as (running, _):
+        async with AsyncClient(running.grpc, api_key="two") as client:
+            assert await client.tokenize("a b")
+            await client.generate(PROMPT, max_tokens=1, metadata=(("x-session-affinity", "its name"),))
+        async with AsyncClient(running.grpc) as stranger:
+            with pytest.raises(Unauthenticated):
+                await stranger.tokenize("a b")
+    (row,) = read_ledger(ledger)
+    assert (row.tenant, row.session) == ("b", session_key("b", "its name").hex())
+
+
+def test_a_key_that_no_metadata_can_carry_is_refused_without_being_told():
+    with pytest.raises(ValueError, match=r"^api_key: expected printable ASCII$"):
+        Client(api_key="line\nbreak")
 
 
 async def test_on_a_full_disk_everybody_is_served_and_an_alert_counter_rises(worker: FakeWorker):

@@ -85,10 +85,39 @@ async def test_without_a_worker_the_gateway_lives_and_is_not_ready(gateway_confi
     config = make_config(gateway_config, kimi_folder, ["127.0.0.1:1"])
     async with serving(config) as running, httpx.AsyncClient(base_url=running.http, trust_env=False) as client:
         assert (await client.get("/health")).status_code == 200
-        assert (await client.get("/ready")).status_code == 503
+        not_ready = await client.get("/ready")
+        assert not_ready.status_code == 503
+        assert not_ready.json()["error"]["message"].startswith("no worker is ready (127.0.0.1:1: ")
         refused = await client.post("/v1/completions", json=ASKED)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert (await client.post("/v1/completions", json=ASKED | {"model": "other"})).status_code == 404
+
+
+async def test_a_worker_that_is_gone_is_named_by_a_gateway_that_serves_with_the_others(
+    gateway_config: GatewayConfig, kimi_folder
+):
+    lost, left = FakeWorker(), FakeWorker(epoch=b"2" * 16)
+    async with (
+        gateway_over(gateway_config, kimi_folder, lost, left) as running,
+        httpx.AsyncClient(base_url=running.http, trust_env=False) as client,
+    ):
+        await wait_for_links(running, 2)
+        gone, there = (link.address for link in running.gateway.pool.links)
+        assert (await client.get("/ready")).json() == {"status": "ready", "workers": {gone: "ready", there: "ready"}}
+        lost.die()
+        assert await running.gateway.pool.wait_changed(5)
+        ready = await client.get("/ready")
+        assert ready.status_code == 200
+        assert ready.json()["workers"] == {gone: running.gateway.pool.links[0].trouble, there: "ready"}
+        metrics = (await client.get("/metrics")).text
+        assert f'moonshard_worker_up{{worker="{gone}"}} 0.0' in metrics
+        assert f'moonshard_worker_up{{worker="{there}"}} 1.0' in metrics
+        left.die()
+        await asyncio.wait_for(running.gateway.pool.wait_not_ready(), 5)
+        assert (await client.get("/ready")).status_code == 503
+        lost.revive(epoch=b"3" * 16)
+        await asyncio.wait_for(running.gateway.pool.wait_ready(), 5)
+        assert (await client.get("/ready")).json()["workers"][gone] == "ready"
 
 
 async def test_a_draining_worker_gets_no_requests(http: httpx.AsyncClient, running: RunningGateway, worker: FakeWorker):

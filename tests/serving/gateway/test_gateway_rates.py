@@ -71,9 +71,19 @@ def test_what_is_on_its_way_counts_until_it_is_refused_and_for_good_once_it_is_c
                 rates.admit("a", num_prompt)
 
 
+class Clock:
+    """A clock that a test moves; it begins in the middle of a window."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.5
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @pytest.mark.parametrize("num_completion", [0, 30])
-def test_after_the_delay_that_it_was_told_it_is_let_in(num_completion: int):
-    rates = TokenRates(100, 1)
+def test_after_the_delay_that_it_was_told_it_is_let_in_and_not_before(num_completion: int):
+    rates = TokenRates(100, 1, clock_s=(clock := Clock()))
     let_in(rates, "a", 90)
     rates.used("a", num_completion)
     with pytest.raises(Overloaded) as refused:
@@ -81,22 +91,40 @@ def test_after_the_delay_that_it_was_told_it_is_let_in(num_completion: int):
     assert refused.value.retry_after_s is not None
     assert 0 < refused.value.retry_after_s <= 2
     let_in(rates, "b", 50)
-    time.sleep(refused.value.retry_after_s + 0.01)
+    clock.now_s += refused.value.retry_after_s - 0.02
+    with pytest.raises(Overloaded):
+        rates.admit("a", 50)
+    clock.now_s += 0.03
     let_in(rates, "a", 50)
 
 
 def test_a_completion_beyond_the_rate_is_paid_for_before_the_next_prompt():
-    rates, start_s = TokenRates(100, 1), time.perf_counter()
+    rates = TokenRates(100, 1, clock_s=(clock := Clock()))
     let_in(rates, "a", 90)
     rates.used("a", 150)  # 140 tokens more than the window has room for
     while True:
         try:
             rates.admit("a", 50)
         except Overloaded as refused:
-            time.sleep((refused.retry_after_s or 0) + 0.01)
+            clock.now_s += (refused.retry_after_s or 0) + 0.01
         else:
             break
-    assert time.perf_counter() - start_s > 1.7  # 190 tokens at 100 a second
+    assert 1.7 < clock.now_s - 1000.5 < 3.5  # 190 tokens at 100 a second
+
+
+@pytest.mark.parametrize("jump_s", [-86_400.0 * 365, -7200.0, -61.0, 61.0, 7200.0, 86_400.0 * 365])
+def test_setting_the_machines_clock_lets_nobody_through_and_locks_nobody_out(
+    jump_s: float, monkeypatch: pytest.MonkeyPatch
+):
+    begun_s, real_s = time.monotonic(), time.time()
+    rates = TokenRates(100)
+    let_in(rates, "a", 90)
+    monkeypatch.setattr(time, "time", lambda: real_s + jump_s)
+    with pytest.raises(Overloaded) as refused:
+        rates.admit("a", 50)
+    assert time.monotonic() - begun_s < 30  # else some may have left the window
+    assert refused.value.retry_after_s is not None
+    assert refused.value.retry_after_s <= 120
 
 
 def test_a_prompt_beyond_the_whole_rate_is_not_told_to_come_back():
