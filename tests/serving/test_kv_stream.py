@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,10 +20,12 @@ from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import Copies, FailureCause, PublishResult, TransferFailed, Transport
 from moonshard.rpc import kv_write, link_pb2
 from moonshard.rpc.server import build_server
+from moonshard.rpc.status import RequestError
 from moonshard.rpc.tls import channel_credentials
 from moonshard.serving.kv_stream import MESSAGE_BYTES, SERVICE_NAME, WRITE, GrpcTransport, KvStreamReceiver
 from tests.certificates import needs_openssl, self_signed
 from tests.dialling import own_key
+from tests.serving.hostile_frames import frames
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
@@ -308,6 +310,30 @@ def test_writes_without_a_proof_change_nothing(sender: Sender, peer: RemotePeer)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert peer.ask("digest") == before
     sender.publish(peer, (0, 0, 8))
+
+
+async def test_no_message_with_a_field_spoilt_ends_otherwise_than_written_or_refused():
+    receiver, slab = KvStreamReceiver(), Slab(3, 4096)
+    receiver.slabs.append(slab)
+    first = link_pb2.KvWrite(session=f"grpc://127.0.0.1:1/{receiver.id}")
+    announced = link_pb2.KvWrite(address=slab.slot_address(2))
+    write = link_pb2.KvWrite(address=slab.slot_address(1), data=b"x" * 4096)
+    valid, num_refused = [first, announced, write], 0
+    for index, message in enumerate(valid):
+        for spoilt in [*frames(message), b"\xff" * 9, b""]:
+            said = [*valid[:index], spoilt, *valid[index + 1 :]]
+            sent = iter([one if isinstance(one, bytes) else one.SerializeToString() for one in said])
+
+            async def messages(sent: Iterator[bytes] = sent) -> AsyncIterator[bytes]:
+                for one in sent:
+                    yield one
+
+            try:
+                await receiver._receive(messages())
+            except RequestError:
+                num_refused += 1
+    assert num_refused > 20
+    assert not slab.slot(0).any()  # where none of them points to
 
 
 def test_two_receivers_never_share_a_session():
