@@ -7,6 +7,7 @@ TRAINED := results/pocket/model
 PROTOS := rpc/inference.proto rpc/link.proto
 # A step allocates the same memory again and again: without a heap that keeps it, a tenth of the tokens per second is lost.
 KEEP_MEMORY := GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000
+LOCKED := --universal --python-version 3.12 --no-header --no-emit-index-url --no-emit-find-links --generate-hashes
 PYTEST := $(BIN)/python -m pytest -p tests.phases --slowest 50
 
 # Candidates are run, not only looked up: a version manager's shim exists, and fails, for every version that is not selected.
@@ -25,10 +26,10 @@ help:  ## list the targets
 # would then compile jax from its sources, which takes longer than the rest of its start.
 $(BIN)/uv: locks/bootstrap.txt
 	@py=$$($(find_python)); "$$py" -m venv --clear .venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -r locks/bootstrap.txt
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r locks/bootstrap.txt
 	@touch $@
 .venv/.ready: $(BIN)/uv pyproject.toml locks/requirements.txt Makefile
-	@$(BIN)/uv pip sync -q --compile-bytecode --python $(BIN)/python locks/requirements.txt locks/bootstrap.txt
+	@$(BIN)/uv pip sync -q --compile-bytecode --require-hashes --python $(BIN)/python locks/requirements.txt locks/bootstrap.txt
 	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m compileall -q src/moonshard/*/
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null \
@@ -86,5 +87,7 @@ $(ORACLE)/.ready: Makefile
 	@$(ORACLE)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 transformers==5.23.0 safetensors tiktoken numpy
 	@touch $@
 
-lock: $(BIN)/uv  ## resolve pyproject.toml into locks/requirements.txt
-	@$(BIN)/uv pip compile -q --universal --python-version 3.12 --no-header --group dev pyproject.toml -o locks/requirements.txt
+# Versions that are locked already stay where they still fit; neither file says which registry was asked.
+lock: $(BIN)/uv  ## resolve pyproject.toml into locks/requirements.txt, with the hashes of what may be installed
+	@$(BIN)/uv pip compile -q $(LOCKED) --group dev pyproject.toml -o locks/requirements.txt
+	@sed -n 's/^\(uv==[^ ]*\).*/\1/p' locks/bootstrap.txt | $(BIN)/uv pip compile -q $(LOCKED) --no-annotate - -o locks/bootstrap.txt

@@ -42,6 +42,12 @@ def split_names(joined: bytes) -> list[BlockName]:
     return [joined[start : start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES)]
 
 
+def _before_any_again(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Up to the first that comes again: no chain of hashes does that, and no block is held twice for one sequence."""
+    seen = set[int]()
+    return tuple(itertools.takewhile(lambda block: not (block in seen or seen.add(block)), blocks))
+
+
 def _hash(parts: Iterable[bytes]) -> BlockName:
     digest = hashlib.sha256()
     for part in parts:
@@ -75,7 +81,8 @@ class PrefixCache:
         """The blocks of the longest known beginning. Nobody holds them for it: `hold` before anything is allocated."""
         self._forget_lost()
         known = self._blocks[partition]
-        return tuple(known[name] for name in itertools.takewhile(known.__contains__, names))
+        found = tuple(known[name] for name in itertools.takewhile(known.__contains__, names))
+        return found if len(set(found)) == len(found) else _before_any_again(found)
 
     def hold(self, partition: int, blocks: Sequence[int]) -> None:
         """One more reference to each of these blocks, as `match` gave them."""

@@ -61,6 +61,12 @@ class SlabShards:
         for cut, part in self._parts:
             whole[cut] = part[index]
 
+    def clear_slot(self, index: int) -> None:
+        """Nothing of what it held is left. IndexError where there is no such slot."""
+        self._check(index)
+        for _, part in self._parts:
+            part[index] = 0
+
     def _check(self, index: int) -> None:
         if not 0 <= index < self._slab.num_slots:
             raise IndexError(f"slot {index} of {self._slab.num_slots}")

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Missing associated documentation comment in .proto file."""
+    """Whoever calls one of these services proves first that it is of the cluster, and is proved the same: rpc/door.py.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -39,7 +40,7 @@ class WorkerStub:
                 request_serializer=moonshard_dot_rpc_dot_link__pb2.GatewayMessage.SerializeToString,
                 response_deserializer=moonshard_dot_rpc_dot_link__pb2.WorkerMessage.FromString,
                 _registered_method=True)
-        self.Inspect = channel.unary_unary(
+        self.Inspect = channel.stream_unary(
                 '/moonshard.v1.Worker/Inspect',
                 request_serializer=moonshard_dot_rpc_dot_link__pb2.InspectRequest.SerializeToString,
                 response_deserializer=moonshard_dot_rpc_dot_link__pb2.Inspection.FromString,
@@ -47,7 +48,8 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Whoever calls one of these services proves first that it is of the cluster, and is proved the same: rpc/door.py.
+    """
 
     def Link(self, request_iterator, context):
         """The gateway speaks first (Hello); the worker answers Welcome or ends the stream with FAILED_PRECONDITION naming the field.
@@ -57,8 +59,8 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Inspect(self, request, context):
-        """Pools, slots and queue as they are now: what an operator or a test asks after a fault.
+    def Inspect(self, request_iterator, context):
+        """Pools, slots and queue as they are now: what an operator or a test asks after a fault. One request, behind the proof.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +74,7 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=moonshard_dot_rpc_dot_link__pb2.GatewayMessage.FromString,
                     response_serializer=moonshard_dot_rpc_dot_link__pb2.WorkerMessage.SerializeToString,
             ),
-            'Inspect': grpc.unary_unary_rpc_method_handler(
+            'Inspect': grpc.stream_unary_rpc_method_handler(
                     servicer.Inspect,
                     request_deserializer=moonshard_dot_rpc_dot_link__pb2.InspectRequest.FromString,
                     response_serializer=moonshard_dot_rpc_dot_link__pb2.Inspection.SerializeToString,
@@ -86,7 +88,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Missing associated documentation comment in .proto file."""
+    """Whoever calls one of these services proves first that it is of the cluster, and is proved the same: rpc/door.py.
+    """
 
     @staticmethod
     def Link(request_iterator,
@@ -116,7 +119,7 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
-    def Inspect(request,
+    def Inspect(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -126,8 +129,8 @@ class Worker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/moonshard.v1.Worker/Inspect',
             moonshard_dot_rpc_dot_link__pb2.InspectRequest.SerializeToString,

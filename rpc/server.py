@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from moonshard.rpc.door import Door
 from moonshard.rpc.tls import TlsFiles, server_credentials
 from moonshard.rpc.undecodable import UndecodableRequests
 
@@ -76,21 +77,25 @@ def build_server(
     add_servicers: Sequence[Callable[[grpc.aio.Server], None]],
     service_names: Sequence[str],
     tls: TlsFiles | None = None,
+    key: bytes | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> BoundServer:
     """Binds the port (0: a free one) and adds the services, from within a running event loop.
 
-    `service_names` are the full names, as health and reflection spell them. Raises PortInUse, OSError for a host or a
-    TLS file that is not there, ValueError for TLS files that gRPC refuses.
+    `service_names` are the full names, as health and reflection spell them. With `key`, only callers who prove that
+    they hold it reach the services that were added (`rpc.door`). Raises PortInUse, OSError for a host or a TLS file
+    that is not there, ValueError for TLS files that gRPC refuses.
     """
     limits = (("grpc.max_receive_message_length", max_message_bytes), ("grpc.max_send_message_length", -1))
-    server = grpc.aio.server(options=_OPTIONS + limits, interceptors=(UndecodableRequests(),))
+    doors = () if key is None else (Door(key, lambda: bound_port, has_tls=tls is not None),)
+    server = grpc.aio.server(options=_OPTIONS + limits, interceptors=(*doors, UndecodableRequests()))
     for add in add_servicers:
         add(server)
     health_servicer = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  # typeshed leaves it out
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     _add_reflection(server, [*service_names, health.SERVICE_NAME])
-    return BoundServer(server, _bind(server, host, port, tls), health_servicer.set, service_names)
+    bound_port = _bind(server, host, port, tls)
+    return BoundServer(server, bound_port, health_servicer.set, service_names)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None) -> int:

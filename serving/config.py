@@ -192,6 +192,13 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """What gateways and workers know each other by."""
+
+    key_file: Path | None = None  # made where it is missing; None: moonshard/cluster.key in the user's state folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """All of it."""
 
@@ -207,6 +214,7 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 def embedded_model_path() -> Path:

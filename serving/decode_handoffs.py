@@ -28,7 +28,7 @@ from moonshard.serving.kv_plane import KvPlane
 from moonshard.serving.link import Link
 from moonshard.serving.request import Request
 from moonshard.serving.telemetry.span import CANCELLED
-from moonshard.serving.waiting import Rejected
+from moonshard.serving.waiting import NeverFits, Rejected
 from moonshard.serving.worker_spans import WorkerSpans
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class DecodeHandoffs:
             retry_after_s=1.0,
             max_slots_per_handoff=config.max_slots_per_handoff,
         )
-        self._side = DecodeSide(side, epoch, pool, self.slab)
+        self._side = DecodeSide(side, epoch, pool, self.slab, on_restore=plane.clear)
         self._waiting = tuple(deque[_Waiting]() for _ in range(pool.num_partitions))
         self._links: dict[bytes, Link] = {}  # of reservations
         self._copies: dict[int, np.ndarray] = {}  # private ones that are intact, by ticket
@@ -109,13 +109,15 @@ class DecodeHandoffs:
         """Answers with a Target now or when there is room, or with Failed; not at all where it has joined already.
 
         Raises:
-            Rejected: the request can never be served here; nothing is kept.
+            Rejected: the request can never be served here, or another link has one of its id; nothing is kept.
         """
         if self._has_joined(request.id):
             return
+        if self._is_of_another(request.id, link):
+            raise NeverFits("id", "a request with this id is being served")
         partition = wire.partition_from(reserve.run)
         self._engine.check(request, partition)
-        message = handoff_wire.reserve_from(reserve, request)
+        message = handoff_wire.reserve_from(reserve, request, self._pool.block_size)
         if partition is None:
             partition = self._roomiest(request)
         if self._is_full(partition):
@@ -167,6 +169,10 @@ class DecodeHandoffs:
 
     def _has_joined(self, handoff: bytes) -> bool:
         return self._side.knows(handoff) and handoff not in self._links
+
+    def _is_of_another(self, handoff: bytes, link: Link) -> bool:
+        waiting = (waiting.link for line in self._waiting for waiting in line if waiting.reserve.handoff == handoff)
+        return any(owner is not link for owner in (*waiting, self._links.get(handoff, link)))
 
     def _is_known(self, handoff: bytes, link: Link) -> bool:
         """A forged or replayed id is answered, so that whoever sent it by mistake hears of it."""

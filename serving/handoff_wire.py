@@ -7,20 +7,28 @@ of ids, columns that do not pair up. Left out: where KV is written to (`kv_endpo
 
 from collections.abc import Iterable
 
+from moonshard.kv.prefix import NAME_BYTES
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import EPOCH_BYTES, REQUEST_ID_BYTES
 from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.handoff import messages as m
 from moonshard.serving.request import Request
 
+MAX_DURATION_S = 86_400.0
+
 _CAUSES = {link_pb2.HandoffCause.Value(f"HANDOFF_CAUSE_{cause.name}"): cause for cause in m.Cause}
 
 
 def epoch_from(epoch: bytes, field: str = "epoch") -> int:
-    """Raises InvalidArgument naming `field` for one that is too long to be sent on."""
-    if len(epoch) > EPOCH_BYTES:
+    """Raises InvalidArgument naming `field` for one of another size."""
+    if len(epoch) != EPOCH_BYTES:
         raise InvalidArgument(f"an epoch has {EPOCH_BYTES} bytes, not {len(epoch)}", field=field)
     return int.from_bytes(epoch, "big")
+
+
+def is_duration(seconds: float) -> bool:
+    """Above zero and no more than a day: neither NaN nor what a clock cannot be moved by."""
+    return 0 < seconds <= MAX_DURATION_S
 
 
 def epoch_bytes(epoch: int) -> bytes:
@@ -40,7 +48,13 @@ def reserve_message(reserve: m.Reserve, run: link_pb2.Run) -> link_pb2.Reserve:
     )
 
 
-def reserve_from(reserve: link_pb2.Reserve, request: Request) -> m.Reserve:
+def reserve_from(reserve: link_pb2.Reserve, request: Request, block_size: int) -> m.Reserve:
+    """Raises InvalidArgument naming the field."""
+    if not is_duration(reserve.deadline_s):
+        raise InvalidArgument(f"a deadline of {reserve.deadline_s:g} s is none", field="deadline_s")
+    hashes = reserve.block_hashes
+    if len(hashes) > len(request.prompt) // block_size or any(len(name) != NAME_BYTES for name in hashes):
+        raise InvalidArgument(f"block_hashes are at most one of {NAME_BYTES} bytes a full block", field="block_hashes")
     return m.Reserve(
         handoff=request.id,
         request=request,

@@ -4,6 +4,7 @@ The writer intersects the announced layout with its own (`sharding.reshard`) and
 two fit is found here, before a byte moves. Left out: moving the bytes, and which slots may be written.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from moonshard.kv import transfer
 from moonshard.kv.slab_shards import Region
 from moonshard.models.spec import KvGroup
 from moonshard.rpc import link_pb2
-from moonshard.rpc.status import FailedPrecondition
+from moonshard.rpc.status import FailedPrecondition, InvalidArgument
 from moonshard.sharding import reshard
 from moonshard.sharding.layout import (
     BlockShape,
@@ -27,6 +28,8 @@ from moonshard.sharding.layout import (
 )
 from moonshard.sharding.place import ALONE, Place
 
+MAX_SHARDS = 1024  # of a partition: what a plan takes grows with their square
+_SESSION = re.compile(r"[\x21-\x7e]{1,512}")
 LAYOUT_VERSION = 1  # of the pages' format: block-major, [layers, tokens, features] within a shard
 
 
@@ -152,6 +155,13 @@ def endpoint_message(endpoint: Endpoint) -> link_pb2.KvEndpoint:
 
 
 def endpoint_from(message: link_pb2.KvEndpoint) -> Endpoint:
+    """Raises InvalidArgument where it is none, whatever the layout; whether that is ours `plan_to` says."""
+    if not _SESSION.fullmatch(message.session):
+        raise InvalidArgument("the session of an endpoint is no address", field="session")
+    if len({region.owner for region in message.regions}) < len(message.regions):
+        raise InvalidArgument("an owner of an endpoint has two regions", field="regions")
+    if sum(len(group.shards) for group in message.layout.groups) > MAX_SHARDS:
+        raise InvalidArgument(f"an endpoint has at most {MAX_SHARDS} shards", field="shards")
     return Endpoint(
         transport=message.transport,
         session=message.session,

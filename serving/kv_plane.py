@@ -74,24 +74,36 @@ class KvPlane:
     async def publish(
         self, partition: int, slots: Sequence[int], to: Endpoint, to_partition: int, to_slots: Sequence[int]
     ) -> PublishResult:
-        """Write own slots into slots of another's slab, pairwise. TransferFailed, and part may have landed."""
+        """Write own slots into slots of another's slab, pairwise, and clear them.
+
+        TransferFailed: part may have landed and the rest may follow, so they are as they were.
+        """
         copies = self._copies(partition, slots, to, to_partition, to_slots)
         future: Future[PublishResult] = self._transport.publish(to.session, copies)
-        return await asyncio.shield(asyncio.wrap_future(future))
+        result = await asyncio.shield(asyncio.wrap_future(future))
+        await self._run(len(slots) * self.block_bytes, self.clear, partition, slots)
+        return result
 
     async def copy_out(
         self, partition: int, slots: Sequence[int], expected: Sequence[int]
     ) -> np.ndarray | ChecksumMismatch:
-        """A private copy of slots as pages, [slots, layers, block_size, features], or what is wrong with it."""
+        """A private copy of slots as pages, [slots, layers, block_size, features], or what is wrong with it.
+
+        The slots are cleared in either case.
+        """
         try:
             own_slots = self.endpoint.slots(partition, slots).tolist()
             num_bytes = len(own_slots) * self.block_bytes
-            copied = await self._run(num_bytes, copy_verified, self._shards, own_slots, expected)
+            copied = await self._run(num_bytes, self._take_out, own_slots, expected)
         except ChecksumMismatch as mismatch:
             self.num_mismatches += 1
             return mismatch
         self.num_landed_blocks += len(slots)
         return copied.view(self._dtype).reshape(len(slots), *self._block_shape)
+
+    def clear(self, partition: int, slots: Sequence[int]) -> None:
+        """Slots that come back hold nothing of what was sent through them; what a late writer writes there stays."""
+        self._clear(self.endpoint.slots(partition, slots).tolist())
 
     def close(self) -> None:
         """Fails what is under way."""
@@ -110,6 +122,16 @@ class KvPlane:
         except (ValueError, KeyError, OverflowError) as error:
             detail = f"slots {list(to_slots)} of partition {to_partition} at {to.session}: {error}"
             raise TransferFailed(FailureCause.BAD_RANGE, detail, may_still_land=False) from error
+
+    def _take_out(self, own_slots: list[int], expected: Sequence[int]) -> np.ndarray:
+        try:
+            return copy_verified(self._shards, own_slots, expected)
+        finally:
+            self._clear(own_slots)
+
+    def _clear(self, own_slots: list[int]) -> None:
+        for slot in own_slots:
+            self._shards.clear_slot(slot)
 
     def _stage(self, slots: list[int], pages: np.ndarray) -> tuple[int, ...]:
         blocks = np.ascontiguousarray(pages).reshape(len(slots), -1).view(np.uint8)

@@ -17,10 +17,11 @@ from moonshard.serving.transport_security import link_credentials
 
 
 class KvTransports:
-    """One worker's."""
+    """One worker's. `key` is what the workers of its cluster prove themselves by."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, key: bytes):
         self._config = config
+        self._key = key
         self._receiver = KvStreamReceiver() if config.kv.transport == "grpc" else None
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -63,6 +64,7 @@ class KvTransports:
             return GrpcTransport(
                 self._receiver,
                 f"{host}:{port}",
+                key=self._key,
                 timeout_s=kv.transfer_timeout_s,
                 credentials=link_credentials(self._config),
             )

@@ -6,6 +6,10 @@ Apart from `link_service`, which owns the stream, so that the worker and its han
 from typing import Protocol
 
 from moonshard.rpc import link_pb2
+from moonshard.rpc.link import REQUEST_ID_BYTES
+from moonshard.rpc.status import InvalidArgument
+
+ABOUT_REQUESTS = frozenset({"run", "reserve", "cancel", "landed", "start", "credits", "drained"})
 
 
 class Link(Protocol):
@@ -17,12 +21,26 @@ class Link(Protocol):
 
 
 def request_id_of(message: link_pb2.GatewayMessage) -> bytes:
-    """Of the request, or of the handoff, which has its request's id; empty where it is about none."""
-    match message.WhichOneof("message"):
+    """Of the request, or of the handoff, which has its request's id; empty where it is about none.
+
+    Raises:
+        InvalidArgument: it is about one whose id has another size, so that nobody could be answered.
+    """
+    name = message.WhichOneof("message")
+    request_id = _id_in(name, message)
+    if name in ABOUT_REQUESTS and len(request_id) != REQUEST_ID_BYTES:
+        raise InvalidArgument(f"an id has {REQUEST_ID_BYTES} bytes, not {len(request_id)}", field="request_id")
+    return request_id
+
+
+def _id_in(name: str | None, message: link_pb2.GatewayMessage) -> bytes:
+    match name:
         case "run":
             return message.run.request_id
         case "reserve":
             return message.reserve.run.request_id
+        case "cancel":
+            return message.cancel.request_id
         case "landed":
             return message.landed.handoff
         case "start":

@@ -18,7 +18,7 @@ from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import PrefixCache
 from moonshard.kv.transfer import TransferFailed
 from moonshard.rpc import inference_pb2, link_pb2
-from moonshard.rpc.status import FailedPrecondition, NotFound
+from moonshard.rpc.status import FailedPrecondition, InvalidArgument, NotFound
 from moonshard.serving import handoff_wire, wire
 from moonshard.serving.background import Background
 from moonshard.serving.engine import Emitted, Engine
@@ -84,7 +84,7 @@ class PrefillHandoffs:
         self._plane = plane
         self._spans = spans
         self._epoch = epoch
-        self._side = PrefillSide(epoch, pool, self.slab, quarantine_s)
+        self._side = PrefillSide(epoch, pool, self.slab, quarantine_s, on_restore=plane.clear)
         self._legs: dict[bytes, _Leg] = {}
         self._checksums: dict[int, tuple[int, ...]] = {}  # of staged pieces, by ticket
         self._background = Background(on_fault)
@@ -103,18 +103,25 @@ class PrefillHandoffs:
 
         Raises:
             FailedPrecondition: the target is of a worker whose KV is not ours, or for another writer; nothing is kept.
+            InvalidArgument: what it names does not hold together; likewise.
             Rejected: the scheduler turns the request down; likewise.
         """
         target, remote = handoff_wire.target_from(run.target), endpoint_from(run.endpoint)
         plan_to(self._plane.endpoint, remote)
-        if target.handoff != request.id or target.writer_epoch != self._epoch:
+        if not handoff_wire.is_duration(target.lease_s):
+            raise InvalidArgument(f"a lease of {target.lease_s:g} s is none", field="lease_s")
+        if (target.handoff, target.writer_epoch, target.session) != (request.id, self._epoch, remote.session):
             raise FailedPrecondition("this target is for another handoff or another process", field="target")
         num_blocks = self._pool.num_blocks_for(len(request.prompt))
         max_held = len(request.prompt) // self._pool.block_size
         if target.num_blocks != num_blocks or target.num_blocks_held > max_held:
             raise FailedPrecondition(f"this target is not for a prompt of {num_blocks} blocks", field="target")
+        if len(target.grants) > num_blocks:
+            raise InvalidArgument(f"{len(target.grants)} grants for {num_blocks} blocks", field="grants")
         if request.id in self._legs:
             return
+        if self._side.holds(request.id):
+            raise FailedPrecondition("this handoff is being given up", field="handoff")
         self._legs[request.id] = _Leg(
             link=link, request=request, target=target, remote=remote, arrived_s=time.perf_counter()
         )
@@ -131,6 +138,12 @@ class PrefillHandoffs:
         if leg is None or leg.link is not link:
             raise NotFound("there is no such handoff here", field="handoff")
         self._do(self._side.credits(message))
+
+    def give_up(self, handoff: bytes, link: Link) -> None:
+        """One that came over this link; nothing is said of any other."""
+        leg = self._legs.get(handoff)
+        if leg is not None and leg.link is link:
+            self.cancel(handoff, leg.target.epoch, link)
 
     def cancel(self, handoff: bytes, target_epoch: int, link: Link) -> None:
         """Give up; says Drained when that is true, at once for a handoff that is not here.
@@ -283,6 +296,8 @@ class PrefillHandoffs:
         actions = self._side.staged(stage.ticket)
         if any(isinstance(action, m.Write) for action in actions):  # else it was given up meanwhile
             self._checksums[stage.ticket] = checksums
+        else:
+            self._plane.clear(stage.partition, slots)  # before any of them is staged in again
         self._do(actions)
         self._engine.wake()  # the blocks that were staged may be free now
         self._sweep()

@@ -2,7 +2,7 @@
 
 Status goes as JSON lines over an inherited pipe, never over stdout or stderr, which belong to people. The events:
 `progress` {message}, `listening` {address} or {http (a URL), grpc}, `timings` {timings, as `serving.timings` tells
-them}, `ready` {}, `draining` {}, `failed` {message, exit_code}.
+them}, `ready` {} or {message}, `draining` {}, `failed` {message, exit_code}.
 """
 
 import ctypes

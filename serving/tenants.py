@@ -1,11 +1,13 @@
 """Who a request is from: an API key names a tenant, whose KV nobody else's request finds.
 
 Keys are kept as hashes, so that the file that names them is no secret worth stealing; a tenant may have several. The
-salt that goes into the names of a tenant's blocks comes from here and never from a client. Without a file there is one
-tenant, and every key is let in. Left out: limits.
+salt that goes into the names of a tenant's blocks comes from here and never from a client; it is derived from the
+cluster's key, so that nobody outside can name a block, and the same after a restart. Without a file of keys there is
+one tenant, and everybody is let in. Left out: limits.
 """
 
 import hashlib
+import hmac
 import re
 import tomllib
 from collections.abc import Mapping
@@ -30,10 +32,15 @@ class UnknownKey(Exception):
 class Tenant:
     name: str
 
-    @property
-    def salt(self) -> bytes:
-        """For the names of blocks."""
-        return hashlib.sha256(b"moonshard tenant\0" + self.name.encode()).digest()
+
+class Salts:
+    """What makes the names of a tenant's blocks its own; `key` is the cluster's for them."""
+
+    def __init__(self, key: bytes):
+        self._key = key
+
+    def of(self, tenant: Tenant) -> bytes:
+        return hmac.digest(self._key, b"moonshard tenant\0" + tenant.name.encode(), hashlib.sha256)
 
 
 class Tenants:

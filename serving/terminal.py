@@ -36,7 +36,7 @@ class TerminalReporter:
             return
         if self._is_finished:
             if event == "ready":  # a child that was restarted serves again
-                self.note(f"{child}: ready")
+                self.note(f"{child}: {describe(event, fields)}")
             return
         self._last[child] = describe(event, fields)
         if self._console.is_terminal:
@@ -51,8 +51,13 @@ class TerminalReporter:
         self._console.print(f"moonshard: {text}", markup=False)
 
     def finish(self) -> None:
-        self._is_finished = True
+        """Of what the moving line said, what a ready child has left open stays."""
         self._status.stop()
+        if self._console.is_terminal and not self._is_finished:
+            for child, text in self._last.items():
+                if text.startswith("ready;"):
+                    self.note(f"{child}: {text}")
+        self._is_finished = True
 
     def show_timings(self, own: Sequence[Phase]) -> None:
         """`own`: the phases of this process."""

@@ -4,6 +4,8 @@ The gateway has checked what clients send; what is checked here protects the dev
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from moonshard.kv.prefix import NAME_BYTES, block_names, split_names
 from moonshard.rpc import inference_pb2, link_pb2
@@ -22,6 +24,11 @@ from moonshard.serving.request import (
 )
 from moonshard.serving.waiting import NeverFits, QueueFull, QueueTimeout, Rejected
 
+MAX_ROOT_BYTES = 64
+MAX_BIAS = 100.0  # this and the next are what the public API allows
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 1e6
+
 _FINISH = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -29,12 +36,21 @@ _FINISH = {
 }
 
 
-def request_from(run: link_pb2.Run, vocab_size: int, block_size: int) -> Request:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Of the model: what a message must stay within."""
+
+    vocab_size: int
+    block_size: int  # tokens
+    max_context_tokens: int
+
+
+def request_from(run: link_pb2.Run, limits: Limits) -> Request:
     """With the names of all its prompt's full blocks. Raises InvalidArgument naming the field."""
-    _check(run, vocab_size, block_size)
+    _check(run, limits)
     sampling = run.sampling
     prompt = tuple(run.prompt_tokens)
-    names = split_names(run.block_names) or block_names(run.prefix_root, prompt, block_size)
+    names = split_names(run.block_names) or block_names(run.prefix_root, prompt, limits.block_size)
     return Request(
         id=run.request_id,
         prompt=prompt,
@@ -59,34 +75,67 @@ def request_from(run: link_pb2.Run, vocab_size: int, block_size: int) -> Request
     )
 
 
-def _check(run: link_pb2.Run, vocab_size: int, block_size: int) -> None:
-    sampling = run.sampling
-    num_name_bytes = len(run.prompt_tokens) // block_size * NAME_BYTES
-    faults = {
-        "request_id": len(run.request_id) != REQUEST_ID_BYTES,
-        "prompt_tokens": any(token >= vocab_size for token in run.prompt_tokens),
-        "stop_token_ids": len(run.stop_token_ids) > MAX_STOP_TOKENS
-        or any(token >= vocab_size for token in run.stop_token_ids),
-        "bias_ids": len(sampling.bias_ids) > MAX_LOGIT_BIAS or any(token >= vocab_size for token in sampling.bias_ids),
-        "bias_values": len(sampling.bias_values) != len(sampling.bias_ids),
-        "n": run.n > MAX_CHOICES,
-        "logprobs": run.logprobs > MAX_LOGPROBS,
-        "repetition_penalty": not 0 < sampling.repetition_penalty < math.inf,
+def _check(run: link_pb2.Run, limits: Limits) -> None:
+    """Lengths before contents: what is too long is not looked at."""
+    if len(run.prompt_tokens) > limits.max_context_tokens:
+        num_tokens = len(run.prompt_tokens)
+        raise InvalidArgument(f"the prompt has {num_tokens} tokens, {limits.max_context_tokens} fit", field="prompt")
+    sampling, names = run.sampling, run.block_names
+    num_name_bytes = len(run.prompt_tokens) // limits.block_size * NAME_BYTES
+    _refuse_first(
+        {
+            "request_id": len(run.request_id) != REQUEST_ID_BYTES,
+            "prompt_tokens": not _are_tokens(run.prompt_tokens, limits),
+            "stop_token_ids": len(run.stop_token_ids) > MAX_STOP_TOKENS or not _are_tokens(run.stop_token_ids, limits),
+            "bias_ids": len(sampling.bias_ids) > MAX_LOGIT_BIAS or not _are_tokens(sampling.bias_ids, limits),
+            "bias_values": len(sampling.bias_values) != len(sampling.bias_ids)
+            or not all(abs(value) <= MAX_BIAS for value in sampling.bias_values),
+            "min_tokens": run.min_tokens > run.max_tokens > 0,
+            "n": run.n > MAX_CHOICES,
+            "logprobs": run.logprobs > MAX_LOGPROBS,
+            "prefix_root": len(run.prefix_root) > MAX_ROOT_BYTES,
+            "block_names": len(names) not in (0, num_name_bytes) or len(names) != NAME_BYTES * _num_distinct(names),
+            **_sampling_faults(sampling),
+        }
+    )
+
+
+def _sampling_faults(sampling: link_pb2.EngineSampling) -> dict[str, bool]:
+    """By field, so said that no NaN is let through."""
+    return {
+        "temperature": not 0 <= sampling.temperature < math.inf,
         "top_p": not 0 < sampling.top_p <= 1,
         "top_k": sampling.top_k < 0,
-        "block_names": len(run.block_names) not in (0, num_name_bytes),
-        "temperature": not 0 <= sampling.temperature < math.inf,
+        "min_p": not 0 <= sampling.min_p <= 1,
+        "repetition_penalty": not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
+        "presence_penalty": not abs(sampling.presence_penalty) <= MAX_PENALTY,
+        "frequency_penalty": not abs(sampling.frequency_penalty) <= MAX_PENALTY,
     }
+
+
+def _refuse_first(faults: Mapping[str, bool]) -> None:
     for field, is_wrong in faults.items():
         if is_wrong:
             raise InvalidArgument(f"{field} of a Run message is out of range", field=field)
 
 
-def resumed_from(run: link_pb2.Run, vocab_size: int) -> dict[int, tuple[int, ...]] | None:
+def _are_tokens(ids: Sequence[int], limits: Limits) -> bool:
+    return max(ids, default=0) < limits.vocab_size
+
+
+def _num_distinct(names: bytes) -> int:
+    return len(set(split_names(names)))
+
+
+def resumed_from(run: link_pb2.Run, limits: Limits) -> dict[int, tuple[int, ...]] | None:
     """The tokens that each choice goes on from; None where all begin. InvalidArgument as above."""
     if not run.resumed:
         return None
-    if any(token >= vocab_size for resumed in run.resumed for token in resumed.token_ids):
+    choices = {resumed.choice for resumed in run.resumed}
+    num_most = max(len(resumed.token_ids) for resumed in run.resumed)
+    if len(choices) < len(run.resumed) or len(choices) > MAX_CHOICES or num_most > limits.max_context_tokens:
+        raise InvalidArgument("resumed of a Run message is out of range", field="resumed")
+    if not all(_are_tokens(resumed.token_ids, limits) for resumed in run.resumed):
         raise InvalidArgument("resumed of a Run message is out of range", field="resumed")
     return {resumed.choice: tuple(resumed.token_ids) for resumed in run.resumed}
 
@@ -96,9 +145,9 @@ def partition_from(run: link_pb2.Run) -> int | None:
     return run.partition if run.HasField("partition") else None
 
 
-def check_first_tokens(start: link_pb2.Start, vocab_size: int) -> None:
+def check_first_tokens(start: link_pb2.Start, limits: Limits) -> None:
     """Raises InvalidArgument where one is no token of the model: it would be decoded from all the same."""
-    if any(token >= vocab_size for token in start.token_ids):
+    if len(start.token_ids) > MAX_CHOICES or not _are_tokens(start.token_ids, limits):
         raise InvalidArgument("token_ids of a Start message is out of range", field="token_ids")
 
 

@@ -33,7 +33,21 @@ from moonshard.serving.worker_spans import FAILED, WorkerSpans
 
 TICK_S = 0.1  # how late a lease's end, a place for a waiting reservation or what is newly cached may be noticed
 
+MAX_REFUSAL_CHARS = 256  # of what a gateway says that the log repeats
+
 logger = logging.getLogger(__name__)
+
+
+class LinkFault(InvalidArgument):
+    """Said by no gateway, and about no request: the link ends."""
+
+
+def _cancel_epoch(cancel: link_pb2.Cancel) -> int:
+    """None is said of a request that is no handoff. LinkFault: a cancel is not answered."""
+    try:
+        return handoff_wire.epoch_from(cancel.target_epoch, "target_epoch") if cancel.target_epoch else 0
+    except InvalidArgument as error:
+        raise LinkFault(error.message, field=error.field) from error
 
 
 class Worker:
@@ -83,6 +97,11 @@ class Worker:
         self._handoffs = self._prefill or self._decode  # no role has both
         self._ticking: asyncio.TimerHandle | None = None
         self._refusal: str | None = None  # the last one
+        self._limits = wire.Limits(
+            vocab_size=model.vocab_size,
+            block_size=model.block_size,
+            max_context_tokens=model.shapes.max_context_tokens,
+        )
 
     def _prefill_handoffs(self, plane: KvPlane) -> PrefillHandoffs:
         return PrefillHandoffs(
@@ -186,8 +205,12 @@ class Worker:
         return welcome_message(self._model, role=self.role, epoch=self.epoch, endpoint=endpoint)
 
     def receive(self, message: link_pb2.GatewayMessage, link: Link) -> None:
-        """Do what a gateway says, or answer with the error of the request it names."""
-        name = message.WhichOneof("message")
+        """Do what a gateway says, or end the request that it names with an error.
+
+        Raises:
+            InvalidArgument: it is nothing that a gateway says, or is about no request that could be answered.
+        """
+        name, request_id = message.WhichOneof("message"), request_id_of(message)
         if name in ("run", "reserve"):
             self._num_seen[link] += 1
         try:
@@ -199,7 +222,7 @@ class Worker:
                 case "reserve":
                     self._reserve(message.reserve, link)
                 case "cancel":
-                    self._cancel(message.cancel, link)
+                    self._cancel(request_id, _cancel_epoch(message.cancel), link)
                 case "tell_prefixes":
                     link.send(self._open[link].snapshot())
                 case "refused":
@@ -208,20 +231,36 @@ class Worker:
                     self._to_decode(name, message, link)
                 case "credits":
                     self._prefills().credits(message.credits, link)
+                case _:
+                    raise LinkFault("hello was said, or nothing that this worker knows", field="message")
+        except LinkFault:
+            raise
         except Rejected as error:
-            self._turn_down(message, wire.rejection(error), link)
+            self._turn_down(request_id, wire.rejection(error), link)
         except RequestError as error:
             if not isinstance(error, InvalidArgument | NotFound | Unavailable):
                 logger.warning("%s: %s", name, error.message)
-            self._turn_down(message, error, link)
+            self._turn_down(request_id, error, link)
 
-    def _turn_down(self, message: link_pb2.GatewayMessage, error: RequestError, link: Link) -> None:
-        request_id = request_id_of(message)
+    def _turn_down(self, request_id: bytes, error: RequestError, link: Link) -> None:
+        """A fault in what is said of it ends whatever there is of it: no output follows."""
         self._spans.end(request_id, error.code.name.lower())
+        if isinstance(error, InvalidArgument):
+            self._give_up(request_id, link)
         link.send(wire.failed(request_id, error))
+
+    def _give_up(self, request_id: bytes, link: Link) -> None:
+        """What came over this link; any other is left alone."""
+        if self._links.get(request_id) is link:
+            self._end(request_id)
+        elif self._decode is not None:
+            self._decode.cancel(request_id, link)
+        elif self._prefill is not None:
+            self._prefill.give_up(request_id, link)
 
     def _refused(self, reason: str) -> None:
         """Log why a gateway does not route here: once, for it knocks again every second."""
+        reason = "".join(char if char.isprintable() else " " for char in reason[:MAX_REFUSAL_CHARS])
         if reason != self._refusal:
             logger.warning("a gateway refuses this worker: %s", reason)
         self._refusal = reason
@@ -230,8 +269,8 @@ class Worker:
         self._check_open()
         if self.role == "prefill":
             raise FailedPrecondition("a worker of role prefill does not decode; its runs have a target", field="role")
-        request = wire.request_from(run, self._model.vocab_size, self._model.block_size)
-        resumed = wire.resumed_from(run, self._model.vocab_size)
+        request = wire.request_from(run, self._limits)
+        resumed = wire.resumed_from(run, self._limits)
         self._spans.begin(run)
         self.engine.submit(request, resumed, wire.partition_from(run))
         self._links[request.id] = link
@@ -239,14 +278,14 @@ class Worker:
     def _run_for(self, run: link_pb2.Run, link: Link) -> None:
         handoffs = self._prefills()
         self._check_open()
-        request = wire.request_from(run, self._model.vocab_size, self._model.block_size)
+        request = wire.request_from(run, self._limits)
         self._spans.begin(run)
         handoffs.run(run, request, link)
 
     def _reserve(self, reserve: link_pb2.Reserve, link: Link) -> None:
         handoffs = self._decodes()
         self._check_open()
-        request = wire.request_from(reserve.run, self._model.vocab_size, self._model.block_size)
+        request = wire.request_from(reserve.run, self._limits)
         self._spans.begin(reserve.run)
         handoffs.reserve(reserve, request, link)
 
@@ -256,19 +295,17 @@ class Worker:
             case "landed":
                 handoffs.landed(message.landed, link)
             case "start":
-                wire.check_first_tokens(message.start, self._model.vocab_size)
+                wire.check_first_tokens(message.start, self._limits)
                 handoffs.start(message.start, link)
             case "drained":
                 handoffs.drained(message.drained)
 
-    def _cancel(self, cancel: link_pb2.Cancel, link: Link) -> None:
+    def _cancel(self, request_id: bytes, target_epoch: int, link: Link) -> None:
         """End a request that came over this link, or a leg of a handoff; any other is left alone."""
-        if self._links.get(cancel.request_id) is link:
-            self._end(cancel.request_id)
-        elif self._decode is not None:
-            self._decode.cancel(cancel.request_id, link)
-        elif self._prefill is not None:
-            self._prefill.cancel(cancel.request_id, handoff_wire.epoch_from(cancel.target_epoch, "target_epoch"), link)
+        if self._prefill is not None:
+            self._prefill.cancel(request_id, target_epoch, link)
+        else:
+            self._give_up(request_id, link)
 
     def _end(self, request_id: bytes) -> None:
         del self._links[request_id]

@@ -11,8 +11,10 @@ import logging
 import signal
 import sys
 
+from moonshard.kv.listening import listening_ports
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.server import BoundServer, build_server
+from moonshard.serving.cluster_key import cluster_key
 from moonshard.serving.compilations import CompilationCounter
 from moonshard.serving.config import Config, WorkerRole, port_of
 from moonshard.serving.heap import keep_for_life
@@ -54,7 +56,8 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
     stop = _stop_on_signals()
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Worker] = loop.create_future()
-    transports = KvTransports(config)
+    key = cluster_key(config).proofs
+    transports = KvTransports(config, key)
     server = build_server(
         host=config.worker.host,
         port=port_of(config, role),
@@ -64,6 +67,7 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
         ],
         service_names=[SERVICE_NAME],
         tls=server_tls(config),
+        key=key,
     )
     await server.start()
     address = _address(config.worker.host, server.port)
@@ -83,12 +87,20 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
             ready.set_result(worker)
             await server.set_serving(True)
             tell_start(start.timings, status, recorder, process=address, role=role)
-            status("ready", {})
+            status("ready", _openness(config, role, server.port))
             worker.start_behind()
             return await _serve(worker, server, stop, status, config.gateway.drain_timeout_s)
     finally:
         ready.cancel()
         await server.stop(STOP_GRACE_S)
+
+
+def _openness(config: Config, role: WorkerRole, port: int) -> dict[str, object]:
+    """What stands open beside the worker's own port, where the key is asked for: in words, for whoever reads it."""
+    if role == "both" or config.kv.transport != "mooncake":
+        return {}
+    ports = ", ".join(map(str, sorted(listening_ports() - {port})))
+    return {"message": f"ready; open to whoever reaches them are Mooncake's ports: {ports}"} if ports else {}
 
 
 def _recorded_steps(recorder: Recorder, address: str) -> RecordedSteps:

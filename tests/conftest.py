@@ -1,6 +1,7 @@
 """What jax is told before anything imports it: eight CPU devices, and a cache of compilations kept between runs.
 
 It is told through the environment, so that processes started by tests are told the same. A caller's own settings win.
+So does where the cluster's key is kept: all that tests start has one, and it is not the user's.
 Hypothesis is told that no example has a deadline: on a shared machine that would measure the neighbours. Where `CI` is
 set its examples are the same in every run, so that a failure there is due to the change; all other runs look for more.
 """
@@ -30,6 +31,7 @@ def _prepare_jax() -> None:
 
 
 _prepare_jax()
+os.environ.setdefault("XDG_STATE_HOME", str(Path(__file__).parent.parent / ".cache" / "state"))
 settings.register_profile("moonshard", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("moonshard")
 

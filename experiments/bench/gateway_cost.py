@@ -7,6 +7,7 @@ that so many are under way. The three take turns.
 """
 
 import asyncio
+import os
 import secrets
 import subprocess
 import sys
@@ -27,11 +28,14 @@ from moonshard.experiments.bench.scripted_worker import STEP_S
 from moonshard.experiments.bench.server import ServerFailed
 from moonshard.experiments.bench.streams import Seen, ask_grpc
 from moonshard.experiments.bench.transport_rows import verdict
-from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.door import open_stream
 from moonshard.rpc.link import PROTOCOL_VERSION
+from moonshard.serving.cluster_key import cluster_key, key_file_of
 from moonshard.serving.commands.serve import ChildCommands
 from moonshard.serving.config import Config
+from moonshard.serving.gateway.links import METHOD
 from moonshard.serving.heap import keep_for_life
 
 PROMPT = tuple(range(1, 129))
@@ -51,17 +55,18 @@ Ask = Callable[[], Awaitable[Seen]]
 def measure_gateway(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
     """ServerFailed if the gateway does not start."""
     found: list[Measurement] = []
-    with _scripted_worker(environment) as address, _gateway(config, address, environment) as gateway:
+    with _scripted_worker(config, environment) as address, _gateway(config, address, environment) as gateway:
         for _ in range(plan.gateway_rounds):
             for num_streams in BARS_MS:
-                for way, seen in uvloop.run(_take_turns(address, gateway, num_streams, plan)).items():
+                for way, seen in uvloop.run(_take_turns(config, address, gateway, num_streams, plan)).items():
                     found += _measurements(num_streams, way, seen)
     return found
 
 
 @contextmanager
-def _scripted_worker(environment: Mapping[str, str]) -> Iterator[str]:
-    argv = [sys.executable, "-m", "moonshard.experiments.bench.scripted_worker"]
+def _scripted_worker(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    key_file = str(key_file_of(config, os.environ))
+    argv = [sys.executable, "-m", "moonshard.experiments.bench.scripted_worker", key_file]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None  # it was asked for
@@ -83,8 +88,15 @@ def _gateway(config: Config, address: str, environment: Mapping[str, str]) -> It
             process.stop()
 
 
-async def _take_turns(address: str, gateway: str, num_streams: int, plan: Plan) -> dict[str, list[Seen]]:
-    async with DirectClient.connected(address) as direct, AsyncClient(address) as bare, AsyncClient(gateway) as client:
+async def _take_turns(
+    config: Config, address: str, gateway: str, num_streams: int, plan: Plan
+) -> dict[str, list[Seen]]:
+    key = cluster_key(config).proofs
+    async with (
+        DirectClient.connected(address, key) as direct,
+        AsyncClient(address) as bare,
+        AsyncClient(gateway) as client,
+    ):
         keep_for_life()  # or this process's own pauses would be counted as the gateway's
 
         async def through() -> Seen:
@@ -129,9 +141,10 @@ class DirectClient:
 
     @classmethod
     @asynccontextmanager
-    async def connected(cls, address: str) -> AsyncIterator["DirectClient"]:
+    async def connected(cls, address: str, key: bytes) -> AsyncIterator["DirectClient"]:
         async with grpc.aio.insecure_channel(address) as channel:
-            call = link_pb2_grpc.WorkerStub(channel).Link()
+            port = int(address.rpartition(":")[2])
+            call = await open_stream(channel, METHOD, key, port, link_pb2.WorkerMessage.FromString)
             hello = link_pb2.Hello(protocol_version=PROTOCOL_VERSION, gateway_epoch=secrets.token_bytes(16))
             await call.write(link_pb2.GatewayMessage(hello=hello))
             client = cls(call)

@@ -1,22 +1,26 @@
 """A worker without a model that speaks the Link: a step every so often, a token for each request in it.
 
 What a gateway adds shows beside it: the worker costs next to nothing, and is always on time. It speaks the public API
-too, with nothing behind it but the same clock: what gRPC itself costs a gateway and its clients. Run as a module; it
-prints its port and serves until its standard input ends. Left out: prefill, KV, and everything that could go wrong.
+too, with nothing behind it but the same clock: what gRPC itself costs a gateway and its clients. Run as a module with
+the file of the cluster's key; it prints its port and serves until its standard input ends. Left out: prefill, KV, and
+everything that could go wrong.
 """
 
 import asyncio
 import secrets
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import uvloop
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc, link_pb2, link_pb2_grpc
+from moonshard.rpc.door import Door
 from moonshard.rpc.inference_pb2 import FINISH_REASON_LENGTH
 from moonshard.rpc.link import PROTOCOL_VERSION
+from moonshard.serving.cluster_key import key_of
 
 STEP_S = 0.05
 VOCAB_SIZE = 1000
@@ -109,8 +113,9 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
                 steps.put_nowait(None)
 
 
-async def _main() -> None:
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+async def _main(key_file: Path) -> None:
+    door = Door(key_of(key_file).proofs, lambda: port, open_services=("/moonshard.v1.Inference/",))
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), interceptors=(door,))
     link_pb2_grpc.add_WorkerServicer_to_server(ScriptedWorker(), server)
     inference = ScriptedInference()
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
@@ -125,4 +130,4 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_main())  # as a gateway does
+    uvloop.run(_main(Path(sys.argv[1])))  # as a gateway does

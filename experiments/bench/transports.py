@@ -8,6 +8,7 @@ Left out: networks, and several publishes at once.
 
 import asyncio
 import json
+import secrets
 import subprocess
 import sys
 import time
@@ -56,6 +57,7 @@ class Receiver:
     mooncake_session: str
     grpc_session: str
     address: int
+    key: str  # in hex
 
 
 def measure_transports(
@@ -91,7 +93,7 @@ def _measure(ways: dict[str, Way], size_bytes: int, copy_bytes: int, rounds: int
 def _ways(source: Slab, receiver: Receiver) -> dict[str, Way]:
     mooncake = MooncakeTransport.start(HOST, config=MooncakeConfig())
     mooncake.register(source)
-    stream = GrpcTransport(KvStreamReceiver(), f"{HOST}:1")
+    stream = GrpcTransport(KvStreamReceiver(), f"{HOST}:1", key=bytes.fromhex(receiver.key))
     stream.register(source)
     return {
         "memcpy": _memory_copies(source),
@@ -165,13 +167,19 @@ async def _receive(num_bytes: int) -> None:
     """The second process: one slab that both transports write into, until stdin ends."""
     slab, receiver = Slab(1, num_bytes), KvStreamReceiver()
     slab.bytes[:] = 1
-    server = build_server(host=HOST, port=0, add_servicers=[receiver.add_to], service_names=[SERVICE_NAME])
+    key = secrets.token_bytes(32)
+    server = build_server(host=HOST, port=0, add_servicers=[receiver.add_to], service_names=[SERVICE_NAME], key=key)
     await server.start()
-    stream = GrpcTransport(receiver, f"{HOST}:{server.port}")
+    stream = GrpcTransport(receiver, f"{HOST}:{server.port}", key=key)
     mooncake = MooncakeTransport.start(HOST, config=MooncakeConfig())
     for transport in (stream, mooncake):
         transport.register(slab)
-    where = {"mooncake_session": mooncake.session, "grpc_session": stream.session, "address": slab.address}
+    where = {
+        "mooncake_session": mooncake.session,
+        "grpc_session": stream.session,
+        "address": slab.address,
+        "key": key.hex(),
+    }
     print(json.dumps(where), flush=True)
     await asyncio.to_thread(sys.stdin.read)
 

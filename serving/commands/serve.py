@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from moonshard.serving.cluster_key import cluster_key
 from moonshard.serving.commands.folders import check_model_folder
 from moonshard.serving.commands.options import Configured
 from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports_are_free
@@ -54,6 +55,7 @@ def serve(
     check_ports_are_free(config)
     check_model_folder(config.model.path)
     load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
+    cluster_key(config)  # likewise
     reporter = TerminalReporter(has_timings=timings)
     own.note("configuration", own.phases[0].took_s)
     waiting_s = own.now_s

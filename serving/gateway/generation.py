@@ -30,6 +30,7 @@ from moonshard.serving.gateway.stamps import Stamps
 from moonshard.serving.gateway.traces import RequestTrace, RequestTraces
 from moonshard.serving.router import Affinity
 from moonshard.serving.telemetry.trace_context import TraceContext, read_context
+from moonshard.serving.tenants import Salts
 
 type Event = Placed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
 
@@ -75,6 +76,7 @@ class Gateway:
         accounts: Accounts,
         traces: RequestTraces,
         *,
+        salts: Salts,
         max_queued_requests: int,
         routing: RoutingConfig,
         lease_s: float,
@@ -86,6 +88,7 @@ class Gateway:
         self._metrics = metrics
         self._accounts = accounts
         self._traces = traces
+        self._salts = salts
         self._max_queued_requests = max_queued_requests
         self._attempts = Attempts(pool, self.handoffs, metrics, routing, may_retry=lambda: not self.is_draining)
         self._numbers = itertools.count()
@@ -210,7 +213,7 @@ class Gateway:
         request, limits = admission.request, admission.limits
         most = max_tokens(request, len(prompt), limits.max_context_tokens)
         check_token_ids(request, "prompt", prompt, limits.vocab_size)
-        root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), request.caller.tenant.salt)
+        root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), self._salts.of(request.caller.tenant))
         return link_pb2.Run(
             prompt_tokens=prompt,
             prefix_root=root,

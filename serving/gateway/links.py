@@ -1,23 +1,26 @@
 """The gateway's end of a `Link`: one stream to one worker that carries all of its requests, for ever reconnected.
 
-Apart from the pool, so that this file knows nothing of routing and the pool nothing of gRPC. Losing the stream ends
-every request on it; whether one is continued elsewhere is decided where requests are. A worker from which nothing comes
-for a while (it speaks four times a second) is treated as lost: a stopped process keeps its connections.
+Apart from the pool, so that this file knows nothing of routing and the pool nothing of gRPC. A worker proves that it is
+of the cluster before it is told anything: whoever took a port is sent no prompt. Losing the stream ends every request
+on it; whether one is continued elsewhere is decided where requests are. A worker from which nothing comes for a while
+(it speaks four times a second) is treated as lost: a stopped process keeps its connections.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
-from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc import link_pb2
+from moonshard.rpc.door import open_stream
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, Unavailable
 from moonshard.serving.gateway import trouble
 from moonshard.serving.gateway.session import Session
 
+METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Worker'].full_name}/Link"
 LOST_RETRY_AFTER_S = 1.0
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 2.0
@@ -42,6 +45,7 @@ class LinkConfig:
     """What all links of a gateway have in common."""
 
     gateway_epoch: bytes
+    key: bytes = field(repr=False)  # a worker that has not the same is none of ours
     silence_s: float  # then a worker is treated as lost
     credentials: grpc.ChannelCredentials | None  # None: plain text
 
@@ -91,7 +95,8 @@ class WorkerLink:
     async def _connect(self) -> None:
         """One session; returns or raises when it is over."""
         async with self._channel() as channel:
-            call = link_pb2_grpc.WorkerStub(channel).Link()
+            port = 0 if self._config.credentials else int(self.address.rpartition(":")[2])
+            call = await open_stream(channel, METHOD, self._config.key, port, link_pb2.WorkerMessage.FromString)
             hello = link_pb2.Hello(protocol_version=PROTOCOL_VERSION, gateway_epoch=self._config.gateway_epoch)
             await call.write(link_pb2.GatewayMessage(hello=hello))
             welcome = (await _read(call)).welcome

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from moonshard.rpc.inference_pb2_grpc import add_InferenceServicer_to_server
 from moonshard.rpc.server import BoundServer, PortInUse, build_server
 from moonshard.rpc.status import Unavailable
+from moonshard.serving.cluster_key import ClusterKey, cluster_key
 from moonshard.serving.config import Config, ConfigError, GatewayConfig, default_worker_addresses
 from moonshard.serving.gateway.accounts import Accounts, LedgerCollector
 from moonshard.serving.gateway.connections import Connections, Waiting
@@ -45,7 +46,7 @@ from moonshard.serving.startup import Start, tell_start
 from moonshard.serving.status_pipe import Status
 from moonshard.serving.telemetry.export import SpanExport, exporting
 from moonshard.serving.telemetry.trace_context import Sampling
-from moonshard.serving.tenants import Tenants, load_tenants
+from moonshard.serving.tenants import Salts, Tenants, load_tenants
 from moonshard.serving.timings import Timings
 from moonshard.serving.trace.recorder import Recorder, recording
 from moonshard.serving.trace.schema import REQUESTS, STARTS, TOKENS
@@ -123,14 +124,16 @@ async def _serving(
     """With what is open already: the HTTP port, and ledger, recorder and export of spans where there are any."""
     model = load_served_model(config.model.path, config.model.name)
     tenants = load_tenants(config.gateway.keys)
+    key = cluster_key(config)
     metrics = GatewayMetrics(model.name)
-    pool = _link_pool(config, metrics)
+    pool = _link_pool(config, key, metrics)
     gateway = Gateway(
         model,
         pool,
         metrics,
         _accounts(config, metrics, ledger),
         _traces(config, metrics, recorder, export),
+        salts=Salts(key.salts),
         max_queued_requests=config.gateway.max_queued_requests,
         routing=config.routing,
         lease_s=config.kv.lease_s,
@@ -255,11 +258,12 @@ def _grpc_server(config: GatewayConfig, gateway: Gateway, intake: Intake, tenant
     )
 
 
-def _link_pool(config: Config, metrics: GatewayMetrics) -> LinkPool:
+def _link_pool(config: Config, key: ClusterKey, metrics: GatewayMetrics) -> LinkPool:
     pool = LinkPool(
         worker_addresses(config),
         on_load=StepObserver(metrics),
         silence_s=config.gateway.worker_silence_s,
+        key=key.proofs,
         credentials=link_credentials(config),
         policy=config.routing.policy,
         queue_weight=config.routing.queue_weight,

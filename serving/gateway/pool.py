@@ -81,6 +81,7 @@ class LinkPool:
         *,
         on_load: Callable[[int, link_pb2.WorkerLoad], None],
         silence_s: float,
+        key: bytes,
         credentials: grpc.ChannelCredentials | None = None,
         policy: PolicyName = "cost",
         queue_weight: float = QUEUE_WEIGHT,
@@ -100,7 +101,9 @@ class LinkPool:
         self._routable: dict[str, Session] = {}  # by address: those that are there and not draining
         self._least_ttft: tuple[float, float | None] = (-math.inf, None)  # when that was, and what
         self._fleets: dict[frozenset[str], _Fleet] = {}
-        config = LinkConfig(gateway_epoch=secrets.token_bytes(16), silence_s=silence_s, credentials=credentials)
+        config = LinkConfig(
+            gateway_epoch=secrets.token_bytes(16), key=key, silence_s=silence_s, credentials=credentials
+        )
         events = LinkEvents(
             accept=self._misfit,
             on_change=self._session_changed,

@@ -33,7 +33,7 @@ from moonshard.serving.handoff.messages import (
     Start,
     Target,
 )
-from moonshard.serving.handoff.quarantine import Quarantine
+from moonshard.serving.handoff.quarantine import OnRestore, Quarantine, keep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +77,20 @@ class _Copying:
 class DecodeSide:
     """The handoffs that one process receives. `slab` counts the landing slab's slots, one block each."""
 
-    def __init__(self, config: DecodeSideConfig, epoch: int, pool: BlockPool, slab: BlockPool):
+    def __init__(
+        self,
+        config: DecodeSideConfig,
+        epoch: int,
+        pool: BlockPool,
+        slab: BlockPool,
+        *,
+        on_restore: OnRestore = keep,
+    ):
         self.config = config
         self.epoch = epoch
         self._pool = pool
         self._slab = slab
-        self._quarantine = Quarantine(slab, config.quarantine_s)
+        self._quarantine = Quarantine(slab, config.quarantine_s, on_restore)
         self._reservations: dict[bytes, _Reservation] = {}
         self._copying: dict[int, _Copying] = {}  # by ticket
         self._joined: set[bytes] = set()

@@ -30,7 +30,7 @@ from moonshard.serving.handoff.messages import (
     Target,
     Write,
 )
-from moonshard.serving.handoff.quarantine import Quarantine
+from moonshard.serving.handoff.quarantine import OnRestore, Quarantine, keep
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,11 +58,19 @@ class _Publishing:
 class PrefillSide:
     """The handoffs that one process sends. `slab` counts the staging slab's slots, one block each."""
 
-    def __init__(self, epoch: int, pool: BlockPool, slab: BlockPool, quarantine_s: float):
+    def __init__(
+        self,
+        epoch: int,
+        pool: BlockPool,
+        slab: BlockPool,
+        quarantine_s: float,
+        *,
+        on_restore: OnRestore = keep,
+    ):
         self.epoch = epoch
         self._pool = pool
         self._slab = slab
-        self._quarantine = Quarantine(slab, quarantine_s)
+        self._quarantine = Quarantine(slab, quarantine_s, on_restore)
         self._runs: dict[bytes, _Run] = {}
         self._aborted: dict[bytes, _Run] = {}  # with pieces under way
         self._publishing: dict[int, _Publishing] = {}  # by ticket
@@ -76,6 +84,10 @@ class PrefillSide:
         """Whether something of it is still to be published, or to be drained."""
         return handoff in self._runs or handoff in self._aborted
 
+    def holds(self, handoff: bytes) -> bool:
+        """Whether a `run` of it would be refused: it is under way, or given up and not over."""
+        return self.knows(handoff) or self._quarantine.holds(handoff)
+
     def handoff_of(self, ticket: int) -> bytes:
         """Whose piece is being staged or written."""
         return self._publishing[ticket].run.target.handoff
@@ -84,7 +96,7 @@ class PrefillSide:
 
     def run(self, target: Target, partition: int, now_s: float) -> bool:
         """A prefill for this target begins; False where it is under way or being given up."""
-        if target.handoff in self._runs or target.handoff in self._aborted or self._quarantine.holds(target.handoff):
+        if self.holds(target.handoff):
             return False
         self._runs[target.handoff] = _Run(
             target=target,
@@ -114,6 +126,8 @@ class PrefillSide:
         if run is None or run.target.epoch != credits.target_epoch:
             return ()
         fresh = [grant for grant in credits.grants if grant.number not in run.grants_seen]
+        if len(run.grants_seen) + len(fresh) > run.target.num_blocks:
+            return self._fail(run, Cause.CORRUPT)  # nobody grants more slots than there are blocks
         run.grants_seen |= {grant.number for grant in fresh}
         run.grants.extend(fresh)
         return self._publish()

@@ -6,6 +6,7 @@ process was seen to be gone, whichever is later. Nothing fences a remote write, 
 rests on checking a private copy, and quarantine only spares needless mismatches.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonshard.kv.blocks import BlockPool
@@ -20,8 +21,19 @@ class _Held:
     until_s: float
 
 
+type OnRestore = Callable[[int, tuple[int, ...]], None]  # the partition and its slots
+
+
+def keep(partition: int, slots: tuple[int, ...]) -> None:
+    """What slots hold is of no concern."""
+    del partition, slots
+
+
 class Quarantine:
-    def __init__(self, slab: BlockPool, quarantine_s: float):
+    """`on_restore` is told which slots are about to come back, while nobody else has them."""
+
+    def __init__(self, slab: BlockPool, quarantine_s: float, on_restore: OnRestore = keep):
+        self._on_restore = on_restore
         self._slab = slab
         self._quarantine_s = quarantine_s
         self._held: list[_Held] = []
@@ -53,4 +65,5 @@ class Quarantine:
     def _restore(self, ended: list[_Held]) -> None:
         for held in ended:
             self._held.remove(held)
+            self._on_restore(held.partition, held.slots)
             self._slab.restore(held.partition, held.slots)

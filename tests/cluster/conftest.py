@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
 import httpx
 import pytest
 
-from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc import link_pb2
 from moonshard.rpc.client import Client
+from tests.dialling import inspect
 from tests.sizes import BLOCK_SIZE, SETTINGS
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ class Cluster:
 
     def inspect(self, role: str = "decode", index: int = 0) -> link_pb2.Inspection:
         """`role` is the worker's command: `worker` is an aggregated one. RpcError where none answers."""
-        with grpc.insecure_channel(self.workers[role, index]) as channel:
-            return link_pb2_grpc.WorkerStub(channel).Inspect(link_pb2.InspectRequest(), timeout=5)
+        return inspect(self.workers[role, index], timeout_s=5)
 
     def is_as_it_began(self) -> bool:
         """Nothing runs, waits or moves on any worker, and every block, slot and place in a slab is free."""

@@ -1,4 +1,7 @@
-"""A TCP proxy in the test's process, so that a connection can break while both of its ends live on."""
+"""A TCP proxy in the test's process, so that a connection can break while both of its ends live on.
+
+It listens at the worker's own port, on another address of loopback: a proof of the cluster's key holds for the port.
+"""
 
 import asyncio
 import threading
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 CHUNK_BYTES = 64 * 1024
+HOST = "127.0.0.2"
 
 
 class Cuttable:
@@ -42,8 +46,8 @@ class Cuttable:
         """Until `stop`; whatever is open then breaks."""
         self._loop, self._passes, self._stopped = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         self._passes.set()
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(self._accept, HOST, self._port)
+        self.address = f"{HOST}:{self._port}"
         self.is_listening.set()
         await self._stopped.wait()
         server.close()

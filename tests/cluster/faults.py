@@ -22,10 +22,11 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc import link_pb2
 from moonshard.rpc.client import Client
 from tests import sizes
 from tests.cluster.conftest import FIXTURE, metric, wait_until
+from tests.dialling import inspect
 
 READY_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 40.0
@@ -180,12 +181,6 @@ class Fleet:
 
     def logs(self) -> str:
         return "\n".join(f"--- {process.name}\n{process.log()[-6000:]}" for process in self.processes)
-
-
-def inspect(address: str, credentials: grpc.ChannelCredentials | None = None) -> link_pb2.Inspection:
-    is_plain = credentials is None
-    with grpc.insecure_channel(address) if is_plain else grpc.secure_channel(address, credentials) as channel:
-        return link_pb2_grpc.WorkerStub(channel).Inspect(link_pb2.InspectRequest(), timeout=10)
 
 
 def unread_bytes(process: Process) -> int:

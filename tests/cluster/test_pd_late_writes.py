@@ -11,8 +11,9 @@ import pytest
 
 from moonshard.serving.request import Sampling
 from tests.cluster.conftest import wait_until
-from tests.cluster.faults import Fleet, inspect, running_fleet, unread_bytes
+from tests.cluster.faults import Fleet, running_fleet, unread_bytes
 from tests.cluster.streams import Ask, Listeners, assert_all_right
+from tests.dialling import inspect
 from tests.engine_room import long_text
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]

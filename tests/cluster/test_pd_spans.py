@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.faults import Fleet, Process, inspect, running_fleet
+from tests.cluster.faults import Fleet, Process, running_fleet
+from tests.dialling import inspect
 from tests.engine_room import long_text
 from tests.serving.telemetry.collector import Collector, Exported, http_collector
 

@@ -11,8 +11,9 @@ from moonshard.rpc.tls import channel_credentials
 from moonshard.serving.config import TlsConfig
 from tests.certificates import Authority, needs_openssl
 from tests.cluster.conftest import wait_until
-from tests.cluster.faults import Fleet, Process, inspect, running_fleet
+from tests.cluster.faults import Fleet, Process, running_fleet
 from tests.cluster.streams import Ask, Listeners, assert_all_right
+from tests.dialling import inspect
 from tests.engine_room import long_text
 
 pytestmark = [

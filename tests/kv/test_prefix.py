@@ -100,6 +100,15 @@ def test_a_second_block_of_the_same_content_stays_nameless():
     assert pool.allocate(0, 1) == (second,)
 
 
+def test_a_chain_that_names_a_block_twice_is_matched_up_to_there():
+    """No chain of hashes does, but names come over a wire; nobody holds a block twice for one sequence."""
+    pool = BlockPool(1, 8, SIZE)
+    cache, names = PrefixCache(pool), a_chain(3)
+    blocks = cached(pool, cache, names)
+    assert cache.match(0, [*names, names[1]]) == blocks
+    assert cache.match(0, [names[0], names[0], names[1]]) == blocks[:1]
+
+
 def test_only_kept_blocks_are_held_again():
     pool = BlockPool(1, 3, SIZE)
     cache = PrefixCache(pool)

@@ -29,9 +29,9 @@ class StoppingReceiver(KvStreamReceiver):
 
 
 class Peer:
-    def __init__(self, receiver: StoppingReceiver, port: int, slab: Slab):
+    def __init__(self, receiver: StoppingReceiver, port: int, slab: Slab, key: bytes):
         self.receiver, self.slab = receiver, slab
-        self.transport = GrpcTransport(receiver, f"127.0.0.1:{port}")
+        self.transport = GrpcTransport(receiver, f"127.0.0.1:{port}", key=key)
         self.transport.register(slab)
 
     def where(self) -> list[str | int]:
@@ -47,15 +47,20 @@ class Peer:
         self.transport.close()
 
 
-async def main(num_bytes: int, port: int, tls_folder: str) -> None:
+async def main(num_bytes: int, port: int, tls_folder: str, key: bytes) -> None:
     receiver = StoppingReceiver()
     folder = Path(tls_folder)
     tls = TlsFiles(cert=folder / "peer.pem", key=folder / "peer.key") if tls_folder else None
     server = build_server(
-        host="127.0.0.1", port=port, add_servicers=[receiver.add_to], service_names=[SERVICE_NAME], tls=tls
+        host="127.0.0.1",
+        port=port,
+        add_servicers=[receiver.add_to],
+        service_names=[SERVICE_NAME],
+        tls=tls,
+        key=key,
     )
     await server.start()
-    peer = Peer(receiver, server.port, Slab(1, num_bytes))
+    peer = Peer(receiver, server.port, Slab(1, num_bytes), key)
     while line := await asyncio.to_thread(sys.stdin.readline):
         verb, *arguments = json.loads(line)
         sys.stdout.write(json.dumps(getattr(peer, verb)(*arguments)) + "\n")
@@ -64,4 +69,4 @@ async def main(num_bytes: int, port: int, tls_folder: str) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    uvloop.run(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], bytes.fromhex(sys.argv[4])))

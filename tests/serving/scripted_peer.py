@@ -8,16 +8,18 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import numpy as np
 
 from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
 from moonshard.kv.slab import Slab
-from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc import link_pb2
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.serving.kv_endpoint import endpoint_from
 from moonshard.serving.kv_plane import KvPlane
+from tests.dialling import open_link
 from tests.kv.slab_checksums import checksums
 
 ANSWER_TIMEOUT_S = 20.0
@@ -116,7 +118,7 @@ class ScriptedPeer:
     async def barrier(self) -> None:
         """Until the worker has dealt with everything that was sent: it answers in order."""
         nobody = secrets.token_bytes(16)
-        await self.send(landed=link_pb2.Manifest(handoff=nobody))
+        await self.send(landed=link_pb2.Manifest(handoff=nobody, writer_epoch=nobody, target_epoch=nobody))
         await self.expect("failed", nobody)
 
 
@@ -127,7 +129,7 @@ def _id_of(about) -> bytes:
 @asynccontextmanager
 async def linked(address: str) -> AsyncIterator[ScriptedPeer]:
     async with grpc.aio.insecure_channel(address) as channel:
-        call = link_pb2_grpc.WorkerStub(channel).Link()
+        call: Any = await open_link(channel, address)
         hello = link_pb2.Hello(protocol_version=PROTOCOL_VERSION, gateway_epoch=secrets.token_bytes(16))
         await call.write(link_pb2.GatewayMessage(hello=hello))
         peer = ScriptedPeer(call, (await call.read()).welcome)

@@ -8,19 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import Copies, FailureCause, PublishResult, TransferFailed, Transport
+from moonshard.rpc import kv_write, link_pb2
 from moonshard.rpc.server import build_server
+from moonshard.rpc.status import RequestError
 from moonshard.rpc.tls import channel_credentials
-from moonshard.serving.kv_stream import MESSAGE_BYTES, SERVICE_NAME, GrpcTransport, KvStreamReceiver
+from moonshard.serving.kv_stream import MESSAGE_BYTES, SERVICE_NAME, WRITE, GrpcTransport, KvStreamReceiver
 from tests.certificates import needs_openssl, self_signed
+from tests.dialling import own_key
+from tests.serving.hostile_frames import frames
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
@@ -34,7 +39,7 @@ class RemotePeer:
 
     def __init__(self, port: int = 0, tls_folder: Path | str = ""):
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), str(SLAB_BYTES), str(port), str(tls_folder)],
+            [sys.executable, str(PEER), str(SLAB_BYTES), str(port), str(tls_folder), own_key().proofs.hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -68,12 +73,13 @@ class RemotePeer:
 class Sender:
     """This process's end, which nobody writes to: it needs no server."""
 
-    def __init__(self, timeout_s: float = LONG_S, ca: Path | None = None):
+    def __init__(self, timeout_s: float = LONG_S, ca: Path | None = None, key: bytes | None = None):
         self.slab = Slab(1, SLAB_BYTES)
         self.slab.bytes[:] = np.random.default_rng(1).integers(0, 256, SLAB_BYTES, np.uint8)
         self.transport: Transport = GrpcTransport(
             KvStreamReceiver(),
             "127.0.0.1:1",
+            key=key or own_key().proofs,
             timeout_s=timeout_s,
             credentials=channel_credentials(root_ca=ca) if ca else None,
         )
@@ -194,9 +200,11 @@ def test_a_range_that_is_not_registered_here_stays_here(sender: Sender, peer: Re
 
 async def test_an_end_announced_for_one_copy_does_not_hold_for_the_next(sender: Sender):
     receiver = KvStreamReceiver()
-    server = build_server(host="127.0.0.1", port=0, add_servicers=[receiver.add_to], service_names=[SERVICE_NAME])
+    server = build_server(
+        host="127.0.0.1", port=0, add_servicers=[receiver.add_to], service_names=[SERVICE_NAME], key=own_key().proofs
+    )
     await server.start()
-    end = GrpcTransport(receiver, f"127.0.0.1:{server.port}")
+    end = GrpcTransport(receiver, f"127.0.0.1:{server.port}", key=own_key().proofs)
     low, high = sorted((Slab(1, 3 * MESSAGE_BYTES) for _ in range(2)), key=lambda slab: slab.address)
     end.register(low)
     end.register(high)
@@ -281,6 +289,51 @@ def test_a_closed_receiver_refuses(sender: Sender, peer: RemotePeer):
     before = peer.ask("digest")
     assert outcome(sender.failure(peer, (0, 0, MESSAGE_BYTES))) == (FailureCause.REFUSED, False)
     assert peer.ask("digest") == before
+
+
+def test_a_sender_with_another_key_is_refused_and_sends_nothing(peer: RemotePeer):
+    before, stranger = peer.ask("digest"), Sender(key=bytes(32))
+    failure = stranger.failure(peer, (0, 0, MESSAGE_BYTES))
+    assert outcome(failure) == (FailureCause.REFUSED, False)
+    assert "cluster.key_file" in str(failure)
+    assert peer.ask("digest") == before
+    stranger.transport.close()
+
+
+def test_writes_without_a_proof_change_nothing(sender: Sender, peer: RemotePeer):
+    before = peer.ask("digest")
+    with grpc.insecure_channel(f"127.0.0.1:{peer.port}") as channel:
+        write = channel.stream_unary(WRITE)
+        named = link_pb2.KvWrite(session=peer.session).SerializeToString()
+        with pytest.raises(grpc.RpcError) as refused:
+            write(iter([named, kv_write.encode(peer.address, memoryview(b"stranger"))]), timeout=20)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert peer.ask("digest") == before
+    sender.publish(peer, (0, 0, 8))
+
+
+async def test_no_message_with_a_field_spoilt_ends_otherwise_than_written_or_refused():
+    receiver, slab = KvStreamReceiver(), Slab(3, 4096)
+    receiver.slabs.append(slab)
+    first = link_pb2.KvWrite(session=f"grpc://127.0.0.1:1/{receiver.id}")
+    announced = link_pb2.KvWrite(address=slab.slot_address(2))
+    write = link_pb2.KvWrite(address=slab.slot_address(1), data=b"x" * 4096)
+    valid, num_refused = [first, announced, write], 0
+    for index, message in enumerate(valid):
+        for spoilt in [*frames(message), b"\xff" * 9, b""]:
+            said = [*valid[:index], spoilt, *valid[index + 1 :]]
+            sent = iter([one if isinstance(one, bytes) else one.SerializeToString() for one in said])
+
+            async def messages(sent: Iterator[bytes] = sent) -> AsyncIterator[bytes]:
+                for one in sent:
+                    yield one
+
+            try:
+                await receiver._receive(messages())
+            except RequestError:
+                num_refused += 1
+    assert num_refused > 20
+    assert not slab.slot(0).any()  # where none of them points to
 
 
 def test_two_receivers_never_share_a_session():

@@ -17,7 +17,7 @@ MODEL = cast(LoadedModel, SimpleNamespace(pool=SimpleNamespace(num_partitions=2)
 def refusal(slab_bytes: int) -> str:
     config = Config(model=ModelConfig(path=Path("kimi"), name="kimi"), kv=KvConfig(slab_bytes=slab_bytes))
     with pytest.raises(ConfigError) as raised:
-        KvTransports(config).open_plane(MODEL, port=0)
+        KvTransports(config, bytes(32)).open_plane(MODEL, port=0)
     (fault,) = raised.value.faults
     return fault
 

@@ -121,6 +121,47 @@ async def test_an_epoch_of_another_length_is_turned_down():
         await assert_serves(pair)
 
 
+async def test_a_manifest_that_does_not_pair_up_ends_its_handoff_at_once():
+    async with running() as pair:
+
+        def one_checksum_less(message):
+            if message.WhichOneof("message") == "start":
+                del message.start.last.checksums[-1:]
+
+        forge(pair, to_decode=one_checksum_less)
+        answer = await asyncio.wait_for(pair.ask(run(long_text(30), 8)), 10)
+        assert answer.failed is not None
+        assert answer.failed.field == "blocks"
+        assert pair.decode.inspect().load.kv_transfer.num_handoffs == 0
+        await assert_serves(pair)
+
+
+async def test_more_grants_than_there_are_blocks_end_their_handoff():
+    async with running() as pair:
+
+        def more_grants(message):
+            if message.WhichOneof("message") == "run":
+                message.run.target.grants.extend([link_pb2.Grant(slot=0, number=2**40 + i) for i in range(100)])
+
+        forge(pair, to_prefill=more_grants)
+        answer = await asyncio.wait_for(pair.ask(run(long_text(30), 8)), 10)
+        assert answer.failed is not None
+        assert answer.failed.field == "grants"
+        await assert_serves(pair)
+
+
+async def test_a_block_named_twice_is_turned_down_by_its_field_also_where_it_is_known():
+    async with running() as pair:
+        for names in (b"1" * 16 + b"2" * 16, b"1" * 32):
+            answer = pair._expect(each := run(long_text(40), 4, block_names=names))
+            pair._local.add(each.request_id)
+            pair.to_decode(link_pb2.GatewayMessage(run=each), pair.link(pair.decode))
+            await until(lambda answer=answer: answer.is_over.is_set() or answer.failed is not None)
+        assert answer.failed is not None
+        assert answer.failed.field == "block_names"
+        await assert_serves(pair)
+
+
 async def test_a_request_under_the_id_of_a_reservation_ends_the_handoff_alone():
     async with running() as pair:
         each = run(long_text(30), 60)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from moonshard.serving.tenants import (
     DEFAULT,
     KeyFileError,
+    Salts,
     Tenant,
     Tenants,
     UnknownKey,
@@ -40,8 +41,10 @@ def test_without_a_file_everybody_is_one_tenant():
 
 
 @given(st.text("abc-.", min_size=1), st.text("abc-.", min_size=1))
-def test_salts_differ_as_names_do(a: str, b: str):
-    assert (Tenant(a).salt == Tenant(b).salt) == (a == b)
+def test_salts_differ_as_names_and_keys_do(a: str, b: str):
+    ours, theirs = Salts(bytes(32)), Salts(b"1" * 32)
+    assert (ours.of(Tenant(a)) == ours.of(Tenant(b))) == (a == b)
+    assert ours.of(Tenant(a)) == Salts(bytes(32)).of(Tenant(a)) != theirs.of(Tenant(a))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import pytest
 
-from moonshard.rpc import link_pb2, link_pb2_grpc
-from moonshard.rpc.link import PROTOCOL_VERSION
-from tests.cluster.faults import QUARANTINE_S, SETTINGS, Process, inspect, what_is_held
+from moonshard.rpc import link_pb2
+from tests.cluster.faults import QUARANTINE_S, SETTINGS, Process, what_is_held
+from tests.dialling import inspect, open_link
 from tests.engine_room import long_text
 from tests.serving.scripted_peer import ScriptedPeer, Writer, linked, run_of
 from tests.sizes import BLOCK_SIZE
@@ -57,12 +57,11 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Proc
 
 @pytest.fixture(scope="module")
 def writer(workers: dict[str, Process]) -> Iterator[Writer]:
-    hello = link_pb2.Hello(protocol_version=PROTOCOL_VERSION)
-    with grpc.insecure_channel(workers["decode"].address) as channel:
-        call = link_pb2_grpc.WorkerStub(channel).Link(iter([link_pb2.GatewayMessage(hello=hello)]))
-        endpoint = next(call).welcome.endpoint
-        call.cancel()
-    writer = Writer(endpoint)
+    async def endpoint() -> link_pb2.KvEndpoint:
+        async with linked(workers["decode"].address) as peer:
+            return peer.welcome.endpoint
+
+    writer = Writer(asyncio.run(endpoint()))
     yield writer
     writer.close()
 
@@ -220,7 +219,7 @@ async def test_a_lease_that_runs_out_ends_the_handoff_and_what_comes_later_is_no
 @pytest.mark.parametrize("kind", ["landed", "start"])
 async def test_a_forged_handoff_is_not_found(decode, kind):
     forged = secrets.token_bytes(16)
-    manifest = link_pb2.Manifest(handoff=forged, is_last=True)
+    manifest = link_pb2.Manifest(handoff=forged, writer_epoch=forged, target_epoch=forged, is_last=True)
     message = manifest if kind == "landed" else link_pb2.Start(handoff=forged, token_ids=[5], last=manifest)
     await decode.send(**{kind: message})
     failed = await decode.expect("failed", forged)
@@ -383,7 +382,7 @@ async def test_a_prefill_worker_finds_no_handoff_for_forged_credits_and_says_tha
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_another_protocol_version_is_refused_and_logged(workers, role):
     async with grpc.aio.insecure_channel(workers[role].address) as channel:
-        call = link_pb2_grpc.WorkerStub(channel).Link()
+        call = await open_link(channel, workers[role].address)
         await call.write(link_pb2.GatewayMessage(hello=link_pb2.Hello(protocol_version=99)))
         with pytest.raises(grpc.aio.AioRpcError, match="protocol_version") as caught:
             await call.read()

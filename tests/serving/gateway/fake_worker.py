@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 import grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.door import Door
 from moonshard.rpc.link import PROTOCOL_VERSION
+from tests.dialling import own_key
 from tests.serving.gateway.fake_legs import DecodeLeg, PrefillLeg
 from tests.serving.gateway.fake_script import (
     BLOCK_SIZE,
@@ -289,7 +291,8 @@ async def serving(
     worker: FakeWorker, port: int = 0, *, credentials: grpc.ServerCredentials | None = None
 ) -> AsyncIterator[int]:
     """Serve it on a loopback port, which is given back."""
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    door = Door(own_key().proofs, lambda: port, has_tls=credentials is not None)
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), interceptors=(door,))
     link_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     if credentials is None:
         port = server.add_insecure_port(f"127.0.0.1:{port}")

@@ -2,11 +2,15 @@
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
+import grpc
 import httpx
 import pytest
 
+from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import Unavailable
 from moonshard.serving.config import GatewayConfig
@@ -14,6 +18,7 @@ from moonshard.serving.gateway.main import RunningGateway, serving
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker
+from tests.serving.gateway.fleet import until
 from tests.serving.gateway.sse import decoded
 
 ASKED = {"model": "kimi", "prompt": [1, 2], "max_tokens": 4}
@@ -79,6 +84,54 @@ async def test_the_log_says_that_a_worker_went_and_that_it_came_back(
     await asyncio.wait_for(pool.wait_not_ready(), 5)
     await asyncio.wait_for(pool.wait_ready(), 5)
     assert [record.message.partition(": ")[2] for record in caplog.records][1:] == ["connected again"]
+
+
+class Stranger(link_pb2_grpc.WorkerServicer):
+    """It has taken a worker's port, says all that the worker said, and has not the key."""
+
+    def __init__(self, welcome: link_pb2.Welcome, metadata: tuple[tuple[str, bytes], ...]):
+        self.heard: list[object] = []
+        self.was_called = asyncio.Event()
+        self._welcome = welcome
+        self._metadata = metadata
+
+    async def Link(self, request_iterator: AsyncIterator[link_pb2.GatewayMessage], context: Any) -> None:
+        self.was_called.set()
+        await context.send_initial_metadata(self._metadata)
+        await context.write(link_pb2.WorkerMessage(welcome=self._welcome))
+        async for message in request_iterator:
+            self.heard.append(message)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [(), (("moonshard-nonce-bin", bytes(32)), ("moonshard-proof-bin", bytes(32)))],
+    ids=["says nothing", "makes a proof up"],
+)
+async def test_whoever_takes_the_port_of_a_lost_worker_is_told_nothing(
+    gateway_config: GatewayConfig, kimi_folder, caplog: pytest.LogCaptureFixture, metadata
+):
+    worker = FakeWorker()
+    async with asyncio.timeout(30), AsyncExitStack() as stack:
+        async with AsyncExitStack() as its_life:
+            port = await its_life.enter_async_context(fake_worker.serving(worker))
+            made = make_config(gateway_config, kimi_folder, [f"127.0.0.1:{port}"])
+            running = await stack.enter_async_context(serving(made))
+            await running.gateway.pool.wait_ready()
+        await running.gateway.pool.wait_not_ready()
+        stranger = Stranger(worker.welcome, metadata)
+        server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        link_pb2_grpc.add_WorkerServicer_to_server(stranger, server)
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        await stranger.was_called.wait()
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=running.http, trust_env=False))
+        assert (await client.post("/v1/completions", json=ASKED)).status_code == 503
+        link = running.gateway.pool.links[0]
+        await until(lambda: "cluster.key_file" in link.trouble)
+        await server.stop(None)
+        assert (link.session, stranger.heard) == (None, [])
+        assert "cluster.key_file" in caplog.text
 
 
 async def test_without_a_worker_the_gateway_lives_and_is_not_ready(gateway_config: GatewayConfig, kimi_folder):

@@ -15,6 +15,7 @@ from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.session import Session
 from moonshard.serving.router import Ask, Home
 from moonshard.serving.ttft import MIN_SAMPLES
+from tests.dialling import own_key
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.fake_worker import FakeWorker
 from tests.serving.gateway.fleet import until
@@ -28,7 +29,7 @@ async def pool_over(*workers: FakeWorker, silence_s: float = SILENCE_S) -> Async
         await stack.enter_async_context(asyncio.timeout(60))
         ports = [await stack.enter_async_context(fake_worker.serving(worker)) for worker in workers]
         addresses = [f"127.0.0.1:{port}" for port in ports]
-        pool = LinkPool(addresses, on_load=lambda _index, _load: None, silence_s=silence_s)
+        pool = LinkPool(addresses, on_load=lambda _index, _load: None, silence_s=silence_s, key=own_key().proofs)
         yield await stack.enter_async_context(pool.running())
 
 

@@ -8,7 +8,8 @@ from moonshard.kv.prefix import block_names, root_name
 from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.gateway.main import RunningGateway
-from moonshard.serving.tenants import Tenant
+from moonshard.serving.tenants import Salts, Tenant
+from tests.dialling import own_key
 from tests.serving.gateway.fake_worker import BLOCK_SIZE, FakeWorker, expected_tokens
 from tests.serving.gateway.fleet import PROMPT, assert_nothing_left, decode_worker, fleet, prefill_worker, until
 
@@ -46,7 +47,9 @@ async def test_a_prompt_that_decode_knows_is_prefilled_there(
 ):
     async with fleet(prefill, decode, local_prefill_min_known=min_known) as running:
         limits = running.gateway.limits()
-        root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), Tenant("default").salt)
+        root = root_name(
+            limits.fingerprint.encode(), limits.dtype.encode(), Salts(own_key().salts).of(Tenant("default"))
+        )
         names = block_names(root, PROMPT, BLOCK_SIZE)  # of 32 tokens of its 40
         await decode.say(link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(names=[b"".join(names)])))
         await until(lambda: running.gateway.pool.knows(names[-1]))

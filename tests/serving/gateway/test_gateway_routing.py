@@ -16,7 +16,8 @@ from moonshard.rpc import inference_pb2_grpc, link_pb2
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
-from moonshard.serving.tenants import Tenant, hash_key
+from moonshard.serving.tenants import Salts, Tenant, hash_key
+from tests.dialling import own_key
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import BLOCK_SIZE, FakeWorker
@@ -227,7 +228,7 @@ async def test_a_prompt_goes_where_its_beginning_is_known(
     http: httpx.AsyncClient, running: RunningGateway, workers: list[FakeWorker]
 ):
     limits = running.gateway.limits()
-    root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), Tenant("default").salt)
+    root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), Salts(own_key().salts).of(Tenant("default")))
     names = block_names(root, PROMPT, BLOCK_SIZE)
     knowing = workers[1]
     await knowing.say(link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(names=[b"".join(names)])))

@@ -11,6 +11,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import Unavailable
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.router import Ask
+from tests.dialling import own_key
 from tests.serving.gateway import fake_process
 from tests.serving.gateway.fake_worker import expected_tokens
 
@@ -36,7 +37,7 @@ async def test_a_stopped_process_is_found_and_what_it_says_later_changes_nothing
     process: tuple[asyncio.subprocess.Process, int],
 ):
     worker, port = process
-    pool = LinkPool([f"127.0.0.1:{port}"], on_load=lambda _index, _load: None, silence_s=1.0)
+    pool = LinkPool([f"127.0.0.1:{port}"], on_load=lambda _index, _load: None, silence_s=1.0, key=own_key().proofs)
     async with asyncio.timeout(60), pool.running():
         await pool.wait_ready()
         with pool.reserve_decode(Ask(num_tokens=1)) as route:
