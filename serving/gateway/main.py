@@ -29,6 +29,7 @@ from moonshard.serving.gateway.http_protocol import BoundedHttpProtocol
 from moonshard.serving.gateway.inference_service import SERVICE_NAME, InferenceService
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
+from moonshard.serving.gateway.openai_unknown import UnknownFields
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.rates import TokenRates
 from moonshard.serving.gateway.request_spans import LostSpanMetrics, RequestSpans
@@ -128,6 +129,7 @@ async def _serving(
         metrics,
         version=version("moonshard"),
         max_body_bytes=config.gateway.max_body_bytes,
+        unknown_fields=UnknownFields(config.gateway.unknown_fields, metrics),
         tenants=tenants,
         keep_alive_s=keep_alive_s,
     )

@@ -14,8 +14,9 @@ from moonshard.models.tokenizer import TextError, TokenIdError, Tokenizer, load_
 from moonshard.rpc.status import InvalidArgument, NotFound
 from moonshard.serving.chat import ChatTemplate, TemplateError, load_chat_template
 from moonshard.serving.detokenizer import Detokenizer
+from moonshard.serving.gateway.choice import ForcedCall, forced_call
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from moonshard.serving.tool_calls import ToolCallParser, call_marks
+from moonshard.serving.tool_calls import CALL_END, NAMES, ToolCallParser, call_marks
 
 LONG_TEXT_CHARS = 20_000  # from here on tokenising would hold up every other request's tokens
 MESSAGE_CHARS = 50  # rendering one more message takes as long as tokenising that many characters
@@ -47,11 +48,13 @@ class ServedModel:
         """Of one choice. With tools, the markers of their calls are marks in the text: they are a parser's to read."""
         if self.tokenizer is None:
             return None
+        forced = self.forced_call(request)
+        num_forced = 0 if forced is None else len(forced.token_ids)  # they come before what is detokenised
         return Detokenizer(
             self.tokenizer,
             skip_special=request.skip_special_tokens,
             stop=tuple(request.stop),
-            min_tokens=request.min_tokens,
+            min_tokens=max(0, request.min_tokens - num_forced),
             marks=None if request.tool_use is None else call_marks(self.tokenizer.special_tokens),
         )
 
@@ -59,7 +62,21 @@ class ServedModel:
         """Of one choice; None where the request has no tools."""
         if request.tool_use is None:
             return None
-        return ToolCallParser(request.tool_use.functions, request.tool_use.call_ids)
+        use = request.tool_use
+        return ToolCallParser(use.functions, use.call_ids, max_calls=use.max_calls)
+
+    def forced_call(self, request: GenerationRequest) -> ForcedCall | None:
+        """How every choice begins; None where the model is free. The prompt was tokenised."""
+        use = request.tool_use
+        if self.tokenizer is None or use is None or use.forced is None:
+            return None
+        return forced_call(self.tokenizer, use.forced, use.call_ids)
+
+    def call_end(self, request: GenerationRequest) -> int | None:
+        """The token that ends a choice which may have one call; None where it may have more."""
+        if self.tokenizer is None or request.tool_use is None or request.tool_use.max_calls != 1:
+            return None
+        return self.tokenizer.special_tokens[NAMES[CALL_END]]
 
     async def detokenize(self, token_ids: Sequence[int], *, field: str) -> str:
         """The text of token ids, specials left out; of many, in a thread. InvalidArgument naming `field`."""
@@ -77,7 +94,7 @@ class ServedModel:
             raise request.invalid("prompt", "the model has no tokenizer: send token ids")
         try:
             match request.prompt:
-                case ChatPrompt(messages, template_kwargs, add_generation_prompt):
+                case ChatPrompt(messages, template_kwargs, add_generation_prompt, is_continued):
                     if self.template is None:
                         raise request.invalid("prompt", "the model has no chat template")
                     if request.tool_use is not None:
@@ -87,6 +104,7 @@ class ServedModel:
                         messages,
                         template_kwargs=template_kwargs,
                         add_generation_prompt=add_generation_prompt,
+                        is_continued=is_continued,
                     )
                 case TextPrompt(text):
                     return self.tokenizer.encode(text)
