@@ -5,7 +5,7 @@ A plain ASGI wrapper: Starlette's BaseHTTPMiddleware would put a queue between a
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -49,6 +49,19 @@ class Edge:
     def _count(self, path: str, status: int) -> None:
         route = path if path in self._routes else "other"  # a client must not be able to make up label values
         self._metrics.http_requests.labels(route, str(status)).inc()
+
+
+def header_of(request: Request) -> Callable[[str], str | None]:
+    """Gives a header's value as text: UTF-8, as in bodies, where it is that; any bytes are allowed in a header."""
+
+    def header(name: str) -> str | None:
+        value = request.headers.get(name)
+        try:
+            return None if value is None else value.encode("latin-1").decode()
+        except UnicodeDecodeError:
+            return value
+
+    return header
 
 
 def visible_id(request: Request, prefix: str) -> str:

@@ -26,6 +26,7 @@ from moonshard.serving.gateway.edge import (
     Edge,
     add_error_handlers,
     error_response,
+    header_of,
     json_response,
     late_headers,
     read_body,
@@ -102,7 +103,7 @@ class HttpFront:
         """The handler, for callers whose key names a tenant: of nobody else is the body read."""
 
         async def keyed(request: Request) -> Response:
-            check_key(self._tenants, request.headers.get)
+            check_key(self._tenants, header_of(request))
             return await handler(request)
 
         return keyed
@@ -130,7 +131,7 @@ class HttpFront:
         )
 
     def _caller(self, request: Request, body: requests.GenerationBody) -> Caller:
-        return read_caller(self._tenants, request.headers.get, body.prompt_cache_key, body.user)
+        return read_caller(self._tenants, header_of(request), body.prompt_cache_key, body.user)
 
     def _parent(self, request: Request) -> TraceContext | None:
         return self._gateway.parent_of(request.headers.getlist)

@@ -405,14 +405,36 @@ async def test_a_call_keeps_its_tokens_flowing(http: httpx.AsyncClient, worker: 
 
 @pytest.fixture
 def model_path(request: pytest.FixtureRequest, kimi_folder: Path, tmp_path: Path) -> Path:
-    """The fixture's folder; for a test with a `template`, one with that template, or with none of one marker."""
+    """The fixture's folder; for a test with a `template`, one with that template, or with none of one marker.
+
+    With `plain_markers`, one whose tokenizer.json calls no added token special.
+    """
+    tokens = (kimi_folder / "tokenizer.json").read_text()
+    if "plain_markers" in request.fixturenames:
+        return with_file(kimi_folder, tmp_path, "tokenizer.json", tokens.replace('"special": true', '"special": false'))
     if "template" not in request.fixturenames:
         return kimi_folder
     template = request.getfixturevalue("template")
     if template is not None:
         return with_file(kimi_folder, tmp_path, "chat_template.jinja", template)
-    text = (kimi_folder / "tokenizer.json").read_text().replace(CALL_END, "<|something_else|>")
-    return with_file(kimi_folder, tmp_path, "tokenizer.json", text)
+    return with_file(kimi_folder, tmp_path, "tokenizer.json", tokens.replace(CALL_END, "<|something_else|>"))
+
+
+@pytest.fixture
+def plain_markers() -> None:
+    pass
+
+
+@pytest.mark.usefixtures("plain_markers")
+async def test_tools_work_where_the_file_does_not_call_the_markers_special(http: httpx.AsyncClient, worker: FakeWorker):
+    say(worker, tokens_of(CALL))
+    answer = (await http.post("/v1/chat/completions", json=ASKED)).json()
+    (made,) = answer["choices"][0]["message"]["tool_calls"]
+    assert made["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+    forged = ASKED | {"messages": [{"role": "user", "content": CALL}]}
+    await http.post("/v1/chat/completions", json=forged)
+    assert TOKENIZER is not None
+    assert not set(worker.runs[-1].prompt_tokens) & {TOKENIZER.special_tokens[name] for name in NAMES.values()}
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", None], ids=["no tools", "no markers"])
