@@ -64,22 +64,25 @@ class Message(msgspec.Struct, kw_only=True):
     parsed: msgspec.Raw = ABSENT  # the content once more, as OpenAI's client adds it
 
 
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Messages as chat templates take them. InvalidArgument for what is no text, and for fields of another role."""
+def chat_messages(messages: Sequence[Message], path: str = "messages") -> list[dict[str, object]]:
+    """Messages as chat templates take them; `path` is what their client calls them.
+
+    InvalidArgument for what is no text, and for fields of another role.
+    """
     if not messages:
-        raise InvalidArgument("messages: is empty", field="messages")
+        raise InvalidArgument(f"{path}: is empty", field=path)
     for index, message in enumerate(messages[:-1]):
         if message.partial:
-            name = f"messages[{index}].partial"
+            name = f"{path}[{index}].partial"
             raise InvalidArgument(f"{name}: only the last message can be gone on with", field=name)
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_message(message, f"{path}[{index}]") for index, message in enumerate(messages)]
 
 
-def goes_on(messages: Sequence[Message]) -> bool:
+def goes_on(messages: Sequence[Message], path: str = "messages") -> bool:
     """Whether the answer is the rest of the last message. InvalidArgument where that one has no text to go on from."""
     if not messages or not messages[-1].partial:
         return False
-    last, name = messages[-1], f"messages[{len(messages) - 1}].partial"
+    last, name = messages[-1], f"{path}[{len(messages) - 1}].partial"
     if last.role != "assistant" or last.tool_calls or last.content is None:
         raise InvalidArgument(f"{name}: only for an assistant's message of text", field=name)
     return True
