@@ -4,7 +4,8 @@ Apart from the bodies, since the parts of one are decoded on their own too.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 
 import msgspec
 
@@ -14,6 +15,7 @@ from moonshard.serving.gateway.unknown_fields import unknown_fields
 _FIELD = re.compile(r"required field `(?P<missing>[^`]*)`")
 _PATH = re.compile(r"`\$(?:\.(?P<path>[^`]+))?`")
 MAX_NO_OP_BYTES = 256  # of a value that may ask for nothing; what is longer asks for something
+MAX_UNKNOWN = 64  # names are told, not counted
 ABSENT = msgspec.Raw()
 
 
@@ -36,9 +38,9 @@ class BodyDecoder[T: msgspec.Struct]:
         self._struct = struct
         self._decoder = msgspec.json.Decoder(struct)
 
-    def decode(self, body: bytes) -> tuple[T, Iterator[str]]:
-        """InvalidArgument as `decode`."""
-        return decode(self._decoder, body), unknown_fields(self._struct, body)
+    def decode(self, body: bytes) -> tuple[T, list[str]]:
+        """InvalidArgument as `decode`. Of many names, the first `MAX_UNKNOWN`."""
+        return decode(self._decoder, body), list(islice(unknown_fields(self._struct, body), MAX_UNKNOWN))
 
 
 def shape_error(error: msgspec.ValidationError) -> InvalidArgument:

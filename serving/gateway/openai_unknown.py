@@ -6,7 +6,7 @@ among these: it is refused by name, always.
 """
 
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import quote
@@ -27,7 +27,7 @@ class UnknownFields:
     policy: Literal["warn", "refuse"]
     metrics: GatewayMetrics
 
-    def tell(self, paths: Iterator[str], headers: MutableMapping[str, str]) -> None:
+    def tell(self, paths: Iterable[str], headers: MutableMapping[str, str]) -> None:
         """Names them in the answer's headers. InvalidArgument for the first one, where they are refused."""
         names: dict[str, None] = {}
         for path in paths:
