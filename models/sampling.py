@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moonshard.models.pytree import pytree
 from moonshard.sharding.arrays import Array, Bool, Float, Int, UInt
@@ -64,13 +65,14 @@ class Draws:
     top_logprobs: Float[Array, "b top"]
 
 
-def empty_slots(num_slots: int, vocab_size: int, max_biases: int, max_stops: int) -> SlotState[Array]:
+def empty_slots(num_slots: int, vocab_size: int, max_biases: int, max_stops: int) -> SlotState[np.ndarray]:
+    """On the host, since jax would compile a program for each of these."""
     return SlotState(
-        output_counts=jnp.zeros((num_slots, vocab_size), jnp.int32),
-        is_prompt=jnp.zeros((num_slots, vocab_size), jnp.bool_),
-        bias_ids=jnp.full((num_slots, max_biases), vocab_size, jnp.int32),
-        bias_values=jnp.zeros((num_slots, max_biases), jnp.float32),
-        stop_ids=jnp.full((num_slots, max_stops), vocab_size, jnp.int32),
+        output_counts=np.zeros((num_slots, vocab_size), np.int32),
+        is_prompt=np.zeros((num_slots, vocab_size), np.bool_),
+        bias_ids=np.full((num_slots, max_biases), vocab_size, np.int32),
+        bias_values=np.zeros((num_slots, max_biases), np.float32),
+        stop_ids=np.full((num_slots, max_stops), vocab_size, np.int32),
     )
 
 

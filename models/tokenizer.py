@@ -4,15 +4,31 @@ One class for both file formats, because what matters is the same: user text nev
 has exact bytes, and foreign errors carry our names. Adds no token of its own (no BOS): chat templates write theirs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import final
 
 from moonshard.models.tokenizer_json import load_json
 from moonshard.models.tokenizer_tiktoken import load_tiktoken
-from moonshard.models.vocabulary import Encoder, TextError, TokenIdError, TokenizerError, Vocabulary
+from moonshard.models.vocabulary import (
+    Encoder,
+    TextError,
+    TextTooLongError,
+    TokenIdError,
+    TokenizerError,
+    Vocabulary,
+)
 
-__all__ = ["TextError", "TokenIdError", "Tokenizer", "TokenizerError", "check_text", "load_tokenizer"]
+__all__ = [
+    "TextError",
+    "TextTooLongError",
+    "TokenIdError",
+    "Tokenizer",
+    "TokenizerError",
+    "check_text",
+    "load_tokenizer",
+]
+PROBE_CHARS_PER_TOKEN = 4  # a text with fewer characters for each token that it may have is encoded at once
 
 
 @final
@@ -38,10 +54,27 @@ class Tokenizer:
         """The special ids that `skip_special` leaves out; Kimi's `<think>`, where its folder says so, is not one."""
         return self._vocabulary.hidden_ids
 
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Raises TextError. `allow_special` is for text that no client wrote."""
-        check_text(text)
-        return self._encoder.with_specials(text) if allow_special else self._encoder.plain(text)
+    @property
+    def max_token_bytes(self) -> int | None:
+        """No token stands for more bytes of a text, all its tokens for all of it; None: nothing can be said."""
+        return self._vocabulary.max_token_bytes
+
+    def encode(self, text: str, *, allow_special: bool = False, max_tokens: int | None = None) -> list[int]:
+        """Ids of `text`. `allow_special` is for text that no client wrote.
+
+        With `max_tokens`, work and memory are those of a text with a few times as many tokens, however long it is. Ids
+        beyond that number may still come back: where all of it was encoded, the number is the caller's to look at.
+
+        Raises TextError, and TextTooLongError at a text that certainly has more tokens than `max_tokens`.
+        """
+        num_bytes = check_text(text)
+        encode = self._encoder.with_specials if allow_special else self._encoder.plain
+        if max_tokens is None:
+            return encode(text)
+        if (most := self.max_token_bytes) and num_bytes > most * max_tokens:
+            raise TextTooLongError(-(-num_bytes // most))
+        _probe(encode, text, max_tokens)
+        return encode(text)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Bytes that are no UTF-8 become U+FFFD. Raises TokenIdError."""
@@ -66,10 +99,22 @@ class Tokenizer:
         return piece[min(len(piece) - len(stripped), self._vocabulary.num_dropped_spaces) :]
 
 
-def check_text(text: str) -> None:
-    """Raises TextError at a lone surrogate, which no UTF-8 text has but JSON can spell."""
+def _probe(encode: Callable[[str], list[int]], text: str, max_tokens: int) -> None:
+    """Encodes longer and longer beginnings until one has too many tokens, or the rest is worth encoding whole.
+
+    A cut changes tokens only beside it. To be sure, a beginning must have twice as many as are allowed.
+    """
+    end = PROBE_CHARS_PER_TOKEN * max_tokens
+    while end < len(text):
+        if (num_tokens := len(encode(text[:end]))) > 2 * max_tokens:
+            raise TextTooLongError(num_tokens // 2)
+        end *= 4
+
+
+def check_text(text: str) -> int:
+    """How many bytes of UTF-8 it has. Raises TextError at a lone surrogate, which JSON can spell and UTF-8 has not."""
     try:
-        text.encode("utf-8")
+        return len(text.encode("utf-8"))
     except UnicodeEncodeError as cause:
         raise TextError(f"the text has a lone surrogate, U+{ord(text[cause.start]):04X}, at {cause.start}") from cause
 

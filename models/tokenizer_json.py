@@ -36,12 +36,17 @@ class JsonEncoder:
         self._with_specials = _without_limits(definition)
 
     def plain(self, text: str) -> list[int]:
-        with foreign_errors(TextError, "this text cannot be tokenised"):
-            return self._plain.encode(text, add_special_tokens=False).ids
+        return _ids(self._plain, text)
 
     def with_specials(self, text: str) -> list[int]:
-        with foreign_errors(TextError, "this text cannot be tokenised"):
-            return self._with_specials.encode(text, add_special_tokens=False).ids
+        return _ids(self._with_specials, text)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """By the call for many texts, which lets go of Python's lock, and without offsets, which take most of the time."""
+    with foreign_errors(TextError, "this text cannot be tokenised"):
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
 
 
 def load_json(path: Path) -> tuple[Vocabulary, Encoder]:
@@ -54,7 +59,7 @@ def load_json(path: Path) -> tuple[Vocabulary, Encoder]:
             definition = json.dumps(spec)
         tokenizer = _without_limits(definition)
         _check_added_ids(spec, tokenizer)
-        return _vocabulary(tokenizer, spec.get("decoder"), shown), JsonEncoder(definition)
+        return _vocabulary(tokenizer, spec, shown), JsonEncoder(definition)
 
 
 def _mark_markers(spec: Mapping[str, Any]) -> frozenset[int]:
@@ -99,8 +104,8 @@ def _without_limits(definition: str) -> Tokenizer:
     return tokenizer
 
 
-def _vocabulary(tokenizer: Tokenizer, decoder: Mapping[str, object] | None, shown: frozenset[int]) -> Vocabulary:
-    to_bytes, num_dropped_spaces = token_text(decoder)
+def _vocabulary(tokenizer: Tokenizer, spec: Mapping[str, Any], shown: frozenset[int]) -> Vocabulary:
+    to_bytes, num_dropped_spaces = token_text(spec.get("decoder"))
     added = tokenizer.get_added_tokens_decoder()
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     pieces: list[bytes | None] = [None] * (max(vocab.values(), default=-1) + 1)
@@ -112,7 +117,17 @@ def _vocabulary(tokenizer: Tokenizer, decoder: Mapping[str, object] | None, show
         special_tokens=special_tokens,
         hidden_ids=frozenset(special_tokens.values()) - shown,
         num_dropped_spaces=num_dropped_spaces,
+        max_token_bytes=max(map(len, filter(None, pieces)), default=0) if _keeps_all_text(spec) else None,
     )
+
+
+def _keeps_all_text(spec: Mapping[str, Any]) -> bool:
+    """Whether each byte of a text is in some token: nothing is dropped, and no token stands for what is not known."""
+    normalizer: Mapping[str, Any] = spec.get("normalizer") or {"type": "None"}
+    steps: list[Mapping[str, Any]] = normalizer.get("normalizers") or [normalizer]
+    takes_spaces = any(token.get("lstrip") or token.get("rstrip") for token in spec.get("added_tokens") or ())
+    knows_all = spec["model"].get("byte_fallback") or (spec.get("decoder") or {}).get("type") == "ByteLevel"
+    return bool(knows_all) and not takes_spaces and {step["type"] for step in steps} <= {"None", "Replace", "Prepend"}
 
 
 def token_text(decoder: Mapping[str, object] | None) -> tuple[ToBytes, int]:

@@ -111,7 +111,12 @@ def load_tiktoken(path: Path) -> tuple[Vocabulary, Encoder]:
     if len(special_tokens) != len(names):
         raise TokenizerError(f"{path.parent / 'tokenizer_config.json'}: two special tokens have the same name")
     hidden_ids = frozenset(names) - shown
-    vocabulary = Vocabulary(pieces=tuple(pieces), special_tokens=special_tokens, hidden_ids=hidden_ids)
+    vocabulary = Vocabulary(
+        pieces=tuple(pieces),
+        special_tokens=special_tokens,
+        hidden_ids=hidden_ids,
+        max_token_bytes=max(map(len, filter(None, pieces))),
+    )
     with foreign_errors(TokenizerError, str(path)):
         return vocabulary, TiktokenEncoder(ranks, special_tokens)
 

@@ -19,6 +19,14 @@ class TextError(ValueError):
     """A text that cannot be tokenised: a lone surrogate, or more than the pattern matcher can take."""
 
 
+class TextTooLongError(ValueError):
+    """A text of more tokens than were asked for: it has at least `num_tokens`. The rest was not looked at."""
+
+    def __init__(self, num_tokens: int):
+        super().__init__(f"the text has at least {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 class TokenIdError(ValueError):
     """A token id that the tokenizer does not have."""
 
@@ -44,6 +52,7 @@ class Vocabulary:
     special_tokens: Mapping[str, int]
     hidden_ids: frozenset[int]  # the special tokens that are no part of the text a client sees
     num_dropped_spaces: int = 0  # at most so many leading spaces of a text's first token are no part of the text
+    max_token_bytes: int | None = None  # no token stands for more of a text; None: one may stand for any length
 
 
 def name_pattern(names: Iterable[str]) -> re.Pattern[str]:

@@ -22,7 +22,7 @@ import jinja2
 from jinja2 import nodes
 
 from moonshard.models.json_file import read_json_object
-from moonshard.models.tokenizer import Tokenizer, check_text
+from moonshard.models.tokenizer import TextTooLongError, Tokenizer, check_text
 from moonshard.models.vocabulary import name_pattern
 from moonshard.serving.template_budget import Budget, allowed_units
 from moonshard.serving.template_sandbox import BUDGET, TemplateSandbox
@@ -78,13 +78,15 @@ class ChatTemplate:
         template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
         is_continued: bool = False,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """The prompt's ids. `template_kwargs` are the client's: tools, documents, thinking, ...
 
         Where the answer is the rest of the last message (`is_continued`), the prompt ends with that message's content,
         a string.
 
-        Raises TemplateError, and TextError at a lone surrogate in anything the client sent.
+        Raises TemplateError, TextError at a lone surrogate in anything the client sent, and TextTooLongError at a
+        prompt that certainly has more than `max_tokens` (`Tokenizer.encode`).
         """
         kwargs = dict(template_kwargs or {})
         if clash := OWN_VARIABLES & kwargs.keys():
@@ -96,7 +98,7 @@ class ChatTemplate:
             messages = messages[:-1]  # it says nothing that could be gone on with
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt and not begun}
         rendered = marked.render({**kwargs, **own}, budget)
-        return marked.encode(tokenizer, _up_to(rendered, begun) if begun else rendered)
+        return marked.encode(tokenizer, _up_to(rendered, begun) if begun else rendered, max_tokens)
 
     def _mark(self, special_names: frozenset[str]) -> "MarkedTemplate":
         return MarkedTemplate(self._environment, self._source, self._variables, special_names)
@@ -144,8 +146,8 @@ class MarkedTemplate:
             message = "".join(self._names.get(char, char) for char in said[:MAX_MESSAGE_CHARS])
             raise TemplateError(f"the model's chat template failed: {message}") from cause
 
-    def encode(self, tokenizer: Tokenizer, rendered: str) -> list[int]:
-        """Ids of what `render` gave."""
+    def encode(self, tokenizer: Tokenizer, rendered: str, max_tokens: int | None = None) -> list[int]:
+        """Ids of what `render` gave. TextTooLongError as `Tokenizer.encode`."""
         parts = MARK.split(rendered)  # text, mark, text, ..., text
         restored = [self._names.get(part, part) for part in parts]
         starts = accumulate(map(len, restored), initial=0)
@@ -154,11 +156,13 @@ class MarkedTemplate:
         text = "".join(restored)
         if [(match.start(), match[0]) for match in self._specials.finditer(text)] == marked:
             # one call, as transformers does it: some tokenizers treat text beside a special token in their own way
-            return tokenizer.encode(text, allow_special=True)
+            return tokenizer.encode(text, allow_special=True, max_tokens=max_tokens)
         ids: list[int] = []
         for part in parts:
             name = self._names.get(part)
-            ids += tokenizer.encode(part) if name is None else [tokenizer.special_tokens[name]]
+            ids += [tokenizer.special_tokens[name]] if name else tokenizer.encode(part, max_tokens=max_tokens)
+            if max_tokens is not None and len(ids) > max_tokens:
+                raise TextTooLongError(len(ids))
         return ids
 
 

@@ -59,6 +59,7 @@ class GatewayConfig:
     tenant_tokens_per_minute: Positive | None = None  # of prompts and completions; None: as many as it likes
     ledger: Path | None = None  # a row for each request that was sent is appended to it; None: no account is kept
     max_body_bytes: Positive = 32 * 1024 * 1024
+    max_bytes_in_flight: Positive = 256 * 1024 * 1024
     max_queued_requests: Positive = 512
     queue_timeout_s: Seconds = 30.0
     drain_timeout_s: Seconds = 20.0  # how long running requests may take to finish after SIGTERM

@@ -30,14 +30,14 @@ from moonshard.serving import stage as stage_module
 from moonshard.serving.program_store import ProgramStore
 from moonshard.serving.programs import Programs, Wanted
 from moonshard.serving.stage import Blueprint
-from moonshard.serving.startup import PREPARING_BEHIND
+from moonshard.serving.startup import PREPARING, PREPARING_BEHIND
 from moonshard.serving.steps import ProgramKey
 from moonshard.serving.timings import Timings
 
 CACHE_HITS = "/jax/compilation_cache/cache_hits"
 COMPILERS = ("jax", "jaxlib", "numpy", "ml-dtypes")
 # What decides what is traced and compiled, besides the code: settings of jax and of XLA.
-SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "NVIDIA_TF32", "CUDA_VISIBLE", "TF_CPP", "TF_XLA")
+SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "NVIDIA_TF32", "TF_CPP", "TF_XLA")
 HARMLESS = (
     *("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE", "JAX_PLATFORMS"),
     *("JAX_TRACEBACK", "JAX_LOG", "TF_CPP_MIN_LOG", "JAX_DEBUG_LOG"),
@@ -122,14 +122,16 @@ class Preparation:
         if not wanted:
             return
         progress(0, len(wanted))
-        with ThreadPoolExecutor(min(len(wanted), num_cores()), "compile") as pool:
-            try:
-                left = self._make_all(pool, wanted, lambda done: progress(done, len(wanted)), waits=False)
-                num_done = len(wanted) - len(left)
-                self._make_all(pool, left, lambda done: progress(num_done + done, len(wanted)), waits=True)
-            except BaseException:
-                self.stop()
-                raise
+        pool = ThreadPoolExecutor(min(len(wanted), num_cores()), PREPARING)
+        try:
+            left = self._make_all(pool, wanted, lambda done: progress(done, len(wanted)), waits=False)
+            num_done = len(wanted) - len(left)
+            self._make_all(pool, left, lambda done: progress(num_done + done, len(wanted)), waits=True)
+        except BaseException:
+            self.stop()
+            raise
+        finally:  # after a failure nobody waits for XLA, which cannot be interrupted: see `startup.end_process`
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _make_all(
         self, pool: ThreadPoolExecutor, wanted: Sequence[Wanted], progress: Callable[[int], None], *, waits: bool

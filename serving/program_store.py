@@ -98,24 +98,35 @@ class ProgramStore:
             os.close(descriptor)
 
     def prune(self, max_bytes: int = MAX_BYTES) -> None:
-        """Removes what was unused for longest until the rest takes at most `max_bytes`, and what writers left."""
-        with contextlib.suppress(OSError):
-            entries = [(path, path.stat()) for path in self.folder.glob(f"*{SUFFIX}")]
-            total = sum(found.st_size for _, found in entries)
-            for path in (*self.folder.glob("*.partial"), *self.folder.glob(f"*{LOCK_SUFFIX}")):
-                if path.stat().st_mtime < time.time() - LEFT_S:
-                    path.unlink(missing_ok=True)
-            for path, found in sorted(entries, key=lambda entry: entry[1].st_mtime):
-                if total <= max_bytes:
-                    break
-                path.unlink(missing_ok=True)
-                total -= found.st_size
+        """Removes what was unused for longest until the rest takes at most `max_bytes`, and what writers left.
+
+        Others may be pruning too, or may have wiped it all.
+        """
+        if not self._usable():
+            return
+        for path, found in (*self._found("*.partial"), *self._found(f"*{LOCK_SUFFIX}")):
+            if found.st_mtime < time.time() - LEFT_S:
+                _remove(path)
+        entries = self._found(f"*{SUFFIX}")
+        total = sum(found.st_size for _, found in entries)
+        for path, found in sorted(entries, key=lambda entry: entry[1].st_mtime):
+            if total <= max_bytes:
+                break
+            _remove(path)
+            total -= found.st_size
+
+    def _found(self, pattern: str) -> list[tuple[Path, os.stat_result]]:
+        found: list[tuple[Path, os.stat_result]] = []
+        for path in self.folder.glob(pattern):
+            with contextlib.suppress(OSError):
+                found.append((path, path.stat()))
+        return found
 
     def complain(self, fault: str) -> None:
         """Once in a process: the next fault is of the same kind, and costs what the first did."""
         if not self._has_complained:
             self._has_complained = True
-            logger.warning("the cache of compiled programs: %s; compiling anew", fault)
+            logger.warning("the cache of compiled programs: %s; what is not found is compiled", fault)
 
     def _make_folder(self) -> None:
         """For its owner alone, whatever new folders are otherwise."""
@@ -154,6 +165,11 @@ class ProgramStore:
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return f"{self.folder} can be written by other users"
         return None
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _sealed(body: bytes) -> bytes:

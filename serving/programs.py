@@ -9,6 +9,7 @@ No scheduler object comes here.
 """
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class Programs:
         self._due: list[_Due] = []  # at most one for each slot, oldest first
         self._ready = shapes.buckets
         self._taken: set[tuple[int, ProgramKey]] = set()
+        self._taking = threading.Lock()
         self._num_asked: Counter[ProgramKey] = Counter()
         self.on_missing: Callable[[ProgramKey], None] = lambda key: None
 
@@ -89,7 +91,7 @@ class Programs:
 
     @property
     def needed(self) -> tuple[Wanted, ...]:
-        """Without these nothing is served: of each kind the largest. The slowest to compile first."""
+        """Without these nothing is served: of each kind the largest, in the order of `StepShapes.programs`."""
         return tuple(wanted for wanted in self._wanted() if wanted.is_needed)
 
     @property
@@ -116,10 +118,11 @@ class Programs:
     def take(self, wanted: Wanted, program: Callable[..., Any]) -> None:
         """A prepared program. Any thread: once every stage has its own, steps of that bucket are made."""
         self.stages[wanted.stage].take(wanted.key, program)
-        self._taken.add((wanted.stage, wanted.key))
         kind, bucket = wanted.key
-        if kind in self._ready and all((index, wanted.key) in self._taken for index in range(len(self.stages))):
-            self._ready |= {kind: tuple(sorted({*self._ready[kind], bucket}))}
+        with self._taking:
+            self._taken.add((wanted.stage, wanted.key))
+            if kind in self._ready and all((index, wanted.key) in self._taken for index in range(len(self.stages))):
+                self._ready |= {kind: tuple(sorted({*self._ready[kind], bucket}))}
 
     def bucket_for(self, kind: StepKind, size: int) -> int:
         """The smallest bucket that is there and holds `size`.

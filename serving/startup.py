@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 STARTUP_EXIT_CODE = 2
 BEHIND_END_S = 0.2
 PHASES_PER_EVENT = 200
-PREPARING_BEHIND = "prepare behind"  # the name of a thread that waits for XLA, which cannot be interrupted
+# Names of threads that wait for XLA, which cannot be interrupted.
+PREPARING, PREPARING_BEHIND = "prepare", "prepare behind"
 STARTUP_ERRORS = frozenset(
     {
         ("moonshard.kv.transfer", "TransportUnavailable"),
@@ -85,10 +87,11 @@ def end_process(code: int) -> int:
 
     All that matters is closed by then, and the interpreter would wait for XLA, for seconds and on a GPU for minutes.
     """
-    behind = [thread for thread in threading.enumerate() if thread.name == PREPARING_BEHIND]
-    for thread in behind:
-        thread.join(BEHIND_END_S)
-    if any(thread.is_alive() for thread in behind):
+    preparing = [thread for thread in threading.enumerate() if thread.name.startswith(PREPARING)]
+    ends_s = time.monotonic() + BEHIND_END_S
+    for thread in preparing:
+        thread.join(max(0.0, ends_s - time.monotonic()))
+    if any(thread.is_alive() for thread in preparing):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -122,9 +122,14 @@ class StepShapes:
 
     @property
     def programs(self) -> tuple[ProgramKey, ...]:
-        """Every (kind, bucket) there is, of each kind the largest first; the slowest to compile first."""
-        found = ((kind, size) for kind, sizes in self.buckets.items() for size in reversed(sizes))
-        return (*found, *((kind, 0) for kind in (StepKind.DRAW, StepKind.LOAD, StepKind.COPY)))
+        """Every (kind, bucket) there is: prefills, which take longest to compile, decodes, draws, and then trifles.
+
+        Of each kind the largest first.
+        """
+        sizes = self.buckets | dict.fromkeys((StepKind.DRAW, StepKind.LOAD, StepKind.COPY), (0,))
+        order = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAW, StepKind.EXPORT, StepKind.LAND)
+        kinds = sorted(sizes, key=[*order, StepKind.LOAD, StepKind.COPY].index)
+        return tuple((kind, size) for kind in kinds for size in reversed(sizes[kind]))
 
     def layout(self, kind: StepKind, bucket: int = 0) -> StepLayout:
         """Works a layout out; whoever packs every step keeps it."""

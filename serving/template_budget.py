@@ -1,12 +1,15 @@
-"""What rendering a chat template may cost, counted in units and not in seconds: the same messages always fare alike.
+"""What rendering a chat template may cost, counted in units and not in seconds, so that the same messages fare alike.
 
 A unit is about ten nanoseconds, or one character copied. Everything a template can do is charged before it is done, so
 that one render is bounded in time and in memory however its loops are nested. Values that a template makes are weighed
 when they are made (`weigh`): a list doubled within itself forty times is a handful of objects, and 2^40 in print.
+Units are rough: some operations take ten times as long as they are charged. So a render also ends when it has taken so
+much processor time of its thread (`MAX_RENDER_S`) that no template has a use for, whatever it has left.
 Left out: who calls these (template_sandbox), and what single operations cost (template_costs).
 """
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+import time
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import NamedTuple, final
 
@@ -20,6 +23,8 @@ MAX_UNITS = 512_000_000
 STEP_UNITS = 256  # a loop's turn, a call, a filter, an operator
 ITEM_UNITS = 32  # an element of a list or an object
 UNITS_PER_PROMPT_CHAR = 16  # so many units allow one character of the prompt, which is tokenised afterwards
+MAX_RENDER_S = 1.0
+STEPS_PER_LOOK = 16  # at the clock
 MAX_DEPTH = 100
 MAX_INT_BITS = 1 << 14  # no JSON number has more
 
@@ -46,20 +51,30 @@ class _Weighed(NamedTuple):
 class Budget:
     """What is left to one render."""
 
-    def __init__(self, units: int):
+    def __init__(self, units: int, clock: Callable[[], float] = time.thread_time):
         self._left = units
+        self._clock, self._ends_s = clock, clock() + MAX_RENDER_S
+        self._looks_in = STEPS_PER_LOOK
         self._prompt_chars_left = units // UNITS_PER_PROMPT_CHAR
         self._weighed: dict[int, _Weighed] = {}
 
     def spend(self, units: int) -> None:
         """Raises TemplateLimitError when there are not so many left, and from then on for the least thing."""
         self._left -= units
+        self._looks_in -= 1
+        if self._looks_in <= 0:
+            self._look_at_the_clock()
         if self._left < 0:
             self._left = -1
             raise TemplateLimitError("it does more work than messages of this size allow")
 
     def step(self) -> None:
         self.spend(STEP_UNITS)
+
+    def _look_at_the_clock(self) -> None:
+        self._looks_in = STEPS_PER_LOOK
+        if self._clock() > self._ends_s:
+            raise TemplateLimitError(f"it takes more than {MAX_RENDER_S:g} s")
 
     def read(self, value: object) -> None:
         """Charge for all of `value`, as printing, comparing or hashing goes through it."""

@@ -16,9 +16,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moonshard.rpc.status import Cancelled, InternalError, RequestError, TooLarge, advice, openai_error
+from moonshard.rpc.status import Cancelled, InternalError, RequestError, advice, openai_error
+from moonshard.serving.gateway.intake import Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
 
+_SHARE = "moonshard.share"  # in an exchange's scope: its share of the bytes in flight
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -44,7 +46,11 @@ class Edge:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        await self._app(scope, receive, send_marked)
+        try:
+            await self._app(scope, receive, send_marked)
+        finally:
+            if (share := scope.get(_SHARE)) is not None:
+                share.give_back()
 
     def _count(self, path: str, status: int) -> None:
         route = path if path in self._routes else "other"  # a client must not be able to make up label values
@@ -69,20 +75,28 @@ def visible_id(request: Request, prefix: str) -> str:
     return prefix + request.scope["request_id"]
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """TooLarge as soon as the limit is passed: a body is never held beyond it."""
+async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) -> bytes:
+    """The body, in bounds: what is beyond them is refused as soon as it is known of, and never held.
+
+    Its bytes count as in flight until the exchange is over. `num_contexts`: how many times the context its text may be.
+    Raises TooLarge, ContextLengthExceeded, Overloaded; InvalidArgument for too many values; Cancelled.
+    """
+    share, admit = intake.admission(num_contexts)
+    request.scope[_SHARE] = share
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise TooLarge(f"the body has {declared} bytes, the limit is {max_bytes}")
-    body = bytearray()
+    admit(int(declared) if declared.isdecimal() else 0)
+    parts: list[bytes] = []
+    num_bytes = 0
     try:
         async for part in request.stream():
-            body += part
-            if len(body) > max_bytes:
-                raise TooLarge(f"the body exceeds the limit of {max_bytes} bytes")
+            num_bytes += len(part)
+            admit(num_bytes)
+            parts.append(part)
     except ClientDisconnect as error:
         raise Cancelled("the client left while sending its request") from error
-    return bytes(body)
+    body = b"".join(parts)
+    await intake.bounds().check_values(body)
+    return body
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -22,7 +22,7 @@ from moonshard.serving.gateway.choice import CallsMade, ChoiceStream, ForcedCall
 from moonshard.serving.gateway.handoffs import Handoffs
 from moonshard.serving.gateway.inbox import Arrival
 from moonshard.serving.gateway.metrics import GatewayMetrics
-from moonshard.serving.gateway.model import ServedModel
+from moonshard.serving.gateway.model import ServedModel, too_long
 from moonshard.serving.gateway.parameters import GenerationRequest, check_parameters, check_token_ids, stop_tokens
 from moonshard.serving.gateway.pool import LinkPool, ModelLimits
 from moonshard.serving.gateway.record import RequestRecord
@@ -128,7 +128,7 @@ class Gateway:
             self._traces.entry(request, stamps) as trace,
             self._admitted(request) as admission,
         ):
-            prompt = await self.model.tokenize(request)
+            prompt = await self.model.tokenize(request, admission.limits.max_context_tokens - 1)
             forced = self.model.forced_call(request)
             run = self._make_run(admission, prompt, forced)
             record = RequestRecord(
@@ -225,9 +225,10 @@ class Gateway:
         InvalidArgument where prompt and completion do not fit in the vocabulary and the context.
         """
         request, limits = admission.request, admission.limits
+        most = max_tokens(request, len(prompt), limits.max_context_tokens)
         check_token_ids(request, "prompt", prompt, limits.vocab_size)
         begun = () if forced is None else forced.token_ids
-        num_tokens = max_tokens(request, len(prompt), limits.max_context_tokens) - len(begun)
+        num_tokens = most - len(begun)
         if num_tokens < 1:
             raise request.invalid("max_tokens", f"the call that tool_choice forces begins with {len(begun)} tokens")
         prompt = (*prompt, *begun) if begun else prompt
@@ -275,7 +276,7 @@ def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: 
     # clients that do not look at the code look for these words: LiteLLM for the first, LangChain for the last
     context = f"This model's maximum context length is {max_context_tokens} tokens"
     if room < 1:
-        raise request.too_long("prompt", f"{context}. However, {{}} of {num_prompt} tokens exceeds the context window")
+        raise too_long(request, f"{num_prompt}", max_context_tokens - 1)
     if request.max_tokens is not None and request.max_tokens > room:
         raise request.too_long(
             "max_tokens",

@@ -34,6 +34,7 @@ from moonshard.serving.gateway.edge import (
 )
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S, EventStream
 from moonshard.serving.gateway.generation import Gateway, Placed
+from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.openai_body import BodyDecoder
 from moonshard.serving.gateway.openai_responses import (
@@ -68,7 +69,7 @@ class HttpFront:
         metrics: GatewayMetrics,
         *,
         version: str,
-        max_body_bytes: int,
+        intake: Intake,
         unknown_fields: UnknownFields,
         tenants: Tenants,
         keep_alive_s: float = KEEP_ALIVE_S,
@@ -76,7 +77,7 @@ class HttpFront:
         self._gateway = gateway
         self._metrics = metrics
         self._version = version
-        self._max_body_bytes = max_body_bytes
+        self._intake = intake
         self._unknown_fields = unknown_fields
         self._tenants = tenants
         self._keep_alive_s = keep_alive_s
@@ -108,9 +109,9 @@ class HttpFront:
 
         return keyed
 
-    async def _body[T: msgspec.Struct](self, decoder: BodyDecoder[T], request: Request) -> T:
+    async def _body[T: msgspec.Struct](self, decoder: BodyDecoder[T], request: Request, *, num_contexts: int = 1) -> T:
         """What was sent. What of it is unknown is told in the answer's headers, or refused."""
-        body, unknown = decoder.decode(await read_body(request, self._max_body_bytes))
+        body, unknown = decoder.decode(await read_body(request, self._intake, num_contexts=num_contexts))
         self._unknown_fields.tell(unknown, late_headers(request))
         return body
 
@@ -192,7 +193,7 @@ class HttpFront:
         raise InternalError("the pipeline ended without a summary")
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._body(_TOKENIZE, request)
+        body = await self._body(_TOKENIZE, request, num_contexts=TOKENIZED_CONTEXTS)
         self._gateway.model.check_name(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give either prompt or messages", field="prompt")
@@ -200,15 +201,18 @@ class HttpFront:
             asked = GenerationRequest(request_id="", received_ns=0, prompt=TextPrompt(body.prompt or ""))
         else:
             asked = requests.chat_to_tokenize(body, body.messages)
-        tokens = list(await self._gateway.model.tokenize(asked))
         max_model_len = self._gateway.limits().max_context_tokens
+        counting = self._gateway.model.tokenize(asked, TOKENIZED_CONTEXTS * max_model_len)
+        tokens = await until_disconnect(request.receive, counting)
         told = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
         return json_response(told, headers=late_headers(request))
 
     async def _detokenize(self, request: Request) -> Response:
         body = await self._body(_DETOKENIZE, request)
         self._gateway.model.check_name(body.model or "")
-        told = {"prompt": await self._gateway.model.detokenize(body.token_ids, field="tokens")}
+        most = TOKENIZED_CONTEXTS * self._gateway.limits().max_context_tokens
+        telling = self._gateway.model.detokenize(body.token_ids, most, field="tokens")
+        told = {"prompt": await until_disconnect(request.receive, telling)}
         return json_response(told, headers=late_headers(request))
 
     async def _models(self, _request: Request) -> Response:

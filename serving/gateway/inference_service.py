@@ -8,10 +8,11 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 
 import grpc
+from google.protobuf.message import Message
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
@@ -20,6 +21,7 @@ from moonshard.serving.gateway.caller import check_key, read_caller
 from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.inference_chats import calls_delta, chat_prompt, tool_use
+from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from moonshard.serving.tenants import Tenants
 
@@ -37,24 +39,26 @@ _SPELLING: Mapping[str, str] = {
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, gateway: Gateway, *, version: str, tenants: Tenants) -> None:
+    def __init__(self, gateway: Gateway, intake: Intake, *, version: str, tenants: Tenants) -> None:
         self._gateway = gateway
+        self._intake = intake
         self._tenants = tenants
         self._version = version
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        await _answer(context, self._generate(request, context, received_ns=time.perf_counter_ns()))
+        work = self._generate(request, context, received_ns=time.perf_counter_ns())
+        await _answer(context, self._admitted(request, work, num_contexts=1))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         return await _answer(context, self._keyed(context, self._model_info, request))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        return await _answer(context, self._keyed(context, self._tokenize, request))
+        return await _answer(context, self._admitted(request, self._keyed(context, self._tokenize, request)))
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
-        return await _answer(context, self._keyed(context, self._detokenize, request))
+        return await _answer(context, self._admitted(request, self._keyed(context, self._detokenize, request)))
 
     async def _keyed[Asked, Told](
         self,
@@ -65,6 +69,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """The answer, for callers whose key names a tenant."""
         check_key(self._tenants, _header(context))
         return await handler(request)
+
+    async def _admitted[T](
+        self, request: Message, work: Coroutine[None, None, T], num_contexts: int = TOKENIZED_CONTEXTS
+    ) -> T:
+        """The work's result, while the message's bytes count as in flight. Raises as `Intake.admission` says."""
+        share, admit = self._intake.admission(num_contexts)
+        with closing(work):
+            try:
+                admit(request.ByteSize())
+                return await work
+            finally:
+                share.give_back()
 
     async def _generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, *, received_ns: int
@@ -110,12 +126,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         prompt = chat_prompt(request.chat) if request.HasField("chat") else TextPrompt(request.text)
         use = tool_use(request.chat)
         asked = GenerationRequest(request_id="", received_ns=0, prompt=prompt, tool_use=use, spelling=_SPELLING)
-        ids = await self._gateway.model.tokenize(asked)
-        return pb.TokenizeResponse(ids=ids, max_context_tokens=self._gateway.limits().max_context_tokens)
+        context_tokens = self._gateway.limits().max_context_tokens
+        ids = await self._gateway.model.tokenize(asked, TOKENIZED_CONTEXTS * context_tokens)
+        return pb.TokenizeResponse(ids=ids, max_context_tokens=context_tokens)
 
     async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         self._gateway.model.check_name(request.model)
-        return pb.DetokenizeResponse(text=await self._gateway.model.detokenize(request.ids, field="ids"))
+        most = TOKENIZED_CONTEXTS * self._gateway.limits().max_context_tokens
+        return pb.DetokenizeResponse(text=await self._gateway.model.detokenize(request.ids, most, field="ids"))
 
 
 def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> GenerationRequest:

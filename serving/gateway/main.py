@@ -27,6 +27,7 @@ from moonshard.serving.gateway.generation import DRAINING_RETRY_AFTER_S, Gateway
 from moonshard.serving.gateway.http import HttpFront
 from moonshard.serving.gateway.http_protocol import BoundedHttpProtocol
 from moonshard.serving.gateway.inference_service import SERVICE_NAME, InferenceService
+from moonshard.serving.gateway.intake import Bounds, Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
 from moonshard.serving.gateway.openai_unknown import UnknownFields
@@ -124,16 +125,17 @@ async def _serving(
         routing=config.routing,
         lease_s=config.kv.lease_s,
     )
+    intake = _intake(config.gateway, gateway)
     front = HttpFront(
         gateway,
         metrics,
         version=version("moonshard"),
-        max_body_bytes=config.gateway.max_body_bytes,
+        intake=intake,
         unknown_fields=UnknownFields(config.gateway.unknown_fields, metrics),
         tenants=tenants,
         keep_alive_s=keep_alive_s,
     )
-    grpc_server = _grpc_server(config.gateway, gateway, tenants)
+    grpc_server = _grpc_server(config.gateway, gateway, intake, tenants)
     async with pool.running(), _serving_grpc(grpc_server), _serving_http(front.app, listener):
         yield RunningGateway(
             gateway=gateway,
@@ -208,8 +210,22 @@ def _set_on_signal(event: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _grpc_server(config: GatewayConfig, gateway: Gateway, tenants: Tenants) -> BoundServer:
-    service = InferenceService(gateway, version=version("moonshard"), tenants=tenants)
+def _intake(config: GatewayConfig, gateway: Gateway) -> Intake:
+    tokenizer = gateway.model.tokenizer
+
+    def bounds() -> Bounds:
+        limits = gateway.pool.limits
+        return Bounds(
+            max_body_bytes=config.max_body_bytes,
+            max_context_tokens=None if limits is None else limits.max_context_tokens,
+            max_token_bytes=None if tokenizer is None else tokenizer.max_token_bytes,
+        )
+
+    return Intake(config.max_bytes_in_flight, bounds)
+
+
+def _grpc_server(config: GatewayConfig, gateway: Gateway, intake: Intake, tenants: Tenants) -> BoundServer:
+    service = InferenceService(gateway, intake, version=version("moonshard"), tenants=tenants)
     return build_server(
         host=config.host,
         port=config.grpc_port,

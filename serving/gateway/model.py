@@ -5,12 +5,14 @@ hold the weights. Texts become tokens here and nowhere else.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonshard.models.generation import GenerationDefaults, load_generation_defaults
-from moonshard.models.tokenizer import TextError, TokenIdError, Tokenizer, load_tokenizer
+from moonshard.models.tokenizer import TextError, TextTooLongError, TokenIdError, Tokenizer, load_tokenizer
 from moonshard.rpc.status import InvalidArgument, NotFound
 from moonshard.serving.chat import ChatTemplate, TemplateError, load_chat_template
 from moonshard.serving.detokenizer import Detokenizer
@@ -18,7 +20,8 @@ from moonshard.serving.gateway.choice import ForcedCall, forced_call
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from moonshard.serving.tool_calls import CALL_END, NAMES, ToolCallParser, call_marks
 
-LONG_TEXT_CHARS = 20_000  # from here on tokenising would hold up every other request's tokens
+LONG_TEXT_CHARS = 2_000  # from here on tokenising would hold up every other request's tokens
+MAX_ENCODING = 2  # at a time; the others wait, and are dropped where their client leaves meanwhile
 MESSAGE_CHARS = 50  # rendering one more message takes as long as tokenising that many characters
 
 
@@ -30,19 +33,36 @@ class ServedModel:
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
     defaults: GenerationDefaults
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_ENCODING, "encode"))
 
     def check_name(self, name: str) -> None:
         """NotFound unless the client means this model; an empty name means the one there is."""
         if name not in ("", self.name):
             raise NotFound(f"the model {name!r} does not exist; this server has {self.name!r}", field="model")
 
-    async def tokenize(self, request: GenerationRequest) -> Sequence[int]:
-        """The prompt's token ids. Long texts are tokenised in a thread. InvalidArgument where there is no way to."""
+    async def tokenize(self, request: GenerationRequest, max_tokens: int) -> Sequence[int]:
+        """The prompt's token ids. Long texts are tokenised in a thread, and not begun for a client that has left.
+
+        Raises:
+            ContextLengthExceeded: more than `max_tokens`; of a long text that may be said after a part of it.
+            InvalidArgument: there is no way to tokenise it.
+        """
         if isinstance(request.prompt, TokenPrompt):
-            return request.prompt.token_ids
-        if _may_be_long(request.prompt):
-            return await asyncio.to_thread(self._encode, request)
-        return self._encode(request)
+            ids = request.prompt.token_ids
+        elif (num_least := self._least_tokens(request.prompt)) > max_tokens:
+            raise too_long(request, f"at least {num_least}", max_tokens)
+        elif _may_be_long(request.prompt):
+            ids = await self._in_thread(self._encode, request, max_tokens)
+        else:
+            ids = self._encode(request, max_tokens)
+        if len(ids) > max_tokens:
+            raise too_long(request, f"{len(ids)}", max_tokens)
+        return ids
+
+    def _least_tokens(self, prompt: TextPrompt | ChatPrompt) -> int:
+        """What its characters come to if each token stands for as many as any does."""
+        most = None if self.tokenizer is None else self.tokenizer.max_token_bytes
+        return 0 if most is None else _num_chars(prompt) // most
 
     def detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
         """Of one choice. With tools, the markers of their calls are marks in the text: they are a parser's to read."""
@@ -78,18 +98,28 @@ class ServedModel:
             return None
         return self.tokenizer.special_tokens[NAMES[CALL_END]]
 
-    async def detokenize(self, token_ids: Sequence[int], *, field: str) -> str:
-        """The text of token ids, specials left out; of many, in a thread. InvalidArgument naming `field`."""
+    async def detokenize(self, token_ids: Sequence[int], max_tokens: int, *, field: str) -> str:
+        """The text of token ids, specials left out; of many, in a thread.
+
+        InvalidArgument naming `field`: more than `max_tokens`, an id that is none, a model without a tokenizer.
+        """
         if self.tokenizer is None:
             raise InvalidArgument(f"{field}: the model has no tokenizer", field=field)
+        if len(token_ids) > max_tokens:
+            raise InvalidArgument(f"{field}: at most {max_tokens} token ids, not {len(token_ids)}", field=field)
         try:
             if len(token_ids) > LONG_TEXT_CHARS:
-                return await asyncio.to_thread(self.tokenizer.decode, token_ids)
+                return await self._in_thread(self.tokenizer.decode, token_ids)
             return self.tokenizer.decode(token_ids)
         except TokenIdError as error:
             raise InvalidArgument(f"{field}: {error}", field=field) from error
 
-    def _encode(self, request: GenerationRequest) -> Sequence[int]:
+    async def _in_thread[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Cancelled before it begins, it never does."""
+        call = functools.partial(work, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
+
+    def _encode(self, request: GenerationRequest, max_tokens: int) -> Sequence[int]:
         if self.tokenizer is None:
             raise request.invalid("prompt", "the model has no tokenizer: send token ids")
         try:
@@ -105,11 +135,14 @@ class ServedModel:
                         template_kwargs=template_kwargs,
                         add_generation_prompt=add_generation_prompt,
                         is_continued=is_continued,
+                        max_tokens=max_tokens,
                     )
                 case TextPrompt(text):
-                    return self.tokenizer.encode(text)
+                    return self.tokenizer.encode(text, max_tokens=max_tokens)
                 case TokenPrompt(token_ids):
                     return token_ids
+        except TextTooLongError as error:
+            raise too_long(request, f"at least {error.num_tokens}", max_tokens) from error
         except (TemplateError, TextError) as error:
             raise request.invalid("prompt", str(error)) from error
 
@@ -120,6 +153,20 @@ class ServedModel:
             raise request.invalid("tools", "the model's chat template takes no tools")
         if not call_marks(tokenizer.special_tokens):
             raise request.invalid("tools", "the model's tokenizer has no tokens for tool calls")
+
+
+def too_long(request: GenerationRequest, num_tokens: str, max_tokens: int) -> InvalidArgument:
+    """Of a prompt that leaves no room for an answer; `max_tokens` is what would."""
+    context = f"This model's maximum context length is {max_tokens + 1} tokens"
+    return request.too_long("prompt", f"{context}. However, {{}} of {num_tokens} tokens exceeds the context window")
+
+
+def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:
+    """Of a text, or of a chat's messages, which a template may add to and seldom takes from."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    contents = (message.get("content") for message in prompt.messages)
+    return sum(len(content) for content in contents if isinstance(content, str))
 
 
 def _may_be_long(prompt: TextPrompt | ChatPrompt) -> bool:

@@ -17,9 +17,12 @@ from moonshard.serving.gateway.metrics import LABELS, GatewayMetrics
 from moonshard.serving.gateway.pool import PREFILL_ROLES, LinkPool
 
 _COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
-    "compilations": ("Programs compiled since the worker began.", lambda load: load.num_compilations),
+    "compilations": (
+        "Programs compiled since the worker began, but for those made behind it.",
+        lambda load: load.num_compilations,
+    ),
     "compilations_while_serving": (
-        "Programs compiled since the worker was ready: 0, or requests waited for it.",
+        "Programs compiled since the worker was ready, on a serving thread: 0, or requests waited for it.",
         lambda load: load.num_compilations_while_serving,
     ),
     "preemptions": ("Choices that lost their KV blocks to others and began again.", lambda load: load.num_preemptions),
@@ -143,7 +146,9 @@ class WorkerCollector(Collector):
 
     def _start_times(self) -> Iterator[Metric]:
         seconds = GaugeMetricFamily(
-            "moonshard_worker_start_seconds", "How long a worker's start took.", labels=("worker", "phase")
+            "moonshard_worker_start_seconds",
+            "How long a worker took to load, and to have its programs.",
+            labels=("worker", "phase"),
         )
         for link in self._pool.links:
             if link.session is not None:

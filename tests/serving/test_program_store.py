@@ -56,7 +56,7 @@ def test_an_entry_that_is_not_whole_is_none_is_said_once_and_can_be_made_anew(st
         path.write_bytes(spoiled(path.read_bytes()))
     assert (store.load("a"), store.load("b")) == (None, None)
     assert len(caplog.messages) == 1
-    assert "a.program is damaged; compiling anew" in caplog.messages[0]
+    assert "a.program is damaged; what is not found is compiled" in caplog.messages[0]
     store.save("a", BODY)
     assert store.load("a") == BODY
 

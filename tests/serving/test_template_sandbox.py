@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 
 from moonshard.models.tokenizer import TextError, Tokenizer, load_tokenizer
 from moonshard.serving.chat import MAX_MESSAGE_CHARS, ChatTemplate, TemplateError, TemplateFileError, load_chat_template
-from moonshard.serving.template_budget import BASE_UNITS, MAX_DEPTH, STEP_UNITS, Budget, TemplateLimitError
+from moonshard.serving.template_budget import (
+    BASE_UNITS,
+    MAX_DEPTH,
+    MAX_RENDER_S,
+    STEP_UNITS,
+    STEPS_PER_LOOK,
+    Budget,
+    TemplateLimitError,
+)
 from tests.serving.template_attacks import NEVER_ENDS, REACHES_OUT
 
 KIMI = Path(__file__).parents[1] / "fixtures" / "kimi_k2"
@@ -100,7 +109,7 @@ def test_a_template_that_behaves_is_rendered_as_jinja_would(tokenizer: Tokenizer
     assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize("num_messages", [1, 100, 3000])
+@pytest.mark.parametrize("num_messages", [1, 100, 1000])
 def test_what_a_template_may_do_grows_with_the_messages(tokenizer: Tokenizer, num_messages: int):
     """Some 60 operations and five copies of every message, which is more than any known template does."""
     work = "{% for i in range(10) %}{% set ns.n = ns.n + 1 %}{{ '' if ns.n is odd else '' }}{% endfor %}"
@@ -112,14 +121,33 @@ def test_what_a_template_may_do_grows_with_the_messages(tokenizer: Tokenizer, nu
 
 
 def test_the_same_work_fails_at_the_same_place():
-    """No clock: what was allowed once is always allowed."""
-    budget = Budget(BASE_UNITS)
+    """While it takes no longer than any may: what was allowed once is always allowed."""
+    budget = Budget(BASE_UNITS, clock=lambda: 0.0)
     for _ in range(BASE_UNITS // STEP_UNITS):
         budget.step()
     with pytest.raises(TemplateLimitError):
         budget.step()
     with pytest.raises(TemplateLimitError):
         budget.spend(1)
+
+
+def test_a_render_ends_when_it_has_taken_its_time_whatever_it_has_left():
+    now_s = [5.0]
+    budget = Budget(10**12, clock=lambda: now_s[0])
+    for _ in range(1000):
+        budget.step()
+    now_s[0] += MAX_RENDER_S + 0.001
+    with pytest.raises(TemplateLimitError, match="more than 1 s"):  # noqa: PT012  # at one of them
+        for _ in range(STEPS_PER_LOOK):
+            budget.step()
+
+
+def test_a_template_that_loops_within_its_units_ends_in_the_processor_time_that_it_may_take(tokenizer: Tokenizer):
+    source = "{% for m in messages %}{% for i in range(100000) %}{{ i is odd }}{% endfor %}{% endfor %}"
+    begun_s = time.thread_time()
+    with pytest.raises(TemplateError, match="more than 1 s"):
+        ChatTemplate(source, {}).encode_chat(tokenizer, [{"role": "user", "content": "a" * 1000}] * 1000)
+    assert time.thread_time() - begun_s < 2 * MAX_RENDER_S  # of this thread's own work, whatever else runs
 
 
 def test_a_value_weighs_what_its_print_would_hold():

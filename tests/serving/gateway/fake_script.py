@@ -98,6 +98,7 @@ class Script:
     fail_after_tokens: int | None = None
     cached_tokens: int = 0
     may_step: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: no step of any request
+    pace_s: float = 0.0  # what a step takes
     max_tokens_sent: int | None = None  # then silence, until may_step is set anew or the request is cancelled
     points: Points = field(default_factory=Points)
     reserve_failure: link_pb2.Failed | None = None  # instead of a Target: `overloaded()`

@@ -250,6 +250,8 @@ class FakeWorker(link_pb2_grpc.WorkerServicer):
                 self.script.may_step.clear()
                 continue
             await self.script.points.at(f"step {step}")
+            if self.script.pace_s:
+                await asyncio.sleep(self.script.pace_s)
             if step == self.script.fail_after_tokens:
                 raise LegFailed(link_pb2.Failed(code=13, message="the device failed"))
             outputs = generation.step()

@@ -88,7 +88,7 @@ async def test_a_client_that_reads_late_gets_what_it_missed_in_one_delta(n: int)
         await until(lambda: link.last_load.num_compilations == 77)  # so that all before it is here too
         rest = [event async for event in events]
         answers = [expected_tokens(PROMPT, NUM_TOKENS, choice) for choice in range(n)]
-        texts = [await running.gateway.model.detokenize(answer, field="ids") for answer in answers]
+        texts = [await running.gateway.model.detokenize(answer, NUM_TOKENS, field="ids") for answer in answers]
     deltas = [event for event in rest if isinstance(event, pb.Delta)]
     assert len(deltas) == n
     for choice in range(n):

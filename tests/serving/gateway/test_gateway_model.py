@@ -45,7 +45,7 @@ def recorded() -> tuple[Recorder, ServedModel]:
 @pytest.mark.parametrize("prompt", LONG, ids=["text", "content", "name", "messages", "kwargs", "text of kwargs"])
 async def test_a_prompt_that_may_be_long_is_not_tokenised_on_the_event_loop(prompt):
     recorder, model = recorded()
-    await model.tokenize(GenerationRequest(request_id="", received_ns=0, prompt=prompt))
+    await model.tokenize(GenerationRequest(request_id="", received_ns=0, prompt=prompt), 1000)
     assert len(recorder.threads) == 1
     assert recorder.threads != [threading.current_thread()]
 
@@ -53,12 +53,12 @@ async def test_a_prompt_that_may_be_long_is_not_tokenised_on_the_event_loop(prom
 @pytest.mark.parametrize("prompt", SHORT, ids=["text", "chat", "switches"])
 async def test_a_short_prompt_costs_no_thread(prompt):
     recorder, model = recorded()
-    await model.tokenize(GenerationRequest(request_id="", received_ns=0, prompt=prompt))
+    await model.tokenize(GenerationRequest(request_id="", received_ns=0, prompt=prompt), 1000)
     assert recorder.threads == [threading.current_thread()]
 
 
 @pytest.mark.parametrize("num_tokens", [1, LONG_TEXT_CHARS + 1])
 async def test_many_ids_are_not_spelt_out_on_the_event_loop(num_tokens: int):
     recorder, model = recorded()
-    await model.detokenize([1] * num_tokens, field="ids")
+    await model.detokenize([1] * num_tokens, num_tokens, field="ids")
     assert (recorder.threads == [threading.current_thread()]) == (num_tokens == 1)

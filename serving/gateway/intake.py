@@ -1,0 +1,162 @@
+"""What is let in of requests' bodies, before anything is made of them.
+
+Three bounds, each by what could ever be served: the bytes of one body, by the longest text that fits into the model's
+context as JSON may spell it; the bytes of all bodies that are here at once; and how many values a body has, since a
+value takes a hundred times the memory and the time of its characters. So no request costs more than its context is
+worth, and whoever sends more is told at once. What the fields may be, and how many tokens a text has, is others'.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, TooLarge
+
+JSON_BYTES_PER_BYTE = 6  # \u0041
+OTHER_BYTES = 1 << 20  # of a body besides its text: tools, schemas, names, white space
+MAX_OTHER_VALUES = 1 << 14  # of a body besides token ids: each takes microseconds to check
+SMALL_BODY_BYTES = 1 << 16  # whose values are not counted: they are few
+SCAN_BYTES = 1 << 20  # of a body that are looked at together
+TOKENIZED_CONTEXTS = 2  # times the context: how long a text may be that is only counted or spelt out
+RETRY_AFTER_S = 1.0
+_QUOTE, _BACKSLASH = ord('"'), ord("\\")
+
+
+@dataclass
+class BytesInFlight:
+    """How many bytes of bodies are here, of how many at most. Runs on one event loop."""
+
+    limit: int
+    num: int = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Overloaded where that would be too many. What was taken is given back by its taker."""
+        if self.num + num_bytes > self.limit:
+            raise Overloaded(
+                f"the bodies of all requests are {self.num} bytes, {num_bytes} more would be over {self.limit}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.num += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num -= num_bytes
+
+
+class Share:
+    """One request's part of the bytes in flight: it grows as its body arrives, and is given back when all is over."""
+
+    def __init__(self, of: BytesInFlight) -> None:
+        self._of = of
+        self._num_bytes = 0
+
+    def grow_to(self, num_bytes: int) -> None:
+        """Overloaded where there is no room."""
+        if num_bytes > self._num_bytes:
+            self._of.take(num_bytes - self._num_bytes)
+            self._num_bytes = num_bytes
+
+    def give_back(self) -> None:
+        self._of.give_back(self._num_bytes)
+        self._num_bytes = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Of one body. None: nothing can be said, of the context until a worker has told."""
+
+    max_body_bytes: int
+    max_context_tokens: int | None
+    max_token_bytes: int | None
+
+    def check_bytes(self, num_bytes: int, num_contexts: int = 1) -> None:
+        """Before and while a body arrives.
+
+        Raises:
+            TooLarge: beyond what is configured.
+            ContextLengthExceeded: no text of `num_contexts` times the context takes so many.
+        """
+        if num_bytes > self.max_body_bytes:
+            raise TooLarge(f"the body has {num_bytes} bytes, the limit is {self.max_body_bytes}")
+        if self.max_context_tokens is None or self.max_token_bytes is None:
+            return
+        text_bytes = JSON_BYTES_PER_BYTE * self.max_token_bytes * self.max_context_tokens * num_contexts
+        if num_bytes > text_bytes + OTHER_BYTES:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {self.max_context_tokens} tokens. However, the body of"
+                f" {num_bytes} bytes exceeds the context window: it is more than such a text can take"
+            )
+
+    async def check_values(self, body: bytes) -> None:
+        """Before a body is decoded. InvalidArgument where it has more values than could be served."""
+        if len(body) <= SMALL_BODY_BYTES:
+            return
+        limit = MAX_OTHER_VALUES + (self.max_context_tokens or 0)
+        if await asyncio.to_thread(_has_more_values, body, limit):
+            raise InvalidArgument(f"the body has more than {limit} values: lists, objects and what is in them")
+
+
+def _has_more_values(body: bytes, limit: int) -> bool:
+    """Whether more than `limit` values begin outside of strings: after a comma or at a bracket.
+
+    Most bodies have fewer such characters anywhere. Where not, strings are told from the rest, a piece at a time, by
+    numpy, which lets go of Python's lock.
+    """
+    return sum(_count(body, mark) for mark in (b",", b"[", b"{")) > limit and num_values(body, limit) > limit
+
+
+def _count(body: bytes, mark: bytes) -> int:
+    """In pieces, since Python's lock is held for each."""
+    return sum(body.count(mark, start, start + SCAN_BYTES) for start in range(0, len(body), SCAN_BYTES))
+
+
+def num_values(body: bytes, enough: int | None = None) -> int:
+    """How many commas and opening brackets stand outside of strings; beyond `enough` they are not counted on."""
+    found, in_string, odd = 0, False, False
+    for start in range(0, len(body), SCAN_BYTES):
+        piece = np.frombuffer(body, np.uint8, min(SCAN_BYTES, len(body) - start), start)
+        escaped, odd = _escaped(piece, odd)
+        quotes = (piece == _QUOTE) & ~escaped
+        inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)).view(bool) ^ in_string
+        marks = (piece == ord(",")) | (piece == ord("[")) | (piece == ord("{"))
+        found += int(np.count_nonzero(marks & ~inside))
+        in_string = bool(inside[-1])
+        if enough is not None and found > enough:
+            break
+    return found
+
+
+def _escaped(piece: np.ndarray, odd: bool) -> tuple[np.ndarray, bool]:
+    """Which characters follow an odd number of backslashes. `odd`: whether what comes before the piece ends so."""
+    slashes = piece == _BACKSLASH
+    place = np.arange(len(piece), dtype=np.int32)
+    last_other = np.maximum.accumulate(np.where(slashes, -1, place))  # the nearest to the left that is no backslash
+    run = place - last_other  # backslashes that end here
+    begins_piece = last_other < 0
+    run = np.where(begins_piece, place + 1 + odd, run)
+    is_odd = slashes & (run % 2 == 1)
+    escaped = np.empty(len(piece), bool)
+    escaped[0], escaped[1:] = odd, is_odd[:-1]
+    return escaped, bool(is_odd[-1])
+
+
+class Intake:
+    """Both fronts' gate. `bounds` are those of now: the context is known once a worker has said."""
+
+    def __init__(self, max_bytes_in_flight: int, bounds: Callable[[], Bounds]) -> None:
+        self.in_flight = BytesInFlight(max_bytes_in_flight)
+        self.bounds = bounds
+
+    def admission(self, num_contexts: int = 1) -> tuple[Share, Callable[[int], None]]:
+        """A request's share, and what is to be told how many bytes of its body are known of, as they become more.
+
+        The latter raises as `Bounds.check_bytes`, and Overloaded.
+        """
+        share, bounds = Share(self.in_flight), self.bounds()
+
+        def admit(num_bytes: int) -> None:
+            bounds.check_bytes(num_bytes, num_contexts)
+            share.grow_to(num_bytes)
+
+        return share, admit

@@ -1,0 +1,181 @@
+"""What no context could hold is refused before anything is made of it, and what is here at once is bounded."""
+
+import asyncio
+import json
+import random
+
+import grpc
+import httpx
+import pytest
+
+from moonshard.models.tokenizer import TextTooLongError, load_tokenizer
+from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, RequestError, TooLarge
+from moonshard.serving.config import GatewayConfig
+from moonshard.serving.gateway import intake
+from moonshard.serving.gateway.intake import MAX_OTHER_VALUES, Bounds, Intake, num_values
+from moonshard.serving.gateway.main import RunningGateway
+from tests.serving.gateway.conftest import FIXTURE
+from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, FakeWorker
+
+TOKENIZER = load_tokenizer(FIXTURE)
+MAX_BYTES, IN_FLIGHT = 8 << 20, 10 << 20
+
+
+@pytest.fixture
+def gateway_config() -> GatewayConfig:
+    return GatewayConfig(
+        port=0, grpc_port=0, max_body_bytes=MAX_BYTES, max_bytes_in_flight=IN_FLIGHT, drain_timeout_s=5
+    )
+
+
+def plain_count(body: bytes) -> int:
+    """Character by character, as a parser would go."""
+    found, in_string, is_escaped = 0, False, False
+    for char in body.decode():
+        if is_escaped:
+            is_escaped = False
+        elif in_string:
+            is_escaped, in_string = char == "\\", char != '"'
+        else:
+            in_string = char == '"'
+            found += char in ",[{"
+    return found
+
+
+@pytest.mark.parametrize("scanned", [1, 7, 1 << 20])
+def test_values_are_counted_outside_of_strings_however_a_body_is_cut(scanned: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(intake, "SCAN_BYTES", scanned)
+    draw = random.Random(0)
+    for _ in range(200):
+        texts = ["".join(draw.choices(['"', "\\", ",", "[", "{", "a", "é"], k=draw.randrange(9))) for _ in range(4)]
+        body = json.dumps([{text: texts[:2], "n": [1, 2.5, None]} for text in texts], ensure_ascii=False).encode()
+        assert num_values(body) == plain_count(body)
+        assert num_values(body, 3) > 3
+
+
+BOUNDS = Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=100, max_token_bytes=10)
+
+
+async def test_many_values_are_refused_and_as_many_commas_in_a_text_are_not():
+    many = MAX_OTHER_VALUES + 200
+    with pytest.raises(InvalidArgument, match="values"):
+        await BOUNDS.check_values(b'{"metadata":{' + b",".join(b'"%d":[]' % number for number in range(many)) + b"}}")
+    await BOUNDS.check_values(b'{"prompt":"' + b"[,{" * many + b'"}')
+    ids = b'{"prompt":[' + b"1000," * (MAX_CONTEXT_TOKENS - 1) + b"1]}"
+    await Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=MAX_CONTEXT_TOKENS, max_token_bytes=10).check_values(ids)
+
+
+def test_a_body_is_bounded_by_what_its_context_could_hold_and_by_what_is_configured():
+    longest = 6 * 10 * 100 + intake.OTHER_BYTES
+    BOUNDS.check_bytes(longest)
+    with pytest.raises(ContextLengthExceeded):
+        BOUNDS.check_bytes(longest + 1)
+    BOUNDS.check_bytes(longest + 1, num_contexts=2)
+    for bounds in (BOUNDS, Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=None, max_token_bytes=None)):
+        with pytest.raises(TooLarge):
+            bounds.check_bytes(MAX_BYTES + 1)
+
+
+def test_what_was_taken_is_given_back_once_and_what_was_refused_was_not_taken():
+    gate = Intake(1000, lambda: BOUNDS)
+    one, admit_one = gate.admission()
+    other, admit_other = gate.admission()
+    admit_one(400)
+    admit_one(300)  # less than is known already
+    admit_other(600)
+    with pytest.raises(Overloaded):
+        admit_one(401)
+    assert gate.in_flight.num == 1000
+    for share in (one, one, other, other):
+        share.give_back()
+    assert gate.in_flight.num == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 400_000, "word " * 80_000, "漢字" * 100_000, " " * 300_000], ids=lambda t: t[:5]
+)
+def test_a_long_text_is_refused_after_a_part_of_it_and_a_short_one_never(text: str):
+    assert TOKENIZER is not None
+    whole = TOKENIZER.encode(text)
+    with pytest.raises(TextTooLongError) as caught:
+        TOKENIZER.encode(text, max_tokens=100)
+    assert 100 < caught.value.num_tokens <= len(whole)
+    assert TOKENIZER.encode(text, max_tokens=len(whole)) == whole
+
+
+TOO_LONG = {
+    "text": {"prompt": "word " * 20_000},
+    "ids": {"prompt": [1] * (MAX_CONTEXT_TOKENS + 1)},
+    "a body beyond all text": {"prompt": "a" * (4 << 20)},
+}
+
+
+@pytest.mark.parametrize("asked", TOO_LONG.values(), ids=TOO_LONG.keys())
+async def test_what_no_context_holds_is_refused_by_openais_code(asked, http: httpx.AsyncClient, worker: FakeWorker):
+    response = await http.post("/v1/completions", json=asked)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert worker.runs == []
+
+
+async def test_over_grpc_too(grpc_client: AsyncClient, worker: FakeWorker):
+    for prompt in ("word " * 20_000, [1] * (MAX_CONTEXT_TOKENS + 1), "a" * (4 << 20)):
+        with pytest.raises(RequestError) as caught:
+            await grpc_client.generate(prompt, max_tokens=1)
+        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert worker.runs == []
+
+
+async def test_texts_of_several_contexts_are_counted_and_longer_ones_are_not(http: httpx.AsyncClient):
+    counted = await http.post("/tokenize", json={"prompt": "word " * (MAX_CONTEXT_TOKENS - 1)})
+    assert counted.json()["count"] > MAX_CONTEXT_TOKENS
+    refused = await http.post("/tokenize", json={"prompt": "word " * (5 * MAX_CONTEXT_TOKENS)})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    spelt = await http.post("/detokenize", json={"tokens": [1] * (5 * MAX_CONTEXT_TOKENS)})
+    assert (spelt.status_code, spelt.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_bodies_beyond_what_may_be_here_at_once_are_told_to_come_again(
+    http: httpx.AsyncClient, running: RunningGateway
+):
+    """Each of these declares its size and then sends nothing on."""
+    host, port = running.http.removeprefix("http://").split(":")
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: {2_500_000}\r\n\r\n{{".encode()
+    waiting = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+    for _, writer in waiting:
+        writer.write(head)
+        await writer.drain()
+    body = {"prompt": "a" * (1 << 20)}
+    async with asyncio.timeout(20):
+        while (refused := await http.post("/tokenize", json=body)).status_code != 429:
+            assert refused.status_code == 400  # until all heads have been read
+    assert float(refused.headers["retry-after"]) > 0
+    for _, writer in waiting:
+        writer.close()
+        await writer.wait_closed()
+    async with asyncio.timeout(20):
+        while (await http.post("/tokenize", json=body)).status_code == 429:
+            pass
+
+
+async def test_a_client_that_has_left_is_not_tokenised(running: RunningGateway, monkeypatch: pytest.MonkeyPatch):
+    """All threads are busy when it comes; it leaves before one is free."""
+    from threading import Event
+
+    from moonshard.serving.gateway.parameters import GenerationRequest, TextPrompt
+
+    model, free, begun = running.gateway.model, Event(), []
+    busy = [model.threads.submit(free.wait) for _ in range(model.threads._max_workers)]
+    assert model.tokenizer is not None
+    monkeypatch.setattr(type(model.tokenizer), "encode", lambda *args, **kwargs: begun.append(args) or [1])
+    asked = GenerationRequest(request_id="", received_ns=0, prompt=TextPrompt("a" * 5000))
+    left = asyncio.create_task(model.tokenize(asked, 1000))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    stays = asyncio.create_task(model.tokenize(asked, 1000))
+    free.set()
+    assert await stays == [1]
+    assert len(begun) == 1
+    assert all(future.result() for future in busy)
