@@ -3,7 +3,9 @@
 The library encodes; decoding goes through a table of each token's bytes, so that a stream can decode one token at a
 time. The table follows the decoder the file names: byte-level BPE, or SentencePiece's `▁` with or without `<0xE4>` byte
 tokens. Left out: decoders whose text depends on neighbouring tokens (WordPiece, CTC), which no served model has: they
-are refused. An added token that the file does not mark as special is ordinary text, as the library has it.
+are refused. An added token that the file does not mark as special is ordinary text, as the library has it, but for one
+that is a marker by its name (`<|tool_call_begin|>`): no text of a user's may become one, whatever the file calls it.
+What a file does not call special is not hidden, as elsewhere.
 """
 
 import json
@@ -17,6 +19,7 @@ from tokenizers import Tokenizer
 from moonshard.models.vocabulary import Encoder, TextError, TokenizerError, Vocabulary, foreign_errors
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MARKER = re.compile(r"<[|\uff5c][^<>\s]+[|\uff5c]>|</?(?:think|tool_call|tool_response)>|\[(?:BOS|EOS|EOT|UNK|PAD)\]")
 ALL_SPACES = 1 << 30
 MAX_TOKEN_ID = 1 << 24
 
@@ -52,9 +55,23 @@ def load_json(path: Path) -> tuple[Vocabulary, Encoder]:
         definition = path.read_text("utf-8")
         spec = json.loads(definition)
         _check_ids(spec)  # first: the tables are as long as the largest id
+        if shown := _mark_markers(spec):
+            definition = json.dumps(spec)
         tokenizer = _without_limits(definition)
         _check_added_ids(spec, tokenizer)
-        return _vocabulary(tokenizer, spec), JsonEncoder(definition)
+        return _vocabulary(tokenizer, spec, shown), JsonEncoder(definition)
+
+
+def _mark_markers(spec: Mapping[str, Any]) -> frozenset[int]:
+    """Makes special what is a marker by its name and was not; their ids."""
+    markers = [
+        token
+        for token in spec.get("added_tokens") or ()
+        if not token.get("special") and MARKER.fullmatch(token["content"])
+    ]
+    for token in markers:
+        token["special"] = True
+    return frozenset(token["id"] for token in markers)
 
 
 def _check_ids(spec: Mapping[str, Any]) -> None:
@@ -87,7 +104,7 @@ def _without_limits(definition: str) -> Tokenizer:
     return tokenizer
 
 
-def _vocabulary(tokenizer: Tokenizer, spec: Mapping[str, Any]) -> Vocabulary:
+def _vocabulary(tokenizer: Tokenizer, spec: Mapping[str, Any], shown: frozenset[int]) -> Vocabulary:
     to_bytes, num_dropped_spaces = token_text(spec.get("decoder"))
     added = tokenizer.get_added_tokens_decoder()
     vocab = tokenizer.get_vocab(with_added_tokens=True)
@@ -98,7 +115,7 @@ def _vocabulary(tokenizer: Tokenizer, spec: Mapping[str, Any]) -> Vocabulary:
     return Vocabulary(
         pieces=tuple(pieces),
         special_tokens=special_tokens,
-        hidden_ids=frozenset(special_tokens.values()),
+        hidden_ids=frozenset(special_tokens.values()) - shown,
         num_dropped_spaces=num_dropped_spaces,
         max_token_bytes=max(map(len, filter(None, pieces)), default=0) if _keeps_all_text(spec) else None,
     )

@@ -5,7 +5,7 @@ Both clients share it, so that they differ in nothing but `await`. It decides no
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from google.protobuf.message import Message
 
@@ -23,14 +23,17 @@ from moonshard.rpc.types import (
     Summary,
     Timing,
     TokenLogprob,
+    ToolCall,
+    ToolCallPart,
     Usage,
 )
 
-_REQUEST_OPTIONS = frozenset({"model", "n", "logprobs", "request_id"})
+_REQUEST_OPTIONS = frozenset({"model", "n", "logprobs", "request_id", "forced_function", "single_tool_call"})
 _FINISH_REASONS: dict[int, FinishReason | None] = {
     pb.FINISH_REASON_UNSPECIFIED: None,
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
 
@@ -43,6 +46,9 @@ def encode_generate(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequ
             continue
         if name == "stop" and isinstance(value, str):
             value = (value,)  # a lone string would pass as a sequence of its characters
+        if name == "tools":
+            _merge_tools(request, value)
+            continue
         _merge(_holder(request, name), name, value)
     return request
 
@@ -62,6 +68,10 @@ def decode_delta(delta: pb.Delta) -> Delta:
         logprobs=tuple(map(_decode_position, delta.logprobs)),
         finish_reason=decode_finish_reason(delta.finish_reason),
         stop_reason=decode_stop_reason(delta),
+        tool_calls=tuple(
+            ToolCallPart(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
+            for part in delta.tool_calls
+        ),
     )
 
 
@@ -108,6 +118,13 @@ def _merge_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prom
         _merge(request, "tokens", {"ids": items})
 
 
+def _merge_tools(request: pb.GenerateRequest, tools: object) -> None:
+    """Into the chat. Raises InvalidArgument where the prompt is none."""
+    if not request.HasField("chat"):
+        raise InvalidArgument("tools: only a chat has tools", field="tools")
+    _merge(request.chat, "tools", tools)
+
+
 def _holder(request: pb.GenerateRequest, name: str) -> Message:
     """The message, of the request's own, that an option is a field of."""
     for message in (request.sampling, request.stop):
@@ -133,7 +150,21 @@ def _join(deltas: list[Delta]) -> Choice:
         logprobs=tuple(position for delta in deltas for position in delta.logprobs),
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].stop_reason,
+        tool_calls=_join_calls(part for delta in deltas for part in delta.tool_calls),
     )
+
+
+def _join_calls(parts: Iterable[ToolCallPart]) -> tuple[ToolCall, ...]:
+    """Raises InternalError for a part of a call that has not begun."""
+    calls: list[ToolCall] = []
+    for part in parts:
+        if part.id:
+            calls.append(ToolCall(id=part.id, name=part.name, arguments=part.arguments))
+        elif calls:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + part.arguments)
+        else:
+            raise InternalError("the stream has a part of a tool call that has not begun")
+    return tuple(calls)
 
 
 def _decode_position(position: pb.PositionLogprobs) -> PositionLogprobs:

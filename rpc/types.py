@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-ChatMessage = Mapping[str, str]  # role, content
+ChatMessage = Mapping[str, object]  # role, content; tool_calls, tool_call_id, name, reasoning, partial
 Prompt = str | Sequence[int] | Sequence[ChatMessage]  # text, token ids, or a chat
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -34,6 +34,9 @@ class GenerateOptions(TypedDict, total=False):
     n: int
     logprobs: int | None  # None: none; 0: the chosen token's only; k: also the k most likely
     request_id: str
+    tools: Sequence[Mapping[str, str]]  # of a chat: name, description, parameters (their JSON schema, as text)
+    forced_function: str
+    single_tool_call: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +54,25 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCallPart:
+    """A part of one call: its first has id and name, those after it more of the arguments."""
+
+    index: int = 0
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A whole one, as a chat's later messages may have it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
     """What one engine step added to one choice."""
 
@@ -60,6 +82,7 @@ class Delta:
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish_reason: FinishReason | None = None  # set on a choice's last delta
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    tool_calls: tuple[ToolCallPart, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +144,7 @@ class Choice:
     logprobs: tuple[PositionLogprobs, ...]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

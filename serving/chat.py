@@ -77,9 +77,13 @@ class ChatTemplate:
         *,
         template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
+        is_continued: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
         """The prompt's ids. `template_kwargs` are the client's: tools, documents, thinking, ...
+
+        Where the answer is the rest of the last message (`is_continued`), the prompt ends with that message's content,
+        a string.
 
         Raises TemplateError, TextError at a lone surrogate in anything the client sent, and TextTooLongError at a
         prompt that certainly has more than `max_tokens` (`Tokenizer.encode`).
@@ -89,8 +93,12 @@ class ChatTemplate:
             raise TemplateError(f"the template's variable {min(clash)!r} cannot be set")
         budget = _checked_budget([list(messages), kwargs])
         marked = self._marked(frozenset(tokenizer.special_tokens))
-        own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return marked.encode(tokenizer, marked.render({**kwargs, **own}, budget), max_tokens)
+        begun = str(messages[-1]["content"]) if is_continued else ""
+        if is_continued and not begun:
+            messages = messages[:-1]  # it says nothing that could be gone on with
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt and not begun}
+        rendered = marked.render({**kwargs, **own}, budget)
+        return marked.encode(tokenizer, _up_to(rendered, begun) if begun else rendered, max_tokens)
 
     def _mark(self, special_names: frozenset[str]) -> "MarkedTemplate":
         return MarkedTemplate(self._environment, self._source, self._variables, special_names)
@@ -156,6 +164,15 @@ class MarkedTemplate:
             if max_tokens is not None and len(ids) > max_tokens:
                 raise TextTooLongError(len(ids))
         return ids
+
+
+def _up_to(rendered: str, begun: str) -> str:
+    """The prompt without what the template writes after the last message's content. Raises TemplateError."""
+    for said in (begun, begun.strip()):  # some templates strip what they are given
+        before, found, _ = rendered.rpartition(said)
+        if said and found:
+            return before + found
+    raise TemplateError("the last message cannot be gone on with: the model's chat template does not write it as it is")
 
 
 def _checked_budget(values: Sequence[object]) -> Budget:

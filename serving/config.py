@@ -80,6 +80,7 @@ class GatewayConfig:
     max_queued_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 512  # more are refused with 429
     queue_timeout_s: Seconds = 30.0  # a request whose prompt has waited longer is refused
     drain_timeout_s: Seconds = 20.0  # how long running requests may take to finish after SIGTERM
+    unknown_fields: Literal["warn", "refuse"] = "warn"  # fields of a body that nothing here knows: named, or refused
     worker_silence_s: Seconds = 10.0  # a worker from which nothing came for so long is treated as gone
 
 

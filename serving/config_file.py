@@ -7,6 +7,7 @@ mistakes wants to hear of three; msgspec converts the single values, and alone w
 import copy
 import difflib
 import json
+import os
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -240,9 +241,18 @@ def _complete_model(values: Tree, faults: list[str]) -> None:
             faults.extend(error.faults)
         return
     path = Path(model["path"])
-    model.setdefault("name", path.resolve().name)
+    model.setdefault("name", _name_of(path))
     if not path.is_dir():
         faults.append(f"model.path: {path} is not a folder (checkpoints are read from disk, never downloaded)")
+
+
+def _name_of(folder: Path) -> str:
+    """As whoever named the folder calls it: a link is not followed, and a snapshot of the hub is its repository's."""
+    path = Path(os.path.abspath(folder))  # `resolve` follows links
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name
 
 
 def _unreadable(tls: object) -> list[str]:

@@ -7,22 +7,20 @@
 The five markers are special tokens. Here each is a mark: one lone surrogate, which no decoded text holds. So a marker
 is never split, and text that merely spells its name stays text.
 
-A client acts on the calls it was sent and cannot be told to forget one, and whether they are valid shows only at the
-end: arguments may turn out to be no JSON, a section may be cut off. So a section is held back whole. At its end it is
-calls; at its first fault it is text as it is, markers spelt out: whoever reads it sees what the model did. The price is
-that arguments do not stream while they are generated: calls are short. What comes out does not depend on how the text
-is cut into pushes.
-
-A section is valid when it has one call or more and nothing but white space between their markers, and each call names a
-declared function and has a JSON object as its arguments. These are passed on as they were written: sent back by the
-client and rendered by the template, they are the tokens that were generated, and a prefix hit.
+A call begins for the client once it is known to be one: its id names a declared function and its arguments begin as an
+object. From then on its arguments are passed on as they are generated, and as they were written: sent back by the
+client and rendered by the template, they are the tokens that were generated, and a prefix hit. Whether they are whole
+shows only at their end, as with OpenAI: an answer that was cut off within them says so by its finish reason. What is no
+call is text as it is, markers spelt out: whoever reads it sees what the model did. A section may lack its end, and a
+call too where another marker or the end of the answer follows. What comes out does not depend on how the text is cut
+into pushes.
 
 Pure. Left out: the formats of other models, the arguments' schema.
 """
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import final
 
 import msgspec
@@ -36,21 +34,33 @@ NAMES: Mapping[str, str] = {
     CALL_END: "<|tool_call_end|>",
 }
 _FOLLOWERS: Mapping[str, str] = {
+    "": SECTION_BEGIN,
     SECTION_BEGIN: CALL_BEGIN,
     CALL_BEGIN: ARGUMENTS_BEGIN,
-    ARGUMENTS_BEGIN: CALL_END,
-    CALL_END: CALL_BEGIN + SECTION_END,
-}
+    ARGUMENTS_BEGIN: "",
+    CALL_END: CALL_BEGIN,
+}  # but for a call's end, and for a section's end after one
 _MARK = re.compile(f"([{''.join(MARKS)}])")
-_CALL = re.compile(f"{CALL_BEGIN}([^{ARGUMENTS_BEGIN}]*){ARGUMENTS_BEGIN}([^{CALL_END}]*){CALL_END}")
 _ARGUMENTS = msgspec.json.Decoder(dict[str, msgspec.Raw])  # checked in full, and no value of it built
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CallPart:
+    """A part of one call: the first says who is called, those after it have more of its arguments."""
+
+    index: int  # of the call, in its answer
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
+    """A whole one. Its arguments are as the model wrote them, and may be cut off."""
+
     id: str
     name: str
-    arguments: str  # a JSON object, as the model wrote it
+    arguments: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +68,18 @@ class Parsed:
     """What one push gave."""
 
     content: str
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallPart, ...] = ()
+
+
+def whole_calls(parts: Iterable[CallPart]) -> list[ToolCall]:
+    """What one answer's parts, in their order, add up to."""
+    calls: list[ToolCall] = []
+    for part in parts:
+        if part.id is not None and part.name is not None:
+            calls.append(ToolCall(id=part.id, name=part.name, arguments=part.arguments))
+        else:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + part.arguments)
+    return calls
 
 
 def call_marks(special_tokens: Mapping[str, int]) -> dict[int, str]:
@@ -73,85 +94,140 @@ def spelt(marked: str) -> str:
     return _MARK.sub(lambda match: NAMES[match[0]], marked)
 
 
+def free_call_id(name: str, number: str, taken: Collection[str]) -> str:
+    """The id of a call, as the model counts; where it has lost count, the next free number.
+
+    Clients tell results apart by ids.
+    """
+    call_id, following = f"functions.{name}:{number}", len(taken)
+    while call_id in taken:
+        call_id, following = f"functions.{name}:{following}", following + 1
+    return call_id
+
+
 @final
 class ToolCallParser:
-    """Takes one answer's text apart. `call_ids`: those of the conversation so far, which no new call gets again."""
+    """Takes one answer's text apart.
 
-    def __init__(self, functions: Collection[str], call_ids: Collection[str] = ()):
+    `call_ids`: those of the conversation so far, which no new call gets again. `max_calls`: further ones are dropped.
+    """
+
+    def __init__(self, functions: Collection[str], call_ids: Collection[str] = (), *, max_calls: int | None = None):
         self._functions = functions
         self._call_ids = set(call_ids)
-        self._held: list[str] = []  # the open section, if there is one
-        self._last_mark = ""  # of the open section
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._last_mark = ""  # of the open section; empty: there is none
+        self._held: list[str] = []  # of the section: what is no part of a call yet
+        self._named: tuple[str, str] | None = None  # whom the call that is being read calls, once that is known
+        self._arguments: list[str] | None = None  # of the call that has begun
+        self._content: list[str] = []
+        self._calls: list[CallPart] = []
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call has begun and its arguments are not whole."""
+        return self._arguments is not None and self._is_kept and not _is_object("".join(self._arguments))
 
     def push(self, text: str) -> Parsed:
-        """The content and the calls that this piece settles. Markers are marks in it."""
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        for part in _MARK.split(text):
-            if not self._is_in_order(part):
-                content.append(self.finish())
-                content.append(self._begin(part))
-                continue
-            self._hold(part)
-            if part == SECTION_END:
-                made = self._close()
-                calls += made
-                content.append("" if made else self.finish())
-        return Parsed(content="".join(content), calls=tuple(calls))
+        """The content and the parts of calls that this piece settles. Markers are marks in it."""
+        for part in filter(None, _MARK.split(text)):
+            if part in NAMES:
+                self._take_mark(part)
+            else:
+                self._take_text(part)
+        return self._taken()
 
-    def finish(self) -> str:
-        """The open section as text: it has a fault, or nothing more will come."""
-        held = spelt("".join(self._held))
-        self._held = []
-        return held
+    def finish(self) -> Parsed:
+        """What is held is text after all, for nothing more will come; not what follows on a call without its end."""
+        if self._arguments is None and (self._last_mark != CALL_END or "".join(self._held).strip()):
+            self._let_go()
+        return self._taken()
 
-    def _is_in_order(self, part: str) -> bool:
-        """Whether the open section may go on with this text or mark."""
-        if not self._held:
-            return False
-        if part in NAMES:
-            return part in _FOLLOWERS[self._last_mark]
-        return self._last_mark in (CALL_BEGIN, ARGUMENTS_BEGIN) or not part.strip()
+    def _taken(self) -> Parsed:
+        parsed = Parsed(content="".join(self._content), calls=tuple(self._calls))
+        self._content, self._calls = [], []
+        return parsed
 
-    def _begin(self, part: str) -> str:
-        """The text of a part that goes on with no section; none where it begins one."""
-        if part != SECTION_BEGIN:
-            return spelt(part)
-        self._hold(part)
-        return ""
+    def _take_mark(self, mark: str) -> None:
+        if self._arguments is not None:
+            self._end_call()  # whether or not this is how it should end
+            if mark == CALL_END:
+                return
+        match self._last_mark, mark:
+            case ("", _) if mark != SECTION_BEGIN:
+                self._content.append(NAMES[mark])
+            case (last, _) if mark in _FOLLOWERS[last] and self._is_called(mark):
+                self._held.append(mark)
+                self._last_mark = mark
+            case (last, _) if mark == SECTION_END and last == CALL_END:
+                self._held, self._last_mark = [], ""
+            case _:
+                self._let_go()
+                self._take_mark(mark)
 
-    def _hold(self, part: str) -> None:
-        self._held.append(part)
-        self._last_mark = part if part in NAMES else self._last_mark
+    def _take_text(self, text: str) -> None:
+        if self._arguments is not None:
+            self._argue(text)
+        elif self._last_mark == ARGUMENTS_BEGIN and text.lstrip().startswith("{"):
+            self._begin_call()
+            self._argue(text.lstrip())
+        elif self._last_mark == CALL_BEGIN or (self._last_mark and not text.strip()):
+            self._held.append(text)
+        else:
+            self._let_go()
+            self._content.append(text)
 
-    def _close(self) -> list[ToolCall]:
-        """The calls of the complete section; none, and the section is still held, where one of them is not valid."""
-        written = _CALL.findall("".join(self._held))
-        named = [(self._function(call_id), arguments.strip()) for call_id, arguments in written]
-        valid = [(*function, arguments) for function, arguments in named if function and _is_object(arguments)]
-        if len(valid) < len(written):
-            return []
-        self._held = []
-        return [
-            ToolCall(id=self._new_id(name, index), name=name, arguments=arguments) for name, index, arguments in valid
-        ]
+    def _let_go(self) -> None:
+        """The open section has a fault, or nothing more will come: what is held of it is text."""
+        self._content.append(spelt("".join(self._held)))
+        self._held, self._last_mark = [], ""
+
+    def _is_called(self, mark: str) -> bool:
+        """Whether what stands before this mark names a function, where it should."""
+        if mark == ARGUMENTS_BEGIN:
+            self._named = self._function("".join(self._held).rpartition(CALL_BEGIN)[2])
+            return self._named is not None
+        return True
+
+    def _begin_call(self) -> None:
+        if self._named is None:
+            raise RuntimeError("a call begins before it is known whom it calls")
+        (name, number), self._held, self._arguments = self._named, [], []
+        self._num_calls += 1
+        if self._is_kept:
+            call_id = free_call_id(name, number, self._call_ids)
+            self._call_ids.add(call_id)
+            self._calls.append(CallPart(index=self._num_calls - 1, id=call_id, name=name))
+
+    def _argue(self, text: str) -> None:
+        """More of the arguments. White space waits: at their end it is nobody's."""
+        if self._arguments is None:
+            raise RuntimeError("there are arguments and no call")
+        if not (settled := text.rstrip()):
+            self._held.append(text)
+            return
+        arguments = "".join(self._held) + settled
+        self._held = [text[len(settled) :]]
+        self._arguments.append(arguments)
+        if self._is_kept:
+            self._calls.append(CallPart(index=self._num_calls - 1, arguments=arguments))
+
+    def _end_call(self) -> None:
+        self._held, self._last_mark, self._arguments = [], CALL_END, None
+
+    @property
+    def _is_kept(self) -> bool:
+        return self._max_calls is None or self._num_calls <= self._max_calls
 
     def _function(self, call_id: str) -> tuple[str, str] | None:
-        """Name and index of `functions.<name>:<index>`, the prefix of which models forget; None if there is no such."""
-        written, _, index = call_id.strip().rpartition(":")
-        if index.isascii() and index.isdecimal():
+        """Name and number of `functions.<name>:<number>`, the prefix of which models forget; None: there is no such."""
+        written, _, number = call_id.strip().rpartition(":")
+        if number.isascii() and number.isdecimal():
             for name in (written.removeprefix("functions."), written):
                 if name in self._functions:
-                    return name, index
+                    return name, number
         return None
-
-    def _new_id(self, name: str, index: str) -> str:
-        """As the model counts; where it has lost count, the next free number: clients tell results apart by ids."""
-        call_id, number = f"functions.{name}:{index}", len(self._call_ids)
-        while call_id in self._call_ids:
-            call_id, number = f"functions.{name}:{number}", number + 1
-        self._call_ids.add(call_id)
-        return call_id
 
 
 def _is_object(text: str) -> bool:

@@ -18,7 +18,7 @@ from moonshard.models.generation import load_generation_defaults
 from moonshard.models.tokenizer import TextError, TokenIdError
 from moonshard.serving.chat import TemplateError
 from moonshard.serving.detokenizer import Detokenizer
-from moonshard.serving.tool_calls import ToolCallParser, call_marks
+from moonshard.serving.tool_calls import ToolCallParser, call_marks, whole_calls
 
 MAX_PROMPT_TOKENS = MAX_CONTEXT_TOKENS - MAX_ANSWER_TOKENS
 
@@ -71,9 +71,10 @@ def read(text: Text, asked: Asked, tokens: Sequence[int]) -> Reply:
     if not marks:
         return Reply(content=content)
     parser = ToolCallParser(_functions(asked), _call_ids(asked))
-    parsed = parser.push(content)
-    calls = tuple(WrittenCall(id=call.id, name=call.name, arguments=call.arguments) for call in parsed.calls)
-    return Reply(content=parsed.content + parser.finish(), calls=calls)
+    parsed, rest = parser.push(content), parser.finish()
+    calls = whole_calls((*parsed.calls, *rest.calls))
+    written = tuple(WrittenCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls)
+    return Reply(content=parsed.content + rest.content, calls=written)
 
 
 def _functions(asked: Asked) -> frozenset[str]:

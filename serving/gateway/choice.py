@@ -2,42 +2,85 @@
 
 The worker ends a choice by token or length; only here is text known, so only here can a string end it. Tokens that the
 worker made after that are dropped and not billed. A stop string counts wherever it is written, in a call's arguments
-too, as vLLM has it: the call is then cut off, and text.
+too, as vLLM has it: the call is then cut off. It does not count in a call that the client forced: those tokens are no
+worker's, and come before all others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from moonshard.models.tokenizer import TokenIdError
+from moonshard.models.tokenizer import TokenIdError, Tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.serving.detokenizer import Detokenizer
-from moonshard.serving.tool_calls import ToolCall, ToolCallParser
+from moonshard.serving.tool_calls import (
+    ARGUMENTS_BEGIN,
+    CALL_BEGIN,
+    CALL_END,
+    NAMES,
+    SECTION_BEGIN,
+    CallPart,
+    ToolCallParser,
+    free_call_id,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class CallsMade:
-    """Tool calls of one choice, each whole and valid. They come before the Delta of the tokens that completed them."""
+    """Parts of one choice's tool calls. They come before the Delta of the tokens that gave them."""
 
     choice: int
-    calls: tuple[ToolCall, ...]
+    calls: tuple[CallPart, ...]
+    is_cut: bool = False  # the choice has ended within the last call's arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    """How an answer begins that is to call a certain function: with these tokens, whose text has marks."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+def forced_call(tokenizer: Tokenizer, name: str, call_ids: Collection[str]) -> ForcedCall:
+    """`call_ids`: of the conversation's calls so far. The tokenizer has the markers of tool calls."""
+    call_id = free_call_id(name, str(len(call_ids)), call_ids)
+    section, call, arguments = (
+        tokenizer.special_tokens[NAMES[mark]] for mark in (SECTION_BEGIN, CALL_BEGIN, ARGUMENTS_BEGIN)
+    )
+    return ForcedCall(
+        token_ids=(section, call, *tokenizer.encode(call_id), arguments),
+        text=SECTION_BEGIN + CALL_BEGIN + call_id + ARGUMENTS_BEGIN,
+    )
 
 
 class ChoiceStream:
     """`detokenizer` is None for a model without a tokenizer: token ids go out, text stays empty.
 
-    `parser` is None for a request without tools; else the detokenizer marks what it reads.
+    `parser` is None for a request without tools; else the detokenizer marks what it reads. `call_end` is a stop token
+    that the client knows nothing of: the marker after which one call is enough.
     """
 
-    def __init__(self, index: int, detokenizer: Detokenizer | None, parser: ToolCallParser | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer | None,
+        parser: ToolCallParser | None = None,
+        *,
+        forced: ForcedCall | None = None,
+        call_end: int | None = None,
+    ) -> None:
         self.index = index
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         self.is_worker_done = False  # the worker has sent its last output of this choice
         self.token_ids: list[int] = []  # all that workers gave, until it ended; shown or not
         self._detokenizer = detokenizer
         self._parser = parser
-        self._calls: tuple[ToolCall, ...] = ()
+        self._forced = forced  # until it was told
+        self._call_end = call_end
+        self._calls: tuple[CallPart, ...] = ()
+        self._is_cut = False
 
     @property
     def is_ended(self) -> bool:
@@ -60,22 +103,34 @@ class ChoiceStream:
                 delta.stop_string, delta.finish_reason = self._detokenizer.stop_string, pb.FINISH_REASON_STOP
                 del delta.token_ids[num_kept:], delta.logprobs[num_kept:]
             delta.text = text if self._parser is None else self._content(delta, self._parser, text)
-        if finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string") and token_ids:
+        is_by_token = finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string")
+        if is_by_token and token_ids and token_ids[-1] != self._call_end:
             delta.stop_token_id = token_ids[-1]
         self.finish_reason = delta.finish_reason
         return delta
 
     def take_calls(self) -> CallsMade | None:
-        """What the last `accept` completed; None: nothing."""
+        """What the last `accept` gave of them; None: nothing."""
         calls, self._calls = self._calls, ()
-        return CallsMade(self.index, calls) if calls else None
+        return CallsMade(self.index, calls, self._is_cut) if calls or self._is_cut else None
 
     def _content(self, delta: pb.Delta, parser: ToolCallParser, text: str) -> str:
         """What of the text is for the client to read; its calls are kept for `take_calls`."""
-        parsed = parser.push(text)
-        self._calls += parsed.calls
+        if self._forced is not None:
+            text = self._forced.text + text
+            tokens = [*self._forced.token_ids, *delta.token_ids]
+            del delta.token_ids[:]
+            delta.token_ids.extend(tokens)
+            self._forced = None
         is_last = delta.finish_reason != pb.FINISH_REASON_UNSPECIFIED
-        return parsed.content + parser.finish() if is_last else parsed.content
+        if is_last and self._call_end is not None and list(delta.token_ids[-1:]) == [self._call_end]:
+            text += CALL_END
+        parts = [parser.push(text)]
+        if is_last:
+            parts.append(parser.finish())
+            self._is_cut = parser.is_cut
+        self._calls += tuple(call for part in parts for call in part.calls)
+        return "".join(part.content for part in parts)
 
     @staticmethod
     def _text(detokenizer: Detokenizer, token_ids: Sequence[int], finish_reason: pb.FinishReason) -> tuple[str, int]:

@@ -6,7 +6,7 @@ A plain ASGI wrapper: Starlette's BaseHTTPMiddleware would put a queue between a
 import asyncio
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -26,6 +26,7 @@ from moonshard.rpc.status import (
     openai_error,
 )
 from moonshard.serving.gateway.body import Body
+from moonshard.serving.gateway.caller import first_values
 from moonshard.serving.gateway.cross_origin import METHODS, preflight_response, readable_headers
 from moonshard.serving.gateway.inflate import ACCEPTED, Inflater, encoding_of
 from moonshard.serving.gateway.intake import Intake
@@ -86,6 +87,21 @@ class Edge:
     def _count(self, path: str, status: int) -> None:
         route = path if path in self._routes else "other"  # a client must not be able to make up label values
         self._metrics.http_requests.labels(route, str(status)).inc()
+
+
+def header_of(request: Request) -> Callable[[str], str | None]:
+    """Gives a header's value as text: UTF-8, as in bodies, where it is that; any bytes are allowed in a header."""
+
+    first = first_values(request.headers.getlist)
+
+    def header(name: str) -> str | None:
+        value = first(name)
+        try:
+            return None if value is None else value.encode("latin-1").decode()
+        except UnicodeDecodeError:
+            return value
+
+    return header
 
 
 def visible_id(request: Request, prefix: str) -> str:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from moonshard.kv.prefix import block_names, root_name
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
-from moonshard.rpc.status import ContextLengthExceeded, InternalError, Overloaded, Unavailable
+from moonshard.rpc.status import InternalError, Overloaded, Unavailable
 from moonshard.serving.config import RoutingConfig
 from moonshard.serving.gateway.accounts import Accounts
 from moonshard.serving.gateway.attempts import Attempts, Sent
-from moonshard.serving.gateway.choice import CallsMade, ChoiceStream, joined
+from moonshard.serving.gateway.choice import CallsMade, ChoiceStream, ForcedCall, joined
 from moonshard.serving.gateway.handoffs import Handoffs
 from moonshard.serving.gateway.inbox import Arrival
 from moonshard.serving.gateway.metrics import GatewayMetrics
@@ -132,12 +132,15 @@ class Gateway:
             self._admitted(request) as admission,
         ):
             prompt = await self.model.tokenize(request, admission.limits.max_context_tokens - 1)
-            run = self._make_run(admission, prompt)
-            record = RequestRecord(self._metrics, run, stamps)
+            forced = self.model.forced_call(request)
+            run = self._make_run(admission, prompt, forced)
+            record = RequestRecord(
+                self._metrics, run, stamps, num_forced=0 if forced is None else len(forced.token_ids)
+            )
             trace.tokenized(run, record)
             self._accounts.admit(request.caller.tenant, len(prompt))
             with record, self._accounts.entry(request, record):
-                async with aclosing(self._stream(admission, run, record, trace)) as events:
+                async with aclosing(self._stream(admission, run, forced, record, trace)) as events:
                     async for event in events:
                         yield event
                         if isinstance(event, pb.Delta) and stamps.delivered():
@@ -181,47 +184,68 @@ class Gateway:
                 self._idle.set()
 
     async def _stream(
-        self, admission: Admission, run: link_pb2.Run, record: RequestRecord, trace: RequestTrace
+        self,
+        admission: Admission,
+        run: link_pb2.Run,
+        forced: ForcedCall | None,
+        record: RequestRecord,
+        trace: RequestTrace,
     ) -> AsyncGenerator[Placed | pb.TokenIds | CallsMade | pb.Delta]:
         """The prompt as soon as it was sent; then deltas until every choice has ended."""
         model, request = self.model, admission.request
-        choices = [ChoiceStream(i, model.detokenizer(request), model.call_parser(request)) for i in range(run.n)]
+        choices = [
+            ChoiceStream(
+                index,
+                model.detokenizer(request),
+                model.call_parser(request),
+                forced=forced,
+                call_end=model.call_end(request),
+            )
+            for index in range(run.n)
+        ]
         placed: Placed | None = None
         async with aclosing(self._attempts.events(run, choices, record, request.caller.session)) as events:
             async for event in events:
                 if isinstance(event, Sent):
                     if placed is None:
-                        self._accounts.sent(request.caller.tenant, len(run.prompt_tokens))
+                        self._accounts.sent(request.caller.tenant, record.num_prompt)
                         placed = Placed(event.worker, event.affinity)
                         yield placed
-                        yield pb.TokenIds(ids=run.prompt_tokens)
+                        yield pb.TokenIds(ids=run.prompt_tokens[: record.num_prompt])
                     elif not record.has_begun:
                         placed = placed.again(event.worker)
                         yield placed
                     continue
                 if not record.has_begun:
-                    self._accounts.computed(request.caller.tenant, len(run.prompt_tokens))
+                    self._accounts.computed(request.caller.tenant, record.num_prompt)
                     self._waiting.discard(admission.number)
                 for told in _accept(choices, event, record, trace):
                     yield told
 
-    def _make_run(self, admission: Admission, prompt: Sequence[int]) -> link_pb2.Run:
-        """What the request asks, without an id.
+    def _make_run(self, admission: Admission, prompt: Sequence[int], forced: ForcedCall | None) -> link_pb2.Run:
+        """What the request asks, without an id. To workers the beginning of a forced call is prompt.
 
         InvalidArgument where prompt and completion do not fit in the vocabulary and the context.
         """
         request, limits = admission.request, admission.limits
         most = max_tokens(request, len(prompt), limits.max_context_tokens)
         check_token_ids(request, "prompt", prompt, limits.vocab_size)
+        begun = () if forced is None else forced.token_ids
+        num_tokens = most - len(begun)
+        if num_tokens < 1:
+            raise request.invalid("max_tokens", f"the call that tool_choice forces begins with {len(begun)} tokens")
+        prompt = (*prompt, *begun) if begun else prompt
         root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), self._salts.of(request.caller.tenant))
         return link_pb2.Run(
             prompt_tokens=prompt,
             prefix_root=root,
             block_names=b"".join(block_names(root, prompt, limits.block_size)),
             sampling=self._sampling(request),
-            stop_token_ids=stop_tokens(request, self.model.defaults, limits.vocab_size),
-            max_tokens=most,
-            min_tokens=request.min_tokens,
+            stop_token_ids=stop_tokens(
+                request, self.model.defaults, limits.vocab_size, call_end=self.model.call_end(request)
+            ),
+            max_tokens=num_tokens,
+            min_tokens=max(0, request.min_tokens - len(begun)),
             n=request.n,
             logprobs=request.num_logprobs,
         )
@@ -252,18 +276,20 @@ def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: 
     if num_prompt == 0:
         raise request.invalid("prompt", "is empty")
     room = max_context_tokens - num_prompt
+    # clients that do not look at the code look for these words: LiteLLM for the first, LangChain for the last
+    context = f"This model's maximum context length is {max_context_tokens} tokens"
     if room < 1:
         raise too_long(request, f"{num_prompt}", max_context_tokens - 1)
     if request.max_tokens is not None and request.max_tokens > room:
-        raise request.invalid(
+        raise request.too_long(
             "max_tokens",
-            f"{request.max_tokens} with {num_prompt} prompt tokens exceeds the model's context of {max_context_tokens}",
-            ContextLengthExceeded,
+            f"{context}. However, after a prompt of {num_prompt} tokens, {{}} of {request.max_tokens} exceeds the"
+            " context window",
         )
-    allowed = request.max_tokens or room
+    allowed = request.max_tokens or min(room, request.default_max_tokens or room)
     if request.min_tokens > allowed:
         raise request.invalid(
-            "min_tokens", f"{request.min_tokens} exceeds the {allowed} tokens that the context leaves"
+            "min_tokens", f"{request.min_tokens} exceeds the {allowed} tokens that the answer may have"
         )
     return allowed
 

@@ -19,13 +19,14 @@ from starlette.types import ASGIApp
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InternalError, InvalidArgument, Unavailable, openai_error
 from moonshard.serving.gateway import openai_requests as requests
-from moonshard.serving.gateway.caller import Caller, check_key, first_values, read_caller
+from moonshard.serving.gateway.caller import Caller, check_key, read_caller
 from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.disconnect import until_disconnect
 from moonshard.serving.gateway.edge import (
     Edge,
     add_error_handlers,
     error_response,
+    header_of,
     json_response,
     late_headers,
     read_body,
@@ -35,7 +36,7 @@ from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S, EventStream
 from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
-from moonshard.serving.gateway.openai_body import decode
+from moonshard.serving.gateway.openai_body import BodyDecoder
 from moonshard.serving.gateway.openai_responses import (
     DONE,
     ChatFormat,
@@ -46,6 +47,7 @@ from moonshard.serving.gateway.openai_responses import (
     Whole,
     error_event,
 )
+from moonshard.serving.gateway.openai_unknown import UnknownFields
 from moonshard.serving.gateway.parameters import GenerationRequest, TextPrompt
 from moonshard.serving.gateway.strangers import Strangers
 from moonshard.serving.telemetry.trace_context import TraceContext
@@ -55,10 +57,10 @@ READY_RETRY_AFTER_S = 1.0
 GET = ("GET", "HEAD", "OPTIONS")
 POST = ("POST", "OPTIONS")
 _NO_TELEMETRY: FastApiTelemetry = {"tracing": False, "metrics": False, "logs": False}  # the pipeline has its own spans
-_CHAT = msgspec.json.Decoder(requests.ChatBody)
-_COMPLETION = msgspec.json.Decoder(requests.CompletionBody)
-_TOKENIZE = msgspec.json.Decoder(requests.TokenizeBody)
-_DETOKENIZE = msgspec.json.Decoder(requests.DetokenizeBody)
+_CHAT = BodyDecoder(requests.ChatBody)
+_COMPLETION = BodyDecoder(requests.CompletionBody)
+_TOKENIZE = BodyDecoder(requests.TokenizeBody)
+_DETOKENIZE = BodyDecoder(requests.DetokenizeBody)
 
 
 class HttpFront:
@@ -71,6 +73,7 @@ class HttpFront:
         *,
         version: str,
         intake: Intake,
+        unknown_fields: UnknownFields,
         tenants: Tenants,
         strangers: Strangers,
         keep_alive_s: float = KEEP_ALIVE_S,
@@ -79,6 +82,7 @@ class HttpFront:
         self._metrics = metrics
         self._version = version
         self._intake = intake
+        self._unknown_fields = unknown_fields
         self._tenants = tenants
         self._keep_alive_s = keep_alive_s
         self._created = int(time.time())
@@ -106,27 +110,35 @@ class HttpFront:
         """The handler, for callers whose key names a tenant: of nobody else is the body read."""
 
         async def keyed(request: Request) -> Response:
-            check_key(self._tenants, first_values(request.headers.getlist))
+            check_key(self._tenants, header_of(request))
             return await handler(request)
 
         return keyed
 
+    async def _body[T: msgspec.Struct](self, decoder: BodyDecoder[T], request: Request, *, num_contexts: int = 1) -> T:
+        """What was sent. What of it is unknown is told in the answer's headers, or refused."""
+        body, unknown = decoder.decode(await read_body(request, self._intake, num_contexts=num_contexts))
+        self._unknown_fields.tell(unknown, late_headers(request))
+        return body
+
     async def _chat(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
-        body = decode(_CHAT, await read_body(request, self._intake))
+        body = await self._body(_CHAT, request)
         asked = requests.chat_request(body, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         return await self._respond(request, body, asked, ChatFormat(self._gateway.model.tokenizer))
 
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
-        body = decode(_COMPLETION, await read_body(request, self._intake))
+        body = await self._body(_COMPLETION, request)
         asked = requests.completion_request(body, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
-        return await self._respond(request, body, asked, CompletionFormat(self._gateway.model.tokenizer))
+        return await self._respond(
+            request, body, asked, CompletionFormat(self._gateway.model.tokenizer, asked.skip_special_tokens)
+        )
 
     def _caller(self, request: Request, body: requests.GenerationBody) -> Caller:
-        return read_caller(self._tenants, first_values(request.headers.getlist), body.prompt_cache_key, body.user)
+        return read_caller(self._tenants, header_of(request), body.prompt_cache_key, body.user)
 
     def _parent(self, request: Request) -> TraceContext | None:
         return self._gateway.parent_of(request.headers.getlist)
@@ -141,10 +153,14 @@ class HttpFront:
             fingerprint="" if limits is None else limits.fingerprint,
             has_logprobs=asked.num_logprobs is not None,
             has_token_ids=bool(body.return_token_ids),
-            has_usage=body.is_usage_streamed,
+            has_usage=bool(body.streaming.include_usage),
+            has_running_usage=bool(body.streaming.continuous_usage_stats),
+            is_padded=bool(body.streaming.include_obfuscation),
             has_timing=bool(body.return_timing),
         )
         headers: dict[str, str] = late_headers(request)
+        if asked.tool_use is not None and asked.tool_use.is_strict:
+            headers["x-moonshard-strict"] = "advice"
         if body.stream:
             return EventStream(
                 self._events(asked, Chunks(envelope, form), headers),
@@ -160,7 +176,8 @@ class HttpFront:
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Delta):
-                    yield chunks.delta(event)
+                    if chunk := chunks.delta(event):
+                        yield chunk
                 elif isinstance(event, CallsMade):
                     yield chunks.calls(event)
                 elif isinstance(event, pb.TokenIds):
@@ -182,8 +199,8 @@ class HttpFront:
         raise InternalError("the pipeline ended without a summary")
 
     async def _tokenize(self, request: Request) -> Response:
-        body = decode(_TOKENIZE, await read_body(request, self._intake, num_contexts=TOKENIZED_CONTEXTS))
-        self._gateway.model.check_name(body.model)
+        body = await self._body(_TOKENIZE, request, num_contexts=TOKENIZED_CONTEXTS)
+        self._gateway.model.check_name(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("give either prompt or messages", field="prompt")
         if body.messages is None:
@@ -193,14 +210,16 @@ class HttpFront:
         max_model_len = self._gateway.limits().max_context_tokens
         counting = self._gateway.model.tokenize(asked, TOKENIZED_CONTEXTS * max_model_len)
         tokens = await until_disconnect(request.receive, counting)
-        return json_response({"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens})
+        told = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
+        return json_response(told, headers=late_headers(request))
 
     async def _detokenize(self, request: Request) -> Response:
-        body = decode(_DETOKENIZE, await read_body(request, self._intake))
-        self._gateway.model.check_name(body.model)
+        body = await self._body(_DETOKENIZE, request)
+        self._gateway.model.check_name(body.model or "")
         most = TOKENIZED_CONTEXTS * self._gateway.limits().max_context_tokens
-        telling = self._gateway.model.detokenize(body.tokens, most, field="tokens")
-        return json_response({"prompt": await until_disconnect(request.receive, telling)})
+        telling = self._gateway.model.detokenize(body.token_ids, most, field="tokens")
+        told = {"prompt": await until_disconnect(request.receive, telling)}
+        return json_response(told, headers=late_headers(request))
 
     async def _models(self, _request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model_object()]})

@@ -18,7 +18,9 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
 from moonshard.serving.gateway.caller import check_key, first_values, read_caller
+from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.generation import Gateway, Placed
+from moonshard.serving.gateway.inference_chats import calls_delta, chat_prompt, tool_use
 from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from moonshard.serving.tenants import Tenants
@@ -32,6 +34,7 @@ _SPELLING: Mapping[str, str] = {
     **{name: f"sampling.{name}" for name in (*_SAMPLING, "logit_bias")},
     **{name: f"stop.{name}" for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids")},
     "num_logprobs": "logprobs",
+    "tools": "chat.tools",
 }
 
 
@@ -43,8 +46,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._version = version
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        received_ns = time.perf_counter_ns()
-        work = self._generate(request, received_ns, context)
+        work = self._generate(request, context, received_ns=time.perf_counter_ns())
         await _answer(context, self._admitted(request, work, num_contexts=1))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
@@ -80,15 +82,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             finally:
                 share.give_back()
 
-    async def _generate(self, request: pb.GenerateRequest, received_ns: int, context: grpc.aio.ServicerContext) -> None:
-        asked = generation_request(request, received_ns=received_ns)
+    async def _generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, *, received_ns: int
+    ) -> None:
         caller, parent = read_caller(self._tenants, _header(context)), self._gateway.parent_of(_all_values(context))
-        asked = replace(asked, caller=caller, parent=parent)
-        is_placed = False
+        asked = replace(generation_request(request, received_ns=received_ns), caller=caller, parent=parent)
+        is_placed, is_whole = False, dict[int, bool]()  # by choice with calls
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Delta):
+                    if event.finish_reason == pb.FINISH_REASON_STOP and is_whole.get(event.choice):
+                        event.finish_reason = pb.FINISH_REASON_TOOL_CALLS
                     await context.write(pb.GenerateResponse(delta=event))
+                elif isinstance(event, CallsMade):
+                    is_whole[event.choice] = not event.is_cut
+                    await context.write(pb.GenerateResponse(delta=calls_delta(event)))
                 elif isinstance(event, Placed) and is_placed:
                     context.set_trailing_metadata(tuple(event.headers().items()))
                 elif isinstance(event, Placed):
@@ -96,7 +104,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     is_placed = True
                 elif isinstance(event, pb.TokenIds):
                     await context.write(pb.GenerateResponse(prompt=event))
-                elif isinstance(event, pb.Summary):  # no request of this API has tools, so no answer has calls
+                else:
                     await context.write(pb.GenerateResponse(summary=event))
 
     async def _model_info(self, request: pb.GetModelInfoRequest) -> pb.ModelInfo:
@@ -115,8 +123,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         self._gateway.model.check_name(request.model)
-        prompt = ChatPrompt(_messages(request.chat)) if request.HasField("chat") else TextPrompt(request.text)
-        asked = GenerationRequest(request_id="", received_ns=0, prompt=prompt)
+        prompt = chat_prompt(request.chat) if request.HasField("chat") else TextPrompt(request.text)
+        use = tool_use(request.chat)
+        asked = GenerationRequest(request_id="", received_ns=0, prompt=prompt, tool_use=use, spelling=_SPELLING)
         context_tokens = self._gateway.limits().max_context_tokens
         ids = await self._gateway.model.tokenize(asked, TOKENIZED_CONTEXTS * context_tokens)
         return pb.TokenizeResponse(ids=ids, max_context_tokens=context_tokens)
@@ -128,7 +137,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> GenerationRequest:
-    """Unset stays unset: defaults are filled in by the pipeline."""
+    """Unset stays unset: defaults are filled in by the pipeline. InvalidArgument for a chat that is not well formed."""
     sampling, stop = request.sampling, request.stop
     said = {name: getattr(sampling, name) for name in _SAMPLING if sampling.HasField(name)}
     return GenerationRequest(
@@ -145,6 +154,7 @@ def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> Gene
         ignore_eos=stop.ignore_eos,
         n=request.n if request.HasField("n") else 1,
         num_logprobs=request.logprobs if request.HasField("logprobs") else None,
+        tool_use=tool_use(request.chat, request.forced_function, is_single=request.single_tool_call),
         spelling=_SPELLING,
     )
 
@@ -169,13 +179,9 @@ def _prompt(request: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPromp
         case "text":
             return TextPrompt(request.text)
         case "chat":
-            return ChatPrompt(_messages(request.chat))
+            return chat_prompt(request.chat)
         case _:  # no prompt at all is an empty one
             return TokenPrompt(list(request.tokens.ids))
-
-
-def _messages(chat: pb.ChatPrompt) -> list[dict[str, object]]:
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 
 async def _answer[T](context: grpc.aio.ServicerContext, work: Coroutine[None, None, T]) -> T:

@@ -84,8 +84,8 @@ class Bounds:
         text_bytes = JSON_BYTES_PER_BYTE * self.max_token_bytes * self.max_context_tokens * num_contexts
         if num_bytes > text_bytes + OTHER_BYTES:
             raise ContextLengthExceeded(
-                f"the body has {num_bytes} bytes, which is more than text for the model's context of "
-                f"{self.max_context_tokens} tokens can take"
+                f"This model's maximum context length is {self.max_context_tokens} tokens. However, the body of"
+                f" {num_bytes} bytes exceeds the context window: it is more than such a text can take"
             )
 
     async def check_values(self, body: bytes) -> None:

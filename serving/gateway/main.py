@@ -33,6 +33,7 @@ from moonshard.serving.gateway.intake import Bounds, Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
 from moonshard.serving.gateway.open_files import allow_connections
+from moonshard.serving.gateway.openai_unknown import UnknownFields
 from moonshard.serving.gateway.pool import LinkPool
 from moonshard.serving.gateway.rates import TokenRates
 from moonshard.serving.gateway.request_spans import LostSpanMetrics, RequestSpans
@@ -144,6 +145,7 @@ async def _serving(
         metrics,
         version=version("moonshard"),
         intake=intake,
+        unknown_fields=UnknownFields(config.gateway.unknown_fields, metrics),
         tenants=tenants,
         strangers=_strangers(config.gateway, listener),
         keep_alive_s=keep_alive_s,

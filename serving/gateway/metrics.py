@@ -66,6 +66,7 @@ HELP = {
     "moonshard_dropped_tokens": "Tokens that a worker sent and the client never got: what stood after a stop string.",
     "moonshard_requests": "Requests by how they ended: completed, cancelled, or the gRPC status of their error.",
     "moonshard_http_requests": "HTTP responses begun, by route and status.",
+    "moonshard_unknown_fields": "Requests with fields that the gateway does not know; their answers name them.",
 }
 
 
@@ -112,6 +113,7 @@ class GatewayMetrics:
         self.dropped_tokens = self._counter("moonshard_dropped_tokens")
         self.outcomes = self._counter("moonshard_requests", labels=("outcome",))
         self.http_requests = self._counter("moonshard_http_requests", labels=("route", "status"))
+        self.unknown_fields = self._counter("moonshard_unknown_fields", labels=())
         rejections = self._counter("vllm:admission_rejections", labels=("model_name", "reason"))
         self.queue_rejections = rejections.labels(model_name, "max_queued_requests")
         self.slo_rejections = rejections.labels(model_name, "ttft_slo")

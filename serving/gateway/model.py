@@ -13,11 +13,12 @@ from pathlib import Path
 
 from moonshard.models.generation import GenerationDefaults, load_generation_defaults
 from moonshard.models.tokenizer import TextError, TextTooLongError, TokenIdError, Tokenizer, load_tokenizer
-from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFound
+from moonshard.rpc.status import InvalidArgument, NotFound
 from moonshard.serving.chat import ChatTemplate, TemplateError, load_chat_template
 from moonshard.serving.detokenizer import Detokenizer
+from moonshard.serving.gateway.choice import ForcedCall, forced_call
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
-from moonshard.serving.tool_calls import ToolCallParser, call_marks
+from moonshard.serving.tool_calls import CALL_END, NAMES, ToolCallParser, call_marks
 
 LONG_TEXT_CHARS = 2_000  # from here on tokenising would hold up every other request's tokens
 MAX_ENCODING = 2  # at a time; the others wait, and are dropped where their client leaves meanwhile
@@ -67,11 +68,13 @@ class ServedModel:
         """Of one choice. With tools, the markers of their calls are marks in the text: they are a parser's to read."""
         if self.tokenizer is None:
             return None
+        forced = self.forced_call(request)
+        num_forced = 0 if forced is None else len(forced.token_ids)  # they come before what is detokenised
         return Detokenizer(
             self.tokenizer,
             skip_special=request.skip_special_tokens,
             stop=tuple(request.stop),
-            min_tokens=request.min_tokens,
+            min_tokens=max(0, request.min_tokens - num_forced),
             marks=None if request.tool_use is None else call_marks(self.tokenizer.special_tokens),
         )
 
@@ -79,7 +82,21 @@ class ServedModel:
         """Of one choice; None where the request has no tools."""
         if request.tool_use is None:
             return None
-        return ToolCallParser(request.tool_use.functions, request.tool_use.call_ids)
+        use = request.tool_use
+        return ToolCallParser(use.functions, use.call_ids, max_calls=use.max_calls)
+
+    def forced_call(self, request: GenerationRequest) -> ForcedCall | None:
+        """How every choice begins; None where the model is free. The prompt was tokenised."""
+        use = request.tool_use
+        if self.tokenizer is None or use is None or use.forced is None:
+            return None
+        return forced_call(self.tokenizer, use.forced, use.call_ids)
+
+    def call_end(self, request: GenerationRequest) -> int | None:
+        """The token that ends a choice which may have one call; None where it may have more."""
+        if self.tokenizer is None or request.tool_use is None or request.tool_use.max_calls != 1:
+            return None
+        return self.tokenizer.special_tokens[NAMES[CALL_END]]
 
     async def detokenize(self, token_ids: Sequence[int], max_tokens: int, *, field: str) -> str:
         """The text of token ids, specials left out; of many, in a thread.
@@ -107,7 +124,7 @@ class ServedModel:
             raise request.invalid("prompt", "the model has no tokenizer: send token ids")
         try:
             match request.prompt:
-                case ChatPrompt(messages, template_kwargs, add_generation_prompt):
+                case ChatPrompt(messages, template_kwargs, add_generation_prompt, is_continued):
                     if self.template is None:
                         raise request.invalid("prompt", "the model has no chat template")
                     if request.tool_use is not None:
@@ -117,6 +134,7 @@ class ServedModel:
                         messages,
                         template_kwargs=template_kwargs,
                         add_generation_prompt=add_generation_prompt,
+                        is_continued=is_continued,
                         max_tokens=max_tokens,
                     )
                 case TextPrompt(text):
@@ -139,8 +157,8 @@ class ServedModel:
 
 def too_long(request: GenerationRequest, num_tokens: str, max_tokens: int) -> InvalidArgument:
     """Of a prompt that leaves no room for an answer; `max_tokens` is what would."""
-    problem = f"{num_tokens} tokens leave no room in the model's context of {max_tokens + 1}"
-    return request.invalid("prompt", problem, ContextLengthExceeded)
+    context = f"This model's maximum context length is {max_tokens + 1} tokens"
+    return request.too_long("prompt", f"{context}. However, {{}} of {num_tokens} tokens exceeds the context window")
 
 
 def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:

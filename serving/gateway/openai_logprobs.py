@@ -4,11 +4,36 @@ A token is shown as the text of its own bytes, which may be half a character: ch
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import final
 
 from moonshard.models.tokenizer import TokenIdError, Tokenizer
 from moonshard.rpc.inference_pb2 import PositionLogprobs, TokenLogprob
+from moonshard.serving.detokenizer import Detokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+@final
+class TextOffsets:
+    """Where each token of one choice begins in the text that the client gets, in characters.
+
+    A token in the middle of a character begins where that character does, and hidden ones take no place. Where a stop
+    string cut the text off, those that it is made of begin at its end or beyond.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, skip_special: bool = True) -> None:
+        """Without a tokenizer there is no text, and every token begins at 0."""
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special=skip_special)
+        self._offset = 0
+
+    def next(self, token_id: int) -> int:
+        """Of this token, which follows those that were asked for before."""
+        offset = self._offset
+        if self._detokenizer is not None:
+            with suppress(TokenIdError):
+                self._offset += len(self._detokenizer.push_token(token_id))
+        return offset
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, positions: Iterable[PositionLogprobs]) -> dict[str, object]:
@@ -20,9 +45,9 @@ def chat_logprobs(tokenizer: Tokenizer | None, positions: Iterable[PositionLogpr
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer | None, positions: Iterable[PositionLogprobs], offset: int
+    tokenizer: Tokenizer | None, positions: Iterable[PositionLogprobs], offsets: TextOffsets
 ) -> dict[str, list]:
-    """`offset`: how many characters the choice's earlier tokens show."""
+    """`offsets`: of the choice's tokens, from these positions' first on."""
     tokens: list[str] = []
     token_logprobs: list[float] = []
     top_logprobs: list[dict[str, float]] = []
@@ -33,8 +58,7 @@ def completion_logprobs(
         token_logprobs.append(_finite(position.chosen.logprob))
         shown = (*position.top, position.chosen)  # the chosen one is always among them, as vLLM has it
         top_logprobs.append({_text(_bytes(tokenizer, t.token_id), t.token_id): _finite(t.logprob) for t in shown})
-        text_offset.append(offset)
-        offset += len(token)
+        text_offset.append(offsets.next(position.chosen.token_id))
     return {
         "tokens": tokens,
         "token_logprobs": token_logprobs,

@@ -2,7 +2,7 @@
 
 Content becomes one string; a turn that only calls tools has none, which the template is given as None. A call's
 arguments stay the string that the client sent: Kimi's template writes a string as it is, so that a turn sent back is
-the tokens that were generated.
+the tokens that were generated. Reasoning that is sent back is for the template to write or to leave out.
 """
 
 from collections.abc import Sequence
@@ -11,53 +11,81 @@ from typing import Literal
 import msgspec
 
 from moonshard.rpc.status import InvalidArgument
+from moonshard.serving.gateway.openai_body import ABSENT, is_nothing
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_UNSERVED = ("function_call", "refusal", "audio", "annotations", "reasoning_content")
-_OF_ROLE = {"tool_calls": "assistant", "tool_call_id": "tool"}  # fields that one role alone may have
+_UNSERVED = ("function_call", "refusal", "audio", "annotations")
+_OF_ROLE = {  # fields that one role alone may have
+    "tool_calls": "assistant",
+    "tool_call_id": "tool",
+    "reasoning_content": "assistant",
+    "reasoning": "assistant",
+}
 
 
-class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextPart(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
-    image_url: object = None
-    input_audio: object = None
-    video_url: object = None
-    file: object = None
+    image_url: msgspec.Raw = ABSENT
+    input_audio: msgspec.Raw = ABSENT
+    video_url: msgspec.Raw = ABSENT
+    file: msgspec.Raw = ABSENT
+    cache_control: msgspec.Raw = ABSENT  # prefixes are cached unasked
 
 
-class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CalledFunction(msgspec.Struct, kw_only=True):
     name: str
     arguments: str
-    parsed_arguments: object = None  # the arguments once more, as OpenAI's client adds them to what it receives
+    parsed_arguments: msgspec.Raw = ABSENT  # the arguments once more, as OpenAI's client adds them to what it receives
 
 
-class CallMade(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CallMade(msgspec.Struct, kw_only=True):
     id: str
     function: CalledFunction
-    type: Literal["function"] = "function"
-    index: int | None = None  # a stream's chunks have it, and clients that add them up send it back
+    type: Literal["function"] | None = None
+    index: float | None = None  # a stream's chunks have it, and clients that add them up send it back
+    cache_control: msgspec.Raw = ABSENT
 
 
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[CallMade] | None = None
     tool_call_id: str | None = None
-    function_call: object = None
-    refusal: object = None
-    audio: object = None
-    annotations: object = None
-    reasoning_content: object = None
-    parsed: object = None  # the content once more, as OpenAI's client adds it
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under its other name
+    partial: bool | None = None  # Kimi's: the answer goes on with this message, which is the last one
+    cache_control: msgspec.Raw = ABSENT
+    function_call: msgspec.Raw = ABSENT
+    refusal: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    annotations: msgspec.Raw = ABSENT
+    parsed: msgspec.Raw = ABSENT  # the content once more, as OpenAI's client adds it
 
 
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Messages as chat templates take them. InvalidArgument for what is no text, and for fields of another role."""
+def chat_messages(messages: Sequence[Message], path: str = "messages") -> list[dict[str, object]]:
+    """Messages as chat templates take them; `path` is what their client calls them.
+
+    InvalidArgument for what is no text, and for fields of another role.
+    """
     if not messages:
-        raise InvalidArgument("messages: is empty", field="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        raise InvalidArgument(f"{path}: is empty", field=path)
+    for index, message in enumerate(messages[:-1]):
+        if message.partial:
+            name = f"{path}[{index}].partial"
+            raise InvalidArgument(f"{name}: only the last message can be gone on with", field=name)
+    return [_message(message, f"{path}[{index}]") for index, message in enumerate(messages)]
+
+
+def goes_on(messages: Sequence[Message], path: str = "messages") -> bool:
+    """Whether the answer is the rest of the last message. InvalidArgument where that one has no text to go on from."""
+    if not messages or not messages[-1].partial:
+        return False
+    last, name = messages[-1], f"{path}[{len(messages) - 1}].partial"
+    if last.role != "assistant" or last.tool_calls or last.content is None:
+        raise InvalidArgument(f"{name}: only for an assistant's message of text", field=name)
+    return True
 
 
 def _message(message: Message, where: str) -> dict[str, object]:
@@ -70,13 +98,15 @@ def _message(message: Message, where: str) -> dict[str, object]:
         said["tool_calls"] = [
             {
                 "id": call.id,
-                "type": call.type,
+                "type": "function",
                 "function": {"name": call.function.name, "arguments": call.function.arguments},
             }
             for call in message.tool_calls
         ]
     if message.tool_call_id is not None:
         said["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        said["reasoning_content"] = reasoning
     return said
 
 
@@ -86,10 +116,10 @@ def _check_fields(message: Message, where: str) -> None:
             f"{where}.role: {message.role!r} is not supported; use one of {', '.join(ROLES)}", field=f"{where}.role"
         )
     for name in _UNSERVED:
-        if getattr(message, name) not in (None, []):
+        if not is_nothing(getattr(message, name), ([], "")):
             raise InvalidArgument(f"{where}.{name} is not supported", field=f"{where}.{name}")
     for name, role in _OF_ROLE.items():
-        if getattr(message, name) not in (None, []) and message.role != role:
+        if getattr(message, name) and message.role != role:
             raise InvalidArgument(f"{where}.{name}: only for the role {role!r}", field=f"{where}.{name}")
     if message.role == "tool" and not message.tool_call_id:
         name = f"{where}.tool_call_id"

@@ -1,7 +1,8 @@
 """Bodies of OpenAI's requests, and what they mean here.
 
-Every parameter is accepted, or refused by name: none is ignored. A parameter that is not served is still accepted at
-the values that ask for nothing (`NO_OPS`), since clients send those. Bounds are checked later; types and shapes, here.
+Every parameter that is known is served, or refused by name: none is ignored. One that is not served is still accepted
+at the values that ask for nothing (`NO_OPS`), since clients send those; so is null, of any. What is unknown is not in
+these structs (`openai_unknown`). Integers may be written as 3.0. Bounds are checked later; types and shapes, here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,148 +10,214 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from moonshard.rpc.status import InvalidArgument
-from moonshard.serving.gateway.openai_messages import Message, chat_messages
+from moonshard.serving.gateway.openai_body import ABSENT, is_nothing, whole, whole_list
+from moonshard.serving.gateway.openai_messages import Message, chat_messages, goes_on
 from moonshard.serving.gateway.openai_tools import Tool, offer
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
 
-# Parameters of OpenAI and vLLM that are not served, with the values that ask for nothing.
+# Parameters of OpenAI, vLLM and SGLang that are not served, with the values beside null that ask for nothing.
 NO_OPS: Mapping[str, Sequence[object]] = {
-    "audio": (None,),
-    "echo": (None, False),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "include_stop_str_in_output": (None, False),
-    "length_penalty": (None, 1),
-    "metadata": (None, {}),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "prompt_logprobs": (None,),
-    "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-    "suffix": (None, ""),
-    "use_beam_search": (None, False),
-    "verbosity": (None,),
-    "web_search_options": (None,),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True, False),  # this tokenizer adds none of its own
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ebnf": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora_path": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 # Served in chats.
 COMPLETION_NO_OPS: Mapping[str, Sequence[object]] = {
-    "parallel_tool_calls": (None, True, False),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
+    "parallel_tool_calls": (True, False),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
 }
+INTEGERS = ("top_k", "seed", "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "top_logprobs")
+
+COMPLETION_TOKENS = 16  # OpenAI's default for completions, where the context has room for them
+
+type Number = int | float
 
 
-class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool | None = None
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: of every chunk, where there is usage at all
+    include_obfuscation: bool | None = None
 
 
-class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both completion routes take."""
+NO_STREAM_OPTIONS = StreamOptions()
 
-    model: str = ""
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """What both completion routes take. InvalidArgument at a number that should be an integer and is none."""
+
+    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Number | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    seed: Number | None = None
+    max_tokens: Number | None = None
+    min_tokens: Number | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    n: int | None = None
-    best_of: int | None = None
+    stop_token_ids: list[Number] | None = None
+    ignore_eos: bool | None = None
+    n: Number | None = None
+    best_of: Number | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_timing: bool | None = None
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | None = None
     request_id: str | None = None
+    prompt_cache_key: str | None = None
+    # what asks for nothing here, whatever it says: nothing is stored, there is one tier and one effort
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    audio: object = None
-    echo: object = None
-    function_call: object = None
-    functions: object = None
-    include_stop_str_in_output: object = None
-    length_penalty: object = None
-    metadata: object = None
-    modalities: object = None
-    prediction: object = None
-    prompt_logprobs: object = None
-    reasoning_effort: object = None
-    response_format: object = None
-    service_tier: object = None
-    store: object = None
-    suffix: object = None
-    use_beam_search: object = None
-    verbosity: object = None
-    web_search_options: object = None
+    store: bool | None = None
+    metadata: msgspec.Raw = ABSENT
+    service_tier: str | None = None
+    reasoning_effort: str | None = None
+    prompt_cache_retention: str | None = None
+    add_generation_prompt: msgspec.Raw = ABSENT
+    add_special_tokens: msgspec.Raw = ABSENT
+    allowed_token_ids: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    bad_words: msgspec.Raw = ABSENT
+    cache_salt: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    continue_final_message: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
+    ebnf: msgspec.Raw = ABSENT
+    echo: msgspec.Raw = ABSENT
+    function_call: msgspec.Raw = ABSENT
+    functions: msgspec.Raw = ABSENT
+    guided_choice: msgspec.Raw = ABSENT
+    guided_decoding_backend: msgspec.Raw = ABSENT
+    guided_grammar: msgspec.Raw = ABSENT
+    guided_json: msgspec.Raw = ABSENT
+    guided_regex: msgspec.Raw = ABSENT
+    guided_whitespace_pattern: msgspec.Raw = ABSENT
+    include_stop_str_in_output: msgspec.Raw = ABSENT
+    json_schema: msgspec.Raw = ABSENT
+    kv_transfer_params: msgspec.Raw = ABSENT
+    length_penalty: msgspec.Raw = ABSENT
+    logits_processors: msgspec.Raw = ABSENT
+    lora_path: msgspec.Raw = ABSENT
+    modalities: msgspec.Raw = ABSENT
+    prediction: msgspec.Raw = ABSENT
+    priority: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
+    prompt_logprobs: msgspec.Raw = ABSENT
+    regex: msgspec.Raw = ABSENT
+    response_format: msgspec.Raw = ABSENT
+    return_tokens_as_token_ids: msgspec.Raw = ABSENT
+    spaces_between_special_tokens: msgspec.Raw = ABSENT
+    structural_tag: msgspec.Raw = ABSENT
+    structured_outputs: msgspec.Raw = ABSENT
+    suffix: msgspec.Raw = ABSENT
+    truncate_prompt_tokens: msgspec.Raw = ABSENT
+    use_beam_search: msgspec.Raw = ABSENT
+    verbosity: msgspec.Raw = ABSENT
+    web_search_options: msgspec.Raw = ABSENT
 
     @property
-    def is_usage_streamed(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def streaming(self) -> StreamOptions:
+        return self.stream_options or NO_STREAM_OPTIONS
 
 
-class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(GenerationBody, kw_only=True):
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Number | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Number | None = None
     chat_template_kwargs: dict[str, object] | None = None
     tools: list[Tool] | None = None
-    tool_choice: object = None
+    tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
 
 
-class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
-    prompt: str | list[int | str | list[int]]
-    logprobs: int | None = None
-    tools: object = None
-    tool_choice: object = None
-    parallel_tool_calls: object = None
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: str | list[Number | str | list[Number]]
+    logprobs: Number | None = None
+    tools: msgspec.Raw = ABSENT
+    tool_choice: msgspec.Raw = ABSENT
+    parallel_tool_calls: msgspec.Raw = ABSENT
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    model: str = ""
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
-    add_special_tokens: bool = True  # this tokenizer adds none of its own: either value asks for the same
-    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None  # this tokenizer adds none of its own: either value asks for the same
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    model: str = ""
-    tokens: list[int]
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[Number]
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """InvalidArgument at one that is no integer."""
+        return whole_list("tokens", self.tokens)
 
 
 def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> GenerationRequest:
     """InvalidArgument where the body asks for what is not served."""
     spelling = {"prompt": "messages", "num_logprobs": "top_logprobs"}
-    max_tokens = body.max_tokens
-    if body.max_completion_tokens is not None:
-        spelling["max_tokens"] = "max_completion_tokens"
-        max_tokens = body.max_completion_tokens
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
-    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _refuse_unserved(body, NO_OPS)
+    said = _integers(body)
+    if "max_completion_tokens" in said:
+        spelling["max_tokens"] = "max_completion_tokens"
+        said["max_tokens"] = said["max_completion_tokens"]
+    if said.get("top_logprobs") and not body.logprobs:
+        raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
     offered = offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     return _request(
         body,
         _chat_prompt(body.messages, offered.tools, body.chat_template_kwargs),
-        max_tokens,
-        num_logprobs,
+        said,
+        said.get("top_logprobs", 0) if body.logprobs else None,
         tool_use=offered.use(body.messages),
         spelling=spelling,
         request_id=request_id,
@@ -160,15 +227,13 @@ def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> Genera
 
 def completion_request(body: CompletionBody, *, request_id: str, received_ns: int) -> GenerationRequest:
     """InvalidArgument where the body asks for what is not served."""
-    spelling = {"num_logprobs": "logprobs"}
     _refuse_unserved(body, {**NO_OPS, **COMPLETION_NO_OPS})
-    max_tokens = 16 if body.max_tokens is None else body.max_tokens  # OpenAI's default on this route
     return _request(
         body,
         _completion_prompt(body.prompt),
-        max_tokens,
-        body.logprobs,
-        spelling=spelling,
+        _integers(body),
+        None if body.logprobs is None else whole("logprobs", body.logprobs),
+        spelling={"num_logprobs": "logprobs"},
         request_id=request_id,
         received_ns=received_ns,
     )
@@ -181,7 +246,10 @@ def chat_to_tokenize(body: TokenizeBody, messages: Sequence[Message]) -> Generat
         request_id="",
         received_ns=0,
         prompt=_chat_prompt(
-            messages, offered.tools, body.chat_template_kwargs, add_generation_prompt=body.add_generation_prompt
+            messages,
+            offered.tools,
+            body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt is not False,
         ),
         tool_use=offered.use(messages),
         spelling={"prompt": "messages"},
@@ -201,13 +269,14 @@ def _chat_prompt(
         name = "chat_template_kwargs.tools"
         raise InvalidArgument(f"{name}: there are tools in the request already", field=name)
     kwargs |= {"tools": list(tools)} if tools else {}
-    return ChatPrompt(chat_messages(messages), kwargs, add_generation_prompt)
+    is_continued = goes_on(messages)
+    return ChatPrompt(chat_messages(messages), kwargs, add_generation_prompt, is_continued)
 
 
 def _request(
     body: GenerationBody,
     prompt: ChatPrompt | TextPrompt | TokenPrompt,
-    max_tokens: int | None,
+    integers: Mapping[str, int],
     num_logprobs: int | None,
     *,
     tool_use: ToolUse | None = None,
@@ -219,56 +288,55 @@ def _request(
         request_id=body.request_id or request_id,
         received_ns=received_ns,
         prompt=prompt,
-        model=body.model,
+        model=body.model or "",
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=body.top_k,
+        top_k=integers.get("top_k"),
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias or {},
-        seed=body.seed,
-        max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
+        seed=integers.get("seed"),
+        max_tokens=integers.get("max_tokens"),
+        default_max_tokens=COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
+        min_tokens=integers.get("min_tokens", 0),
         stop=_strings(body.stop),
-        stop_token_ids=body.stop_token_ids or (),
-        ignore_eos=body.ignore_eos,
-        n=1 if body.n is None else body.n,
+        stop_token_ids=whole_list("stop_token_ids", body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        n=integers.get("n", 1),
         num_logprobs=num_logprobs,
-        skip_special_tokens=body.skip_special_tokens,
+        skip_special_tokens=body.skip_special_tokens is not False,
         tool_use=tool_use,
         spelling=spelling,
     )
 
 
+def _integers(body: GenerationBody) -> dict[str, int]:
+    """Those that the client gave. InvalidArgument at a fraction."""
+    given = ((name, getattr(body, name, None)) for name in INTEGERS)
+    return {name: whole(name, value) for name, value in given if value is not None}
+
+
 def _refuse_unserved(body: GenerationBody, no_ops: Mapping[str, Sequence[object]]) -> None:
     for name, accepted in no_ops.items():
-        if not any(_is_same(getattr(body, name), value) for value in accepted):
+        if not is_nothing(getattr(body, name), accepted):
             raise InvalidArgument(f"{name} is not supported", field=name)
     if body.best_of not in (None, 1 if body.n is None else body.n):
         raise InvalidArgument("best_of is supported only where it equals n", field="best_of")
-    if body.stream_options is not None and not body.stream:
+    if body.streaming.include_usage and not body.stream:
         raise InvalidArgument("stream_options needs stream: true", field="stream_options")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        name = "stream_options.continuous_usage_stats"
-        raise InvalidArgument(f"{name} is not supported", field=name)
 
 
-def _is_same(value: object, other: object) -> bool:
-    """Equality as JSON has it, where 1 is not true and 0 not false."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _completion_prompt(prompt: str | list[int | str | list[int]]) -> TextPrompt | TokenPrompt:
+def _completion_prompt(prompt: str | Sequence[Number | str | list[Number]]) -> TextPrompt | TokenPrompt:
     if isinstance(prompt, str):
         return TextPrompt(prompt)
-    if len(prompt) == 1 and not isinstance(only := prompt[0], int):
-        return _completion_prompt(list(only) if isinstance(only, list) else only)  # a batch of one
-    token_ids = [item for item in prompt if isinstance(item, int)]
-    if len(token_ids) < len(prompt):
+    if len(prompt) == 1 and isinstance(only := prompt[0], str | list):
+        return _completion_prompt(only)  # a batch of one
+    numbers = [item for item in prompt if isinstance(item, int | float)]
+    if len(numbers) < len(prompt):
         raise InvalidArgument("several prompts in one request are not supported: send one request each", field="prompt")
-    return TokenPrompt(token_ids)
+    return TokenPrompt(whole_list("prompt", numbers))
 
 
 def _strings(value: str | list[str] | None) -> list[str]:

@@ -15,12 +15,12 @@ from moonshard.models.tokenizer import Tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.codec import decode_finish_reason, decode_stop_reason
 from moonshard.serving.gateway.choice import CallsMade
-from moonshard.serving.gateway.openai_calls import chunk_choices, with_calls, with_finish
-from moonshard.serving.gateway.openai_logprobs import chat_logprobs, completion_logprobs
-from moonshard.serving.tool_calls import ToolCall
+from moonshard.serving.gateway.openai_calls import ChoiceCalls, chunk_choices
+from moonshard.serving.gateway.openai_logprobs import TextOffsets, chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT_CHARS = 12
+PADDED_BYTES = 64  # a padded chunk's length is a multiple of this, but for what ends it
 
 _encoder = msgspec.json.Encoder()
 
@@ -34,7 +34,9 @@ class Envelope:
     fingerprint: str
     has_logprobs: bool
     has_token_ids: bool
-    has_usage: bool = False  # streams only
+    has_usage: bool = False  # streams only, as are the next two
+    has_running_usage: bool = False  # of every chunk, where there is usage
+    is_padded: bool = False  # chunks are filled up, so that their length tells less of their text
     has_timing: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -61,13 +63,19 @@ class Format(Protocol):
         """A whole choice."""
         ...
 
-    def chunk_choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]: ...
+    def chunk_choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]:
+        """A chunk's; without text where there is none."""
+        ...
 
     def opening(self, index: int) -> dict[str, object] | None:
         """What a stream says of a choice before its first token."""
         ...
 
-    def logprobs(self, positions: Sequence[pb.PositionLogprobs], offset: int) -> dict: ...
+    def offsets(self) -> TextOffsets:
+        """Of one choice, from its first token on."""
+        ...
+
+    def logprobs(self, positions: Sequence[pb.PositionLogprobs], offsets: TextOffsets) -> dict: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,8 @@ class ChatFormat:
         return {"index": delta.choice, "message": message, "logprobs": logprobs, **_finish(delta)}
 
     def chunk_choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]:
-        return {"index": delta.choice, "delta": {"content": delta.text}, "logprobs": logprobs, **_finish(delta)}
+        said = {"content": delta.text} if delta.text else {}
+        return {"index": delta.choice, "delta": said, "logprobs": logprobs, **_finish(delta)}
 
     def opening(self, index: int) -> dict[str, object] | None:
         return {
@@ -91,13 +100,17 @@ class ChatFormat:
             "finish_reason": None,
         }
 
-    def logprobs(self, positions: Sequence[pb.PositionLogprobs], offset: int) -> dict:
+    def offsets(self) -> TextOffsets:
+        return TextOffsets(None)  # chats have none
+
+    def logprobs(self, positions: Sequence[pb.PositionLogprobs], offsets: TextOffsets) -> dict:
         return chat_logprobs(self.tokenizer, positions)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionFormat:
     tokenizer: Tokenizer | None
+    skip_special: bool = True
     kind: str = "text_completion"
     chunk_kind: str = "text_completion"
 
@@ -110,8 +123,11 @@ class CompletionFormat:
     def opening(self, index: int) -> dict[str, object] | None:
         return None
 
-    def logprobs(self, positions: Sequence[pb.PositionLogprobs], offset: int) -> dict:
-        return completion_logprobs(self.tokenizer, positions, offset)
+    def offsets(self) -> TextOffsets:
+        return TextOffsets(self.tokenizer, skip_special=self.skip_special)
+
+    def logprobs(self, positions: Sequence[pb.PositionLogprobs], offsets: TextOffsets) -> dict:
+        return completion_logprobs(self.tokenizer, positions, offsets)
 
 
 class Whole:
@@ -122,20 +138,20 @@ class Whole:
         self._form = form
         self._prompt: Sequence[int] = ()
         self._deltas: dict[int, list[pb.Delta]] = {}
-        self._calls: dict[int, list[ToolCall]] = {}
+        self._calls: dict[int, ChoiceCalls] = {}
 
     def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
         if isinstance(event, pb.TokenIds):
             self._prompt = event.ids
         elif isinstance(event, CallsMade):
-            self._calls.setdefault(event.choice, []).extend(event.calls)
+            self._calls.setdefault(event.choice, ChoiceCalls()).add(event)
         else:
             self._deltas.setdefault(event.choice, []).append(event)
 
     def body(self, summary: pb.Summary) -> bytes:
         body = self._envelope.head(self._form.kind)
         body["choices"] = [self._choice(self._deltas[index]) for index in sorted(self._deltas)]
-        body["usage"] = usage_object(summary.usage)
+        body["usage"] = whole_usage(summary.usage)
         if self._envelope.has_token_ids:
             body["prompt_token_ids"] = list(self._prompt)
         if self._envelope.has_timing:
@@ -147,10 +163,11 @@ class Whole:
         for delta in deltas:
             delta.ClearField("text")
             whole.MergeFrom(delta)  # scalars: the last one said; token ids and log-probabilities: joined
-        logprobs = self._form.logprobs(whole.logprobs, 0) if self._envelope.has_logprobs else None
+        offsets = self._form.offsets()
+        logprobs = self._form.logprobs(whole.logprobs, offsets) if self._envelope.has_logprobs else None
         choice = self._form.choice(whole, logprobs)
         if calls := self._calls.get(whole.choice):
-            choice = with_calls(choice, whole.text, calls)
+            choice = calls.with_calls(choice, whole.text)
         return choice | {"token_ids": list(whole.token_ids)} if self._envelope.has_token_ids else choice
 
 
@@ -162,43 +179,61 @@ class Chunks:
         self._form = form
         head = _encoder.encode(envelope.head(form.chunk_kind))
         self._head = b"data: " + head[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if envelope.has_usage else b"]}\n\n"
-        self._first_tail = self._tail
+        self._first_extra: dict[str, object] = {}
         self._opened: set[int] = set()
-        self._offsets: dict[int, int] = {}
-        self._num_calls: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
+        self._calls: dict[int, ChoiceCalls] = {}
+        self._num_prompt = 0
+        self._num_tokens = 0  # of all choices, so far
 
     def set_prompt(self, prompt: pb.TokenIds) -> None:
         """The first chunk will say it, where it was asked for."""
+        self._num_prompt = len(prompt.ids)
         if self._envelope.has_token_ids:
-            self._first_tail = b'],"prompt_token_ids":' + _encoder.encode(list(prompt.ids)) + self._tail[1:]
+            self._first_extra = {"prompt_token_ids": list(prompt.ids)}
 
     def delta(self, delta: pb.Delta) -> bytes:
+        """Empty where the client is told nothing: its text is held back, or is a part of a call."""
+        self._num_tokens += len(delta.token_ids)
+        opening = self._opening(delta.choice)
+        if not (delta.text or delta.finish_reason or self._envelope.has_token_ids or self._envelope.has_logprobs):
+            return opening
         choice = self._form.chunk_choice(delta, self._logprobs(delta))
         if self._envelope.has_token_ids:
             choice["token_ids"] = list(delta.token_ids)
-        if delta.choice in self._num_calls:
-            choice = with_finish(choice)
-        return self._opening(delta.choice) + self._chunk(choice)
+        if calls := self._calls.get(delta.choice):
+            choice = calls.with_finish(choice)
+        return opening + self._chunk(choice)
 
     def calls(self, made: CallsMade) -> bytes:
-        first = self._num_calls.get(made.choice, 0)
-        self._num_calls[made.choice] = first + len(made.calls)
-        choices = chunk_choices(made.choice, made.calls, first)
-        return self._opening(made.choice) + b"".join(map(self._chunk, choices))
+        self._calls.setdefault(made.choice, ChoiceCalls()).add(made)
+        return self._opening(made.choice) + b"".join(map(self._chunk, chunk_choices(made)))
 
     def summary(self, summary: pb.Summary) -> bytes:
         """The last chunk; empty where neither usage nor timing was asked for."""
         asked: dict[str, object] = {}
         if self._envelope.has_usage:
-            asked["usage"] = usage_object(summary.usage)
+            asked["usage"] = whole_usage(summary.usage)
         if self._envelope.has_timing:
             asked["timing"] = timing_object(summary.timing)
         return self._head + b"]," + _encoder.encode(asked)[1:] + b"\n\n" if asked else b""
 
     def _chunk(self, choice: dict[str, object]) -> bytes:
-        tail, self._first_tail = self._first_tail, self._tail
-        return self._head + _encoder.encode(choice) + tail
+        chunk = self._head + _encoder.encode(choice) + b"]"
+        if extra := self._extra():
+            chunk += b"," + _encoder.encode(extra)[1:-1]
+        if self._envelope.is_padded:
+            chunk += b',"obfuscation":"' + b"x" * (-len(chunk) % PADDED_BYTES) + b'"'
+        return chunk + b"}\n\n"
+
+    def _extra(self) -> dict[str, object]:
+        """What stands beside a chunk's choice."""
+        extra, self._first_extra = self._first_extra, {}
+        if not self._envelope.has_usage:
+            return extra
+        if not self._envelope.has_running_usage:
+            return extra | {"usage": None}
+        return extra | {"usage": usage_object(self._num_prompt, self._num_tokens)}
 
     def _opening(self, index: int) -> bytes:
         """What comes before the first chunk of a choice."""
@@ -211,20 +246,23 @@ class Chunks:
     def _logprobs(self, delta: pb.Delta) -> dict | None:
         if not self._envelope.has_logprobs:
             return None
-        offset = self._offsets.get(delta.choice, 0)
-        logprobs = self._form.logprobs(delta.logprobs, offset)
-        if "tokens" in logprobs:
-            self._offsets[delta.choice] = offset + sum(map(len, logprobs["tokens"]))
-        return logprobs
+        if delta.choice not in self._offsets:
+            self._offsets[delta.choice] = self._form.offsets()
+        return self._form.logprobs(delta.logprobs, self._offsets[delta.choice])
 
 
-def usage_object(usage: pb.Usage) -> dict[str, object]:
+def usage_object(num_prompt: int, num_completion: int) -> dict[str, object]:
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
     }
+
+
+def whole_usage(usage: pb.Usage) -> dict[str, object]:
+    """Of a request that has ended: what was cached is known too."""
+    details = {"cached_tokens": usage.cached_tokens}
+    return usage_object(usage.prompt_tokens, usage.completion_tokens) | {"prompt_tokens_details": details}
 
 
 def timing_object(timing: pb.Timing) -> dict[str, object]:

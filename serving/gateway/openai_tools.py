@@ -1,8 +1,9 @@
 """The tools that a chat may call: `tools`, `tool_choice` and `parallel_tool_calls`.
 
 A tool goes to the chat template as the client wrote it, so all of its keys are told to the model; checked is only what
-an answer's calls are checked against, and what would promise more than is served. To force a call, to forbid a second
-one or to hold arguments to their schema takes constrained decoding, which there is not: these are refused by name.
+an answer's calls are checked against. A named function is called by beginning the answer with that call; one call is
+had by ending the answer after it. To force a call of any function, or to hold arguments to their schema, takes
+constrained decoding, which there is not: `required` is refused by name, and `strict` is advice.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from moonshard.rpc.status import InvalidArgument
-from moonshard.serving.gateway.openai_body import shape_error
+from moonshard.serving.gateway.openai_body import ABSENT, decode, shape_error
 from moonshard.serving.gateway.openai_messages import Message
 from moonshard.serving.gateway.parameters import ToolUse
 
@@ -35,35 +36,78 @@ class _Tools(msgspec.Struct):
     tools: list[_Tool]
 
 
+class _Named(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class _NamedFunction(msgspec.Struct, kw_only=True):
+    """OpenAI's way to say that this function is to be called."""
+
+    type: str
+    function: _Named | None = None
+
+
+class _Choice(msgspec.Struct):
+    tool_choice: str | _NamedFunction | None
+
+
+_CHOICE = msgspec.json.Decoder(_Choice)
+_ADVICE = "only 'auto', 'none' and a function of the tools, by its name, are supported"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
     """What the model is told it may call: nothing, where it is not to call anything."""
 
     tools: Sequence[Tool] = ()
     functions: frozenset[str] = frozenset()
+    forced: str | None = None
+    max_calls: int | None = None
+    is_strict: bool = False
 
     def use(self, messages: Sequence[Message]) -> ToolUse | None:
         """None without tools: nothing is looked for in the answer then."""
         if not self.tools:
             return None
         made = (call for message in messages for call in message.tool_calls or ())
-        return ToolUse(functions=self.functions, call_ids=frozenset(call.id for call in made))
+        return ToolUse(
+            functions=self.functions,
+            call_ids=frozenset(call.id for call in made),
+            forced=self.forced,
+            max_calls=self.max_calls,
+            is_strict=self.is_strict,
+        )
 
 
-def offer(tools: Sequence[Tool] | None, choice: object = None, is_parallel: bool | None = None) -> Offer:
+def offer(tools: Sequence[Tool] | None, choice: msgspec.Raw = ABSENT, is_parallel: bool | None = None) -> Offer:
     """InvalidArgument for what is not well formed and for what is not served."""
-    if choice not in (None, "auto", "none"):
-        message = "tool_choice: only 'auto' and 'none' are supported: no call can be forced"
-        raise InvalidArgument(message, field="tool_choice")
-    if not tools:
+    chosen = _chosen(choice)
+    checked = _checked(tools or ())
+    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(checked)]
+    forced = chosen.name if isinstance(chosen, _Named) else None
+    if forced is not None and forced not in functions:
+        raise InvalidArgument(f"tool_choice: there is no function {forced!r} in tools", field="tool_choice")
+    if not tools or chosen == "none":
         return Offer()
-    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(_checked(tools))]
-    if choice == "none":
-        return Offer()
-    if is_parallel is False:
-        message = "parallel_tool_calls: false is not supported: a second call cannot be forbidden"
-        raise InvalidArgument(message, field="parallel_tool_calls")
-    return Offer(tools=tools, functions=frozenset(functions))
+    return Offer(
+        tools=[_uncached(tool) for tool in tools],
+        functions=frozenset(functions),
+        forced=forced,
+        max_calls=1 if forced is not None or is_parallel is False else None,
+        is_strict=any(tool.function.strict for tool in checked),
+    )
+
+
+def _chosen(choice: msgspec.Raw) -> str | _Named | None:
+    raw = bytes(choice)
+    said = decode(_CHOICE, b'{"tool_choice":' + raw + b"}").tool_choice if raw else None
+    match said:
+        case None | "auto" | "none":
+            return said
+        case _NamedFunction(type="function", function=_Named() as function):
+            return function
+        case _:
+            raise InvalidArgument(f"tool_choice: {_ADVICE}", field="tool_choice")
 
 
 def _checked(tools: Sequence[Tool]) -> Sequence[_Tool]:
@@ -77,7 +121,9 @@ def _function(tool: _Tool, where: str) -> str:
     """Its name."""
     if not tool.function.name:
         raise InvalidArgument(f"{where}.function.name is empty", field=f"{where}.function.name")
-    if tool.function.strict:
-        name = f"{where}.function.strict"
-        raise InvalidArgument(f"{name}: true is not supported: no schema is enforced", field=name)
     return tool.function.name
+
+
+def _uncached(tool: Tool) -> Tool:
+    """Without what is meant for a cache and not for the model."""
+    return {key: value for key, value in tool.items() if key != "cache_control"}

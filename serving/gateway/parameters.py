@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonshard.models.generation import GenerationDefaults
-from moonshard.rpc.status import InvalidArgument
+from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument
 from moonshard.serving.gateway.caller import Caller
 from moonshard.serving.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
 from moonshard.serving.telemetry.trace_context import TraceContext
@@ -34,6 +34,7 @@ class ChatPrompt:
     messages: Sequence[Mapping[str, object]]
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    is_continued: bool = False  # the answer is the rest of the last message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,9 @@ class ToolUse:
 
     functions: frozenset[str]
     call_ids: frozenset[str] = frozenset()
+    forced: str | None = None  # the function that the answer begins by calling
+    max_calls: int | None = None  # None: as many as the model makes
+    is_strict: bool = False  # a tool's schema was to be kept to, which is advice here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +66,7 @@ class GenerationRequest:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None
+    default_max_tokens: int | None = None  # where the client said nothing: at most so many, if they fit
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -74,10 +79,15 @@ class GenerationRequest:
     parent: TraceContext | None = None  # the client's span, where spans are wanted
     spelling: Mapping[str, str] = field(default_factory=dict)
 
-    def invalid(self, name: str, problem: str, kind: type[InvalidArgument] = InvalidArgument) -> InvalidArgument:
+    def invalid(self, name: str, problem: str) -> InvalidArgument:
         """The error for one parameter, under the name the client knows it by."""
         spelt = self.spelling.get(name, name)
-        return kind(f"{spelt}: {problem}", field=spelt)
+        return InvalidArgument(f"{spelt}: {problem}", field=spelt)
+
+    def too_long(self, name: str, problem: str) -> ContextLengthExceeded:
+        """The same for one that the context has no room for. `{}` is its name: clients look at how messages begin."""
+        spelt = self.spelling.get(name, name)
+        return ContextLengthExceeded(problem.format(spelt), field=spelt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +148,16 @@ def check_token_ids(request: GenerationRequest, name: str, token_ids: Sequence[i
         raise request.invalid(name, f"token id {offender} is outside the vocabulary of {vocab_size} tokens")
 
 
-def stop_tokens(request: GenerationRequest, defaults: GenerationDefaults, vocab_size: int) -> list[int]:
-    """The token ids that end a choice: the folder's own, unless `ignore_eos`, and the request's. Ascending."""
+def stop_tokens(
+    request: GenerationRequest, defaults: GenerationDefaults, vocab_size: int, *, call_end: int | None = None
+) -> list[int]:
+    """The token ids that end a choice, ascending: the folder's own, unless `ignore_eos`, and the request's.
+
+    `call_end`: the one after a single call.
+    """
     of_folder = () if request.ignore_eos else (token for token in defaults.stop_token_ids if token < vocab_size)
-    tokens = sorted({*of_folder, *request.stop_token_ids})
+    of_call = () if call_end is None else (call_end,)
+    tokens = sorted({*of_folder, *of_call, *request.stop_token_ids})
     if len(tokens) > MAX_STOP_TOKENS:
         raise request.invalid(
             "stop_token_ids", f"at most {MAX_STOP_TOKENS} with the model's own end tokens, not {len(tokens)}"

@@ -35,7 +35,8 @@ class _Worker:
 class RequestRecord:
     """Observes under the worker that got the request last. `with` it around the request's time on workers."""
 
-    def __init__(self, metrics: GatewayMetrics, run: link_pb2.Run, stamps: Stamps) -> None:
+    def __init__(self, metrics: GatewayMetrics, run: link_pb2.Run, stamps: Stamps, *, num_forced: int = 0) -> None:
+        """`num_forced`: of the last prompt tokens, which are the beginning of each choice to whoever asked."""
         self._metrics = metrics
         self._worker: _Worker | None = None  # until it is sent
         self.attempts: list[SentAttempt] = []  # those that are over
@@ -44,8 +45,9 @@ class RequestRecord:
         self._attempt_error: RequestError | None = None
         self._run = run
         self.stamps = stamps
-        self.num_prompt = len(run.prompt_tokens)
-        self.max_tokens = run.max_tokens
+        self._num_forced = num_forced
+        self.num_prompt = len(run.prompt_tokens) - num_forced
+        self.max_tokens = run.max_tokens + num_forced
         self._num_cached = 0
         self._num_ended = 0
         self._finish_reasons = [""] * run.n
@@ -120,7 +122,8 @@ class RequestRecord:
         if delta is None:  # its choice has ended: how long that took is no part of the answer
             self._num_dropped += len(output.token_ids)
             return
-        self._num_dropped += len(output.token_ids) - len(delta.token_ids)
+        num_forced = 0 if self._last_arrival_ns[delta.choice] else self._num_forced  # they come with the first output
+        self._num_dropped += num_forced + len(output.token_ids) - len(delta.token_ids)
         is_first = not self.has_begun
         self.stamps.arrived(arrival.arrived_ns, output)
         if is_first:
@@ -143,7 +146,7 @@ class RequestRecord:
         metrics.request_prompt_tokens.labels(*labels).observe(self.num_prompt)
         metrics.request_generation_tokens.labels(*labels).observe(num_tokens)
         metrics.params_n.labels(*labels).observe(run.n)
-        metrics.params_max_tokens.labels(*labels).observe(run.max_tokens)
+        metrics.params_max_tokens.labels(*labels).observe(self.max_tokens)
         longest = max(self._num_tokens)
         if longest > 1:
             metrics.time_per_output_token_s.labels(*labels).observe(timing.decode_ms / 1e3 / (longest - 1))

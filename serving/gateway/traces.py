@@ -1,6 +1,6 @@
 """A row for every request that the pipeline was asked, however it ended, on demand one for every token, and spans.
 
-Rows are as many as `moonshard_requests` counts: what was no request (no JSON, an unknown key, too large a body) has
+Rows are as many as `moonshard_requests` counts: what was no request (no JSON, a wrong type, too large a body) has
 none. Names of tenants and sessions are hashed, and neither text nor tokens are kept. Left out: what is told to
 Prometheus (`record`) and to whoever pays (`accounts`).
 """

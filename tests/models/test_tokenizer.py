@@ -302,6 +302,23 @@ def test_listed_special_tokens_take_the_place_of_kimis(tiktoken_folder: Path, tm
     assert tokenizer.decode([2016, 2020, 2018]) == "<call>"
 
 
+def test_markers_are_control_tokens_whatever_the_file_calls_them(from_json: Tokenizer, tmp_path: Path):
+    spec = json.loads((KIMI / "tokenizer.json").read_text())
+    for token in spec["added_tokens"]:
+        token["special"] = False
+    spec["added_tokens"].append(
+        spec["added_tokens"][-1] | {"id": len(from_json.special_tokens) + 2016, "content": "say"}
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = load(tmp_path)
+    assert tokenizer.special_tokens == from_json.special_tokens
+    assert tokenizer.hidden_ids == frozenset()  # what is not called special is shown
+    for name in tokenizer.special_tokens:
+        assert tokenizer.encode(f"a{name}b") == from_json.encode(f"a{name}b")
+        assert tokenizer.encode(f"a{name}b", allow_special=True) == from_json.encode(f"a{name}b", allow_special=True)
+    assert tokenizer.vocab_size - 1 in tokenizer.encode("I say so")  # no marker by its name: text, as elsewhere
+
+
 def test_no_jax_is_needed():
     modules = (
         "moonshard.models.tokenizer, moonshard.models.generation, moonshard.serving.chat, moonshard.serving.detokenizer"

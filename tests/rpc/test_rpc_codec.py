@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.codec import collect, decode_delta, decode_summary, encode_generate, encode_tokenize
 from moonshard.rpc.status import InternalError, InvalidArgument
-from moonshard.rpc.types import Choice, Delta, GenerateOptions, Summary, Timing, Usage
+from moonshard.rpc.types import Choice, Delta, GenerateOptions, Summary, Timing, ToolCall, Usage
 
 TIMING = Timing(
     e2e_ms=10.0,
@@ -54,9 +54,12 @@ def test_every_option_reaches_its_field():
         n=2,
         logprobs=0,
         request_id="mine",
+        tools=[{"name": "f", "parameters": "{}"}],
+        forced_function="f",
+        single_tool_call=True,
     )
     assert set(options) == set(GenerateOptions.__annotations__)
-    request = encode_generate("x", options)
+    request = encode_generate([{"role": "user", "content": "x"}], options)
     stop = pb.StopConditions(max_tokens=8, min_tokens=2, stop=["\n", "end"], stop_token_ids=[9], ignore_eos=True)
     sampling = pb.SamplingParams(
         temperature=0,
@@ -69,8 +72,24 @@ def test_every_option_reaches_its_field():
         logit_bias={3: -100.0},
         seed=2**64 - 1,
     )
-    whole = {"text": "x", "model": "tiny", "n": 2, "logprobs": 0, "request_id": "mine"}
+    chat = pb.ChatPrompt(
+        messages=[pb.ChatMessage(role="user", content="x")], tools=[pb.Tool(name="f", parameters="{}")]
+    )
+    whole = {"chat": chat, "model": "tiny", "n": 2, "logprobs": 0, "request_id": "mine"}
+    whole |= {"forced_function": "f", "single_tool_call": True}
     assert request == pb.GenerateRequest(**whole, sampling=sampling, stop=stop)
+    with pytest.raises(InvalidArgument, match="tools"):
+        encode_generate("x", {"tools": [{"name": "f"}]})
+
+
+def test_parts_of_calls_add_up_and_one_without_a_beginning_is_an_error():
+    begun = pb.ToolCallPart(index=0, id="functions.f:0", name="f")
+    parts = [pb.ToolCallPart(index=0, arguments=piece) for piece in ('{"a"', ": 1}")]
+    deltas = [decode_delta(pb.Delta(tool_calls=[part])) for part in (begun, *parts)]
+    (choice,) = collect((), deltas, SUMMARY).choices
+    assert choice.tool_calls == (ToolCall(id="functions.f:0", name="f", arguments='{"a": 1}'),)
+    with pytest.raises(InternalError):
+        collect((), deltas[1:], SUMMARY)
 
 
 def test_options_left_out_and_none_are_unset():
@@ -123,7 +142,7 @@ def test_a_value_no_message_can_hold_is_refused_by_name(options, field):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "field"), [([-1], "tokens"), ([1, "a"], "tokens"), ([{"role": "user", "name": "x"}], "chat")]
+    ("prompt", "field"), [([-1], "tokens"), ([1, "a"], "tokens"), ([{"role": "user", "colour": "x"}], "chat")]
 )
 def test_a_prompt_no_message_can_hold_is_refused_by_name(prompt, field):
     with pytest.raises(InvalidArgument) as caught:

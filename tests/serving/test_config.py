@@ -221,6 +221,20 @@ def test_two_ports_are_enough_for_a_worker():
     assert load_config(None, ["kv.ports=[17000, 17001]"]).kv.ports == (17000, 17001)
 
 
+def test_a_link_and_a_snapshot_of_the_hub_are_named_as_they_were_given(tmp_path: Path):
+    snapshot = tmp_path / "models--moonshotai--Kimi-K2" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "my-kimi").symlink_to(snapshot)
+    for path, name in (
+        (snapshot, "moonshotai/Kimi-K2"),
+        (tmp_path / "my-kimi", "my-kimi"),
+        (f"{tmp_path}/my-kimi/", "my-kimi"),
+    ):
+        assert load_config(None, [f"model.path={path}"]).model.name == name
+    (tmp_path / "config.toml").write_text('model.path = "."')
+    assert load_config(tmp_path / "config.toml").model.name == tmp_path.name
+
+
 def test_none_is_no_name_and_no_statement():
     config = load_config(None, ["tls.cert=none", "kv.network_fence=none", "kv.host=auto", "kv.ports=none"])
     assert (config.tls.cert, config.kv.network_fence, config.kv.host, config.kv.ports) == (None, None, None, None)

@@ -17,9 +17,7 @@ from moonshard.experiments.turns import WrittenCall
 from moonshard.serving.tool_calls import (
     ARGUMENTS_BEGIN,
     CALL_BEGIN,
-    CALL_END,
     SECTION_BEGIN,
-    SECTION_END,
     ToolCallParser,
 )
 
@@ -127,10 +125,10 @@ def test_calls_that_are_cut_off_or_no_json_are_not_whole(broken):
 @pytest.mark.parametrize(
     "arguments", ['{"a": NaN}', '{"a": Infinity}', '{"a": [-Infinity]}', "{", "[]", "null", '{"a": 1}']
 )
-def test_arguments_are_an_object_exactly_where_the_serving_parser_takes_them(arguments):
-    section = CALL_BEGIN + "functions.add:0" + ARGUMENTS_BEGIN + arguments + CALL_END
-    parsed = ToolCallParser(["add"]).push(SECTION_BEGIN + section + SECTION_END)
-    assert (parsed_object(arguments) is not None) == bool(parsed.calls)
+def test_arguments_are_an_object_exactly_where_the_serving_parser_takes_them_as_whole(arguments):
+    parser = ToolCallParser(["add"])
+    parsed = parser.push(SECTION_BEGIN + CALL_BEGIN + "functions.add:0" + ARGUMENTS_BEGIN + arguments)
+    assert (parsed_object(arguments) is not None) == (bool(parsed.calls) and not parser.is_cut)
 
 
 def test_a_call_with_nan_is_not_even_the_expected_one():

@@ -45,11 +45,14 @@ def test_calls_are_taken_out_and_sent_back_they_are_the_tokens_that_were_generat
     assert again[len(before) : len(before) + len(tokens)] == tokens
 
 
-def test_a_section_that_is_cut_off_is_text_with_its_markers():
+def test_a_section_that_is_cut_off_before_its_call_is_text_with_its_markers():
     task = tool_tasks(0, 1)[0]
-    reply = read(TEXT, Asked(messages=task.messages, tools=task.tools), said_by(task)[:-1])
+    asked, tokens = Asked(messages=task.messages, tools=task.tools), said_by(task)
+    arguments = tokens.index(TEXT.tokenizer.special_tokens["<|tool_call_argument_begin|>"])
+    reply = read(TEXT, asked, tokens[: arguments + 1])
     assert not reply.calls
     assert reply.content.startswith("<|tool_calls_section_begin|><|tool_call_begin|>functions.")
+    assert read(TEXT, asked, tokens[:-1]).calls == read(TEXT, asked, tokens).calls != ()
 
 
 def test_without_tools_markers_are_hidden_as_other_specials_are():

@@ -5,10 +5,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from moonshard.rpc.status import Unauthenticated
 from moonshard.serving.affinity import session_key
 from moonshard.serving.gateway.caller import SESSION_NAMES, read_caller
+from moonshard.serving.gateway.edge import header_of
 from moonshard.serving.tenants import Tenant, Tenants, hash_key
 
 OPEN = Tenants(None)
@@ -41,6 +43,20 @@ def test_a_key_that_names_nobody_is_refused_as_openai_does(authorization: str | 
     with pytest.raises(Unauthenticated) as refused:
         read_caller(KEYS, {"authorization": authorization}.get)
     assert (refused.value.http_status, refused.value.openai_code) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("name", ["\u2603", "caf\u00e9", "plain"])
+def test_a_name_means_the_same_in_a_header_as_in_a_body(name: str):
+    raw = [(b"x-session-id", name.encode()), (b"authorization", b"Bearer " + name.encode())]
+    header = header_of(Request({"type": "http", "headers": raw}))
+    tenants = Tenants({hash_key(name): Tenant("a")})
+    assert read_caller(tenants, header).session == session_key("a", name)
+    assert header("x-other") is None
+
+
+def test_a_header_that_is_no_utf8_is_some_name_too():
+    header = header_of(Request({"type": "http", "headers": [(b"x-session-id", b"\xe9\xff")]}))
+    assert read_caller(OPEN, header).session == session_key("default", "\xe9\xff")
 
 
 def test_where_no_key_is_asked_for_any_is_let_in():

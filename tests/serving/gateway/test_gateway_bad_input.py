@@ -8,6 +8,7 @@ import pytest
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFound
 from moonshard.rpc.types import GenerateOptions
+from moonshard.serving.gateway.openai_requests import ChatBody, CompletionBody
 from tests.serving.gateway.conftest import MAX_BODY_BYTES
 from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, VOCAB_SIZE, FakeWorker
 
@@ -79,10 +80,15 @@ COMPLETIONS = [
     (PROMPT | {"echo": True}, "echo"),
     (PROMPT | {"suffix": "x"}, "suffix"),
     (PROMPT | {"stream_options": {"include_usage": True}}, "stream_options"),
-    (PROMPT | {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     (PROMPT | {"tools": TOOLS["tools"]}, "tools"),
     (PROMPT | {"tool_choice": "required"}, "tool_choice"),
-    (PROMPT | {"temprature": 1}, "temprature"),
+    (PROMPT | {"guided_json": {"type": "object"}}, "guided_json"),
+    (PROMPT | {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+    (PROMPT | {"priority": 1}, "priority"),
+    (PROMPT | {"max_tokens": 2.5}, "max_tokens"),
+    (PROMPT | {"stop_token_ids": [1, 2.5]}, "stop_token_ids[1]"),
+    (PROMPT | {"logprobs": 0.5}, "logprobs"),
+    ({"prompt": [[1, 2.5]]}, "prompt[1]"),
     ([], None),
 ]
 CHATS = [
@@ -108,14 +114,18 @@ CHATS = [
         "tools[0].function.parameters",
     ),
     (
-        TOOLS | {"tools": [{"type": "function", "function": FUNCTION | {"strict": True}}]},
+        TOOLS | {"tools": [{"type": "function", "function": FUNCTION | {"strict": 1}}]},
         "tools[0].function.strict",
     ),
     (TOOLS | {"tools": [{"type": "function"}], "tool_choice": "none"}, "tools[0].function"),
     (TOOLS | {"tool_choice": "required"}, "tool_choice"),
-    (TOOLS | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    (TOOLS | {"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    (TOOLS | {"tool_choice": {"type": "function"}}, "tool_choice"),
+    (TOOLS | {"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    (TOOLS | {"tool_choice": {"type": "function", "function": {"name": 1}}}, "tool_choice.function.name"),
+    (TOOLS | {"tool_choice": {"type": "function", "function": FUNCTION}, "max_tokens": 3}, "max_tokens"),
+    (MESSAGES | {"tool_choice": {"type": "function", "function": FUNCTION}}, "tool_choice"),
     (MESSAGES | {"tool_choice": "required"}, "tool_choice"),
-    (TOOLS | {"parallel_tool_calls": False}, "parallel_tool_calls"),
     (TOOLS | {"parallel_tool_calls": 0}, "parallel_tool_calls"),
     (TOOLS | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     (TOOLS | {"functions": [FUNCTION]}, "functions"),
@@ -132,11 +142,21 @@ CHATS = [
     (turn(function={"name": "f"}), "messages[1].tool_calls[1].function.arguments"),
     (turn(function={"name": "f", "arguments": {}}), "messages[1].tool_calls[1].function.arguments"),
     (turn(function={"arguments": "{}"}), "messages[1].tool_calls[1].function.name"),
-    (turn(arguments="{}"), "messages[1].tool_calls[1].arguments"),
+    (after_hi({"role": "user", "content": "x", "reasoning": "r"}), "messages[1].reasoning"),
+    (after_hi({"role": "assistant", "content": "x", "reasoning_content": 1}), "messages[1].reasoning_content"),
+    (after_hi({"role": "assistant", "content": "x", "audio": {"id": "a"}}), "messages[1].audio"),
+    (after_hi({"role": "assistant", "content": "x", "refusal": "no"}), "messages[1].refusal"),
+    (after_hi({"role": "user", "content": "x", "partial": True}), "messages[1].partial"),
+    (after_hi({"role": "assistant", "content": None, "tool_calls": [CALL], "partial": True}), "messages[1].partial"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "partial": True}, *MESSAGES["messages"]]},
+        "messages[0].partial",
+    ),
     (MESSAGES | {"response_format": {"type": "json_object"}}, "response_format"),
     (MESSAGES | {"modalities": ["audio"]}, "modalities"),
-    (MESSAGES | {"store": True}, "store"),
+    (MESSAGES | {"response_format": {"type": "json_schema", "json_schema": {"name": "x" * 500}}}, "response_format"),
     (MESSAGES | {"store": 0}, "store"),
+    (MESSAGES | {"chat_template": "x"}, "chat_template"),
     (MESSAGES | {"top_logprobs": 2}, "top_logprobs"),
     (MESSAGES | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (MESSAGES | {"max_completion_tokens": MAX_CONTEXT_TOKENS}, "max_completion_tokens"),
@@ -155,21 +175,26 @@ NO_OPS = {
     "tool_choice": "none",
     "response_format": {"type": "text"},
     "parallel_tool_calls": False,
-    "store": False,
+    "store": True,
     "user": "me",
     "safety_identifier": "x",
     "prompt_cache_key": "y",
-    "metadata": None,
-    "service_tier": "auto",
+    "metadata": {"run": "7", "large": "x" * 10_000},
+    "service_tier": "flex",
+    "reasoning_effort": "high",
+    "verbosity": "medium",
     "modalities": ["text"],
-    "n": 2,
+    "n": 2.0,
     "best_of": 2,
     "logit_bias": None,
     "stop": None,
     "functions": None,
     "logprobs": False,
+    "top_logprobs": 0,
     "stream": False,
-    "stream_options": None,
+    "stream_options": {"include_usage": False},
+    "add_generation_prompt": True,
+    "continue_final_message": False,
 }
 
 
@@ -228,6 +253,28 @@ async def test_a_parameter_that_asks_for_nothing_is_accepted(http: httpx.AsyncCl
     response = await http.post("/v1/chat/completions", json=MESSAGES | NO_OPS | {"max_tokens": 2})
     assert response.status_code == 200, response.text
     assert len(response.json()["choices"]) == 2
+    assert "x-moonshard-unknown-fields" not in response.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_null_is_never_refused(http: httpx.AsyncClient, path: str):
+    struct, asked = (CompletionBody, PROMPT) if path == "/v1/completions" else (ChatBody, MESSAGES)
+    nulls = dict.fromkeys(struct.__struct_fields__) | asked | {"max_tokens": 1}
+    response = await http.post(path, json=nulls)
+    assert response.status_code == 200, response.text
+    assert "x-moonshard-unknown-fields" not in response.headers
+
+
+async def test_a_context_overflow_is_told_in_the_words_that_clients_look_for(
+    http: httpx.AsyncClient, grpc_client: AsyncClient
+):
+    # LiteLLM's and LangChain's, where they have no code: of an event in a stream, or over another proxy
+    words = (f"This model's maximum context length is {MAX_CONTEXT_TOKENS} tokens", "exceeds the context window")
+    for too_long in ({"prompt": [1] * MAX_CONTEXT_TOKENS}, PROMPT | {"max_tokens": MAX_CONTEXT_TOKENS - 2}):
+        message = (await http.post("/v1/completions", json=too_long)).json()["error"]["message"]
+        assert all(word in message for word in words), message
+    with pytest.raises(ContextLengthExceeded, match=words[0]):
+        await grpc_client.generate([1] * MAX_CONTEXT_TOKENS)
 
 
 async def test_another_model_is_not_found(http: httpx.AsyncClient, grpc_client: AsyncClient):

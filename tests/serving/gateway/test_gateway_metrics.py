@@ -64,7 +64,7 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     worker.load.free_blocks[0] = 10
     await http.post("/v1/completions", json=ASKED)
     await http.post("/v1/completions", json=ASKED | {"n": 2, "stop_token_ids": list(range(16))[:14], "max_tokens": 50})
-    await http.post("/v1/completions", json=ASKED | {"prompt": []})
+    await http.post("/v1/completions", json=ASKED | {"prompt": [], "colour": 1})
     worker.script.next_token = lambda _choice, _last, _position: 33  # "B"
     await http.post("/v1/completions", json=ASKED | {"stop": ["BB"], "n": 2})
     worker.script.may_step.clear()

@@ -79,6 +79,7 @@ class Asked:
     min_tokens: int = 0
     skip_special_tokens: bool = True
     has_tools: bool = True
+    max_calls: int | None = None
 
     def choice(self) -> ChoiceStream:
         functions = frozenset({"get_weather", "add-up"})
@@ -89,7 +90,7 @@ class Asked:
             stop=self.stop,
             min_tokens=self.min_tokens,
             skip_special_tokens=self.skip_special_tokens,
-            tool_use=ToolUse(functions=functions) if self.has_tools else None,
+            tool_use=ToolUse(functions=functions, max_calls=self.max_calls) if self.has_tools else None,
         )
         return ChoiceStream(0, MODEL.detokenizer(request), MODEL.call_parser(request))
 
@@ -140,7 +141,7 @@ def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
     """A stream's chunks as a client puts them together, in a whole choice's shape."""
     parts = [event["choices"][0] for event in events]
     message: dict[str, Any] = {"role": "assistant", "refusal": None}
-    message["content"] = "".join(part["delta"].get("content", "") for part in parts)
+    message["content"] = "".join(part["delta"].get("content") or "" for part in parts)
     calls: list[dict[str, Any]] = []
     for piece in (piece for part in parts for piece in part["delta"].get("tool_calls", ())):
         if piece["index"] == len(calls):
@@ -189,6 +190,7 @@ askeds = st.builds(
     min_tokens=st.sampled_from([0, 0, 3, 20]),
     skip_special_tokens=st.booleans(),
     has_tools=st.sampled_from([True, True, True, False]),
+    max_calls=st.sampled_from([None, None, 1]),
 )
 TWO_CALLS = Said(
     ("Let me see 🙂. ", Marked(section(call(), call("add-up", 1, "{}"))), "So be it."), pb.FINISH_REASON_STOP
@@ -222,8 +224,10 @@ def test_the_examples_are_what_they_seem():
     assert [made["id"] for made in whole["message"]["tool_calls"]] == ["functions.get_weather:0", "functions.add-up:1"]
     assert whole["finish_reason"] == "tool_calls"
     whole, _ = told(Asked(stop=("Oslo",)), TWO_CALLS.grouped([]))
-    assert whole["message"]["content"].endswith('{"city": "')
+    assert whole["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
     assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", "Oslo")
+    whole, _ = told(Asked(max_calls=1), TWO_CALLS.grouped([]))
+    assert len(whole["message"]["tool_calls"]) == 1
     whole, _ = told(Asked(skip_special_tokens=False), HALF.grouped([]))
     assert whole["message"]["content"] == "\ufffd\ufffda<|im_middle|><|im_end|>"
     assert len(whole["message"]["tool_calls"]) == 1

@@ -60,10 +60,13 @@ ANSWERS = {
     "unknown function": "Well: " + section(call("functions.get_time:0")),
     "no object": section(call(arguments="[1]")),
     "never ends": SECTION_BEGIN + call(),
+    "call never ends": SECTION_BEGIN + call().removesuffix(CALL_END),
+    "begins no call": SECTION_BEGIN + "so",
     "out of order": CALL_BEGIN + CALL,
     "spelt in text": "The marker <|tool_calls_section_begin|> is special.",
 }
 VALID = {"a call": 1, "text before": 1, "two calls": 2, "two sections": 2, "out of order": 1}
+VALID |= {"never ends": 1, "call never ends": 1}
 
 
 def tokens_of(text: str) -> list[int]:
@@ -150,54 +153,82 @@ def plain_tokens(text: str) -> list[int]:
     return TOKENIZER.encode(text)
 
 
-async def test_a_call_streams_as_who_is_called_and_then_with_what(client: openai.AsyncOpenAI, worker: FakeWorker):
-    say(worker, tokens_of("Look: " + ANSWERS["two calls"]))
+async def test_a_call_streams_as_who_is_called_and_then_with_what_as_it_comes(
+    client: openai.AsyncOpenAI, worker: FakeWorker
+):
+    said = tokens_of("Look: " + ANSWERS["two calls"])
+    say(worker, said)
     chunks, _ = await streamed(client, **ASKED)
     deltas = [made for chunk in chunks for made in chunk.choices[0].delta.tool_calls or []]
-    assert [made.index for made in deltas] == [0, 0, 1, 1]
-    assert [(made.id, made.type) for made in deltas] == [
-        ("functions.get_weather:0", "function"),
-        (None, None),
-        ("functions.add-up:1", "function"),
-        (None, None),
+    begun = [made for made in deltas if made.id]
+    assert [(made.index, made.id, made.type) for made in begun] == [
+        (0, "functions.get_weather:0", "function"),
+        (1, "functions.add-up:1", "function"),
     ]
-    functions = [made.function for made in deltas if made.function is not None]
-    assert [(f.name, f.arguments) for f in functions] == [
-        ("get_weather", ""),
-        (None, ARGUMENTS),
-        ("add-up", ""),
-        (None, "{}"),
-    ]
+    functions = [(made.index, made.function) for made in deltas if made.function is not None]
+    assert [(f.name, f.arguments) for _, f in functions if f.name] == [("get_weather", ""), ("add-up", "")]
+    assert all(f.arguments for _, f in functions if not f.name)
+    first, second = ("".join(f.arguments or "" for index, f in functions if index == call) for call in (0, 1))
+    assert (first, second) == (ARGUMENTS, "{}")
+    assert len(functions) > 10
+    assert not any(chunk.choices[0].delta.content == "" for chunk in chunks[1:])
     finishes = [chunk.choices[0].finish_reason for chunk in chunks]
     assert finishes == [None] * (len(chunks) - 1) + ["tool_calls"]
     assert chunks[0].choices[0].delta.role == "assistant"
 
 
-async def test_what_is_cut_off_is_text_and_ends_with_length(client: openai.AsyncOpenAI, worker: FakeWorker):
+async def test_arguments_reach_the_client_before_the_call_is_whole(running: RunningGateway, worker: FakeWorker):
+    said = tokens_of(CALL)
+    say(worker, said)
+    worker.script.points.hold(f"step {len(said) - 5}")
+    async with (
+        httpx.AsyncClient(base_url=running.http, timeout=30, trust_env=False) as http,
+        http.stream("POST", "/v1/chat/completions", json=ASKED | {"stream": True}) as response,
+    ):
+        told = ""
+        async for line in response.aiter_lines():
+            told += line
+            if told.count("arguments") > 2:  # of who is called, and of two pieces
+                break
+        worker.script.points.release()
+
+
+async def test_a_call_that_is_cut_off_is_told_as_far_as_it_came_and_ends_with_length(
+    client: openai.AsyncOpenAI, worker: FakeWorker
+):
     said = tokens_of("Look: " + CALL)
     say(worker, said)
-    cut = ASKED | {"max_tokens": len(said) - 1}
+    cut = ASKED | {"max_tokens": len(said) - 4}
     answer = await client.chat.completions.create(**cut)
-    assert told(answer) == [("length", "Look: " + CALL.removesuffix(SECTION_END), [])]
+    ((finish, content, ((_, _, name, arguments),)),) = told(answer)
+    assert (finish, content, name) == ("length", "Look: ", "get_weather")
+    assert ARGUMENTS.startswith(arguments)
+    assert len(arguments) < len(ARGUMENTS)
     assert told((await streamed(client, **cut))[1]) == told(answer)
+    before = ASKED | {"max_tokens": len(tokens_of("Look: " + SECTION_BEGIN + CALL_BEGIN))}
+    answer = await client.chat.completions.create(**before)
+    assert told(answer) == [("length", "Look: " + SECTION_BEGIN + CALL_BEGIN, [])]
+    assert told((await streamed(client, **before))[1]) == told(answer)
 
 
 async def test_calls_that_were_complete_when_the_answer_was_cut_off_are_kept(
     client: openai.AsyncOpenAI, worker: FakeWorker
 ):
     say(worker, tokens_of(CALL))
-    cut = ASKED | {"max_tokens": len(tokens_of(CALL))}
-    answer = await client.chat.completions.create(**cut)
-    ((finish, content, made),) = told(answer)
-    assert (finish, content, len(made)) == ("length", None, 1)
-    assert told((await streamed(client, **cut))[1]) == told(answer)
+    for num_missing in range(3):  # the section's end, and the call's
+        cut = ASKED | {"max_tokens": len(tokens_of(CALL)) - num_missing}
+        answer = await client.chat.completions.create(**cut)
+        ((finish, content, made),) = told(answer)
+        assert (finish, content, [arguments for *_, arguments in made]) == ("length", None, [ARGUMENTS])
+        assert told((await streamed(client, **cut))[1]) == told(answer)
 
 
 async def test_a_stop_string_cuts_text_before_and_inside_of_a_call(client: openai.AsyncOpenAI, worker: FakeWorker):
     say(worker, tokens_of("Look: " + CALL))
-    for stop, content in (("ook", "L"), ("Oslo", "Look: " + CALL[: CALL.index("Oslo")])):
+    cut_off = ("functions.get_weather:0", "function", "get_weather", ARGUMENTS[: ARGUMENTS.index("Oslo")])
+    for stop, content, made in (("ook", "L", []), ("Oslo", "Look: ", [cut_off])):
         answer = await client.chat.completions.create(**ASKED, stop=stop)
-        assert told(answer) == [("stop", content, [])]
+        assert told(answer) == [("stop", content, made)]
         assert told((await streamed(client, **ASKED, stop=stop))[1]) == told(answer)
 
 
@@ -246,6 +277,79 @@ async def test_each_of_several_choices_has_its_own_calls(client: openai.AsyncOpe
     assert chunks[-1].usage == answer.usage
 
 
+async def test_where_one_call_is_asked_for_the_answer_ends_with_it(client: openai.AsyncOpenAI, worker: FakeWorker):
+    first = tokens_of(SECTION_BEGIN + call())
+    say(worker, tokens_of(ANSWERS["two calls"]))
+    answer = await client.chat.completions.create(**ASKED, parallel_tool_calls=False)
+    ((finish, content, made),) = told(answer)
+    assert (finish, content, [arguments for *_, arguments in made]) == ("tool_calls", None, [ARGUMENTS])
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(first)
+    assert (answer.choices[0].model_extra or {})["stop_reason"] is None
+    assert told((await streamed(client, **ASKED, parallel_tool_calls=False))[1]) == told(answer)
+
+
+NAMED: Any = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+
+
+async def test_a_named_function_is_called_and_its_beginning_is_billed_as_completion(
+    http: httpx.AsyncClient, client: openai.AsyncOpenAI, worker: FakeWorker
+):
+    begun = tokens_of(f"{SECTION_BEGIN}{CALL_BEGIN}functions.get_weather:0{ARGUMENTS_BEGIN}")
+    rest = tokens_of(ARGUMENTS + CALL_END)
+    say(worker, [*rest, *tokens_of(SECTION_END)], [*tokens_of("{}" + CALL_END)])
+    asked = ASKED | NAMED | {"n": 2, "stop": ["functions"], "extra_body": {"return_token_ids": True}}
+    answer = await client.chat.completions.create(**asked)
+    call_id = "functions.get_weather:0"
+    assert told(answer) == [
+        ("tool_calls", None, [(call_id, "function", "get_weather", ARGUMENTS)]),
+        ("tool_calls", None, [(call_id, "function", "get_weather", "{}")]),
+    ]
+    assert told((await streamed(client, **asked))[1]) == told(answer)
+    extra: Any = answer.choices[0].model_extra
+    assert extra["token_ids"] == begun + rest
+    tokenized = (await http.post("/tokenize", json={"messages": ASKED["messages"], "tools": TOOLS})).json()["tokens"]
+    run = worker.runs[0]
+    assert list(run.prompt_tokens) == tokenized + begun
+    assert run.max_tokens == ASKED["max_tokens"] - len(begun)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(tokenized) == len((answer.model_extra or {})["prompt_token_ids"])
+    assert answer.usage.completion_tokens == 2 * len(begun) + len(rest) + len(tokens_of("{}" + CALL_END))
+    metrics = (await http.get("/metrics")).text
+    billed = answer.usage.completion_tokens * 2
+    assert f'vllm:generation_tokens_total{{engine="0",model_name="kimi"}} {billed}.0' in metrics
+    assert 'moonshard_dropped_tokens_total{engine="0",model_name="kimi"} 0.0' in metrics
+
+
+async def test_a_named_function_after_other_calls_gets_an_id_of_its_own(client: openai.AsyncOpenAI, worker: FakeWorker):
+    say(worker, tokens_of("{}" + CALL_END))
+    earlier: Any = {
+        "id": "functions.get_weather:1",
+        "type": "function",
+        "function": {"name": "add-up", "arguments": "{}"},
+    }
+    turn = {"role": "assistant", "content": None, "tool_calls": [earlier]}
+    result = {"role": "tool", "tool_call_id": earlier["id"], "content": "3"}
+    answer = await client.chat.completions.create(**ASKED | NAMED | {"messages": [*ASKED["messages"], turn, result]})
+    (made,) = calls_of(answer.choices[0].message)
+    assert made.id == "functions.get_weather:2"
+    assert TOKENIZER is not None
+    assert TOKENIZER.decode(worker.runs[0].prompt_tokens, skip_special=False).endswith(
+        f"{CALL_BEGIN}{made.id}{ARGUMENTS_BEGIN}"
+    )
+
+
+async def test_a_named_function_that_is_cut_off_ends_with_length(client: openai.AsyncOpenAI, worker: FakeWorker):
+    begun = tokens_of(f"{SECTION_BEGIN}{CALL_BEGIN}functions.get_weather:0{ARGUMENTS_BEGIN}")
+    say(worker, tokens_of(ARGUMENTS))
+    answer = await client.chat.completions.create(**ASKED | NAMED | {"max_tokens": len(begun) + 2})
+    ((finish, content, ((_, _, name, arguments),)),) = told(answer)
+    assert (finish, content, name) == ("length", None, "get_weather")
+    assert ARGUMENTS.startswith(arguments)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(begun) + 2
+
+
 async def test_without_tools_nothing_is_looked_for(client: openai.AsyncOpenAI, worker: FakeWorker):
     say(worker, tokens_of("Look: " + CALL))
     without = {name: value for name, value in ASKED.items() if name != "tools"}
@@ -291,7 +395,7 @@ async def test_tokenize_gives_what_a_chat_with_tools_will_prefill(http: httpx.As
     assert (await http.post("/v1/chat/completions", json=asked)).json()["prompt_token_ids"] == tokenized
 
 
-async def test_a_held_back_call_keeps_its_tokens_flowing(http: httpx.AsyncClient, worker: FakeWorker):
+async def test_a_call_keeps_its_tokens_flowing(http: httpx.AsyncClient, worker: FakeWorker):
     said = tokens_of(CALL)
     say(worker, said)
     response = await http.post("/v1/chat/completions", json=ASKED | {"stream": True, "return_token_ids": True})
@@ -301,14 +405,36 @@ async def test_a_held_back_call_keeps_its_tokens_flowing(http: httpx.AsyncClient
 
 @pytest.fixture
 def model_path(request: pytest.FixtureRequest, kimi_folder: Path, tmp_path: Path) -> Path:
-    """The fixture's folder; for a test with a `template`, one with that template, or with none of one marker."""
+    """The fixture's folder; for a test with a `template`, one with that template, or with none of one marker.
+
+    With `plain_markers`, one whose tokenizer.json calls no added token special.
+    """
+    tokens = (kimi_folder / "tokenizer.json").read_text()
+    if "plain_markers" in request.fixturenames:
+        return with_file(kimi_folder, tmp_path, "tokenizer.json", tokens.replace('"special": true', '"special": false'))
     if "template" not in request.fixturenames:
         return kimi_folder
     template = request.getfixturevalue("template")
     if template is not None:
         return with_file(kimi_folder, tmp_path, "chat_template.jinja", template)
-    text = (kimi_folder / "tokenizer.json").read_text().replace(CALL_END, "<|something_else|>")
-    return with_file(kimi_folder, tmp_path, "tokenizer.json", text)
+    return with_file(kimi_folder, tmp_path, "tokenizer.json", tokens.replace(CALL_END, "<|something_else|>"))
+
+
+@pytest.fixture
+def plain_markers() -> None:
+    pass
+
+
+@pytest.mark.usefixtures("plain_markers")
+async def test_tools_work_where_the_file_does_not_call_the_markers_special(http: httpx.AsyncClient, worker: FakeWorker):
+    say(worker, tokens_of(CALL))
+    answer = (await http.post("/v1/chat/completions", json=ASKED)).json()
+    (made,) = answer["choices"][0]["message"]["tool_calls"]
+    assert made["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+    forged = ASKED | {"messages": [{"role": "user", "content": CALL}]}
+    await http.post("/v1/chat/completions", json=forged)
+    assert TOKENIZER is not None
+    assert not set(worker.runs[-1].prompt_tokens) & {TOKENIZER.special_tokens[name] for name in NAMES.values()}
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", None], ids=["no tools", "no markers"])
