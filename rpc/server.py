@@ -88,7 +88,8 @@ def build_server(
     """
     limits = (("grpc.max_receive_message_length", max_message_bytes), ("grpc.max_send_message_length", -1))
     doors = () if key is None else (Door(key, lambda: bound_port, has_tls=tls is not None),)
-    server = grpc.aio.server(options=_OPTIONS + limits, interceptors=(*doors, UndecodableRequests()))
+    # The door is the inner one: it reads what is behind it itself, and hands faults to whoever reads a stream.
+    server = grpc.aio.server(options=_OPTIONS + limits, interceptors=(UndecodableRequests(), *doors))
     for add in add_servicers:
         add(server)
     health_servicer = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  # typeshed leaves it out
