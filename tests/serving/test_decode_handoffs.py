@@ -86,7 +86,11 @@ def handoffs(
 
 def reserve(handoffs: DecodeHandoffs, number: int, gateway: Gateway, n: int = 1, partition: int | None = None) -> None:
     request = Request(id=bytes([number]) * 16, prompt=(0,), max_tokens=1, n=n)
-    handoffs.reserve(link_pb2.Reserve(deadline_s=20.0, run=link_pb2.Run(partition=partition)), request, gateway)
+    handoffs.reserve(
+        link_pb2.Reserve(deadline_s=20.0, writer_epoch=b"p" * 16, run=link_pb2.Run(partition=partition)),
+        request,
+        gateway,
+    )
 
 
 def test_a_partition_whose_slots_are_in_quarantine_is_passed_over_for_one_that_has_some():
@@ -168,7 +172,7 @@ def test_what_is_known_needs_no_room_where_others_hold_it_too(num_held: int):
     decode._pool.release(0, blocks[num_held:][::-1])
     engine.num_running = 2
     request = Request(id=b"r" * 16, prompt=(0,) * 3 * BLOCK_SIZE, max_tokens=1, block_names=names)
-    decode.reserve(link_pb2.Reserve(deadline_s=20.0), request, gateway)
+    decode.reserve(link_pb2.Reserve(deadline_s=20.0, writer_epoch=b"p" * 16), request, gateway)
     assert what(gateway) == []
     engine.num_running = 1
     decode.admit()

@@ -44,7 +44,7 @@ class Interrupted:
 class There(Interrupted):
     """At any URL."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, api_key: str | None = None):
         super().__init__()
 
     def __enter__(self) -> "There":
