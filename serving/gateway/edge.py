@@ -139,7 +139,7 @@ async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) 
     if inflater is not None:
         inflater.finish()
     whole = await body.whole()
-    await intake.bounds().check_values(whole)
+    await intake.bounds().check_values(whole, num_contexts)
     return whole
 
 

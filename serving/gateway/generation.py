@@ -22,7 +22,7 @@ from moonshard.serving.gateway.choice import CallsMade, ChoiceStream, ForcedCall
 from moonshard.serving.gateway.handoffs import Handoffs
 from moonshard.serving.gateway.inbox import Arrival
 from moonshard.serving.gateway.metrics import GatewayMetrics
-from moonshard.serving.gateway.model import ServedModel, too_long
+from moonshard.serving.gateway.model import ServedModel
 from moonshard.serving.gateway.parameters import GenerationRequest, check_parameters, check_token_ids, stop_tokens
 from moonshard.serving.gateway.pool import LinkPool, ModelLimits
 from moonshard.serving.gateway.record import RequestRecord
@@ -268,7 +268,7 @@ class Gateway:
 
 
 def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: int) -> int:
-    """The most tokens each choice may have: what was asked for, else the rest of the context.
+    """The most tokens each choice may have: what was asked for, else what the prompt leaves of the context.
 
     Raises:
         ContextLengthExceeded: they do not fit with the prompt; InvalidArgument for the rest.
@@ -278,8 +278,6 @@ def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: 
     room = max_context_tokens - num_prompt
     # clients that do not look at the code look for these words: LiteLLM for the first, LangChain for the last
     context = f"This model's maximum context length is {max_context_tokens} tokens"
-    if room < 1:
-        raise too_long(request, f"{num_prompt}", max_context_tokens - 1)
     if request.max_tokens is not None and request.max_tokens > room:
         raise request.too_long(
             "max_tokens",

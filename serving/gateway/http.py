@@ -214,7 +214,7 @@ class HttpFront:
         return json_response(told, headers=late_headers(request))
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await self._body(_DETOKENIZE, request)
+        body = await self._body(_DETOKENIZE, request, num_contexts=TOKENIZED_CONTEXTS)
         self._gateway.model.check_name(body.model or "")
         most = TOKENIZED_CONTEXTS * self._gateway.limits().max_context_tokens
         telling = self._gateway.model.detokenize(body.token_ids, most, field="tokens")

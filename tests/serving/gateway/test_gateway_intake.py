@@ -66,6 +66,14 @@ async def test_many_values_are_refused_and_as_many_commas_in_a_text_are_not():
     await Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=MAX_CONTEXT_TOKENS, max_token_bytes=10).check_values(ids)
 
 
+async def test_ids_of_as_many_contexts_as_may_be_spelt_out_are_not_too_many_values():
+    bounds = Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=50_000, max_token_bytes=10)
+    ids = b'{"tokens":[' + b"1," * 99_999 + b"1]}"
+    with pytest.raises(InvalidArgument, match="values"):
+        await bounds.check_values(ids)
+    await bounds.check_values(ids, num_contexts=2)
+
+
 def test_a_body_is_bounded_by_what_its_context_could_hold_and_by_what_is_configured():
     longest = 6 * 10 * 100 + intake.OTHER_BYTES
     BOUNDS.check_bytes(longest)
