@@ -5,7 +5,7 @@ there still traces and lowers all of it. Here the key is what a program is made 
 that is), so that nothing of it needs to be made. Processes share a folder: an entry is written beside its place and
 moved there, and one that is being made is claimed by a lock that ends with its process. Whatever is wrong with the
 folder or with an entry is said once, and the program is compiled anew. Entries hold machine code, as those of jax's
-cache do: a folder that others may write to is not used. Left out: what the bytes mean.
+cache do: a folder or an entry that others may write to is not used. Left out: what the bytes mean.
 """
 
 import contextlib
@@ -45,11 +45,16 @@ class ProgramStore:
             return None
         path = self._path(key)
         try:
-            content = path.read_bytes()
+            with path.open("rb") as entry:
+                fault = _stranger(os.fstat(entry.fileno()))
+                content = b"" if fault else entry.read()
         except FileNotFoundError:
             return None
         except OSError as error:
             self.complain(f"{path}: {error.strerror}")
+            return None
+        if fault is not None:
+            self.complain(f"{path} {fault}")
             return None
         body = content[len(MAGIC) + DIGEST_BYTES :]
         if content != _sealed(body):
@@ -66,7 +71,8 @@ class ProgramStore:
         path, partial = self._path(key), self.folder / f"{key}.{os.getpid()}.{threading.get_ident()}.partial"
         try:
             self._make_folder()  # it may have been wiped
-            partial.write_bytes(_sealed(body))
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as entry:
+                entry.write(_sealed(body))
             partial.replace(path)
         except OSError as error:
             self.complain(f"{error.filename or path}: {error.strerror}")
@@ -160,11 +166,17 @@ class ProgramStore:
             found = self.folder.stat()
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
-        if found.st_uid != os.geteuid():
-            return f"{self.folder} belongs to another user"
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return f"{self.folder} can be written by other users"
-        return None
+        fault = _stranger(found)
+        return fault and f"{self.folder} {fault}"
+
+
+def _stranger(found: os.stat_result) -> str | None:
+    """Why what lies there may be another's: machine code is run as ourselves."""
+    if found.st_uid != os.geteuid():
+        return "belongs to another user"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written by other users"
+    return None
 
 
 def _remove(path: Path) -> None:

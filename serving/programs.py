@@ -85,7 +85,7 @@ class Programs:
         self._taken: set[tuple[int, ProgramKey]] = set()
         self._taking = threading.Lock()
         self._num_asked: Counter[ProgramKey] = Counter()
-        self.on_missing: Callable[[ProgramKey], None] = lambda key: None
+        self._on_missing: Callable[[ProgramKey], None] = lambda key: None
 
     # ---- which programs are there
 
@@ -111,6 +111,10 @@ class Programs:
         """From now on a step takes the largest bucket of its kind, until smaller ones have been taken."""
         self._ready = {kind: sizes[-1:] for kind, sizes in self.shapes.buckets.items()}
 
+    def tell_missing(self, on_missing: Callable[[ProgramKey], None]) -> None:
+        """From now on `on_missing` hears, on the thread that makes steps, of programs that steps would rather have."""
+        self._on_missing = on_missing
+
     def has(self, wanted: Wanted) -> bool:
         """Whether it was taken."""
         return (wanted.stage, wanted.key) in self._taken
@@ -127,14 +131,14 @@ class Programs:
     def bucket_for(self, kind: StepKind, size: int) -> int:
         """The smallest bucket that is there and holds `size`.
 
-        `on_missing` is told once of a smaller one that is not there, when it would have served for `MIN_ASKED` times.
+        A smaller one that is not there is told once (`tell_missing`), when it would have served for `MIN_ASKED` times.
         """
         bucket = smallest(self._ready[kind], size)
         best = smallest(self.shapes.buckets[kind], size)
         if best < bucket:
             self._num_asked[kind, best] += 1
             if self._num_asked[kind, best] == MIN_ASKED:
-                self.on_missing((kind, best))
+                self._on_missing((kind, best))
         return bucket
 
     def compile(self) -> None:

@@ -1,16 +1,14 @@
 """Writes a checkpoint with Kimi K2's proportions that two cores can serve: random weights, and the embedded tokenizer.
 
-    python -m moonshard.experiments.bench.proportions OUT
-
 113.5 million parameters in bfloat16: 8 layers of 512, the first dense, 32 experts of which 4 run beside a shared one,
 the latent attention of K2 with its rank of 512. Speed and memory are those of real weights of that shape; what it says
 is noise. Left out: anything that trained weights would tell.
 Source: Kimi K2 (arXiv 2507.20534), whose proportions these are.
 """
 
+import argparse
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,5 +128,14 @@ def write(folder: Path) -> None:
             shutil.copy(file, folder)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="a folder, made where it is not there; it must hold no weights yet")
+    try:
+        write(parser.parse_args().out)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"moonshard: {error}") from error
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    main()

@@ -15,18 +15,20 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from moonshard.serving import preparation
-from moonshard.serving.preparation import Preparation, digest_of, source_files
+from moonshard.serving import program_digest
+from moonshard.serving.preparation import Preparation
+from moonshard.serving.program_digest import digest_of, source_files
 from moonshard.serving.program_store import ProgramStore
 from moonshard.serving.programs import MIN_ASKED, Drawn, Programs
 from moonshard.serving.stage import Blueprint
 from moonshard.serving.steps import ProgramKey, Step, StepKind
 from moonshard.serving.timings import Timings
+from moonshard.sharding.experts import place_experts
 from moonshard.sharding.place import Place
-from moonshard.sharding.rules import DecodeRules
+from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules
 from moonshard.sharding.shape import MeshShape
 from tests.engine_room import Q_TILE, uncompiled_programs
-from tests.sizes import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS
+from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, NUM_BLOCKS, NUM_SLOTS
 
 pytestmark = pytest.mark.xdist_group("jax")
 SMALL = ((StepKind.LOAD, 0), (StepKind.COPY, 0), (StepKind.EXPORT, 4))  # that compile soon
@@ -184,6 +186,10 @@ CHANGES = {
         b, model=replace(b.model, config=replace(b.model.config, routed_scaling_factor=2.0))
     ),
     "backend": lambda b: _like(b, model=replace(b.model, backend=print)),
+    "layers": lambda b: _like(b, model=replace(b.model, layers=range(len(b.model.layers) - 1))),
+    "where experts lie": lambda b: _like(
+        b, model=replace(b.model, placement=place_experts(np.ones((3, 16)), num_places=16, num_devices=1))
+    ),
 }
 
 
@@ -201,6 +207,35 @@ def test_another_program_has_another_key(change, monkeypatch: pytest.MonkeyPatch
     assert digest_of(change(blueprint), key) != digest_of(blueprint, key)
 
 
+def test_another_mesh_has_another_key():
+    key = (StepKind.PREFILL, CHUNK_TOKENS)
+    meshes = (MeshShape(), MeshShape(tensor=2), MeshShape(data=2), MeshShape(expert=2))
+    blueprints = [uncompiled_programs(place=Place(mesh=mesh)).stages[0].blueprint for mesh in meshes]
+    assert len({digest_of(blueprint, key) for blueprint in blueprints}) == len(meshes)
+
+
+@pytest.mark.parametrize(("mesh", "is_same"), [(MeshShape(), True), (MeshShape(tensor=2), False)])
+def test_of_the_rules_what_they_cut_on_the_mesh_is_in_the_key(mesh: MeshShape, is_same: bool):
+    """So that on one device prefill and decode share what is the same for both."""
+    key = (StepKind.PREFILL, CHUNK_TOKENS)
+    blueprints = [
+        uncompiled_programs("kimi_k2", place=Place(mesh=mesh, rules=rules)).stages[0].blueprint
+        for rules in (PREFILL, DECODE)
+    ]
+    assert (digest_of(blueprints[0], key) == digest_of(blueprints[1], key)) is is_same
+
+
+def test_other_code_has_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = program_digest.source_digest.__wrapped__()
+    assert program_digest.source_digest.__wrapped__() == before
+    changed = tmp_path / source_files()[0].parent.name / source_files()[0].name
+    changed.parent.mkdir()
+    changed.write_bytes(source_files()[0].read_bytes() + b"\n")
+    files = [changed, *source_files()[1:]]
+    monkeypatch.setattr(program_digest, "source_files", lambda: files)
+    assert program_digest.source_digest.__wrapped__() != before
+
+
 @pytest.mark.parametrize(
     ("name", "value", "is_same"),
     [
@@ -211,12 +246,12 @@ def test_another_program_has_another_key(change, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_settings_of_the_compiler_are_part_of_the_key_and_where_things_lie_is_not(name, value, is_same, monkeypatch):
-    preparation._surroundings.cache_clear()
-    before = preparation._surroundings()
-    preparation._surroundings.cache_clear()
+    program_digest._surroundings.cache_clear()
+    before = program_digest._surroundings()
+    program_digest._surroundings.cache_clear()
     monkeypatch.setenv(name, value)
-    after = preparation._surroundings()
-    preparation._surroundings.cache_clear()
+    after = program_digest._surroundings()
+    program_digest._surroundings.cache_clear()
     assert (before == after) is is_same
 
 

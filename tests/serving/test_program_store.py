@@ -3,8 +3,10 @@
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -73,16 +75,20 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_nothing_is_kept(tmp_path:
     assert str(tmp_path / "file") in caplog.messages[0]
 
 
-def test_a_full_disk_leaves_no_part_of_an_entry(store: ProgramStore, monkeypatch: pytest.MonkeyPatch, caplog):
-    def full(path: Path, data: bytes) -> int:
-        with path.open("wb") as file:
-            file.write(data[: len(data) // 2])
-        raise OSError(28, "No space left on device", str(path))
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file can grow beyond a few bytes, which the kernel says in the middle of a write as it does of a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_leaves_no_part_of_an_entry(store: ProgramStore, caplog):
     store.save("a", BODY)
     assert list(store.folder.iterdir()) == []
-    assert "No space left on device" in caplog.text
+    assert "File too large" in caplog.text
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
@@ -102,6 +108,18 @@ def test_a_folder_of_another_user_is_not_used(store: ProgramStore, caplog):
     os.chown(store.folder, 12345, 12345)
     assert ProgramStore(store.folder).load("a") is None
     assert "belongs to another user" in caplog.text
+
+
+@pytest.mark.usefixtures("group_writable")
+def test_an_entry_is_for_its_owner_alone_and_one_that_others_may_write_to_is_not_used(store: ProgramStore, caplog):
+    store.save("a", BODY)
+    (entry,) = store.folder.glob("*.program")
+    assert stat.S_IMODE(entry.stat().st_mode) == 0o600
+    entry.chmod(0o620)
+    assert store.load("a") is None
+    assert f"{entry} can be written by other users" in caplog.text
+    store.save("a", BODY)
+    assert store.load("a") == BODY
 
 
 @pytest.fixture

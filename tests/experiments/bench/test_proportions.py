@@ -1,0 +1,29 @@
+"""The folder with Kimi K2's proportions is one that a worker would load, and is never written over another."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moonshard.experiments.bench import proportions
+from moonshard.models import kimi, weights
+from moonshard.serving.loading import open_model
+
+COMMAND = (sys.executable, "-m", "moonshard.experiments.bench.proportions")
+
+
+@pytest.mark.slow
+def test_the_folder_is_a_whole_model_and_is_not_written_over(tmp_path: Path):
+    subprocess.run((*COMMAND, tmp_path), check=True, timeout=120)
+    checkpoint, model = open_model(tmp_path)
+    weights.check_shapes(kimi.declare(model), checkpoint)
+    assert (model.hidden_size, model.num_hidden_layers, model.n_routed_experts) == (512, 8, 32)
+    again = subprocess.run((*COMMAND, tmp_path), check=False, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 1
+    assert "the folder already holds weights" in again.stderr
+
+
+def test_it_has_as_many_parameters_as_it_says():
+    assert sum(math.prod(shape) for _, shape in proportions.shapes()) == pytest.approx(113.5e6, rel=1e-3)
