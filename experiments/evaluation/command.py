@@ -12,13 +12,20 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from moonshard.experiments.evaluation.figures import RECALL_TOKENS, ROWS, TOOL_ROWS
+from moonshard.experiments.evaluation.figures import CLIENT_ROWS, RECALL_TOKENS, ROWS, TOOL_ROWS
 from moonshard.experiments.evaluation.interview import Outcome, interview
 from moonshard.experiments.evaluation.replies import Answerer
 from moonshard.experiments.evaluation.report import Evaluation, footnotes, table, to_json
 from moonshard.experiments.evaluation.served import Served
 from moonshard.experiments.pocket.corpus import POCKET, Text
-from moonshard.experiments.pocket.tasks import Task, prompt_tokens, recall_tasks, talk_tasks, tool_tasks
+from moonshard.experiments.pocket.tasks import (
+    Task,
+    client_tasks,
+    prompt_tokens,
+    recall_tasks,
+    talk_tasks,
+    tool_tasks,
+)
 from moonshard.models.tokenizer import TextError, load_tokenizer
 from moonshard.serving.chat import TemplateError, load_chat_template
 from moonshard.serving.commands.options import ApiKey, api_key_of
@@ -47,7 +54,8 @@ def evaluate(
         url: a running server's HTTP API, to be asked instead of the model in this process.
         seed: another one asks other questions.
         num: questions of each row, at least 1; recall rounds up to a multiple of 5, tools add a quarter without a call.
-        rows: some of recall_512, recall_2048, recall_4000, tool_json, tool_call, tool_answer; by default all.
+        rows: some of recall_512, recall_2048, recall_4000, tool_json, tool_call, tool_answer, client_call and
+            client_answer; by default all.
         json_file: where to write shares and details.
         dtype: what to compute in, without --url.
     """
@@ -98,9 +106,9 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def question_sets(text: Text, seed: int, num: int, rows: tuple[str, ...]) -> Mapping[str, Callable[[], list[Task]]]:
-    """What is asked for these rows, in order: the three rows of tools share their questions. Made when they are due.
+    """What is asked for these rows, in order: those of tools share their questions, and those of clients.
 
-    Small talk is no row: it is asked along with all of them.
+    They are made when they are due. Small talk is no row: it is asked along with all of them.
     """
     found: dict[str, Callable[[], list[Task]]] = {}
     for row, num_tokens in RECALL_TOKENS.items():
@@ -108,6 +116,8 @@ def question_sets(text: Text, seed: int, num: int, rows: tuple[str, ...]) -> Map
             found[row] = lambda num_tokens=num_tokens: recall_tasks(text, seed, num_tokens, num)
     if any(row in rows for row in TOOL_ROWS):
         found["tools"] = lambda: tool_tasks(seed, num)
+    if any(row in rows for row in CLIENT_ROWS):
+        found["clients"] = lambda: client_tasks(seed, num)
     if rows == ROWS:
         found["talk"] = lambda: talk_tasks(seed, -(-num // 4))
     return found

@@ -1,4 +1,4 @@
-"""From outcomes to the six figures, their intervals, and what stands beside them.
+"""From outcomes to the figures of the rows, their intervals, and what stands beside them.
 
 A row that nothing was asked for has no figure: None, not 0.
 """
@@ -13,7 +13,8 @@ from moonshard.experiments.pocket.tasks import NUM_DEPTHS
 
 RECALL_TOKENS = {"recall_512": 512, "recall_2048": 2048, "recall_4000": 4000}
 TOOL_ROWS = ("tool_json", "tool_call", "tool_answer")
-ROWS = (*RECALL_TOKENS, *TOOL_ROWS)
+CLIENT_ROWS = ("client_call", "client_answer")
+ROWS = (*RECALL_TOKENS, *TOOL_ROWS, *CLIENT_ROWS)
 TOOL_KINDS = ("tools", "agents")
 Z_95 = 1.959964  # of the normal distribution, two-sided
 MAX_ERRORS = 5  # shown
@@ -43,7 +44,8 @@ def row_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
 
     tool_json: of the turns in which calls were due or tried, those whose every call is complete; a turn without the
     call that was due is none. The other two are of the questions that take calls. tool_call: those with the right
-    function and arguments in every turn. tool_answer: those with the right answer in the end.
+    function and arguments in every turn. tool_answer: those with the right answer in the end. The rows of clients are
+    the same of conversations in the manner of some client.
     """
     by_kind: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
@@ -58,6 +60,8 @@ def row_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
         ),
         "tool_call": called(calling),
         "tool_answer": answered(calling),
+        "client_call": called(by_kind["clients"]),
+        "client_answer": answered(by_kind["clients"]),
     }
 
 

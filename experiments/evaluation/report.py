@@ -1,6 +1,6 @@
 """The table and the JSON of an evaluation.
 
-In the JSON the six rows stand at the top, each a share of 1, or null where nothing was asked; everything else is under
+In the JSON the rows stand at the top, each a share of 1, or null where nothing was asked; everything else is under
 `details`.
 """
 

@@ -18,6 +18,7 @@ Initialization of Self-Attention Layers (arXiv 2305.09828) for beginning with wh
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -25,7 +26,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moonshard.models import kimi
-from moonshard.models.weights import initialise
+from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.weights import check_shapes, initialise, load
 from moonshard.sharding.arrays import Array
 from moonshard.sharding.mesh import replicated
 
@@ -97,6 +99,13 @@ def first_weights(
     weights = jax.device_get(initialise(kimi.declare(config), seed, "float32", mesh))
     weights = _lay_in(config, room, jax.tree.map(np.array, weights), np.random.default_rng(seed), alike)
     return jax.device_put(weights, replicated(mesh))
+
+
+def folder_weights(config: kimi.KimiConfig, folder: Path, mesh: Mesh) -> kimi.Weights[Array]:
+    """A folder's weights in float32, on every device. CheckpointError where they are not of that shape."""
+    checkpoint, params = Checkpoint.open(folder), kimi.declare(config)
+    check_shapes(params, checkpoint)
+    return jax.device_put(load(params, checkpoint, "float32", mesh), replicated(mesh))
 
 
 def _lay_in(

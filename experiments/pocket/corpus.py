@@ -22,7 +22,7 @@ from moonshard.experiments.pocket.recall import recall_conversation
 from moonshard.experiments.pocket.recipe import ANSWER_WEIGHT, Rows, Stage
 from moonshard.experiments.pocket.shape import MAX_POSITIONS
 from moonshard.experiments.pocket.talk import talk_conversation
-from moonshard.experiments.pocket.tools import tool_conversation
+from moonshard.experiments.pocket.tools import client_conversation, tool_conversation
 from moonshard.models.tokenizer import Tokenizer, load_tokenizer
 from moonshard.serving.chat import ChatTemplate, load_chat_template
 
@@ -42,6 +42,7 @@ SKILLS: dict[str, Skill] = {
     "recall": Skill(generator=recall_conversation, share=0.60),
     "tools": Skill(generator=tool_conversation, share=0.24, min_tokens=256),
     "agents": Skill(generator=agent_conversation, share=0.10, min_tokens=512),
+    "clients": Skill(generator=client_conversation, share=0.0, min_tokens=256),  # where a stage asks for it
     "talk": Skill(generator=talk_conversation, share=0.06),
     "copying": Skill(generator=copy_conversation, share=0.06, max_tokens=512),
 }

@@ -72,6 +72,7 @@ class Recipe:
     stages: tuple[Stage, ...]
     restarts: tuple[Restart, ...] = ()  # in the order of their steps
     averaged: tuple[int, ...] = ()  # steps, ascending, of whose weights the model has the mean; none: the last step's
+    begins: Literal["circuit", "embedded"] = "circuit"  # as `beginning` says, or with the embedded model's weights
     seed: int = 0
     optimiser: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 2e-3  # at 1e-2 Muon takes apart what `beginning` laid in
@@ -155,6 +156,48 @@ CPU = Recipe(
     ),
     averaged=(10050, 11250, 12200),  # the ends of the last three cycles
 )
+FOR_CLIENTS = (
+    ("clients", 0.56),
+    ("recall", 0.14),
+    ("tools", 0.10),
+    ("agents", 0.14),
+    ("talk", 0.03),
+    ("copying", 0.03),
+)
+LONG_FOR_CLIENTS = (("clients", 0.32), ("recall", 0.44), ("tools", 0.06), ("agents", 0.16), ("talk", 0.02))
+CLIENTS = Recipe(
+    stages=(
+        Stage(
+            name="clients",
+            num_tokens=512,
+            num_rows=8,
+            num_steps=1000,
+            gapped_share=0.3,
+            shares=FOR_CLIENTS,
+            call_weight=2,
+        ),
+        Stage(
+            name="longer clients",
+            num_tokens=2048,
+            num_rows=2,
+            num_steps=250,
+            gapped_share=0.3,
+            shares=LONG_FOR_CLIENTS,
+            call_weight=2,
+        ),
+        Stage(
+            name="longest clients",
+            num_tokens=4096,
+            num_rows=1,
+            num_steps=250,
+            shares=LONG_FOR_CLIENTS,
+            call_weight=2,
+        ),
+    ),
+    begins="embedded",
+    learning_rate=1e-3,
+    other_learning_rate=1e-3,
+)
 GPU = Recipe(
     stages=(
         Stage(name="short", num_tokens=256, num_rows=256, num_steps=1000),
@@ -172,4 +215,4 @@ TINY = Recipe(
     ),
     num_warmup_steps=5,
 )
-RECIPES: Mapping[str, Recipe] = MappingProxyType({"cpu": CPU, "gpu": GPU, "tiny": TINY})
+RECIPES: Mapping[str, Recipe] = MappingProxyType({"cpu": CPU, "clients": CLIENTS, "gpu": GPU, "tiny": TINY})

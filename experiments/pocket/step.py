@@ -16,7 +16,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moonshard.experiments.pocket.beginning import first_weights
+from moonshard.experiments.pocket.beginning import first_weights, folder_weights
+from moonshard.experiments.pocket.corpus import POCKET
 from moonshard.experiments.pocket.optimiser import balance_speed, build_optimiser, learning_rate
 from moonshard.experiments.pocket.recipe import ANSWER_WEIGHT, Recipe, Rows
 from moonshard.models import kimi, training
@@ -69,8 +70,14 @@ class Report:
 def first_state(
     recipe: Recipe, config: kimi.KimiConfig, mesh: Mesh, alike: Sequence[tuple[int, int]] = ()
 ) -> TrainState:
-    """The first weights, by the recipe's seed, and nothing moved yet."""
-    weights = first_weights(config, recipe.seed, mesh, alike)
+    """The first weights, as the recipe says, and nothing moved yet.
+
+    CheckpointError or ModelError where it begins with a folder's weights and that cannot be read.
+    """
+    if recipe.begins == "embedded":
+        weights = folder_weights(config, POCKET, mesh)
+    else:
+        weights = first_weights(config, recipe.seed, mesh, alike)
     optimiser = jax.jit(build_optimiser(recipe, config).init, out_shardings=replicated(mesh))(weights)
     return TrainState(weights=weights, optimiser=optimiser, step=jax.device_put(jnp.int32(0), replicated(mesh)))
 

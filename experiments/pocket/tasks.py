@@ -15,7 +15,7 @@ from moonshard.experiments.pocket.conversation import HELD_OUT, Conversation, Me
 from moonshard.experiments.pocket.corpus import Generator, Text
 from moonshard.experiments.pocket.recall import DOMAINS, UNKNOWN, Document, ask, document, unknown_fact
 from moonshard.experiments.pocket.talk import talk_conversation
-from moonshard.experiments.pocket.tools import tool_conversation
+from moonshard.experiments.pocket.tools import client_conversation, tool_conversation
 
 MAX_CONTEXT_TOKENS = 4096  # of a prompt and its answer
 MAX_ANSWER_TOKENS = 96  # of one turn; the longest true ones have some 60
@@ -70,6 +70,12 @@ def tool_tasks(seed: int, num: int, split: str = HELD_OUT) -> list[Task]:
     return calling + [_tool_task(source, number, takes_calls=False) for number in range(-(-num // 4))]
 
 
+def client_tasks(seed: int, num: int, split: str = HELD_OUT) -> list[Task]:
+    """`num` questions that take calls, each in another client's manner."""
+    source = Source(seed, split)
+    return [_task_of("clients", source, number, takes_calls=True) for number in range(num)]
+
+
 def talk_tasks(seed: int, num: int) -> list[Task]:
     """The last question of small talk."""
     found: list[Task] = []
@@ -103,9 +109,13 @@ def prompt_tokens(text: Text, messages: Sequence[Message], tools: Sequence[Tool]
 
 
 def _tool_task(source: Source, number: int, *, takes_calls: bool) -> Task:
-    """An exchange of a conversation; one that has none of the wanted sort is drawn again."""
     is_agent = number % AGENTS_EVERY == AGENTS_EVERY - 1
-    kind, generator, bounds = _TOOL_KINDS[is_agent]
+    return _task_of("agents" if is_agent else "tools", source, number, takes_calls=takes_calls)
+
+
+def _task_of(kind: str, source: Source, number: int, *, takes_calls: bool) -> Task:
+    """An exchange of a conversation; one that has none of the wanted sort is drawn again."""
+    generator, bounds = _TOOL_KINDS[kind]
     for attempt in range(1000):
         random = source.random(kind, takes_calls, number, attempt)
         conversation = generator(random, source.split, random.randint(*bounds))
@@ -117,9 +127,10 @@ def _tool_task(source: Source, number: int, *, takes_calls: bool) -> Task:
     raise RuntimeError(f"no {kind} conversation has an exchange with takes_calls={takes_calls}")
 
 
-_TOOL_KINDS: dict[bool, tuple[str, Generator, tuple[int, int]]] = {
-    False: ("tools", tool_conversation, TOOL_TOKENS),
-    True: ("agents", agent_conversation, AGENT_TOKENS),
+_TOOL_KINDS: dict[str, tuple[Generator, tuple[int, int]]] = {
+    "tools": (tool_conversation, TOOL_TOKENS),
+    "agents": (agent_conversation, AGENT_TOKENS),
+    "clients": (client_conversation, TOOL_TOKENS),
 }
 
 

@@ -4,13 +4,14 @@ Most exchanges make one call. Some make two in one round, follow up ("And in Lim
 was asked first, fit no declared tool, or get an error back. Which of these is due always follows from the text so far.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
 from moonshard.experiments.pocket import talk, tool_words
 from moonshard.experiments.pocket.conversation import Call, Conversation, Exchange, Round
 from moonshard.experiments.pocket.lengths import exchange_tokens, opening_tokens
+from moonshard.experiments.pocket.manners import PLAIN, Manner, manner
 from moonshard.experiments.pocket.tool_library import PURPOSES, Declared, Purpose, placeholders
 from moonshard.experiments.pocket.tool_requests import Values, ask, draw_values, unserved
 from moonshard.experiments.pocket.tool_words import Value
@@ -36,6 +37,7 @@ class _Session:
     random: Random
     split: str
     declared: tuple[Declared, ...]
+    manner: Manner = PLAIN
     used: dict[str, set[Values]] = field(default_factory=dict)
     cities: list[Value] = field(default_factory=list)
     last: Declared | None = None  # of the last exchange, if it made one call
@@ -68,7 +70,7 @@ def declared_tools(random: Random, num_tools: int) -> tuple[Declared, ...]:
     )
 
 
-def answer_of(purpose: Purpose, values: Values, result: dict[str, Value]) -> str:
+def answer_of(purpose: Purpose, values: Values, result: Mapping[str, object]) -> str:
     return purpose.answer.format(**placeholders(purpose, values), **result)
 
 
@@ -76,19 +78,20 @@ def result_of(random: Random, purpose: Purpose) -> dict[str, Value]:
     return {name: value(random) for name, value in purpose.result.items()}
 
 
-def _called(random: Random, tool: Declared, values: Values, *, may_fail: bool) -> tuple[Call, str, str]:
-    """The call, its result as JSON and the answer."""
+def _called(session: _Session, tool: Declared, values: Values, *, may_fail: bool) -> tuple[Call, str, str]:
+    """The call, its result as the tool writes it and the answer."""
+    random, manner, call = session.random, session.manner, tool.call(values)
     if may_fail and tool.purpose.errors and random.random() < ERROR_SHARE:
         error = random.choice(tool.purpose.errors)
-        return tool.call(values), json.dumps({"error": error}), f"The tool says: {error}."
-    result = result_of(random, tool.purpose)
-    return tool.call(values), json.dumps(result), answer_of(tool.purpose, values, result)
+        return call, manner.failed(error), f"The tool says: {error}."
+    result = manner.found(random, result_of(random, tool.purpose))
+    return call, manner.written(random, result, call.arguments), answer_of(tool.purpose, values, result)
 
 
 def _single(session: _Session, tool: Declared, forms: tuple[str, ...]) -> Exchange:
     values = session.new_values(tool.purpose)
     question = session.random.choice(forms).format(**placeholders(tool.purpose, values))
-    call, result, answer = _called(session.random, tool, values, may_fail=True)
+    call, result, answer = _called(session, tool, values, may_fail=True)
     session.last = tool
     return Exchange(question=question, answer=answer, rounds=(Round(calls=(call,), results=(result,)),))
 
@@ -105,7 +108,7 @@ def _double(session: _Session) -> Exchange:
         question = first.purpose.pair.format(first=asked[0][1][0], second=asked[1][1][0])
     else:
         question = " ".join(ask(random, tool.purpose, values) for tool, values in asked)
-    made = [_called(random, tool, values, may_fail=False) for tool, values in asked]
+    made = [_called(session, tool, values, may_fail=False) for tool, values in asked]
     calls, results, answers = (tuple(column) for column in zip(*made, strict=True))
     session.last = None
     return Exchange(question=question, answer=" ".join(answers), rounds=(Round(calls=calls, results=results),))
@@ -146,10 +149,21 @@ def _next(session: _Session) -> Exchange:
 
 def tool_conversation(random: Random, split: str, num_tokens: int) -> Conversation:
     """Declarations, then exchanges until the conversation is about `num_tokens` long."""
+    return _conversation(random, split, num_tokens, PLAIN)
+
+
+def client_conversation(random: Random, split: str, num_tokens: int) -> Conversation:
+    """The same in the manner of some client."""
+    return _conversation(random, split, num_tokens, manner(random))
+
+
+def _conversation(random: Random, split: str, num_tokens: int, manner: Manner) -> Conversation:
     declared = declared_tools(random, random.randint(1, min(4, max(1, num_tokens // TOKENS_PER_TOOL))))
     system = random.choice(SYSTEMS) if random.random() < 0.4 else None
-    tools = tuple(tool.tool() for tool in declared)
-    session = _Session(random, split, declared)
+    if manner.rules:
+        system = " ".join(manner.rules)
+    tools = tuple(manner.declared(random, tool.tool()) for tool in declared)
+    session = _Session(random, split, declared, manner)
     exchanges: list[Exchange] = []
     length = opening_tokens(system, tools)
     while length < num_tokens or not exchanges:

@@ -35,6 +35,7 @@ from moonshard.serving.gateway.edge import (
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S, EventStream
 from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
+from moonshard.serving.gateway.large_bodies import LargeBodies
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.openai_body import BodyDecoder
 from moonshard.serving.gateway.openai_responses import (
@@ -82,6 +83,7 @@ class HttpFront:
         self._metrics = metrics
         self._version = version
         self._intake = intake
+        self._large_bodies = LargeBodies()
         self._unknown_fields = unknown_fields
         self._tenants = tenants
         self._keep_alive_s = keep_alive_s
@@ -117,7 +119,8 @@ class HttpFront:
 
     async def _body[T: msgspec.Struct](self, decoder: BodyDecoder[T], request: Request, *, num_contexts: int = 1) -> T:
         """What was sent. What of it is unknown is told in the answer's headers, or refused."""
-        body, unknown = decoder.decode(await read_body(request, self._intake, num_contexts=num_contexts))
+        sent = await read_body(request, self._intake, num_contexts=num_contexts)
+        body, unknown = await self._large_bodies.decode(decoder, sent)
         self._unknown_fields.tell(unknown, late_headers(request))
         return body
 

@@ -18,6 +18,7 @@ from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloa
 JSON_BYTES_PER_BYTE = 6  # \u0041
 OTHER_BYTES = 1 << 20  # of a body besides its text: tools, schemas, names, white space
 MAX_OTHER_VALUES = 1 << 14  # of a body besides token ids: of an object each takes a microsecond to decode
+MAX_OBJECTS = 1 << 14  # messages, parts, calls and what schemas are made of: each is built, again and again
 SMALL_BODY_BYTES = 1 << 16  # whose values are not counted: they are few
 SCAN_BYTES = 1 << 20  # of a body that are looked at together
 TOKENIZED_CONTEXTS = 2  # times the context: how long a text may be that is only counted or spelt out
@@ -90,21 +91,23 @@ class Bounds:
             )
 
     async def check_values(self, body: bytes, num_contexts: int = 1) -> None:
-        """Before a body is decoded. InvalidArgument where it has more values than could be served."""
+        """Before a body is decoded. InvalidArgument where it has more values, or objects, than could be served."""
         if len(body) <= SMALL_BODY_BYTES:
             return
         limit = MAX_OTHER_VALUES + (self.max_context_tokens or 0) * num_contexts
-        if await asyncio.to_thread(_has_more_values, body, limit):
+        if await asyncio.to_thread(_has_more, body, b",[{", limit):
             raise InvalidArgument(f"the body has more than {limit} values: lists, objects and what is in them")
+        if await asyncio.to_thread(_has_more, body, b"{", MAX_OBJECTS):
+            raise InvalidArgument(f"the body has more than {MAX_OBJECTS} objects: messages, parts and what is in them")
 
 
-def _has_more_values(body: bytes, limit: int) -> bool:
-    """Whether more than `limit` values begin outside of strings: after a comma or at a bracket.
+def _has_more(body: bytes, marks: bytes, limit: int) -> bool:
+    """Whether more than `limit` of these characters stand outside of strings: a value begins after each of them.
 
-    Most bodies have fewer such characters anywhere. Where not, strings are told from the rest, a piece at a time, by
-    numpy, which lets go of Python's lock.
+    Most bodies have fewer anywhere. Where not, strings are told from the rest, a piece at a time, by numpy, which lets
+    go of Python's lock.
     """
-    return sum(_count(body, mark) for mark in (b",", b"[", b"{")) > limit and num_values(body, limit) > limit
+    return sum(_count(body, bytes([mark])) for mark in marks) > limit and num_marks(body, marks, limit) > limit
 
 
 def _count(body: bytes, mark: bytes) -> int:
@@ -112,16 +115,16 @@ def _count(body: bytes, mark: bytes) -> int:
     return sum(body.count(mark, start, start + SCAN_BYTES) for start in range(0, len(body), SCAN_BYTES))
 
 
-def num_values(body: bytes, enough: int | None = None) -> int:
-    """How many commas and opening brackets stand outside of strings; beyond `enough` they are not counted on."""
+def num_marks(body: bytes, marks: bytes, enough: int | None = None) -> int:
+    """How many of these characters stand outside of strings; beyond `enough` they are not counted on."""
     found, in_string, odd = 0, False, False
     for start in range(0, len(body), SCAN_BYTES):
         piece = np.frombuffer(body, np.uint8, min(SCAN_BYTES, len(body) - start), start)
         escaped, odd = _escaped(piece, odd)
         quotes = (piece == _QUOTE) & ~escaped
         inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)).view(bool) ^ in_string
-        marks = (piece == ord(",")) | (piece == ord("[")) | (piece == ord("{"))
-        found += int(np.count_nonzero(marks & ~inside))
+        is_mark = np.logical_or.reduce([piece == mark for mark in marks])
+        found += int(np.count_nonzero(is_mark & ~inside))
         in_string = bool(inside[-1])
         if enough is not None and found > enough:
             break

@@ -35,12 +35,12 @@ class BodyDecoder[T: msgspec.Struct]:
     """JSON to one struct, and to the names of what the struct has no field for."""
 
     def __init__(self, struct: type[T]) -> None:
-        self._struct = struct
+        self.struct = struct
         self._decoder = msgspec.json.Decoder(struct)
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """InvalidArgument as `decode`. Of many names, the first `MAX_UNKNOWN`."""
-        return decode(self._decoder, body), list(islice(unknown_fields(self._struct, body), MAX_UNKNOWN))
+        return decode(self._decoder, body), list(islice(unknown_fields(self.struct, body), MAX_UNKNOWN))
 
 
 def shape_error(error: msgspec.ValidationError) -> InvalidArgument:

@@ -13,7 +13,7 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, RequestError, TooLarge
 from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway import intake
-from moonshard.serving.gateway.intake import MAX_OTHER_VALUES, Bounds, Intake, num_values
+from moonshard.serving.gateway.intake import MAX_OBJECTS, MAX_OTHER_VALUES, Bounds, Intake, num_marks
 from moonshard.serving.gateway.main import RunningGateway
 from tests.serving.gateway.conftest import FIXTURE
 from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, FakeWorker
@@ -29,7 +29,7 @@ def gateway_config() -> GatewayConfig:
     )
 
 
-def plain_count(body: bytes) -> int:
+def plain_count(body: bytes, marks: str) -> int:
     """Character by character, as a parser would go."""
     found, in_string, is_escaped = 0, False, False
     for char in body.decode():
@@ -39,7 +39,7 @@ def plain_count(body: bytes) -> int:
             is_escaped, in_string = char == "\\", char != '"'
         else:
             in_string = char == '"'
-            found += char in ",[{"
+            found += char in marks
     return found
 
 
@@ -50,8 +50,9 @@ def test_values_are_counted_outside_of_strings_however_a_body_is_cut(scanned: in
     for _ in range(200):
         texts = ["".join(draw.choices(['"', "\\", ",", "[", "{", "a", "é"], k=draw.randrange(9))) for _ in range(4)]
         body = json.dumps([{text: texts[:2], "n": [1, 2.5, None]} for text in texts], ensure_ascii=False).encode()
-        assert num_values(body) == plain_count(body)
-        assert num_values(body, 3) > 3
+        for marks in (",[{", "{"):
+            assert num_marks(body, marks.encode()) == plain_count(body, marks)
+        assert num_marks(body, b",[{", 3) > 3
 
 
 BOUNDS = Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=100, max_token_bytes=10)
@@ -64,6 +65,16 @@ async def test_many_values_are_refused_and_as_many_commas_in_a_text_are_not():
     await BOUNDS.check_values(b'{"prompt":"' + b"[,{" * many + b'"}')
     ids = b'{"prompt":[' + b"1000," * (MAX_CONTEXT_TOKENS - 1) + b"1]}"
     await Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=MAX_CONTEXT_TOKENS, max_token_bytes=10).check_values(ids)
+
+
+async def test_many_objects_are_refused_where_as_many_ids_are_not():
+    bounds = Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=100_000, max_token_bytes=10)
+    with pytest.raises(InvalidArgument, match="objects"):
+        await bounds.check_values(b'{"messages":[' + b'{"a":1},' * MAX_OBJECTS + b"{}]}")
+    await bounds.check_values(
+        b'{"messages":[' + b'{"a":1},' * (MAX_OBJECTS - 2) + b'{"content":"' + b"{" * 99 + b'"}]}'
+    )
+    await bounds.check_values(b'{"prompt":[' + b"1," * (MAX_OBJECTS * 2) + b"1]}")
 
 
 async def test_ids_of_as_many_contexts_as_may_be_spelt_out_are_not_too_many_values():

@@ -1,0 +1,67 @@
+"""Large JSON bodies, decoded in a process of their own: msgspec keeps Python's lock, and every stream would wait.
+
+A process for each such body, since they are few, take longer to tokenise than a process takes to start, and leave
+nothing behind: it reads the body to its end, writes what it found and is gone, with its memory, also where the gateway
+was killed. What it writes is taken over at the speed of memory.
+
+    python -m moonshard.serving.gateway.large_bodies MODULE STRUCT < BODY > PICKLE
+"""
+
+import asyncio
+import importlib
+import logging
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+
+from moonshard.rpc.status import InternalError, InvalidArgument
+from moonshard.serving.gateway.openai_body import BodyDecoder
+
+LARGE_BYTES = 1 << 20  # less takes a few milliseconds to decode
+MAX_AT_ONCE = 2
+
+logger = logging.getLogger(__name__)
+
+
+class LargeBodies:
+    """Decodes bodies of any size, large ones apart; of these, some at once. One event loop."""
+
+    def __init__(self) -> None:
+        self._room = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def decode[T: msgspec.Struct](self, decoder: BodyDecoder[T], body: bytes) -> tuple[T, list[str]]:
+        """As `BodyDecoder.decode`. InternalError where the process came to nothing: there may be no memory for it."""
+        if len(body) <= LARGE_BYTES:
+            return decoder.decode(body)
+        async with self._room:  # who leaves while waiting is never decoded
+            found = await asyncio.to_thread(_decode_apart, decoder.struct, body)
+        if isinstance(found, InvalidArgument):
+            raise found
+        return found
+
+
+def _decode_apart(struct: type[Any], body: bytes) -> Any:
+    """In a thread: it waits in the kernel."""
+    argv = [sys.executable, "-m", __name__, struct.__module__, struct.__qualname__]
+    done = subprocess.run(argv, input=body, capture_output=True, check=False)
+    if done.returncode:
+        logger.error("decoding a body of %d bytes ended with %d: %s", len(body), done.returncode, done.stderr[-500:])
+        raise InternalError(f"a body of {len(body)} bytes could not be decoded")
+    return pickle.loads(done.stdout)  # from a process of our own
+
+
+def main() -> None:
+    module, name = sys.argv[1:]
+    decoder = BodyDecoder(getattr(importlib.import_module(module), name))
+    try:
+        found: object = decoder.decode(sys.stdin.buffer.read())
+    except InvalidArgument as error:
+        found = InvalidArgument(error.message, field=error.field)  # without what caused it
+    pickle.dump(found, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+
+
+if __name__ == "__main__":
+    main()
