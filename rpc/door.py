@@ -32,6 +32,7 @@ from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestErr
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TIMEOUT_S = 10.0  # for a peer to prove itself
+MAX_UNPROVED = 256  # calls at once whose callers have proved nothing yet
 STATUS_TIMEOUT_S = 1.0  # for a call that broke off to say why
 MAX_LOGGED = 256  # peers and reasons
 MAX_DIGITS = 10
@@ -205,6 +206,7 @@ class Door(grpc.aio.ServerInterceptor):
         self._port = port
         self._has_tls = has_tls
         self._logged: set[tuple[str, str]] = set()
+        self._unproved: dict[asyncio.Timeout, None] = {}  # the oldest first
 
     async def intercept_service(
         self,
@@ -243,12 +245,25 @@ class Door(grpc.aio.ServerInterceptor):
         terms = self._terms(method, _said(context.invocation_metadata()))
         await context.send_initial_metadata(((_NONCE, terms.server_nonce), (_PROOF, terms.proof(self._key, "server"))))
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(TIMEOUT_S) as wait, self._among_unproved(wait):
                 frame = await anext(aiter(frames), b"")
         except TimeoutError:
             raise Unauthenticated("no proof of the cluster's key came in time") from None
         if len(frame) != PROOF_BYTES or not hmac.compare_digest(frame, terms.proof(self._key, "caller")):
             raise Unauthenticated("the proof of the cluster's key (cluster.key_file) is wrong")
+
+    @contextlib.asynccontextmanager
+    async def _among_unproved(self, wait: asyncio.Timeout) -> AsyncIterator[None]:
+        """Of too many the oldest has waited long enough: who has the key proves it in milliseconds."""
+        if len(self._unproved) >= MAX_UNPROVED:
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            oldest.reschedule(asyncio.get_running_loop().time())
+        self._unproved[wait] = None
+        try:
+            yield
+        finally:
+            self._unproved.pop(wait, None)
 
     def _terms(self, method: str, said: dict[str, str | bytes]) -> _Terms:
         nonce, version, port = _bytes(said.get(_NONCE)), _number(said.get(_VERSION)), _number(said.get(_PORT))

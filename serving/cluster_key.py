@@ -30,7 +30,7 @@ class ClusterKey:
     salts: bytes = field(repr=False)  # for the names of tenants' blocks
 
 
-def cluster_key(config: Config, environ: Mapping[str, str] = os.environ) -> ClusterKey:
+def cluster_key(config: Config, environ: Mapping[str, str]) -> ClusterKey:
     """Of the configured file, or of that in the user's state folder. ConfigError for one that is no secret."""
     return key_of(key_file_of(config, environ))
 
@@ -62,7 +62,7 @@ def load_key(path: Path) -> bytes:
             _make(path)
         text = _read_secret(path)
     except OSError as error:
-        raise ConfigError([f"{KEY}: {path}: {error.strerror}"]) from error
+        raise ConfigError([f"{KEY}: {path}: {error.strerror}; name a file that can be read and made"]) from error
     key = text.strip()
     if not MIN_BYTES <= len(key) <= MAX_BYTES:
         size = f"holds {len(key)} bytes" if len(key) < MIN_BYTES else "is too long"

@@ -25,6 +25,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 MAX_PENDING_ROWS = 100_000  # that wait for the disk; of more the oldest are lost
 MAX_ROW_BYTES = 1 << 16  # so far back the last row is looked for
+READ_BYTES = 1 << 20  # at once, of a file whose rows are counted
 RETRY_S = 5.0  # rows that wait are tried again, also where no other comes
 ROW_START = b'{"request_id":'
 
@@ -143,8 +144,12 @@ class Ledger:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         anew = _open(self._path)
-        how = "moved away" if ours.st_nlink else "deleted, with the rows that it had,"
-        logger.warning("ledger %s: it was %s and is begun anew", self._path, how)
+        if ours.st_nlink:
+            logger.warning("ledger %s: it was moved away and is begun anew", self._path)
+        else:
+            num_rows = _num_lines(self._file)
+            self._num_lost += num_rows
+            logger.warning("ledger %s: it was deleted, with %d rows, and is begun anew", self._path, num_rows)
         os.close(self._file)
         self._file, self._whole_bytes = anew, None
 
@@ -167,6 +172,15 @@ class Ledger:
         if self._whole_bytes is not None:
             os.ftruncate(self._file, self._whole_bytes)
             self._whole_bytes = None
+
+
+def _num_lines(file: int) -> int:
+    """Of a file that nobody else can open any more."""
+    found = start = 0
+    while part := os.pread(file, READ_BYTES, start):
+        found += part.count(b"\n")
+        start += len(part)
+    return found
 
 
 def _is_at(path: Path, file: os.stat_result) -> bool:

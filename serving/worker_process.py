@@ -8,6 +8,7 @@ holds is unknown; so does a fault in the engine's own bookkeeping.
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 
@@ -56,7 +57,7 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
     stop = _stop_on_signals()
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Worker] = loop.create_future()
-    key = cluster_key(config).proofs
+    key = cluster_key(config, os.environ).proofs
     transports = KvTransports(config, key)
     server = build_server(
         host=config.worker.host,

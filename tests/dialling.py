@@ -1,6 +1,7 @@
 """How tests call workers: as a gateway of the cluster, whose key is that of all that tests start."""
 
 import functools
+import os
 from pathlib import Path
 
 import grpc
@@ -16,7 +17,7 @@ INSPECT = LINK.replace("/Link", "/Inspect")
 
 @functools.cache
 def own_key() -> ClusterKey:
-    return cluster_key(Config(model=ModelConfig(path=Path(), name="any")))
+    return cluster_key(Config(model=ModelConfig(path=Path(), name="any")), os.environ)
 
 
 def port_of(address: str) -> int:

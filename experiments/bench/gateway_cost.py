@@ -91,7 +91,7 @@ def _gateway(config: Config, address: str, environment: Mapping[str, str]) -> It
 async def _take_turns(
     config: Config, address: str, gateway: str, num_streams: int, plan: Plan
 ) -> dict[str, list[Seen]]:
-    key = cluster_key(config).proofs
+    key = cluster_key(config, os.environ).proofs
     async with (
         DirectClient.connected(address, key) as direct,
         AsyncClient(address) as bare,

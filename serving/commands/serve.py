@@ -1,6 +1,7 @@
 """`moonshard serve`, and its parts that the demo uses too: the command lines of the children, the limits."""
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,7 @@ def serve(
     check_ports_are_free(config)
     check_model_folder(config.model.path)
     load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
-    cluster_key(config)  # likewise
+    cluster_key(config, os.environ)  # likewise
     reporter = TerminalReporter(has_timings=timings)
     own.note("configuration", own.phases[0].took_s)
     waiting_s = own.now_s

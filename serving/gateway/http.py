@@ -244,7 +244,10 @@ class HttpFront:
         }
 
     async def _health(self, _request: Request) -> Response:
-        return json_response({"status": "ok"})
+        """200 as long as the gateway lives; `degraded` where a worker is away, which is tried again."""
+        workers = self._gateway.pool.worker_states()
+        is_whole = all(state == "ready" for state in workers.values())
+        return json_response({"status": "ok" if is_whole else "degraded", "workers": workers})
 
     async def _ready(self, _request: Request) -> Response:
         """Whether requests can be served, and by which workers: they may be fewer than they should."""

@@ -7,6 +7,7 @@ everyone who asks is told (`/ready`, gRPC health), then running requests finish,
 import asyncio
 import contextlib
 import errno
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -125,7 +126,7 @@ async def _serving(
     """With what is open already: the HTTP port, and ledger, recorder and export of spans where there are any."""
     model = load_served_model(config.model.path, config.model.name)
     tenants = load_tenants(config.gateway.keys)
-    key = cluster_key(config)
+    key = cluster_key(config, os.environ)
     metrics = GatewayMetrics(model.name)
     pool = _link_pool(config, key, metrics)
     gateway = Gateway(

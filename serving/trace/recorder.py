@@ -95,6 +95,7 @@ class Recorder:
         self._num_unwritten = 0
         self._num_writing = 0  # rows that are being written
         self._is_given_up = False
+        self._is_thinned = False  # said once: whoever deletes some goes on with it
         self._failing: set[Table] = set()  # those whose last part had rows that are lost
         self.num_failures = 0
         self._thread = threading.Thread(target=self._write_all, name="trace", daemon=True)
@@ -177,6 +178,9 @@ class Recorder:
             data = encode_part(table, fit, self._origin.row())
         write_part(path, data)
         self._written.add(path, len(data))
+        if (num_gone := self._written.forget_gone()) and not self._is_thinned:
+            self._is_thinned = True
+            logger.warning("trace %s: %d parts were deleted by somebody else", self._path, num_gone)
         return num_unfit, trouble
 
     def _note(self, path: Path, table: Table, num_lost: int, trouble: str | None) -> None:
@@ -209,6 +213,13 @@ class _WrittenParts:
             self._num_bytes -= num_oldest_bytes
             with contextlib.suppress(OSError):  # somebody else deleted it, or nobody may any more
                 oldest.unlink()
+
+    def forget_gone(self) -> int:
+        """How many others have deleted since the last time: they take no room any more."""
+        kept = deque((path, size) for path, size in self._parts if path.exists())
+        num_gone = len(self._parts) - len(kept)
+        self._parts, self._num_bytes = kept, sum(size for _, size in kept)
+        return num_gone
 
 
 @contextlib.asynccontextmanager

@@ -207,6 +207,25 @@ async def test_who_proves_nothing_in_time_is_turned_away(monkeypatch: pytest.Mon
         assert inside.num_calls == 0
 
 
+async def test_of_many_who_prove_nothing_the_oldest_is_turned_away_and_who_has_the_key_comes_in(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(door, "MAX_UNPROVED", 3)
+    async with serving() as (inside, server, channel):
+        waiting: list[Any] = []
+        for _ in range(3):
+            waiting.append(raw(channel, Knock(KEY, LINK, server.port).metadata))
+            await waiting[-1].initial_metadata()  # the challenge: it is among those who have proved nothing
+        oldest, *others = waiting
+        call = await open_stream(channel, LINK, KEY, server.port, link_pb2.WorkerMessage.FromString)
+        assert isinstance(await call.read(), link_pb2.WorkerMessage)
+        assert await refusal(oldest) is UNAUTHENTICATED
+        assert not any(call.done() for call in others)
+        assert inside.num_calls == 1
+        for call in others:
+            call.cancel()
+
+
 async def test_a_frame_that_is_no_message_is_an_invalid_argument():
     async with serving() as (inside, server, channel):
         knock = Knock(KEY, LINK, server.port)

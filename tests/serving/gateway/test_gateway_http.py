@@ -244,7 +244,9 @@ async def test_text_parts_are_joined(http: httpx.AsyncClient):
 
 
 async def test_operators_routes_answer(http: httpx.AsyncClient):
-    assert (await http.get("/health")).status_code == 200
+    health = await http.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "ok")
+    assert list(health.json()["workers"].values()) == ["ready"]
     assert (await http.get("/ready")).status_code == 200
     assert (await http.get("/version")).json()["version"]
     models = (await http.get("/v1/models")).json()

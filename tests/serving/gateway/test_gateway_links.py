@@ -137,7 +137,9 @@ async def test_whoever_takes_the_port_of_a_lost_worker_is_told_nothing(
 async def test_without_a_worker_the_gateway_lives_and_is_not_ready(gateway_config: GatewayConfig, kimi_folder):
     config = make_config(gateway_config, kimi_folder, ["127.0.0.1:1"])
     async with serving(config) as running, httpx.AsyncClient(base_url=running.http, trust_env=False) as client:
-        assert (await client.get("/health")).status_code == 200
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (200, "degraded")
+        assert health.json()["workers"]["127.0.0.1:1"]
         not_ready = await client.get("/ready")
         assert not_ready.status_code == 503
         assert not_ready.json()["error"]["message"].startswith("no worker is ready (127.0.0.1:1: ")

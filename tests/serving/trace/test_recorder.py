@@ -1,6 +1,7 @@
 """What was appended is read back, whatever the disk does and whenever the process dies; and nobody waits for it."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -190,6 +191,26 @@ def test_no_more_bytes_stay_than_may_and_the_newest_do(tmp_path: Path):
     (tmp_path / "tokens" / "another-process.parquet").unlink()  # which is still there: it is not this one's
     assert sorted(read_table(tmp_path, TOKENS)["index"].to_list()) == list(range(170, 200))
     assert recorder.num_lost == 0
+
+
+def test_parts_that_somebody_else_deletes_are_said_once_and_make_room(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    probe = a_recorder(tmp_path / "probe")
+    for index in range(10):
+        probe.rows(TOKENS).append(token(index))
+    probe.close()
+    (part,) = parts(tmp_path / "probe")
+    recorder = a_recorder(tmp_path, max_age_s=A_LONG_TIME_S, max_bytes=round(3.5 * part.stat().st_size))
+    for batch in range(3):
+        for index in range(20 * batch, 20 * batch + 20):
+            recorder.rows(TOKENS).append(token(index))
+        until(lambda: len(list(tmp_path.glob("tokens/*.parquet"))) == 2)
+        if batch < 2:
+            shutil.rmtree(tmp_path / "tokens")
+    recorder.close()
+    assert sorted(read_table(tmp_path, TOKENS)["index"].to_list()) == list(range(40, 60))
+    assert [text for text in caplog.messages if "deleted by somebody else" in text] == [
+        f"trace {tmp_path}: 2 parts were deleted by somebody else"
+    ]
 
 
 def test_one_part_stays_however_small_the_limit(tmp_path: Path):
