@@ -43,6 +43,7 @@ HELP = {
     "vllm:request_inference_time_seconds": "Per finished request: prefill and decode together.",
     "vllm:request_prompt_tokens": "Per finished request: tokens of its prompt.",
     "vllm:request_generation_tokens": "Per finished request: tokens that the client got, of all choices.",
+    "vllm:request_max_num_generation_tokens": "Per finished request: tokens of its longest choice that the client got.",
     "vllm:request_params_n": "Per finished request: choices asked for.",
     "vllm:request_params_max_tokens": "Per finished request: the most tokens that each choice might have.",
     "vllm:iteration_tokens_total": "Per step of a worker: tokens computed, of prompts and of completions.",
@@ -95,6 +96,7 @@ class GatewayMetrics:
         self.inference_s = self._histogram("vllm:request_inference_time_seconds", E2E_BUCKETS_S)
         self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", TOKEN_BUCKETS)
         self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", TOKEN_BUCKETS)
+        self.longest_generation_tokens = self._histogram("vllm:request_max_num_generation_tokens", TOKEN_BUCKETS)
         self.params_n = self._histogram("vllm:request_params_n", CHOICE_BUCKETS)
         self.params_max_tokens = self._histogram("vllm:request_params_max_tokens", TOKEN_BUCKETS)
         self.step_tokens = self._histogram("vllm:iteration_tokens_total", STEP_TOKEN_BUCKETS)

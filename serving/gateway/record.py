@@ -148,6 +148,7 @@ class RequestRecord:
         metrics.params_n.labels(*labels).observe(run.n)
         metrics.params_max_tokens.labels(*labels).observe(self.max_tokens)
         longest = max(self._num_tokens)
+        metrics.longest_generation_tokens.labels(*labels).observe(longest)
         if longest > 1:
             metrics.time_per_output_token_s.labels(*labels).observe(timing.decode_ms / 1e3 / (longest - 1))
         if self.stamps.transfer is not None:

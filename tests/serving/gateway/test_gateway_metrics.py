@@ -31,6 +31,30 @@ VLLM_NAMES = {
     *("vllm:request_params_n_bucket", "vllm:request_params_max_tokens_bucket", "vllm:iteration_tokens_total_bucket"),
 }
 
+LATENCIES = (
+    "vllm:e2e_request_latency_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:time_to_first_token_seconds",
+)
+# The 27 queries of vLLM's Grafana board, examples/observability/prometheus_grafana/grafana.json: what each selects by
+# `model_name`, and the label by which it sums, if by any.
+BOARD: list[tuple[str, str | None]] = [
+    *((f"{name}_bucket", "le") for name in LATENCIES for _ in ("P99", "P95", "P90", "P50")),
+    *((f"{name}_sum / {name}_count", None) for name in LATENCIES),
+    ("vllm:prompt_tokens_total", None),
+    ("vllm:generation_tokens_total", None),
+    ("vllm:num_requests_running", None),
+    ("vllm:num_requests_waiting", None),
+    ("vllm:kv_cache_usage_perc", None),
+    ("vllm:request_prompt_tokens_bucket", "le"),
+    ("vllm:request_generation_tokens_bucket", "le"),
+    ("vllm:request_success_total", "finished_reason"),
+    ("vllm:request_queue_time_seconds_sum", None),
+    ("vllm:request_prefill_time_seconds_sum", None),
+    ("vllm:request_decode_time_seconds_sum", None),
+    ("vllm:request_max_num_generation_tokens_sum", None),
+]
+
 
 async def samples(http: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
     """Value by (name, label values in the order of label names)."""
@@ -103,6 +127,20 @@ async def test_counts_are_those_of_the_requests(http: httpx.AsyncClient, grpc_cl
     assert found["moonshard_requests_total", "completed"] == 2
     assert found["moonshard_http_requests_total", "/v1/completions", "200"] == 1
     assert found["vllm:kv_cache_usage_perc", "0", "kimi"] == 16 / NUM_BLOCKS
+
+
+async def test_every_query_of_vllms_board_finds_what_it_selects(http: httpx.AsyncClient):
+    assert len(BOARD) == 27
+    await http.post("/v1/completions", json=ASKED | {"n": 2})
+    families = text_string_to_metric_families((await http.get("/metrics")).text)
+    found = [sample for family in families for sample in family.samples if sample.labels.get("model_name") == "kimi"]
+    for selected, summed_by in BOARD:
+        for name in selected.split(" / "):
+            samples = [sample for sample in found if sample.name == name]
+            assert samples, name
+            assert summed_by is None or all(summed_by in sample.labels for sample in samples), name
+    longest = {sample.name: sample.value for sample in found}["vllm:request_max_num_generation_tokens_sum"]
+    assert longest == ASKED["max_tokens"]  # of either choice, not of both
 
 
 async def test_every_metric_says_what_it_is_beyond_its_name(http: httpx.AsyncClient):
