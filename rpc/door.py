@@ -155,7 +155,7 @@ class ProvedFrames(Iterator[bytes]):
             return next(self._frames)
         self._is_proved, call = True, self._calls.get()
         metadata = call.initial_metadata()
-        if not call.is_active():
+        if _NONCE not in _said(metadata) and _has_ended(call):
             raise StopIteration  # its status says why
         try:
             return self._knock.answer(metadata)
@@ -163,6 +163,17 @@ class ProvedFrames(Iterator[bytes]):
             self.fault = error
             call.cancel()
             raise StopIteration from error
+
+
+def _has_ended(call: Any) -> bool:
+    """Of a call whose server told nothing: one that broke off is over a moment after its empty metadata are here."""
+    try:
+        call.exception(timeout=STATUS_TIMEOUT_S)
+    except grpc.FutureTimeoutError:
+        return False
+    except grpc.FutureCancelledError:
+        return True
+    return True
 
 
 def call_once(

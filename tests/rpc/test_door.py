@@ -175,6 +175,25 @@ async def test_a_caller_tells_a_server_without_the_key_nothing():
         assert inside.num_calls == 0
 
 
+async def test_a_call_that_broke_off_says_how_and_not_that_nothing_was_proved():
+    """Its empty metadata may be here before its status is."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        del reader
+        writer.close()
+
+    listener = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+
+    def ask() -> grpc.StatusCode:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as caught:
+            call_once(channel, INSPECT, KEY, port, link_pb2.InspectRequest(), timeout_s=20)
+        return caught.value.code()  # pyright: ignore[reportAttributeAccessIssue]
+
+    assert {await asyncio.to_thread(ask) for _ in range(200)} == {grpc.StatusCode.UNAVAILABLE}
+    listener.close()
+
+
 async def test_a_stranger_who_passes_the_challenge_on_to_a_worker_at_another_port_is_found():
     """As one would who has taken the port of a worker that crashed, while others live."""
     async with serving() as (inside, server, channel):
