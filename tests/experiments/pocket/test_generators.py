@@ -16,10 +16,21 @@ from moonshard.experiments.pocket.recall import UNKNOWN
 from moonshard.experiments.pocket.talk import talk_conversation
 from moonshard.experiments.pocket.talk_topics import ASKING, GREETINGS, TOPICS, USER_FACTS
 from moonshard.experiments.pocket.tool_library import NO_TOOL, PURPOSES
-from moonshard.experiments.pocket.tools import AGAIN, FIRST_CITY, LAST_CITY, tool_conversation
+from moonshard.experiments.pocket.tools import (
+    AGAIN,
+    FIRST_CITY,
+    LAST_CITY,
+    client_conversation,
+    tool_conversation,
+)
 from moonshard.experiments.pocket.vocabulary import closed_vocabulary
 
-MAKERS = {"tools": tool_conversation, "agents": agent_conversation, "talk": talk_conversation}
+MAKERS = {
+    "tools": tool_conversation,
+    "clients": client_conversation,
+    "agents": agent_conversation,
+    "talk": talk_conversation,
+}
 JSON_TYPES = {"string": str, "integer": int}
 every_skill = pytest.mark.parametrize("skill", MAKERS)
 
