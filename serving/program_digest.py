@@ -97,18 +97,23 @@ def _instruction_set() -> str:
 
 
 def _feed(digest: Any, value: object) -> None:
-    """Every value so that no two different ones feed the same bytes. TypeError for what has no form of its own."""
+    """Every value so that no two different ones feed the same bytes. TypeError for what has no form of its own.
+
+    A function goes by its name: its source is in `source_digest`, and what it closes over is not in the key.
+    """
     match value:
         case bytes():
             digest.update(b"b%d:" % len(value) + value)
         case None | bool() | int() | float() | str():
-            _feed(digest, f"{type(value).__name__} {value!r}".encode())
+            text = f"{type(value).__name__} {value!r}".encode()
+            digest.update(b"s%d:" % len(text) + text)
         case np.ndarray():
             _feed(digest, ("array", str(value.dtype), value.shape, value.tobytes()))
         case jax.Array() | jax.ShapeDtypeStruct():
             _feed(digest, ("leaf", value.shape, str(value.dtype), _placed(value)))
         case Mapping():
-            _feed(digest, ("mapping", *sorted(value.items())))
+            digest.update(b"mapping")
+            _feed(digest, sorted(value.items()))
         case tuple() | list() | frozenset() | set() | range():
             parts: Iterable[object] = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
             digest.update(f"{type(value).__name__} {len(value)}(".encode())

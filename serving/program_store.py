@@ -1,7 +1,7 @@
 """Compiled programs on disk, whole: one that is found here is neither traced nor lowered nor compiled.
 
 jax's own cache keeps what XLA compiled, and asks for the lowered program as its key: a start that finds everything
-there still traces and lowers all of it. Here the key is what a program is made of (`serving.preparation` says what
+there still traces and lowers all of it. Here the key is what a program is made of (`serving.program_digest` says what
 that is), so that nothing of it needs to be made. Processes share a folder: an entry is written beside its place and
 moved there, and one that is being made is claimed by a lock that ends with its process. Whatever is wrong with the
 folder or with an entry is said once, and the program is compiled anew. Entries hold machine code, as those of jax's

@@ -1,5 +1,6 @@
 """A program that is found is the one that would be compiled; one that is another is not found."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -223,6 +224,17 @@ def test_of_the_rules_what_they_cut_on_the_mesh_is_in_the_key(mesh: MeshShape, i
         for rules in (PREFILL, DECODE)
     ]
     assert (digest_of(blueprints[0], key) == digest_of(blueprints[1], key)) is is_same
+
+
+def test_values_that_are_spelt_alike_are_told_apart():
+    alike = ("1", 1, 1.0, True, b"1", b"str '1'", ("1",), ["1"], {"1": 1}, [("1", 1)], {"1"}, None, "None")
+
+    def digest(value: object) -> str:
+        found = hashlib.sha256()
+        program_digest._feed(found, value)
+        return found.hexdigest()
+
+    assert len({digest(value) for value in alike}) == len(alike)
 
 
 def test_other_code_has_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
