@@ -74,11 +74,15 @@ bench-gpu:  ## on a machine with an NVIDIA GPU and jax and numpy: check, then me
 notebooks: setup  ## each study that has a run under results/: its notebook executed, with its pictures beside it
 	@$(BIN)/python -m moonshard.experiments.reading.notebooks
 
+# The second recipe goes on from the embedded weights, so the first one's are put in place before it, and mixed with its.
 pocket: setup  ## train the embedded model anew, hours on two cores, and put it in its place; a run that was stopped goes on
-	@$(KEEP_MEMORY) $(BIN)/python -m moonshard.experiments.pocket.train
-	@$(BIN)/python -m moonshard.experiments.pocket.export --out $(TRAINED)
-	@$(BIN)/python -m moonshard.experiments.pocket.balance --model $(TRAINED)
-	@mv $(TRAINED)/*.json $(TRAINED)/model.safetensors models/pocket/
+	@for recipe in cpu clients; do \
+	  $(KEEP_MEMORY) $(BIN)/python -m moonshard.experiments.pocket.train --recipe $$recipe --out results/pocket/$$recipe && \
+	  $(BIN)/python -m moonshard.experiments.pocket.export --run results/pocket/$$recipe --out $(TRAINED) && \
+	  $(BIN)/python -m moonshard.experiments.pocket.balance --model $(TRAINED) && \
+	  { [ $$recipe = cpu ] || $(BIN)/python -m moonshard.experiments.pocket.mix $(TRAINED); } && \
+	  mv $(TRAINED)/*.json $(TRAINED)/model.safetensors models/pocket/ || exit; \
+	done
 
 oracle: setup $(ORACLE)/.ready  ## Hugging Face transformers in a venv of its own, and the tests that compare with it
 	@$(PYTEST) -m oracle

@@ -5,7 +5,7 @@ Both clients share it, so that they differ in nothing but `await`. It decides no
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from google.protobuf.message import Message
 
@@ -156,15 +156,15 @@ def _join(deltas: list[Delta]) -> Choice:
 
 def _join_calls(parts: Iterable[ToolCallPart]) -> tuple[ToolCall, ...]:
     """Raises InternalError for a part of a call that has not begun."""
-    calls: list[ToolCall] = []
+    calls: list[tuple[str, str, list[str]]] = []
     for part in parts:
         if part.id:
-            calls.append(ToolCall(id=part.id, name=part.name, arguments=part.arguments))
+            calls.append((part.id, part.name, [part.arguments]))
         elif calls:
-            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + part.arguments)
+            calls[-1][2].append(part.arguments)
         else:
             raise InternalError("the stream has a part of a tool call that has not begun")
-    return tuple(calls)
+    return tuple(ToolCall(id=call_id, name=name, arguments="".join(pieces)) for call_id, name, pieces in calls)
 
 
 def _decode_position(position: pb.PositionLogprobs) -> PositionLogprobs:

@@ -20,7 +20,7 @@ Pure. Left out: the formats of other models, the arguments' schema.
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import msgspec
@@ -73,13 +73,13 @@ class Parsed:
 
 def whole_calls(parts: Iterable[CallPart]) -> list[ToolCall]:
     """What one answer's parts, in their order, add up to."""
-    calls: list[ToolCall] = []
+    calls: list[tuple[str, str, list[str]]] = []
     for part in parts:
         if part.id is not None and part.name is not None:
-            calls.append(ToolCall(id=part.id, name=part.name, arguments=part.arguments))
+            calls.append((part.id, part.name, [part.arguments]))
         else:
-            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + part.arguments)
-    return calls
+            calls[-1][2].append(part.arguments)
+    return [ToolCall(id=call_id, name=name, arguments="".join(pieces)) for call_id, name, pieces in calls]
 
 
 def call_marks(special_tokens: Mapping[str, int]) -> dict[int, str]:

@@ -122,7 +122,7 @@ async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) 
     share, admit = intake.admission(num_contexts)
     request.scope[_SHARE] = share
     declared = request.headers.get("content-length", "")
-    admit(int(declared) if declared.isdecimal() else 0)
+    intake.bounds().check_bytes(int(declared) if declared.isdecimal() else 0, num_contexts)
     num_bytes, body = 0, Body(admit)
     try:
         async for part in request.stream():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+import httptools
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,6 +24,8 @@ from moonshard.serving.gateway.half_closed import Probe
 from moonshard.serving.gateway.http_1_0 import framed_as_1_0
 from moonshard.serving.gateway.no_upgrade import PlainParser
 
+MAX_PIPELINED = 16  # requests behind the one that is being answered
+MARK_BYTES = 4  # of a header's line besides its name and value
 MAX_HEAD_BYTES = 256 * 1024  # at least one read of the socket, which may also hold the end of an earlier body
 MIN_BODY_BYTES_PER_S = 8 * 1024  # a body that comes no slower has as long as it needs
 LINGER_S = 5.0  # for the rest of a body that was refused: closed at once, its client might not see the answer
@@ -99,8 +102,20 @@ class FrontProtocol(HttpToolsProtocol):
         if not self._is_in_head:
             return
         self._num_head_bytes += len(data)
-        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        self._check_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """What follows a body in chunks is bounded as the head is, and means nothing here."""
+        if self._is_in_head:
+            super().on_header(name, value)
+            return
+        self._num_head_bytes += len(name) + len(value) + MARK_BYTES
+        self._check_head()
+
+    def _check_head(self) -> None:
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self._is_deaf and not self.transport.is_closing():
             self.send_400_response("The request's head is too large.")
+            self._is_deaf = True
 
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  # uvicorn's says None: close
         """Whether the connection stays open: for the answer to a request that is complete."""
@@ -118,6 +133,8 @@ class FrontProtocol(HttpToolsProtocol):
         self._settle()
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise httptools.HttpParserError("too many requests wait behind one that is being answered")
         self._is_in_head, self._is_in_body, self._num_body_bytes = False, True, 0
         super().on_headers_complete()
         self._settle()

@@ -95,7 +95,8 @@ class Bounds:
         if len(body) <= SMALL_BODY_BYTES:
             return
         limit = MAX_OTHER_VALUES + (self.max_context_tokens or 0) * num_contexts
-        if await asyncio.to_thread(_has_more, body, b",[{", limit):
+        is_known = self.max_context_tokens is not None  # else nothing is served yet, and that is said later
+        if is_known and await asyncio.to_thread(_has_more, body, b",[{", limit):
             raise InvalidArgument(f"the body has more than {limit} values: lists, objects and what is in them")
         if await asyncio.to_thread(_has_more, body, b"{", MAX_OBJECTS):
             raise InvalidArgument(f"the body has more than {MAX_OBJECTS} objects: messages, parts and what is in them")

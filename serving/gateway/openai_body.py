@@ -17,6 +17,7 @@ _PATH = re.compile(r"`\$(?:\.(?P<path>[^`]+))?`")
 MAX_NO_OP_BYTES = 256  # of a value that may ask for nothing; what is longer asks for something
 MAX_UNKNOWN = 64  # names are told, not counted
 ABSENT = msgspec.Raw()
+_ANYTHING = msgspec.json.Decoder()
 
 
 def decode[T](decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw) -> T:
@@ -40,7 +41,11 @@ class BodyDecoder[T: msgspec.Struct]:
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """InvalidArgument as `decode`. Of many names, the first `MAX_UNKNOWN`."""
-        return decode(self._decoder, body), list(islice(unknown_fields(self.struct, body), MAX_UNKNOWN))
+        found = decode(self._decoder, body)
+        try:
+            return found, list(islice(unknown_fields(self.struct, body), MAX_UNKNOWN))
+        except UnicodeDecodeError as error:  # in a field that nobody knows, or in its name
+            raise InvalidArgument(f"the body is not valid JSON: {error}") from error
 
 
 def shape_error(error: msgspec.ValidationError) -> InvalidArgument:
@@ -54,7 +59,7 @@ def is_nothing(value: msgspec.Raw, accepted: Sequence[object] = ()) -> bool:
         return True
     if len(raw) > MAX_NO_OP_BYTES:
         return False
-    said = msgspec.json.decode(raw)
+    said = decode(_ANYTHING, value)
     return said is None or any(_is_same(said, other) for other in accepted)
 
 

@@ -15,6 +15,7 @@ from moonshard.serving.loopback import is_loopback
 
 ANY = "*"
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+MAX_PORT_DIGITS = 5
 _MAX_QUOTED = 100  # characters of a name that is refused
 
 type Values = Callable[[str], Sequence[str]]  # all values of a header
@@ -84,6 +85,7 @@ def _only(values: Values, name: str) -> str | None:
 def _name_and_port(host: str) -> tuple[str, int | None]:
     """Of `name`, `name:port`, `[address]:port`; an address keeps its brackets."""
     name, colon, port = host.rpartition(":")
-    if colon and port.isascii() and port.isdigit() and (":" not in name or name.endswith("]")):
+    is_port = port.isascii() and port.isdigit() and len(port) <= MAX_PORT_DIGITS
+    if colon and is_port and (":" not in name or name.endswith("]")):
         return name, int(port)
     return host, None
