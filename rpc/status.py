@@ -253,9 +253,14 @@ def error_from_code(number: int, message: str, field: str = "", retry_after_s: f
 
 
 def openai_error(error: RequestError) -> dict[str, dict[str, str | None]]:
-    """The body of an OpenAI error response; the status line is `error.http_status`."""
+    """The body of an OpenAI error response; the status line is `error.http_status`.
+
+    A message about the context has the code in it, too: OpenAI's package makes its exception's text of the message
+    alone, and LangChain looks for the code in that text.
+    """
     code = "model_not_found" if isinstance(error, NotFound) and error.field == "model" else error.openai_code
-    body = {"message": error.message, "type": error.openai_type, "param": error.field, "code": code}
+    message = f"{error.message} ({code})" if isinstance(error, ContextLengthExceeded) else error.message
+    body = {"message": message, "type": error.openai_type, "param": error.field, "code": code}
     return {"error": body}
 
 
