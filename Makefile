@@ -18,7 +18,7 @@ find_oracle_python = for p in python3.11 python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"
 	if "$$p" -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then echo "$$p"; exit 0; fi; done; \
 	echo "make oracle needs Python 3.11 with venv" >&2; exit 1
 
-.PHONY: help setup demo serve test test-slow check format proto bench bench-gpu notebooks pocket oracle lock
+.PHONY: help setup demo serve test test-slow clients check format proto bench bench-gpu notebooks pocket oracle lock
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -46,11 +46,14 @@ serve: setup  ## the same server, left running
 	@$(BIN)/moonshard serve
 
 test: setup  ## every test that is not slow
-	@$(PYTEST) -m "not slow and not alone"
+	@$(PYTEST) -m "not slow and not alone and not clients"
 
 test-slow: setup  ## the long tests, then those that measure times, with nothing beside them
 	@$(PYTEST) -m slow
 	@$(PYTEST) -m alone -n 0
+
+clients: setup  ## other people's clients against a real server; LARGE=1: also those that take several GB
+	@$(PYTEST) tests/clients -m clients -n 0 $(if $(LARGE),--large)
 
 check: setup  ## lint, types, import directions, generated code
 	@$(BIN)/ruff check .

@@ -253,15 +253,17 @@ def error_from_code(number: int, message: str, field: str = "", retry_after_s: f
 
 
 def openai_error(error: RequestError) -> dict[str, dict[str, str | None]]:
-    """The body of an OpenAI error response; the status line is `error.http_status`."""
+    """The body of an OpenAI error response; the status line is `error.http_status`.
+
+    A message about the context has the code in it, too: OpenAI's package makes its exception's text of the message
+    alone, and LangChain looks for the code in that text.
+    """
     code = "model_not_found" if isinstance(error, NotFound) and error.field == "model" else error.openai_code
     field = None if error.field is None else _cut(error.field, MAX_FIELD_BYTES)  # a client's own words may be long
-    body = {
-        "message": _cut(error.message, MAX_MESSAGE_BYTES),
-        "type": error.openai_type,
-        "param": field,
-        "code": code,
-    }
+    message = _cut(error.message, MAX_MESSAGE_BYTES)
+    if isinstance(error, ContextLengthExceeded):
+        message += f" ({code})"
+    body = {"message": message, "type": error.openai_type, "param": field, "code": code}
     return {"error": body}
 
 

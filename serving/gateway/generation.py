@@ -276,7 +276,7 @@ def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: 
     if num_prompt == 0:
         raise request.invalid("prompt", "is empty")
     room = max_context_tokens - num_prompt
-    # clients that do not look at the code look for these words: LiteLLM for the first, LangChain for the last
+    # clients that do not look at the code look for words: LiteLLM for the first ones, in streams LangChain for the last
     context = f"This model's maximum context length is {max_context_tokens} tokens"
     if request.max_tokens is not None and request.max_tokens > room:
         raise request.too_long(

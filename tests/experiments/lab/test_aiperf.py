@@ -22,14 +22,12 @@ from moonshard.experiments.bench.server import RunningServer
 from moonshard.experiments.reading.run_tables import load_runs
 from moonshard.experiments.replay.synthetic import agent_trace
 from moonshard.experiments.trace_file import write_trace
-from moonshard.serving.config import embedded_model_path
 from moonshard.serving.config_file import load_config
 from moonshard.serving.trace.parts import read_table
 from moonshard.serving.trace.schema import REQUESTS
+from tests.clients.environments import python_environment
+from tests.clients.hub import TOKENIZER, hub_with_the_tokenizer
 
-ROOT = Path(__file__).parents[3]
-AIPERF = "aiperf==0.13.0"
-TOKENIZER = "moonshard/pocket"  # as the hub would name it
 NUM_REQUESTS, MAX_PROMPT_TOKENS, OUTPUT_TOKENS = 24, 3600, 64
 CONFIG = """
 warmup_requests = 0
@@ -52,16 +50,7 @@ class Seen:
 @pytest.fixture(scope="module")
 def aiperf() -> Path:
     """The program; the test is skipped where it cannot be installed."""
-    folder = ROOT / ".cache" / AIPERF.replace("==", "-")
-    program = folder / "bin" / "aiperf"
-    if not (folder / "ready").is_file():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        install = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", AIPERF]
-        done = subprocess.run(install, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"{AIPERF} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
-        (folder / "ready").touch()
-    return program
+    return python_environment("aiperf") / "aiperf"
 
 
 def test_a_load_generator_that_is_not_ours_agrees_with_us(aiperf: Path, tmp_path: Path):
@@ -117,17 +106,6 @@ def replayed(
     rows = [json.loads(line) for line in export.read_text().splitlines()]
     assert [row.get("error") for row in rows] == [None] * NUM_REQUESTS
     return {f"chatcmpl-{row['metadata']['x_request_id']}": row["metrics"] for row in rows}
-
-
-def hub_with_the_tokenizer(folder: Path) -> Path:
-    """A cache of the hub that has the embedded model: not all of AIPerf's processes take a folder for a tokenizer."""
-    hub = folder / "hub"
-    model = hub / f"models--{TOKENIZER.replace('/', '--')}"
-    (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text("as-embedded")
-    (model / "snapshots").mkdir()
-    (model / "snapshots" / "as-embedded").symlink_to(embedded_model_path())
-    return hub
 
 
 def replayed_by_us(server: RunningServer, folder: Path) -> pl.DataFrame:

@@ -268,8 +268,12 @@ async def test_null_is_never_refused(http: httpx.AsyncClient, path: str):
 async def test_a_context_overflow_is_told_in_the_words_that_clients_look_for(
     http: httpx.AsyncClient, grpc_client: AsyncClient
 ):
-    # LiteLLM's and LangChain's, where they have no code: of an event in a stream, or over another proxy
-    words = (f"This model's maximum context length is {MAX_CONTEXT_TOKENS} tokens", "exceeds the context window")
+    # LiteLLM's, and LangChain's of an event in a stream and of an answer, the text of which is all that they look at
+    words = (
+        f"This model's maximum context length is {MAX_CONTEXT_TOKENS} tokens",
+        "exceeds the context window",
+        "context_length_exceeded",
+    )
     for too_long in ({"prompt": [1] * MAX_CONTEXT_TOKENS}, PROMPT | {"max_tokens": MAX_CONTEXT_TOKENS - 2}):
         message = (await http.post("/v1/completions", json=too_long)).json()["error"]["message"]
         assert all(word in message for word in words), message
