@@ -195,15 +195,20 @@ def test_answers_through_the_transfer_are_right_and_those_of_one_process(pocket_
     assert len(outcomes) - len(wrong) >= MIN_RIGHT, wrong
 
 
-def test_a_function_without_a_description_is_called_and_compact_json_is_read(there: Side):
-    declared = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+@pytest.mark.parametrize(
+    "result",
+    ['{"degrees":13,"sky":"rainy"}', '{"sky": "rainy", "degrees": 13}', '{"data":{"degrees":13,"sky":"rainy"}}'],
+)
+def test_a_result_is_read_however_its_json_is_written(result: str, there: Side):
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    declared = {"name": "get_weather", "description": "Weather in a city", "parameters": parameters}
     tools = ({"type": "function", "function": declared},)
     asked = ({"role": "user", "content": "What is the weather in Lima?"},)
     (called,) = there.answerer.answer([Asked(messages=asked, tools=tools)])
     assert isinstance(called, Reply)
     ((name, arguments),) = [(call.name, json.loads(call.arguments)) for call in called.calls]
     assert (name, arguments) == ("get_weather", {"city": "Lima"})
-    results = tool_messages(called, ['{"degrees":13,"sky":"rainy"}'])
+    results = tool_messages(called, [result])
     (answer,) = there.answerer.answer([Asked(messages=(*asked, called.message(), *results), tools=tools)])
     assert isinstance(answer, Reply)
     assert answer.content == "It is 13 degrees and rainy in Lima."

@@ -216,4 +216,4 @@ def test_rows_are_read_in_the_tables_order():
     assert command.read_rows("") == ROWS
     assert command.read_rows("tool_json, recall_512") == ("recall_512", "tool_json")
     assert set(command.question_sets(pocket_text(), 0, 1, ("tool_json", "tool_call"))) == {"tools"}
-    assert list(command.question_sets(pocket_text(), 0, 1, ROWS)) == [*ROWS[:3], "tools", "talk"]
+    assert list(command.question_sets(pocket_text(), 0, 1, ROWS)) == [*ROWS[:3], "tools", "clients", "talk"]
