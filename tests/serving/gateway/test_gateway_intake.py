@@ -158,17 +158,17 @@ async def test_texts_of_several_contexts_are_counted_and_longer_ones_are_not(htt
 async def test_bodies_beyond_what_may_be_here_at_once_are_told_to_come_again(
     http: httpx.AsyncClient, running: RunningGateway
 ):
-    """Each of these declares its size and then sends nothing on."""
+    """Each of these sends nearly all of its body and then nothing on."""
     host, port = running.http.removeprefix("http://").split(":")
-    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1_600_000}\r\n\r\n{{".encode()
+    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1_600_000}\r\n\r\n".encode()
     waiting = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
     for _, writer in waiting:
-        writer.write(head)
+        writer.write(head + b" " * 1_590_000)
         await writer.drain()
     body = {"prompt": "a" * (1 << 20)}
     async with asyncio.timeout(20):
         while (refused := await http.post("/tokenize", json=body)).status_code != 429:
-            assert refused.status_code == 400  # until all heads have been read
+            assert refused.status_code == 400  # until all have been read
     assert float(refused.headers["retry-after"]) > 0
     for _, writer in waiting:
         writer.close()
