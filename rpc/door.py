@@ -168,11 +168,10 @@ class ProvedFrames(Iterator[bytes]):
 def _has_ended(call: Any) -> bool:
     """Of a call whose server told nothing: one that broke off is over a moment after its empty metadata are here."""
     try:
-        call.exception(timeout=STATUS_TIMEOUT_S)
+        with contextlib.suppress(grpc.FutureCancelledError):
+            call.exception(timeout=STATUS_TIMEOUT_S)
     except grpc.FutureTimeoutError:
         return False
-    except grpc.FutureCancelledError:
-        return True
     return True
 
 

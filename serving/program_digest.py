@@ -97,9 +97,10 @@ def _instruction_set() -> str:
 
 
 def _feed(digest: Any, value: object) -> None:
-    """Every value so that no two different ones feed the same bytes. TypeError for what has no form of its own.
+    """Every value under its kind, so that values of two kinds never feed the same bytes.
 
-    A function goes by its name: its source is in `source_digest`, and what it closes over is not in the key.
+    TypeError for what has no form of its own. A function goes by its name: its source is in `source_digest`, and what
+    it closes over is not in the key.
     """
     match value:
         case bytes():
@@ -108,9 +109,11 @@ def _feed(digest: Any, value: object) -> None:
             text = f"{type(value).__name__} {value!r}".encode()
             digest.update(b"s%d:" % len(text) + text)
         case np.ndarray():
-            _feed(digest, ("array", str(value.dtype), value.shape, value.tobytes()))
+            digest.update(b"array")
+            _feed(digest, (str(value.dtype), value.shape, value.tobytes()))
         case jax.Array() | jax.ShapeDtypeStruct():
-            _feed(digest, ("leaf", value.shape, str(value.dtype), _placed(value)))
+            digest.update(b"leaf")
+            _feed(digest, (value.shape, str(value.dtype), _placed(value)))
         case Mapping():
             digest.update(b"mapping")
             _feed(digest, sorted(value.items()))
@@ -121,10 +124,13 @@ def _feed(digest: Any, value: object) -> None:
                 _feed(digest, part)
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+            digest.update(b"dataclass")
             _feed(digest, (type(value).__qualname__, *fields))
         case _ if hasattr(value, "value") and hasattr(value, "name"):  # a member of an enum
+            digest.update(b"member")
             _feed(digest, (type(value).__qualname__, value.name))  # pyright: ignore[reportAttributeAccessIssue]
         case _ if callable(value):
+            digest.update(b"function")
             _feed(digest, (value.__module__, value.__qualname__))
         case _:
             raise TypeError(f"{type(value)} has no digest")

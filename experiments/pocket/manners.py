@@ -1,4 +1,4 @@
-"""How a client and its tools write what they say: the spelling of declarations and of results, not what they mean.
+"""How a client and its tools write what they say: the spelling of declarations and results, and an agent's rules.
 
 Libraries and languages differ: Python spaces its JSON, nearly all others do not; some wrap a result, repeat what was
 asked, or order keys otherwise; some declare functions without a description. A conversation has one manner. The plain
@@ -44,7 +44,7 @@ class Manner:
     indent: int | None = None  # as in json.dumps; the separators are then its own
     is_shuffled: bool = False  # keys of results and of declarations
     has_decimals: bool = False
-    has_number_words: bool = False  # numbers as strings
+    has_numbers_as_strings: bool = False
     has_echo: bool = False  # what was asked, beside what was found
     envelope: str | None = None  # under which key a result lies
     state: Mapping[str, object] | None = None  # what stands beside an envelope
@@ -65,7 +65,7 @@ class Manner:
             (value,) = result.values()
             return value if isinstance(value, str) else self._dumped(value)
         fields: dict[str, Any] = dict(result)
-        if self.has_number_words:
+        if self.has_numbers_as_strings:
             fields = {name: value if isinstance(value, str) else str(value) for name, value in fields.items()}
         if self.has_echo:
             fields = {**{name: value for name, value in arguments.items() if name not in fields}, **fields}
@@ -114,14 +114,14 @@ PLAIN = Manner()
 
 
 def manner(random: Random) -> Manner:
-    """Of one client: most are compact, each of the rest is met often enough to be learned."""
+    """Of one client: most are compact."""
     is_wrapped = random.random() < 0.3
     return Manner(
         separators=COMPACT if random.random() < 0.7 else SPACED,
         indent=random.choice((2, 4)) if random.random() < 0.1 else None,
         is_shuffled=random.random() < 0.4,
         has_decimals=random.random() < 0.4,
-        has_number_words=random.random() < 0.1,
+        has_numbers_as_strings=random.random() < 0.1,
         has_echo=random.random() < 0.3,
         envelope=random.choice(ENVELOPES) if is_wrapped else None,
         state=random.choice(STATES) if is_wrapped and random.random() < 0.5 else None,

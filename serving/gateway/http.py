@@ -35,7 +35,7 @@ from moonshard.serving.gateway.edge import (
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S, EventStream
 from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
-from moonshard.serving.gateway.large_bodies import LargeBodies
+from moonshard.serving.gateway.large_bodies import LARGE_BYTES, LargeBodies
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.openai_body import BodyDecoder
 from moonshard.serving.gateway.openai_responses import (
@@ -120,7 +120,10 @@ class HttpFront:
     async def _body[T: msgspec.Struct](self, decoder: BodyDecoder[T], request: Request, *, num_contexts: int = 1) -> T:
         """What was sent. What of it is unknown is told in the answer's headers, or refused."""
         sent = await read_body(request, self._intake, num_contexts=num_contexts)
-        body, unknown = await self._large_bodies.decode(decoder, sent)
+        if len(sent) <= LARGE_BYTES:
+            body, unknown = decoder.decode(sent)
+        else:
+            body, unknown = await until_disconnect(request.receive, self._large_bodies.decode(decoder, sent))
         self._unknown_fields.tell(unknown, late_headers(request))
         return body
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, TooLarge
+from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, TooLarge, Unavailable
 
 JSON_BYTES_PER_BYTE = 6  # \u0041
 OTHER_BYTES = 1 << 20  # of a body besides its text: tools, schemas, names, white space
@@ -91,12 +91,16 @@ class Bounds:
             )
 
     async def check_values(self, body: bytes, num_contexts: int = 1) -> None:
-        """Before a body is decoded. InvalidArgument where it has more values, or objects, than could be served."""
+        """Before a body is decoded. InvalidArgument where it has more values, or objects, than could be served.
+
+        Unavailable where it has many and no worker has told yet how many could be.
+        """
         if len(body) <= SMALL_BODY_BYTES:
             return
         limit = MAX_OTHER_VALUES + (self.max_context_tokens or 0) * num_contexts
-        is_known = self.max_context_tokens is not None  # else nothing is served yet, and that is said later
-        if is_known and await asyncio.to_thread(_has_more, body, b",[{", limit):
+        if await asyncio.to_thread(_has_more, body, b",[{", limit):
+            if self.max_context_tokens is None:
+                raise Unavailable("no worker has told its context yet", retry_after_s=RETRY_AFTER_S)
             raise InvalidArgument(f"the body has more than {limit} values: lists, objects and what is in them")
         if await asyncio.to_thread(_has_more, body, b"{", MAX_OBJECTS):
             raise InvalidArgument(f"the body has more than {MAX_OBJECTS} objects: messages, parts and what is in them")

@@ -215,10 +215,14 @@ class _WrittenParts:
                 oldest.unlink()
 
     def forget_gone(self) -> int:
-        """How many others have deleted since the last time: they take no room any more."""
-        kept = deque((path, size) for path, size in self._parts if path.exists())
-        num_gone = len(self._parts) - len(kept)
-        self._parts, self._num_bytes = kept, sum(size for _, size in kept)
+        """How many of the oldest others have deleted since the last time: they take no room any more.
+
+        Only those: to look for each of thousands at every write would cost more than it tells.
+        """
+        num_gone = 0
+        while self._parts and not self._parts[0][0].exists():
+            self._num_bytes -= self._parts.popleft()[1]
+            num_gone += 1
         return num_gone
 
 

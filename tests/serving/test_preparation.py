@@ -228,6 +228,7 @@ def test_of_the_rules_what_they_cut_on_the_mesh_is_in_the_key(mesh: MeshShape, i
 
 def test_values_that_are_spelt_alike_are_told_apart():
     alike = ("1", 1, 1.0, True, b"1", b"str '1'", ("1",), ["1"], {"1": 1}, [("1", 1)], {"1"}, None, "None")
+    alike += (StepKind.LOAD, ("StepKind", "LOAD"), len, ("builtins", "len"))
 
     def digest(value: object) -> str:
         found = hashlib.sha256()

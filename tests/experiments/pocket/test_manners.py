@@ -20,7 +20,7 @@ WRITTEN = {
     '{"degrees": 13, "sky": "rainy"}': PLAIN,
     '{"degrees":13,"sky":"rainy"}': Manner(separators=COMPACT),
     '{\n  "degrees": 13,\n  "sky": "rainy"\n}': Manner(indent=2),
-    '{"degrees": "13", "sky": "rainy"}': Manner(has_number_words=True),
+    '{"degrees": "13", "sky": "rainy"}': Manner(has_numbers_as_strings=True),
     '{"city": "Lima", "degrees": 13, "sky": "rainy"}': Manner(has_echo=True),
     '{"ok":true,"data":{"degrees":13,"sky":"rainy"}}': Manner(separators=COMPACT, envelope="data", state={"ok": True}),
     '{"degrees": 13, "details": {"sky": "rainy"}}': Manner(nests=True),

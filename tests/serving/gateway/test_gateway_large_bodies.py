@@ -1,6 +1,8 @@
 """A large body means what a small one does, though another process decodes it, and a fault there is its own."""
 
+import asyncio
 import sys
+import threading
 
 import httpx
 import msgspec
@@ -54,6 +56,35 @@ async def test_a_process_that_ends_early_fails_its_request_alone(monkeypatch: py
                 await bodies.decode(BodyDecoder(CompletionBody), body)
     found, _ = await bodies.decode(BodyDecoder(CompletionBody), body)
     assert found.prompt == "a" * LARGE_BYTES
+
+
+async def test_who_leaves_while_others_are_decoded_is_not(monkeypatch: pytest.MonkeyPatch):
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def held(struct: type, body: bytes) -> tuple[object, list[str]]:
+        begun.release()
+        may_end.wait(30)
+        return (struct, body), []
+
+    monkeypatch.setattr(large_bodies, "_decode_apart", held)
+    bodies, decoder = LargeBodies(), BodyDecoder(CompletionBody)
+    first = [asyncio.ensure_future(bodies.decode(decoder, b"first")) for _ in range(large_bodies.MAX_AT_ONCE)]
+    for _ in first:
+        assert await asyncio.to_thread(begun.acquire, timeout=30)
+    waiting = asyncio.ensure_future(bodies.decode(decoder, b"waiting"))
+    left = first.pop()
+    await asyncio.sleep(0)  # both tasks have begun
+    for one in (waiting, left):
+        one.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await one
+    last = asyncio.ensure_future(bodies.decode(decoder, b"last"))
+    await asyncio.sleep(0)
+    assert not begun.acquire(blocking=False)  # the one that was given up keeps its room to its end
+    may_end.set()
+    await asyncio.gather(*first, last)
+    assert begun.acquire(blocking=False)
+    assert not begun.acquire(blocking=False)
 
 
 async def test_a_large_request_over_http_is_answered_and_its_fault_named(http: httpx.AsyncClient, worker: FakeWorker):
