@@ -179,7 +179,7 @@ async def test_a_handoff_that_does_not_start_in_time_is_begun_anew_and_one_that_
     workers = [decode_worker(1), decode_worker(2)]
     for worker in workers:
         worker.script.points.hold("step 3")
-    async with fleet(prefill_worker(), *workers, lease_s=0.4) as running:
+    async with fleet(prefill_worker(), *workers, lease_s=2.0) as running:
         first = asyncio.create_task(ask(running, "grpc"))
         started = await first_to_reach("step 3", workers)
         stuck = next(worker for worker in workers if worker is not started)
