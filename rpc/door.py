@@ -26,17 +26,17 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from moonshard.rpc.asking import OPEN_SERVICES
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestError, Unauthenticated, abort
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TIMEOUT_S = 10.0  # for a peer to prove itself
-MAX_UNPROVED = 256  # calls at once whose callers have proved nothing yet
+MAX_UNPROVED = 32  # calls at once whose callers have proved nothing yet: each may hold a whole message
 STATUS_TIMEOUT_S = 1.0  # for a call that broke off to say why
 MAX_LOGGED = 256  # peers and reasons
 MAX_DIGITS = 10
-OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.v1.", "/grpc.reflection.v1alpha.")
 
 _VERSION, _PORT = "moonshard-protocol-version", "moonshard-port"
 _NONCE, _PROOF = "moonshard-nonce-bin", "moonshard-proof-bin"
@@ -228,7 +228,7 @@ class Door(grpc.aio.ServerInterceptor):
         if handler is None or method.startswith(self._open_services):
             return handler
         if not handler.request_streaming:
-            return grpc.unary_unary_rpc_method_handler(self._refuse)
+            return grpc.stream_unary_rpc_method_handler(self._refuse)  # which leaves the request where it is
         parse = handler.request_deserializer
         serve = handler.stream_stream if handler.response_streaming else handler.stream_unary
 
@@ -292,7 +292,7 @@ class Door(grpc.aio.ServerInterceptor):
             )
         return _Terms(method=method, port=port, caller_nonce=nonce, server_nonce=secrets.token_bytes(NONCE_BYTES))
 
-    async def _refuse(self, request: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def _refuse(self, request: object, context: grpc.aio.ServicerContext) -> None:
         del request
         error = Unauthenticated("a call without a stream of requests proves nothing, and is not answered")
         self._log(context, error)

@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from moonshard.rpc.asking import OpenServices
 from moonshard.rpc.door import Door
 from moonshard.rpc.tls import TlsFiles, server_credentials
 from moonshard.rpc.undecodable import UndecodableRequests
@@ -20,6 +21,9 @@ from moonshard.rpc.undecodable import UndecodableRequests
 REFLECTION = "grpc.reflection.v1.ServerReflection"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_METADATA_BYTES = 64 * 1024  # of a call; by default a growing share of those over 8 KiB is refused at random
+MAX_STREAMS = 1024  # calls at once on one connection; its client lets others wait
+MAX_IDLE_MS = 300_000  # a connection without a call; its client makes a new one
+MAX_CONNECTIONS = 2048
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two servers share one port in silence
@@ -28,6 +32,9 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients of silent streams may ping; by default 5 min
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
 )
 
 SetHealth = Callable[[str, health_pb2.HealthCheckResponse.ServingStatus], Awaitable[None]]
@@ -79,17 +86,24 @@ def build_server(
     tls: TlsFiles | None = None,
     key: bytes | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_unread_bytes: int | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> BoundServer:
     """Binds the port (0: a free one) and adds the services, from within a running event loop.
 
     `service_names` are the full names, as health and reflection spell them. With `key`, only callers who prove that
-    they hold it reach the services that were added (`rpc.door`). Raises PortInUse, OSError for a host or a TLS file
-    that is not there, ValueError for TLS files that gRPC refuses.
+    they hold it reach the services that were added (`rpc.door`). `interceptors` stand before the methods.
+    `max_unread_bytes`: how much of a message may come before anybody asks for it. Raises PortInUse, OSError for a host
+    or a TLS file that is not there, ValueError for TLS files that gRPC refuses.
     """
-    limits = (("grpc.max_receive_message_length", max_message_bytes), ("grpc.max_send_message_length", -1))
+    limits = [("grpc.max_receive_message_length", max_message_bytes), ("grpc.max_send_message_length", -1)]
+    if max_unread_bytes is not None:  # gRPC would let a stream send ahead up to 4 MiB, by what the network takes
+        limits += [("grpc.http2.lookahead_bytes", max_unread_bytes), ("grpc.http2.bdp_probe", 0)]
     doors = () if key is None else (Door(key, lambda: bound_port, has_tls=tls is not None),)
     # The door is the inner one: it reads what is behind it itself, and hands faults to whoever reads a stream.
-    server = grpc.aio.server(options=_OPTIONS + limits, interceptors=(UndecodableRequests(), *doors))
+    server = grpc.aio.server(
+        options=[*_OPTIONS, *limits], interceptors=(UndecodableRequests(), OpenServices(), *doors, *interceptors)
+    )
     for add in add_servicers:
         add(server)
     health_servicer = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  # typeshed leaves it out

@@ -7,6 +7,8 @@ anything, so it is hashed at once, with its tenant.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import grpc
+
 from moonshard.rpc.status import InvalidArgument, Unauthenticated
 from moonshard.serving.affinity import session_key
 from moonshard.serving.tenants import DEFAULT, Tenant, Tenants, UnknownKey
@@ -58,3 +60,18 @@ def first_values(values: Callable[[str], Sequence[str]]) -> Callable[[str], str 
         return found[0] if found else None
 
     return header
+
+
+def metadata_value(context: grpc.aio.ServicerContext) -> Callable[[str], str | None]:
+    """Gives a gRPC call's metadata by name, as `first_values`."""
+    return first_values(metadata_values(context))
+
+
+def metadata_values(context: grpc.aio.ServicerContext) -> Callable[[str], list[str]]:
+    """The same where a name may come more than once."""
+    metadata = context.invocation_metadata() or ()
+    return lambda name: [_text(value) for key, value in metadata if key == name]
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -171,15 +171,22 @@ class FrontProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        if self._probe is not None:
+        if self._probe is not None and not self._is_cut(cycle):
             self._probe.begin(cycle)
         framed: Any = framed_as_1_0(cycle, app) if cycle.scope["http_version"] == "1.0" else app
         super()._start_asgi_task(cycle, framed)
+
+    def _is_cut(self, cycle: RequestResponseCycle) -> bool:
+        """Whether the client has ended its side amid this request."""
+        return self._probe is not None and self._is_in_body and cycle is self.cycle
 
     def _settle(self) -> None:
         """Wait for what is to be waited for now; where that is the same as before, no longer than was said then."""
         phase = self._what_is_missing()
         if phase is self._phase or self.transport.is_closing():
+            return
+        if self._probe is not None and phase is not Phase.ANSWER:
+            self._close()  # nothing more can come
             return
         self._phase, self._began_s = phase, self.loop.time()
         self._cancel_timer()

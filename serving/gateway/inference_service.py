@@ -7,25 +7,25 @@ close the generator of a cancelled call at once, and a cancelled call must free 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import aclosing, closing
+from collections.abc import Coroutine, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 
 import grpc
-from google.protobuf.message import Message
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
-from moonshard.serving.gateway.caller import check_key, first_values, read_caller
+from moonshard.serving.gateway.caller import metadata_value, metadata_values, read_caller
 from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.inference_chats import calls_delta, chat_prompt, tool_use
-from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
+from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from moonshard.serving.tenants import Tenants
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
+NUM_CONTEXTS = {"Tokenize": TOKENIZED_CONTEXTS, "Detokenize": TOKENIZED_CONTEXTS, "GetModelInfo": TOKENIZED_CONTEXTS}
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "seed"),
@@ -39,53 +39,34 @@ _SPELLING: Mapping[str, str] = {
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, gateway: Gateway, intake: Intake, *, version: str, tenants: Tenants) -> None:
+    """Behind `GrpcGate`, which has looked at keys and sizes."""
+
+    def __init__(self, gateway: Gateway, *, version: str, tenants: Tenants) -> None:
         self._gateway = gateway
-        self._intake = intake
         self._tenants = tenants
         self._version = version
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        work = self._generate(request, context, received_ns=time.perf_counter_ns())
-        await _answer(context, self._admitted(request, work, num_contexts=1))
+        await _answer(context, self._generate(request, context, received_ns=time.perf_counter_ns()))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
-        return await _answer(context, self._keyed(context, self._model_info, request))
+        return await _answer(context, self._model_info(request))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        return await _answer(context, self._admitted(request, self._keyed(context, self._tokenize, request)))
+        return await _answer(context, self._tokenize(request))
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
-        return await _answer(context, self._admitted(request, self._keyed(context, self._detokenize, request)))
-
-    async def _keyed[Asked, Told](
-        self,
-        context: grpc.aio.ServicerContext,
-        handler: Callable[[Asked], Coroutine[None, None, Told]],
-        request: Asked,
-    ) -> Told:
-        """The answer, for callers whose key names a tenant."""
-        check_key(self._tenants, _header(context))
-        return await handler(request)
-
-    async def _admitted[T](
-        self, request: Message, work: Coroutine[None, None, T], num_contexts: int = TOKENIZED_CONTEXTS
-    ) -> T:
-        """The work's result, while the message's bytes count as in flight. Raises as `Intake.admission` says."""
-        share, admit = self._intake.admission(num_contexts)
-        with closing(work):
-            try:
-                admit(request.ByteSize())
-                return await work
-            finally:
-                share.give_back()
+        return await _answer(context, self._detokenize(request))
 
     async def _generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, *, received_ns: int
     ) -> None:
-        caller, parent = read_caller(self._tenants, _header(context)), self._gateway.parent_of(_all_values(context))
+        caller, parent = (
+            read_caller(self._tenants, metadata_value(context)),
+            self._gateway.parent_of(metadata_values(context)),
+        )
         asked = replace(generation_request(request, received_ns=received_ns), caller=caller, parent=parent)
         is_placed, is_whole = False, dict[int, bool]()  # by choice with calls
         async with aclosing(self._gateway.generate(asked)) as events:
@@ -157,21 +138,6 @@ def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> Gene
         tool_use=tool_use(request.chat, request.forced_function, is_single=request.single_tool_call),
         spelling=_SPELLING,
     )
-
-
-def _header(context: grpc.aio.ServicerContext) -> Callable[[str], str | None]:
-    """Gives a call's metadata by name."""
-    return first_values(_all_values(context))
-
-
-def _all_values(context: grpc.aio.ServicerContext) -> Callable[[str], list[str]]:
-    """The same where a name may come more than once."""
-    metadata = context.invocation_metadata() or ()
-    return lambda name: [_text(value) for key, value in metadata if key == name]
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _prompt(request: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPrompt:

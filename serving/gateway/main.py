@@ -21,15 +21,17 @@ from starlette.types import ASGIApp
 from moonshard.rpc.inference_pb2_grpc import add_InferenceServicer_to_server
 from moonshard.rpc.server import BoundServer, PortInUse, build_server
 from moonshard.rpc.status import Unavailable
+from moonshard.rpc.turns import Turns
 from moonshard.serving.cluster_key import ClusterKey, cluster_key
 from moonshard.serving.config import Config, ConfigError, GatewayConfig, default_worker_addresses
 from moonshard.serving.gateway.accounts import Accounts, LedgerCollector
 from moonshard.serving.gateway.connections import Connections, Waiting
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S
 from moonshard.serving.gateway.generation import DRAINING_RETRY_AFTER_S, Gateway
+from moonshard.serving.gateway.grpc_gate import GrpcGate
 from moonshard.serving.gateway.http import HttpFront
 from moonshard.serving.gateway.http_protocol import HttpConfig, Timeouts
-from moonshard.serving.gateway.inference_service import SERVICE_NAME, InferenceService
+from moonshard.serving.gateway.inference_service import NUM_CONTEXTS, SERVICE, InferenceService
 from moonshard.serving.gateway.intake import Bounds, Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import load_served_model
@@ -55,6 +57,8 @@ from moonshard.serving.trace.schema import REQUESTS, STARTS, TOKENS
 from moonshard.serving.transport_security import link_credentials
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
+UNREAD_BYTES = 1 << 16  # of a gRPC message before its turn
+HURRIED_S = 1.0  # for a gRPC message to arrive while others wait for their turn
 BACKLOG = 2048
 # A client whose machine is gone tells nobody: after a minute of silence it is lost. Not all systems have all names.
 KEEP_ALIVE_PROBES = {
@@ -251,13 +255,17 @@ def _intake(config: GatewayConfig, gateway: Gateway) -> Intake:
 
 
 def _grpc_server(config: GatewayConfig, gateway: Gateway, intake: Intake, tenants: Tenants) -> BoundServer:
-    service = InferenceService(gateway, intake, version=version("moonshard"), tenants=tenants)
+    service = InferenceService(gateway, version=version("moonshard"), tenants=tenants)
+    num_turns = max(1, config.max_bytes_in_flight // config.max_body_bytes)
+    turns = Turns(num_turns, patience_s=config.body_timeout_s, hurried_s=HURRIED_S)
     return build_server(
         host=config.host,
         port=config.grpc_port,
         add_servicers=[lambda server: add_InferenceServicer_to_server(service, server)],
-        service_names=[SERVICE_NAME],
+        service_names=[SERVICE.full_name],
         max_message_bytes=config.max_body_bytes,
+        max_unread_bytes=UNREAD_BYTES,
+        interceptors=(GrpcGate(SERVICE, intake, tenants, turns, num_contexts=NUM_CONTEXTS),),
     )
 
 

@@ -6,6 +6,7 @@ Source: RFC 9110, section 7.8: a server may ignore the offer.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import httptools
 
@@ -21,24 +22,22 @@ class PlainParser:
         self._listener = listener
         self._headers = headers
         self._parser = _new_parser(listener)
-        self._rest: httptools.HttpRequestParser | None = None  # of a request whose head made an offer
 
     @property
     def is_offered(self) -> bool:
         """Whether the parser holds the request for complete as its head is: its body is still to come."""
-        return self._rest is None and self._parser.should_upgrade()
+        return self._parser.should_upgrade()
 
     def feed_data(self, data: bytes) -> None:
         """Raises HttpParserError."""
-        if self._rest is not None:
-            self._rest.feed_data(data)
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                self._decline()
+                data = data[offer.args[0] :]
+                continue
             return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            self._decline()
-            if rest := data[offer.args[0] :]:
-                self.feed_data(rest)
 
     def get_http_version(self) -> str:
         return self._parser.get_http_version()
@@ -52,19 +51,42 @@ class PlainParser:
     def should_upgrade(self) -> bool:
         return False
 
+    def _decline(self) -> None:
+        """Go on with a parser that takes its first request's body, if any, by a head that offers nothing."""
+        framing = b"".join(b"%b: %b\r\n" % line for line in self._headers() if line[0] in _FRAMING)
+        self._parser = _new_parser(_Resumed(self._listener))
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n")
+
+
+class _Resumed:
+    """Hands on to `listener` what a parser finds behind its first head, which is one of our own making."""
+
+    def __init__(self, listener: Any) -> None:
+        self._listener = listener
+        self._is_in_own_head = True
+
+    def on_message_begin(self) -> None:
+        if not self._is_in_own_head:
+            self._listener.on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_in_own_head:
+            self._listener.on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_own_head:
+            self._listener.on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if not self._is_in_own_head:
+            self._listener.on_headers_complete()
+        self._is_in_own_head = False
+
     def on_body(self, body: bytes) -> None:
-        self._listener.on_body(body)  # pyright: ignore[reportAttributeAccessIssue]
+        self._listener.on_body(body)
 
     def on_message_complete(self) -> None:
-        """The next request has a parser of its own again."""
-        self._rest, self._parser = None, _new_parser(self._listener)
-        self._listener.on_message_complete()  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _decline(self) -> None:
-        """Read the body, if any, by a head that says how it is framed and offers nothing."""
-        framing = b"".join(b"%b: %b\r\n" % line for line in self._headers() if line[0] in _FRAMING)
-        self._rest = _new_parser(self)
-        self._rest.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n")
+        self._listener.on_message_complete()
 
 
 def _new_parser(listener: object) -> httptools.HttpRequestParser:

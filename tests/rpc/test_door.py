@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from moonshard.rpc import door, link_pb2, link_pb2_grpc
 from moonshard.rpc.door import Knock, ServerUnproved, call_once, open_stream
 from moonshard.rpc.server import BoundServer, build_server
 from moonshard.rpc.status import InvalidArgument
+from tests.rpc import raw_grpc
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 LINK, INSPECT = "/moonshard.v1.Worker/Link", "/moonshard.v1.Worker/Inspect"
@@ -45,12 +46,14 @@ class Inside(link_pb2_grpc.WorkerServicer):
 
 
 @asynccontextmanager
-async def serving(key: bytes = KEY) -> AsyncIterator[tuple[Inside, BoundServer, grpc.aio.Channel]]:
+async def serving(
+    *more: Callable[[grpc.aio.Server], None], key: bytes = KEY
+) -> AsyncIterator[tuple[Inside, BoundServer, grpc.aio.Channel]]:
     inside = Inside()
     server = build_server(
         host="127.0.0.1",
         port=0,
-        add_servicers=[lambda server: link_pb2_grpc.add_WorkerServicer_to_server(inside, server)],
+        add_servicers=[lambda server: link_pb2_grpc.add_WorkerServicer_to_server(inside, server), *more],
         service_names=["moonshard.v1.Worker"],
         key=key,
     )
@@ -169,7 +172,7 @@ async def test_a_proof_for_one_method_or_port_opens_no_other():
 
 
 async def test_a_caller_tells_a_server_without_the_key_nothing():
-    async with serving(OTHER_KEY) as (inside, server, channel):
+    async with serving(key=OTHER_KEY) as (inside, server, channel):
         with pytest.raises(ServerUnproved, match=r"cluster\.key_file"):
             await open_stream(channel, LINK, KEY, server.port, link_pb2.WorkerMessage.FromString)
         assert inside.num_calls == 0
@@ -243,6 +246,18 @@ async def test_of_many_who_prove_nothing_the_oldest_is_turned_away_and_who_has_t
         assert inside.num_calls == 1
         for call in others:
             call.cancel()
+
+
+async def test_a_call_of_one_message_is_turned_away_before_it_has_come():
+    one = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
+    generic = grpc.method_handlers_generic_handler("some.Service", {"Method": one})
+    async with (
+        serving(lambda server: server.add_generic_rpc_handlers((generic,))) as (_, server, _),
+        raw_grpc.connected(f"127.0.0.1:{server.port}") as raw,
+    ):
+        await raw.begin(1, "/some.Service/Method")
+        await raw.message_start(1, 1000, b"")
+        assert b"proves nothing" in (await raw.ended())[1]
 
 
 async def test_a_frame_that_is_no_message_is_an_invalid_argument():

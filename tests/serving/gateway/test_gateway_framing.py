@@ -224,3 +224,27 @@ async def test_the_body_of_a_request_that_made_an_offer_is_waited_for(running: R
         assert await raw.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         await raw.send(body)
         assert (await raw.answer()).status == 200
+
+
+async def test_requests_behind_one_that_made_an_offer_are_requests_of_their_own(running: RunningGateway):
+    offer = ("Connection: Upgrade", "Upgrade: h2c")
+    prompts = [[1, 2], [3], [4, 5]]
+    offering, plain, offering_too = (
+        post("/v1/completions", ASKED | {"prompt": prompt}, *lines)
+        for prompt, lines in zip(prompts, (offer, (), offer), strict=True)
+    )
+    async with connected(running) as raw, asyncio.timeout(20):
+        await raw.send(offering + plain + offering_too)
+        for prompt in prompts:
+            answer = await raw.answer()
+            assert json.loads(answer.body)["choices"][0]["token_ids"] == expected_tokens(prompt, 4)
+
+
+async def test_however_many_offers_come_at_once_the_connection_is_answered(running: RunningGateway):
+    offering = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    async with connected(running) as raw, asyncio.timeout(20):
+        await raw.send(offering * 3_000)
+        assert (await raw.answer()).status == 200
+    async with connected(running) as raw, asyncio.timeout(20):
+        await raw.send(offering)
+        assert (await raw.answer()).status == 200

@@ -1,11 +1,12 @@
 """A client that has sent all it has to say gets its answer, as RFC 9112 (9.6) wants; one that left is still noticed."""
 
 import asyncio
+import json
 
 import httpx
 import pytest
 
-from moonshard.serving.gateway.half_closed import NUM_PROBES, START
+from moonshard.serving.gateway import half_closed
 from moonshard.serving.gateway.main import RunningGateway
 from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
 from tests.serving.gateway.raw_http import connected, post
@@ -102,5 +103,34 @@ async def test_one_that_ended_its_side_and_leaves_later_is_noticed(
     await asyncio.wait_for(running.gateway.wait_idle(), 10)
 
 
-def test_no_probe_is_a_whole_answer():
-    assert len(START) > NUM_PROBES
+async def test_a_client_that_ends_within_its_second_request_has_its_first_answer_and_nothing_more(
+    running: RunningGateway, worker: FakeWorker
+):
+    """Not a byte of an answer to the second, which would be read as one, and no wait for the rest of it."""
+    worker.script.may_step.clear()
+    async with connected(running) as raw, asyncio.timeout(10):
+        await raw.send(post("/v1/completions", ASKED) + post("/tokenize", {"prompt": "x"})[:-1])
+        await worker.run_seen.wait()
+        raw.writer.write_eof()
+        begun = await raw.reader.readexactly(3)
+        worker.script.may_step.set()
+        rest = begun + await raw.reader.read()
+    head, _, body = rest.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert json.loads(body)["choices"][0]["token_ids"] == expected_tokens([1, 2], 4)
+
+
+async def test_whoever_is_silent_long_enough_for_all_probes_still_gets_an_answer(
+    running: RunningGateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+):
+    """They are fewer bytes than any answer begins with."""
+    monkeypatch.setattr(half_closed, "GROWTH", 1)
+    worker.script.may_step.clear()
+    async with connected(running) as raw, asyncio.timeout(10):
+        await raw.send(post("/v1/completions", ASKED))
+        await worker.run_seen.wait()
+        raw.writer.write_eof()
+        begun = await raw.reader.readexactly(half_closed.NUM_PROBES)
+        worker.script.may_step.set()
+        answer = parsed(begun + await raw.reader.read())
+    assert answer.json()["choices"][0]["token_ids"] == expected_tokens([1, 2], 4)

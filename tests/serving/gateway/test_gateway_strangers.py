@@ -11,7 +11,7 @@ import pytest
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InvalidArgument, PermissionDenied, RequestError, from_rpc_error
 from moonshard.serving.config import GatewayConfig
-from moonshard.serving.gateway.inference_service import SERVICE_NAME
+from moonshard.serving.gateway.inference_service import SERVICE
 from moonshard.serving.gateway.main import RunningGateway
 from moonshard.serving.gateway.strangers import Strangers
 from tests.serving.gateway.fake_worker import FakeWorker
@@ -179,7 +179,7 @@ async def channel(running: RunningGateway) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-GENERATE, TOKENIZE = f"/{SERVICE_NAME}/Generate", f"/{SERVICE_NAME}/Tokenize"
+GENERATE, TOKENIZE = f"/{SERVICE.full_name}/Generate", f"/{SERVICE.full_name}/Tokenize"
 
 
 async def refused_call(
@@ -225,5 +225,5 @@ async def test_a_stream_of_messages_ends_at_the_one_that_cannot_be_read(channel:
 
 async def test_a_method_that_is_not_there_is_so_still(channel: grpc.aio.Channel):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await channel.unary_unary(f"/{SERVICE_NAME}/Nothing")(b"")
+        await channel.unary_unary(f"/{SERVICE.full_name}/Nothing")(b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

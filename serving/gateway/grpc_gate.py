@@ -1,0 +1,83 @@
+"""What is let in of gRPC requests: of callers whose key names a tenant, in bounds, a few at a time; then it is parsed.
+
+As `intake` and `edge` do for HTTP. What a message means is the service's.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError
+
+from moonshard.rpc.asking import Frames, asking, only_message
+from moonshard.rpc.status import InvalidArgument
+from moonshard.rpc.turns import Turns
+from moonshard.rpc.wire_fields import has_more_fields
+from moonshard.serving.gateway.caller import check_key, metadata_value
+from moonshard.serving.gateway.intake import Intake
+from moonshard.serving.tenants import Tenants
+
+MAX_FIELDS = 1 << 14  # messages, calls, tools, and numbers where they are not packed: each is built, again and again
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """What its messages are: of which kind, and how many times the context their text may be."""
+
+    request: Descriptor
+    num_contexts: int
+
+
+class GrpcGate(grpc.aio.ServerInterceptor):
+    """For the methods of `service`.
+
+    `num_contexts`: by method, how many times the context its text may be; 1 where it does not say.
+    """
+
+    def __init__(
+        self,
+        service: ServiceDescriptor,
+        intake: Intake,
+        tenants: Tenants,
+        turns: Turns,
+        num_contexts: Mapping[str, int],
+    ) -> None:
+        self._methods = {
+            f"/{service.full_name}/{method.name}": _Method(method.input_type, num_contexts.get(method.name, 1))
+            for method in service.methods
+        }
+        self._intake = intake
+        self._tenants = tenants
+        self._turns = turns
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        method = self._methods.get(str(handler_call_details.method))
+        return handler if handler is None or method is None else asking(handler, partial(self._asked, method))
+
+    @contextlib.asynccontextmanager
+    async def _asked(self, method: _Method, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """The message, whose bytes count as in flight during the block. Raises as key, turn and bounds do."""
+        check_key(self._tenants, metadata_value(context))
+        share, admit = self._intake.admission(method.num_contexts)
+        try:
+            data = await only_message(frames, self._turns)
+            admit(len(data))
+            if _has_more_fields(data, method.request):
+                raise InvalidArgument(f"the message has more than {MAX_FIELDS} fields, counting those of what is in it")
+            yield data
+        finally:
+            share.give_back()
+
+
+def _has_more_fields(data: bytes, kind: Descriptor) -> bool:
+    """Bytes that are no message have none: the parser says what is wrong with them."""
+    with contextlib.suppress(DecodeError):
+        return has_more_fields(data, kind, MAX_FIELDS)
+    return False

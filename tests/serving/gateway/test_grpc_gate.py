@@ -1,0 +1,164 @@
+"""What gRPC callers send is taken in as HTTP's is: whose it is first, then whether it is in bounds, then what it is."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc.asking import OPEN_BYTES
+from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.status import InvalidArgument, RequestError, TooLarge, Unauthenticated, from_rpc_error
+from moonshard.serving.config import GatewayConfig
+from moonshard.serving.gateway.grpc_gate import MAX_FIELDS
+from moonshard.serving.gateway.inference_service import SERVICE
+from moonshard.serving.gateway.main import RunningGateway
+from tests.rpc import raw_grpc
+from tests.serving.gateway.fake_worker import FakeWorker
+
+GENERATE, TOKENIZE = f"/{SERVICE.full_name}/Generate", f"/{SERVICE.full_name}/Tokenize"
+HEALTH = "/grpc.health.v1.Health/Check"
+MAX_BYTES = 8 << 20
+EMPTY_MESSAGE = b"\x0a\x00"
+
+
+@pytest.fixture
+def gateway_config(request: pytest.FixtureRequest, tmp_path: Path) -> GatewayConfig:
+    """By default one message after the other."""
+    config = GatewayConfig(
+        port=0, grpc_port=0, drain_timeout_s=5, max_body_bytes=MAX_BYTES, max_bytes_in_flight=MAX_BYTES
+    )
+    changes = dict(getattr(request, "param", {}))
+    if changes.pop("has_keys", False):
+        (tmp_path / "keys.toml").write_text("[keys]\n")
+        changes["keys"] = tmp_path / "keys.toml"
+    return replace(config, **changes)
+
+
+def config(**changes: object) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("gateway_config", [changes], indirect=True, ids=["-".join(changes)])
+
+
+@pytest.fixture
+async def channel(running: RunningGateway) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(running.grpc) as channel:
+        yield channel
+
+
+async def refusal(
+    channel: grpc.aio.Channel, path: str, message: bytes, compression: grpc.Compression | None = None
+) -> RequestError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in channel.unary_stream(path)(message, compression=compression):
+            pass
+    return from_rpc_error(caught.value)
+
+
+@config(has_keys=True)
+async def test_a_caller_without_a_key_is_told_so_before_it_has_sent_its_message(running: RunningGateway):
+    async with raw_grpc.connected(running.grpc) as raw, asyncio.timeout(10):
+        for stream, path in ((1, GENERATE), (3, TOKENIZE)):
+            await raw.begin(stream, path)
+            ended, headers = await raw.ended()
+            assert ended == stream
+            assert b"no API key" in headers
+
+
+@config(has_keys=True)
+async def test_whatever_a_caller_without_a_key_sends_it_is_told_of_its_key(channel: grpc.aio.Channel):
+    for message in (EMPTY_MESSAGE * 100_000, b"\xff" * 100, b""):
+        assert isinstance(await refusal(channel, GENERATE, message), Unauthenticated)
+
+
+async def test_a_message_of_too_many_fields_is_refused_unparsed(channel: grpc.aio.Channel, worker: FakeWorker):
+    messages = b"\x0a\x02" + EMPTY_MESSAGE
+    for path, inner in ((GENERATE, EMPTY_MESSAGE), (GENERATE, messages), (TOKENIZE, EMPTY_MESSAGE)):
+        chat = inner * MAX_FIELDS
+        field = b"\x22" if path == GENERATE else b"\x1a"
+        error = await refusal(channel, path, field + varint(len(chat)) + chat)
+        assert isinstance(error, InvalidArgument)
+        assert str(MAX_FIELDS) in error.message
+    assert worker.runs == []
+
+
+def varint(value: int) -> bytes:
+    groups = bytearray()
+    while value > 0x7F:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*groups, value])
+
+
+async def test_as_many_messages_as_may_be_are_read(channel: grpc.aio.Channel):
+    """Refused for what they are: there is no such role."""
+    num = (MAX_FIELDS - 1) // 2
+    chat = pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="nobody")] * num))
+    error = await refusal(channel, GENERATE, chat.SerializeToString())
+    assert error.field == "chat.messages[0].role"
+
+
+@config(body_timeout_s=0.2)
+async def test_a_message_that_does_not_come_ends_its_call_in_words(running: RunningGateway, grpc_client: AsyncClient):
+    async with raw_grpc.connected(running.grpc) as raw, asyncio.timeout(10):
+        await raw.begin(1, GENERATE)
+        await raw.message_start(1, 1000, b"x" * 10)
+        _, headers = await raw.ended()
+        assert b"took too long to arrive" in headers
+        assert (await grpc_client.generate([1, 2], max_tokens=2)).text
+
+
+async def test_half_a_message_keeps_nobody_from_the_turn(running: RunningGateway, grpc_client: AsyncClient):
+    """There is one: whoever holds it gives way within a second."""
+    async with raw_grpc.connected(running.grpc) as raw, asyncio.timeout(20):
+        await raw.begin(1, GENERATE)
+        await raw.message_start(1, MAX_BYTES, b"x" * 10)
+        assert (await grpc_client.generate([1, 2], max_tokens=2)).text
+        _, headers = await raw.ended()
+        assert b"took too long to arrive" in headers
+
+
+async def test_of_messages_that_wait_for_their_turn_no_more_comes_than_a_first_window(running: RunningGateway):
+    """The one whose turn it is may go on, and no other may."""
+    async with raw_grpc.connected(running.grpc) as raw, asyncio.timeout(20):
+        for stream in (1, 3, 5):
+            await raw.begin(stream, GENERATE)
+            await raw.message_start(stream, MAX_BYTES // 2, b"x" * 10)
+        await raw.ended()
+        allowed = [raw.windows.get(stream, 0) for stream in (1, 3, 5)]
+    assert allowed[0] > raw_grpc.FIRST_WINDOW
+    assert allowed[2] < raw_grpc.FIRST_WINDOW
+
+
+async def test_a_message_over_the_limit_is_too_large(channel: grpc.aio.Channel):
+    assert isinstance(await refusal(channel, GENERATE, b"x" * (MAX_BYTES + 1)), TooLarge)
+
+
+async def test_a_small_message_that_holds_a_large_one_is_too_large(channel: grpc.aio.Channel):
+    message = b"\x12" + varint(2 * MAX_BYTES) + b"a" * 2 * MAX_BYTES
+    error = await refusal(channel, GENERATE, message, grpc.Compression.Gzip)
+    assert isinstance(error, TooLarge)
+
+
+async def test_a_call_without_a_message_is_told_so(running: RunningGateway):
+    async with raw_grpc.connected(running.grpc) as raw, asyncio.timeout(10):
+        await raw.begin(1, GENERATE, is_last=True)
+        _, headers = await raw.ended()
+        assert b"no message" in headers
+
+
+async def test_what_anybody_may_ask_for_is_asked_for_in_few_words(channel: grpc.aio.Channel):
+    asked = health_pb2.HealthCheckRequest(service="x" * OPEN_BYTES).SerializeToString()
+    assert isinstance(await refusal(channel, HEALTH, asked), TooLarge)
+    answer = health_pb2.HealthCheckResponse.FromString(await channel.unary_unary(HEALTH)(b""))
+    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING  # only the process itself says otherwise
+
+
+async def test_nothing_is_left_of_what_was_refused(channel: grpc.aio.Channel):
+    """Else the bytes in flight would soon be too many."""
+    chat = EMPTY_MESSAGE * (MAX_BYTES // 8)
+    for _ in range(6):
+        assert isinstance(await refusal(channel, GENERATE, b"\x22" + varint(len(chat)) + chat), InvalidArgument)
