@@ -104,7 +104,7 @@ def _probe(encode: Callable[[str], list[int]], text: str, max_tokens: int) -> No
 
     A cut changes tokens only beside it. To be sure, a beginning must have twice as many as are allowed.
     """
-    end = PROBE_CHARS_PER_TOKEN * max_tokens
+    end = PROBE_CHARS_PER_TOKEN * max(1, max_tokens)
     while end < len(text):
         if (num_tokens := len(encode(text[:end]))) > 2 * max_tokens:
             raise TextTooLongError(num_tokens // 2)

@@ -59,6 +59,15 @@ class ContextLengthExceeded(InvalidArgument):
 
     openai_code = "context_length_exceeded"
 
+    @classmethod
+    def of(cls, context_tokens: int, excess: str, *, field: str | None = None) -> "ContextLengthExceeded":
+        """In the words that clients look for who do not look at codes: LiteLLM for its first, LangChain for its last.
+
+        `excess`: what is too long, and how long it is.
+        """
+        context = f"This model's maximum context length is {context_tokens} tokens"
+        return cls(f"{context}. However, {excess} exceeds the context window", field=field)
+
 
 class Unauthenticated(RequestError):
     """No API key, or one that names nobody."""

@@ -64,10 +64,10 @@ class GatewayConfig:
     host: Text = "127.0.0.1"  # where HTTP and gRPC listen
     port: Port = 8000  # HTTP; 0: any free one
     grpc_port: Port = 50051  # gRPC; likewise
-    workers: tuple[Text, ...] = ()  # host:port; empty: `default_worker_addresses`. `serve` starts its own
-    keys: Path | None = None  # a file that names tenants by the hashes of their keys; None: one tenant, without a key
-    tenant_tokens_per_minute: Large | None = None  # of prompts and completions; None: as many as it likes
-    ledger: Path | None = None  # a row for each request that was sent is appended to it; None: no account is kept
+    workers: tuple[Text, ...] = ()  # host:port; empty: one of each role, at worker.host. `serve` starts its own
+    keys: Path | None = None  # a file that names tenants by the hashes of their keys; none: one tenant, without a key
+    tenant_tokens_per_minute: Large | None = None  # of prompts and completions; none: as many as it likes
+    ledger: Path | None = None  # a row for each request that was sent is appended to it; none: no account is kept
     allowed_origins: tuple[Text, ...] = ()  # of pages that may call it from a browser; "*": any
     allowed_hosts: tuple[Text, ...] = ()  # names, in Host, under which it may be called; "*": any. See README
     keep_alive_s: Seconds = 75.0  # an idle connection stays open; more than proxies keep theirs, by default 60
@@ -88,14 +88,14 @@ class GatewayConfig:
 class RoutingConfig:
     """Which worker a request goes to, and what becomes of it when that one is lost."""
 
-    policy: PolicyName = "cost"  # how a worker is chosen: see serving/policies.py
+    policy: PolicyName = "cost"  # how a worker is chosen: see README, "Configuration"
     queue_weight: Annotated[float, Meta(ge=0, le=1e3)] = QUEUE_WEIGHT  # of policy cost: a queued token beside one to do
-    local_prefill: Literal["cost", "static"] = "cost"  # when the decode worker prefills: see serving/locality.py
+    local_prefill: Literal["cost", "static"] = "cost"  # when decode workers prefill: where it costs less; static: below
     local_prefill_max_tokens: NotNegative = 0  # static: where at most so many are unknown there
     local_prefill_min_known: Annotated[float, Meta(ge=0, le=1)] = 1.0  # static: or where this share of it is known
-    ttft_slo_s: Seconds | None = None  # a request that is predicted to wait longer for its first token is refused
+    ttft_slo_s: Seconds | None = None  # whose first token is predicted to come later is refused; none: nobody is
     max_attempts: Annotated[int, Meta(ge=1, le=1000)] = 3  # how often a request is begun or continued on other workers
-    failover_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 1.5  # of a request that lost its worker, for another
+    failover_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 10.0  # of a request that lost its worker, for another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,7 @@ class PrefillConfig:
     port: Port = 50071  # of one that is started by hand
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: Rules = field(default_factory=Rules)  # over which axes of the mesh weights and KV are cut
-    expert_loads: Path | None = None  # a file that `moonshard experts` wrote: by it experts are placed on devices
+    expert_loads: Path | None = None  # what `moonshard experts` wrote: by it experts are placed; none: in order
     redundant_experts: Annotated[int, Meta(ge=0, le=65_536)] = 0  # further copies of hot experts, in each MoE layer
     chunk_tokens: ChunkTokens = 512  # the most prompt tokens of one step, rounded up to a multiple of 32
     short_share: Annotated[float, Meta(ge=0, lt=1)] = 0.5  # of a step that a long prompt leaves to prompts that fit in
@@ -132,7 +132,7 @@ class DecodeConfig:
     port: Port = 50072  # of one that is started by hand; unused in aggregated mode, which has `worker.port`
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: DecodeRules = field(default_factory=DecodeRules)
-    expert_loads: Path | None = None  # as of [prefill]
+    expert_loads: Path | None = None  # as of [prefill]; none: in order
     redundant_experts: Annotated[int, Meta(ge=0, le=65_536)] = 0  # likewise
     max_slots: Slots = 16  # sequences decoded at once by one worker, over all its partitions
 
@@ -153,14 +153,14 @@ class KvConfig:
     host: Text | None = None  # the name by which peers reach this machine; None: worker.host
     ports: tuple[ListenPort, ListenPort] | None = None  # first and last for Mooncake to listen at; None: its choice
     allow_unauthenticated: bool = False  # serve KV beyond loopback to whoever reaches it
-    network_fence: Stated | None = None  # how the KV plane's network is fenced, in words, for logs and records
+    network_fence: Stated | None = None  # how the KV plane's network is fenced, in words; none: nothing is said of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceConfig:
     """What every process records of its requests and steps, as Parquet: experiments/SCHEMA.md names the columns."""
 
-    path: Path | None = None  # a folder, made where it is missing; None: nothing is recorded
+    path: Path | None = None  # a folder, made where it is missing; none: nothing is recorded
     tokens: bool = False  # by the gateway, also a row for each token
     max_rows: Annotated[int, Meta(ge=1, le=10_000_000)] = 8192  # of one file
     max_age_s: Seconds = 10.0  # a row waits no longer to be written: what a killed process loses
@@ -171,7 +171,7 @@ class TraceConfig:
 class TelemetryConfig:
     """Where every process sends its requests' spans; what is not said here, OpenTelemetry's variables may say."""
 
-    endpoint: Text | None = None  # http:// or https:// of a collector that speaks OTLP; None: there are no spans
+    endpoint: Text | None = None  # http:// or https:// of a collector that speaks OTLP; none: there are no spans
     whole_url: bool = False  # over HTTP the endpoint is used as it is; else /v1/traces is appended to it
     protocol: Literal["auto", "grpc", "http"] = "auto"  # auto: grpc
     sampled_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None  # of the traces that begin here; None: all
@@ -183,9 +183,9 @@ class TelemetryConfig:
 class TlsConfig:
     """Mutual TLS between gateway and workers: PEM files, all or none. Workers and gateways each show `cert`."""
 
-    cert: Path | None = None  # what workers and gateways show each other
-    key: Path | None = None  # its own, not encrypted
-    ca: Path | None = None  # whom to believe: a peer's certificate must be signed by it
+    cert: Path | None = None  # what workers and gateways show each other; none: they speak in the clear
+    key: Path | None = None  # its own, not encrypted; none: likewise
+    ca: Path | None = None  # whom to believe: a peer's certificate must be signed by it; none: likewise
 
     @property
     def is_complete(self) -> bool:

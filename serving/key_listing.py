@@ -40,9 +40,15 @@ def _keys(node: type, prefix: str) -> Iterator[Key]:
         if isinstance(hint, type) and is_dataclass(hint):
             yield from _keys(hint, f"{prefix}{name}.")
             continue
-        default = defaults[name].default
-        written = None if default is MISSING else toml_value(default)
-        yield Key(name=prefix + name, default=written, meaning=meanings.get(name, ""))
+        default, meaning = defaults[name].default, meanings.get(name, "")
+        yield Key(name=prefix + name, default=_written(default, meaning), meaning=meaning)
+
+
+def _written(default: object, meaning: str) -> str | None:
+    """None is either spelling of what a file has for it: `none` where its meaning says what there is not, then."""
+    if default is MISSING:
+        return None
+    return '"none"' if default is None and "none:" in meaning else toml_value(default)
 
 
 def _comments(node: type) -> dict[str, str]:

@@ -142,12 +142,12 @@ class Ledger:
         ours = os.fstat(self._file)
         if not stat.S_ISREG(ours.st_mode) or _is_at(self._path, ours):
             return
+        num_rows = 0 if ours.st_nlink else _num_lines(self._file)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        anew = _open(self._path)
+        anew = _open(self._path)  # last of what may fail: from here on it is ours to close
         if ours.st_nlink:
             logger.warning("ledger %s: it was moved away and is begun anew", self._path)
         else:
-            num_rows = _num_lines(self._file)
             self._num_lost += num_rows
             logger.warning("ledger %s: it was deleted, with %d rows, and is begun anew", self._path, num_rows)
         os.close(self._file)

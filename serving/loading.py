@@ -149,6 +149,7 @@ def _load_model(
         progress("loading weights")
         weights.check_shapes(kimi.declare(model), checkpoint)
         placement = _place_experts(config, role, checkpoint, model, place)
+        choose_sizes(config, model, dtype, role)  # for its errors: with the weights there will only be less room
     parts = _load_stages(checkpoint, model, place, placement, dtype, backend_for(platform), progress, timings)
     load_s = timings.now_s - begun_s
     with timings.phase("pages"):

@@ -11,8 +11,9 @@ A call begins for the client once it is known to be one: its id names a declared
 object. From then on its arguments are passed on as they are generated, and as they were written: sent back by the
 client and rendered by the template, they are the tokens that were generated, and a prefix hit. Whether they are whole
 shows only at their end, as with OpenAI: an answer that was cut off within them says so by its finish reason. What is no
-call is text as it is, markers spelt out: whoever reads it sees what the model did. A section may lack its end, and a
-call too where another marker or the end of the answer follows. What comes out does not depend on how the text is cut
+call is text as it is, markers spelt out: whoever reads it sees what the model did; but the beginning of a call at which
+the answer was cut off is neither. A section may lack its end, and a call too where another marker or the end of the
+answer follows. What comes out does not depend on how the text is cut
 into pushes.
 
 Pure. Left out: the formats of other models, the arguments' schema.
@@ -138,9 +139,12 @@ class ToolCallParser:
                 self._take_text(part)
         return self._taken()
 
-    def finish(self) -> Parsed:
-        """What is held is text after all, for nothing more will come; not what follows on a call without its end."""
-        if self._arguments is None and (self._last_mark != CALL_END or "".join(self._held).strip()):
+    def finish(self, *, is_cut_off: bool = False) -> Parsed:
+        """What is held is text after all, for nothing more will come; not what follows on a call without its end.
+
+        Nor where the answer was cut off amid it: then it is the beginning of a call.
+        """
+        if not is_cut_off and self._arguments is None and (self._last_mark != CALL_END or "".join(self._held).strip()):
             self._let_go()
         return self._taken()
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import tyro
 
@@ -14,8 +14,14 @@ from moonshard.serving.config import Config, ConfigError
 from moonshard.serving.config_file import load_config, nearest_keys
 from moonshard.serving.telemetry.environment import with_environment
 
+
+def unset(metavar: str) -> Any:
+    """Of an option that may be left out, and whose help then says what happens: not that it would be None."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
 Overrides = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+File = Annotated[Path | None, unset("FILE")]
 ApiKey = Annotated[
     str | None,
     tyro.conf.arg(metavar="KEY", help="What the server knows you by; by default the variable MOONSHARD_API_KEY."),
@@ -62,11 +68,17 @@ def check_options(command: Callable[..., int], arguments: Sequence[str]) -> None
     parameters = inspect.signature(command).parameters
     if not any(parameter.annotation is Configured for parameter in parameters.values()):
         return
-    names = {name.replace("_", "-") for name in (*parameters, "config", "set", "help")}
+    by_place = {name for name, each in parameters.items() if tyro.conf.Positional in get_args(each.annotation)}
+    names = {name.replace("_", "-") for name in {*parameters, "config", "set", "help"} - by_place}
     known = names | {f"no-{name}" for name in names}
     given = (argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
-    if faults := [_unknown(name, known) for name in given if name.replace("_", "-") not in known]:
+    unknown = [name for name in given if name.replace("_", "-") not in known]
+    if faults := [_misplaced(name) if name in by_place else _unknown(name, known) for name in unknown]:
         raise ConfigError(faults)
+
+
+def _misplaced(option: str) -> str:
+    return f"--{option}: it is given without a name, first of all or last: {option.upper()}"
 
 
 def _unknown(option: str, known: Collection[str]) -> str:

@@ -1,5 +1,6 @@
 """Whether ports are free, asked before anything is loaded. The bind comes later and may yet fail."""
 
+import errno
 import socket
 from collections.abc import Mapping
 
@@ -30,12 +31,12 @@ def check_kv_ports_suffice(config: Config, *, num_workers: int) -> None:
 
 
 def _check(host: str, ports: Mapping[str, int]) -> None:
-    faults = [f"{key}: {fault}" for key, port in ports.items() if (fault := _bind_fault(host, port))]
+    faults = [f"{key}: {fault}" for key, port in ports.items() if (fault := _bind_fault(host, port, key))]
     if faults:
         raise ConfigError(faults)
 
 
-def _bind_fault(host: str, port: int) -> str | None:
+def _bind_fault(host: str, port: int, key: str) -> str | None:
     """Why nothing can listen there. A port that is merely in TIME_WAIT is free."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -43,5 +44,6 @@ def _bind_fault(host: str, port: int) -> str | None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        return f"cannot listen on {host}:{port}: {error.strerror}"
+        hint = f"; --set {key}=0 takes any free port" if error.errno == errno.EADDRINUSE else ""
+        return f"cannot listen on {host}:{port}: {error.strerror}{hint}"
     return None

@@ -43,39 +43,20 @@ class Accounts:
             self._metrics.rate_rejections.inc()
             raise
 
-    def sent(self, tenant: Tenant, num_prompt: int) -> None:
-        """A prompt that was admitted is on its way to a worker. Once `entry` has ended it is not."""
-        if self._rates is not None:
-            self._rates.hold(tenant.name, num_prompt)
-
-    def computed(self, tenant: Tenant, num_prompt: int) -> None:
-        """The first output of a prompt that was sent has come."""
-        if self._rates is not None:
-            self._rates.release(tenant.name, num_prompt)
-            self._rates.used(tenant.name, num_prompt)
-
     @contextmanager
-    def entry(self, request: GenerationRequest, record: RequestRecord) -> Iterator[None]:
+    def entry(self, request: GenerationRequest, record: RequestRecord) -> Iterator["Account"]:
         """The block is the request's time on workers. Sent to one, it is accounted for once, however it ends."""
-        outcome = ""
+        outcome, account = "", Account(self._rates, request.caller.tenant, record.num_prompt)
         try:
-            yield
+            yield account
             outcome = record.finish_reason
         except BaseException as error:
             outcome = outcome_of(error)
             raise
         finally:
+            account.close(is_refused=outcome != "cancelled")
             if record.is_sent:
-                self._give_back(request.caller.tenant, record, is_refused=outcome != "cancelled")
                 self._close(request, record.usage(), outcome)
-
-    def _give_back(self, tenant: Tenant, record: RequestRecord, *, is_refused: bool) -> None:
-        """Where nothing came back. A client that left all the same had its prompt computed, or may have."""
-        if self._rates is None or record.has_begun:
-            return
-        self._rates.release(tenant.name, record.num_prompt)
-        if not is_refused:
-            self._rates.used(tenant.name, record.num_prompt)
 
     def _close(self, request: GenerationRequest, usage: pb.Usage, outcome: str) -> None:
         caller = request.caller
@@ -94,6 +75,38 @@ class Accounts:
                 **tokens,
             )
             self._ledger.add(row)
+
+
+class Account:
+    """One prompt's, against its tenant's rate: nothing, then held, then used or given back."""
+
+    def __init__(self, rates: TokenRates | None, tenant: Tenant, num_prompt: int) -> None:
+        self._rates = rates
+        self._tenant = tenant.name
+        self._num_prompt = num_prompt
+        self._is_held = False
+
+    def sent(self) -> None:
+        """It was admitted, and is on its way to a worker."""
+        if self._rates is not None:
+            self._rates.hold(self._tenant, self._num_prompt)
+            self._is_held = True
+
+    def computed(self) -> None:
+        """Its first output has come."""
+        self._settle(is_used=True)
+
+    def close(self, *, is_refused: bool) -> None:
+        """Where nothing came back. A client that left all the same had its prompt computed, or may have."""
+        self._settle(is_used=not is_refused)
+
+    def _settle(self, *, is_used: bool) -> None:
+        if self._rates is None or not self._is_held:
+            return
+        self._is_held = False
+        self._rates.release(self._tenant, self._num_prompt)
+        if is_used:
+            self._rates.used(self._tenant, self._num_prompt)
 
 
 class LedgerCollector(Collector):

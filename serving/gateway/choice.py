@@ -127,7 +127,7 @@ class ChoiceStream:
             text += CALL_END
         parts = [parser.push(text)]
         if is_last:
-            parts.append(parser.finish())
+            parts.append(parser.finish(is_cut_off=delta.finish_reason == pb.FINISH_REASON_LENGTH))
             self._is_cut = parser.is_cut
         self._calls += tuple(call for part in parts for call in part.calls)
         return "".join(part.content for part in parts)

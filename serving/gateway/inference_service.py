@@ -21,6 +21,7 @@ from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.inference_chats import calls_delta, chat_prompt, tool_use
 from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS
+from moonshard.serving.gateway.model import PromptRoom
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from moonshard.serving.tenants import Tenants
 
@@ -108,7 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         use = tool_use(request.chat)
         asked = GenerationRequest(request_id="", received_ns=0, prompt=prompt, tool_use=use, spelling=_SPELLING)
         context_tokens = self._gateway.limits().max_context_tokens
-        ids = await self._gateway.model.tokenize(asked, TOKENIZED_CONTEXTS * context_tokens)
+        ids = await self._gateway.model.tokenize(asked, PromptRoom(context_tokens, TOKENIZED_CONTEXTS))
         return pb.TokenizeResponse(ids=ids, max_context_tokens=context_tokens)
 
     async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:

@@ -85,10 +85,7 @@ class Bounds:
             return
         text_bytes = JSON_BYTES_PER_BYTE * self.max_token_bytes * self.max_context_tokens * num_contexts
         if num_bytes > text_bytes + OTHER_BYTES:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {self.max_context_tokens} tokens. However, the body of"
-                f" {num_bytes} bytes exceeds the context window: it is more than such a text can take"
-            )
+            raise ContextLengthExceeded.of(self.max_context_tokens, f"the body of {num_bytes} bytes")
 
     async def check_values(self, body: bytes, num_contexts: int = 1) -> None:
         """Before a body is decoded. InvalidArgument where it has more values, or objects, than could be served.
@@ -101,6 +98,10 @@ class Bounds:
         if await asyncio.to_thread(_has_more, body, b",[{", limit):
             if self.max_context_tokens is None:
                 raise Unavailable("no worker has told its context yet", retry_after_s=RETRY_AFTER_S)
+            if not await asyncio.to_thread(
+                _has_more, body, b":", MAX_OTHER_VALUES
+            ):  # few have names: it is a list of ids
+                raise ContextLengthExceeded.of(self.max_context_tokens, f"the body with more than {limit} values")
             raise InvalidArgument(f"the body has more than {limit} values: lists, objects and what is in them")
         if await asyncio.to_thread(_has_more, body, b"{", MAX_OBJECTS):
             raise InvalidArgument(f"the body has more than {MAX_OBJECTS} objects: messages, parts and what is in them")

@@ -53,9 +53,9 @@ class LargeBodies:
 
 
 def _decode_apart(struct: type[Any], body: bytes) -> Any:
-    """In a thread: it waits in the kernel."""
+    """In a thread: it waits in the kernel. Ctrl-C at a terminal is the gateway's, which drains, and not the child's."""
     argv = [sys.executable, "-m", __name__, struct.__module__, struct.__qualname__]
-    done = subprocess.run(argv, input=body, capture_output=True, check=False)
+    done = subprocess.run(argv, input=body, capture_output=True, check=False, start_new_session=True)
     if done.returncode:
         logger.error("decoding a body of %d bytes ended with %d: %s", len(body), done.returncode, done.stderr[-500:])
         raise InternalError(f"a body of {len(body)} bytes could not be decoded")

@@ -21,7 +21,7 @@ from moonshard.serving.gateway import trouble
 from moonshard.serving.gateway.session import Session
 
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Worker'].full_name}/Link"
-LOST_RETRY_AFTER_S = 1.0
+LOST_RETRY_AFTER_S = 2.0  # a small model's worker is back by then or soon after
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 2.0
 SILENT_TICKS = 8  # silence is counted in ticks: a stall of this process is one tick, and no silence of the worker's

@@ -7,6 +7,7 @@ everyone who asks is told (`/ready`, gRPC health), then running requests finish,
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import signal
 import socket
@@ -34,7 +35,7 @@ from moonshard.serving.gateway.http_protocol import HttpConfig, Timeouts
 from moonshard.serving.gateway.inference_service import NUM_CONTEXTS, SERVICE, InferenceService
 from moonshard.serving.gateway.intake import Bounds, Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
-from moonshard.serving.gateway.model import load_served_model
+from moonshard.serving.gateway.model import ServedModel, load_served_model
 from moonshard.serving.gateway.open_files import allow_connections
 from moonshard.serving.gateway.openai_unknown import UnknownFields
 from moonshard.serving.gateway.pool import LinkPool
@@ -55,6 +56,8 @@ from moonshard.serving.timings import Timings
 from moonshard.serving.trace.recorder import Recorder, recording
 from moonshard.serving.trace.schema import REQUESTS, STARTS, TOKENS
 from moonshard.serving.transport_security import link_credentials
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
 UNREAD_BYTES = 1 << 16  # of a gRPC message before its turn
@@ -129,6 +132,7 @@ async def _serving(
 ) -> AsyncIterator[RunningGateway]:
     """With what is open already: the HTTP port, and ledger, recorder and export of spans where there are any."""
     model = load_served_model(config.model.path, config.model.name)
+    _warn_of_what_surprises(config, model)
     tenants = load_tenants(config.gateway.keys)
     key = cluster_key(config, os.environ)
     metrics = GatewayMetrics(model.name)
@@ -164,6 +168,16 @@ async def _serving(
             grpc=f"{_host(config)}:{grpc_server.port}",
             recorder=recorder,
         )
+
+
+def _warn_of_what_surprises(config: Config, model: ServedModel) -> None:
+    if config.gateway.keys is None and not is_loopback(config.gateway.host):
+        logger.warning(
+            "gateway.host = %s without gateway.keys: whoever reaches it is served, and reads its metrics",
+            config.gateway.host,
+        )
+    if model.tokenizer is None:
+        logger.warning("%s has no tokenizer: prompts are token ids, and so are answers", config.model.path)
 
 
 def _host(config: Config) -> str:

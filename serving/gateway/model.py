@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moonshard.models.generation import GenerationDefaults, load_generation_defaults
 from moonshard.models.tokenizer import TextError, TextTooLongError, TokenIdError, Tokenizer, load_tokenizer
-from moonshard.rpc.status import InvalidArgument, NotFound
+from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFound
 from moonshard.serving.chat import ChatTemplate, TemplateError, load_chat_template
 from moonshard.serving.detokenizer import Detokenizer
 from moonshard.serving.gateway.choice import ForcedCall, forced_call
@@ -23,6 +23,21 @@ from moonshard.serving.tool_calls import CALL_END, NAMES, ToolCallParser, call_m
 LONG_TEXT_CHARS = 2_000  # from here on tokenising would hold up every other request's tokens
 MAX_ENCODING = 2  # at a time; the others wait, and are dropped where their client leaves meanwhile
 MESSAGE_CHARS = 50  # rendering one more message takes as long as tokenising that many characters
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRoom:
+    """How long a prompt may be: with an answer of a token at least it fits the context.
+
+    With `num_contexts` it is only tokenised, and may be as many contexts long.
+    """
+
+    context_tokens: int
+    num_contexts: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        return self.context_tokens * self.num_contexts or self.context_tokens - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,23 +55,24 @@ class ServedModel:
         if name not in ("", self.name):
             raise NotFound(f"the model {name!r} does not exist; this server has {self.name!r}", field="model")
 
-    async def tokenize(self, request: GenerationRequest, max_tokens: int) -> Sequence[int]:
+    async def tokenize(self, request: GenerationRequest, room: PromptRoom) -> Sequence[int]:
         """The prompt's token ids. Long texts are tokenised in a thread, and not begun for a client that has left.
 
         Raises:
-            ContextLengthExceeded: more than `max_tokens`; of a long text that may be said after a part of it.
+            ContextLengthExceeded: more than there is room for; of a long text that may be said after a part of it.
             InvalidArgument: there is no way to tokenise it.
         """
+        max_tokens = room.max_tokens
         if isinstance(request.prompt, TokenPrompt):
             ids = request.prompt.token_ids
         elif (num_least := self._least_tokens(request.prompt)) > max_tokens:
-            raise too_long(request, f"at least {num_least}", max_tokens)
+            raise too_long(request, f"at least {num_least}", room)
         elif _may_be_long(request.prompt):
-            ids = await self._in_thread(self._encode, request, max_tokens)
+            ids = await self._in_thread(self._encode, request, room)
         else:
-            ids = self._encode(request, max_tokens)
+            ids = self._encode(request, room)
         if len(ids) > max_tokens:
-            raise too_long(request, f"{len(ids)}", max_tokens)
+            raise too_long(request, f"{len(ids)}", room)
         return ids
 
     def _least_tokens(self, prompt: TextPrompt | ChatPrompt) -> int:
@@ -119,7 +135,7 @@ class ServedModel:
         call = functools.partial(work, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self.threads, call)
 
-    def _encode(self, request: GenerationRequest, max_tokens: int) -> Sequence[int]:
+    def _encode(self, request: GenerationRequest, room: PromptRoom) -> Sequence[int]:
         if self.tokenizer is None:
             raise request.invalid("prompt", "the model has no tokenizer: send token ids")
         try:
@@ -135,14 +151,14 @@ class ServedModel:
                         template_kwargs=template_kwargs,
                         add_generation_prompt=add_generation_prompt,
                         is_continued=is_continued,
-                        max_tokens=max_tokens,
+                        max_tokens=room.max_tokens,
                     )
                 case TextPrompt(text):
-                    return self.tokenizer.encode(text, max_tokens=max_tokens)
+                    return self.tokenizer.encode(text, max_tokens=room.max_tokens)
                 case TokenPrompt(token_ids):
                     return token_ids
         except TextTooLongError as error:
-            raise too_long(request, f"at least {error.num_tokens}", max_tokens) from error
+            raise too_long(request, f"at least {error.num_tokens}", room) from error
         except (TemplateError, TextError) as error:
             raise request.invalid("prompt", str(error)) from error
 
@@ -155,10 +171,9 @@ class ServedModel:
             raise request.invalid("tools", "the model's tokenizer has no tokens for tool calls")
 
 
-def too_long(request: GenerationRequest, num_tokens: str, max_tokens: int) -> InvalidArgument:
-    """Of a prompt that leaves no room for an answer; `max_tokens` is what would."""
-    context = f"This model's maximum context length is {max_tokens + 1} tokens"
-    return request.too_long("prompt", f"{context}. However, {{}} of {num_tokens} tokens exceeds the context window")
+def too_long(request: GenerationRequest, num_tokens: str, room: PromptRoom) -> ContextLengthExceeded:
+    counted = f", of which at most {room.max_tokens} are counted," if room.num_contexts else ""
+    return request.too_long("prompt", room.context_tokens, f"{{}} of {num_tokens} tokens{counted}")
 
 
 def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:

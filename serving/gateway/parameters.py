@@ -84,10 +84,10 @@ class GenerationRequest:
         spelt = self.spelling.get(name, name)
         return InvalidArgument(f"{spelt}: {problem}", field=spelt)
 
-    def too_long(self, name: str, problem: str) -> ContextLengthExceeded:
-        """The same for one that the context has no room for. `{}` is its name: clients look at how messages begin."""
+    def too_long(self, name: str, context_tokens: int, excess: str) -> ContextLengthExceeded:
+        """The same for one that the context has no room for. `{}` in `excess` is its name."""
         spelt = self.spelling.get(name, name)
-        return ContextLengthExceeded(problem.format(spelt), field=spelt)
+        return ContextLengthExceeded.of(context_tokens, excess.format(spelt), field=spelt)
 
 
 @dataclass(frozen=True, slots=True)

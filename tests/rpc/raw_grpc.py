@@ -64,6 +64,8 @@ async def connected(address: str) -> AsyncIterator[RawGrpc]:
         yield raw
     finally:
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 def _literal(name: str, value: str) -> bytes:

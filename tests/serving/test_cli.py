@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moonshard.serving import cli
+from moonshard.serving import cli, entry
 from moonshard.serving.commands.options import API_KEY_VARIABLE, api_key_of
 from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.commands.serve import ChildCommands, limits_of
@@ -125,6 +125,21 @@ def test_an_unknown_option_is_answered_with_the_key_that_it_may_be(command: str,
     ]
 
 
+def test_a_folder_given_as_an_option_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["serve", "--model", "x"]) == 2
+    assert capsys.readouterr().err == "moonshard: --model: it is given without a name, first of all or last: MODEL\n"
+
+
+def test_ctrl_c_amid_the_imports_ends_quietly(monkeypatch: pytest.MonkeyPatch):
+    class Interrupted:
+        @property
+        def main(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "moonshard.serving.cli", Interrupted())  # pyright: ignore[reportArgumentType]
+    assert entry.main() == 130
+
+
 def served_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Config:
     """The configuration with which `serve` would start its children."""
     from moonshard.serving.commands import serve
@@ -157,7 +172,7 @@ def test_keys_are_listed_with_default_and_meaning_as_a_file_may_have_them(
     lines = dict(line.split(" =", 1) for line in listed.splitlines())
     assert [name.removeprefix("# ") for name in lines] == [key for key, _ in leaves(load_config(None))]
     assert not [name for name, rest in lines.items() if "  # " not in rest], "a key without a comment beside it"
-    assert lines["gateway.tenant_tokens_per_minute"].endswith("# of prompts and completions; auto: as many as it likes")
+    assert lines["gateway.tenant_tokens_per_minute"].endswith("# of prompts and completions; none: as many as it likes")
     file = tmp_path / "all.toml"
     file.write_text(listed)
     assert load_config(file) == load_config(None)
@@ -210,7 +225,10 @@ def test_a_port_in_use_is_refused_naming_the_key():
         with pytest.raises(ConfigError) as raised:
             check_ports_are_free(load_config(None, [f"gateway.grpc_port={port}", "gateway.port=0"]))
     (fault,) = raised.value.faults
-    assert fault == f"gateway.grpc_port: cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert fault == (
+        f"gateway.grpc_port: cannot listen on 127.0.0.1:{port}: Address already in use;"
+        " --set gateway.grpc_port=0 takes any free port"
+    )
     check_ports_are_free(load_config(None, [f"gateway.grpc_port={port}", "gateway.port=0"]))  # free again
 
 
@@ -249,8 +267,8 @@ def test_a_workers_port_in_use_is_refused_naming_the_key(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert cli.main([command, "--set", f"mode={mode}", "--set", f"{key}={port}"]) == 2
-    fault = f"moonshard: {key}: cannot listen on 127.0.0.1:{port}: Address already in use\n"
-    assert capsys.readouterr().err == fault
+    fault = f"moonshard: {key}: cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert capsys.readouterr().err == f"{fault}; --set {key}=0 takes any free port\n"
 
 
 @pytest.mark.parametrize(

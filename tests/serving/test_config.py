@@ -14,6 +14,7 @@ from moonshard.serving.config import (
     embedded_model_path,
 )
 from moonshard.serving.config_file import as_overrides, leaves, load_config
+from moonshard.serving.key_listing import listed_keys
 from moonshard.sharding.rules import DECODE, PREFILL
 from moonshard.sharding.shape import MeshShape
 
@@ -329,6 +330,16 @@ def test_the_readme_lists_every_key_with_its_default():
         row = rows[table if is_axis else key]
         if isinstance(value, int | float) and not is_axis:
             assert row.startswith(f"`{str(value).lower()}` |"), key
+
+
+def test_what_there_is_not_by_default_is_spelt_alike_by_the_readme_and_by_the_list_of_keys():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    spelt = {key.name: (key.default or "").strip('"') for key in listed_keys()}
+    absent = [key for key, value in leaves(load_config(None)) if value is None]
+    assert {spelt[key] for key in absent} == {"auto", "none"}
+    for key in absent:
+        assert f"\n| `{key}` | `{spelt[key]}` |" in readme
+        assert load_config(None, [f"{key}={spelt[key]}"]) == load_config(None)
 
 
 def test_a_gateway_looks_for_one_worker_of_each_role_unless_told():

@@ -132,6 +132,12 @@ def test_a_context_longer_than_model_or_pool_is_refused_by_key():
         size(config(max_context_tokens=4097))
 
 
+def test_it_is_refused_before_any_weight_is_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "_load_stages", None)
+    with pytest.raises(ModelError, match="is more than the KV pool of 4096"):
+        loading.load_model(config(max_context_tokens=4097), "both", lambda told: None)
+
+
 def test_without_a_number_the_pool_takes_half_of_the_free_memory(monkeypatch):
     tokens_bytes = 4 * (32 + 16) * 4  # layers, features, float32
     monkeypatch.setattr(loading, "free_memory_bytes", lambda: 2 * 7 * BLOCK_SIZE * tokens_bytes + 1)

@@ -188,6 +188,17 @@ def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(arguments: str):
     )
 
 
+@pytest.mark.parametrize(
+    "begun", ["", CALL_BEGIN, CALL_BEGIN + "functions.get_wea", OPEN, OPEN + " ", call(), call() + CALL_BEGIN]
+)
+def test_of_a_section_cut_off_between_calls_no_marker_is_left_as_text(begun: str):
+    parser = ToolCallParser(FUNCTIONS)
+    pushed = parser.push("a" + SECTION_BEGIN + begun)
+    rest = parser.finish(is_cut_off=True)
+    assert (pushed.content + rest.content, rest.calls) == ("a", ())
+    assert len(whole(pushed.calls)) == begun.startswith(call())
+
+
 @pytest.mark.parametrize("arguments", ['{"city": }', '{"city": "Oslo"}}', "{'city': 'Oslo'}", '{"n": NaN}'])
 def test_arguments_that_begin_as_an_object_are_told_as_they_are(arguments: str):
     """They are told before their end is known, and are the client's to check, as with OpenAI."""

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from moonshard.rpc.client import AsyncClient
-from moonshard.serving.config import Config, GatewayConfig, ModelConfig
+from moonshard.serving.config import Config, GatewayConfig, ModelConfig, RoutingConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.fake_worker import FakeWorker
@@ -65,7 +65,11 @@ async def running(
 
 
 def make_config(gateway: GatewayConfig, model_path: Path, workers: list[str]) -> Config:
-    return Config(model=ModelConfig(path=model_path, name=MODEL_NAME), gateway=replace(gateway, workers=tuple(workers)))
+    return Config(
+        model=ModelConfig(path=model_path, name=MODEL_NAME),
+        gateway=replace(gateway, workers=tuple(workers)),
+        routing=RoutingConfig(failover_wait_s=1.5),  # no worker of these tests comes back
+    )
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFound
 from moonshard.rpc.types import GenerateOptions
+from moonshard.serving.gateway.main import RunningGateway
 from moonshard.serving.gateway.openai_requests import ChatBody, CompletionBody
 from tests.serving.gateway.conftest import MAX_BODY_BYTES
 from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, VOCAB_SIZE, FakeWorker
@@ -333,6 +334,11 @@ def model_path(request: pytest.FixtureRequest, tmp_path):
 @pytest.fixture
 def bare_folder() -> None:
     pass
+
+
+@pytest.mark.usefixtures("bare_folder")
+async def test_without_a_tokenizer_the_start_says_so(running: RunningGateway, caplog: pytest.LogCaptureFixture):
+    assert [record for record in caplog.get_records("setup") if "has no tokenizer" in record.message]
 
 
 @pytest.mark.usefixtures("bare_folder")

@@ -15,6 +15,7 @@ from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway import intake
 from moonshard.serving.gateway.intake import MAX_OBJECTS, MAX_OTHER_VALUES, Bounds, Intake, num_marks
 from moonshard.serving.gateway.main import RunningGateway
+from moonshard.serving.gateway.model import PromptRoom
 from tests.serving.gateway.conftest import FIXTURE
 from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, FakeWorker
 
@@ -75,6 +76,15 @@ async def test_many_objects_are_refused_where_as_many_ids_are_not():
         b'{"messages":[' + b'{"a":1},' * (MAX_OBJECTS - 2) + b'{"content":"' + b"{" * 99 + b'"}]}'
     )
     await bounds.check_values(b'{"prompt":[' + b"1," * (MAX_OBJECTS * 2) + b"1]}")
+
+
+async def test_far_more_ids_than_fit_are_a_prompt_too_long_and_as_many_members_are_not(http: httpx.AsyncClient):
+    many = MAX_OTHER_VALUES + 2 * MAX_CONTEXT_TOKENS
+    refused = await http.post("/v1/completions", json={"prompt": [1000] * many, "max_tokens": 1})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    biased = {"prompt": [1], "logit_bias": {str(100_000 + number): 1 for number in range(many)}}
+    refused = await http.post("/v1/completions", json=biased)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
 
 
 async def test_ids_of_as_many_contexts_as_may_be_spelt_out_are_not_too_many_values():
@@ -151,6 +161,7 @@ async def test_texts_of_several_contexts_are_counted_and_longer_ones_are_not(htt
     assert counted.json()["count"] > MAX_CONTEXT_TOKENS
     refused = await http.post("/tokenize", json={"prompt": "word " * (5 * MAX_CONTEXT_TOKENS)})
     assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert f"maximum context length is {MAX_CONTEXT_TOKENS} tokens" in refused.json()["error"]["message"]
     spelt = await http.post("/detokenize", json={"tokens": [1] * (5 * MAX_CONTEXT_TOKENS)})
     assert (spelt.status_code, spelt.json()["error"]["param"]) == (400, "tokens")
 
@@ -189,11 +200,11 @@ async def test_a_client_that_has_left_is_not_tokenised(running: RunningGateway, 
     assert model.tokenizer is not None
     monkeypatch.setattr(type(model.tokenizer), "encode", lambda *args, **kwargs: begun.append(args) or [1])
     asked = GenerationRequest(request_id="", received_ns=0, prompt=TextPrompt("a" * 5000))
-    left = asyncio.create_task(model.tokenize(asked, 1000))
+    left = asyncio.create_task(model.tokenize(asked, PromptRoom(1000)))
     await asyncio.sleep(0)
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
-    stays = asyncio.create_task(model.tokenize(asked, 1000))
+    stays = asyncio.create_task(model.tokenize(asked, PromptRoom(1000)))
     free.set()
     assert await stays == [1]
     assert len(begun) == 1

@@ -12,8 +12,9 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import Overloaded
 from moonshard.serving.config import GatewayConfig
+from moonshard.serving.gateway.accounts import Account
 from moonshard.serving.gateway.rates import TokenRates
-from moonshard.serving.tenants import hash_key
+from moonshard.serving.tenants import Tenant, hash_key
 from tests.serving.gateway.fake_worker import FakeWorker
 from tests.serving.gateway.fleet import front_of
 from tests.serving.gateway.test_gateway_metrics import samples
@@ -217,3 +218,16 @@ async def test_prompts_on_their_way_count_and_so_do_those_whose_clients_left(wor
 
 def refuse(*_: object) -> None:
     raise Overloaded("the first token would take long", retry_after_s=1.0)
+
+
+def test_whatever_a_worker_says_a_prompt_is_given_back_once():
+    rates = TokenRates(100, LONG_S)
+    refused, held = (Account(rates, Tenant("a"), 60) for _ in range(2))
+    refused.sent()
+    refused.close(is_refused=True)
+    refused.computed()
+    refused.close(is_refused=False)
+    held.sent()
+    rates.admit("a", 40)
+    with pytest.raises(Overloaded):
+        rates.admit("a", 41)

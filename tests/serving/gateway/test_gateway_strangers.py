@@ -121,6 +121,18 @@ async def test_a_page_elsewhere_is_refused_in_openais_shape_and_reaches_nothing(
     assert (await http.post("/v1/completions", json=ASKED, headers=own)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("gateway_config", "is_told"),
+    [({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "has_keys": True}, False), ({}, False)],
+    indirect=["gateway_config"],
+)
+async def test_a_gateway_that_anybody_reaches_and_may_use_says_so(
+    running: RunningGateway, is_told: bool, caplog: pytest.LogCaptureFixture
+):
+    told = [record.message for record in caplog.get_records("setup") if "without gateway.keys" in record.message]
+    assert len(told) == is_told
+
+
 @keys(has_keys=True)
 async def test_with_keys_a_page_needs_one_and_nothing_more(http: httpx.AsyncClient):
     headers = {"origin": OTHER, "host": "anything"}
