@@ -8,7 +8,7 @@ PROTOS := rpc/inference.proto rpc/link.proto
 # A step allocates the same memory again and again: without a heap that keeps it, a tenth of the tokens per second is lost.
 KEEP_MEMORY := GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000
 LOCKED := --universal --python-version 3.12 --no-header --no-emit-index-url --no-emit-find-links --generate-hashes
-# By default tests let XLA optimise nothing (tests/conftest.py).
+# By default tests marked `unoptimised` let XLA optimise nothing (tests/conftest.py).
 OPTIMISED := XLA_FLAGS="$${XLA_FLAGS:-} --xla_backend_optimization_level=3"
 PYTEST := $(BIN)/python -m pytest -p tests.phases --slowest 50
 
@@ -50,8 +50,8 @@ serve: setup  ## the same server, left running
 test: setup  ## every test that is not slow
 	@$(PYTEST) -m "not slow and not alone and not clients"
 
-test-slow: setup  ## the long tests and those of jax, compiled as users do; then those that measure times, by themselves
-	@$(OPTIMISED) $(PYTEST) -m "(slow or xdist_group) and not alone and not clients"
+test-slow: setup  ## the long tests and those that compile most, optimised; then those that measure times, by themselves
+	@$(OPTIMISED) $(PYTEST) -m "(slow or unoptimised) and not alone and not clients"
 	@$(OPTIMISED) $(PYTEST) -m alone -n 0
 
 clients: setup  ## other people's clients against a real server; LARGE=1: also those that take several GB

@@ -150,12 +150,12 @@ def _join(deltas: list[Delta]) -> Choice:
         logprobs=tuple(position for delta in deltas for position in delta.logprobs),
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].stop_reason,
-        tool_calls=_join_calls(part for delta in deltas for part in delta.tool_calls),
+        tool_calls=whole_calls(part for delta in deltas for part in delta.tool_calls),
     )
 
 
-def _join_calls(parts: Iterable[ToolCallPart]) -> tuple[ToolCall, ...]:
-    """Raises InternalError for a part of a call that has not begun."""
+def whole_calls(parts: Iterable[ToolCallPart]) -> tuple[ToolCall, ...]:
+    """What one answer's parts, in their order, add up to. InternalError for a part of a call that has not begun."""
     calls: list[tuple[str, str, list[str]]] = []
     for part in parts:
         if part.id:

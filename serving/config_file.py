@@ -19,8 +19,8 @@ import msgspec
 from moonshard.serving.config import EMBEDDED_MODEL_NAME, MAX_DEVICES, Config, ConfigError, embedded_model_path
 from moonshard.serving.config_faults import joint_faults
 
-AUTO = "auto"
-UNSET = (AUTO, "none")  # how a file spells None: TOML has no null
+AUTO, NONE = "auto", "none"
+UNSET = (AUTO, NONE)  # how a file spells None: TOML has no null
 
 Tree = dict[str, object]
 
@@ -151,7 +151,7 @@ def _walk(node: type, tree: Tree, prefix: str, faults: list[str]) -> Tree:
 
 
 def _convert(key: str, hint: object, value: object, values: Tree, faults: list[str]) -> None:
-    if value in UNSET and type(None) in typing.get_args(hint):
+    if value in UNSET and type(None) in typing.get_args(hint) and not _is_choice(value, hint):
         value = None
     elif value is None:
         faults.append(f"{key}: expected a value")
@@ -160,6 +160,11 @@ def _convert(key: str, hint: object, value: object, values: Tree, faults: list[s
         values[key.rpartition(".")[2]] = msgspec.convert(value, type=hint, dec_hook=_to_path)
     except msgspec.ValidationError as error:
         faults.append(f"{key}: {_explain(error, hint, value)}")
+
+
+def _is_choice(value: object, hint: object) -> bool:
+    """Whether the value has a meaning of its own, where elsewhere it spells None."""
+    return any(_is_literal(kind) and value in typing.get_args(kind) for kind in typing.get_args(hint))
 
 
 def _to_path(hint: type, value: object) -> object:
@@ -274,7 +279,7 @@ def _build[T](node: type[T], values: Mapping[str, object]) -> T:
 
 def toml_value(value: object) -> str:
     if value is None:
-        return json.dumps(AUTO)
+        return json.dumps(NONE)
     if isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, tuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 
 from moonshard.serving.config import Config
-from moonshard.serving.config_file import key_hints, toml_value
+from moonshard.serving.config_file import AUTO, key_hints, toml_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ def _written(default: object, meaning: str) -> str | None:
     """None is either spelling of what a file has for it: `none` where its meaning says what there is not, then."""
     if default is MISSING:
         return None
-    return '"none"' if default is None and "none:" in meaning else toml_value(default)
+    return toml_value(AUTO if default is None and "none:" not in meaning else default)
 
 
 def _comments(node: type) -> dict[str, str]:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moonshard.serving.status_pipe import ProgressThrottle, describe
-from moonshard.serving.timings import Phase, phases_told
+from moonshard.serving.timings import Phase, nested, phases_told
 
 
 class TerminalReporter:
@@ -71,6 +71,7 @@ def _timings_table(name: str, phases: Sequence[Phase]) -> Table:
     table.add_column("begun, s", justify="right")
     table.add_column("took, s", justify="right")
     table.add_column("phase")
-    for phase in phases:
-        table.add_row(f"{phase.begun_s:.2f}", f"{phase.took_s:.2f}", escape(f"{phase.name} {phase.detail}".strip()))
+    for phase, depth in nested(phases):
+        name = "  " * depth + f"{phase.name} {phase.detail}".strip()
+        table.add_row(f"{phase.begun_s:.2f}", f"{phase.took_s:.2f}", escape(name))
     return table

@@ -9,9 +9,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+ROUNDING_S = 2e-4  # of what is told: times are told in tenths of a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,17 @@ class Timings:
     def told(self) -> list[list[object]]:
         """For the status pipe: each as [name, detail, begun_ms, took_ms]."""
         return [[p.name, p.detail, round(p.begun_s * 1e3, 1), round(p.took_s * 1e3, 1)] for p in self.phases]
+
+
+def nested(phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:
+    """In the order in which they began, each with the number of those that it lies within."""
+    around_s: list[float] = []  # when those end that the last one lies within, itself included
+    for phase in sorted(phases, key=lambda phase: (phase.begun_s, -phase.took_s)):
+        end_s = phase.begun_s + phase.took_s
+        while around_s and end_s > around_s[-1] + ROUNDING_S:
+            around_s.pop()
+        yield phase, len(around_s)
+        around_s.append(end_s)
 
 
 def phases_told(fields: Mapping[str, object]) -> list[Phase]:

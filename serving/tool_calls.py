@@ -20,11 +20,13 @@ Pure. Left out: the formats of other models, the arguments' schema.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import final
 
 import msgspec
+
+from moonshard.rpc.types import ToolCallPart
 
 MARKS = SECTION_BEGIN, SECTION_END, CALL_BEGIN, ARGUMENTS_BEGIN, CALL_END = tuple(map(chr, range(0xD800, 0xD805)))
 NAMES: Mapping[str, str] = {
@@ -46,41 +48,11 @@ _ARGUMENTS = msgspec.json.Decoder(dict[str, msgspec.Raw])  # checked in full, an
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CallPart:
-    """A part of one call: the first says who is called, those after it have more of its arguments."""
-
-    index: int  # of the call, in its answer
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
-    """A whole one. Its arguments are as the model wrote them, and may be cut off."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Parsed:
     """What one push gave."""
 
     content: str
-    calls: tuple[CallPart, ...] = ()
-
-
-def whole_calls(parts: Iterable[CallPart]) -> list[ToolCall]:
-    """What one answer's parts, in their order, add up to."""
-    calls: list[tuple[str, str, list[str]]] = []
-    for part in parts:
-        if part.id is not None and part.name is not None:
-            calls.append((part.id, part.name, [part.arguments]))
-        else:
-            calls[-1][2].append(part.arguments)
-    return [ToolCall(id=call_id, name=name, arguments="".join(pieces)) for call_id, name, pieces in calls]
+    calls: tuple[ToolCallPart, ...] = ()
 
 
 def call_marks(special_tokens: Mapping[str, int]) -> dict[int, str]:
@@ -123,7 +95,12 @@ class ToolCallParser:
         self._named: tuple[str, str] | None = None  # whom the call that is being read calls, once that is known
         self._arguments: list[str] | None = None  # of the call that has begun
         self._content: list[str] = []
-        self._calls: list[CallPart] = []
+        self._calls: list[ToolCallPart] = []
+
+    @property
+    def num_calls(self) -> int:
+        """How many have begun; dropped ones are none."""
+        return self._num_calls if self._max_calls is None else min(self._num_calls, self._max_calls)
 
     @property
     def is_cut(self) -> bool:
@@ -202,7 +179,7 @@ class ToolCallParser:
         if self._is_kept:
             call_id = free_call_id(name, number, self._call_ids)
             self._call_ids.add(call_id)
-            self._calls.append(CallPart(index=self._num_calls - 1, id=call_id, name=name))
+            self._calls.append(ToolCallPart(index=self._num_calls - 1, id=call_id, name=name))
 
     def _argue(self, text: str) -> None:
         """More of the arguments. White space waits: at their end it is nobody's."""
@@ -215,7 +192,7 @@ class ToolCallParser:
         self._held = [text[len(settled) :]]
         self._arguments.append(arguments)
         if self._is_kept:
-            self._calls.append(CallPart(index=self._num_calls - 1, arguments=arguments))
+            self._calls.append(ToolCallPart(index=self._num_calls - 1, arguments=arguments))
 
     def _end_call(self) -> None:
         self._held, self._last_mark, self._arguments = [], CALL_END, None

@@ -10,15 +10,30 @@ time by itself, for a pool and not for a worker, from one length and not two.
 Source: non-negative least squares (Lawson and Hanson 1974, chapter 23), here by trying every subset.
 """
 
+import math
 from collections import deque
 from itertools import combinations
+from typing import Literal
 
 import numpy as np
 
+AUTO_WAIT_S = 1.0  # what people wait for an answer to begin; measured: experiments/overload/README.md
+AUTO_STRETCH = 4.0  # of a prompt's own time: on a slow machine a few others before it are no overload
 MAX_SAMPLES = 256
 MIN_SAMPLES = 16  # of a worker, before it is predicted by itself; of all together, before anything is
 FIT_EVERY = 16  # samples
 MEMORY = 0.97  # what a sample still weighs after the next one: some thirty count
+
+
+def latest_s(slo_s: float | Literal["auto"] | None, alone_s: float) -> float:
+    """Until when a first token must come, for a request that is to be taken. `alone_s`: where nothing is queued."""
+    match slo_s:
+        case None:
+            return math.inf
+        case "auto":
+            return alone_s + max(AUTO_WAIT_S, AUTO_STRETCH * alone_s)
+        case _:
+            return slo_s
 
 
 class TtftModel:

@@ -6,19 +6,19 @@ process (vm.max_map_count, 65,530 pieces) XLA ends it. Without jax: who has not 
 
 import functools
 import gc
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 LEVEL_FLAG = "--xla_backend_optimization_level"
-UNOPTIMISED = f"{LEVEL_FLAG}=0"
 MAX_MAPPINGS = 48_000  # and what one test may add
 _caches: list[Callable[[], None]] = []
 
 
-def as_users_have_it(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that is to compile as users' do, and not as tests do."""
-    flags = " ".join(flag for flag in environ.get("XLA_FLAGS", "").split() if flag != UNOPTIMISED)
-    return {**environ, "XLA_FLAGS": flags}
+def optimise(*, is_wanted: bool) -> None:
+    """Of what is compiled from here on, unless XLA was told by its flags."""
+    if "jax" in sys.modules and LEVEL_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        sys.modules["jax"].config.update("jax_disable_most_optimizations", not is_wanted)
 
 
 def compiled_once[**P, T](make: Callable[P, T]) -> Callable[P, T]:

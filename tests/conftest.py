@@ -1,7 +1,7 @@
 """What jax is told before anything imports it: eight CPU devices, and a cache of compilations kept between runs.
 
 It is told through the environment, so that processes started by tests are told the same. A caller's own settings win.
-Nor does XLA optimise what it compiles here, which takes a quarter of the suite's processor time: what holds for one
+Where most of a test's time goes into compiling, XLA optimises nothing (the mark `unoptimised`): what holds for one
 order of instructions holds for another, and where it does not, `make test-slow` finds it, which compiles as users do.
 So does where the cluster's key is kept: all that tests start has one, and it is not the user's.
 Hypothesis is told that no example has a deadline: on a shared machine that would measure the neighbours. Where `CI` is
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.compiled import LEVEL_FLAG, UNOPTIMISED, forget_if_many
+from tests.compiled import forget_if_many, optimise
 
 NUM_DEVICES = 8
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -25,10 +25,8 @@ def _prepare_jax() -> None:
     if "jax" in sys.modules:
         raise RuntimeError("jax was imported before tests/conftest.py could tell it its devices")
     flags = os.environ.get("XLA_FLAGS", "")
-    for name, flag in {DEVICE_COUNT_FLAG: f"{DEVICE_COUNT_FLAG}={NUM_DEVICES}", LEVEL_FLAG: UNOPTIMISED}.items():
-        if name not in flags:
-            flags = f"{flags} {flag}".strip()
-    os.environ["XLA_FLAGS"] = flags
+    if DEVICE_COUNT_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}={NUM_DEVICES}".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -46,6 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if (mark := item.get_closest_marker("xdist_group")) and mark.args == ("jax",):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    optimise(is_wanted=item.get_closest_marker("unoptimised") is None)
 
 
 @pytest.hookimpl(trylast=True)

@@ -16,9 +16,10 @@ from moonshard.experiments.pocket.tasks import MAX_ANSWER_TOKENS, MAX_CONTEXT_TO
 from moonshard.experiments.turns import WrittenCall
 from moonshard.models.generation import load_generation_defaults
 from moonshard.models.tokenizer import TextError, TokenIdError
+from moonshard.rpc.codec import whole_calls
 from moonshard.serving.chat import TemplateError
 from moonshard.serving.detokenizer import Detokenizer
-from moonshard.serving.tool_calls import ToolCallParser, call_marks, whole_calls
+from moonshard.serving.tool_calls import ToolCallParser, call_marks
 
 MAX_PROMPT_TOKENS = MAX_CONTEXT_TOKENS - MAX_ANSWER_TOKENS
 

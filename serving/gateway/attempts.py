@@ -28,6 +28,7 @@ from moonshard.serving.gateway.prefill_place import PrefillPlace
 from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.request_spans import mark_attempt
 from moonshard.serving.router import Affinity, Ask
+from moonshard.serving.ttft import latest_s
 
 MAX_PREFILL_FAILURES = 2  # then the decode worker prefills
 
@@ -210,13 +211,17 @@ class Attempts:
 
         Never where nothing is queued: what it takes then is the least it can take, and how it is learned.
         """
-        predicted_s, slo_s = self._pool.predict_ttft_s(route, num_prompt), self._routing.ttft_slo_s
-        if slo_s is None or predicted_s is None or predicted_s <= slo_s or not route.reservation.num_queued_tokens:
+        predicted_s = self._pool.predict_ttft_s(route, num_prompt)
+        alone_s = self._pool.predict_ttft_s(route, num_prompt, is_alone=True)
+        if predicted_s is None or alone_s is None or not route.reservation.num_queued_tokens:
+            return
+        latest = latest_s(self._routing.ttft_slo_s, alone_s)
+        if predicted_s <= latest:
             return
         self._metrics.slo_rejections.inc()
         raise Overloaded(
-            f"the first token would take {predicted_s:.1f} s, more than {slo_s:g} s",
-            retry_after_s=max(1.0, predicted_s - slo_s),
+            f"the first token would take {predicted_s:.1f} s, more than {latest:.3g} s",
+            retry_after_s=max(1.0, predicted_s - latest),
             predicted_ttft_s=predicted_s,
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from moonshard.models.tokenizer import TokenIdError, Tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
+from moonshard.rpc.types import ToolCallPart
 from moonshard.serving.detokenizer import Detokenizer
 from moonshard.serving.tool_calls import (
     ARGUMENTS_BEGIN,
@@ -20,7 +21,6 @@ from moonshard.serving.tool_calls import (
     CALL_END,
     NAMES,
     SECTION_BEGIN,
-    CallPart,
     ToolCallParser,
     free_call_id,
 )
@@ -31,8 +31,7 @@ class CallsMade:
     """Parts of one choice's tool calls. They come before the Delta of the tokens that gave them."""
 
     choice: int
-    calls: tuple[CallPart, ...]
-    is_cut: bool = False  # the choice has ended within the last call's arguments
+    calls: tuple[ToolCallPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,8 @@ class ChoiceStream:
         self._parser = parser
         self._forced = forced  # until it was told
         self._call_end = call_end
-        self._calls: tuple[CallPart, ...] = ()
-        self._is_cut = False
+        self._calls: tuple[ToolCallPart, ...] = ()
+        self._ends_with_calls = False
 
     @property
     def is_ended(self) -> bool:
@@ -106,13 +105,15 @@ class ChoiceStream:
         is_by_token = finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string")
         if is_by_token and token_ids and token_ids[-1] != self._call_end:
             delta.stop_token_id = token_ids[-1]
+        if delta.finish_reason == pb.FINISH_REASON_STOP and self._ends_with_calls:
+            delta.finish_reason = pb.FINISH_REASON_TOOL_CALLS
         self.finish_reason = delta.finish_reason
         return delta
 
     def take_calls(self) -> CallsMade | None:
         """What the last `accept` gave of them; None: nothing."""
         calls, self._calls = self._calls, ()
-        return CallsMade(self.index, calls, self._is_cut) if calls or self._is_cut else None
+        return CallsMade(self.index, calls) if calls else None
 
     def _content(self, delta: pb.Delta, parser: ToolCallParser, text: str) -> str:
         """What of the text is for the client to read; its calls are kept for `take_calls`."""
@@ -128,7 +129,7 @@ class ChoiceStream:
         parts = [parser.push(text)]
         if is_last:
             parts.append(parser.finish(is_cut_off=delta.finish_reason == pb.FINISH_REASON_LENGTH))
-            self._is_cut = parser.is_cut
+            self._ends_with_calls = parser.num_calls > 0 and not parser.is_cut
         self._calls += tuple(call for part in parts for call in part.calls)
         return "".join(part.content for part in parts)
 

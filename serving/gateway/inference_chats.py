@@ -41,8 +41,7 @@ def tool_use(chat: pb.ChatPrompt, forced: str = "", *, is_single: bool = False) 
 
 def calls_delta(made: CallsMade) -> pb.Delta:
     parts = [
-        pb.ToolCallPart(index=part.index, id=part.id or "", name=part.name or "", arguments=part.arguments)
-        for part in made.calls
+        pb.ToolCallPart(index=part.index, id=part.id, name=part.name, arguments=part.arguments) for part in made.calls
     ]
     return pb.Delta(choice=made.choice, tool_calls=parts)
 

@@ -69,15 +69,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             self._gateway.parent_of(metadata_values(context)),
         )
         asked = replace(generation_request(request, received_ns=received_ns), caller=caller, parent=parent)
-        is_placed, is_whole = False, dict[int, bool]()  # by choice with calls
+        is_placed = False
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Delta):
-                    if event.finish_reason == pb.FINISH_REASON_STOP and is_whole.get(event.choice):
-                        event.finish_reason = pb.FINISH_REASON_TOOL_CALLS
                     await context.write(pb.GenerateResponse(delta=event))
                 elif isinstance(event, CallsMade):
-                    is_whole[event.choice] = not event.is_cut
                     await context.write(pb.GenerateResponse(delta=calls_delta(event)))
                 elif isinstance(event, Placed) and is_placed:
                     context.set_trailing_metadata(tuple(event.headers().items()))

@@ -15,7 +15,8 @@ from moonshard.serving.gateway.openai_messages import Message, chat_messages, go
 from moonshard.serving.gateway.openai_tools import Tool, offer
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
 
-# Parameters of OpenAI, vLLM and SGLang that are not served, with the values beside null that ask for nothing.
+# Parameters of OpenAI, Moonshot, vLLM, SGLang and llama.cpp that are not served, with the values beside null that ask
+# for nothing.
 NO_OPS: Mapping[str, Sequence[object]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True, False),  # this tokenizer adds none of its own
@@ -26,10 +27,13 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
+    "dry_multiplier": (0,),
     "ebnf": (),
     "echo": (False,),
+    "enable_thinking": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "grammar": (),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),
@@ -42,22 +46,29 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
+    "mirostat": (0,),
     "modalities": (["text"],),
+    "n_predict": (-1,),
+    "n_probs": (0,),
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "regex": (),
+    "repeat_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
     "structured_outputs": (),
     "suffix": ("",),
+    "thinking": ({"type": "disabled"},),
     "truncate_prompt_tokens": (),
+    "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
+    "xtc_probability": (0,),
 }
 # Served in chats.
 COMPLETION_NO_OPS: Mapping[str, Sequence[object]] = {
@@ -125,10 +136,13 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     chat_template: msgspec.Raw = ABSENT
     continue_final_message: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT
+    dry_multiplier: msgspec.Raw = ABSENT
     ebnf: msgspec.Raw = ABSENT
     echo: msgspec.Raw = ABSENT
+    enable_thinking: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
     functions: msgspec.Raw = ABSENT
+    grammar: msgspec.Raw = ABSENT
     guided_choice: msgspec.Raw = ABSENT
     guided_decoding_backend: msgspec.Raw = ABSENT
     guided_grammar: msgspec.Raw = ABSENT
@@ -141,22 +155,29 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     length_penalty: msgspec.Raw = ABSENT
     logits_processors: msgspec.Raw = ABSENT
     lora_path: msgspec.Raw = ABSENT
+    mirostat: msgspec.Raw = ABSENT
     modalities: msgspec.Raw = ABSENT
+    n_predict: msgspec.Raw = ABSENT
+    n_probs: msgspec.Raw = ABSENT
     prediction: msgspec.Raw = ABSENT
     priority: msgspec.Raw = ABSENT
     prompt_embeds: msgspec.Raw = ABSENT
     prompt_logprobs: msgspec.Raw = ABSENT
     regex: msgspec.Raw = ABSENT
+    repeat_penalty: msgspec.Raw = ABSENT
     response_format: msgspec.Raw = ABSENT
     return_tokens_as_token_ids: msgspec.Raw = ABSENT
     spaces_between_special_tokens: msgspec.Raw = ABSENT
     structural_tag: msgspec.Raw = ABSENT
     structured_outputs: msgspec.Raw = ABSENT
     suffix: msgspec.Raw = ABSENT
+    thinking: msgspec.Raw = ABSENT
     truncate_prompt_tokens: msgspec.Raw = ABSENT
+    typical_p: msgspec.Raw = ABSENT
     use_beam_search: msgspec.Raw = ABSENT
     verbosity: msgspec.Raw = ABSENT
     web_search_options: msgspec.Raw = ABSENT
+    xtc_probability: msgspec.Raw = ABSENT
 
     @property
     def streaming(self) -> StreamOptions:

@@ -14,8 +14,9 @@ import msgspec
 from moonshard.models.tokenizer import Tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.codec import decode_finish_reason, decode_stop_reason
+from moonshard.rpc.types import ToolCallPart
 from moonshard.serving.gateway.choice import CallsMade
-from moonshard.serving.gateway.openai_calls import ChoiceCalls, chunk_choices
+from moonshard.serving.gateway.openai_calls import chunk_choices, with_calls
 from moonshard.serving.gateway.openai_logprobs import TextOffsets, chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -138,13 +139,13 @@ class Whole:
         self._form = form
         self._prompt: Sequence[int] = ()
         self._deltas: dict[int, list[pb.Delta]] = {}
-        self._calls: dict[int, ChoiceCalls] = {}
+        self._calls: dict[int, list[ToolCallPart]] = {}
 
     def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
         if isinstance(event, pb.TokenIds):
             self._prompt = event.ids
         elif isinstance(event, CallsMade):
-            self._calls.setdefault(event.choice, ChoiceCalls()).add(event)
+            self._calls.setdefault(event.choice, []).extend(event.calls)
         else:
             self._deltas.setdefault(event.choice, []).append(event)
 
@@ -165,9 +166,7 @@ class Whole:
             whole.MergeFrom(delta)  # scalars: the last one said; token ids and log-probabilities: joined
         offsets = self._form.offsets()
         logprobs = self._form.logprobs(whole.logprobs, offsets) if self._envelope.has_logprobs else None
-        choice = self._form.choice(whole, logprobs)
-        if calls := self._calls.get(whole.choice):
-            choice = calls.with_calls(choice, whole.text)
+        choice = with_calls(self._form.choice(whole, logprobs), whole.text, self._calls.get(whole.choice, ()))
         return choice | {"token_ids": list(whole.token_ids)} if self._envelope.has_token_ids else choice
 
 
@@ -182,7 +181,6 @@ class Chunks:
         self._first_extra: dict[str, object] = {}
         self._opened: set[int] = set()
         self._offsets: dict[int, TextOffsets] = {}
-        self._calls: dict[int, ChoiceCalls] = {}
         self._num_prompt = 0
         self._num_tokens = 0  # of all choices, so far
 
@@ -201,12 +199,9 @@ class Chunks:
         choice = self._form.chunk_choice(delta, self._logprobs(delta))
         if self._envelope.has_token_ids:
             choice["token_ids"] = list(delta.token_ids)
-        if calls := self._calls.get(delta.choice):
-            choice = calls.with_finish(choice)
         return opening + self._chunk(choice)
 
     def calls(self, made: CallsMade) -> bytes:
-        self._calls.setdefault(made.choice, ChoiceCalls()).add(made)
         return self._opening(made.choice) + b"".join(map(self._chunk, chunk_choices(made)))
 
     def summary(self, summary: pb.Summary) -> bytes:

@@ -208,11 +208,16 @@ class LinkPool:
             ttft_s=ttft_s,
         )
 
-    def predict_ttft_s(self, route: Route, num_prompt: int) -> float | None:
-        """From the sending of a request that is reserved there; None while too little was seen of that worker."""
+    def predict_ttft_s(self, route: Route, num_prompt: int, *, is_alone: bool = False) -> float | None:
+        """From the sending of a request that is reserved there; None while too little was seen of that worker.
+
+        `is_alone`: if nothing were queued.
+        """
         kept = route.reservation
         return self._ttft.predict_s(
-            kept.home.worker, own_tokens=num_prompt - kept.num_known_tokens, queued_tokens=kept.num_queued_tokens
+            kept.home.worker,
+            own_tokens=num_prompt - kept.num_known_tokens,
+            queued_tokens=0 if is_alone else kept.num_queued_tokens,
         )
 
     def least_ttft_s(self) -> float | None:

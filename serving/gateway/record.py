@@ -205,5 +205,6 @@ class RequestRecord:
         self._last_arrival_ns[delta.choice] = arrived_ns
         if (finish := decode_finish_reason(delta.finish_reason)) is not None:
             self._num_ended += 1
+            finish = "stop" if finish == "tool_calls" else finish  # vLLM's names, which tell nothing of calls
             self._finish_reasons[delta.choice] = finish
             self._metrics.finished_choices.labels(*self._labels, finish).inc()

@@ -9,7 +9,6 @@ import pytest
 
 from moonshard.experiments.bench.server import RunningServer, serving
 from tests.clients.environments import LARGE, python_environment
-from tests.compiled import as_users_have_it
 
 MAX_CONTEXT_TOKENS = 2048
 OFFLINE = {
@@ -31,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     overrides = ("mode=aggregated", f"model.max_context_tokens={MAX_CONTEXT_TOKENS}")
-    with serving(overrides, as_users_have_it(os.environ)) as running:
+    with serving(overrides, os.environ) as running:
         yield running
 
 

@@ -4,7 +4,6 @@
 Mooncake between them. `aggregated` is the same model in one worker, started by the first test that compares the two.
 """
 
-import os
 import re
 import signal
 import subprocess
@@ -22,7 +21,6 @@ import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.client import Client
-from tests.compiled import as_users_have_it
 from tests.dialling import inspect
 from tests.sizes import BLOCK_SIZE, SETTINGS
 
@@ -124,8 +122,7 @@ def start_cluster(**overrides: object) -> Cluster:
     argv = [sys.executable, "-m", "moonshard.serving.cli", "serve"]
     for key, value in {**OVERRIDES, **overrides}.items():
         argv += ["--set", f"{key}={value}"]
-    environment = as_users_have_it(os.environ)
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     cluster = Cluster(process)
     threading.Thread(target=_collect, args=(process.stderr, cluster.lines), daemon=True).start()
     timer = threading.Timer(READY_TIMEOUT_S, process.kill)

@@ -32,6 +32,7 @@ READY_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 40.0
 QUARANTINE_S = 1.0
 HOLD_BYTES = ("01", "08")  # established, and closed by the peer: states of a connection in /proc/net/tcp
+FAILOVER_WAIT_S = 1.5  # nothing here restarts a worker but tests: who waits for one waits in vain
 SILENCE_S = 3.0
 # Quarantine begins when the link's loss is seen, and ends on a tick of the worker.
 AS_IT_BEGAN_WITHIN_S = QUARANTINE_S + 10.0
@@ -235,7 +236,7 @@ def running_fleet(
 
     `through`: what the gateway is told instead of a worker's address.
     """
-    chosen = {**SETTINGS, **settings}
+    chosen = {**SETTINGS, "routing.failover_wait_s": FAILOVER_WAIT_S, **settings}
     names = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
     workers = {
         f"{role} {i}": Process(f"{role} {i}", role, dict(chosen), folder / f"{role}_{i}.log") for role, i in names

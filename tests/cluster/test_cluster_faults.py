@@ -1,6 +1,5 @@
 """Clients that leave, workers that die, requests that do not fit: nothing is lost and nobody hangs."""
 
-import contextlib
 import json
 import os
 import signal
@@ -13,7 +12,9 @@ from http.client import HTTPConnection
 
 import pytest
 
-from moonshard.rpc.status import Overloaded, RequestError, Unavailable
+from moonshard.rpc.status import Overloaded
+from moonshard.serving.request import Sampling
+from tests.agreement import assert_drawn_from, reference
 from tests.cluster.conftest import AGGREGATED, QUARANTINE_S, Cluster, start_cluster, stop_cluster, wait_until
 from tests.engine_room import long_text
 
@@ -72,8 +73,9 @@ def test_a_request_that_could_never_fit_is_refused_by_name(cluster):
     assert answer.json()["error"]["param"] == "max_tokens"
 
 
-def test_a_killed_worker_ends_its_streams_with_503_and_is_replaced():
-    cluster = start_cluster(**AGGREGATED)
+def test_a_killed_worker_is_replaced_and_those_who_wait_for_it_go_on_where_they_were():
+    """There is no other; `test_gateway_failover` has what becomes of those who wait in vain."""
+    cluster = start_cluster(**AGGREGATED, **{"routing.failover_wait_s": 60.0})
     try:
         _kill_mid_stream(cluster)
     finally:
@@ -82,22 +84,22 @@ def test_a_killed_worker_ends_its_streams_with_503_and_is_replaced():
 
 def _kill_mid_stream(cluster) -> None:
     pid = cluster.pid("worker")  # before: the stream does not wait for the look
+    prompt, tokens = long_text(50), list[int]()
     with cluster.client() as client:
-        stream = client.stream(long_text(50), max_tokens=1900, ignore_eos=True)
-        next(iter(stream))
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(Unavailable) as caught:
-            for _ in stream:
-                pass
-        assert caught.value.retry_after_s
-        assert wait_until(lambda: _serves(client), 60)
+        stream = client.stream(prompt, max_tokens=400, temperature=0, ignore_eos=True)
+        for delta in stream:
+            if not tokens:
+                os.kill(pid, signal.SIGKILL)
+            tokens += delta.token_ids
+        assert stream.summary.timing.num_retries == 1
+        assert len(tokens) == 400
+        assert_drawn_from(reference(), prompt, tokens, Sampling(temperature=0.0))
         assert wait_until(cluster.is_as_it_began, FREED_WITHIN_S)
+        assert _is_served(client)
 
 
-def _serves(client) -> bool:
-    with contextlib.suppress(RequestError):
-        return len(client.generate([1, 2, 3], max_tokens=2, ignore_eos=True).choices[0].token_ids) == 2
-    return False
+def _is_served(client) -> bool:
+    return len(client.generate([1, 2, 3], max_tokens=2, ignore_eos=True).choices[0].token_ids) == 2
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,7 @@ def test_what_does_not_fit_now_waits_and_then_gets_429_with_retry_after(one_slot
             assert not _num_ended(one_slot, "completed"), "the slot was not held all the time"
     assert wait_until(one_slot.is_as_it_began, FREED_WITHIN_S)
     with one_slot.client() as client:
-        assert _serves(client)
+        assert _is_served(client)
 
 
 def _refusal_over_grpc(cluster) -> float:

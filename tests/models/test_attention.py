@@ -7,7 +7,7 @@ import pytest
 
 from moonshard.models.attention import KEYS_PER_STEP, latent_attention
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 NUM_QUERIES, HEADS, FEATURES, RANK, LAYERS, SCALE = 4, 2, 12, 8, 2, 0.3
 BLOCK_SIZE, COLUMNS = 16, 40
 TOLERANCE = 2e-5

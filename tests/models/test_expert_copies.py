@@ -9,7 +9,7 @@ from moonshard.models.expert_copies import to_copies
 from moonshard.sharding.experts import place_experts
 from moonshard.sharding.place import ALONE
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 
 
 def test_copies_of_an_expert_share_its_tokens_equally():

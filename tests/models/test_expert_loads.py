@@ -11,7 +11,7 @@ from moonshard.models.score import Scorer
 from moonshard.models.spec import ModelError
 from tests.agreement import FIXTURES
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 
 
 def test_every_token_counts_once_for_each_expert_it_chose():

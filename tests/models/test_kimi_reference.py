@@ -26,7 +26,7 @@ from moonshard.sharding.place import ALONE
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE, ROUTER_NEAR_TIE, reference
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 NUM_BLOCKS, BLOCK_SIZE = 16, 16
 BF16_TOLERANCE = 0.03
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moonshard.models import moe
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 NUM_EXPERTS, EMBED, WIDTH, LAYERS = 8, 16, 24, 2
 SHAPES = [(1, 1), (1, 8), (7, 2), (64, 4), (300, 8), (300, 1)]  # (tokens, k): few, each compiles anew
 RNG = np.random.default_rng(1)

@@ -17,7 +17,7 @@ from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 NUM_EXPERTS, TOP_K, WIDTH, FFW, NUM_LAYERS = 16, 2, 24, 12, 2
 TOKENS = 256  # of all devices together
 DENSE = jax.jit(moe.dense)

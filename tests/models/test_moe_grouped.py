@@ -13,7 +13,7 @@ from moonshard.models.moe_grouped import Tiles, grouped
 from moonshard.models.score import observe
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 LAYERS, NUM_EXPERTS, EMBED, WIDTH = 2, 8, 96, 48  # sides whose largest power of two is 32 and 16: several tiles each
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the norm
 DENSE = jax.jit(moe.dense)

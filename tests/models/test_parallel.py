@@ -21,7 +21,7 @@ from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 CONFIG = kimi.KimiConfig.of(Checkpoint.open(FIXTURES / "kimi_k2"))
 ROWS, TOKENS, BLOCK = 8, 16, 16
 CONTEXT_PARALLEL = Rules(kv_tokens=("tensor",))

@@ -12,7 +12,7 @@ from moonshard.models import sampling
 from moonshard.models.sampling import RowSampling
 from tests.agreement import noise
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 VOCAB, SLOTS, BIASES, STOPS, NUM_TOP = 97, 5, 3, 2, 20
 NULL_SLOT = SLOTS
 

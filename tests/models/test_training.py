@@ -13,7 +13,7 @@ from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.experiments.pocket.rehearsal import SHAPE
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 CONFIG = kimi.KimiConfig.from_hugging_face(SHAPE)
 BLOCK_SIZE, RANK, SCALE = 16, 8, 0.3
 NUM_EXPERTS, EMBED, WIDTH, LAYERS = 4, 8, 12, 2

@@ -16,7 +16,7 @@ from moonshard.sharding.rules import MeshError
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE, reference
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 FOLDER = FIXTURES / "kimi_k2"
 CONFIG = reference().config
 PARAMS = kimi.declare(CONFIG)

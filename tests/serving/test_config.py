@@ -332,6 +332,13 @@ def test_the_readme_lists_every_key_with_its_default():
             assert row.startswith(f"`{str(value).lower()}` |"), key
 
 
+@pytest.mark.parametrize(("written", "meant"), [("auto", "auto"), ("none", None), ("2.5", 2.5), ("3", 3.0)])
+def test_a_bound_on_ttft_is_a_number_or_ours_or_none_at_all(written: str, meant: object):
+    config = load_config(None, [f"routing.ttft_slo_s={written}"])
+    assert config.routing.ttft_slo_s == meant
+    assert load_config(None, as_overrides(config)) == config
+
+
 def test_what_there_is_not_by_default_is_spelt_alike_by_the_readme_and_by_the_list_of_keys():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     spelt = {key.name: (key.default or "").strip('"') for key in listed_keys()}

@@ -21,7 +21,7 @@ from tests.agreement import reference
 from tests.engine_room import uncompiled_programs
 from tests.sizes import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 POINTER_BYTES = 8  # XLA counts among the outputs a pointer to each
 CONTEXT_PARALLEL = DecodeRules(kv_tokens=("tensor",))
 

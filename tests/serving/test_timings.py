@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from moonshard.serving.terminal import TerminalReporter
-from moonshard.serving.timings import Phase, Timings, phases_told, since_process_began_s
+from moonshard.serving.timings import Phase, Timings, nested, phases_told, since_process_began_s
 
 
 def test_phases_are_in_the_order_in_which_they_began_each_within_the_one_around_it():
@@ -81,3 +81,15 @@ def test_a_table_for_each_process_is_shown_where_it_was_asked_for(
     shown = capsys.readouterr().err
     for text in ("start of serve", "start of prefill 0", "1.23", "load draw", "interpreter"):
         assert (text in shown) is has_timings
+
+
+def test_phases_are_told_as_they_lie_within_one_another():
+    spans = [("all", 0.0, 9.0), ("load", 1.0, 4.0), ("read", 1.0, 2.0), ("place", 3.0, 2.0), ("beside", 4.5, 3.0)]
+    drawn = [Phase(name, "", begun_s, took_s) for name, begun_s, took_s in reversed(spans)]
+    assert [(phase.name, depth) for phase, depth in nested(drawn)] == [
+        ("all", 0),
+        ("load", 1),
+        ("read", 2),
+        ("place", 2),
+        ("beside", 1),
+    ]

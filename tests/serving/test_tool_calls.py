@@ -9,6 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from moonshard.rpc.codec import whole_calls
+from moonshard.rpc.types import ToolCall, ToolCallPart
 from moonshard.serving.tool_calls import (
     ARGUMENTS_BEGIN,
     CALL_BEGIN,
@@ -17,13 +19,10 @@ from moonshard.serving.tool_calls import (
     NAMES,
     SECTION_BEGIN,
     SECTION_END,
-    CallPart,
     Parsed,
-    ToolCall,
     ToolCallParser,
     call_marks,
     spelt,
-    whole_calls,
 )
 
 FUNCTIONS = ("get_weather", "add-up", "files.read")
@@ -61,14 +60,14 @@ def parse(
     )
 
 
-def whole(parts: Iterable[CallPart]) -> tuple[ToolCall, ...]:
+def whole(parts: Iterable[ToolCallPart]) -> tuple[ToolCall, ...]:
     """As a client adds them up: each call's first part has its id and name, the others more of its arguments."""
     parts, num_calls = list(parts), 0
     for part in parts:
-        num_calls += part.id is not None
+        num_calls += bool(part.id)
         assert part.index == num_calls - 1
-        assert (part.name is None) == (part.id is None) == bool(part.arguments)
-    return tuple(whole_calls(parts))
+        assert bool(part.name) == bool(part.id) == (not part.arguments)
+    return whole_calls(parts)
 
 
 json_values = st.recursive(
@@ -222,11 +221,11 @@ def test_content_leaves_at_once_and_so_does_a_call_once_it_is_one():
     parser = ToolCallParser(FUNCTIONS)
     assert parser.push("Let me see. " + SECTION_BEGIN) == Parsed(content="Let me see. ")
     assert parser.push(OPEN + "\n") == Parsed(content="")
-    begun = CallPart(index=0, id=ONE.id, name=ONE.name)
-    assert parser.push('{"ci') == Parsed(content="", calls=(begun, CallPart(index=0, arguments='{"ci')))
-    assert parser.push("ty ") == Parsed(content="", calls=(CallPart(index=0, arguments="ty"),))
+    begun = ToolCallPart(index=0, id=ONE.id, name=ONE.name)
+    assert parser.push('{"ci') == Parsed(content="", calls=(begun, ToolCallPart(index=0, arguments='{"ci')))
+    assert parser.push("ty ") == Parsed(content="", calls=(ToolCallPart(index=0, arguments="ty"),))
     assert parser.push("\n") == Parsed(content="")
-    assert parser.push(":1}") == Parsed(content="", calls=(CallPart(index=0, arguments=" \n:1}"),))
+    assert parser.push(":1}") == Parsed(content="", calls=(ToolCallPart(index=0, arguments=" \n:1}"),))
     assert parser.push(CALL_END + SECTION_END + "b") == Parsed(content="b")
 
 

@@ -28,7 +28,7 @@ from moonshard.models import moe
 from tests.agreement import FIXTURES
 from tests.compiled import compiled_once
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 MIX = Mix(prompt_tokens=(40, 7), output_tokens=(3, 9), num_requests=(2, 5))
 
 

@@ -15,7 +15,7 @@ from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.experiments.pocket.rehearsal import SHAPE
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 CONFIG = kimi.KimiConfig.from_hugging_face(HUGGING_FACE_CONFIG)
 SMALL = kimi.KimiConfig.from_hugging_face(SHAPE)
 ONE = MeshShape(data=1)

@@ -16,7 +16,7 @@ from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.experiments.pocket.rehearsal import RECIPE, SHAPE, Repeats
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 CONFIG = kimi.KimiConfig.from_hugging_face(SHAPE)
 PADDING = 2  # tokens at the end of each of the rehearsal's rows
 ADAMW = replace(RECIPE, optimiser="adamw")  # Newton-Schulz and Adam's first step magnify rounding: moments are compared

@@ -84,6 +84,10 @@ COMPLETIONS = [
     (PROMPT | {"tools": TOOLS["tools"]}, "tools"),
     (PROMPT | {"tool_choice": "required"}, "tool_choice"),
     (PROMPT | {"guided_json": {"type": "object"}}, "guided_json"),
+    (PROMPT | {"grammar": "root ::= x"}, "grammar"),
+    (PROMPT | {"n_predict": 5}, "n_predict"),
+    (PROMPT | {"enable_thinking": True}, "enable_thinking"),
+    (PROMPT | {"thinking": {"type": "enabled"}}, "thinking"),
     (PROMPT | {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
     (PROMPT | {"priority": 1}, "priority"),
     (PROMPT | {"max_tokens": 2.5}, "max_tokens"),
@@ -196,6 +200,10 @@ NO_OPS = {
     "stream_options": {"include_usage": False},
     "add_generation_prompt": True,
     "continue_final_message": False,
+    "enable_thinking": False,
+    "thinking": {"type": "disabled"},
+    "n_predict": -1,
+    "typical_p": 1.0,
 }
 
 

@@ -7,12 +7,13 @@ import json
 import httpx
 import pytest
 
+from moonshard.rpc.codec import whole_calls
 from moonshard.rpc.status import MAX_MESSAGE_BYTES, Unavailable
+from moonshard.rpc.types import ToolCallPart
 from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway.http_protocol import MAX_HEAD_BYTES, MAX_PIPELINED
 from moonshard.serving.gateway.intake import MAX_OTHER_VALUES, Bounds
 from moonshard.serving.gateway.main import RunningGateway
-from moonshard.serving.tool_calls import CallPart, whole_calls
 from tests.serving.gateway.fake_worker import FakeWorker
 from tests.serving.gateway.raw_http import Raw, connected, post
 
@@ -119,6 +120,9 @@ async def test_many_ids_may_come_again_while_no_worker_has_told_its_context():
 
 
 def test_a_call_of_many_parts_is_their_sum():
-    parts = [CallPart(index=0, id="a", name="f", arguments="{"), *(CallPart(index=0, arguments="x") for _ in range(9))]
-    other = CallPart(index=1, id="b", name="g", arguments="{}")
+    parts = [
+        ToolCallPart(index=0, id="a", name="f", arguments="{"),
+        *(ToolCallPart(index=0, arguments="x") for _ in range(9)),
+    ]
+    other = ToolCallPart(index=1, id="b", name="g", arguments="{}")
     assert [call.arguments for call in whole_calls([*parts, other])] == ["{" + "x" * 9, "{}"]

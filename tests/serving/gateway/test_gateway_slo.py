@@ -15,7 +15,7 @@ from moonshard.serving.config import GatewayConfig, RoutingConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
 from moonshard.serving.gateway.pool import LEAST_TTFT_S
 from moonshard.serving.ledger import read_ledger
-from moonshard.serving.ttft import MIN_SAMPLES
+from moonshard.serving.ttft import AUTO_STRETCH, AUTO_WAIT_S, MIN_SAMPLES
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker
@@ -23,6 +23,7 @@ from tests.serving.gateway.fleet import until
 
 PREDICTED = "x-moonshard-predicted-ttft-ms"
 BODY = {"prompt": [1, 2, 3], "max_tokens": 2}
+NUM_BEFORE = 5  # tokens queued where one of these is: its prompt and what it may answer
 
 
 @pytest.fixture
@@ -36,11 +37,18 @@ def gateway_config(gateway_config: GatewayConfig, ledger: Path) -> GatewayConfig
 
 
 @pytest.fixture
-async def running(worker: FakeWorker, gateway_config: GatewayConfig, model_path: Path) -> AsyncIterator[RunningGateway]:
+def routing() -> RoutingConfig:
     """No first token can come in a microsecond."""
+    return RoutingConfig(ttft_slo_s=1e-6)
+
+
+@pytest.fixture
+async def running(
+    worker: FakeWorker, gateway_config: GatewayConfig, model_path: Path, routing: RoutingConfig
+) -> AsyncIterator[RunningGateway]:
     async with fake_worker.serving(worker) as port:
         config = make_config(gateway_config, model_path, [f"127.0.0.1:{port}"])
-        async with serving(replace(config, routing=RoutingConfig(ttft_slo_s=1e-6))) as running:
+        async with serving(replace(config, routing=routing)) as running:
             await running.gateway.pool.wait_ready()
             yield running
 
@@ -102,6 +110,49 @@ async def test_what_is_refused_leaves_no_row_no_tokens_and_no_session_behind(
     num_served = MIN_SAMPLES + 1 + len(answers)
     await until(lambda: len(list(read_ledger(ledger))) >= num_served)
     assert [row.outcome for row in read_ledger(ledger)] == ["length"] * num_served
+
+
+def teach_queue(running: RunningGateway, *, alone_s: float, queued_token_s: float) -> None:
+    """As if every token queued before a prompt had taken so long."""
+    (link,) = running.gateway.pool.links
+    running.gateway.pool._ttft.forget(link.address)
+    for queued in range(MIN_SAMPLES):
+        running.gateway.pool._ttft.observe(
+            link.address, own_tokens=3, queued_tokens=queued, ttft_s=alone_s + queued * queued_token_s
+        )
+
+
+class TestByDefault:
+    @pytest.fixture
+    def routing(self) -> RoutingConfig:
+        return RoutingConfig()
+
+    @pytest.mark.parametrize(
+        ("alone_s", "queued_token_s", "status"),
+        [
+            (0.01, 0.9 * AUTO_WAIT_S / NUM_BEFORE, 200),
+            (0.01, 1.1 * AUTO_WAIT_S / NUM_BEFORE, 429),
+            (AUTO_WAIT_S, 0.9 * AUTO_STRETCH * AUTO_WAIT_S / NUM_BEFORE, 200),
+            (AUTO_WAIT_S, 1.1 * AUTO_STRETCH * AUTO_WAIT_S / NUM_BEFORE, 429),
+        ],
+    )
+    async def test_only_who_would_wait_long_for_others_is_refused(
+        self,
+        http: httpx.AsyncClient,
+        worker: FakeWorker,
+        running: RunningGateway,
+        alone_s: float,
+        queued_token_s: float,
+        status: int,
+    ):
+        async with one_before(http, worker):
+            teach_queue(running, alone_s=alone_s, queued_token_s=queued_token_s)
+            asked = asyncio.create_task(http.post("/v1/completions", json=BODY))
+            if status == 200:
+                await worker.seen(2)
+            else:
+                await asked
+        assert (await asked).status_code == status
 
 
 class TestQueueLimit:
