@@ -93,8 +93,8 @@ class RoutingConfig:
     local_prefill: Literal["cost", "static"] = "cost"  # when decode workers prefill: where it costs less; static: below
     local_prefill_max_tokens: NotNegative = 0  # static: where at most so many are unknown there
     local_prefill_min_known: Annotated[float, Meta(ge=0, le=1)] = 1.0  # static: or where this share of it is known
-    # whose first token is predicted to come later is refused; auto: who would wait for others for longer than a second,
-    # and than four times what its own prompt takes; none: nobody is
+    # whose first token is predicted to come later is refused; auto: who would wait for others for longer than 2 s, and
+    # than four times what its own prompt takes; none: nobody is
     ttft_slo_s: Seconds | Literal["auto"] | None = "auto"
     max_attempts: Annotated[int, Meta(ge=1, le=1000)] = 3  # how often a request is begun or continued on other workers
     failover_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 10.0  # of a request that lost its worker, for another

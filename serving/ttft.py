@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-AUTO_WAIT_S = 1.0  # what people wait for an answer to begin; measured: experiments/overload/README.md
+AUTO_WAIT_S = 2.0  # measured: experiments/overload/README.md
 AUTO_STRETCH = 4.0  # of a prompt's own time: on a slow machine a few others before it are no overload
 MAX_SAMPLES = 256
 MIN_SAMPLES = 16  # of a worker, before it is predicted by itself; of all together, before anything is

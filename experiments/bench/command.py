@@ -35,7 +35,7 @@ from moonshard.experiments.bench.recording_cost import measure_recording
 from moonshard.experiments.bench.report import Report, footnotes, markdown, tables, to_json
 from moonshard.experiments.bench.routing import measure_routing
 from moonshard.experiments.bench.served import measure_after, measure_served
-from moonshard.experiments.bench.server import HANDED_OVER, RunningServer, ServerFailed, serving
+from moonshard.experiments.bench.server import HANDED_OVER, NOBODY_REFUSED, RunningServer, ServerFailed, serving
 from moonshard.experiments.bench.starts import measure_cold, measure_start, with_cache
 from moonshard.experiments.bench.transport_rows import measure_publishes
 from moonshard.experiments.trace_file import TracedRequest, read_trace
@@ -86,7 +86,7 @@ def bench(
         sys.stderr.write(f"moonshard bench: {error}\n")
         return 2
     named = () if model is None else (f"model.path={model.resolve()}",)
-    config = load_config(None, (HANDED_OVER, *set, *named))
+    config = load_config(None, (HANDED_OVER, NOBODY_REFUSED, *set, *named))
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     try:
         report = run_bench(config, QUICK if quick else Plan(), sections, os.environ, console, requests)

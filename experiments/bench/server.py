@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 READY = re.compile(r"moonshard ready in .* (?P<http>http://\S+)/v1  grpc (?P<grpc>\S+)  model (?P<model>\S+)")
 STOP_TIMEOUT_S = 60.0
 HANDED_OVER = "routing.local_prefill=static"  # a setting: what is said of handoffs is said of every prompt
+NOBODY_REFUSED = "routing.ttft_slo_s=none"  # likewise: however many wait, all that was sent is measured
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 

@@ -41,6 +41,7 @@ OVERRIDES = {
     **SETTINGS,
     "kv.slab_bytes": NUM_SLAB_SLOTS * BLOCK_BYTES,
     "kv.quarantine_s": QUARANTINE_S,
+    "routing.ttft_slo_s": "none",  # what is asked at once is to be served, however slow the machine
     "routing.local_prefill": "static",  # every prompt is handed over, unless a test says when not
 }
 AGGREGATED = {"mode": "aggregated"}

@@ -236,7 +236,8 @@ def running_fleet(
 
     `through`: what the gateway is told instead of a worker's address.
     """
-    chosen = {**SETTINGS, "routing.failover_wait_s": FAILOVER_WAIT_S, **settings}
+    routing = {"routing.failover_wait_s": FAILOVER_WAIT_S, "routing.ttft_slo_s": "none"}
+    chosen = {**SETTINGS, **routing, **settings}
     names = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
     workers = {
         f"{role} {i}": Process(f"{role} {i}", role, dict(chosen), folder / f"{role}_{i}.log") for role, i in names

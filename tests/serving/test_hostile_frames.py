@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator
 
@@ -225,10 +226,12 @@ async def assert_serves(pair: Pair) -> None:
 
 async def test_no_frame_with_one_field_spoilt_ends_a_worker():
     """A share of them, in each run another; `running` waits until every pool is as it began."""
+    seed = random.randrange(2**32)
+    logging.getLogger(__name__).warning("frames of seed %d", seed)  # shown where it fails
     async with running(quarantine_s=0.05) as pair:
         gateway = Gateway(pair)
         every = list(every_field(gateway))
-        await say_all(gateway, iter(random.Random().sample(every, NUM_FAST)))
+        await say_all(gateway, iter(random.Random(seed).sample(every, NUM_FAST)))
         assert gateway.num_faults
         await asyncio.wait_for(assert_serves(pair), 60)
 

@@ -129,7 +129,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestSchedules.settings = settings(max_examples=12, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.slow

@@ -197,6 +197,7 @@ def test_both_pools_of_a_split_have_worked(run_of: Callable[[str], Path]):
     assert tokens == {"prefill": 8 * 40, "decode": 8 * 7}  # the first token comes of the prefill
 
 
+@pytest.mark.slow  # that the scheduler keeps to it is held by its own tests; this is of the study's table
 @pytest.mark.timeout(600)
 def test_no_chunk_is_larger_than_it_says(run_of: Callable[[str], Path]):
     steps = load_runs(run_of("chunking")).steps.filter(pl.col("kind") == "prefill")

@@ -68,7 +68,7 @@ def make_config(gateway: GatewayConfig, model_path: Path, workers: list[str]) ->
     return Config(
         model=ModelConfig(path=model_path, name=MODEL_NAME),
         gateway=replace(gateway, workers=tuple(workers)),
-        routing=RoutingConfig(failover_wait_s=1.5),  # no worker of these tests comes back
+        routing=RoutingConfig(failover_wait_s=0.5),  # no worker of these tests comes back
     )
 
 

@@ -59,7 +59,7 @@ async def fleet(
         config = make_config(gateway, FIXTURE, [f"127.0.0.1:{port}" for port in ports])
         made = replace(
             config,
-            routing=RoutingConfig(**({"local_prefill": "static", "failover_wait_s": 1.5} | routing)),  # pyright: ignore[reportArgumentType]
+            routing=RoutingConfig(**({"local_prefill": "static", "failover_wait_s": 0.5} | routing)),  # pyright: ignore[reportArgumentType]
             kv=replace(config.kv, lease_s=lease_s),
             trace=trace or TraceConfig(),
             telemetry=telemetry or TelemetryConfig(),
