@@ -207,8 +207,8 @@ def _core_faults(cores: Sequence[int], num_workers: int) -> list[str]:
 
 
 def _server(given: Flat, faults: list[str]) -> Config | None:
-    # unless it is asked otherwise, no step that is measured runs in a larger program than its own, and nobody is refused
-    # for how long he would wait: what a load does to those who are served is to show
+    # unless it is asked otherwise, no step that is measured runs in a larger program than its own, and no request is
+    # refused for its wait: what a load does to those who are served is to show
     server = {"worker.prepare": "all", "routing.ttft_slo_s": "none", **below(given, "server")}
     try:
         return config_of(unflatten(server))
