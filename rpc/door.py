@@ -26,14 +26,24 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from moonshard.rpc.asking import OPEN_SERVICES
+from moonshard.rpc.deferred_request import next_message
 from moonshard.rpc.link import PROTOCOL_VERSION
-from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestError, Unauthenticated, abort
+from moonshard.rpc.open_services import PATHS as OPEN_SERVICES
+from moonshard.rpc.receive_limiter import ReceiveLimiter
+from moonshard.rpc.status import (
+    FailedPrecondition,
+    InvalidArgument,
+    RequestError,
+    RequestTimeout,
+    Unauthenticated,
+    abort,
+)
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 TIMEOUT_S = 10.0  # for a peer to prove itself
-MAX_UNPROVED = 32  # calls at once whose callers have proved nothing yet: each may hold a whole message
+MAX_UNPROVED = 16  # calls whose callers may take that long, since each may hold a whole message; of more, the oldest
+HURRIED_TIMEOUT_S = 0.1  # have only this: who has the key proves it in milliseconds
 STATUS_TIMEOUT_S = 1.0  # for a call that broke off to say why
 MAX_LOGGED = 256  # peers and reasons
 MAX_DIGITS = 10
@@ -216,7 +226,7 @@ class Door(grpc.aio.ServerInterceptor):
         self._port = port
         self._has_tls = has_tls
         self._logged: set[tuple[str, str]] = set()
-        self._unproved: dict[asyncio.Timeout, None] = {}  # the oldest first
+        self._limiter = ReceiveLimiter(MAX_UNPROVED, timeout_s=TIMEOUT_S, hurried_timeout_s=HURRIED_TIMEOUT_S)
 
     async def intercept_service(
         self,
@@ -255,25 +265,11 @@ class Door(grpc.aio.ServerInterceptor):
         terms = self._terms(method, _said(context.invocation_metadata()))
         await context.send_initial_metadata(((_NONCE, terms.server_nonce), (_PROOF, terms.proof(self._key, "server"))))
         try:
-            async with asyncio.timeout(TIMEOUT_S) as wait, self._among_unproved(wait):
-                frame = await anext(aiter(frames), b"")
-        except TimeoutError:
+            frame = await next_message(frames, self._limiter) or b""
+        except RequestTimeout:
             raise Unauthenticated("no proof of the cluster's key came in time") from None
         if len(frame) != PROOF_BYTES or not hmac.compare_digest(frame, terms.proof(self._key, "caller")):
             raise Unauthenticated("the proof of the cluster's key (cluster.key_file) is wrong")
-
-    @contextlib.asynccontextmanager
-    async def _among_unproved(self, wait: asyncio.Timeout) -> AsyncIterator[None]:
-        """Of too many the oldest has waited long enough: who has the key proves it in milliseconds."""
-        if len(self._unproved) >= MAX_UNPROVED:
-            oldest = next(iter(self._unproved))
-            del self._unproved[oldest]
-            oldest.reschedule(asyncio.get_running_loop().time())
-        self._unproved[wait] = None
-        try:
-            yield
-        finally:
-            self._unproved.pop(wait, None)
 
     def _terms(self, method: str, said: dict[str, str | bytes]) -> _Terms:
         nonce, version, port = _bytes(said.get(_NONCE)), _number(said.get(_VERSION)), _number(said.get(_PORT))

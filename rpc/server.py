@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from moonshard.rpc.asking import OpenServices
 from moonshard.rpc.door import Door
+from moonshard.rpc.open_services import OpenServices
 from moonshard.rpc.tls import TlsFiles, server_credentials
 from moonshard.rpc.undecodable import UndecodableRequests
 

@@ -11,15 +11,16 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 SMALL_BYTES = 1 << 12  # a message that short has few
-LENGTH = 2  # the wire type of strings, messages and packed numbers
-_FIXED = {1: 8, 5: 4}  # wire types whose values have as many bytes
+VARINT, I64, LEN, I32 = 0, 1, 2, 5  # wire types; LEN: strings, messages and packed numbers
+_FIXED_BYTES = {I64: 8, I32: 4}
 MAX_VARINT_BITS = 64
 
 
 def has_more_fields(data: bytes, kind: Descriptor, limit: int) -> bool:
     """Whether the message, and those in it as far as `kind` knows them, have more than `limit` fields in all.
 
-    It takes a microsecond for each, and ends once there are too many. DecodeError for bytes that are no message.
+    It takes a microsecond for each, and ends once there are too many. DecodeError for bytes that are no message, and
+    for groups, which proto3 has not.
     """
     return len(data) > SMALL_BYTES and _num_fields(data, kind, limit) > limit
 
@@ -27,41 +28,41 @@ def has_more_fields(data: bytes, kind: Descriptor, limit: int) -> bool:
 def _num_fields(data: bytes, kind: Descriptor, limit: int) -> int:
     num, pending = 0, [(0, len(data), kind)]
     while pending and num <= limit:
-        place, end, kind = pending.pop()
+        offset, end, kind = pending.pop()
         inner = _inner_messages(kind)
-        while place < end and num <= limit:
+        while offset < end and num <= limit:
             num += 1
-            tag, place = _varint(data, place)
-            start, place = _value(data, place, tag & 7)
-            if place > end:
+            tag, offset = _varint(data, offset)
+            start, offset = _value(data, offset, tag & 7)
+            if offset > end:
                 raise DecodeError("a field is longer than its message")
             message = inner.get(tag >> 3)
-            if message is not None and tag & 7 == LENGTH:
-                pending.append((start, place, message))
+            if message is not None and tag & 7 == LEN:
+                pending.append((start, offset, message))
     return num
 
 
-def _value(data: bytes, place: int, wire_type: int) -> tuple[int, int]:
+def _value(data: bytes, offset: int, wire_type: int) -> tuple[int, int]:
     """Where it begins, behind its length if it has one, and where it ends."""
-    if wire_type == LENGTH:
-        length, start = _varint(data, place)
+    if wire_type == LEN:
+        length, start = _varint(data, offset)
         return start, start + length
-    if wire_type == 0:
-        return place, _varint(data, place)[1]
-    if wire_type in _FIXED:
-        return place, place + _FIXED[wire_type]
+    if wire_type == VARINT:
+        return offset, _varint(data, offset)[1]
+    if wire_type in _FIXED_BYTES:
+        return offset, offset + _FIXED_BYTES[wire_type]
     raise DecodeError(f"no field of ours has wire type {wire_type}")
 
 
-def _varint(data: bytes, place: int) -> tuple[int, int]:
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
     """(value, where it ends)."""
     value = shift = 0
-    while shift < MAX_VARINT_BITS and place < len(data):
-        byte = data[place]
-        place += 1
+    while shift < MAX_VARINT_BITS and offset < len(data):
+        byte = data[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, place
+            return value, offset
         shift += 7
     raise DecodeError("a number has no end")
 

@@ -1,7 +1,8 @@
 """What a deployment is made of, as frozen dataclasses: the one configuration that every process is given.
 
 This file is the list of all keys: a key's name, type, bounds, default and meaning stand here and nowhere else, and the
-reader `config_file` walks these dataclasses. Left out: which values do not fit together (`config_faults`), and the
+reader `config_file` walks these dataclasses. A comment with `auto: ...` or `none: ...` also says how a file spells a
+default of None, which `key_listing` reads. Left out: which values do not fit together (`config_faults`), and the
 model's own shape, which its folder's config.json tells.
 """
 
@@ -54,7 +55,7 @@ class ModelConfig:
     path: Path  # a Hugging Face folder; without one the embedded model is served
     name: Text  # what clients call it; the folder's name by default
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
-    max_context_tokens: ContextTokens | None = None  # None: what folder and cache allow, at most 8,192
+    max_context_tokens: ContextTokens | None = None  # auto: what folder and cache allow, at most 8,192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +94,8 @@ class RoutingConfig:
     local_prefill: Literal["cost", "static"] = "cost"  # when decode workers prefill: where it costs less; static: below
     local_prefill_max_tokens: NotNegative = 0  # static: where at most so many are unknown there
     local_prefill_min_known: Annotated[float, Meta(ge=0, le=1)] = 1.0  # static: or where this share of it is known
-    # whose first token is predicted to come later is refused; auto: who would wait for others for longer than 2 s, and
-    # than four times what its own prompt takes; none: nobody is
+    # a request whose first token is predicted to take longer is refused; auto: one that would queue for more than 2 s
+    # and for more than four times its own prompt's time; none: nothing is refused
     ttft_slo_s: Seconds | Literal["auto"] | None = "auto"
     max_attempts: Annotated[int, Meta(ge=1, le=1000)] = 3  # how often a request is begun or continued on other workers
     failover_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 10.0  # of a request that lost its worker, for another
@@ -144,16 +145,16 @@ class KvConfig:
     """The KV cache, and its way from prefill to decode: all keys after `num_blocks` are unused when aggregated."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64  # tokens
-    num_blocks: Positive | None = None  # per partition; None: what memory allows
+    num_blocks: Positive | None = None  # per partition; auto: what memory allows
     prefix_cache: bool = True  # blocks are found again by what they hold, until they are needed for something else
     transport: Literal["mooncake", "grpc", "inproc"] = "mooncake"  # inproc: for tests
     slab_bytes: Large = 256 * 1024 * 1024  # of each worker's own: KV lands in it, or is staged in it
-    slots_per_handoff: Positive | None = None  # None: a quarter of the slab's slots, at least 1
+    slots_per_handoff: Positive | None = None  # auto: a quarter of the slab's slots, at least 1
     lease_s: Seconds = 60.0  # after which a reservation that nobody has used ends
     quarantine_s: Seconds = 60.0  # how long slots rest after a writer that may still write
     transfer_timeout_s: Seconds = 5.0  # without any copy landing
-    host: Text | None = None  # the name by which peers reach this machine; None: worker.host
-    ports: tuple[ListenPort, ListenPort] | None = None  # first and last for Mooncake to listen at; None: its choice
+    host: Text | None = None  # the name by which peers reach this machine; auto: worker.host
+    ports: tuple[ListenPort, ListenPort] | None = None  # first and last for Mooncake to listen at; auto: its choice
     allow_unauthenticated: bool = False  # serve KV beyond loopback to whoever reaches it
     network_fence: Stated | None = None  # how the KV plane's network is fenced, in words; none: nothing is said of it
 
@@ -176,9 +177,9 @@ class TelemetryConfig:
     endpoint: Text | None = None  # http:// or https:// of a collector that speaks OTLP; none: there are no spans
     whole_url: bool = False  # over HTTP the endpoint is used as it is; else /v1/traces is appended to it
     protocol: Literal["auto", "grpc", "http"] = "auto"  # auto: grpc
-    sampled_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None  # of the traces that begin here; None: all
-    parent_based: bool | None = None  # whoever began a trace has decided whether it is sampled; None: yes
-    service_name: Text | None = None  # None: moonshard
+    sampled_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None  # of the traces that begin here; auto: all
+    parent_based: bool | None = None  # whoever began a trace has decided whether it is sampled; auto: yes
+    service_name: Text | None = None  # auto: moonshard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +199,7 @@ class TlsConfig:
 class ClusterConfig:
     """What gateways and workers know each other by."""
 
-    key_file: Path | None = None  # made where it is missing; None: moonshard/cluster.key in the user's state folder
+    key_file: Path | None = None  # made where it is missing; auto: moonshard/cluster.key in the user's state folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ def _keys(node: type, prefix: str) -> Iterator[Key]:
 
 
 def _written(default: object, meaning: str) -> str | None:
-    """None is either spelling of what a file has for it: `none` where its meaning says what there is not, then."""
+    """The default as TOML. None is spelt `none` where the meaning says what that is, else `auto`."""
     if default is MISSING:
         return None
     return toml_value(AUTO if default is None and "none:" not in meaning else default)
@@ -78,4 +78,4 @@ def _comment_of(statement: ast.AnnAssign, beside: dict[int, tuple[str, bool]]) -
         above.insert(0, beside[line][0])
         line -= 1
     same = beside.get(statement.end_lineno or statement.lineno)
-    return " ".join([*above, *([same[0]] if same else [])]).replace("None:", "auto:")  # as a file spells it
+    return " ".join([*above, *([same[0]] if same else [])])

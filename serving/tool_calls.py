@@ -117,9 +117,9 @@ class ToolCallParser:
         return self._taken()
 
     def finish(self, *, is_cut_off: bool = False) -> Parsed:
-        """What is held is text after all, for nothing more will come; not what follows on a call without its end.
+        """What is held is text after all, but for white space after a call without its end.
 
-        Nor where the answer was cut off amid it: then it is the beginning of a call.
+        `is_cut_off`: by its length or a stop string. What is held is then the beginning of a call, and dropped.
         """
         if not is_cut_off and self._arguments is None and (self._last_mark != CALL_END or "".join(self._held).strip()):
             self._let_go()

@@ -15,10 +15,10 @@ MAX_MAPPINGS = 48_000  # and what one test may add
 _caches: list[Callable[[], None]] = []
 
 
-def optimise(*, is_wanted: bool) -> None:
-    """Of what is compiled from here on, unless XLA was told by its flags."""
+def set_optimisation(*, is_enabled: bool) -> None:
+    """For all that is compiled after this call, unless XLA_FLAGS say how well."""
     if "jax" in sys.modules and LEVEL_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        sys.modules["jax"].config.update("jax_disable_most_optimizations", not is_wanted)
+        sys.modules["jax"].config.update("jax_disable_most_optimizations", not is_enabled)
 
 
 def compiled_once[**P, T](make: Callable[P, T]) -> Callable[P, T]:

@@ -1,11 +1,11 @@
 """What jax is told before anything imports it: eight CPU devices, and a cache of compilations kept between runs.
 
 It is told through the environment, so that processes started by tests are told the same. A caller's own settings win.
-Where most of a test's time goes into compiling, XLA optimises nothing (the mark `unoptimised`): what holds for one
-order of instructions holds for another, and where it does not, `make test-slow` finds it, which compiles as users do.
 So does where the cluster's key is kept: all that tests start has one, and it is not the user's.
 Hypothesis is told that no example has a deadline: on a shared machine that would measure the neighbours. Where `CI` is
 set its examples are the same in every run, so that a failure there is due to the change; all other runs look for more.
+Tests marked `unoptimised` compile more than they run, so XLA optimises nothing for them. What holds for one order of
+instructions holds for another; where it does not, `make test-slow` finds it, which compiles them as users do.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.compiled import forget_if_many, optimise
+from tests.compiled import forget_if_many, set_optimisation
 
 NUM_DEVICES = 8
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    optimise(is_wanted=item.get_closest_marker("unoptimised") is None)
+    set_optimisation(is_enabled=item.get_closest_marker("unoptimised") is None)
 
 
 @pytest.hookimpl(trylast=True)

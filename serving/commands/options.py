@@ -15,13 +15,13 @@ from moonshard.serving.config_file import load_config, nearest_keys
 from moonshard.serving.telemetry.environment import with_environment
 
 
-def unset(metavar: str) -> Any:
+def optional_argument(metavar: str) -> Any:
     """Of an option that may be left out, and whose help then says what happens: not that it would be None."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 Overrides = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")]
-File = Annotated[Path | None, unset("FILE")]
+File = Annotated[Path | None, optional_argument("FILE")]
 ApiKey = Annotated[
     str | None,
     tyro.conf.arg(metavar="KEY", help="What the server knows you by; by default the variable MOONSHARD_API_KEY."),
@@ -73,12 +73,13 @@ def check_options(command: Callable[..., int], arguments: Sequence[str]) -> None
     known = names | {f"no-{name}" for name in names}
     given = (argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--") and argument != "--")
     unknown = [name for name in given if name.replace("_", "-") not in known]
-    if faults := [_misplaced(name) if name in by_place else _unknown(name, known) for name in unknown]:
+    misplaced = [_misplaced(name, command.__name__) for name in unknown if name in by_place]
+    if faults := [*misplaced, *(_unknown(name, known) for name in unknown if name not in by_place)]:
         raise ConfigError(faults)
 
 
-def _misplaced(option: str) -> str:
-    return f"--{option}: it is given without a name, first of all or last: {option.upper()}"
+def _misplaced(option: str, command: str) -> str:
+    return f"--{option}: it is given without a name: moonshard {command} {option.upper()}"
 
 
 def _unknown(option: str, known: Collection[str]) -> str:

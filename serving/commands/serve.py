@@ -14,7 +14,7 @@ import tyro
 
 from moonshard.serving.cluster_key import cluster_key
 from moonshard.serving.commands.folders import check_model_folder
-from moonshard.serving.commands.options import Configured, unset
+from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.config import Config, WorkerRole, command_of, roles_of, with_worker_at
 from moonshard.serving.config_file import as_overrides, toml_value
@@ -26,10 +26,10 @@ from moonshard.serving.unblocked_output import unblocked_output
 
 def serve(
     options: Configured,
-    model: Annotated[Path | None, tyro.conf.Positional, unset("MODEL")] = None,
-    port: Annotated[int | None, unset("PORT")] = None,
-    host: Annotated[str | None, unset("HOST")] = None,
-    mode: Annotated[Literal["aggregated", "disaggregated"] | None, unset("{aggregated,disaggregated}")] = None,
+    model: Annotated[Path | None, tyro.conf.Positional, optional_argument("MODEL")] = None,
+    port: Annotated[int | None, optional_argument("PORT")] = None,
+    host: Annotated[str | None, optional_argument("HOST")] = None,
+    mode: Annotated[Literal["aggregated", "disaggregated"] | None, optional_argument("MODE")] = None,
     timings: bool = False,
 ) -> int:
     """Serve a model: start the workers and a gateway, and keep them running.
@@ -41,8 +41,8 @@ def serve(
     Args:
         model: the checkpoint's folder (model.path); by default the embedded model.
         port: where HTTP listens (gateway.port); by default 8000.
-        host: the address that HTTP and gRPC listen at (gateway.host); by default this machine alone reaches it.
-        mode: workers that do both, or prefill and decode in processes of their own, which is the default (mode).
+        host: where HTTP and gRPC listen (gateway.host); by default 127.0.0.1, for this machine alone.
+        mode: aggregated: workers do both; disaggregated, the default: prefill and decode apart (mode).
         timings: once everything is ready, tell on stderr where the time went: the phases of each process's start.
     """
     own = Timings()

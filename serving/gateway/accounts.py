@@ -44,17 +44,17 @@ class Accounts:
             raise
 
     @contextmanager
-    def entry(self, request: GenerationRequest, record: RequestRecord) -> Iterator["Account"]:
+    def entry(self, request: GenerationRequest, record: RequestRecord) -> Iterator["PromptHold"]:
         """The block is the request's time on workers. Sent to one, it is accounted for once, however it ends."""
-        outcome, account = "", Account(self._rates, request.caller.tenant, record.num_prompt)
+        outcome, hold = "", PromptHold(self._rates, request.caller.tenant, record.num_prompt)
         try:
-            yield account
+            yield hold
             outcome = record.finish_reason
         except BaseException as error:
             outcome = outcome_of(error)
             raise
         finally:
-            account.close(is_refused=outcome != "cancelled")
+            hold.close(is_refused=outcome != "cancelled")
             if record.is_sent:
                 self._close(request, record.usage(), outcome)
 
@@ -77,8 +77,8 @@ class Accounts:
             self._ledger.add(row)
 
 
-class Account:
-    """One prompt's, against its tenant's rate: nothing, then held, then used or given back."""
+class PromptHold:
+    """One prompt's tokens against its tenant's rate: not held, then held, then used or given back, once."""
 
     def __init__(self, rates: TokenRates | None, tenant: Tenant, num_prompt: int) -> None:
         self._rates = rates
@@ -97,7 +97,10 @@ class Account:
         self._settle(is_used=True)
 
     def close(self, *, is_refused: bool) -> None:
-        """Where nothing came back. A client that left all the same had its prompt computed, or may have."""
+        """At the request's end. Without a first output the tokens of a refused one are given back.
+
+        A client that left may have had its prompt computed, so its tokens are used.
+        """
         self._settle(is_used=not is_refused)
 
     def _settle(self, *, is_used: bool) -> None:

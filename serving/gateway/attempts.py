@@ -28,7 +28,7 @@ from moonshard.serving.gateway.prefill_place import PrefillPlace
 from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.request_spans import mark_attempt
 from moonshard.serving.router import Affinity, Ask
-from moonshard.serving.ttft import latest_s
+from moonshard.serving.ttft import ttft_limit_s
 
 MAX_PREFILL_FAILURES = 2  # then the decode worker prefills
 
@@ -215,13 +215,13 @@ class Attempts:
         alone_s = self._pool.predict_ttft_s(route, num_prompt, is_alone=True)
         if predicted_s is None or alone_s is None or not route.reservation.num_queued_tokens:
             return
-        latest = latest_s(self._routing.ttft_slo_s, alone_s)
-        if predicted_s <= latest:
+        limit_s = ttft_limit_s(self._routing.ttft_slo_s, alone_s)
+        if predicted_s <= limit_s:
             return
         self._metrics.slo_rejections.inc()
         raise Overloaded(
-            f"the first token would take {predicted_s:.1f} s, more than {latest:.3g} s",
-            retry_after_s=max(1.0, predicted_s - latest),
+            f"the first token would take {predicted_s:.1f} s, more than {limit_s:.1f} s",
+            retry_after_s=max(1.0, predicted_s - limit_s),
             predicted_ttft_s=predicted_s,
         )
 

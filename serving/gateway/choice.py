@@ -105,6 +105,7 @@ class ChoiceStream:
         is_by_token = finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string")
         if is_by_token and token_ids and token_ids[-1] != self._call_end:
             delta.stop_token_id = token_ids[-1]
+        # after `length` more calls might have come, and a call that was cut off is none to run
         if delta.finish_reason == pb.FINISH_REASON_STOP and self._ends_with_calls:
             delta.finish_reason = pb.FINISH_REASON_TOOL_CALLS
         self.finish_reason = delta.finish_reason
@@ -128,7 +129,8 @@ class ChoiceStream:
             text += CALL_END
         parts = [parser.push(text)]
         if is_last:
-            parts.append(parser.finish(is_cut_off=delta.finish_reason == pb.FINISH_REASON_LENGTH))
+            is_cut_off = delta.finish_reason == pb.FINISH_REASON_LENGTH or delta.HasField("stop_string")
+            parts.append(parser.finish(is_cut_off=is_cut_off))
             self._ends_with_calls = parser.num_calls > 0 and not parser.is_cut
         self._calls += tuple(call for part in parts for call in part.calls)
         return "".join(part.content for part in parts)

@@ -16,13 +16,13 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InternalError, Overloaded, Unavailable
 from moonshard.serving.config import RoutingConfig
-from moonshard.serving.gateway.accounts import Account, Accounts
+from moonshard.serving.gateway.accounts import Accounts, PromptHold
 from moonshard.serving.gateway.attempts import Attempts, Sent
 from moonshard.serving.gateway.choice import CallsMade, ChoiceStream, ForcedCall, joined
 from moonshard.serving.gateway.handoffs import Handoffs
 from moonshard.serving.gateway.inbox import Arrival
 from moonshard.serving.gateway.metrics import GatewayMetrics
-from moonshard.serving.gateway.model import PromptRoom, ServedModel
+from moonshard.serving.gateway.model import PromptLimit, ServedModel
 from moonshard.serving.gateway.parameters import GenerationRequest, check_parameters, check_token_ids, stop_tokens
 from moonshard.serving.gateway.pool import LinkPool, ModelLimits
 from moonshard.serving.gateway.record import RequestRecord
@@ -131,7 +131,7 @@ class Gateway:
             self._traces.entry(request, stamps) as trace,
             self._admitted(request) as admission,
         ):
-            prompt = await self.model.tokenize(request, PromptRoom(admission.limits.max_context_tokens))
+            prompt = await self.model.tokenize(request, PromptLimit.to_generate(admission.limits.max_context_tokens))
             forced = self.model.forced_call(request)
             run = self._make_run(admission, prompt, forced)
             record = RequestRecord(
@@ -139,8 +139,8 @@ class Gateway:
             )
             trace.tokenized(run, record)
             self._accounts.admit(request.caller.tenant, len(prompt))
-            with record, self._accounts.entry(request, record) as account:
-                async with aclosing(self._stream(admission, run, forced, record, account, trace)) as events:
+            with record, self._accounts.entry(request, record) as hold:
+                async with aclosing(self._stream(admission, run, forced, record, hold, trace)) as events:
                     async for event in events:
                         yield event
                         if isinstance(event, pb.Delta) and stamps.delivered():
@@ -189,7 +189,7 @@ class Gateway:
         run: link_pb2.Run,
         forced: ForcedCall | None,
         record: RequestRecord,
-        account: Account,
+        hold: PromptHold,
         trace: RequestTrace,
     ) -> AsyncGenerator[Placed | pb.TokenIds | CallsMade | pb.Delta]:
         """The prompt as soon as it was sent; then deltas until every choice has ended."""
@@ -209,7 +209,7 @@ class Gateway:
             async for event in events:
                 if isinstance(event, Sent):
                     if placed is None:
-                        account.sent()
+                        hold.sent()
                         placed = Placed(event.worker, event.affinity)
                         yield placed
                         yield pb.TokenIds(ids=run.prompt_tokens[: record.num_prompt])
@@ -218,7 +218,7 @@ class Gateway:
                         yield placed
                     continue
                 if not record.has_begun:
-                    account.computed()
+                    hold.computed()
                     self._waiting.discard(admission.number)
                 for told in _accept(choices, event, record, trace):
                     yield told

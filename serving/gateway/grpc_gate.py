@@ -13,9 +13,9 @@ import grpc
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 
-from moonshard.rpc.asking import Frames, asking, only_message
+from moonshard.rpc.deferred_request import Frames, deferred, only_message
+from moonshard.rpc.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import InvalidArgument
-from moonshard.rpc.turns import Turns
 from moonshard.rpc.wire_fields import has_more_fields
 from moonshard.serving.gateway.caller import check_key, metadata_value
 from moonshard.serving.gateway.intake import Intake
@@ -43,7 +43,7 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         service: ServiceDescriptor,
         intake: Intake,
         tenants: Tenants,
-        turns: Turns,
+        limiter: ReceiveLimiter,
         num_contexts: Mapping[str, int],
     ) -> None:
         self._methods = {
@@ -52,32 +52,34 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         }
         self._intake = intake
         self._tenants = tenants
-        self._turns = turns
+        self._limiter = limiter
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         handler: Any = await continuation(handler_call_details)
         method = self._methods.get(str(handler_call_details.method))
-        return handler if handler is None or method is None else asking(handler, partial(self._asked, method))
+        return handler if handler is None or method is None else deferred(handler, partial(self._read, method))
 
     @contextlib.asynccontextmanager
-    async def _asked(self, method: _Method, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """The message, whose bytes count as in flight during the block. Raises as key, turn and bounds do."""
+    async def _read(self, method: _Method, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """The message, whose bytes count as in flight during the block. Raises as key, limiter and bounds do."""
         check_key(self._tenants, metadata_value(context))
         share, admit = self._intake.admission(method.num_contexts)
         try:
-            data = await only_message(frames, self._turns)
+            data = await only_message(frames, self._limiter)
             admit(len(data))
-            if _has_more_fields(data, method.request):
-                raise InvalidArgument(f"the message has more than {MAX_FIELDS} fields, counting those of what is in it")
+            _check_fields(data, method.request)
             yield data
         finally:
             share.give_back()
 
 
-def _has_more_fields(data: bytes, kind: Descriptor) -> bool:
-    """Bytes that are no message have none: the parser says what is wrong with them."""
-    with contextlib.suppress(DecodeError):
-        return has_more_fields(data, kind, MAX_FIELDS)
-    return False
+def _check_fields(data: bytes, kind: Descriptor) -> None:
+    """InvalidArgument for too many, and for what has none that could be counted: it is not parsed to find out."""
+    try:
+        has_more = has_more_fields(data, kind, MAX_FIELDS)
+    except DecodeError as error:
+        raise InvalidArgument(f"the message cannot be read: {error}") from error
+    if has_more:
+        raise InvalidArgument(f"the message has more than {MAX_FIELDS} fields, counting those of what is in it")

@@ -37,7 +37,7 @@ from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
 from moonshard.serving.gateway.large_bodies import LARGE_BYTES, LargeBodies
 from moonshard.serving.gateway.metrics import GatewayMetrics
-from moonshard.serving.gateway.model import PromptRoom
+from moonshard.serving.gateway.model import PromptLimit
 from moonshard.serving.gateway.openai_body import BodyDecoder
 from moonshard.serving.gateway.openai_responses import (
     DONE,
@@ -215,7 +215,7 @@ class HttpFront:
         else:
             asked = requests.chat_to_tokenize(body, body.messages)
         max_model_len = self._gateway.limits().max_context_tokens
-        counting = self._gateway.model.tokenize(asked, PromptRoom(max_model_len, TOKENIZED_CONTEXTS))
+        counting = self._gateway.model.tokenize(asked, PromptLimit.to_tokenize(max_model_len))
         tokens = await until_disconnect(request.receive, counting)
         told = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
         return json_response(told, headers=late_headers(request))

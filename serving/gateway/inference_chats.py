@@ -10,6 +10,7 @@ import msgspec
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.gateway.choice import CallsMade
+from moonshard.serving.gateway.intake import OTHER_BYTES
 from moonshard.serving.gateway.openai_messages import CalledFunction, CallMade, Message, chat_messages, goes_on
 from moonshard.serving.gateway.parameters import ChatPrompt, ToolUse
 
@@ -63,6 +64,9 @@ def _message(message: pb.ChatMessage) -> Message:
 
 
 def _tools(tools: Sequence[pb.Tool]) -> list[dict[str, object]]:
+    """Schemas are decoded here and now: together they may be as long as all of a body besides its text."""
+    if sum(len(tool.parameters) for tool in tools) > OTHER_BYTES:
+        raise InvalidArgument(f"chat.tools: the parameters have more than {OTHER_BYTES} characters", field="chat.tools")
     return [{"type": "function", "function": _function(tool, f"chat.tools[{i}]")} for i, tool in enumerate(tools)]
 
 

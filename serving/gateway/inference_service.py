@@ -21,12 +21,12 @@ from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.inference_chats import calls_delta, chat_prompt, tool_use
 from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS
-from moonshard.serving.gateway.model import PromptRoom
+from moonshard.serving.gateway.model import PromptLimit
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from moonshard.serving.tenants import Tenants
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
-NUM_CONTEXTS = {"Tokenize": TOKENIZED_CONTEXTS, "Detokenize": TOKENIZED_CONTEXTS, "GetModelInfo": TOKENIZED_CONTEXTS}
+NUM_CONTEXTS = {"Tokenize": TOKENIZED_CONTEXTS, "Detokenize": TOKENIZED_CONTEXTS}  # of a text, where not 1
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "seed"),
@@ -64,10 +64,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, *, received_ns: int
     ) -> None:
-        caller, parent = (
-            read_caller(self._tenants, metadata_value(context)),
-            self._gateway.parent_of(metadata_values(context)),
-        )
+        caller = read_caller(self._tenants, metadata_value(context))
+        parent = self._gateway.parent_of(metadata_values(context))
         asked = replace(generation_request(request, received_ns=received_ns), caller=caller, parent=parent)
         is_placed = False
         async with aclosing(self._gateway.generate(asked)) as events:
@@ -106,7 +104,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         use = tool_use(request.chat)
         asked = GenerationRequest(request_id="", received_ns=0, prompt=prompt, tool_use=use, spelling=_SPELLING)
         context_tokens = self._gateway.limits().max_context_tokens
-        ids = await self._gateway.model.tokenize(asked, PromptRoom(context_tokens, TOKENIZED_CONTEXTS))
+        ids = await self._gateway.model.tokenize(asked, PromptLimit.to_tokenize(context_tokens))
         return pb.TokenizeResponse(ids=ids, max_context_tokens=context_tokens)
 
     async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:

@@ -90,7 +90,8 @@ class Bounds:
     async def check_values(self, body: bytes, num_contexts: int = 1) -> None:
         """Before a body is decoded. InvalidArgument where it has more values, or objects, than could be served.
 
-        Unavailable where it has many and no worker has told yet how many could be.
+        ContextLengthExceeded where most of them are token ids. Unavailable where it has many and no worker has told yet
+        how many could be.
         """
         if len(body) <= SMALL_BODY_BYTES:
             return
@@ -98,9 +99,8 @@ class Bounds:
         if await asyncio.to_thread(_has_more, body, b",[{", limit):
             if self.max_context_tokens is None:
                 raise Unavailable("no worker has told its context yet", retry_after_s=RETRY_AFTER_S)
-            if not await asyncio.to_thread(
-                _has_more, body, b":", MAX_OTHER_VALUES
-            ):  # few have names: it is a list of ids
+            has_members = await asyncio.to_thread(_has_more, body, b":", MAX_OTHER_VALUES)
+            if not has_members:  # then most of them are token ids
                 raise ContextLengthExceeded.of(self.max_context_tokens, f"the body with more than {limit} values")
             raise InvalidArgument(f"the body has more than {limit} values: lists, objects and what is in them")
         if await asyncio.to_thread(_has_more, body, b"{", MAX_OBJECTS):

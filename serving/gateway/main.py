@@ -20,9 +20,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from moonshard.rpc.inference_pb2_grpc import add_InferenceServicer_to_server
-from moonshard.rpc.server import BoundServer, PortInUse, build_server
+from moonshard.rpc.receive_limiter import ReceiveLimiter
+from moonshard.rpc.server import MAX_CONNECTIONS, BoundServer, PortInUse, build_server
 from moonshard.rpc.status import Unavailable
-from moonshard.rpc.turns import Turns
 from moonshard.serving.cluster_key import ClusterKey, cluster_key
 from moonshard.serving.config import Config, ConfigError, GatewayConfig, default_worker_addresses
 from moonshard.serving.gateway.accounts import Accounts, LedgerCollector
@@ -60,8 +60,8 @@ from moonshard.serving.transport_security import link_credentials
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
-UNREAD_BYTES = 1 << 16  # of a gRPC message before its turn
-HURRIED_S = 1.0  # for a gRPC message to arrive while others wait for their turn
+UNREAD_BYTES = 1 << 16  # of a gRPC message before it is received
+HURRIED_TIMEOUT_S = 0.1  # for a gRPC message to arrive where too many are on their way
 BACKLOG = 2048
 # A client whose machine is gone tells nobody: after a minute of silence it is lost. Not all systems have all names.
 KEEP_ALIVE_PROBES = {
@@ -92,7 +92,7 @@ class RunningGateway:
 
 async def run_gateway(config: Config, *, status: Status, start: Start) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. PortInUse, OSError or the model folder's errors if it cannot."""
-    allow_connections(config.gateway.max_idle_connections + config.gateway.max_half_open_connections)
+    allow_connections(config.gateway.max_idle_connections + config.gateway.max_half_open_connections + MAX_CONNECTIONS)
     stopped, opening_s = asyncio.Event(), start.timings.now_s
     async with serving(config) as running:
         start.timings.note("fronts", opening_s)
@@ -132,7 +132,7 @@ async def _serving(
 ) -> AsyncIterator[RunningGateway]:
     """With what is open already: the HTTP port, and ledger, recorder and export of spans where there are any."""
     model = load_served_model(config.model.path, config.model.name)
-    _warn_of_what_surprises(config, model)
+    _warn_of_open_access_or_no_tokenizer(config, model)
     tenants = load_tenants(config.gateway.keys)
     key = cluster_key(config, os.environ)
     metrics = GatewayMetrics(model.name)
@@ -170,7 +170,7 @@ async def _serving(
         )
 
 
-def _warn_of_what_surprises(config: Config, model: ServedModel) -> None:
+def _warn_of_open_access_or_no_tokenizer(config: Config, model: ServedModel) -> None:
     if config.gateway.keys is None and not is_loopback(config.gateway.host):
         logger.warning(
             "gateway.host = %s without gateway.keys: whoever reaches it is served, and reads its metrics",
@@ -270,8 +270,8 @@ def _intake(config: GatewayConfig, gateway: Gateway) -> Intake:
 
 def _grpc_server(config: GatewayConfig, gateway: Gateway, intake: Intake, tenants: Tenants) -> BoundServer:
     service = InferenceService(gateway, version=version("moonshard"), tenants=tenants)
-    num_turns = max(1, config.max_bytes_in_flight // config.max_body_bytes)
-    turns = Turns(num_turns, patience_s=config.body_timeout_s, hurried_s=HURRIED_S)
+    max_patient = max(1, config.max_bytes_in_flight // config.max_body_bytes)
+    limiter = ReceiveLimiter(max_patient, timeout_s=config.body_timeout_s, hurried_timeout_s=HURRIED_TIMEOUT_S)
     return build_server(
         host=config.host,
         port=config.grpc_port,
@@ -279,7 +279,7 @@ def _grpc_server(config: GatewayConfig, gateway: Gateway, intake: Intake, tenant
         service_names=[SERVICE.full_name],
         max_message_bytes=config.max_body_bytes,
         max_unread_bytes=UNREAD_BYTES,
-        interceptors=(GrpcGate(SERVICE, intake, tenants, turns, num_contexts=NUM_CONTEXTS),),
+        interceptors=(GrpcGate(SERVICE, intake, tenants, limiter, num_contexts=NUM_CONTEXTS),),
     )
 
 

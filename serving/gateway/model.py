@@ -17,6 +17,7 @@ from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFoun
 from moonshard.serving.chat import ChatTemplate, TemplateError, load_chat_template
 from moonshard.serving.detokenizer import Detokenizer
 from moonshard.serving.gateway.choice import ForcedCall, forced_call
+from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from moonshard.serving.tool_calls import CALL_END, NAMES, ToolCallParser, call_marks
 
@@ -26,18 +27,20 @@ MESSAGE_CHARS = 50  # rendering one more message takes as long as tokenising tha
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRoom:
-    """How long a prompt may be: with an answer of a token at least it fits the context.
-
-    With `num_contexts` it is only tokenised, and may be as many contexts long.
-    """
+class PromptLimit:
+    """The most tokens that a prompt may have, and the context that this comes from."""
 
     context_tokens: int
-    num_contexts: int = 0
+    max_tokens: int
 
-    @property
-    def max_tokens(self) -> int:
-        return self.context_tokens * self.num_contexts or self.context_tokens - 1
+    @classmethod
+    def to_generate(cls, context_tokens: int) -> "PromptLimit":
+        """An answer has a token at least."""
+        return cls(context_tokens, context_tokens - 1)
+
+    @classmethod
+    def to_tokenize(cls, context_tokens: int) -> "PromptLimit":
+        return cls(context_tokens, TOKENIZED_CONTEXTS * context_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,24 +58,24 @@ class ServedModel:
         if name not in ("", self.name):
             raise NotFound(f"the model {name!r} does not exist; this server has {self.name!r}", field="model")
 
-    async def tokenize(self, request: GenerationRequest, room: PromptRoom) -> Sequence[int]:
+    async def tokenize(self, request: GenerationRequest, limit: PromptLimit) -> Sequence[int]:
         """The prompt's token ids. Long texts are tokenised in a thread, and not begun for a client that has left.
 
         Raises:
-            ContextLengthExceeded: more than there is room for; of a long text that may be said after a part of it.
+            ContextLengthExceeded: more than the limit; of a long text that may be said after a part of it.
             InvalidArgument: there is no way to tokenise it.
         """
-        max_tokens = room.max_tokens
+        max_tokens = limit.max_tokens
         if isinstance(request.prompt, TokenPrompt):
             ids = request.prompt.token_ids
         elif (num_least := self._least_tokens(request.prompt)) > max_tokens:
-            raise too_long(request, f"at least {num_least}", room)
+            raise too_long(request, f"at least {num_least}", limit)
         elif _may_be_long(request.prompt):
-            ids = await self._in_thread(self._encode, request, room)
+            ids = await self._in_thread(self._encode, request, limit)
         else:
-            ids = self._encode(request, room)
+            ids = self._encode(request, limit)
         if len(ids) > max_tokens:
-            raise too_long(request, f"{len(ids)}", room)
+            raise too_long(request, f"{len(ids)}", limit)
         return ids
 
     def _least_tokens(self, prompt: TextPrompt | ChatPrompt) -> int:
@@ -135,7 +138,7 @@ class ServedModel:
         call = functools.partial(work, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self.threads, call)
 
-    def _encode(self, request: GenerationRequest, room: PromptRoom) -> Sequence[int]:
+    def _encode(self, request: GenerationRequest, limit: PromptLimit) -> Sequence[int]:
         if self.tokenizer is None:
             raise request.invalid("prompt", "the model has no tokenizer: send token ids")
         try:
@@ -151,14 +154,14 @@ class ServedModel:
                         template_kwargs=template_kwargs,
                         add_generation_prompt=add_generation_prompt,
                         is_continued=is_continued,
-                        max_tokens=room.max_tokens,
+                        max_tokens=limit.max_tokens,
                     )
                 case TextPrompt(text):
-                    return self.tokenizer.encode(text, max_tokens=room.max_tokens)
+                    return self.tokenizer.encode(text, max_tokens=limit.max_tokens)
                 case TokenPrompt(token_ids):
                     return token_ids
         except TextTooLongError as error:
-            raise too_long(request, f"at least {error.num_tokens}", room) from error
+            raise too_long(request, f"at least {error.num_tokens}", limit) from error
         except (TemplateError, TextError) as error:
             raise request.invalid("prompt", str(error)) from error
 
@@ -171,9 +174,10 @@ class ServedModel:
             raise request.invalid("tools", "the model's tokenizer has no tokens for tool calls")
 
 
-def too_long(request: GenerationRequest, num_tokens: str, room: PromptRoom) -> ContextLengthExceeded:
-    counted = f", of which at most {room.max_tokens} are counted," if room.num_contexts else ""
-    return request.too_long("prompt", room.context_tokens, f"{{}} of {num_tokens} tokens{counted}")
+def too_long(request: GenerationRequest, num_tokens: str, limit: PromptLimit) -> ContextLengthExceeded:
+    """The error of a prompt of so many tokens; `num_tokens` in words."""
+    more = "" if limit.max_tokens < limit.context_tokens else f", more than the {limit.max_tokens} that are tokenised,"
+    return request.too_long("prompt", limit.context_tokens, f"{{}} of {num_tokens} tokens{more}")
 
 
 def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:

@@ -7,9 +7,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-DATA, HEADERS, SETTINGS, WINDOW_UPDATE = 0x0, 0x1, 0x4, 0x8
+DATA, HEADERS, SETTINGS = 0x0, 0x1, 0x4
 END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
-FIRST_WINDOW = (1 << 16) - 1
 FRAME_BYTES = 1 << 14
 
 
@@ -17,7 +16,6 @@ class RawGrpc:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self.windows: dict[int, int] = {}  # how many bytes more each stream was allowed, or with 0 the connection
 
     async def begin(self, stream: int, path: str, *, is_last: bool = False) -> None:
         """A call's head; with `is_last` nothing follows."""
@@ -44,8 +42,6 @@ class RawGrpc:
                 return stream, payload
             if kind == SETTINGS and not flags:
                 await self._send(SETTINGS, ACK, 0, b"")
-            if kind == WINDOW_UPDATE:
-                self.windows[stream] = self.windows.get(stream, 0) + int.from_bytes(payload, "big")
 
     async def _send(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")

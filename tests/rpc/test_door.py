@@ -235,7 +235,7 @@ async def test_of_many_who_prove_nothing_the_oldest_is_turned_away_and_who_has_t
     monkeypatch.setattr(door, "MAX_UNPROVED", 3)
     async with serving() as (inside, server, channel):
         waiting: list[Any] = []
-        for _ in range(3):
+        for _ in range(4):
             waiting.append(raw(channel, Knock(KEY, LINK, server.port).metadata))
             await waiting[-1].initial_metadata()  # the challenge: it is among those who have proved nothing
         oldest, *others = waiting

@@ -127,7 +127,7 @@ def test_an_unknown_option_is_answered_with_the_key_that_it_may_be(command: str,
 
 def test_a_folder_given_as_an_option_is_told_where_it_goes(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["serve", "--model", "x"]) == 2
-    assert capsys.readouterr().err == "moonshard: --model: it is given without a name, first of all or last: MODEL\n"
+    assert capsys.readouterr().err == "moonshard: --model: it is given without a name: moonshard serve MODEL\n"
 
 
 def test_ctrl_c_amid_the_imports_ends_quietly(monkeypatch: pytest.MonkeyPatch):

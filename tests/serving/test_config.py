@@ -339,7 +339,7 @@ def test_a_bound_on_ttft_is_a_number_or_ours_or_none_at_all(written: str, meant:
     assert load_config(None, as_overrides(config)) == config
 
 
-def test_what_there_is_not_by_default_is_spelt_alike_by_the_readme_and_by_the_list_of_keys():
+def test_readme_and_list_of_keys_spell_each_default_of_none_alike():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     spelt = {key.name: (key.default or "").strip('"') for key in listed_keys()}
     absent = [key for key, value in leaves(load_config(None)) if value is None]

@@ -132,7 +132,7 @@ def test_a_context_longer_than_model_or_pool_is_refused_by_key():
         size(config(max_context_tokens=4097))
 
 
-def test_it_is_refused_before_any_weight_is_read(monkeypatch: pytest.MonkeyPatch):
+def test_a_context_longer_than_the_pool_is_refused_before_any_weight_is_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loading, "_load_stages", None)
     with pytest.raises(ModelError, match="is more than the KV pool of 4096"):
         loading.load_model(config(max_context_tokens=4097), "both", lambda told: None)

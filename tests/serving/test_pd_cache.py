@@ -59,7 +59,6 @@ async def test_a_prompt_asked_again_moves_no_full_block_and_is_computed_from_the
         assert warm.tokens == cold.tokens
 
 
-@pytest.mark.unoptimised
 @pytest.mark.parametrize(
     "meshes",
     [

@@ -26,7 +26,7 @@ from tests.dialling import inspect, open_link, own_key
 from tests.engine_room import at_first_launch, long_text
 from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS
 
-pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
+pytestmark = pytest.mark.xdist_group("jax")
 
 
 def config(**gateway) -> Config:

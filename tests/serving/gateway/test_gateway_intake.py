@@ -15,7 +15,7 @@ from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway import intake
 from moonshard.serving.gateway.intake import MAX_OBJECTS, MAX_OTHER_VALUES, Bounds, Intake, num_marks
 from moonshard.serving.gateway.main import RunningGateway
-from moonshard.serving.gateway.model import PromptRoom
+from moonshard.serving.gateway.model import PromptLimit
 from tests.serving.gateway.conftest import FIXTURE
 from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, FakeWorker
 
@@ -200,11 +200,11 @@ async def test_a_client_that_has_left_is_not_tokenised(running: RunningGateway, 
     assert model.tokenizer is not None
     monkeypatch.setattr(type(model.tokenizer), "encode", lambda *args, **kwargs: begun.append(args) or [1])
     asked = GenerationRequest(request_id="", received_ns=0, prompt=TextPrompt("a" * 5000))
-    left = asyncio.create_task(model.tokenize(asked, PromptRoom(1000)))
+    left = asyncio.create_task(model.tokenize(asked, PromptLimit.to_generate(1000)))
     await asyncio.sleep(0)
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
-    stays = asyncio.create_task(model.tokenize(asked, PromptRoom(1000)))
+    stays = asyncio.create_task(model.tokenize(asked, PromptLimit.to_generate(1000)))
     free.set()
     assert await stays == [1]
     assert len(begun) == 1

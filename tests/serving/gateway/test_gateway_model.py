@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moonshard.serving.gateway.model import LONG_TEXT_CHARS, PromptRoom, ServedModel, load_served_model
+from moonshard.serving.gateway.model import LONG_TEXT_CHARS, PromptLimit, ServedModel, load_served_model
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt
 from tests.serving.gateway.conftest import FIXTURE
 
@@ -47,7 +47,7 @@ def recorded() -> tuple[Recorder, ServedModel]:
 @pytest.mark.parametrize("prompt", LONG, ids=["text", "content", "name", "messages", "kwargs", "text of kwargs"])
 async def test_a_prompt_that_may_be_long_is_not_tokenised_on_the_event_loop(prompt):
     recorder, model = recorded()
-    await model.tokenize(GenerationRequest(request_id="", received_ns=0, prompt=prompt), PromptRoom(1000))
+    await model.tokenize(GenerationRequest(request_id="", received_ns=0, prompt=prompt), PromptLimit.to_generate(1000))
     assert len(recorder.threads) == 1
     assert recorder.threads != [threading.current_thread()]
 
@@ -55,7 +55,7 @@ async def test_a_prompt_that_may_be_long_is_not_tokenised_on_the_event_loop(prom
 @pytest.mark.parametrize("prompt", SHORT, ids=["text", "chat", "switches"])
 async def test_a_short_prompt_costs_no_thread(prompt):
     recorder, model = recorded()
-    await model.tokenize(GenerationRequest(request_id="", received_ns=0, prompt=prompt), PromptRoom(1000))
+    await model.tokenize(GenerationRequest(request_id="", received_ns=0, prompt=prompt), PromptLimit.to_generate(1000))
     assert recorder.threads == [threading.current_thread()]
 
 

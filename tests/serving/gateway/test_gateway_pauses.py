@@ -13,12 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc.status import from_rpc_error
+from moonshard.serving.gateway.grpc_gate import MAX_FIELDS
 from tests.serving.gateway.conftest import FIXTURE
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
@@ -56,14 +60,60 @@ def large_inputs() -> Mapping[str, tuple[str, bytes]]:
     }
 
 
+def large_messages() -> Mapping[str, tuple[str, bytes]]:
+    """The same over gRPC."""
+    generate, tokenize = "/moonshard.v1.Inference/Generate", "/moonshard.v1.Inference/Tokenize"
+    say = b"\x0a\x0a" + b"\x0a\x04user\x12\x02hi"  # of a chat: a message
+    schema = pb.Tool(name="f", parameters=json.dumps({"enum": ["x"] * (6 * MB)}))
+    small_schema = pb.Tool(name="f", parameters=json.dumps({"enum": ["x"] * 200_000}))
+    hi = [pb.ChatMessage(role="user", content="hi")]
+    return {
+        "gRPC: one word": (generate, pb.GenerateRequest(text="a" * (31 * MB)).SerializeToString()),
+        "gRPC: prose to count": (tokenize, pb.TokenizeRequest(text="The quick brown fox. " * MB).SerializeToString()),
+        "gRPC: ids": (generate, field(3, field(1, b"\x01" * (31 * MB)))),
+        "gRPC: ids one by one": (generate, field(3, b"\x08\x01" * (15 * MB))),
+        "gRPC: empty messages": (generate, field(4, b"\x0a\x00" * (15 * MB))),
+        "gRPC: as many messages as may be": (generate, field(4, say * (MAX_FIELDS // 3 - 1))),
+        "gRPC: stops": (generate, field(2, b"a") + field(6, b"\x1a\x01b" * (10 * MB))),
+        "gRPC: what nobody knows": (generate, field(2, b"a") + b"\x98\x06\x01" * (10 * MB)),
+        "gRPC: a tool's schema": (generate, chat(hi, schema)),
+        "gRPC: a tool's schema as long as it may be": (generate, chat(hi, small_schema)),
+        "gRPC: no message": (generate, b"\xff" * (31 * MB)),
+    }
+
+
+def chat(messages: Sequence[pb.ChatMessage], tool: pb.Tool) -> bytes:
+    return pb.GenerateRequest(chat=pb.ChatPrompt(messages=messages, tools=[tool])).SerializeToString()
+
+
+def field(number: int, content: bytes) -> bytes:
+    length, groups = len(content), bytearray()
+    while length > 0x7F:
+        groups.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes([number << 3 | 2, *groups, length]) + content
+
+
 class Deployment:
     """A gateway's process, and what is asked of it."""
 
-    def __init__(self, port: int, pid: int):
-        self.port, self.pid = port, pid
+    def __init__(self, port: int, grpc_port: int, pid: int):
+        self.port, self.grpc_port, self.pid = port, grpc_port, pid
+
+    def send(self, path: str, body: bytes) -> int:
+        """The status, once all of the answer is here; of a call over gRPC that which HTTP would have."""
+        return self.call(path, body) if path.startswith("/moonshard.v1.") else self.post(path, body)
+
+    def call(self, path: str, message: bytes) -> int:
+        with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
+            try:
+                for _ in channel.unary_stream(path)(message):
+                    pass
+                return 200
+            except grpc.RpcError as error:
+                return from_rpc_error(error).http_status
 
     def post(self, path: str, body: bytes) -> int:
-        """The status, once all of the answer is here."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=300) as connection:
             head = (
                 f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -117,7 +167,7 @@ class Deployment:
         begun_s = time.monotonic()
         time.sleep(0.3)  # of the stream alone: the length of a measurement, not a wait for something
         if body is not None:
-            status = self.post(path, body)
+            status = self.send(path, body)
         time.sleep(max(0.2, lasts_s - (time.monotonic() - begun_s)))
         is_over.set()
         for thread in threads:
@@ -154,8 +204,10 @@ def deployment(context_tokens: int, folder: Path) -> Iterator[Deployment]:
             assert gateway.poll() is None, text
             assert time.monotonic() < deadline, text
             time.sleep(0.05)
-        port = int(text.split("http=http://127.0.0.1:")[1].split()[0])
-        yield Deployment(port, gateway.pid)
+        port, grpc_port = (
+            int(text.split(said)[1].split()[0]) for said in ("http=http://127.0.0.1:", "grpc=127.0.0.1:")
+        )
+        yield Deployment(port, grpc_port, gateway.pid)
     finally:
         for process in (gateway, worker):
             process.send_signal(signal.SIGKILL)
@@ -168,7 +220,7 @@ def test_no_large_input_stops_a_stream_or_fills_the_memory(context_tokens: int, 
     faults: list[str] = []
     with deployment(context_tokens, tmp_path) as deployed:
         deployed.beside("", None, 1.0)
-        for name, (path, body) in large_inputs().items():
+        for name, (path, body) in {**large_inputs(), **large_messages()}.items():
             calm_stream, calm_health, _ = deployed.beside("", None, 1.5)
             deployed.forget_peak()
             before = deployed.memory_bytes("VmRSS")

@@ -12,7 +12,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import Overloaded
 from moonshard.serving.config import GatewayConfig
-from moonshard.serving.gateway.accounts import Account
+from moonshard.serving.gateway.accounts import PromptHold
 from moonshard.serving.gateway.rates import TokenRates
 from moonshard.serving.tenants import Tenant, hash_key
 from tests.serving.gateway.fake_worker import FakeWorker
@@ -222,7 +222,7 @@ def refuse(*_: object) -> None:
 
 def test_whatever_a_worker_says_a_prompt_is_given_back_once():
     rates = TokenRates(100, LONG_S)
-    refused, held = (Account(rates, Tenant("a"), 60) for _ in range(2))
+    refused, held = (PromptHold(rates, Tenant("a"), 60) for _ in range(2))
     refused.sent()
     refused.close(is_refused=True)
     refused.computed()

@@ -1,0 +1,68 @@
+"""Read a call's request message only when the method asks for it.
+
+gRPC's unary handlers read and parse the message before the method runs. A stream handler is the same on the wire, and
+reads nothing until asked; until then at most one HTTP/2 window of the message has arrived. Left out: who may call, and
+how large a message may be.
+Source: gRPC over HTTP/2, "Requests".
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from moonshard.rpc.receive_limiter import ReceiveLimiter
+from moonshard.rpc.status import InvalidArgument, RequestError, abort
+
+type Frames = AsyncIterator[bytes]
+type ReadRequest = Callable[[Frames, grpc.aio.ServicerContext], AbstractAsyncContextManager[bytes]]
+
+
+def deferred(handler: Any, read: ReadRequest) -> grpc.RpcMethodHandler:
+    """The method of `handler`, which takes one message, served within `read`'s block.
+
+    A method that streams its responses must be a coroutine that writes them, not a generator. RequestErrors of `read`
+    and of the method end the call with their status.
+    """
+    serve = handler.unary_stream or handler.unary_unary
+
+    async def behind(frames: Frames, context: grpc.aio.ServicerContext) -> Any:
+        async with errors_as_status(context), read(frames, context) as data:
+            return await serve(parsed(data, handler.request_deserializer), context)
+
+    make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+    return make(behind, response_serializer=handler.response_serializer)
+
+
+async def next_message(frames: Frames, limiter: ReceiveLimiter) -> bytes | None:
+    """None: there are no more. Raises as `ReceiveLimiter.receiving`."""
+    async with limiter.receiving():
+        return await anext(aiter(frames), None)
+
+
+async def only_message(frames: Frames, limiter: ReceiveLimiter) -> bytes:
+    """InvalidArgument where there is none."""
+    data = await next_message(frames, limiter)
+    if data is None:
+        raise InvalidArgument("the call has no message")
+    return data
+
+
+def parsed(data: bytes, parse: Callable[[bytes], Any]) -> Any:
+    """InvalidArgument for bytes that are no message."""
+    try:
+        return parse(data)
+    except DecodeError as error:
+        raise InvalidArgument(f"the message cannot be read: {error}") from error
+
+
+@contextlib.asynccontextmanager
+async def errors_as_status(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """RequestErrors of the block end the call."""
+    try:
+        yield
+    except RequestError as error:
+        await abort(context, error)
