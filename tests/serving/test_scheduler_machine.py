@@ -188,7 +188,7 @@ def drive(bench: Bench, draw: random.Random, depth: int, num_requests: int, *, h
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_small_pools_preempt_fork_and_waste_and_still_give_the_right_tokens(num_partitions: int, depth: int):
     bench = a_bench(num_partitions, 10, slots=4)
-    drive(bench, random.Random(depth), depth, num_requests=30 + 15 * num_partitions)
+    drive(bench, random.Random(depth), depth, num_requests=50 + 10 * num_partitions)
     totals = bench.scheduler.counters().totals
     assert totals.num_preemptions > 5
     assert bench.num_forks > 5
@@ -200,7 +200,7 @@ def test_small_pools_preempt_fork_and_waste_and_still_give_the_right_tokens(num_
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_joined_and_resumed_requests_share_small_pools_and_still_give_the_right_tokens(num_partitions: int, depth: int):
     bench = a_bench(num_partitions, 10, slots=3)
-    drive(bench, random.Random(40 + depth), depth, num_requests=30 + 15 * num_partitions, has_handoffs=True)
+    drive(bench, random.Random(40 + depth), depth, num_requests=50 + 10 * num_partitions, has_handoffs=True)
     assert bench.num_join_loads > len(bench.joined) / 2
     assert bench.num_joined_prefills > 5
     assert bench.num_waits_for_leases > 0 or num_partitions > 1
