@@ -4,39 +4,21 @@ A worker's time is taken to be linear in the tokens to be computed and in the to
 depends on besides goes into the constant. The last few hundred prompts of each worker count, older ones less: who is
 refused teaches nothing, so after a slow spell few come to show that it is over. While too little was seen of a worker,
 all are taken to be alike.
-Pure. Left out: how a request is refused, and where a prompt is prefilled: `serving.locality` fits parts of that
-time by itself, for a pool and not for a worker, from one length and not two.
+Pure. Left out: what is done about a prediction (`serving.ttft_bound`), and where a prompt is prefilled:
+`serving.locality` fits parts of that time by itself, for a pool and not for a worker, from one length and not two.
 
 Source: non-negative least squares (Lawson and Hanson 1974, chapter 23), here by trying every subset.
 """
 
-import math
 from collections import deque
 from itertools import combinations
-from typing import Literal
 
 import numpy as np
 
-AUTO_WAIT_S = 2.0  # why: experiments/overload/README.md
-AUTO_STRETCH = 4.0  # of a prompt's own time: on a slow machine a few others before it are no overload
 MAX_SAMPLES = 256
 MIN_SAMPLES = 16  # of a worker, before it is predicted by itself; of all together, before anything is
 FIT_EVERY = 16  # samples
 MEMORY = 0.97  # what a sample still weighs after the next one: some thirty count
-
-
-def ttft_limit_s(slo_s: float | Literal["auto"] | None, alone_s: float) -> float:
-    """The longest predicted TTFT, in seconds, at which a request is taken; inf where there is no bound.
-
-    `alone_s`: what its TTFT would be with nothing queued.
-    """
-    match slo_s:
-        case None:
-            return math.inf
-        case "auto":
-            return alone_s + max(AUTO_WAIT_S, AUTO_STRETCH * alone_s)
-        case _:
-            return slo_s
 
 
 class TtftModel:

@@ -18,6 +18,7 @@ from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.config import Config, WorkerRole, command_of, roles_of, with_worker_at
 from moonshard.serving.config_file import as_overrides, toml_value
+from moonshard.serving.entry import ended_by_interrupt
 from moonshard.serving.supervisor import Command, Limits, supervise
 from moonshard.serving.tenants import load_tenants
 from moonshard.serving.timings import Timings
@@ -47,16 +48,17 @@ def serve(
     """
     own = Timings()
     own.note("interpreter", 0.0)
-    from moonshard.serving.terminal import TerminalReporter
-
     begun_s = time.perf_counter()
-    config = replace(options, set=(*options.set, *_as_overrides(model, port, host, mode))).load()
-    commands = ChildCommands(config)
-    check_kv_ports_suffice(config, num_workers=len(commands.workers))
-    check_ports_are_free(config)
-    check_model_folder(config.model.path)
-    load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
-    cluster_key(config, os.environ)  # likewise
+    with ended_by_interrupt():
+        from moonshard.serving.terminal import TerminalReporter
+
+        config = replace(options, set=(*options.set, *_as_overrides(model, port, host, mode))).load()
+        commands = ChildCommands(config)
+        check_kv_ports_suffice(config, num_workers=len(commands.workers))
+        check_ports_are_free(config)
+        check_model_folder(config.model.path)
+        load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
+        cluster_key(config, os.environ)  # likewise
     reporter = TerminalReporter(has_timings=timings)
     own.note("configuration", own.phases[0].took_s)
     waiting_s = own.now_s

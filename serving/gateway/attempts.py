@@ -28,7 +28,7 @@ from moonshard.serving.gateway.prefill_place import PrefillPlace
 from moonshard.serving.gateway.record import RequestRecord
 from moonshard.serving.gateway.request_spans import mark_attempt
 from moonshard.serving.router import Affinity, Ask
-from moonshard.serving.ttft import ttft_limit_s
+from moonshard.serving.ttft_bound import Refusals, ttft_limit_s
 
 MAX_PREFILL_FAILURES = 2  # then the decode worker prefills
 
@@ -98,6 +98,7 @@ class Attempts:
         self._routing = routing
         self._place = PrefillPlace(routing)
         self._may_retry = may_retry
+        self._refusals = Refusals()
 
     async def events(
         self,
@@ -220,8 +221,10 @@ class Attempts:
             return
         self._metrics.slo_rejections.inc()
         raise Overloaded(
-            f"the first token would take {predicted_s:.1f} s, more than {limit_s:.1f} s",
-            retry_after_s=max(1.0, predicted_s - limit_s),
+            f"the first token would take {predicted_s:.1f} s, more than {limit_s:.1f} s (routing.ttft_slo_s)",
+            retry_after_s=self._refusals.retry_after_s(
+                time.monotonic(), excess_s=predicted_s - limit_s, alone_s=alone_s
+            ),
             predicted_ttft_s=predicted_s,
         )
 

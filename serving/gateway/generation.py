@@ -234,7 +234,7 @@ class Gateway:
         begun = () if forced is None else forced.token_ids
         num_tokens = most - len(begun)
         if num_tokens < 1:
-            raise request.invalid("max_tokens", f"the call that tool_choice forces begins with {len(begun)} tokens")
+            raise request.invalid("max_tokens", f"the call that is forced begins with {len(begun)} tokens")
         prompt = (*prompt, *begun) if begun else prompt
         root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), self._salts.of(request.caller.tenant))
         return link_pb2.Run(

@@ -30,14 +30,8 @@ def tool_use(chat: pb.ChatPrompt, forced: str = "", *, is_single: bool = False) 
     functions = frozenset(tool.name for tool in chat.tools)
     if forced and forced not in functions:
         raise InvalidArgument(f"forced_function: there is no tool {forced!r}", field="forced_function")
-    if not functions:
-        return None
-    return ToolUse(
-        functions=functions,
-        call_ids=frozenset(call.id for message in chat.messages for call in message.tool_calls),
-        forced=forced or None,
-        max_calls=1 if forced or is_single else None,
-    )
+    made = (call.id for message in chat.messages for call in message.tool_calls)
+    return ToolUse.of(functions, made, forced=forced or None, is_single=is_single)
 
 
 def calls_delta(made: CallsMade) -> pb.Delta:

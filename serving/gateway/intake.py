@@ -18,6 +18,7 @@ from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloa
 JSON_BYTES_PER_BYTE = 6  # \u0041
 OTHER_BYTES = 1 << 20  # of a body besides its text: tools, schemas, names, white space
 MAX_OTHER_VALUES = 1 << 14  # of a body besides token ids: of an object each takes a microsecond to decode
+MAX_LISTS_BESIDE_IDS = 64  # of a body whose many values are taken to be one prompt's token ids
 MAX_OBJECTS = 1 << 14  # messages, parts, calls and what schemas are made of: each is built, again and again
 SMALL_BODY_BYTES = 1 << 16  # whose values are not counted: they are few
 SCAN_BYTES = 1 << 20  # of a body that are looked at together
@@ -100,7 +101,7 @@ class Bounds:
             if self.max_context_tokens is None:
                 raise Unavailable("no worker has told its context yet", retry_after_s=RETRY_AFTER_S)
             has_members = await asyncio.to_thread(_has_more, body, b":", MAX_OTHER_VALUES)
-            if not has_members:  # then most of them are token ids
+            if not has_members and not await asyncio.to_thread(_has_more, body, b"[", MAX_LISTS_BESIDE_IDS):
                 raise ContextLengthExceeded.of(self.max_context_tokens, f"the body with more than {limit} values")
             raise InvalidArgument(f"the body has more than {limit} values: lists, objects and what is in them")
         if await asyncio.to_thread(_has_more, body, b"{", MAX_OBJECTS):

@@ -62,21 +62,13 @@ class Offer:
     tools: Sequence[Tool] = ()
     functions: frozenset[str] = frozenset()
     forced: str | None = None
-    max_calls: int | None = None
+    is_single: bool = False
     is_strict: bool = False
 
     def use(self, messages: Sequence[Message]) -> ToolUse | None:
-        """None without tools: nothing is looked for in the answer then."""
-        if not self.tools:
-            return None
-        made = (call for message in messages for call in message.tool_calls or ())
-        return ToolUse(
-            functions=self.functions,
-            call_ids=frozenset(call.id for call in made),
-            forced=self.forced,
-            max_calls=self.max_calls,
-            is_strict=self.is_strict,
-        )
+        """As `ToolUse.of`, after these messages."""
+        made = (call.id for message in messages for call in message.tool_calls or ())
+        return ToolUse.of(self.functions, made, forced=self.forced, is_single=self.is_single, is_strict=self.is_strict)
 
 
 def offer(tools: Sequence[Tool] | None, choice: msgspec.Raw = ABSENT, is_parallel: bool | None = None) -> Offer:
@@ -93,7 +85,7 @@ def offer(tools: Sequence[Tool] | None, choice: msgspec.Raw = ABSENT, is_paralle
         tools=[_uncached(tool) for tool in tools],
         functions=frozenset(functions),
         forced=forced,
-        max_calls=1 if forced is not None or is_parallel is False else None,
+        is_single=is_parallel is False,
         is_strict=any(tool.function.strict for tool in checked),
     )
 

@@ -4,7 +4,7 @@ Both fronts build a `GenerationRequest`; `check_parameters` is the one place tha
 OpenAI's, and vLLM's for what OpenAI does not have. What depends on the number of prompt tokens is `generation`'s.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonshard.models.generation import GenerationDefaults
@@ -46,6 +46,28 @@ class ToolUse:
     forced: str | None = None  # the function that the answer begins by calling
     max_calls: int | None = None  # None: as many as the model makes
     is_strict: bool = False  # a tool's schema was to be kept to, which is advice here
+
+    @classmethod
+    def of(
+        cls,
+        functions: frozenset[str],
+        call_ids: Iterable[str],
+        *,
+        forced: str | None,
+        is_single: bool,
+        is_strict: bool = False,
+    ) -> "ToolUse | None":
+        """None without functions: nothing is looked for in the answer then. One that is forced is the only call."""
+        if not functions:
+            return None
+        max_calls = 1 if forced is not None or is_single else None
+        return cls(
+            functions=functions,
+            call_ids=frozenset(call_ids),
+            forced=forced,
+            max_calls=max_calls,
+            is_strict=is_strict,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

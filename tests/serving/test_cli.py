@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -130,13 +131,27 @@ def test_a_folder_given_as_an_option_is_told_where_it_goes(capsys: pytest.Captur
     assert capsys.readouterr().err == "moonshard: --model: it is given without a name: moonshard serve MODEL\n"
 
 
-def test_ctrl_c_amid_the_imports_ends_quietly(monkeypatch: pytest.MonkeyPatch):
-    class Interrupted:
-        @property
-        def main(self) -> None:
-            raise KeyboardInterrupt
+def test_ctrl_c_amid_the_imports_ends_quietly():
+    """In the middle of one, where Python's own handler would raise within whatever is being imported."""
+    code = """
+import os, signal, sys, types
+class Importing(types.ModuleType):
+    def __getattr__(self, name):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("as C extensions do")
+        return lambda: 0
+sys.modules["moonshard.serving.cli"] = Importing("cli")
+from moonshard.serving.entry import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
-    monkeypatch.setitem(sys.modules, "moonshard.serving.cli", Interrupted())  # pyright: ignore[reportArgumentType]
+
+def test_an_interrupt_is_an_exception_again_once_a_command_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli, "main", lambda: os.kill(os.getpid(), signal.SIGINT))
     assert entry.main() == 130
 
 

@@ -204,6 +204,8 @@ NO_OPS = {
     "thinking": {"type": "disabled"},
     "n_predict": -1,
     "typical_p": 1.0,
+    "grammar": "",
+    "json_schema": {},
 }
 
 

@@ -82,6 +82,8 @@ async def test_far_more_ids_than_fit_are_a_prompt_too_long_and_as_many_members_a
     many = MAX_OTHER_VALUES + 2 * MAX_CONTEXT_TOKENS
     refused = await http.post("/v1/completions", json={"prompt": [1000] * many, "max_tokens": 1})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    refused = await http.post("/v1/completions", json={"prompt": [[1000] * 100] * (many // 100), "max_tokens": 1})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
     biased = {"prompt": [1], "logit_bias": {str(100_000 + number): 1 for number in range(many)}}
     refused = await http.post("/v1/completions", json=biased)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")

@@ -15,7 +15,8 @@ from moonshard.serving.config import GatewayConfig, RoutingConfig
 from moonshard.serving.gateway.main import RunningGateway, serving
 from moonshard.serving.gateway.pool import LEAST_TTFT_S
 from moonshard.serving.ledger import read_ledger
-from moonshard.serving.ttft import AUTO_STRETCH, AUTO_WAIT_S, MIN_SAMPLES
+from moonshard.serving.ttft import MIN_SAMPLES
+from moonshard.serving.ttft_bound import AUTO_STRETCH, AUTO_WAIT_S
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker
@@ -88,7 +89,7 @@ async def test_a_request_behind_others_is_refused_and_one_that_comes_first_is_no
         refused = await http.post("/v1/completions", json=BODY)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert (refused.headers["retry-after"], refused.headers[PREDICTED]) == ("3", "2500")
+        assert (refused.headers["retry-after"], refused.headers[PREDICTED]) == ("5", "2500")  # after another that was refused
         with pytest.raises(Overloaded, match="the first token would take"):
             await grpc_client.generate([1, 2, 3], max_tokens=2)
         assert len(worker.runs) == MIN_SAMPLES + 1
