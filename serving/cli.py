@@ -7,6 +7,8 @@ only when they run: jax takes longer to import than help may take to appear.
 
 import ast
 import difflib
+import functools
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
@@ -50,8 +52,20 @@ def run(argv: Sequence[str], commands: dict[str, EntryPoint]) -> int:
     if name in commands:
         command = commands[name].load()
         check_options(command, arguments)
-        return tyro.cli(command, prog=f"moonshard {name}", args=arguments)
+        return tyro.cli(_interruptible(command), prog=f"moonshard {name}", args=arguments)
     return _show_commands(name, commands)
+
+
+def _interruptible(command: Command) -> Command:
+    """The same, with Python's handler of Ctrl-C, which the process's entry has put aside."""
+
+    @functools.wraps(command)
+    def run_command(*args: object, **kwargs: object) -> int:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return command(*args, **kwargs)
+
+    return run_command
 
 
 def found_commands() -> dict[str, EntryPoint]:

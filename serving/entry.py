@@ -24,10 +24,8 @@ def ended_by_interrupt() -> Iterator[None]:
 
 
 def main() -> int:
-    """The exit code; 130 for Ctrl-C once a command runs."""
+    """The exit code. Ctrl-C ends the process until a command runs, which then has Python's own handler again."""
     with ended_by_interrupt():
         from moonshard.serving.cli import main as command_line
-    try:
+
         return command_line()
-    except KeyboardInterrupt:
-        return 130

@@ -151,7 +151,14 @@ sys.exit(main())
 
 
 def test_an_interrupt_is_an_exception_again_once_a_command_runs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli, "main", lambda: os.kill(os.getpid(), signal.SIGINT))
+    def interrupted() -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        return 0
+
+    point = EntryPoint(name="interrupted", value="tests.serving.test_cli:interrupted", group="none")
+    monkeypatch.setattr(cli, "found_commands", lambda: {"interrupted": point})
+    monkeypatch.setattr(EntryPoint, "load", lambda point: interrupted)
+    monkeypatch.setattr(sys, "argv", ["moonshard", "interrupted"])
     assert entry.main() == 130
 
 

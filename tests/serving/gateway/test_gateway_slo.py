@@ -89,7 +89,10 @@ async def test_a_request_behind_others_is_refused_and_one_that_comes_first_is_no
         refused = await http.post("/v1/completions", json=BODY)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert (refused.headers["retry-after"], refused.headers[PREDICTED]) == ("5", "2500")  # after another that was refused
+        assert (refused.headers["retry-after"], refused.headers[PREDICTED]) == (
+            "5",
+            "2500",
+        )  # after another that was refused
         with pytest.raises(Overloaded, match="the first token would take"):
             await grpc_client.generate([1, 2, 3], max_tokens=2)
         assert len(worker.runs) == MIN_SAMPLES + 1
