@@ -116,7 +116,10 @@ def recomputation_s(fleet: Fleet, asked: tuple[Ask, ...]) -> float:
 
 
 @pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("victim", "seed"), [("decode 0", 1), ("prefill 0", 2)])
+@pytest.mark.parametrize(
+    ("victim", "seed"),
+    [("decode 0", 1), pytest.param("prefill 0", 2, marks=pytest.mark.slow)],  # `test_pd_late_writes` kills one, too
+)
 def test_a_lost_worker_is_not_noticed_where_another_can_decode(one_p_two_d, victim, seed, fault):
     assert_unnoticed(one_p_two_d, victim, fault, seed)
 

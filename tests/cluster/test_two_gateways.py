@@ -1,4 +1,8 @@
-"""Two gateways over the same workers: what one asks of them the other knows, from what the workers tell both."""
+"""Two gateways over the same workers: what one asks of them the other knows, from what the workers tell both.
+
+In processes, which take as long to start as a tenth of all cluster tests; what a gateway makes of what it is told is
+held by `gateway/test_knowledge`, and what a worker tells by `test_prefix_feed`.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,7 +17,7 @@ from tests.cluster.conftest import wait_until
 from tests.cluster.faults import Fleet, running_fleet
 from tests.sizes import BLOCK_SIZE
 
-pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600), pytest.mark.slow]
 VOCAB_SIZE = 1000
 NUM_KNOWN = 20 * BLOCK_SIZE
 NUM_ASKED = 6
