@@ -52,11 +52,11 @@ async def only_message(frames: Frames, limiter: ReceiveLimiter) -> bytes:
 
 
 def parsed(data: bytes, parse: Callable[[bytes], Any]) -> Any:
-    """InvalidArgument for bytes that are no message."""
+    """InvalidArgument, of the field `message`, for bytes that are none."""
     try:
         return parse(data)
     except DecodeError as error:
-        raise InvalidArgument(f"the message cannot be read: {error}") from error
+        raise InvalidArgument(f"the message cannot be read: {error}", field="message") from error
 
 
 @contextlib.asynccontextmanager

@@ -24,15 +24,14 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from moonshard.rpc.deferred_request import next_message
+from moonshard.rpc.deferred_request import next_message, parsed
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.open_services import PATHS as OPEN_SERVICES
 from moonshard.rpc.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import (
     FailedPrecondition,
-    InvalidArgument,
     RequestError,
     RequestTimeout,
     Unauthenticated,
@@ -306,11 +305,7 @@ class Door(grpc.aio.ServerInterceptor):
 async def _parsed(frames: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
     """Raises InvalidArgument for one that is no message."""
     async for frame in frames:
-        try:
-            message = parse(frame)
-        except DecodeError:
-            raise InvalidArgument("a message cannot be decoded", field="message") from None
-        yield message
+        yield parsed(frame, parse)
 
 
 class _Pair(Protocol):

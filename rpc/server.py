@@ -16,7 +16,6 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from moonshard.rpc.door import Door
 from moonshard.rpc.open_services import OpenServices
 from moonshard.rpc.tls import TlsFiles, server_credentials
-from moonshard.rpc.undecodable import UndecodableRequests
 
 REFLECTION = "grpc.reflection.v1.ServerReflection"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
@@ -100,10 +99,7 @@ def build_server(
     if max_unread_bytes is not None:  # gRPC would let a stream send ahead up to 4 MiB, by what the network takes
         limits += [("grpc.http2.lookahead_bytes", max_unread_bytes), ("grpc.http2.bdp_probe", 0)]
     doors = () if key is None else (Door(key, lambda: bound_port, has_tls=tls is not None),)
-    # The door is the inner one: it reads what is behind it itself, and hands faults to whoever reads a stream.
-    server = grpc.aio.server(
-        options=[*_OPTIONS, *limits], interceptors=(UndecodableRequests(), OpenServices(), *doors, *interceptors)
-    )
+    server = grpc.aio.server(options=[*_OPTIONS, *limits], interceptors=(OpenServices(), *doors, *interceptors))
     for add in add_servicers:
         add(server)
     health_servicer = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  # typeshed leaves it out

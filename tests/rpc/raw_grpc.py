@@ -64,5 +64,14 @@ async def connected(address: str) -> AsyncIterator[RawGrpc]:
             await writer.wait_closed()
 
 
+def field(number: int, content: bytes) -> bytes:
+    """Of a protobuf message, with a length: a string, a message or packed numbers."""
+    length, groups = len(content), bytearray()
+    while length > 0x7F:
+        groups.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes([number << 3 | 2, *groups, length]) + content
+
+
 def _literal(name: str, value: str) -> bytes:
     return b"\0" + b"".join(bytes((len(text),)) + text.encode() for text in (name, value))

@@ -23,6 +23,7 @@ import pytest
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import from_rpc_error
 from moonshard.serving.gateway.grpc_gate import MAX_FIELDS
+from tests.rpc.raw_grpc import field
 from tests.serving.gateway.conftest import FIXTURE
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
@@ -84,14 +85,6 @@ def large_messages() -> Mapping[str, tuple[str, bytes]]:
 
 def chat(messages: Sequence[pb.ChatMessage], tool: pb.Tool) -> bytes:
     return pb.GenerateRequest(chat=pb.ChatPrompt(messages=messages, tools=[tool])).SerializeToString()
-
-
-def field(number: int, content: bytes) -> bytes:
-    length, groups = len(content), bytearray()
-    while length > 0x7F:
-        groups.append(length & 0x7F | 0x80)
-        length >>= 7
-    return bytes([number << 3 | 2, *groups, length]) + content
 
 
 class Deployment:

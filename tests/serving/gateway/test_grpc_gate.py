@@ -18,6 +18,7 @@ from moonshard.serving.gateway.grpc_gate import MAX_FIELDS
 from moonshard.serving.gateway.inference_service import SERVICE
 from moonshard.serving.gateway.main import HURRIED_TIMEOUT_S, RunningGateway
 from tests.rpc import raw_grpc
+from tests.rpc.raw_grpc import field
 from tests.serving.gateway.fake_worker import FakeWorker
 
 GENERATE, TOKENIZE = f"/{SERVICE.full_name}/Generate", f"/{SERVICE.full_name}/Tokenize"
@@ -78,19 +79,10 @@ async def test_a_message_of_too_many_fields_is_refused_unparsed(channel: grpc.ai
     messages = b"\x0a\x02" + EMPTY_MESSAGE
     for path, inner in ((GENERATE, EMPTY_MESSAGE), (GENERATE, messages), (TOKENIZE, EMPTY_MESSAGE)):
         chat = inner * MAX_FIELDS
-        field = b"\x22" if path == GENERATE else b"\x1a"
-        error = await refusal(channel, path, field + varint(len(chat)) + chat)
+        error = await refusal(channel, path, field(4 if path == GENERATE else 3, chat))
         assert isinstance(error, InvalidArgument)
         assert str(MAX_FIELDS) in error.message
     assert worker.runs == []
-
-
-def varint(value: int) -> bytes:
-    groups = bytearray()
-    while value > 0x7F:
-        groups.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*groups, value])
 
 
 async def test_a_group_hides_no_fields_behind_it(channel: grpc.aio.Channel):
@@ -139,7 +131,7 @@ async def test_a_message_over_the_limit_is_too_large(channel: grpc.aio.Channel):
 
 
 async def test_a_small_message_that_holds_a_large_one_is_too_large(channel: grpc.aio.Channel):
-    message = b"\x12" + varint(2 * MAX_BYTES) + b"a" * 2 * MAX_BYTES
+    message = field(2, b"a" * 2 * MAX_BYTES)
     error = await refusal(channel, GENERATE, message, grpc.Compression.Gzip)
     assert isinstance(error, TooLarge)
 
@@ -162,4 +154,4 @@ async def test_nothing_is_left_of_what_was_refused(channel: grpc.aio.Channel):
     """Else the bytes in flight would soon be too many."""
     chat = EMPTY_MESSAGE * (MAX_BYTES // 8)
     for _ in range(6):
-        assert isinstance(await refusal(channel, GENERATE, b"\x22" + varint(len(chat)) + chat), InvalidArgument)
+        assert isinstance(await refusal(channel, GENERATE, field(4, chat)), InvalidArgument)
