@@ -1,4 +1,4 @@
-"""Health and reflection, which anybody may ask: in short messages, a few of which are received at a time."""
+"""Health and reflection, which anybody may ask: in short messages that, where many come, have to be here soon."""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -29,7 +29,7 @@ EMPTY_MESSAGE = b"\x0a\x00"
 
 @pytest.fixture
 def gateway_config(request: pytest.FixtureRequest, tmp_path: Path) -> GatewayConfig:
-    """By default one message after the other."""
+    """One message may take its time; of more, the older ones are hurried."""
     config = GatewayConfig(
         port=0, grpc_port=0, drain_timeout_s=5, max_body_bytes=MAX_BYTES, max_bytes_in_flight=MAX_BYTES
     )
