@@ -1,4 +1,4 @@
-"""What is let in of gRPC requests: of callers whose key names a tenant, in bounds, and soon where many come; then it is parsed.
+"""What is let in of gRPC requests: of callers whose key names a tenant, in bounds, in time; and only then parsed.
 
 As `intake` and `edge` do for HTTP. What a message means is the service's.
 """
