@@ -29,9 +29,18 @@ def deferred(handler: Any, read: ReadRequest) -> grpc.RpcMethodHandler:
     """
     serve = handler.unary_stream or handler.unary_unary
 
-    async def behind(frames: Frames, context: grpc.aio.ServicerContext) -> Any:
+    async def served(frames: Frames, context: grpc.aio.ServicerContext) -> Any:
         async with errors_as_status(context), read(frames, context) as data:
             return await serve(parsed(data, handler.request_deserializer), context)
+
+    async def behind(messages: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            async with contextlib.aclosing(aiter(messages)) as frames:
+                return await served(frames, context)
+        except grpc.aio.AbortError as ended:
+            # The call holds its error, and by the frames of its traceback the message, until cycles are collected.
+            ended.__context__ = None
+            raise ended.with_traceback(None) from None
 
     make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     return make(behind, response_serializer=handler.response_serializer)

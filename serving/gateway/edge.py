@@ -29,7 +29,7 @@ from moonshard.serving.gateway.body import Body
 from moonshard.serving.gateway.caller import first_values
 from moonshard.serving.gateway.cross_origin import METHODS, preflight_response, readable_headers
 from moonshard.serving.gateway.inflate import ACCEPTED, Inflater, encoding_of
-from moonshard.serving.gateway.intake import Intake
+from moonshard.serving.gateway.intake import Intake, num_objects_and_values
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.strangers import Strangers
 
@@ -140,6 +140,7 @@ async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) 
         inflater.finish()
     whole = await body.whole()
     await intake.bounds().check_values(whole, num_contexts)
+    share.grow_to_hold(len(whole), *await num_objects_and_values(whole))
     return whole
 
 

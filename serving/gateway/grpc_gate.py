@@ -16,12 +16,14 @@ from google.protobuf.message import DecodeError
 from moonshard.rpc.deferred_request import Frames, deferred, only_message
 from moonshard.rpc.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import InvalidArgument
-from moonshard.rpc.wire_fields import has_more_fields
+from moonshard.rpc.wire_fields import Counted, count_fields
+from moonshard.serving.gateway.aside import aside
 from moonshard.serving.gateway.caller import check_key, metadata_value
-from moonshard.serving.gateway.intake import Intake
+from moonshard.serving.gateway.intake import Bounds, Intake
 from moonshard.serving.tenants import Tenants
 
 MAX_FIELDS = 1 << 14  # messages, calls, tools, and numbers where they are not packed: each is built, again and again
+JSON_NAMES = frozenset({"moonshard.v1.Tool.parameters"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +67,30 @@ class GrpcGate(grpc.aio.ServerInterceptor):
     async def _read(self, method: _Method, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """The message, whose bytes count as in flight during the block. Raises as key, limiter and bounds do."""
         check_key(self._tenants, metadata_value(context))
-        share, admit = self._intake.admission(method.num_contexts)
+        share, admit = self._intake.admission(method.num_contexts, spelling=1)
         try:
             data = await only_message(frames, self._limiter)
             admit(len(data))
-            _check_fields(data, method.request)
+            found = await aside(len(data), _checked, data, method, self._intake.bounds())
+            share.grow_to_hold(len(data), found.num_fields, found.num_packed)
             yield data
         finally:
             share.give_back()
 
 
-def _check_fields(data: bytes, kind: Descriptor) -> None:
-    """InvalidArgument for too many, and for what has none that could be counted: it is not parsed to find out."""
+def _checked(data: bytes, method: _Method, bounds: Bounds) -> Counted:
+    """Its fields. InvalidArgument for too many, and for what has none that could be counted: it is not parsed.
+
+    ContextLengthExceeded for more packed numbers than token ids could be served.
+    """
     try:
-        has_more = has_more_fields(data, kind, MAX_FIELDS)
+        found = count_fields(data, method.request, MAX_FIELDS, JSON_NAMES)
     except DecodeError as error:
         raise InvalidArgument(f"the message cannot be read: {error}") from error
-    if has_more:
-        raise InvalidArgument(f"the message has more than {MAX_FIELDS} fields, counting those of what is in it")
+    if found.num_fields > MAX_FIELDS:
+        raise InvalidArgument(
+            f"the message has more than {MAX_FIELDS} fields, counting those of what is in it and the values of schemas"
+        )
+    if found.num_packed > bounds.max_values(method.num_contexts):
+        raise bounds.too_many_ids("the message", method.num_contexts)
+    return found

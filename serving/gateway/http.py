@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -17,8 +18,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from moonshard.rpc import inference_pb2 as pb
-from moonshard.rpc.status import InternalError, InvalidArgument, Unavailable, openai_error
+from moonshard.rpc.status import InternalError, Unavailable, openai_error
 from moonshard.serving.gateway import openai_requests as requests
+from moonshard.serving.gateway.aside import aside
 from moonshard.serving.gateway.caller import Caller, check_key, read_caller
 from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.disconnect import until_disconnect
@@ -50,7 +52,7 @@ from moonshard.serving.gateway.openai_responses import (
     error_event,
 )
 from moonshard.serving.gateway.openai_unknown import UnknownFields
-from moonshard.serving.gateway.parameters import GenerationRequest, TextPrompt
+from moonshard.serving.gateway.parameters import GenerationRequest
 from moonshard.serving.gateway.strangers import Strangers
 from moonshard.serving.telemetry.trace_context import TraceContext
 from moonshard.serving.tenants import Tenants
@@ -118,27 +120,29 @@ class HttpFront:
 
         return keyed
 
-    async def _body[T: msgspec.Struct](self, decoder: BodyDecoder[T], request: Request, *, num_contexts: int = 1) -> T:
-        """What was sent. What of it is unknown is told in the answer's headers, or refused."""
+    async def _read[T: msgspec.Struct, M](
+        self, decoder: BodyDecoder[T], request: Request, meant: Callable[[T], M], *, num_contexts: int = 1
+    ) -> tuple[T, M]:
+        """What was sent, and what is `meant` by it. What is unknown is told in the answer's headers, or refused."""
         sent = await read_body(request, self._intake, num_contexts=num_contexts)
         if len(sent) <= LARGE_BYTES:
             body, unknown = decoder.decode(sent)
         else:
             body, unknown = await until_disconnect(request.receive, self._large_bodies.decode(decoder, sent))
         self._unknown_fields.tell(unknown, late_headers(request))
-        return body
+        return body, await aside(len(sent), meant, body)
 
     async def _chat(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
-        body = await self._body(_CHAT, request)
-        asked = requests.chat_request(body, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
+        meant = partial(requests.chat_request, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
+        body, asked = await self._read(_CHAT, request, meant)
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         return await self._respond(request, body, asked, ChatFormat(self._gateway.model.tokenizer))
 
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
-        body = await self._body(_COMPLETION, request)
-        asked = requests.completion_request(body, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
+        meant = partial(requests.completion_request, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
+        body, asked = await self._read(_COMPLETION, request, meant)
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         return await self._respond(
             request, body, asked, CompletionFormat(self._gateway.model.tokenizer, asked.skip_special_tokens)
@@ -206,14 +210,10 @@ class HttpFront:
         raise InternalError("the pipeline ended without a summary")
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._body(_TOKENIZE, request, num_contexts=TOKENIZED_CONTEXTS)
+        body, asked = await self._read(
+            _TOKENIZE, request, requests.request_to_tokenize, num_contexts=TOKENIZED_CONTEXTS
+        )
         self._gateway.model.check_name(body.model or "")
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidArgument("give either prompt or messages", field="prompt")
-        if body.messages is None:
-            asked = GenerationRequest(request_id="", received_ns=0, prompt=TextPrompt(body.prompt or ""))
-        else:
-            asked = requests.chat_to_tokenize(body, body.messages)
         max_model_len = self._gateway.limits().max_context_tokens
         counting = self._gateway.model.tokenize(asked, PromptLimit.to_tokenize(max_model_len))
         tokens = await until_disconnect(request.receive, counting)
@@ -221,10 +221,10 @@ class HttpFront:
         return json_response(told, headers=late_headers(request))
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await self._body(_DETOKENIZE, request, num_contexts=TOKENIZED_CONTEXTS)
+        body, token_ids = await self._read(_DETOKENIZE, request, requests.ids_to_spell, num_contexts=TOKENIZED_CONTEXTS)
         self._gateway.model.check_name(body.model or "")
         most = TOKENIZED_CONTEXTS * self._gateway.limits().max_context_tokens
-        telling = self._gateway.model.detokenize(body.token_ids, most, field="tokens")
+        telling = self._gateway.model.detokenize(token_ids, most, field="tokens")
         told = {"prompt": await until_disconnect(request.receive, telling)}
         return json_response(told, headers=late_headers(request))
 

@@ -16,6 +16,7 @@ import grpc
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
+from moonshard.serving.gateway.aside import aside
 from moonshard.serving.gateway.caller import metadata_value, metadata_values, read_caller
 from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.generation import Gateway, Placed
@@ -66,7 +67,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         caller = read_caller(self._tenants, metadata_value(context))
         parent = self._gateway.parent_of(metadata_values(context))
-        asked = replace(generation_request(request, received_ns=received_ns), caller=caller, parent=parent)
+        asked = await aside(request.ByteSize(), generation_request, request, received_ns=received_ns)
+        asked = replace(asked, caller=caller, parent=parent)
         is_placed = False
         async with aclosing(self._gateway.generate(asked)) as events:
             async for event in events:
@@ -100,9 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         self._gateway.model.check_name(request.model)
-        prompt = chat_prompt(request.chat) if request.HasField("chat") else TextPrompt(request.text)
-        use = tool_use(request.chat)
-        asked = GenerationRequest(request_id="", received_ns=0, prompt=prompt, tool_use=use, spelling=_SPELLING)
+        asked = await aside(request.ByteSize(), request_to_tokenize, request)
         context_tokens = self._gateway.limits().max_context_tokens
         ids = await self._gateway.model.tokenize(asked, PromptLimit.to_tokenize(context_tokens))
         return pb.TokenizeResponse(ids=ids, max_context_tokens=context_tokens)
@@ -111,6 +111,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._gateway.model.check_name(request.model)
         most = TOKENIZED_CONTEXTS * self._gateway.limits().max_context_tokens
         return pb.DetokenizeResponse(text=await self._gateway.model.detokenize(request.ids, most, field="ids"))
+
+
+def request_to_tokenize(request: pb.TokenizeRequest) -> GenerationRequest:
+    """InvalidArgument for a chat that is not well formed."""
+    prompt = chat_prompt(request.chat) if request.HasField("chat") else TextPrompt(request.text)
+    use = tool_use(request.chat)
+    return GenerationRequest(request_id="", received_ns=0, prompt=prompt, tool_use=use, spelling=_SPELLING)
 
 
 def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> GenerationRequest:
@@ -143,7 +150,7 @@ def _prompt(request: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPromp
         case "chat":
             return chat_prompt(request.chat)
         case _:  # no prompt at all is an empty one
-            return TokenPrompt(list(request.tokens.ids))
+            return TokenPrompt.of(list(request.tokens.ids))
 
 
 async def _answer[T](context: grpc.aio.ServicerContext, work: Coroutine[None, None, T]) -> T:

@@ -3,7 +3,8 @@
 Three bounds, each by what could ever be served: the bytes of one body, by the longest text that fits into the model's
 context as JSON may spell it; the bytes of all bodies that are here at once; and how many values a body has, since 32 MB
 of token ids take 25 times as long to decode as a text of that length, and of an object's members 260 times. So no
-request costs more than its context is worth, and whoever sends more is told at once. What the fields may be, and how
+request costs more than its context is worth, and whoever sends more is told at once. Objects count as bytes in flight
+by what they take once they are decoded. What the fields may be, and how
 many tokens a text has, is others'.
 """
 
@@ -16,10 +17,13 @@ import numpy as np
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, TooLarge, Unavailable
 
 JSON_BYTES_PER_BYTE = 6  # \u0041
+MAX_ID_BYTES = 5  # of a token id in a gRPC message: a varint of 32 bits
 OTHER_BYTES = 1 << 20  # of a body besides its text: tools, schemas, names, white space
 MAX_OTHER_VALUES = 1 << 14  # of a body besides token ids: of an object each takes a microsecond to decode
 MAX_LISTS_BESIDE_IDS = 64  # of a body whose many values are taken to be one prompt's token ids
 MAX_OBJECTS = 1 << 14  # messages, parts, calls and what schemas are made of: each is built, again and again
+OBJECT_BYTES = 512  # a message of a few characters takes as many, from the body's struct to the template's dict
+VALUE_BYTES = 16  # a token id, in the messages that it goes through
 SMALL_BODY_BYTES = 1 << 16  # whose values are not counted: they are few
 SCAN_BYTES = 1 << 20  # of a body that are looked at together
 TOKENIZED_CONTEXTS = 2  # times the context: how long a text may be that is only counted or spelt out
@@ -60,6 +64,11 @@ class Share:
             self._of.take(num_bytes - self._num_bytes)
             self._num_bytes = num_bytes
 
+    def grow_to_hold(self, num_bytes: int, num_objects: int, num_values: int) -> None:
+        """What a body takes with what is made of it. Where nothing else is here it always has room."""
+        held = num_bytes + OBJECT_BYTES * num_objects + VALUE_BYTES * num_values
+        self.grow_to(min(held, max(num_bytes, self._of.limit)))
+
     def give_back(self) -> None:
         self._of.give_back(self._num_bytes)
         self._num_bytes = 0
@@ -73,8 +82,8 @@ class Bounds:
     max_context_tokens: int | None
     max_token_bytes: int | None
 
-    def check_bytes(self, num_bytes: int, num_contexts: int = 1) -> None:
-        """Before and while a body arrives.
+    def check_bytes(self, num_bytes: int, num_contexts: int = 1, spelling: int = JSON_BYTES_PER_BYTE) -> None:
+        """Before and while a body arrives. `spelling`: how many bytes a byte of text may take in it.
 
         Raises:
             TooLarge: beyond what is configured.
@@ -84,9 +93,21 @@ class Bounds:
             raise TooLarge(f"the body has {num_bytes} bytes, the limit is {self.max_body_bytes}")
         if self.max_context_tokens is None or self.max_token_bytes is None:
             return
-        text_bytes = JSON_BYTES_PER_BYTE * self.max_token_bytes * self.max_context_tokens * num_contexts
-        if num_bytes > text_bytes + OTHER_BYTES:
+        token_bytes = max(spelling * self.max_token_bytes, MAX_ID_BYTES)
+        if num_bytes > token_bytes * self.max_context_tokens * num_contexts + OTHER_BYTES:
             raise ContextLengthExceeded.of(self.max_context_tokens, f"the body of {num_bytes} bytes")
+
+    def max_values(self, num_contexts: int = 1) -> int:
+        """Of a body's token ids and all besides."""
+        return MAX_OTHER_VALUES + (self.max_context_tokens or 0) * num_contexts
+
+    def too_many_ids(self, what: str, num_contexts: int = 1) -> ContextLengthExceeded:
+        """The error where `what` has more than `max_values`. Unavailable where nobody has told how many may be."""
+        if self.max_context_tokens is None:
+            raise Unavailable("no worker has told its context yet", retry_after_s=RETRY_AFTER_S)
+        return ContextLengthExceeded.of(
+            self.max_context_tokens, f"{what} with more than {self.max_values(num_contexts)} values"
+        )
 
     async def check_values(self, body: bytes, num_contexts: int = 1) -> None:
         """Before a body is decoded. InvalidArgument where it has more values, or objects, than could be served.
@@ -96,16 +117,23 @@ class Bounds:
         """
         if len(body) <= SMALL_BODY_BYTES:
             return
-        limit = MAX_OTHER_VALUES + (self.max_context_tokens or 0) * num_contexts
+        limit = self.max_values(num_contexts)
         if await asyncio.to_thread(_has_more, body, b",[{", limit):
-            if self.max_context_tokens is None:
-                raise Unavailable("no worker has told its context yet", retry_after_s=RETRY_AFTER_S)
+            refusal = self.too_many_ids("the body", num_contexts)
             has_members = await asyncio.to_thread(_has_more, body, b":", MAX_OTHER_VALUES)
             if not has_members and not await asyncio.to_thread(_has_more, body, b"[", MAX_LISTS_BESIDE_IDS):
-                raise ContextLengthExceeded.of(self.max_context_tokens, f"the body with more than {limit} values")
+                raise refusal
             raise InvalidArgument(f"the body has more than {limit} values: lists, objects and what is in them")
         if await asyncio.to_thread(_has_more, body, b"{", MAX_OBJECTS):
             raise InvalidArgument(f"the body has more than {MAX_OBJECTS} objects: messages, parts and what is in them")
+
+
+async def num_objects_and_values(body: bytes) -> tuple[int, int]:
+    """Or more, by marks in its texts, where that comes to little."""
+    found = _count(body, b"{"), _count(body, b",")
+    if OBJECT_BYTES * found[0] + VALUE_BYTES * found[1] <= SMALL_BODY_BYTES:
+        return found
+    return await asyncio.to_thread(num_marks, body, b"{"), await asyncio.to_thread(num_marks, body, b",")
 
 
 def _has_more(body: bytes, marks: bytes, limit: int) -> bool:
@@ -159,7 +187,9 @@ class Intake:
         self.in_flight = BytesInFlight(max_bytes_in_flight)
         self.bounds = bounds
 
-    def admission(self, num_contexts: int = 1) -> tuple[Share, Callable[[int], None]]:
+    def admission(
+        self, num_contexts: int = 1, spelling: int = JSON_BYTES_PER_BYTE
+    ) -> tuple[Share, Callable[[int], None]]:
         """A request's share, and what is to be told how many bytes of its body are known of, as they become more.
 
         The latter raises as `Bounds.check_bytes`, and Overloaded.
@@ -167,7 +197,7 @@ class Intake:
         share, bounds = Share(self.in_flight), self.bounds()
 
         def admit(num_bytes: int) -> None:
-            bounds.check_bytes(num_bytes, num_contexts)
+            bounds.check_bytes(num_bytes, num_contexts, spelling)
             share.grow_to(num_bytes)
 
         return share, admit

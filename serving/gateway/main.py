@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,6 +27,7 @@ from moonshard.rpc.status import Unavailable
 from moonshard.serving.cluster_key import ClusterKey, cluster_key
 from moonshard.serving.config import Config, ConfigError, GatewayConfig, default_worker_addresses
 from moonshard.serving.gateway.accounts import Accounts, LedgerCollector
+from moonshard.serving.gateway.aside import SWITCH_INTERVAL_S
 from moonshard.serving.gateway.connections import Connections, Waiting
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S
 from moonshard.serving.gateway.generation import DRAINING_RETRY_AFTER_S, Gateway
@@ -44,7 +46,7 @@ from moonshard.serving.gateway.request_spans import LostSpanMetrics, RequestSpan
 from moonshard.serving.gateway.strangers import Strangers
 from moonshard.serving.gateway.traces import LostRowMetrics, RequestTraces
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
-from moonshard.serving.heap import keep_for_life
+from moonshard.serving.heap import keep_for_life, return_large_blocks
 from moonshard.serving.ledger import Ledger
 from moonshard.serving.loopback import is_loopback
 from moonshard.serving.startup import Start, tell_start
@@ -61,6 +63,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
 UNREAD_BYTES = 1 << 16  # of a gRPC message before it is received
+MAX_MESSAGE_BYTES = 16 << 20  # of a gRPC message: all streams wait while it is joined, 2 ms for each MB
 HURRIED_TIMEOUT_S = 0.1  # for a gRPC message to arrive where too many are on their way
 BACKLOG = 2048
 # A client whose machine is gone tells nobody: after a minute of silence it is lost. Not all systems have all names.
@@ -92,6 +95,8 @@ class RunningGateway:
 
 async def run_gateway(config: Config, *, status: Status, start: Start) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. PortInUse, OSError or the model folder's errors if it cannot."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return_large_blocks()
     allow_connections(config.gateway.max_idle_connections + config.gateway.max_half_open_connections + MAX_CONNECTIONS)
     stopped, opening_s = asyncio.Event(), start.timings.now_s
     async with serving(config) as running:
@@ -270,14 +275,15 @@ def _intake(config: GatewayConfig, gateway: Gateway) -> Intake:
 
 def _grpc_server(config: GatewayConfig, gateway: Gateway, intake: Intake, tenants: Tenants) -> BoundServer:
     service = InferenceService(gateway, version=version("moonshard"), tenants=tenants)
-    max_patient = max(1, config.max_bytes_in_flight // config.max_body_bytes)
+    max_message_bytes = min(config.max_body_bytes, MAX_MESSAGE_BYTES)
+    max_patient = max(1, config.max_bytes_in_flight // max_message_bytes)
     limiter = ReceiveLimiter(max_patient, timeout_s=config.body_timeout_s, hurried_timeout_s=HURRIED_TIMEOUT_S)
     return build_server(
         host=config.host,
         port=config.grpc_port,
         add_servicers=[lambda server: add_InferenceServicer_to_server(service, server)],
         service_names=[SERVICE.full_name],
-        max_message_bytes=config.max_body_bytes,
+        max_message_bytes=max_message_bytes,
         max_unread_bytes=UNREAD_BYTES,
         interceptors=(GrpcGate(SERVICE, intake, tenants, limiter, num_contexts=NUM_CONTEXTS),),
     )

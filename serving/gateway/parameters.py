@@ -4,6 +4,7 @@ Both fronts build a `GenerationRequest`; `check_parameters` is the one place tha
 OpenAI's, and vLLM's for what OpenAI does not have. What depends on the number of prompt tokens is `generation`'s.
 """
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1_000  # of one: each choice prepares its matchers on the event loop
 MAX_REQUEST_ID_CHARS = 512  # every chunk of a stream repeats it; the header's 256 have a prefix put before them
 SEED_BITS = 64
+MANY_IDS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,16 @@ class TextPrompt:
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     token_ids: Sequence[int]
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> "TokenPrompt":
+        """Many are packed: as Python's numbers they would take nine times as much for as long as the answer lasts."""
+        if len(token_ids) <= MANY_IDS:
+            return cls(token_ids)
+        try:
+            return cls(array("I", token_ids))
+        except OverflowError:  # no vocabulary has one of them, which is for the check of that to say
+            return cls(token_ids)
 
 
 @dataclass(frozen=True, slots=True)

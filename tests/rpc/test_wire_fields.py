@@ -6,10 +6,10 @@ import pytest
 from google.protobuf.message import DecodeError, Message
 
 from moonshard.rpc import inference_pb2 as pb
-from moonshard.rpc.wire_fields import SMALL_BYTES, has_more_fields
+from moonshard.rpc.wire_fields import count_fields
 
 KIND = pb.DESCRIPTOR.message_types_by_name["GenerateRequest"]
-LONG = "x" * SMALL_BYTES  # else nothing is counted
+LONG = "x" * 4096
 
 
 def num_fields(message: Message) -> int:
@@ -46,17 +46,30 @@ def any_message(draw: random.Random) -> pb.GenerateRequest:
 @pytest.mark.parametrize("seed", range(50))
 def test_as_many_as_the_parsed_message_has(seed: int):
     message = any_message(random.Random(seed))
-    num = num_fields(message)
-    assert not has_more_fields(message.SerializeToString(), KIND, num)
-    assert has_more_fields(message.SerializeToString(), KIND, num - 1)
+    found = count_fields(message.SerializeToString(), KIND, limit=10_000)
+    assert found.num_fields == num_fields(message)
+    assert found.num_packed == len(message.stop.stop_token_ids)
+
+
+def test_counting_ends_once_there_are_too_many():
+    message = pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage()] * 10_000))
+    assert count_fields(message.SerializeToString(), KIND, limit=100).num_fields == 101
 
 
 def test_empty_messages_are_each_a_field_and_packed_numbers_are_one():
-    chat = pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage()] * SMALL_BYTES))
-    assert has_more_fields(chat.SerializeToString(), KIND, SMALL_BYTES)
-    assert not has_more_fields(chat.SerializeToString(), KIND, SMALL_BYTES + 1)
-    ids = pb.GenerateRequest(tokens=pb.TokenIds(ids=range(2 * SMALL_BYTES)))
-    assert not has_more_fields(ids.SerializeToString(), KIND, 2)
+    chat = pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage()] * 5_000))
+    assert count_fields(chat.SerializeToString(), KIND, limit=10_000).num_fields == 5_001
+    ids = [0, 127, 128, 2**14, 2**21, 2**28, 2**32 - 1] * 1_000
+    found = count_fields(pb.GenerateRequest(tokens=pb.TokenIds(ids=ids)).SerializeToString(), KIND, limit=10)
+    assert (found.num_fields, found.num_packed) == (2, len(ids))
+
+
+def test_values_of_json_are_fields_where_it_is_said_to_be_json():
+    parameters = '{"enum": [1, 2, {"a": []}], "b": null}'
+    chat = pb.GenerateRequest(chat=pb.ChatPrompt(tools=[pb.Tool(name="f", parameters=parameters)]))
+    data, names = chat.SerializeToString(), frozenset({"moonshard.v1.Tool.parameters"})
+    assert count_fields(data, KIND, limit=100).num_fields == 4
+    assert count_fields(data, KIND, limit=100, json_names=names).num_fields == 4 + 7
 
 
 def test_what_protobuf_parses_is_counted_but_for_groups():
@@ -67,9 +80,9 @@ def test_what_protobuf_parses_is_counted_but_for_groups():
         data = bytearray(whole)
         for _ in range(draw.randrange(1, 6)):
             data[draw.randrange(len(data))] = draw.randrange(256)
-        cut = bytes(data[: draw.randrange(SMALL_BYTES, len(data))])
+        cut = bytes(data[: draw.randrange(len(data))])
         try:
-            has_more_fields(cut, KIND, 100_000)
+            count_fields(cut, KIND, 100_000)
         except DecodeError as error:
             refused += 1
             if "wire type" not in str(error):

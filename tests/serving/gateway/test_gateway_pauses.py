@@ -5,7 +5,6 @@ threads that wait in the kernel. What a stream pauses for is held against the sa
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -13,78 +12,35 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
-from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import from_rpc_error
-from moonshard.serving.gateway.grpc_gate import MAX_FIELDS
-from tests.rpc.raw_grpc import field
 from tests.serving.gateway.conftest import FIXTURE
+from tests.serving.gateway.large_inputs import (
+    MB,
+    Inputs,
+    body_of,
+    bytes_in_flight,
+    large_bodies,
+    large_messages,
+    longest_bodies,
+    longest_messages,
+)
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
-MB = 1_000_000
 PAUSE_S = 0.05  # beyond what there is beside nothing
 GROWTH, ALLOWED_BYTES = 4, 64 * MB  # times the bytes in flight; and what a gateway takes for its first request anyhow
+TOKENISING, NUM_TOKENISED = 190, 2  # times a text's bytes, which is the tokenizer's; and so many texts at a time
+NUM_AT_ONCE, BUDGET_BYTES = 50, 64 * MB
 NUM_TOKENS, PACE_S = 1_500, 0.004
 CONTEXTS = (2_000, 262_144)  # tokens
-
-
-def body_of(**fields: object) -> bytes:
-    return json.dumps(fields).encode()
-
-
-def large_inputs() -> Mapping[str, tuple[str, bytes]]:
-    """Each kind of what may be large: the path, and a body of nearly `max_body_bytes`."""
-    chat, text = "/v1/chat/completions", "/v1/completions"
-    say = [{"role": "user", "content": "hi"}]
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x"] * (6 * MB)}}}
-    return {
-        "one word": (text, body_of(prompt="a" * (31 * MB))),
-        "prose": (text, body_of(prompt="The quick brown fox. " * (31 * MB // 21))),
-        "prose to count": ("/tokenize", body_of(prompt="The quick brown fox. " * (31 * MB // 21))),
-        "escapes": (text, b'{"prompt":"' + b"\\u6f22" * (5 * MB) + b'"}'),
-        "a message": (chat, body_of(messages=[{"role": "user", "content": "word " * (6 * MB)}])),
-        "messages": (chat, body_of(messages=say * (31 * MB // 40))),
-        "ids": (text, b'{"prompt":[' + b"1," * (15 * MB) + b"1]}"),
-        "ids to spell": ("/detokenize", b'{"tokens":[' + b"1," * (15 * MB) + b"1]}"),
-        "metadata": (chat, body_of(messages=say, metadata={str(n): "a" for n in range(2 * MB)})),
-        "a tool's schema": (chat, body_of(messages=say, tools=[tool])),
-        "nesting": (chat, body_of(messages=say)[:-1] + b',"metadata":' + b"[" * (15 * MB) + b"]" * (15 * MB) + b"}"),
-        "stops": (text, body_of(prompt="a", stop=["b"] * (6 * MB))),
-        "biases": (text, body_of(prompt="a", logit_bias={str(n): 1 for n in range(2 * MB)})),
-        "no JSON": (text, b"{" * (31 * MB)),
-    }
-
-
-def large_messages() -> Mapping[str, tuple[str, bytes]]:
-    """The same over gRPC."""
-    generate, tokenize = "/moonshard.v1.Inference/Generate", "/moonshard.v1.Inference/Tokenize"
-    say = b"\x0a\x0a" + b"\x0a\x04user\x12\x02hi"  # of a chat: a message
-    schema = pb.Tool(name="f", parameters=json.dumps({"enum": ["x"] * (6 * MB)}))
-    small_schema = pb.Tool(name="f", parameters=json.dumps({"enum": ["x"] * 200_000}))
-    hi = [pb.ChatMessage(role="user", content="hi")]
-    return {
-        "gRPC: one word": (generate, pb.GenerateRequest(text="a" * (31 * MB)).SerializeToString()),
-        "gRPC: prose to count": (tokenize, pb.TokenizeRequest(text="The quick brown fox. " * MB).SerializeToString()),
-        "gRPC: ids": (generate, field(3, field(1, b"\x01" * (31 * MB)))),
-        "gRPC: ids one by one": (generate, field(3, b"\x08\x01" * (15 * MB))),
-        "gRPC: empty messages": (generate, field(4, b"\x0a\x00" * (15 * MB))),
-        "gRPC: as many messages as may be": (generate, field(4, say * (MAX_FIELDS // 3 - 1))),
-        "gRPC: stops": (generate, field(2, b"a") + field(6, b"\x1a\x01b" * (10 * MB))),
-        "gRPC: what nobody knows": (generate, field(2, b"a") + b"\x98\x06\x01" * (10 * MB)),
-        "gRPC: a tool's schema": (generate, chat(hi, schema)),
-        "gRPC: a tool's schema as long as it may be": (generate, chat(hi, small_schema)),
-        "gRPC: no message": (generate, b"\xff" * (31 * MB)),
-    }
-
-
-def chat(messages: Sequence[pb.ChatMessage], tool: pb.Tool) -> bytes:
-    return pb.GenerateRequest(chat=pb.ChatPrompt(messages=messages, tools=[tool])).SerializeToString()
 
 
 class Deployment:
@@ -169,43 +125,42 @@ class Deployment:
 
 
 @contextmanager
-def deployment(context_tokens: int, folder: Path) -> Iterator[Deployment]:
-    worker = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.serving.gateway.fake_process",
-            "both",
-            "65" * 16,
-            str(context_tokens),
-            str(PACE_S),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def deployment(context_tokens: int, folder: Path, **gateway: object) -> Iterator[Deployment]:
+    """`gateway`: its keys."""
+    argv = ["-m", "tests.serving.gateway.fake_process", "both", "65" * 16, str(context_tokens), str(PACE_S)]
+    worker = subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
-    address = f"127.0.0.1:{int(worker.stdout.readline())}"
-    settings = {"model.path": FIXTURE, "gateway.port": 0, "gateway.grpc_port": 0, "gateway.workers": f'["{address}"]'}
+    keys = {"port": 0, "grpc_port": 0, "workers": f'["127.0.0.1:{int(worker.stdout.readline())}"]', **gateway}
+    settings = {"model.path": FIXTURE, **{f"gateway.{key}": value for key, value in keys.items()}}
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     log = folder / "gateway.log"
     with log.open("wb") as out:
         argv = [sys.executable, "-m", "moonshard.serving.cli", "gateway", *sets]
-        gateway = subprocess.Popen(argv, stdout=out, stderr=out, env=os.environ)
+        gateway_process = subprocess.Popen(argv, stdout=out, stderr=out, env=os.environ)
     try:
         deadline = time.monotonic() + 120
         while "moonshard ready" not in (text := log.read_text()):
-            assert gateway.poll() is None, text
+            assert gateway_process.poll() is None, text
             assert time.monotonic() < deadline, text
             time.sleep(0.05)
         port, grpc_port = (
             int(text.split(said)[1].split()[0]) for said in ("http=http://127.0.0.1:", "grpc=127.0.0.1:")
         )
-        yield Deployment(port, grpc_port, gateway.pid)
+        yield Deployment(port, grpc_port, gateway_process.pid)
     finally:
-        for process in (gateway, worker):
+        for process in (gateway_process, worker):
             process.send_signal(signal.SIGKILL)
             process.wait()
         worker.stdout.close()
+
+
+def longest(context_tokens: int) -> Inputs:
+    return {**longest_bodies(context_tokens), **longest_messages(context_tokens)}
+
+
+def most_growth(name: str, body: bytes, in_flight: int, num_texts: int) -> int:
+    tokenised = num_texts * len(body) if "longest: prose" in name else 0
+    return ALLOWED_BYTES + GROWTH * in_flight + TOKENISING * tokenised
 
 
 @pytest.mark.parametrize("context_tokens", CONTEXTS)
@@ -213,19 +168,41 @@ def test_no_large_input_stops_a_stream_or_fills_the_memory(context_tokens: int, 
     faults: list[str] = []
     with deployment(context_tokens, tmp_path) as deployed:
         deployed.beside("", None, 1.0)
-        for name, (path, body) in {**large_inputs(), **large_messages()}.items():
+        for name, (path, body) in {**longest(context_tokens), **large_bodies(), **large_messages()}.items():
             calm_stream, calm_health, _ = deployed.beside("", None, 1.5)
             deployed.forget_peak()
             before = deployed.memory_bytes("VmRSS")
             stream, health, status = deployed.beside(path, body, 1.5)
             grown = deployed.memory_bytes("VmHWM") - before
             told = (
-                f"{name}, {len(body) / MB:.0f} MB: {status}; "
+                f"{name}, {len(body) / MB:.1f} MB: {status}; "
                 f"stream {stream * 1e3:.0f} ms ({calm_stream * 1e3:.0f} calm), "
                 f"health {health * 1e3:.0f} ms ({calm_health * 1e3:.0f} calm), memory +{grown / MB:.0f} MB"
             )
             print(told)  # noqa: T201
             is_slow = stream > calm_stream + PAUSE_S or health > calm_health + PAUSE_S
-            if is_slow or grown > GROWTH * len(body) + ALLOWED_BYTES or status == 500:
+            in_flight = bytes_in_flight(path, body) if "longest" in name else len(body)
+            if is_slow or grown > most_growth(name, body, in_flight, 1) or status == 500:
                 faults.append(told)
+    assert not faults, "\n".join(faults)
+
+
+def test_many_of_the_longest_at_once_fill_no_more_than_what_may_be_in_flight(tmp_path: Path):
+    """Of what becomes more when it is decoded, what it becomes is what is in flight."""
+    faults: list[str] = []
+    limits = {"max_bytes_in_flight": BUDGET_BYTES, "max_body_bytes": BUDGET_BYTES // 2}
+    with deployment(max(CONTEXTS), tmp_path, **limits) as deployed:
+        for name, (path, body) in longest(max(CONTEXTS)).items():
+            deployed.send(path, body)
+            deployed.forget_peak()
+            before = deployed.memory_bytes("VmRSS")
+            with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+                statuses = Counter(pool.map(lambda _, sent=(path, body): deployed.send(*sent), range(NUM_AT_ONCE)))
+            grown = deployed.memory_bytes("VmHWM") - before
+            told = f"{name}, {NUM_AT_ONCE} of {len(body) / MB:.1f} MB: {dict(statuses)}, memory +{grown / MB:.0f} MB"
+            print(told)  # noqa: T201
+            in_flight = min(BUDGET_BYTES, NUM_AT_ONCE * bytes_in_flight(path, body))
+            if grown > most_growth(name, body, in_flight, NUM_TOKENISED) or statuses.keys() - {200, 400, 429}:
+                faults.append(told)
+            assert deployed.send(path, body) != 429  # all was given back
     assert not faults, "\n".join(faults)

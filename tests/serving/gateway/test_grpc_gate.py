@@ -1,6 +1,7 @@
 """What gRPC callers send is taken in as HTTP's is: whose it is first, then whether it is in bounds, then what it is."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,18 @@ from grpc_health.v1 import health_pb2
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.open_services import MAX_BYTES as OPEN_BYTES
-from moonshard.rpc.status import InvalidArgument, RequestError, TooLarge, Unauthenticated, from_rpc_error
+from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError, TooLarge, Unauthenticated, from_rpc_error
 from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway.grpc_gate import MAX_FIELDS
 from moonshard.serving.gateway.inference_service import SERVICE
+from moonshard.serving.gateway.intake import MAX_OTHER_VALUES
 from moonshard.serving.gateway.main import HURRIED_TIMEOUT_S, RunningGateway
+from moonshard.serving.gateway.parameters import GenerationRequest
 from tests.rpc import raw_grpc
 from tests.rpc.raw_grpc import field
-from tests.serving.gateway.fake_worker import FakeWorker
+from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, FakeWorker
 
-GENERATE, TOKENIZE = f"/{SERVICE.full_name}/Generate", f"/{SERVICE.full_name}/Tokenize"
+GENERATE, TOKENIZE, DETOKENIZE = (f"/{SERVICE.full_name}/{name}" for name in ("Generate", "Tokenize", "Detokenize"))
 HEALTH = "/grpc.health.v1.Health/Check"
 MAX_BYTES = 8 << 20
 EMPTY_MESSAGE = b"\x0a\x00"
@@ -83,6 +86,33 @@ async def test_a_message_of_too_many_fields_is_refused_unparsed(channel: grpc.ai
         assert isinstance(error, InvalidArgument)
         assert str(MAX_FIELDS) in error.message
     assert worker.runs == []
+
+
+async def test_more_packed_ids_than_any_context_holds_are_a_prompt_too_long(channel: grpc.aio.Channel):
+    num = 2 * MAX_CONTEXT_TOKENS + MAX_OTHER_VALUES
+    for path, ids in ((GENERATE, field(3, field(1, b"\x01" * (num + 1)))), (DETOKENIZE, field(2, b"\x01" * (num + 1)))):
+        error = await refusal(channel, path, ids)
+        assert isinstance(error, InvalidArgument)
+        assert f"maximum context length is {MAX_CONTEXT_TOKENS} tokens" in error.message
+
+
+async def test_values_of_a_schema_are_as_many_as_fields_may_be(channel: grpc.aio.Channel, worker: FakeWorker):
+    tool = pb.Tool(name="f", parameters='{"enum":[' + "1," * MAX_FIELDS + "1]}")
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")], tools=[tool])
+    error = await refusal(channel, GENERATE, pb.GenerateRequest(chat=chat).SerializeToString())
+    assert isinstance(error, InvalidArgument)
+    assert str(MAX_FIELDS) in error.message
+    assert worker.runs == []
+
+
+async def test_what_a_message_becomes_counts_as_in_flight(channel: grpc.aio.Channel):
+    """Sixteen such are more than may be: some are told to come again, and nothing is left of any."""
+    messages = [pb.ChatMessage(role="user", content="hi")] * (MAX_FIELDS // 4)
+    message = pb.GenerateRequest(chat=pb.ChatPrompt(messages=messages)).SerializeToString()
+    assert len(message) * 16 < MAX_BYTES
+    errors = await asyncio.gather(*(refusal(channel, GENERATE, message) for _ in range(16)))
+    assert Overloaded in {type(error) for error in errors}
+    assert "maximum context length" in (await refusal(channel, GENERATE, message)).message
 
 
 async def test_a_group_hides_no_fields_behind_it(channel: grpc.aio.Channel):
@@ -155,3 +185,17 @@ async def test_nothing_is_left_of_what_was_refused(channel: grpc.aio.Channel):
     chat = EMPTY_MESSAGE * (MAX_BYTES // 8)
     for _ in range(6):
         assert isinstance(await refusal(channel, GENERATE, field(4, chat)), InvalidArgument)
+
+
+async def test_a_call_that_was_refused_is_gone_without_the_collector(channel: grpc.aio.Channel):
+    """A long prompt is held by little that the collector counts, so that it would come late."""
+    prompt = pb.GenerateRequest(tokens=pb.TokenIds(ids=[1] * (2 * MAX_CONTEXT_TOKENS))).SerializeToString()
+    gc.collect()
+    gc.disable()
+    try:
+        assert isinstance(await refusal(channel, GENERATE, prompt), InvalidArgument)
+        async with asyncio.timeout(10):
+            while any(isinstance(held, GenerationRequest) for held in gc.get_objects()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
