@@ -29,7 +29,7 @@ __all__ = [
     "load_tokenizer",
 ]
 PROBE_CHARS_PER_TOKEN = 4  # a text with fewer characters for each token that it may have is encoded at once
-PIECE_CHARS = 1 << 14
+PIECE_CHARS = 1 << 14  # Hugging Face's tokenizers take some 190 times a text's bytes while they encode it (measured)
 
 
 @final
@@ -101,10 +101,10 @@ class Tokenizer:
 
 
 def _probe(encode: Callable[[str], list[int]], text: str, max_tokens: int) -> None:
-    """Encodes piece after piece until there are too many tokens, or all of the text is worth encoding whole.
+    """TextTooLongError once pieces of the text have over twice `max_tokens` tokens.
 
-    A cut changes tokens only beside it. To be sure, the pieces must have twice as many as are allowed. A piece is short
-    because the tokenizer takes 190 times its bytes meanwhile.
+    A cut changes tokens only beside it, so the whole has over `max_tokens`. A text that has few characters for each of
+    them is not looked at.
     """
     if len(text) <= PROBE_CHARS_PER_TOKEN * max(1, max_tokens):
         return

@@ -35,15 +35,19 @@ def deferred(handler: Any, read: ReadRequest) -> grpc.RpcMethodHandler:
 
     async def behind(messages: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            async with contextlib.aclosing(aiter(messages)) as frames:
+            async with contextlib.aclosing(aiter(messages)) as frames:  # open, it and the call would hold each other
                 return await served(frames, context)
         except grpc.aio.AbortError as ended:
-            # The call holds its error, and by the frames of its traceback the message, until cycles are collected.
-            ended.__context__ = None
-            raise ended.with_traceback(None) from None
+            raise _without_frames(ended) from None
 
     make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     return make(behind, response_serializer=handler.response_serializer)
+
+
+def _without_frames(ended: grpc.aio.AbortError) -> grpc.aio.AbortError:
+    """gRPC's call keeps its error, whose frames would keep the message, until the collector of cycles comes."""
+    ended.__context__ = None
+    return ended.with_traceback(None)
 
 
 async def next_message(frames: Frames, limiter: ReceiveLimiter) -> bytes | None:

@@ -2,56 +2,74 @@
 
 A field of two bytes may be a message of its own: 8 MB of them take a second to parse and a hundred times their size to
 hold. Tags and lengths alone tell how many there are. Packed numbers are one field, and counted apart: they are parsed
-as fast as text, but each is an object to Python. Of a string that is JSON each value is a field, for whoever reads it.
+as fast as text, but each is an object to Python. A string that will be decoded as JSON counts a field for each of its
+values.
 Source: Protocol Buffers, "Encoding".
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 VARINT, I64, LEN, I32 = 0, 1, 2, 5  # wire types; LEN: strings, messages and packed numbers
 _FIXED_BYTES = {I64: 8, I32: 4}
 MAX_VARINT_BITS = 64
+JSON_MARKS = (b",", b"{", b"[")  # about as many as values; those in its strings count too
+_FIXED_TYPES = {  # numbers that are no varints
+    *(FieldDescriptor.TYPE_FIXED32, FieldDescriptor.TYPE_SFIXED32, FieldDescriptor.TYPE_FLOAT),
+    *(FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64, FieldDescriptor.TYPE_DOUBLE),
+}
 
 
-JSON_MARKS = (b",", b"{", b"[")  # one before each value, and some in strings
+@dataclass(frozen=True, slots=True)
+class FieldCounts:
+    """`num_packed`: numbers."""
+
+    num_fields: int
+    num_packed: int
 
 
-@dataclass(slots=True)
-class Counted:
-    num_fields: int = 0
-    num_packed: int = 0  # numbers
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a message's fields hold, by their numbers."""
+
+    messages: Mapping[int, Descriptor]
+    packed: frozenset[int]
+    json: frozenset[int]
 
 
-def count_fields(data: bytes, kind: Descriptor, limit: int, json_names: frozenset[str] = frozenset()) -> Counted:
-    """What the message has, and those in it as far as `kind` knows them. `json_names`: full names of fields of JSON.
+def count_fields(data: bytes, kind: Descriptor, limit: int, json_names: frozenset[str] = frozenset()) -> FieldCounts:
+    """The fields of the message and of all messages inside it that `kind` knows.
 
-    It takes a microsecond for each field, and ends once they are more than `limit`. DecodeError for bytes that are no
-    message, and for groups, which proto3 has not.
+    Of fields in `json_names` (full names) each JSON value is one more. It takes a microsecond for each field, and ends
+    once they are more than `limit`: then the counts are lower bounds.
+    DecodeError for bytes that are no message, and for groups, which proto3 has not.
     """
-    found, pending = Counted(), [(0, len(data), kind)]
-    while pending and found.num_fields <= limit:
-        offset, end, kind = pending.pop()
-        inner, packed, json = _inner_messages(kind), _packed(kind), _named(kind, json_names)
-        while offset < end and found.num_fields <= limit:
-            found.num_fields += 1
+    num_fields = num_packed = 0
+    pending = [(0, len(data), kind)]
+    while pending and num_fields <= limit:
+        offset, end, inner_kind = pending.pop()
+        known = _kind(inner_kind, json_names)
+        while offset < end and num_fields <= limit:
+            num_fields += 1
             tag, offset = _varint(data, offset)
-            start, offset = _value(data, offset, tag & 7)
+            number, wire_type = tag >> 3, tag & 7
+            start, offset = _value(data, offset, wire_type)
             if offset > end:
                 raise DecodeError("a field is longer than its message")
-            if tag & 7 != LEN:
+            if wire_type != LEN:
                 continue
-            if (message := inner.get(tag >> 3)) is not None:
+            if (message := known.messages.get(number)) is not None:
                 pending.append((start, offset, message))
-            elif tag >> 3 in packed:
-                found.num_packed += _num_varints(data, start, offset)
-            elif tag >> 3 in json:
-                found.num_fields += sum(data.count(mark, start, offset) for mark in JSON_MARKS)
-    return found
+            elif number in known.packed:
+                num_packed += _num_varints(data, start, offset)
+            elif number in known.json:
+                num_fields += sum(data.count(mark, start, offset) for mark in JSON_MARKS)
+    return FieldCounts(num_fields, num_packed)
 
 
 def _num_varints(data: bytes, start: int, end: int) -> int:
@@ -85,17 +103,12 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
 
 
 @cache
-def _inner_messages(kind: Descriptor) -> dict[int, Descriptor]:
-    """By field number."""
-    return {field.number: field.message_type for field in kind.fields if field.message_type is not None}
-
-
-@cache
-def _packed(kind: Descriptor) -> frozenset[int]:
-    """The numbers of its fields of packed varints: our messages to the public have no packed numbers of fixed size."""
-    return frozenset(field.number for field in kind.fields if field.is_packed)
-
-
-@cache
-def _named(kind: Descriptor, full_names: frozenset[str]) -> frozenset[int]:
-    return frozenset(field.number for field in kind.fields if field.full_name in full_names)
+def _kind(kind: Descriptor, json_names: frozenset[str]) -> _Kind:
+    """ValueError for packed numbers of a fixed size, which are not counted."""
+    if any(field.is_packed and field.type in _FIXED_TYPES for field in kind.fields):
+        raise ValueError(f"{kind.full_name} has packed numbers that are no varints")
+    return _Kind(
+        messages={field.number: field.message_type for field in kind.fields if field.message_type is not None},
+        packed=frozenset(field.number for field in kind.fields if field.is_packed),
+        json=frozenset(field.number for field in kind.fields if field.full_name in json_names),
+    )

@@ -29,7 +29,7 @@ from moonshard.serving.gateway.body import Body
 from moonshard.serving.gateway.caller import first_values
 from moonshard.serving.gateway.cross_origin import METHODS, preflight_response, readable_headers
 from moonshard.serving.gateway.inflate import ACCEPTED, Inflater, encoding_of
-from moonshard.serving.gateway.intake import Intake, num_objects_and_values
+from moonshard.serving.gateway.intake import Intake, contents_of
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.strangers import Strangers
 
@@ -112,10 +112,11 @@ def visible_id(request: Request, prefix: str) -> str:
 async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) -> bytes:
     """What the client meant, whatever it was compressed with, and in bounds.
 
-    What is beyond them, by what came or by what it holds, is refused as soon as it is known of, and never held. Bytes
-    count as in flight until the exchange is over. `num_contexts`: how many times the context its text may be.
-    Raises TooLarge, ContextLengthExceeded, Overloaded; InvalidArgument for too many values; UnsupportedEncoding and
-    InvalidArgument as `inflate`; Cancelled where the client leaves.
+    What is beyond them, by what came or by what it holds, is refused as soon as it is known of, and never held. It
+    counts as in flight, with what is made of it, until the exchange is over. `num_contexts`: how many times the context
+    its text may be.
+    Raises TooLarge, ContextLengthExceeded, Overloaded; InvalidArgument and Unavailable as `check_values`;
+    UnsupportedEncoding and InvalidArgument as `inflate`; Cancelled where the client leaves.
     """
     encoding = encoding_of(request.headers.getlist("content-encoding"))
     inflater = None if encoding == "identity" else Inflater(encoding)
@@ -140,7 +141,7 @@ async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) 
         inflater.finish()
     whole = await body.whole()
     await intake.bounds().check_values(whole, num_contexts)
-    share.grow_to_hold(len(whole), *await num_objects_and_values(whole))
+    share.grow_to_hold(len(whole), await contents_of(whole))
     return whole
 
 

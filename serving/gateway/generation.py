@@ -17,7 +17,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InternalError, Overloaded, Unavailable
 from moonshard.serving.config import RoutingConfig
 from moonshard.serving.gateway.accounts import Accounts, PromptHold
-from moonshard.serving.gateway.aside import aside
+from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.attempts import Attempts, Sent
 from moonshard.serving.gateway.choice import CallsMade, ChoiceStream, ForcedCall, joined
 from moonshard.serving.gateway.handoffs import Handoffs
@@ -85,6 +85,7 @@ class Gateway:
         self.model = model
         self.pool = pool
         self.handoffs = Handoffs(pool, lease_s=lease_s)
+        self.aside = Aside()
         self.is_draining = False
         self._metrics = metrics
         self._accounts = accounts
@@ -134,7 +135,7 @@ class Gateway:
         ):
             prompt = await self.model.tokenize(request, PromptLimit.to_generate(admission.limits.max_context_tokens))
             forced = self.model.forced_call(request)
-            run = await aside(len(prompt), self._make_run, admission, prompt, forced)
+            run = await self.aside.run(len(prompt), self._make_run, admission, prompt, forced)
             record = RequestRecord(
                 self._metrics, run, stamps, num_forced=0 if forced is None else len(forced.token_ids)
             )

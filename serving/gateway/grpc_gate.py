@@ -16,14 +16,13 @@ from google.protobuf.message import DecodeError
 from moonshard.rpc.deferred_request import Frames, deferred, only_message
 from moonshard.rpc.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import InvalidArgument
-from moonshard.rpc.wire_fields import Counted, count_fields
-from moonshard.serving.gateway.aside import aside
+from moonshard.rpc.wire_fields import FieldCounts, count_fields
+from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.caller import check_key, metadata_value
-from moonshard.serving.gateway.intake import Bounds, Intake
+from moonshard.serving.gateway.intake import PROTO_BYTES_PER_TEXT_BYTE, Bounds, Contents, Intake
 from moonshard.serving.tenants import Tenants
 
 MAX_FIELDS = 1 << 14  # messages, calls, tools, and numbers where they are not packed: each is built, again and again
-JSON_NAMES = frozenset({"moonshard.v1.Tool.parameters"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,8 @@ class _Method:
 class GrpcGate(grpc.aio.ServerInterceptor):
     """For the methods of `service`.
 
-    `num_contexts`: by method, how many times the context its text may be; 1 where it does not say.
+    `num_contexts`: by method, how many times the context its text may be; 1 where it does not say. `json_names`: full
+    names of the fields that the service decodes as JSON.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         intake: Intake,
         tenants: Tenants,
         limiter: ReceiveLimiter,
+        aside: Aside,
         num_contexts: Mapping[str, int],
+        json_names: frozenset[str],
     ) -> None:
         self._methods = {
             f"/{service.full_name}/{method.name}": _Method(method.input_type, num_contexts.get(method.name, 1))
@@ -55,6 +57,8 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         self._intake = intake
         self._tenants = tenants
         self._limiter = limiter
+        self._aside = aside
+        self._json_names = json_names
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
@@ -65,32 +69,34 @@ class GrpcGate(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _read(self, method: _Method, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """The message, whose bytes count as in flight during the block. Raises as key, limiter and bounds do."""
+        """The message, which counts as in flight during the block. Raises as key, limiter and bounds do."""
         check_key(self._tenants, metadata_value(context))
-        share, admit = self._intake.admission(method.num_contexts, spelling=1)
+        share, admit = self._intake.admission(method.num_contexts, PROTO_BYTES_PER_TEXT_BYTE)
         try:
             data = await only_message(frames, self._limiter)
             admit(len(data))
-            found = await aside(len(data), _checked, data, method, self._intake.bounds())
-            share.grow_to_hold(len(data), found.num_fields, found.num_packed)
+            found = await self._aside.run(len(data), self._counts_in_bounds, data, method, self._intake.bounds())
+            share.grow_to_hold(len(data), Contents(found.num_fields, found.num_packed))
             yield data
         finally:
             share.give_back()
 
+    def _counts_in_bounds(self, data: bytes, method: _Method, bounds: Bounds) -> FieldCounts:
+        """How many fields and packed numbers it has.
 
-def _checked(data: bytes, method: _Method, bounds: Bounds) -> Counted:
-    """Its fields. InvalidArgument for too many, and for what has none that could be counted: it is not parsed.
-
-    ContextLengthExceeded for more packed numbers than token ids could be served.
-    """
-    try:
-        found = count_fields(data, method.request, MAX_FIELDS, JSON_NAMES)
-    except DecodeError as error:
-        raise InvalidArgument(f"the message cannot be read: {error}") from error
-    if found.num_fields > MAX_FIELDS:
-        raise InvalidArgument(
-            f"the message has more than {MAX_FIELDS} fields, counting those of what is in it and the values of schemas"
-        )
-    if found.num_packed > bounds.max_values(method.num_contexts):
-        raise bounds.too_many_ids("the message", method.num_contexts)
-    return found
+        Raises:
+            InvalidArgument: too many fields, or bytes that are no message: they are not parsed to find out.
+            ContextLengthExceeded: more numbers than token ids could be served.
+            Unavailable: no worker has told yet how many could be.
+        """
+        try:
+            found = count_fields(data, method.request, MAX_FIELDS, self._json_names)
+        except DecodeError as error:
+            raise InvalidArgument(f"the message cannot be read: {error}") from error
+        if found.num_fields > MAX_FIELDS:
+            raise InvalidArgument(
+                f"the message has more than {MAX_FIELDS} fields, counting those of what is in it and schemas' values"
+            )
+        if found.num_packed > bounds.max_values(method.num_contexts):
+            raise bounds.too_many_values("the message", method.num_contexts)
+        return found

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InternalError, Unavailable, openai_error
 from moonshard.serving.gateway import openai_requests as requests
-from moonshard.serving.gateway.aside import aside
+from moonshard.serving.gateway.aside import MAX_INLINE_SIZE
 from moonshard.serving.gateway.caller import Caller, check_key, read_caller
 from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.disconnect import until_disconnect
@@ -130,23 +130,29 @@ class HttpFront:
         else:
             body, unknown = await until_disconnect(request.receive, self._large_bodies.decode(decoder, sent))
         self._unknown_fields.tell(unknown, late_headers(request))
-        return body, await aside(len(sent), meant, body)
+        if len(sent) <= MAX_INLINE_SIZE:
+            return body, meant(body)
+        return body, await until_disconnect(request.receive, self._gateway.aside.run(len(sent), meant, body))
 
     async def _chat(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
         meant = partial(requests.chat_request, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
         body, asked = await self._read(_CHAT, request, meant)
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
-        return await self._respond(request, body, asked, ChatFormat(self._gateway.model.tokenizer))
+        envelope, is_streamed = self._envelope(asked, body), bool(body.stream)
+        del body  # it may be large, and would be held until the answer ends
+        form = ChatFormat(self._gateway.model.tokenizer)
+        return await self._respond(request, asked, envelope, form, is_streamed=is_streamed)
 
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
         meant = partial(requests.completion_request, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
         body, asked = await self._read(_COMPLETION, request, meant)
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
-        return await self._respond(
-            request, body, asked, CompletionFormat(self._gateway.model.tokenizer, asked.skip_special_tokens)
-        )
+        envelope, is_streamed = self._envelope(asked, body), bool(body.stream)
+        del body
+        form = CompletionFormat(self._gateway.model.tokenizer, asked.skip_special_tokens)
+        return await self._respond(request, asked, envelope, form, is_streamed=is_streamed)
 
     def _caller(self, request: Request, body: requests.GenerationBody) -> Caller:
         return read_caller(self._tenants, header_of(request), body.prompt_cache_key, body.user)
@@ -154,11 +160,9 @@ class HttpFront:
     def _parent(self, request: Request) -> TraceContext | None:
         return self._gateway.parent_of(request.headers.getlist)
 
-    async def _respond(
-        self, request: Request, body: requests.GenerationBody, asked: GenerationRequest, form: Format
-    ) -> Response:
+    def _envelope(self, asked: GenerationRequest, body: requests.GenerationBody) -> Envelope:
         limits = self._gateway.pool.limits
-        envelope = Envelope(
+        return Envelope(
             id=asked.request_id,
             model=self._gateway.model.name,
             fingerprint="" if limits is None else limits.fingerprint,
@@ -169,10 +173,14 @@ class HttpFront:
             is_padded=bool(body.streaming.include_obfuscation),
             has_timing=bool(body.return_timing),
         )
+
+    async def _respond(
+        self, request: Request, asked: GenerationRequest, envelope: Envelope, form: Format, *, is_streamed: bool
+    ) -> Response:
         headers: dict[str, str] = late_headers(request)
         if asked.tool_use is not None and asked.tool_use.is_strict:
             headers["x-moonshard-strict"] = "advice"
-        if body.stream:
+        if is_streamed:
             return EventStream(
                 self._events(asked, Chunks(envelope, form), headers),
                 late_headers=headers,
@@ -221,7 +229,9 @@ class HttpFront:
         return json_response(told, headers=late_headers(request))
 
     async def _detokenize(self, request: Request) -> Response:
-        body, token_ids = await self._read(_DETOKENIZE, request, requests.ids_to_spell, num_contexts=TOKENIZED_CONTEXTS)
+        body, token_ids = await self._read(
+            _DETOKENIZE, request, requests.ids_to_detokenize, num_contexts=TOKENIZED_CONTEXTS
+        )
         self._gateway.model.check_name(body.model or "")
         most = TOKENIZED_CONTEXTS * self._gateway.limits().max_context_tokens
         telling = self._gateway.model.detokenize(token_ids, most, field="tokens")

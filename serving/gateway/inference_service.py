@@ -16,7 +16,6 @@ import grpc
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
-from moonshard.serving.gateway.aside import aside
 from moonshard.serving.gateway.caller import metadata_value, metadata_values, read_caller
 from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.generation import Gateway, Placed
@@ -28,6 +27,7 @@ from moonshard.serving.tenants import Tenants
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 NUM_CONTEXTS = {"Tokenize": TOKENIZED_CONTEXTS, "Detokenize": TOKENIZED_CONTEXTS}  # of a text, where not 1
+JSON_NAMES = frozenset({pb.Tool.DESCRIPTOR.fields_by_name["parameters"].full_name})  # which `inference_chats` decodes
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "seed"),
@@ -67,7 +67,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         caller = read_caller(self._tenants, metadata_value(context))
         parent = self._gateway.parent_of(metadata_values(context))
-        asked = await aside(request.ByteSize(), generation_request, request, received_ns=received_ns)
+        asked = await self._gateway.aside.run(request.ByteSize(), generation_request, request, received_ns=received_ns)
         asked = replace(asked, caller=caller, parent=parent)
         is_placed = False
         async with aclosing(self._gateway.generate(asked)) as events:
@@ -102,7 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         self._gateway.model.check_name(request.model)
-        asked = await aside(request.ByteSize(), request_to_tokenize, request)
+        asked = await self._gateway.aside.run(request.ByteSize(), request_to_tokenize, request)
         context_tokens = self._gateway.limits().max_context_tokens
         ids = await self._gateway.model.tokenize(asked, PromptLimit.to_tokenize(context_tokens))
         return pb.TokenizeResponse(ids=ids, max_context_tokens=context_tokens)
@@ -150,7 +150,7 @@ def _prompt(request: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPromp
         case "chat":
             return chat_prompt(request.chat)
         case _:  # no prompt at all is an empty one
-            return TokenPrompt.of(list(request.tokens.ids))
+            return TokenPrompt.of(request.tokens.ids)
 
 
 async def _answer[T](context: grpc.aio.ServicerContext, work: Coroutine[None, None, T]) -> T:

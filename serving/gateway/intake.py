@@ -1,22 +1,22 @@
 """What is let in of requests' bodies, before anything is made of them.
 
 Three bounds, each by what could ever be served: the bytes of one body, by the longest text that fits into the model's
-context as JSON may spell it; the bytes of all bodies that are here at once; and how many values a body has, since 32 MB
-of token ids take 25 times as long to decode as a text of that length, and of an object's members 260 times. So no
-request costs more than its context is worth, and whoever sends more is told at once. Objects count as bytes in flight
-by what they take once they are decoded. What the fields may be, and how
-many tokens a text has, is others'.
+context as JSON may spell it; the bytes of all bodies that are here at once, together with what is made of them; and how
+many values a body has, since 32 MB of token ids take 25 times as long to decode as a text of that length, and of an
+object's members 260 times. So no request costs more than its context is worth, and whoever sends more is told at once.
+What the fields may be, and how many tokens a text has, is others'.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, TooLarge, Unavailable
 
-JSON_BYTES_PER_BYTE = 6  # \u0041
+JSON_BYTES_PER_TEXT_BYTE = 6  # \u0041
+PROTO_BYTES_PER_TEXT_BYTE = 1
 MAX_ID_BYTES = 5  # of a token id in a gRPC message: a varint of 32 bits
 OTHER_BYTES = 1 << 20  # of a body besides its text: tools, schemas, names, white space
 MAX_OTHER_VALUES = 1 << 14  # of a body besides token ids: of an object each takes a microsecond to decode
@@ -31,9 +31,22 @@ RETRY_AFTER_S = 1.0
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """How much of what is larger decoded than sent a body has: objects or a message's fields, and values of lists."""
+
+    num_objects: int
+    num_values: int
+
+    @property
+    def num_bytes(self) -> int:
+        """What is made of them takes, beside the body."""
+        return OBJECT_BYTES * self.num_objects + VALUE_BYTES * self.num_values
+
+
 @dataclass
 class BytesInFlight:
-    """How many bytes of bodies are here, of how many at most. Runs on one event loop."""
+    """How many bytes bodies and what is made of them take, of how many at most. Runs on one event loop."""
 
     limit: int
     num: int = 0
@@ -42,7 +55,8 @@ class BytesInFlight:
         """Overloaded where that would be too many. What was taken is given back by its taker."""
         if self.num + num_bytes > self.limit:
             raise Overloaded(
-                f"the bodies of all requests are {self.num} bytes, {num_bytes} more would be over {self.limit}",
+                f"all requests' bodies and what is made of them take {self.num} bytes, "
+                f"{num_bytes} more would be over {self.limit}",
                 retry_after_s=RETRY_AFTER_S,
             )
         self.num += num_bytes
@@ -64,10 +78,12 @@ class Share:
             self._of.take(num_bytes - self._num_bytes)
             self._num_bytes = num_bytes
 
-    def grow_to_hold(self, num_bytes: int, num_objects: int, num_values: int) -> None:
-        """What a body takes with what is made of it. Where nothing else is here it always has room."""
-        held = num_bytes + OBJECT_BYTES * num_objects + VALUE_BYTES * num_values
-        self.grow_to(min(held, max(num_bytes, self._of.limit)))
+    def grow_to_hold(self, num_bytes: int, contents: Contents) -> None:
+        """A body's bytes and what is made of it, which always has room where nothing else is here.
+
+        Overloaded as `grow_to`.
+        """
+        self.grow_to(min(num_bytes + contents.num_bytes, max(num_bytes, self._of.limit)))
 
     def give_back(self) -> None:
         self._of.give_back(self._num_bytes)
@@ -82,8 +98,10 @@ class Bounds:
     max_context_tokens: int | None
     max_token_bytes: int | None
 
-    def check_bytes(self, num_bytes: int, num_contexts: int = 1, spelling: int = JSON_BYTES_PER_BYTE) -> None:
-        """Before and while a body arrives. `spelling`: how many bytes a byte of text may take in it.
+    def check_bytes(
+        self, num_bytes: int, num_contexts: int = 1, bytes_per_text_byte: int = JSON_BYTES_PER_TEXT_BYTE
+    ) -> None:
+        """Before and while a body arrives.
 
         Raises:
             TooLarge: beyond what is configured.
@@ -93,18 +111,18 @@ class Bounds:
             raise TooLarge(f"the body has {num_bytes} bytes, the limit is {self.max_body_bytes}")
         if self.max_context_tokens is None or self.max_token_bytes is None:
             return
-        token_bytes = max(spelling * self.max_token_bytes, MAX_ID_BYTES)
+        token_bytes = max(bytes_per_text_byte * self.max_token_bytes, MAX_ID_BYTES)
         if num_bytes > token_bytes * self.max_context_tokens * num_contexts + OTHER_BYTES:
             raise ContextLengthExceeded.of(self.max_context_tokens, f"the body of {num_bytes} bytes")
 
     def max_values(self, num_contexts: int = 1) -> int:
-        """Of a body's token ids and all besides."""
+        """Of a body's token ids and all besides; until a worker has told its context, of what is besides alone."""
         return MAX_OTHER_VALUES + (self.max_context_tokens or 0) * num_contexts
 
-    def too_many_ids(self, what: str, num_contexts: int = 1) -> ContextLengthExceeded:
-        """The error where `what` has more than `max_values`. Unavailable where nobody has told how many may be."""
+    def too_many_values(self, what: str, num_contexts: int = 1) -> ContextLengthExceeded | Unavailable:
+        """The error where `what` has more token ids than that."""
         if self.max_context_tokens is None:
-            raise Unavailable("no worker has told its context yet", retry_after_s=RETRY_AFTER_S)
+            return Unavailable("no worker has told its context yet", retry_after_s=RETRY_AFTER_S)
         return ContextLengthExceeded.of(
             self.max_context_tokens, f"{what} with more than {self.max_values(num_contexts)} values"
         )
@@ -119,21 +137,31 @@ class Bounds:
             return
         limit = self.max_values(num_contexts)
         if await asyncio.to_thread(_has_more, body, b",[{", limit):
-            refusal = self.too_many_ids("the body", num_contexts)
             has_members = await asyncio.to_thread(_has_more, body, b":", MAX_OTHER_VALUES)
-            if not has_members and not await asyncio.to_thread(_has_more, body, b"[", MAX_LISTS_BESIDE_IDS):
-                raise refusal
+            is_of_ids = not has_members and not await asyncio.to_thread(_has_more, body, b"[", MAX_LISTS_BESIDE_IDS)
+            if is_of_ids or self.max_context_tokens is None:
+                raise self.too_many_values("the body", num_contexts)
             raise InvalidArgument(f"the body has more than {limit} values: lists, objects and what is in them")
         if await asyncio.to_thread(_has_more, body, b"{", MAX_OBJECTS):
             raise InvalidArgument(f"the body has more than {MAX_OBJECTS} objects: messages, parts and what is in them")
 
 
-async def num_objects_and_values(body: bytes) -> tuple[int, int]:
-    """Or more, by marks in its texts, where that comes to little."""
-    found = _count(body, b"{"), _count(body, b",")
-    if OBJECT_BYTES * found[0] + VALUE_BYTES * found[1] <= SMALL_BODY_BYTES:
-        return found
-    return await asyncio.to_thread(num_marks, body, b"{"), await asyncio.to_thread(num_marks, body, b",")
+async def contents_of(body: bytes) -> Contents:
+    """Objects, and commas outside of strings. Where all such characters are few, those in strings count too."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return _contents(body)
+    return await asyncio.to_thread(_contents, body)
+
+
+def _contents(body: bytes) -> Contents:
+    most = Contents(_count(body, b"{"), _count(body, b","))
+    if most.num_bytes <= SMALL_BODY_BYTES:
+        return most
+    num_objects = num_commas = 0
+    for piece, is_outside in _pieces(body):
+        num_objects += int(np.count_nonzero((piece == ord("{")) & is_outside))
+        num_commas += int(np.count_nonzero((piece == ord(",")) & is_outside))
+    return Contents(num_objects, num_commas)
 
 
 def _has_more(body: bytes, marks: bytes, limit: int) -> bool:
@@ -152,18 +180,25 @@ def _count(body: bytes, mark: bytes) -> int:
 
 def num_marks(body: bytes, marks: bytes, enough: int | None = None) -> int:
     """How many of these characters stand outside of strings; beyond `enough` they are not counted on."""
-    found, in_string, odd = 0, False, False
+    found = 0
+    for piece, is_outside in _pieces(body):
+        is_mark = np.logical_or.reduce([piece == mark for mark in marks])
+        found += int(np.count_nonzero(is_mark & is_outside))
+        if enough is not None and found > enough:
+            break
+    return found
+
+
+def _pieces(body: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """A body's characters, and which of them stand outside of strings, some at a time."""
+    in_string = odd = False
     for start in range(0, len(body), SCAN_BYTES):
         piece = np.frombuffer(body, np.uint8, min(SCAN_BYTES, len(body) - start), start)
         escaped, odd = _escaped(piece, odd)
         quotes = (piece == _QUOTE) & ~escaped
         inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)).view(bool) ^ in_string
-        is_mark = np.logical_or.reduce([piece == mark for mark in marks])
-        found += int(np.count_nonzero(is_mark & ~inside))
+        yield piece, ~inside
         in_string = bool(inside[-1])
-        if enough is not None and found > enough:
-            break
-    return found
 
 
 def _escaped(piece: np.ndarray, odd: bool) -> tuple[np.ndarray, bool]:
@@ -188,7 +223,7 @@ class Intake:
         self.bounds = bounds
 
     def admission(
-        self, num_contexts: int = 1, spelling: int = JSON_BYTES_PER_BYTE
+        self, num_contexts: int = 1, bytes_per_text_byte: int = JSON_BYTES_PER_TEXT_BYTE
     ) -> tuple[Share, Callable[[int], None]]:
         """A request's share, and what is to be told how many bytes of its body are known of, as they become more.
 
@@ -197,7 +232,7 @@ class Intake:
         share, bounds = Share(self.in_flight), self.bounds()
 
         def admit(num_bytes: int) -> None:
-            bounds.check_bytes(num_bytes, num_contexts, spelling)
+            bounds.check_bytes(num_bytes, num_contexts, bytes_per_text_byte)
             share.grow_to(num_bytes)
 
         return share, admit

@@ -34,7 +34,7 @@ from moonshard.serving.gateway.generation import DRAINING_RETRY_AFTER_S, Gateway
 from moonshard.serving.gateway.grpc_gate import GrpcGate
 from moonshard.serving.gateway.http import HttpFront
 from moonshard.serving.gateway.http_protocol import HttpConfig, Timeouts
-from moonshard.serving.gateway.inference_service import NUM_CONTEXTS, SERVICE, InferenceService
+from moonshard.serving.gateway.inference_service import JSON_NAMES, NUM_CONTEXTS, SERVICE, InferenceService
 from moonshard.serving.gateway.intake import Bounds, Intake
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import ServedModel, load_served_model
@@ -46,7 +46,7 @@ from moonshard.serving.gateway.request_spans import LostSpanMetrics, RequestSpan
 from moonshard.serving.gateway.strangers import Strangers
 from moonshard.serving.gateway.traces import LostRowMetrics, RequestTraces
 from moonshard.serving.gateway.worker_metrics import StepObserver, WorkerCollector
-from moonshard.serving.heap import keep_for_life, return_large_blocks
+from moonshard.serving.heap import keep_for_life, unmap_large_blocks_once_freed
 from moonshard.serving.ledger import Ledger
 from moonshard.serving.loopback import is_loopback
 from moonshard.serving.startup import Start, tell_start
@@ -96,7 +96,7 @@ class RunningGateway:
 async def run_gateway(config: Config, *, status: Status, start: Start) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. PortInUse, OSError or the model folder's errors if it cannot."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return_large_blocks()
+    unmap_large_blocks_once_freed()
     allow_connections(config.gateway.max_idle_connections + config.gateway.max_half_open_connections + MAX_CONNECTIONS)
     stopped, opening_s = asyncio.Event(), start.timings.now_s
     async with serving(config) as running:
@@ -278,6 +278,7 @@ def _grpc_server(config: GatewayConfig, gateway: Gateway, intake: Intake, tenant
     max_message_bytes = min(config.max_body_bytes, MAX_MESSAGE_BYTES)
     max_patient = max(1, config.max_bytes_in_flight // max_message_bytes)
     limiter = ReceiveLimiter(max_patient, timeout_s=config.body_timeout_s, hurried_timeout_s=HURRIED_TIMEOUT_S)
+    gate = GrpcGate(SERVICE, intake, tenants, limiter, gateway.aside, num_contexts=NUM_CONTEXTS, json_names=JSON_NAMES)
     return build_server(
         host=config.host,
         port=config.grpc_port,
@@ -285,7 +286,7 @@ def _grpc_server(config: GatewayConfig, gateway: Gateway, intake: Intake, tenant
         service_names=[SERVICE.full_name],
         max_message_bytes=max_message_bytes,
         max_unread_bytes=UNREAD_BYTES,
-        interceptors=(GrpcGate(SERVICE, intake, tenants, limiter, num_contexts=NUM_CONTEXTS),),
+        interceptors=(gate,),
     )
 
 

@@ -6,7 +6,7 @@ these structs (`openai_unknown`). Integers may be written as 3.0. Bounds are che
 """
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TypeGuard
 
 import msgspec
 
@@ -220,7 +220,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> GenerationRequest:
-    """Takes the messages out of the body. InvalidArgument where the body asks for what is not served."""
+    """InvalidArgument where the body asks for what is not served."""
     spelling = {"prompt": "messages", "num_logprobs": "top_logprobs"}
     _refuse_unserved(body, NO_OPS)
     said = _integers(body)
@@ -230,13 +230,12 @@ def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> Genera
     if said.get("top_logprobs") and not body.logprobs:
         raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
     offered = offer(body.tools, body.tool_choice, body.parallel_tool_calls)
-    messages, body.messages = body.messages, []  # the body is held until the answer ends
     return _request(
         body,
-        _chat_prompt(messages, offered.tools, body.chat_template_kwargs),
+        _chat_prompt(body.messages, offered.tools, body.chat_template_kwargs),
         said,
         said.get("top_logprobs", 0) if body.logprobs else None,
-        tool_use=offered.use(messages),
+        tool_use=offered.use(body.messages),
         spelling=spelling,
         request_id=request_id,
         received_ns=received_ns,
@@ -244,12 +243,11 @@ def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> Genera
 
 
 def completion_request(body: CompletionBody, *, request_id: str, received_ns: int) -> GenerationRequest:
-    """Takes the prompt out of the body. InvalidArgument where the body asks for what is not served."""
+    """InvalidArgument where the body asks for what is not served."""
     _refuse_unserved(body, {**NO_OPS, **COMPLETION_NO_OPS})
-    sent, body.prompt = body.prompt, ""  # the body is held until the answer ends
     return _request(
         body,
-        _completion_prompt(sent),
+        _completion_prompt(body.prompt),
         _integers(body),
         None if body.logprobs is None else whole("logprobs", body.logprobs),
         spelling={"num_logprobs": "logprobs"},
@@ -259,7 +257,10 @@ def completion_request(body: CompletionBody, *, request_id: str, received_ns: in
 
 
 def request_to_tokenize(body: TokenizeBody) -> GenerationRequest:
-    """A text, or what a chat with these messages would prefill. InvalidArgument as there."""
+    """A text, or what a chat with these messages would prefill.
+
+    InvalidArgument for neither or both, and as `chat_request`.
+    """
     if (body.prompt is None) == (body.messages is None):
         raise InvalidArgument("give either prompt or messages", field="prompt")
     if body.messages is None:
@@ -267,7 +268,7 @@ def request_to_tokenize(body: TokenizeBody) -> GenerationRequest:
     return _chat_to_tokenize(body, body.messages)
 
 
-def ids_to_spell(body: DetokenizeBody) -> Sequence[int]:
+def ids_to_detokenize(body: DetokenizeBody) -> Sequence[int]:
     """InvalidArgument at one that is no integer."""
     return whole_list("tokens", body.tokens)
 
@@ -365,9 +366,14 @@ def _completion_prompt(prompt: str | Sequence[Number | str | list[Number]]) -> T
         return TextPrompt(prompt)
     if len(prompt) == 1 and isinstance(only := prompt[0], str | list):
         return _completion_prompt(only)  # a batch of one
-    if not set(map(type, prompt)) <= {int, float}:
+    if not _are_numbers(prompt):
         raise InvalidArgument("several prompts in one request are not supported: send one request each", field="prompt")
-    return TokenPrompt.of(whole_list("prompt", cast("Sequence[Number]", prompt)))
+    return TokenPrompt.of(whole_list("prompt", prompt))
+
+
+def _are_numbers(items: Sequence[object]) -> TypeGuard[Sequence[Number]]:
+    """By their types as a set: asking each of 262,144 with `isinstance` takes 70 ms."""
+    return set(map(type, items)) <= {int, float}
 
 
 def _strings(value: str | list[str] | None) -> list[str]:

@@ -18,7 +18,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1_000  # of one: each choice prepares its matchers on the event loop
 MAX_REQUEST_ID_CHARS = 512  # every chunk of a stream repeats it; the header's 256 have a prefix put before them
 SEED_BITS = 64
-MANY_IDS = 1 << 10
+MAX_UNPACKED_IDS = 1 << 10  # fewer are not worth packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class TokenPrompt:
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> "TokenPrompt":
         """Many are packed: as Python's numbers they would take nine times as much for as long as the answer lasts."""
-        if len(token_ids) <= MANY_IDS:
-            return cls(token_ids)
+        if len(token_ids) <= MAX_UNPACKED_IDS:
+            return cls(tuple(token_ids))
         try:
             return cls(array("I", token_ids))
-        except OverflowError:  # no vocabulary has one of them, which is for the check of that to say
-            return cls(token_ids)
+        except OverflowError:  # one is negative or beyond 32 bits: `check_token_ids` refuses it by name
+            return cls(tuple(token_ids))
 
 
 @dataclass(frozen=True, slots=True)

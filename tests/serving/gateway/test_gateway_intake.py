@@ -13,7 +13,15 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, RequestError, TooLarge
 from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway import intake
-from moonshard.serving.gateway.intake import MAX_OBJECTS, MAX_OTHER_VALUES, Bounds, Intake, num_marks
+from moonshard.serving.gateway.intake import (
+    MAX_OBJECTS,
+    MAX_OTHER_VALUES,
+    Bounds,
+    Contents,
+    Intake,
+    contents_of,
+    num_marks,
+)
 from moonshard.serving.gateway.main import RunningGateway
 from moonshard.serving.gateway.model import PromptLimit
 from tests.serving.gateway.conftest import FIXTURE
@@ -78,6 +86,12 @@ async def test_many_objects_are_refused_where_as_many_ids_are_not():
     await bounds.check_values(b'{"prompt":[' + b"1," * (MAX_OBJECTS * 2) + b"1]}")
 
 
+@pytest.mark.parametrize("number", [-1, 2**32, 2**70])
+async def test_an_id_that_is_no_id_is_named_among_many(number: int, http: httpx.AsyncClient):
+    refused = await http.post("/v1/completions", json={"prompt": [*[1] * 1_100, number], "max_tokens": 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
 async def test_far_more_ids_than_fit_are_a_prompt_too_long_and_as_many_members_are_not(http: httpx.AsyncClient):
     many = MAX_OTHER_VALUES + 2 * MAX_CONTEXT_TOKENS
     refused = await http.post("/v1/completions", json={"prompt": [1000] * many, "max_tokens": 1})
@@ -106,6 +120,38 @@ def test_a_body_is_bounded_by_what_its_context_could_hold_and_by_what_is_configu
     for bounds in (BOUNDS, Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=None, max_token_bytes=None)):
         with pytest.raises(TooLarge):
             bounds.check_bytes(MAX_BYTES + 1)
+
+
+def test_a_message_is_bounded_without_escapes_and_by_what_ids_take():
+    BOUNDS.check_bytes(10 * 100 + intake.OTHER_BYTES, bytes_per_text_byte=1)
+    with pytest.raises(ContextLengthExceeded):
+        BOUNDS.check_bytes(10 * 100 + intake.OTHER_BYTES + 1, bytes_per_text_byte=1)
+    of_bytes = Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=100, max_token_bytes=1)
+    of_bytes.check_bytes(intake.MAX_ID_BYTES * 100 + intake.OTHER_BYTES, bytes_per_text_byte=1)
+
+
+async def test_contents_are_what_stands_outside_of_strings_where_it_is_much():
+    message = {"role": "user", "content": "a, {b}, [c]"}
+    few = json.dumps({"messages": [message]}).encode()
+    assert await contents_of(few) == Contents(num_objects=3, num_values=3)
+    many = json.dumps({"messages": [message] * 1_000}).encode()
+    assert await contents_of(many) == Contents(num_objects=1_001, num_values=2_000 - 1)
+    assert await contents_of(json.dumps({"prompt": [7] * 100_000}).encode()) == Contents(1, 99_999)
+
+
+def test_what_a_body_becomes_has_room_where_nothing_else_is_here():
+    gate = Intake(1000, lambda: BOUNDS)
+    one, _ = gate.admission()
+    one.grow_to_hold(100, Contents(num_objects=1_000, num_values=1_000))
+    assert gate.in_flight.num == 1000
+    other, _ = gate.admission()
+    with pytest.raises(Overloaded):
+        other.grow_to_hold(1, Contents(0, 0))
+    one.give_back()
+    other.grow_to_hold(100, Contents(num_objects=1, num_values=2))
+    assert gate.in_flight.num == 100 + intake.OBJECT_BYTES + 2 * intake.VALUE_BYTES
+    other.give_back()
+    assert gate.in_flight.num == 0
 
 
 def test_what_was_taken_is_given_back_once_and_what_was_refused_was_not_taken():

@@ -89,14 +89,15 @@ async def test_a_message_of_too_many_fields_is_refused_unparsed(channel: grpc.ai
 
 
 async def test_more_packed_ids_than_any_context_holds_are_a_prompt_too_long(channel: grpc.aio.Channel):
-    num = 2 * MAX_CONTEXT_TOKENS + MAX_OTHER_VALUES
-    for path, ids in ((GENERATE, field(3, field(1, b"\x01" * (num + 1)))), (DETOKENIZE, field(2, b"\x01" * (num + 1)))):
-        error = await refusal(channel, path, ids)
+    for path, num_contexts in ((GENERATE, 1), (DETOKENIZE, 2)):
+        ids = b"\x01" * (num_contexts * MAX_CONTEXT_TOKENS + MAX_OTHER_VALUES + 1)
+        error = await refusal(channel, path, field(3, field(1, ids)) if path == GENERATE else field(2, ids))
         assert isinstance(error, InvalidArgument)
+        assert "the message with more than" in error.message
         assert f"maximum context length is {MAX_CONTEXT_TOKENS} tokens" in error.message
 
 
-async def test_values_of_a_schema_are_as_many_as_fields_may_be(channel: grpc.aio.Channel, worker: FakeWorker):
+async def test_a_schema_of_too_many_values_is_refused_unparsed(channel: grpc.aio.Channel, worker: FakeWorker):
     tool = pb.Tool(name="f", parameters='{"enum":[' + "1," * MAX_FIELDS + "1]}")
     chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")], tools=[tool])
     error = await refusal(channel, GENERATE, pb.GenerateRequest(chat=chat).SerializeToString())
