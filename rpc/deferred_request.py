@@ -18,7 +18,22 @@ from moonshard.rpc.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import InvalidArgument, RequestError, abort
 
 type Frames = AsyncIterator[bytes]
-type ReadRequest = Callable[[Frames, grpc.aio.ServicerContext], AbstractAsyncContextManager[bytes]]
+
+
+class Message:
+    """Bytes that are taken once, so that nobody keeps them for as long as the call lasts."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def take(self) -> bytes:
+        data, self._data = self._data, b""
+        return data
+
+
+type ReadRequest = Callable[[Frames, grpc.aio.ServicerContext], AbstractAsyncContextManager[Message]]
 
 
 def deferred(handler: Any, read: ReadRequest) -> grpc.RpcMethodHandler:
@@ -30,8 +45,8 @@ def deferred(handler: Any, read: ReadRequest) -> grpc.RpcMethodHandler:
     serve = handler.unary_stream or handler.unary_unary
 
     async def served(frames: Frames, context: grpc.aio.ServicerContext) -> Any:
-        async with errors_as_status(context), read(frames, context) as data:
-            return await serve(parsed(data, handler.request_deserializer), context)
+        async with errors_as_status(context), read(frames, context) as message:
+            return await serve(parsed(message.take(), handler.request_deserializer), context)
 
     async def behind(messages: Any, context: grpc.aio.ServicerContext) -> Any:
         try:

@@ -6,7 +6,15 @@ from typing import Any
 
 import grpc
 
-from moonshard.rpc.deferred_request import Frames, deferred, errors_as_status, next_message, only_message, parsed
+from moonshard.rpc.deferred_request import (
+    Frames,
+    Message,
+    deferred,
+    errors_as_status,
+    next_message,
+    only_message,
+    parsed,
+)
 from moonshard.rpc.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import Overloaded, RequestTimeout, TooLarge
 
@@ -35,21 +43,21 @@ class OpenServices(grpc.aio.ServerInterceptor):
         return deferred(handler, self._read_to_watch if handler.response_streaming else self._read)
 
     @contextlib.asynccontextmanager
-    async def _read_to_watch(self, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def _read_to_watch(self, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
         """Overloaded where there are too many already."""
         if self._num_watches >= MAX_WATCHES:
             raise Overloaded(f"{MAX_WATCHES} clients watch already", retry_after_s=RETRY_AFTER_S)
         self._num_watches += 1
         try:
-            async with self._read(frames, context) as data:
-                yield data
+            async with self._read(frames, context) as message:
+                yield message
         finally:
             self._num_watches -= 1
 
     @contextlib.asynccontextmanager
-    async def _read(self, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def _read(self, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
         del context
-        yield _short(await only_message(frames, self._limiter))
+        yield Message(_short(await only_message(frames, self._limiter)))
 
     def _streaming(self, handler: Any) -> grpc.RpcMethodHandler:
         async def requests(frames: Frames) -> AsyncIterator[Any]:

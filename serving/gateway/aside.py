@@ -1,7 +1,7 @@
-"""What takes long of one request's work in Python, done beside the event loop.
+"""What takes long of one request's work, done beside the event loop.
 
-In one thread: it and the loop take turns of `SWITCH_INTERVAL_S`, so that streams go on, if somewhat slower, and large
-requests wait for each other rather than all for all of them.
+In few threads: work in Python and the loop take turns of `SWITCH_INTERVAL_S`, so that streams go on, if somewhat
+slower, and large requests wait for each other rather than all for all of them.
 """
 
 import asyncio
@@ -18,14 +18,35 @@ SWITCH_INTERVAL_S = 0.0005
 class Aside:
     """One event loop's."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "aside")
+    def __init__(self, num_threads: int = 1, name: str = "aside", *, max_inline_size: int = MAX_INLINE_SIZE) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._max_inline_size = max_inline_size
 
     async def run[**P, T](self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `work` returns or raises. By `size`, bytes or tokens, small work is done here and now.
 
-        Cancelled while it waits, it is never done; later, it runs to its end and nobody gets its result.
+        Cancelled while it waits, it is never done, and nothing of it is kept; later, it runs to its end and nobody gets
+        its result.
         """
-        if size <= MAX_INLINE_SIZE:
+        if size <= self._max_inline_size:
             return work(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args, **kwargs))
+        task = _Task(partial(work, *args, **kwargs))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, task)
+        finally:
+            task.work = None
+
+
+class _Task[T]:
+    """Emptied when it is over: cancelled, it lies in the threads' queue until one of them comes to it."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.work: Callable[[], T] | None = work
+
+    def __call__(self) -> T:
+        work, self.work = self.work, None
+        if work is None:
+            raise asyncio.CancelledError
+        return work()

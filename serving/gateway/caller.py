@@ -21,6 +21,8 @@ SESSION_NAMES = (
     "session_id",
     "x-grok-conv-id",
 )
+BODY_NAMES = ("prompt_cache_key", "user")
+MAX_SESSION_CHARS = 1 << 14  # it is hashed on the event loop
 _KEY = "authorization"
 ANYBODY = Tenant(DEFAULT)
 
@@ -32,13 +34,16 @@ class Caller:
 
 
 def read_caller(tenants: Tenants, header: Callable[[str], str | None], *body_names: str | None) -> Caller:
-    """`header` gives a header's value by its lower-case name; `body_names` come after all headers.
+    """`header` gives a header's value by its lower-case name; `body_names`, the values of `BODY_NAMES`, come
+    after all headers.
 
-    Raises as `check_key` and `header`.
+    Raises as `check_key` and `header`; InvalidArgument for a name that is too long.
     """
     tenant = check_key(tenants, header)
-    names = (*map(header, SESSION_NAMES), *body_names)
-    name = next((name for name in names if name), None)
+    names = zip((*SESSION_NAMES, *BODY_NAMES), (*map(header, SESSION_NAMES), *body_names), strict=False)
+    field, name = next(((field, name) for field, name in names if name), (None, None))
+    if name is not None and len(name) > MAX_SESSION_CHARS:
+        raise InvalidArgument(f"{field}: at most {MAX_SESSION_CHARS} characters, not {len(name)}", field=field)
     return Caller(tenant=tenant, session=None if name is None else session_key(tenant.name, name))
 
 

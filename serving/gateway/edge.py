@@ -29,7 +29,8 @@ from moonshard.serving.gateway.body import Body
 from moonshard.serving.gateway.caller import first_values
 from moonshard.serving.gateway.cross_origin import METHODS, preflight_response, readable_headers
 from moonshard.serving.gateway.inflate import ACCEPTED, Inflater, encoding_of
-from moonshard.serving.gateway.intake import Intake, contents_of
+from moonshard.serving.gateway.intake import Intake
+from moonshard.serving.gateway.json_marks import Contents
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.strangers import Strangers
 
@@ -109,13 +110,13 @@ def visible_id(request: Request, prefix: str) -> str:
     return prefix + request.scope["request_id"]
 
 
-async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) -> bytes:
-    """What the client meant, whatever it was compressed with, and in bounds.
+async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) -> tuple[bytes, Contents]:
+    """What the client meant, whatever it was compressed with, and in bounds; and what is in it.
 
     What is beyond them, by what came or by what it holds, is refused as soon as it is known of, and never held. It
     counts as in flight, with what is made of it, until the exchange is over. `num_contexts`: how many times the context
     its text may be.
-    Raises TooLarge, ContextLengthExceeded, Overloaded; InvalidArgument and Unavailable as `check_values`;
+    Raises TooLarge, ContextLengthExceeded, Overloaded; InvalidArgument and Unavailable as `Intake.checked`;
     UnsupportedEncoding and InvalidArgument as `inflate`; Cancelled where the client leaves.
     """
     encoding = encoding_of(request.headers.getlist("content-encoding"))
@@ -140,9 +141,7 @@ async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) 
     if inflater is not None:
         inflater.finish()
     whole = await body.whole()
-    await intake.bounds().check_values(whole, num_contexts)
-    share.grow_to_hold(len(whole), await contents_of(whole))
-    return whole
+    return whole, await intake.checked(whole, share, num_contexts)
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -13,13 +13,14 @@ import grpc
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 
-from moonshard.rpc.deferred_request import Frames, deferred, only_message
+from moonshard.rpc.deferred_request import Frames, Message, deferred, only_message
 from moonshard.rpc.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import InvalidArgument
 from moonshard.rpc.wire_fields import FieldCounts, count_fields
 from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.caller import check_key, metadata_value
-from moonshard.serving.gateway.intake import PROTO_BYTES_PER_TEXT_BYTE, Bounds, Contents, Intake
+from moonshard.serving.gateway.intake import PROTO_BYTES_PER_TEXT_BYTE, Bounds, Intake
+from moonshard.serving.gateway.json_marks import Contents
 from moonshard.serving.tenants import Tenants
 
 MAX_FIELDS = 1 << 14  # messages, calls, tools, and numbers where they are not packed: each is built, again and again
@@ -68,7 +69,7 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         return handler if handler is None or method is None else deferred(handler, partial(self._read, method))
 
     @contextlib.asynccontextmanager
-    async def _read(self, method: _Method, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def _read(self, method: _Method, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
         """The message, which counts as in flight during the block. Raises as key, limiter and bounds do."""
         check_key(self._tenants, metadata_value(context))
         share, admit = self._intake.admission(method.num_contexts, PROTO_BYTES_PER_TEXT_BYTE)
@@ -76,8 +77,10 @@ class GrpcGate(grpc.aio.ServerInterceptor):
             data = await only_message(frames, self._limiter)
             admit(len(data))
             found = await self._aside.run(len(data), self._counts_in_bounds, data, method, self._intake.bounds())
-            share.grow_to_hold(len(data), Contents(found.num_fields, found.num_packed))
-            yield data
+            share.grow_to_hold(len(data), Contents(num_objects=found.num_fields, num_values=found.num_packed))
+            taken = Message(data)
+            del data
+            yield taken
         finally:
             share.give_back()
 
@@ -92,10 +95,11 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         try:
             found = count_fields(data, method.request, MAX_FIELDS, self._json_names)
         except DecodeError as error:
-            raise InvalidArgument(f"the message cannot be read: {error}") from error
+            raise InvalidArgument(f"the message cannot be read: {error}", field="message") from error
         if found.num_fields > MAX_FIELDS:
             raise InvalidArgument(
-                f"the message has more than {MAX_FIELDS} fields, counting those of what is in it and schemas' values"
+                f"the message has more than {MAX_FIELDS} fields, counting those of what is in it and schemas' values",
+                field="message",
             )
         if found.num_packed > bounds.max_values(method.num_contexts):
             raise bounds.too_many_values("the message", method.num_contexts)

@@ -37,7 +37,7 @@ from moonshard.serving.gateway.edge import (
 from moonshard.serving.gateway.event_stream import KEEP_ALIVE_S, EventStream
 from moonshard.serving.gateway.generation import Gateway, Placed
 from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS, Intake
-from moonshard.serving.gateway.large_bodies import LARGE_BYTES, LargeBodies
+from moonshard.serving.gateway.large_bodies import LARGE_BYTES, LARGE_CONTENTS_BYTES, LargeBodies
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.model import PromptLimit
 from moonshard.serving.gateway.openai_body import BodyDecoder
@@ -124,8 +124,8 @@ class HttpFront:
         self, decoder: BodyDecoder[T], request: Request, meant: Callable[[T], M], *, num_contexts: int = 1
     ) -> tuple[T, M]:
         """What was sent, and what is `meant` by it. What is unknown is told in the answer's headers, or refused."""
-        sent = await read_body(request, self._intake, num_contexts=num_contexts)
-        if len(sent) <= LARGE_BYTES:
+        sent, contents = await read_body(request, self._intake, num_contexts=num_contexts)
+        if len(sent) <= LARGE_BYTES and contents.num_bytes <= LARGE_CONTENTS_BYTES:
             body, unknown = decoder.decode(sent)
         else:
             body, unknown = await until_disconnect(request.receive, self._large_bodies.decode(decoder, sent))

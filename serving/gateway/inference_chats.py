@@ -13,6 +13,7 @@ from moonshard.serving.gateway.choice import CallsMade
 from moonshard.serving.gateway.intake import OTHER_BYTES
 from moonshard.serving.gateway.openai_messages import CalledFunction, CallMade, Message, chat_messages, goes_on
 from moonshard.serving.gateway.parameters import ChatPrompt, ToolUse
+from moonshard.serving.gateway.quoted import quoted
 
 _PARAMETERS = msgspec.json.Decoder(dict[str, object])
 
@@ -29,7 +30,7 @@ def tool_use(chat: pb.ChatPrompt, forced: str = "", *, is_single: bool = False) 
     """None without tools. InvalidArgument where the function to be called is none of them."""
     functions = frozenset(tool.name for tool in chat.tools)
     if forced and forced not in functions:
-        raise InvalidArgument(f"forced_function: there is no tool {forced!r}", field="forced_function")
+        raise InvalidArgument(f"forced_function: there is no tool {quoted(forced)}", field="forced_function")
     made = (call.id for message in chat.messages for call in message.tool_calls)
     return ToolUse.of(functions, made, forced=forced or None, is_single=is_single)
 

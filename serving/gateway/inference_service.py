@@ -49,13 +49,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._version = version
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        await _answer(context, self._generate(request, context, received_ns=time.perf_counter_ns()))
+        work = self._generate(request, context, received_ns=time.perf_counter_ns())
+        del request  # it may be large, and would be held until the answer ends
+        await _answer(context, work)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         return await _answer(context, self._model_info(request))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-        return await _answer(context, self._tokenize(request))
+        work = self._tokenize(request)
+        del request
+        return await _answer(context, work)
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
@@ -68,6 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         caller = read_caller(self._tenants, metadata_value(context))
         parent = self._gateway.parent_of(metadata_values(context))
         asked = await self._gateway.aside.run(request.ByteSize(), generation_request, request, received_ns=received_ns)
+        del request
         asked = replace(asked, caller=caller, parent=parent)
         is_placed = False
         async with aclosing(self._gateway.generate(asked)) as events:
@@ -103,6 +108,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         self._gateway.model.check_name(request.model)
         asked = await self._gateway.aside.run(request.ByteSize(), request_to_tokenize, request)
+        del request
         context_tokens = self._gateway.limits().max_context_tokens
         ids = await self._gateway.model.tokenize(asked, PromptLimit.to_tokenize(context_tokens))
         return pb.TokenizeResponse(ids=ids, max_context_tokens=context_tokens)

@@ -7,13 +7,12 @@ object's members 260 times. So no request costs more than its context is worth, 
 What the fields may be, and how many tokens a text has, is others'.
 """
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, TooLarge, Unavailable
+from moonshard.serving.gateway.aside import Aside
+from moonshard.serving.gateway.json_marks import Contents, contents_of
 
 JSON_BYTES_PER_TEXT_BYTE = 6  # \u0041
 PROTO_BYTES_PER_TEXT_BYTE = 1
@@ -22,26 +21,12 @@ OTHER_BYTES = 1 << 20  # of a body besides its text: tools, schemas, names, whit
 MAX_OTHER_VALUES = 1 << 14  # of a body besides token ids: of an object each takes a microsecond to decode
 MAX_LISTS_BESIDE_IDS = 64  # of a body whose many values are taken to be one prompt's token ids
 MAX_OBJECTS = 1 << 14  # messages, parts, calls and what schemas are made of: each is built, again and again
-OBJECT_BYTES = 512  # a message of a few characters takes as many, from the body's struct to the template's dict
-VALUE_BYTES = 16  # a token id, in the messages that it goes through
-SMALL_BODY_BYTES = 1 << 16  # whose values are not counted: they are few
-SCAN_BYTES = 1 << 20  # of a body that are looked at together
+MAX_MEMBERS = 1 << 16
+MAX_LISTS = 1 << 14
+MAX_LEVELS = 512  # of objects and lists within each other: all that read them call themselves for each
+MAX_SCANS = 2  # bodies looked through at a time
 TOKENIZED_CONTEXTS = 2  # times the context: how long a text may be that is only counted or spelt out
 RETRY_AFTER_S = 1.0
-_QUOTE, _BACKSLASH = ord('"'), ord("\\")
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """How much of what is larger decoded than sent a body has: objects or a message's fields, and values of lists."""
-
-    num_objects: int
-    num_values: int
-
-    @property
-    def num_bytes(self) -> int:
-        """What is made of them takes, beside the body."""
-        return OBJECT_BYTES * self.num_objects + VALUE_BYTES * self.num_values
 
 
 @dataclass
@@ -127,92 +112,25 @@ class Bounds:
             self.max_context_tokens, f"{what} with more than {self.max_values(num_contexts)} values"
         )
 
-    async def check_values(self, body: bytes, num_contexts: int = 1) -> None:
-        """Before a body is decoded. InvalidArgument where it has more values, or objects, than could be served.
+    def check_contents(self, contents: Contents, num_contexts: int = 1) -> None:
+        """Before a body is decoded. InvalidArgument where it has more values, or deeper, than could be served.
 
         ContextLengthExceeded where most of them are token ids. Unavailable where it has many and no worker has told yet
         how many could be.
         """
-        if len(body) <= SMALL_BODY_BYTES:
-            return
-        limit = self.max_values(num_contexts)
-        if await asyncio.to_thread(_has_more, body, b",[{", limit):
-            has_members = await asyncio.to_thread(_has_more, body, b":", MAX_OTHER_VALUES)
-            is_of_ids = not has_members and not await asyncio.to_thread(_has_more, body, b"[", MAX_LISTS_BESIDE_IDS)
+        if contents.num_in_all > (limit := self.max_values(num_contexts)):
+            is_of_ids = contents.num_members <= MAX_OTHER_VALUES and contents.num_lists <= MAX_LISTS_BESIDE_IDS
             if is_of_ids or self.max_context_tokens is None:
                 raise self.too_many_values("the body", num_contexts)
             raise InvalidArgument(f"the body has more than {limit} values: lists, objects and what is in them")
-        if await asyncio.to_thread(_has_more, body, b"{", MAX_OBJECTS):
+        if contents.num_objects > MAX_OBJECTS:
             raise InvalidArgument(f"the body has more than {MAX_OBJECTS} objects: messages, parts and what is in them")
-
-
-async def contents_of(body: bytes) -> Contents:
-    """Objects, and commas outside of strings. Where all such characters are few, those in strings count too."""
-    if len(body) <= SMALL_BODY_BYTES:
-        return _contents(body)
-    return await asyncio.to_thread(_contents, body)
-
-
-def _contents(body: bytes) -> Contents:
-    most = Contents(_count(body, b"{"), _count(body, b","))
-    if most.num_bytes <= SMALL_BODY_BYTES:
-        return most
-    num_objects = num_commas = 0
-    for piece, is_outside in _pieces(body):
-        num_objects += int(np.count_nonzero((piece == ord("{")) & is_outside))
-        num_commas += int(np.count_nonzero((piece == ord(",")) & is_outside))
-    return Contents(num_objects, num_commas)
-
-
-def _has_more(body: bytes, marks: bytes, limit: int) -> bool:
-    """Whether more than `limit` of these characters stand outside of strings: a value begins after each of them.
-
-    Most bodies have fewer anywhere. Where not, strings are told from the rest, a piece at a time, by numpy, which lets
-    go of Python's lock.
-    """
-    return sum(_count(body, bytes([mark])) for mark in marks) > limit and num_marks(body, marks, limit) > limit
-
-
-def _count(body: bytes, mark: bytes) -> int:
-    """In pieces, since Python's lock is held for each."""
-    return sum(body.count(mark, start, start + SCAN_BYTES) for start in range(0, len(body), SCAN_BYTES))
-
-
-def num_marks(body: bytes, marks: bytes, enough: int | None = None) -> int:
-    """How many of these characters stand outside of strings; beyond `enough` they are not counted on."""
-    found = 0
-    for piece, is_outside in _pieces(body):
-        is_mark = np.logical_or.reduce([piece == mark for mark in marks])
-        found += int(np.count_nonzero(is_mark & is_outside))
-        if enough is not None and found > enough:
-            break
-    return found
-
-
-def _pieces(body: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A body's characters, and which of them stand outside of strings, some at a time."""
-    in_string = odd = False
-    for start in range(0, len(body), SCAN_BYTES):
-        piece = np.frombuffer(body, np.uint8, min(SCAN_BYTES, len(body) - start), start)
-        escaped, odd = _escaped(piece, odd)
-        quotes = (piece == _QUOTE) & ~escaped
-        inside = np.bitwise_xor.accumulate(quotes.view(np.uint8)).view(bool) ^ in_string
-        yield piece, ~inside
-        in_string = bool(inside[-1])
-
-
-def _escaped(piece: np.ndarray, odd: bool) -> tuple[np.ndarray, bool]:
-    """Which characters follow an odd number of backslashes. `odd`: whether what comes before the piece ends so."""
-    slashes = piece == _BACKSLASH
-    place = np.arange(len(piece), dtype=np.int32)
-    last_other = np.maximum.accumulate(np.where(slashes, -1, place))  # the nearest to the left that is no backslash
-    run = place - last_other  # backslashes that end here
-    begins_piece = last_other < 0
-    run = np.where(begins_piece, place + 1 + odd, run)
-    is_odd = slashes & (run % 2 == 1)
-    escaped = np.empty(len(piece), bool)
-    escaped[0], escaped[1:] = odd, is_odd[:-1]
-    return escaped, bool(is_odd[-1])
+        if contents.num_members > MAX_MEMBERS:
+            raise InvalidArgument(f"the body has more than {MAX_MEMBERS} members of objects")
+        if contents.num_lists > MAX_LISTS:
+            raise InvalidArgument(f"the body has more than {MAX_LISTS} lists")
+        if contents.num_levels > MAX_LEVELS:
+            raise InvalidArgument(f"the body is nested too deeply: more than {MAX_LEVELS} levels")
 
 
 class Intake:
@@ -221,6 +139,15 @@ class Intake:
     def __init__(self, max_bytes_in_flight: int, bounds: Callable[[], Bounds]) -> None:
         self.in_flight = BytesInFlight(max_bytes_in_flight)
         self.bounds = bounds
+        self._scans = Aside(MAX_SCANS, "scan")
+
+    async def checked(self, body: bytes, share: Share, num_contexts: int = 1) -> Contents:
+        """What is in it, which counts as in flight from now on. Raises as `Bounds.check_contents`, and Overloaded."""
+        bounds = self.bounds()
+        contents = await self._scans.run(len(body), contents_of, body, bounds.max_values(num_contexts))
+        bounds.check_contents(contents, num_contexts)
+        share.grow_to_hold(len(body), contents)
+        return contents
 
     def admission(
         self, num_contexts: int = 1, bytes_per_text_byte: int = JSON_BYTES_PER_TEXT_BYTE

@@ -4,10 +4,7 @@ Read from the model's folder once, at start. Vocabulary and context are the work
 hold the weights. Texts become tokens here and nowhere else.
 """
 
-import asyncio
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,13 +13,16 @@ from moonshard.models.tokenizer import TextError, TextTooLongError, TokenIdError
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFound
 from moonshard.serving.chat import ChatTemplate, TemplateError, load_chat_template
 from moonshard.serving.detokenizer import Detokenizer
+from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.choice import ForcedCall, forced_call
 from moonshard.serving.gateway.intake import TOKENIZED_CONTEXTS
 from moonshard.serving.gateway.parameters import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+from moonshard.serving.gateway.quoted import quoted
 from moonshard.serving.tool_calls import CALL_END, NAMES, ToolCallParser, call_marks
 
 LONG_TEXT_CHARS = 2_000  # from here on tokenising would hold up every other request's tokens
 MAX_ENCODING = 2  # at a time; the others wait, and are dropped where their client leaves meanwhile
+MAX_TEXT_CHARS = 1 << 22  # of what token ids are spelt out as: every stream waits while it is written as JSON
 MESSAGE_CHARS = 50  # rendering one more message takes as long as tokenising that many characters
 
 
@@ -51,12 +51,12 @@ class ServedModel:
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
     defaults: GenerationDefaults
-    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_ENCODING, "encode"))
+    threads: Aside = field(default_factory=lambda: Aside(MAX_ENCODING, "encode", max_inline_size=LONG_TEXT_CHARS))
 
     def check_name(self, name: str) -> None:
         """NotFound unless the client means this model; an empty name means the one there is."""
         if name not in ("", self.name):
-            raise NotFound(f"the model {name!r} does not exist; this server has {self.name!r}", field="model")
+            raise NotFound(f"the model {quoted(name)} does not exist; this server has {self.name!r}", field="model")
 
     async def tokenize(self, request: GenerationRequest, limit: PromptLimit) -> Sequence[int]:
         """The prompt's token ids. Long texts are tokenised in a thread, and not begun for a client that has left.
@@ -70,10 +70,8 @@ class ServedModel:
             ids = request.prompt.token_ids
         elif (num_least := self._least_tokens(request.prompt)) > max_tokens:
             raise too_long(request, f"at least {num_least}", limit)
-        elif _may_be_long(request.prompt):
-            ids = await self._in_thread(self._encode, request, limit)
         else:
-            ids = self._encode(request, limit)
+            ids = await self.threads.run(_size(request.prompt), self._encode, request, limit)
         if len(ids) > max_tokens:
             raise too_long(request, f"{len(ids)}", limit)
         return ids
@@ -120,23 +118,20 @@ class ServedModel:
     async def detokenize(self, token_ids: Sequence[int], max_tokens: int, *, field: str) -> str:
         """The text of token ids, specials left out; of many, in a thread.
 
-        InvalidArgument naming `field`: more than `max_tokens`, an id that is none, a model without a tokenizer.
+        InvalidArgument naming `field`: more than `max_tokens`, an id that is none, a model without a tokenizer, a text
+        that is too long to be sent in one piece.
         """
         if self.tokenizer is None:
             raise InvalidArgument(f"{field}: the model has no tokenizer", field=field)
         if len(token_ids) > max_tokens:
             raise InvalidArgument(f"{field}: at most {max_tokens} token ids, not {len(token_ids)}", field=field)
         try:
-            if len(token_ids) > LONG_TEXT_CHARS:
-                return await self._in_thread(self.tokenizer.decode, token_ids)
-            return self.tokenizer.decode(token_ids)
+            text = await self.threads.run(len(token_ids), self.tokenizer.decode, token_ids)
         except TokenIdError as error:
             raise InvalidArgument(f"{field}: {error}", field=field) from error
-
-    async def _in_thread[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Cancelled before it begins, it never does."""
-        call = functools.partial(work, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
+        if len(text) > MAX_TEXT_CHARS:
+            raise InvalidArgument(f"{field}: at most {MAX_TEXT_CHARS} characters, not {len(text)}", field=field)
+        return text
 
     def _encode(self, request: GenerationRequest, limit: PromptLimit) -> Sequence[int]:
         if self.tokenizer is None:
@@ -188,16 +183,16 @@ def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:
     return sum(len(content) for content in contents if isinstance(content, str))
 
 
-def _may_be_long(prompt: TextPrompt | ChatPrompt) -> bool:
-    """Whether the texts are many characters, or the template was given something nested, which may be of any size."""
+def _size(prompt: TextPrompt | ChatPrompt) -> int:
+    """In characters; large where a template was given something nested, which may be of any size."""
     if isinstance(prompt, TextPrompt):
-        return len(prompt.text) > LONG_TEXT_CHARS
+        return len(prompt.text)
     values = [value for message in prompt.messages for value in message.values()]
     values += prompt.template_kwargs.values()
     if any(isinstance(value, Mapping | list) for value in values):
-        return True
+        return LONG_TEXT_CHARS + 1
     texts = [value for value in values if isinstance(value, str)]
-    return sum(map(len, texts)) + MESSAGE_CHARS * len(prompt.messages) > LONG_TEXT_CHARS
+    return sum(map(len, texts)) + MESSAGE_CHARS * len(prompt.messages)
 
 
 def load_served_model(path: Path, name: str) -> ServedModel:

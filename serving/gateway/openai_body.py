@@ -45,6 +45,8 @@ class BodyDecoder[T: msgspec.Struct]:
             return found, list(islice(unknown_fields(self.struct, body), MAX_UNKNOWN))
         except UnicodeDecodeError as error:  # in a field that nobody knows, or in its name
             raise InvalidArgument(f"the body is not valid JSON: {error}") from error
+        except RecursionError as error:
+            raise InvalidArgument("the body is nested too deeply") from error
 
 
 def shape_error(error: msgspec.ValidationError) -> InvalidArgument:

@@ -12,6 +12,7 @@ import msgspec
 
 from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.gateway.openai_body import ABSENT, is_nothing
+from moonshard.serving.gateway.quoted import quoted
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _UNSERVED = ("function_call", "refusal", "audio", "annotations")
@@ -113,7 +114,8 @@ def _message(message: Message, where: str) -> dict[str, object]:
 def _check_fields(message: Message, where: str) -> None:
     if message.role not in ROLES:
         raise InvalidArgument(
-            f"{where}.role: {message.role!r} is not supported; use one of {', '.join(ROLES)}", field=f"{where}.role"
+            f"{where}.role: {quoted(message.role)} is not supported; use one of {', '.join(ROLES)}",
+            field=f"{where}.role",
         )
     for name in _UNSERVED:
         if not is_nothing(getattr(message, name), ([], "")):
@@ -136,5 +138,5 @@ def _content(message: Message, where: str) -> str | None:
     for number, part in enumerate(message.content):
         if part.type != "text" or part.text is None:
             name = f"{where}.content[{number}]"
-            raise InvalidArgument(f"{name}: only text parts are supported, not {part.type!r}", field=name)
+            raise InvalidArgument(f"{name}: only text parts are supported, not {quoted(part.type)}", field=name)
     return "".join(part.text or "" for part in message.content)

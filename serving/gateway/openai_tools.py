@@ -8,7 +8,6 @@ constrained decoding, which there is not: `required` is refused by name, and `st
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
@@ -16,6 +15,7 @@ from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.gateway.openai_body import ABSENT, decode, shape_error
 from moonshard.serving.gateway.openai_messages import Message
 from moonshard.serving.gateway.parameters import ToolUse
+from moonshard.serving.gateway.quoted import quoted
 
 type Tool = dict[str, object]
 
@@ -28,7 +28,7 @@ class _Function(msgspec.Struct, kw_only=True):
 
 
 class _Tool(msgspec.Struct, kw_only=True):
-    type: Literal["function"]
+    type: str
     function: _Function
 
 
@@ -78,7 +78,7 @@ def offer(tools: Sequence[Tool] | None, choice: msgspec.Raw = ABSENT, is_paralle
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(checked)]
     forced = chosen.name if isinstance(chosen, _Named) else None
     if forced is not None and forced not in functions:
-        raise InvalidArgument(f"tool_choice: there is no function {forced!r} in tools", field="tool_choice")
+        raise InvalidArgument(f"tool_choice: there is no function {quoted(forced)} in tools", field="tool_choice")
     if not tools or chosen == "none":
         return Offer()
     return Offer(
@@ -111,6 +111,9 @@ def _checked(tools: Sequence[Tool]) -> Sequence[_Tool]:
 
 def _function(tool: _Tool, where: str) -> str:
     """Its name."""
+    if tool.type != "function":
+        name = f"{where}.type"
+        raise InvalidArgument(f"{name}: only functions are supported, not {quoted(tool.type)}", field=name)
     if not tool.function.name:
         raise InvalidArgument(f"{where}.function.name is empty", field=f"{where}.function.name")
     return tool.function.name

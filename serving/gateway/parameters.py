@@ -15,6 +15,7 @@ from moonshard.serving.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS,
 from moonshard.serving.telemetry.trace_context import TraceContext
 
 MAX_STOP_STRINGS = 16
+MAX_GIVEN_STOP_TOKENS = 16 * MAX_STOP_TOKENS  # with those that come twice; which are left is counted after that
 MAX_STOP_CHARS = 1_000  # of one: each choice prepares its matchers on the event loop
 MAX_REQUEST_ID_CHARS = 512  # every chunk of a stream repeats it; the header's 256 have a prefix put before them
 SEED_BITS = 64
@@ -172,6 +173,8 @@ def check_parameters(request: GenerationRequest, *, vocab_size: int, has_tokeniz
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise request.invalid("min_tokens", f"{request.min_tokens} exceeds max_tokens ({request.max_tokens})")
     _check_bias(request, vocab_size)
+    if len(request.stop_token_ids) > MAX_GIVEN_STOP_TOKENS:
+        raise request.invalid("stop_token_ids", f"at most {MAX_STOP_TOKENS} tokens, not {len(request.stop_token_ids)}")
     check_token_ids(request, "stop_token_ids", request.stop_token_ids, vocab_size)
     _check_stop_strings(request, has_tokenizer)
 

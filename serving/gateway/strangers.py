@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moonshard.rpc.status import InvalidArgument, PermissionDenied
+from moonshard.serving.gateway.quoted import quoted
 from moonshard.serving.loopback import is_loopback
 
 ANY = "*"
@@ -48,14 +49,14 @@ class Strangers:
         name, _ = _name_and_port(host)
         if not ({ANY, host, name} & self.allowed_hosts or is_loopback_name(name)):
             raise PermissionDenied(
-                f"this server is not called {host[:_MAX_QUOTED]!r}; gateway.allowed_hosts says what it may be called",
+                f"this server is not called {quoted(host)}; gateway.allowed_hosts says what it may be called",
                 field="host",
             )
 
     def _check_origin(self, origin: str, host: str) -> None:
         if self.readable_by(origin) is None and not self._is_own(origin, host):
             raise PermissionDenied(
-                f"pages from {origin[:_MAX_QUOTED]!r} may not call this server; gateway.allowed_origins says which may",
+                f"pages from {quoted(origin)} may not call this server; gateway.allowed_origins says which may",
                 field="origin",
             )
 

@@ -1,6 +1,5 @@
 """What a client may send that is large: of each kind as much as a body may have, and as much as is served."""
 
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +8,8 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.wire_fields import count_fields
 from moonshard.serving.gateway.grpc_gate import MAX_FIELDS
 from moonshard.serving.gateway.inference_service import JSON_NAMES
-from moonshard.serving.gateway.intake import MAX_OBJECTS, Contents, contents_of
+from moonshard.serving.gateway.intake import MAX_OBJECTS
+from moonshard.serving.gateway.json_marks import Contents, contents_of
 from moonshard.serving.request import MAX_LOGIT_BIAS
 from tests.rpc.raw_grpc import field
 
@@ -38,9 +38,9 @@ class Input:
         """What it counts as, once it is let in."""
         if self.path in _KINDS:
             found = count_fields(self.body, _KINDS[self.path], MAX_FIELDS, JSON_NAMES)
-            contents = Contents(found.num_fields, found.num_packed)
+            contents = Contents(num_objects=found.num_fields, num_values=found.num_packed)
         else:
-            contents = asyncio.run(contents_of(self.body))
+            contents = contents_of(self.body)
         return len(self.body) + contents.num_bytes
 
 

@@ -13,6 +13,7 @@ from moonshard.rpc.types import ToolCallPart
 from moonshard.serving.config import GatewayConfig
 from moonshard.serving.gateway.http_protocol import MAX_HEAD_BYTES, MAX_PIPELINED
 from moonshard.serving.gateway.intake import MAX_OTHER_VALUES, Bounds
+from moonshard.serving.gateway.json_marks import contents_of
 from moonshard.serving.gateway.main import RunningGateway
 from tests.serving.gateway.fake_worker import FakeWorker
 from tests.serving.gateway.raw_http import Raw, connected, post
@@ -113,10 +114,10 @@ async def test_a_port_of_many_digits_is_refused_in_openais_shape(running: Runnin
         assert (answer.status, answer.error["type"]) == (403, "invalid_request_error")
 
 
-async def test_many_ids_may_come_again_while_no_worker_has_told_its_context():
+def test_many_ids_may_come_again_while_no_worker_has_told_its_context():
     bounds = Bounds(max_body_bytes=1 << 25, max_context_tokens=None, max_token_bytes=None)
     with pytest.raises(Unavailable):
-        await bounds.check_values(b'{"prompt":[' + b"1000," * (2 * MAX_OTHER_VALUES) + b"1]}")
+        bounds.check_contents(contents_of(b'{"prompt":[' + b"1000," * (2 * MAX_OTHER_VALUES) + b"1]}"))
 
 
 def test_a_call_of_many_parts_is_their_sum():

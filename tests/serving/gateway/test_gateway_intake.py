@@ -1,8 +1,6 @@
 """What no context could hold is refused before anything is made of it, and what is here at once is bounded."""
 
 import asyncio
-import json
-import random
 
 import grpc
 import httpx
@@ -12,18 +10,12 @@ from moonshard.models.tokenizer import TextTooLongError, load_tokenizer
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, RequestError, TooLarge
 from moonshard.serving.config import GatewayConfig
-from moonshard.serving.gateway import intake
-from moonshard.serving.gateway.intake import (
-    MAX_OBJECTS,
-    MAX_OTHER_VALUES,
-    Bounds,
-    Contents,
-    Intake,
-    contents_of,
-    num_marks,
-)
+from moonshard.serving.gateway import intake, model
+from moonshard.serving.gateway.intake import MAX_LEVELS, MAX_OBJECTS, MAX_OTHER_VALUES, Bounds, Intake
+from moonshard.serving.gateway.json_marks import OBJECT_BYTES, VALUE_BYTES, Contents, contents_of
+from moonshard.serving.gateway.large_bodies import LARGE_BYTES
 from moonshard.serving.gateway.main import RunningGateway
-from moonshard.serving.gateway.model import PromptLimit
+from moonshard.serving.gateway.model import LONG_TEXT_CHARS, MAX_ENCODING, PromptLimit
 from tests.serving.gateway.conftest import FIXTURE
 from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, FakeWorker
 
@@ -38,58 +30,62 @@ def gateway_config() -> GatewayConfig:
     )
 
 
-def plain_count(body: bytes, marks: str) -> int:
-    """Character by character, as a parser would go."""
-    found, in_string, is_escaped = 0, False, False
-    for char in body.decode():
-        if is_escaped:
-            is_escaped = False
-        elif in_string:
-            is_escaped, in_string = char == "\\", char != '"'
-        else:
-            in_string = char == '"'
-            found += char in marks
-    return found
-
-
-@pytest.mark.parametrize("scanned", [1, 7, 1 << 20])
-def test_values_are_counted_outside_of_strings_however_a_body_is_cut(scanned: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intake, "SCAN_BYTES", scanned)
-    draw = random.Random(0)
-    for _ in range(200):
-        texts = ["".join(draw.choices(['"', "\\", ",", "[", "{", "a", "é"], k=draw.randrange(9))) for _ in range(4)]
-        body = json.dumps([{text: texts[:2], "n": [1, 2.5, None]} for text in texts], ensure_ascii=False).encode()
-        for marks in (",[{", "{"):
-            assert num_marks(body, marks.encode()) == plain_count(body, marks)
-        assert num_marks(body, b",[{", 3) > 3
-
-
 BOUNDS = Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=100, max_token_bytes=10)
 
 
-async def test_many_values_are_refused_and_as_many_commas_in_a_text_are_not():
+def check(bounds: Bounds, body: bytes, num_contexts: int = 1) -> None:
+    bounds.check_contents(contents_of(body), num_contexts)
+
+
+def test_many_values_are_refused_and_as_many_commas_in_a_text_are_not():
     many = MAX_OTHER_VALUES + 200
     with pytest.raises(InvalidArgument, match="values"):
-        await BOUNDS.check_values(b'{"metadata":{' + b",".join(b'"%d":[]' % number for number in range(many)) + b"}}")
-    await BOUNDS.check_values(b'{"prompt":"' + b"[,{" * many + b'"}')
+        check(BOUNDS, b'{"metadata":{' + b",".join(b'"%d":[]' % number for number in range(many)) + b"}}")
+    check(BOUNDS, b'{"prompt":"' + b"[,{" * many + b'"}')
     ids = b'{"prompt":[' + b"1000," * (MAX_CONTEXT_TOKENS - 1) + b"1]}"
-    await Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=MAX_CONTEXT_TOKENS, max_token_bytes=10).check_values(ids)
+    check(Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=MAX_CONTEXT_TOKENS, max_token_bytes=10), ids)
 
 
-async def test_many_objects_are_refused_where_as_many_ids_are_not():
+def test_many_objects_are_refused_where_as_many_ids_are_not():
     bounds = Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=100_000, max_token_bytes=10)
     with pytest.raises(InvalidArgument, match="objects"):
-        await bounds.check_values(b'{"messages":[' + b'{"a":1},' * MAX_OBJECTS + b"{}]}")
-    await bounds.check_values(
-        b'{"messages":[' + b'{"a":1},' * (MAX_OBJECTS - 2) + b'{"content":"' + b"{" * 99 + b'"}]}'
-    )
-    await bounds.check_values(b'{"prompt":[' + b"1," * (MAX_OBJECTS * 2) + b"1]}")
+        check(bounds, b'{"messages":[' + b'{"a":1},' * MAX_OBJECTS + b"{}]}")
+    check(bounds, b'{"messages":[' + b'{"a":1},' * (MAX_OBJECTS - 2) + b'{"content":"' + b"{" * 99 + b'"}]}')
+    check(bounds, b'{"prompt":[' + b"1," * (MAX_OBJECTS * 2) + b"1]}")
 
 
 @pytest.mark.parametrize("number", [-1, 2**32, 2**70])
 async def test_an_id_that_is_no_id_is_named_among_many(number: int, http: httpx.AsyncClient):
     refused = await http.post("/v1/completions", json={"prompt": [*[1] * 1_100, number], "max_tokens": 1})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize("padding", [0, LARGE_BYTES], ids=["small", "large"])
+@pytest.mark.parametrize("num_levels", [MAX_LEVELS - 10, MAX_LEVELS + 1, 1_200, 1_472, 3_000])
+async def test_what_is_nested_too_deeply_is_refused_whatever_its_size(
+    num_levels: int, padding: int, http: httpx.AsyncClient
+):
+    nested = b'"chat_template_kwargs":{"a":' + b"[" * num_levels + b"]" * num_levels + b"}"
+    body = b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":1,' + nested + b" " * padding + b"}"
+    answer = await http.post("/v1/chat/completions", content=body)
+    assert answer.status_code == (200 if num_levels < MAX_LEVELS else 400), answer.text
+
+
+async def test_a_name_of_many_characters_is_refused_by_its_field(http: httpx.AsyncClient):
+    refused = await http.post("/v1/completions", json={"prompt": [1], "user": "x" * 20_000})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "user")
+    refused = await http.post("/v1/completions", json={"prompt": [1], "model": "\0" * 100_000})
+    assert refused.status_code == 404
+    assert len(refused.json()["error"]["message"]) < 1_000
+
+
+async def test_a_text_that_is_too_long_for_one_answer_is_not_sent(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(model, "MAX_TEXT_CHARS", 10)
+    assert (await http.post("/detokenize", json={"tokens": [1] * 5})).status_code == 200
+    refused = await http.post("/detokenize", json={"tokens": [1] * 50})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
 
 
 async def test_far_more_ids_than_fit_are_a_prompt_too_long_and_as_many_members_are_not(http: httpx.AsyncClient):
@@ -103,12 +99,12 @@ async def test_far_more_ids_than_fit_are_a_prompt_too_long_and_as_many_members_a
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
 
 
-async def test_ids_of_as_many_contexts_as_may_be_spelt_out_are_not_too_many_values():
+def test_ids_of_as_many_contexts_as_may_be_spelt_out_are_not_too_many_values():
     bounds = Bounds(max_body_bytes=MAX_BYTES, max_context_tokens=50_000, max_token_bytes=10)
     ids = b'{"tokens":[' + b"1," * 99_999 + b"1]}"
     with pytest.raises(InvalidArgument, match="values"):
-        await bounds.check_values(ids)
-    await bounds.check_values(ids, num_contexts=2)
+        check(bounds, ids)
+    check(bounds, ids, num_contexts=2)
 
 
 def test_a_body_is_bounded_by_what_its_context_could_hold_and_by_what_is_configured():
@@ -130,26 +126,17 @@ def test_a_message_is_bounded_without_escapes_and_by_what_ids_take():
     of_bytes.check_bytes(intake.MAX_ID_BYTES * 100 + intake.OTHER_BYTES, bytes_per_text_byte=1)
 
 
-async def test_contents_are_what_stands_outside_of_strings_where_it_is_much():
-    message = {"role": "user", "content": "a, {b}, [c]"}
-    few = json.dumps({"messages": [message]}).encode()
-    assert await contents_of(few) == Contents(num_objects=3, num_values=3)
-    many = json.dumps({"messages": [message] * 1_000}).encode()
-    assert await contents_of(many) == Contents(num_objects=1_001, num_values=2_000 - 1)
-    assert await contents_of(json.dumps({"prompt": [7] * 100_000}).encode()) == Contents(1, 99_999)
-
-
 def test_what_a_body_becomes_has_room_where_nothing_else_is_here():
     gate = Intake(1000, lambda: BOUNDS)
     one, _ = gate.admission()
-    one.grow_to_hold(100, Contents(num_objects=1_000, num_values=1_000))
+    one.grow_to_hold(100, Contents(num_objects=1_000))
     assert gate.in_flight.num == 1000
     other, _ = gate.admission()
     with pytest.raises(Overloaded):
-        other.grow_to_hold(1, Contents(0, 0))
+        other.grow_to_hold(1, Contents())
     one.give_back()
     other.grow_to_hold(100, Contents(num_objects=1, num_values=2))
-    assert gate.in_flight.num == 100 + intake.OBJECT_BYTES + 2 * intake.VALUE_BYTES
+    assert gate.in_flight.num == 100 + OBJECT_BYTES + 2 * VALUE_BYTES
     other.give_back()
     assert gate.in_flight.num == 0
 
@@ -244,7 +231,7 @@ async def test_a_client_that_has_left_is_not_tokenised(running: RunningGateway, 
     from moonshard.serving.gateway.parameters import GenerationRequest, TextPrompt
 
     model, free, begun = running.gateway.model, Event(), []
-    busy = [model.threads.submit(free.wait) for _ in range(model.threads._max_workers)]
+    busy = [asyncio.ensure_future(model.threads.run(LONG_TEXT_CHARS + 1, free.wait)) for _ in range(MAX_ENCODING)]
     assert model.tokenizer is not None
     monkeypatch.setattr(type(model.tokenizer), "encode", lambda *args, **kwargs: begun.append(args) or [1])
     asked = GenerationRequest(request_id="", received_ns=0, prompt=TextPrompt("a" * 5000))
@@ -256,4 +243,4 @@ async def test_a_client_that_has_left_is_not_tokenised(running: RunningGateway, 
     free.set()
     assert await stays == [1]
     assert len(begun) == 1
-    assert all(future.result() for future in busy)
+    assert all(await asyncio.gather(*busy))
