@@ -34,7 +34,8 @@ from moonshard.serving.gateway.json_marks import Contents
 from moonshard.serving.gateway.metrics import GatewayMetrics
 from moonshard.serving.gateway.strangers import Strangers
 
-_SHARE = "moonshard.share"  # in an exchange's scope: its share of the bytes in flight
+SHARE = "moonshard.share"  # in an exchange's scope: its share of the bytes in flight
+ANSWER_PIECE_BYTES = 1 << 16
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -71,7 +72,7 @@ class Edge:
         try:
             await (self._own_answer(headers, scope["method"], scope["path"]) or self._app)(scope, receive, send_marked)
         finally:
-            if (share := scope.get(_SHARE)) is not None:
+            if (share := scope.get(SHARE)) is not None:
                 share.give_back()
 
     def _own_answer(self, headers: Headers, method: str, path: str) -> Response | None:
@@ -122,7 +123,7 @@ async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) 
     encoding = encoding_of(request.headers.getlist("content-encoding"))
     inflater = None if encoding == "identity" else Inflater(encoding)
     share, admit = intake.admission(num_contexts)
-    request.scope[_SHARE] = share
+    request.scope[SHARE] = share
     declared = request.headers.get("content-length", "")
     intake.bounds().check_bytes(int(declared) if declared.isdecimal() else 0, num_contexts)
     num_bytes, body = 0, Body(admit)
@@ -160,6 +161,27 @@ def error_response(error: RequestError, headers: Mapping[str, str] = MappingProx
     accepted = {"accept-encoding": ACCEPTED} if isinstance(error, UnsupportedEncoding) else {}
     headers = advice(error) | accepted | dict(headers)
     return json_response(openai_error(error), status=error.http_status, headers=headers)
+
+
+def large_answer(request: Request, body: bytes) -> Response:
+    """JSON that may be long: it counts as in flight until its client has taken nearly all of it.
+
+    Overloaded where there is no room.
+    """
+    if (share := request.scope.get(SHARE)) is not None:
+        share.grow_by(len(body))
+    return InPieces(body, headers=late_headers(request), media_type="application/json")
+
+
+class InPieces(Response):
+    """Sent as fast as it is taken: in one piece all of it would lie in the connection's buffer, and nobody wait."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), ANSWER_PIECE_BYTES):
+            piece = bytes(self.body[start : start + ANSWER_PIECE_BYTES])
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def json_response(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -30,6 +30,7 @@ from moonshard.serving.gateway.edge import (
     error_response,
     header_of,
     json_response,
+    large_answer,
     late_headers,
     read_body,
     visible_id,
@@ -188,7 +189,7 @@ class HttpFront:
                 keep_alive_s=self._keep_alive_s,
             )
         whole = await until_disconnect(request.receive, self._whole(asked, Whole(envelope, form), headers))
-        return Response(whole, media_type="application/json", headers=headers)
+        return large_answer(request, whole)
 
     async def _events(self, asked: GenerationRequest, chunks: Chunks, headers: dict[str, str]) -> AsyncGenerator[bytes]:
         """Fills `headers` before the first event."""
@@ -226,7 +227,7 @@ class HttpFront:
         counting = self._gateway.model.tokenize(asked, PromptLimit.to_tokenize(max_model_len))
         tokens = await until_disconnect(request.receive, counting)
         told = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
-        return json_response(told, headers=late_headers(request))
+        return large_answer(request, msgspec.json.encode(told))
 
     async def _detokenize(self, request: Request) -> Response:
         body, token_ids = await self._read(
@@ -236,7 +237,7 @@ class HttpFront:
         most = TOKENIZED_CONTEXTS * self._gateway.limits().max_context_tokens
         telling = self._gateway.model.detokenize(token_ids, most, field="tokens")
         told = {"prompt": await until_disconnect(request.receive, telling)}
-        return json_response(told, headers=late_headers(request))
+        return large_answer(request, msgspec.json.encode(told))
 
     async def _models(self, _request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model_object()]})

@@ -63,6 +63,10 @@ class Share:
             self._of.take(num_bytes - self._num_bytes)
             self._num_bytes = num_bytes
 
+    def grow_by(self, num_bytes: int) -> None:
+        """Overloaded where there is no room."""
+        self.grow_to(self._num_bytes + num_bytes)
+
     def grow_to_hold(self, num_bytes: int, contents: Contents) -> None:
         """A body's bytes and what is made of it, which always has room where nothing else is here.
 

@@ -5,12 +5,14 @@ import asyncio
 import grpc
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
 from moonshard.models.tokenizer import TextTooLongError, load_tokenizer
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, RequestError, TooLarge
 from moonshard.serving.config import GatewayConfig
-from moonshard.serving.gateway import intake, model
+from moonshard.serving.gateway import edge, intake, model
 from moonshard.serving.gateway.intake import MAX_LEVELS, MAX_OBJECTS, MAX_OTHER_VALUES, Bounds, Intake
 from moonshard.serving.gateway.json_marks import OBJECT_BYTES, VALUE_BYTES, Contents, contents_of
 from moonshard.serving.gateway.large_bodies import LARGE_BYTES
@@ -139,6 +141,31 @@ def test_what_a_body_becomes_has_room_where_nothing_else_is_here():
     assert gate.in_flight.num == 100 + OBJECT_BYTES + 2 * VALUE_BYTES
     other.give_back()
     assert gate.in_flight.num == 0
+
+
+async def test_an_answer_counts_while_it_is_taken_in_pieces():
+    gate = Intake(200_000, lambda: BOUNDS)
+    share, _ = gate.admission()
+    scope = {"type": "http", "headers": [], edge.SHARE: share}
+    body = bytes(range(256)) * 500
+    answer, sent = edge.large_answer(Request(scope), body), []
+
+    async def take(message: Message) -> None:
+        assert gate.in_flight.num == len(body)
+        sent.append(message)
+
+    await answer(scope, no_more, take)
+    start, *pieces = sent
+    assert dict(start["headers"])[b"content-length"] == str(len(body)).encode()
+    assert b"".join(piece["body"] for piece in pieces) == body
+    assert max(len(piece["body"]) for piece in pieces) <= edge.ANSWER_PIECE_BYTES < len(body)
+    assert [piece["more_body"] for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+    with pytest.raises(Overloaded):
+        edge.large_answer(Request(scope), body)
+
+
+async def no_more() -> Message:
+    raise AssertionError
 
 
 def test_what_was_taken_is_given_back_once_and_what_was_refused_was_not_taken():
