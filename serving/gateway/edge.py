@@ -21,6 +21,7 @@ from moonshard.rpc.status import (
     Cancelled,
     InternalError,
     RequestError,
+    Unavailable,
     UnsupportedEncoding,
     advice,
     openai_error,
@@ -28,6 +29,7 @@ from moonshard.rpc.status import (
 from moonshard.serving.gateway.body import Body
 from moonshard.serving.gateway.caller import first_values
 from moonshard.serving.gateway.cross_origin import METHODS, preflight_response, readable_headers
+from moonshard.serving.gateway.generation import DRAINING_RETRY_AFTER_S
 from moonshard.serving.gateway.inflate import ACCEPTED, Inflater, encoding_of
 from moonshard.serving.gateway.intake import Intake
 from moonshard.serving.gateway.json_marks import Contents
@@ -62,7 +64,11 @@ class Edge:
         request_id = given if _CLIENT_ID.fullmatch(given) else secrets.token_hex(16)
         scope["request_id"] = request_id
 
+        is_started = False
+
         async def send_marked(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
             if message["type"] == "http.response.start":
                 self._count(scope["path"], message["status"])
                 marked = [*message["headers"], (b"x-request-id", request_id.encode())]
@@ -71,6 +77,11 @@ class Edge:
 
         try:
             await (self._own_answer(headers, scope["method"], scope["path"]) or self._app)(scope, receive, send_marked)
+        except asyncio.CancelledError:  # the process ends, and waits no longer for what has been asked
+            if not is_started:
+                refused = Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S)
+                await error_response(refused)(scope, receive, send_marked)
+            raise
         finally:
             if (share := scope.get(SHARE)) is not None:
                 share.give_back()

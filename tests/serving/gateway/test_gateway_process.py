@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.server import PortInUse
 from moonshard.serving.config import GatewayConfig, default_worker_addresses
 from moonshard.serving.gateway.main import run_gateway, worker_addresses
+from moonshard.serving.gateway.model import ServedModel
 from moonshard.serving.startup import Start
 from moonshard.serving.timings import Timings
 from tests.serving.gateway import fake_worker
@@ -95,6 +97,30 @@ async def test_what_does_not_finish_in_time_ends_as_unavailable(
         await worker.seen(1)
         gateway.terminate()
         assert (await running).status_code == 503
+        assert await gateway.task == 0
+
+
+async def test_what_waits_for_a_thread_when_the_time_is_over_ends_as_unavailable(
+    gateway_config: GatewayConfig, kimi_folder: Path, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+):
+    """No worker has it, so that nobody but the server itself can end it."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def blocked(*_args: object, **_kwargs: object) -> list[int]:
+        begun.set()
+        may_end.wait(60)
+        return [1]
+
+    monkeypatch.setattr(ServedModel, "_encode", blocked)
+    config = replace(gateway_config, drain_timeout_s=0.1)
+    async with process(config, kimi_folder, worker) as gateway:
+        running = asyncio.create_task(gateway.http.post("/v1/completions", json={"prompt": "word " * 1_000}))
+        await asyncio.to_thread(begun.wait, 20)
+        gateway.terminate()
+        answer = await running
+        may_end.set()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
+        assert float(answer.headers["retry-after"]) > 0
         assert await gateway.task == 0
 
 
