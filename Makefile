@@ -74,7 +74,7 @@ bench: setup  ## latency and throughput table, JSON in results/bench
 	@$(BIN)/moonshard bench
 
 bench-gpu:  ## on a machine with an NVIDIA GPU and jax and numpy: check, then measure
-	@PYTHONPATH=src $${PYTHON:-python3} -m moonshard.experiments.bench.gpu
+	@PYTHONPATH=src $${PYTHON:-python3} -m moonshard.experiments.bench.gpu.command
 
 notebooks: setup  ## each study that has a run under results/: its notebook executed, with its pictures beside it
 	@$(BIN)/python -m moonshard.experiments.reading.notebooks
@@ -82,10 +82,10 @@ notebooks: setup  ## each study that has a run under results/: its notebook exec
 # The second recipe goes on from the embedded weights, so the first one's are put in place before it, and mixed with its.
 pocket: setup  ## train the embedded model anew, hours on two cores, and put it in its place; a run that was stopped goes on
 	@for recipe in cpu clients; do \
-	  $(KEEP_MEMORY) $(BIN)/python -m moonshard.experiments.pocket.train --recipe $$recipe --out results/pocket/$$recipe && \
-	  $(BIN)/python -m moonshard.experiments.pocket.export --run results/pocket/$$recipe --out $(TRAINED) && \
-	  $(BIN)/python -m moonshard.experiments.pocket.balance --model $(TRAINED) && \
-	  { [ $$recipe = cpu ] || $(BIN)/python -m moonshard.experiments.pocket.mix $(TRAINED); } && \
+	  $(KEEP_MEMORY) $(BIN)/python -m moonshard.experiments.training.run.train --recipe $$recipe --out results/pocket/$$recipe && \
+	  $(BIN)/python -m moonshard.experiments.training.export --run results/pocket/$$recipe --out $(TRAINED) && \
+	  $(BIN)/python -m moonshard.experiments.training.run.balance --model $(TRAINED) && \
+	  { [ $$recipe = cpu ] || $(BIN)/python -m moonshard.experiments.training.texts.mix $(TRAINED); } && \
 	  mv $(TRAINED)/*.json $(TRAINED)/model.safetensors models/pocket/ || exit; \
 	done
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from moonshard.experiments.analysis import draw_cdf, draw_gaps_over_time, load_runs, percentile_table, run_experiment
+from moonshard.experiments.common.trace_file import write_trace
 from moonshard.experiments.replay.synthetic import agent_trace
-from moonshard.experiments.trace_file import write_trace
 
 # %% tags=["parameters"]
 NUM_REQUESTS = 200

@@ -8,20 +8,11 @@
 A door to modules of `experiments.reading`, nothing of its own. Needs the extra `notebooks`.
 """
 
-from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.reading.best import best_table
+from moonshard.experiments.common.fields import ExperimentError
+from moonshard.experiments.common.intervals import latency_interval
 from moonshard.experiments.reading.child import StartedServer, run_experiment, start_server
-from moonshard.experiments.reading.colours import colour
-from moonshard.experiments.reading.comparing import Comparison, compare_runs
-from moonshard.experiments.reading.interval_tables import (
-    median_table,
-    offered_table,
-    percentile_table,
-    rate_table,
-    trial_rates,
-)
-from moonshard.experiments.reading.intervals import latency_interval
-from moonshard.experiments.reading.plots import (
+from moonshard.experiments.reading.pictures.colours import colour
+from moonshard.experiments.reading.pictures.plots import (
     draw_by_kind,
     draw_cdf,
     draw_gaps_over_time,
@@ -29,7 +20,7 @@ from moonshard.experiments.reading.plots import (
     gaps_over_time,
     use_log_scale,
 )
-from moonshard.experiments.reading.run_tables import Metric, RunTables, load_runs
+from moonshard.experiments.reading.pictures.waterfall import draw_waterfall, slices, timing_of
 from moonshard.experiments.reading.step_fit import StepFit, fit_step_model, fit_steps, fit_table, predicted_ms
 from moonshard.experiments.reading.step_model import StepModel, StepTimes
 from moonshard.experiments.reading.study import (
@@ -40,7 +31,16 @@ from moonshard.experiments.reading.study import (
     processor_time,
     provenance,
 )
-from moonshard.experiments.reading.waterfall import draw_waterfall, slices, timing_of
+from moonshard.experiments.reading.tables.best import best_table
+from moonshard.experiments.reading.tables.comparing import Comparison, compare_runs
+from moonshard.experiments.reading.tables.interval_tables import (
+    median_table,
+    offered_table,
+    percentile_table,
+    rate_table,
+    trial_rates,
+)
+from moonshard.experiments.reading.tables.run_tables import Metric, RunTables, load_runs
 
 __all__ = [
     "Comparison",

@@ -3,7 +3,7 @@
 A block's name is the hash of all that its KV depends on: its own tokens, and by its parent's name those before it, the
 model, the dtype and whose it is. So equal names mean equal KV, on any mesh and in any worker. The cache knows the names
 of a worker's blocks, used and free, but for those free ones that the pool has given out for something else.
-Device-free, like the pool. Left out: when a block is complete, and which worker knows what (`serving.router`).
+Device-free, like the pool. Left out: when a block is complete, and which worker knows what (`routing.router`).
 Source: vLLM (automatic prefix caching), for chained hashes of full blocks.
 """
 

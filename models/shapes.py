@@ -95,5 +95,5 @@ KNOWN: Mapping[str, KnownModel] = {
     ),
     "deepseek-v3": KnownModel(config=_DEEPSEEK_V3, native="fp8"),
     "moonlight-16b": KnownModel(config=_MOONLIGHT, native="bf16"),
-    "pocket": KnownModel(config=_POCKET, native="bf16"),  # of `experiments/pocket`, and on no hub
+    "pocket": KnownModel(config=_POCKET, native="bf16"),  # of `experiments/training`, and on no hub
 }

@@ -18,17 +18,20 @@ from pathlib import Path
 import tyro
 
 from moonshard.serving.commands.options import check_options
-from moonshard.serving.startup import STARTUP_EXIT_CODE, startup_message
+from moonshard.serving.deploy.startup import STARTUP_EXIT_CODE, startup_message
 
 ENTRY_POINT_GROUP = "moonshard.commands"
 Command = Callable[..., int]
 
 BUILT_IN = tuple(
-    EntryPoint(name=name, value=f"moonshard.serving.commands.{name}:{name}", group=ENTRY_POINT_GROUP)
-    for name in (
-        *("serve", "gateway", "prefill", "decode", "worker"),
-        *("keys", "chat", "score", "budget", "experts", "ledger", "trace"),
+    EntryPoint(name=name, value=f"moonshard.serving.commands.{module}:{name}", group=ENTRY_POINT_GROUP)
+    for module, *names in (
+        ("serve", "serve"),
+        ("gateway", "gateway"),
+        ("roles", "prefill", "decode", "worker"),
+        *((name, name) for name in ("keys", "chat", "score", "budget", "experts", "ledger", "trace")),
     )
+    for name in names
 )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
-from moonshard.serving.request import Sampling
+from moonshard.serving.control.request import Sampling
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 

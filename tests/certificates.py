@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.serving.config import TlsConfig
+from moonshard.serving.config.keys import TlsConfig
 
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")

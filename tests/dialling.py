@@ -8,9 +8,9 @@ import grpc
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.door import call_once, open_stream
-from moonshard.serving.cluster_key import ClusterKey, cluster_key
-from moonshard.serving.config import Config, ModelConfig
-from moonshard.serving.gateway.links import METHOD as LINK
+from moonshard.serving.config.cluster_key import ClusterKey, cluster_key
+from moonshard.serving.config.keys import Config, ModelConfig
+from moonshard.serving.gateway.workers.link import METHOD as LINK
 
 INSPECT = LINK.replace("/Link", "/Inspect")
 

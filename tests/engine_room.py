@@ -11,19 +11,19 @@ import numpy as np
 from moonshard.kv.blocks import BlockPool
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
-from moonshard.serving.encoder import StepEncoder
-from moonshard.serving.engine import Engine, StepReport
-from moonshard.serving.loading import buckets, split_stages
-from moonshard.serving.plan import PrefillPlan
-from moonshard.serving.preparation import Preparation
-from moonshard.serving.program_store import ProgramStore
-from moonshard.serving.programs import Programs, Wanted
-from moonshard.serving.request import Logprobs, Request, SequenceId
-from moonshard.serving.scheduler import Scheduler, SchedulerConfig
-from moonshard.serving.stage import Stage, StageModel
-from moonshard.serving.startup import programs_folder
-from moonshard.serving.steps import StepShapes
-from moonshard.serving.timings import Timings
+from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
+from moonshard.serving.control.plan import PrefillPlan
+from moonshard.serving.control.request import Logprobs, Request, SequenceId
+from moonshard.serving.deploy.startup import programs_folder
+from moonshard.serving.deploy.timings import Timings
+from moonshard.serving.engine.compiled.preparation import Preparation
+from moonshard.serving.engine.compiled.store import ProgramStore
+from moonshard.serving.engine.encoder import StepEncoder
+from moonshard.serving.engine.engine import Engine, StepReport
+from moonshard.serving.engine.loading import buckets, split_stages
+from moonshard.serving.engine.programs import Programs, Wanted
+from moonshard.serving.engine.stage import Stage, StageModel
+from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.place import ALONE, Place
 from tests.agreement import FIXTURES, reference

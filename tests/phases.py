@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from moonshard.serving.timings import since_process_began_s
+from moonshard.serving.deploy.timings import since_process_began_s
 
 _COMPILING = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",

@@ -22,27 +22,33 @@ import msgspec
 import tyro
 from rich.console import Console
 
-from moonshard.experiments.bench.arrangements import measure_arrangements
-from moonshard.experiments.bench.device import Job, Part
-from moonshard.experiments.bench.failover import measure_failover
-from moonshard.experiments.bench.gateway_cost import measure_gateway
-from moonshard.experiments.bench.handoff import measure_handoffs
-from moonshard.experiments.bench.machine import describe_commit, describe_machine, describe_versions
-from moonshard.experiments.bench.measurement import QUICK, Measurement, Plan, merge
-from moonshard.experiments.bench.meshes import measure_meshes
-from moonshard.experiments.bench.peer import peers_of, run_peer
-from moonshard.experiments.bench.recording_cost import measure_recording
+from moonshard.experiments.bench.costs.gateway_cost import measure_gateway
+from moonshard.experiments.bench.costs.recording_cost import measure_recording
+from moonshard.experiments.bench.costs.routing import measure_routing
+from moonshard.experiments.bench.meshes.measure import measure_meshes
+from moonshard.experiments.bench.peers.peer import peers_of, run_peer
 from moonshard.experiments.bench.report import Report, footnotes, markdown, tables, to_json
-from moonshard.experiments.bench.routing import measure_routing
-from moonshard.experiments.bench.served import measure_after, measure_served
-from moonshard.experiments.bench.server import HANDED_OVER, NOBODY_REFUSED, RunningServer, ServerFailed, serving
-from moonshard.experiments.bench.starts import measure_cold, measure_start, with_cache
-from moonshard.experiments.bench.transport_rows import measure_publishes
-from moonshard.experiments.trace_file import TracedRequest, read_trace
+from moonshard.experiments.bench.serving.arrangements import measure_arrangements
+from moonshard.experiments.bench.serving.failover import measure_failover
+from moonshard.experiments.bench.serving.handoff import measure_handoffs
+from moonshard.experiments.bench.serving.served import measure_after, measure_served
+from moonshard.experiments.bench.serving.starts import measure_cold, measure_start, with_cache
+from moonshard.experiments.bench.steps.device import Job, Part
+from moonshard.experiments.bench.transfer.transport_rows import measure_publishes
+from moonshard.experiments.common.machine import describe_commit, describe_machine, describe_versions
+from moonshard.experiments.common.running.measurement import QUICK, Measurement, Plan, merge
+from moonshard.experiments.common.running.server import (
+    HANDED_OVER,
+    NOBODY_REFUSED,
+    RunningServer,
+    ServerFailed,
+    serving,
+)
+from moonshard.experiments.common.trace_file import TracedRequest, read_trace
 from moonshard.kv.transfer import TransportUnavailable
 from moonshard.serving.commands.options import Overrides
-from moonshard.serving.config import Config
-from moonshard.serving.config_file import as_overrides, leaves, load_config
+from moonshard.serving.config.keys import Config
+from moonshard.serving.config.reading import as_overrides, leaves, load_config
 
 Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
 Apart = Literal[
@@ -223,7 +229,7 @@ class _Run:
 
     def _device(self, parts: tuple[Part, ...], seed: int) -> list[Measurement]:
         job = Job(overrides=tuple(as_overrides(self.config)), plan=self.plan, parts=parts, seed=seed)
-        argv = [sys.executable, "-m", "moonshard.experiments.bench.device"]
+        argv = [sys.executable, "-m", "moonshard.experiments.bench.steps.device"]
         ran = subprocess.run(
             argv, input=msgspec.json.encode(job), stdout=subprocess.PIPE, env=self.environment, check=True
         )

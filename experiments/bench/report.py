@@ -5,16 +5,16 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from moonshard.experiments.bench.arrangements import arrangement_grid
-from moonshard.experiments.bench.failover import failover_grid
-from moonshard.experiments.bench.gateway_cost import gateway_grid
-from moonshard.experiments.bench.grid import Grid, as_markdown, as_table, number, spread
-from moonshard.experiments.bench.handoff import handoff_grid
-from moonshard.experiments.bench.measurement import Measurement, Plan, as_json
-from moonshard.experiments.bench.meshes_tables import MESH_GRIDS
-from moonshard.experiments.bench.recording_cost import recorded_row_grid, recording_grid
-from moonshard.experiments.bench.routing import replay_grid, speed_grid
-from moonshard.experiments.bench.transport_rows import transport_grid
+from moonshard.experiments.bench.costs.gateway_cost import gateway_grid
+from moonshard.experiments.bench.costs.recording_cost import recorded_row_grid, recording_grid
+from moonshard.experiments.bench.costs.routing import replay_grid, speed_grid
+from moonshard.experiments.bench.meshes.tables import MESH_GRIDS
+from moonshard.experiments.bench.serving.arrangements import arrangement_grid
+from moonshard.experiments.bench.serving.failover import failover_grid
+from moonshard.experiments.bench.serving.handoff import handoff_grid
+from moonshard.experiments.bench.transfer.transport_rows import transport_grid
+from moonshard.experiments.common.grid import Grid, as_markdown, as_table, number, spread
+from moonshard.experiments.common.running.measurement import Measurement, Plan, as_json
 
 NOT_INSTALLED = "not installed"
 TITLES = {

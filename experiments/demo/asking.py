@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import httpx
 import msgspec
 
+from moonshard.experiments.common.turns import WrittenCall, assistant_message, result_message
 from moonshard.experiments.demo.tables import Account
 from moonshard.experiments.demo.toolbox import declarations, run_tool
-from moonshard.experiments.pocket.conversation import Call, Message
-from moonshard.experiments.turns import WrittenCall, assistant_message, result_message
+from moonshard.experiments.training.texts.conversation import Call, Message
 from moonshard.rpc.types import Timing
-from moonshard.serving.terminal_chat import ServerError, chunk_of, error_text
+from moonshard.serving.commands.terminal_chat import ServerError, chunk_of, error_text
 
 CHAT_PATH = "/v1/chat/completions"
 MAX_ROUNDS = 3  # of calls for one question: a model may call for ever

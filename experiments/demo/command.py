@@ -17,10 +17,10 @@ from moonshard.experiments.demo.tables import Account, time_table
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import RequestError
 from moonshard.serving.commands.serve import ChildCommands, limits_of, ready_line
-from moonshard.serving.config_file import load_config
-from moonshard.serving.supervisor import ChildFailed, Supervisor
-from moonshard.serving.terminal import TerminalReporter
-from moonshard.serving.terminal_chat import TIMEOUT, ServerError, first_model, root_of
+from moonshard.serving.commands.terminal_chat import TIMEOUT, ServerError, first_model, root_of
+from moonshard.serving.config.reading import load_config
+from moonshard.serving.deploy.supervisor import ChildFailed, Supervisor
+from moonshard.serving.deploy.terminal import TerminalReporter
 
 
 def demo(document_tokens: int = 2000, max_tokens: int = 64, seed: int = 0, url: str | None = None) -> int:

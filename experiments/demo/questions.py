@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from random import Random
 
 from moonshard.experiments.demo.toolbox import CITIES, WEATHER, declared, purpose_of, weather
-from moonshard.experiments.pocket.conversation import HELD_OUT, Call, is_of, random_of
-from moonshard.experiments.pocket.recall import Document, ask, document
-from moonshard.experiments.pocket.tools import answer_of
+from moonshard.experiments.training.texts.conversation import HELD_OUT, Call, is_of, random_of
+from moonshard.experiments.training.texts.recall import Document, ask, document
+from moonshard.experiments.training.texts.tools.tools import answer_of
 
 Count = Callable[[str], Awaitable[int]]  # tokens of a text
 

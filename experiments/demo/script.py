@@ -8,9 +8,9 @@ import httpx
 from moonshard.experiments.demo.asking import Session, Turn, count_tokens, parsed
 from moonshard.experiments.demo.questions import DocumentQuestion, Question, document_question, weather_questions
 from moonshard.experiments.demo.tables import Account
-from moonshard.experiments.pocket.conversation import Call
+from moonshard.experiments.training.texts.conversation import Call
 from moonshard.rpc.client import AsyncClient
-from moonshard.serving.terminal_chat import user
+from moonshard.serving.commands.terminal_chat import user
 
 NUM_SHOWN_LINES = 4  # of the document
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 
-from moonshard.experiments.pocket.conversation import Call, Tool
-from moonshard.experiments.pocket.tool_library import PURPOSES, Declared, Purpose
-from moonshard.experiments.pocket.tool_words import Value
+from moonshard.experiments.training.texts.conversation import Call, Tool
+from moonshard.experiments.training.texts.tools.tool_library import PURPOSES, Declared, Purpose
+from moonshard.experiments.training.texts.tools.tool_words import Value
 
 WEATHER, TIME, MULTIPLY = "get_weather", "get_time", "multiply"
 Result = dict[str, Value]

@@ -17,8 +17,8 @@ from moonshard.experiments.evaluation.interview import Outcome, interview
 from moonshard.experiments.evaluation.replies import Answerer
 from moonshard.experiments.evaluation.report import Evaluation, footnotes, table, to_json
 from moonshard.experiments.evaluation.served import Served
-from moonshard.experiments.pocket.corpus import POCKET, Text
-from moonshard.experiments.pocket.tasks import (
+from moonshard.experiments.training.texts.corpus import POCKET, Text
+from moonshard.experiments.training.texts.tools.tasks import (
     Task,
     client_tasks,
     prompt_tokens,
@@ -27,10 +27,10 @@ from moonshard.experiments.pocket.tasks import (
     tool_tasks,
 )
 from moonshard.models.tokenizer import TextError, load_tokenizer
-from moonshard.serving.chat import TemplateError, load_chat_template
+from moonshard.serving.chat.template import TemplateError, load_chat_template
 from moonshard.serving.commands.options import ApiKey, api_key_of
-from moonshard.serving.config import ConfigError
-from moonshard.serving.startup import prepare_jax
+from moonshard.serving.config.keys import ConfigError
+from moonshard.serving.deploy.startup import prepare_jax
 from moonshard.sharding.shape import MeshShape
 
 UNWRITTEN, INTERRUPTED = 1, 130  # exit codes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from moonshard.experiments.evaluation.interview import Outcome
-from moonshard.experiments.pocket.tasks import NUM_DEPTHS
+from moonshard.experiments.training.texts.tools.tasks import NUM_DEPTHS
 
 RECALL_TOKENS = {"recall_512": 512, "recall_2048": 2048, "recall_4000": 4000}
 TOOL_ROWS = ("tool_json", "tool_call", "tool_answer")

@@ -8,10 +8,10 @@ import json
 import re
 from collections.abc import Sequence
 
+from moonshard.experiments.common.turns import WrittenCall, result_message
 from moonshard.experiments.evaluation.replies import Reply
-from moonshard.experiments.pocket.conversation import Call, Message, Round
-from moonshard.experiments.turns import WrittenCall, result_message
-from moonshard.serving.tool_calls import ARGUMENTS_BEGIN, CALL_BEGIN, CALL_END, NAMES, SECTION_BEGIN, SECTION_END
+from moonshard.experiments.training.texts.conversation import Call, Message, Round
+from moonshard.serving.chat.tool_calls import ARGUMENTS_BEGIN, CALL_BEGIN, CALL_END, NAMES, SECTION_BEGIN, SECTION_END
 
 _BEGIN, _CALL, _ARGUMENTS, _CALL_END, _END = (
     re.escape(NAMES[mark]) for mark in (SECTION_BEGIN, CALL_BEGIN, ARGUMENTS_BEGIN, CALL_END, SECTION_END)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from moonshard.experiments.evaluation.greedy import GreedyModel
+from moonshard.experiments.common.turns import WrittenCall
 from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply
-from moonshard.experiments.pocket.corpus import Text
-from moonshard.experiments.pocket.tasks import MAX_ANSWER_TOKENS, MAX_CONTEXT_TOKENS, prompt_tokens
-from moonshard.experiments.turns import WrittenCall
+from moonshard.experiments.training.greedy import GreedyModel
+from moonshard.experiments.training.texts.corpus import Text
+from moonshard.experiments.training.texts.tools.tasks import MAX_ANSWER_TOKENS, MAX_CONTEXT_TOKENS, prompt_tokens
 from moonshard.models.generation import load_generation_defaults
 from moonshard.models.tokenizer import TextError, TokenIdError
 from moonshard.rpc.codec import whole_calls
-from moonshard.serving.chat import TemplateError
-from moonshard.serving.detokenizer import Detokenizer
-from moonshard.serving.tool_calls import ToolCallParser, call_marks
+from moonshard.serving.chat.detokenizer import Detokenizer
+from moonshard.serving.chat.template import TemplateError
+from moonshard.serving.chat.tool_calls import ToolCallParser, call_marks
 
 MAX_PROMPT_TOKENS = MAX_CONTEXT_TOKENS - MAX_ANSWER_TOKENS
 

@@ -15,8 +15,8 @@ from moonshard.experiments.evaluation.grading import (
     tool_messages,
 )
 from moonshard.experiments.evaluation.replies import Answerer, Asked, NoReply, Reply
-from moonshard.experiments.pocket.conversation import Message
-from moonshard.experiments.pocket.tasks import Task
+from moonshard.experiments.training.texts.conversation import Message
+from moonshard.experiments.training.texts.tools.tasks import Task
 
 TOGETHER = 48  # tasks: whole documents with all their questions
 

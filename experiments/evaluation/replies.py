@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moonshard.experiments.pocket.conversation import Message, Tool
-from moonshard.experiments.turns import WrittenCall, assistant_message
+from moonshard.experiments.common.turns import WrittenCall, assistant_message
+from moonshard.experiments.training.texts.conversation import Message, Tool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 from moonshard.experiments.evaluation.figures import Share, depth_shares, errors, row_shares, side_shares
 from moonshard.experiments.evaluation.interview import Outcome
 from moonshard.experiments.evaluation.replies import Identity
-from moonshard.experiments.pocket.tasks import NUM_DEPTHS
+from moonshard.experiments.training.texts.tools.tasks import NUM_DEPTHS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

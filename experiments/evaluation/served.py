@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 
+from moonshard.experiments.common.turns import WrittenCall
 from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply
-from moonshard.experiments.pocket.tasks import MAX_ANSWER_TOKENS
-from moonshard.experiments.turns import WrittenCall
-from moonshard.serving.terminal_chat import authorization, first_model, root_of
+from moonshard.experiments.training.texts.tools.tasks import MAX_ANSWER_TOKENS
+from moonshard.serving.commands.terminal_chat import authorization, first_model, root_of
 
 TIMEOUT = httpx.Timeout(600.0, connect=5.0)  # a reply comes whole, at the end
 NUM_IN_FLIGHT = 8

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moonshard.experiments.bench.deployment import TETHER, deployed
-from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.serving.config_file import load_config
+from moonshard.experiments.common.fields import ExperimentError
+from moonshard.experiments.common.running.deployment import TETHER, deployed
+from moonshard.serving.config.reading import load_config
 
-COMMAND = (sys.executable, "-m", "moonshard.experiments.lab.command", "run")
+COMMAND = (sys.executable, "-m", "moonshard.experiments.command", "run")
 SAYS_RUN = "run: "
 
 

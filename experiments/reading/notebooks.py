@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
-from moonshard.experiments.bench.machine import ROOT
+from moonshard.experiments.common.machine import ROOT
 
 PERCENT = "py:percent"
 PARAMETERS = "parameters"  # the tag of the cell whose values may be changed from outside
@@ -58,7 +58,7 @@ def render(
 
 
 def studies_with_a_run(root: Path) -> list[Path]:
-    found = sorted((root / "experiments").glob("*/analysis.py"))
+    found = sorted((root / "experiments" / "studies").glob("*/analysis.py"))
     return [script for script in found if any((root / "results" / script.parent.name).glob("*/run.json"))]
 
 

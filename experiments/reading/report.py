@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from moonshard.experiments.bench.grid import Grid, number
-from moonshard.experiments.lab.fields import ExperimentError, read_fields
-from moonshard.experiments.lab.flat import below
-from moonshard.experiments.lab.run_record import code_changes
-from moonshard.experiments.lab.slo import Slo
-from moonshard.experiments.reading.frames import RunFrames
+from moonshard.experiments.common.fields import ExperimentError, read_fields
+from moonshard.experiments.common.flat import below
+from moonshard.experiments.common.grid import Grid, number
+from moonshard.experiments.common.slo import Slo
 from moonshard.experiments.reading.summary import PointSummary, goodputs, point_summary
+from moonshard.experiments.reading.tables.frames import RunFrames
+from moonshard.experiments.runner.run_record import code_changes
 
 LOADS = (
     "point",

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.reading.step_model import StepModel, StepTimes
-from moonshard.experiments.reading.step_regression import (
+from moonshard.experiments.common.fields import ExperimentError
+from moonshard.experiments.common.step_regression import (
     COEFFICIENTS,
     KINDS,
     MS_OF_UNITS,
@@ -21,6 +20,7 @@ from moonshard.experiments.reading.step_regression import (
     TooFewSteps,
     step_features,
 )
+from moonshard.experiments.reading.step_model import StepModel, StepTimes
 
 __all__ = ["COEFFICIENTS", "Kind", "StepFit", "fit_step_model", "fit_steps", "fit_table", "predicted_ms"]
 

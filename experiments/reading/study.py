@@ -13,15 +13,15 @@ import matplotlib.pyplot as plt
 import polars as pl
 from matplotlib.figure import Figure
 
-from moonshard.experiments.bench.machine import ROOT
-from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.slo import Slo
-from moonshard.experiments.reading.frames import RunFrames
-from moonshard.experiments.reading.plots import draw_fit, draw_residuals
+from moonshard.experiments.common.fields import ExperimentError
+from moonshard.experiments.common.machine import ROOT
+from moonshard.experiments.common.slo import Slo
+from moonshard.experiments.reading.pictures.plots import draw_fit, draw_residuals
 from moonshard.experiments.reading.report import slo_of
-from moonshard.experiments.reading.run_tables import RunTables, load_runs
 from moonshard.experiments.reading.step_fit import Kind, StepFit, fit_step_model, fit_table
 from moonshard.experiments.reading.step_model import StepModel
+from moonshard.experiments.reading.tables.frames import RunFrames
+from moonshard.experiments.reading.tables.run_tables import RunTables, load_runs
 
 DPI = 90
 STEP_TIMES = "step_times.json"
@@ -92,14 +92,14 @@ def load_study(name: str, environment: Mapping[str, str], *, root: Path = ROOT) 
     if measured != name:
         raise ExperimentError(f"{tables.runs[0].path}: a run of {measured}, not of {name}")
     pictures = environment.get("MOONSHARD_PICTURES")
-    return Study(name, tables, Path(pictures) if pictures else root / "experiments" / name)
+    return Study(name, tables, Path(pictures) if pictures else root / "experiments" / "studies" / name)
 
 
 def newest_run(folder: Path) -> Path:
     """Of results/NAME, and of those with a trial that is done. ExperimentError where there is none."""
     runs = sorted(path.parents[1] for path in folder.glob("*/point-*-repeat-*[0-9]/trial.json"))
     if not runs:
-        raise ExperimentError(f"{folder}: no run; make one: moonshard experiment run experiments/{folder.name}")
+        raise ExperimentError(f"{folder}: no run; make one: moonshard experiment run experiments/studies/{folder.name}")
     return runs[-1]
 
 
@@ -117,7 +117,7 @@ def provenance(run: RunFrames) -> str:
 def pinned_step_model(root: Path = ROOT) -> StepModel | None:
     """The times of steps on cores of their own that a study has left; None where none has yet."""
     for name in PINNED_STUDIES:
-        path = root / "experiments" / name / STEP_TIMES
+        path = root / "experiments" / "studies" / name / STEP_TIMES
         if path.is_file():
             return StepModel.from_json(path.read_bytes())
     return None

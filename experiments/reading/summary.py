@@ -7,12 +7,12 @@ from typing import Literal
 import numpy as np
 import polars as pl
 
-from moonshard.experiments.lab.flat import Flat
-from moonshard.experiments.lab.slo import Slo
-from moonshard.experiments.lab.sweep import label
-from moonshard.experiments.reading.frames import RunFrames, TrialFrames, gaps_ms
-from moonshard.experiments.reading.goodput import Latency, Offered, attained, goodput, meets
-from moonshard.experiments.reading.intervals import PERCENTILES
+from moonshard.experiments.common.flat import Flat
+from moonshard.experiments.common.intervals import PERCENTILES
+from moonshard.experiments.common.slo import Slo
+from moonshard.experiments.reading.tables.frames import RunFrames, TrialFrames, gaps_ms
+from moonshard.experiments.reading.tables.goodput import Latency, Offered, attained, goodput, meets
+from moonshard.experiments.runner.sweep import label
 from moonshard.experiments.workload.options import RATE_KEYS
 
 

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import tyro
 
+from moonshard.experiments.common.trace_file import TraceError, read_trace
 from moonshard.experiments.replay.replay import ReplayConfig, Replayed, replay
-from moonshard.experiments.trace_file import TraceError, read_trace
-from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
+from moonshard.serving.control.routing.names import QUEUE_WEIGHT, PolicyName
 
 
 def router_replay(

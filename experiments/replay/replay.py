@@ -11,10 +11,10 @@ from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest
-from moonshard.serving.policies import policy_of
-from moonshard.serving.policy_names import QUEUE_WEIGHT, PolicyName
-from moonshard.serving.router import Ask, Home, Router
+from moonshard.experiments.common.trace_file import BLOCK_TOKENS, TracedRequest
+from moonshard.serving.control.routing.names import QUEUE_WEIGHT, PolicyName
+from moonshard.serving.control.routing.policies import policy_of
+from moonshard.serving.control.routing.router import Ask, Home, Router
 
 NUMBER_BYTES = 8  # of a block in the trace, which stands for its name
 

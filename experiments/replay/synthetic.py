@@ -7,7 +7,7 @@ new, as coding agents do. The same seed gives the same trace.
 import random
 from collections.abc import Iterator
 
-from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest
+from moonshard.experiments.common.trace_file import BLOCK_TOKENS, TracedRequest
 
 NUM_SYSTEM_PROMPTS = 5
 SYSTEM_BLOCKS = 4

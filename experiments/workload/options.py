@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from moonshard.experiments.affinity.workload import agent_sessions
-from moonshard.experiments.lab.fields import ExperimentError, read_fields
-from moonshard.experiments.lab.flat import Flat
-from moonshard.experiments.pocket.corpus import pocket_text
-from moonshard.experiments.trace_file import read_trace
+from moonshard.experiments.common.fields import ExperimentError, read_fields
+from moonshard.experiments.common.flat import Flat
+from moonshard.experiments.common.trace_file import read_trace
+from moonshard.experiments.training.texts.corpus import pocket_text
+from moonshard.experiments.workload.agents import agent_sessions
 from moonshard.experiments.workload.fixed import fixed
 from moonshard.experiments.workload.mixed import mixed
 from moonshard.experiments.workload.plan import Workload, WorkloadError

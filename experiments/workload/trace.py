@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
-from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest
+from moonshard.experiments.common.trace_file import BLOCK_TOKENS, TracedRequest
 from moonshard.experiments.workload.blocks import BlockPrompt
 from moonshard.experiments.workload.plan import Planned, Workload, WorkloadError
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from moonshard.serving.config import ConfigError
+from moonshard.serving.config.keys import ConfigError
 from moonshard.sharding.budget import Budget, all_meshes, ranked
 from moonshard.sharding.budget import budget as budget_of
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
@@ -79,8 +79,8 @@ def budget(
     if lower:
         if not found[0].stages:
             raise ConfigError([f"--lower: {found[0].reason}"])
-        from moonshard.serving.commands.lowering import lower_and_tell
-        from moonshard.serving.lowering_process import Job
+        from moonshard.serving.commands.checks.lowering import lower_and_tell
+        from moonshard.serving.engine.compiled.lowering_process import Job
 
         job = Job(model=config, mesh=shapes[0], role=role, chunk_tokens=chunk_tokens, max_slots=max_slots)
         exit_code, reports = lower_and_tell(job)

@@ -20,7 +20,7 @@ def chat(
         temperature: 0 always takes the likeliest token; by default the model's own.
         max_tokens: the longest answer; by default the rest of the context.
     """
-    from moonshard.serving.terminal_chat import ChatOptions, run_chat
+    from moonshard.serving.commands.terminal_chat import ChatOptions, run_chat
 
     options = ChatOptions(model=model, system=system, temperature=temperature, max_tokens=max_tokens)
     return run_chat(url, options, api_key=api_key_of(api_key))

@@ -1,11 +1,11 @@
 """`moonshard gateway`."""
 
+from moonshard.serving.commands.checks.ports import check_ports_are_free
 from moonshard.serving.commands.options import Configured, StatusFd
-from moonshard.serving.commands.ports import check_ports_are_free
-from moonshard.serving.config import Config, ConfigError
-from moonshard.serving.startup import RunProcess, Start, run_process
-from moonshard.serving.status_pipe import Status
-from moonshard.serving.timings import Timings
+from moonshard.serving.config.keys import Config, ConfigError
+from moonshard.serving.deploy.startup import RunProcess, Start, run_process
+from moonshard.serving.deploy.status_pipe import Status
+from moonshard.serving.deploy.timings import Timings
 
 
 def gateway(options: Configured, status_fd: StatusFd = None) -> int:
@@ -20,7 +20,7 @@ def gateway(options: Configured, status_fd: StatusFd = None) -> int:
 
 def _load() -> RunProcess:
     from moonshard.rpc.server import PortInUse
-    from moonshard.serving.gateway.main import run_gateway
+    from moonshard.serving.gateway.process import run_gateway
 
     async def run(config: Config, *, status: Status, start: Start) -> int:
         try:

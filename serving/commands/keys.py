@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from moonshard.serving.config import ConfigError
+from moonshard.serving.config.keys import ConfigError
 
 
 def keys(prefix: Annotated[str, tyro.conf.Positional] = "") -> int:
@@ -14,8 +14,8 @@ def keys(prefix: Annotated[str, tyro.conf.Positional] = "") -> int:
     Args:
         prefix: only the keys that begin like this, for example gateway or kv.slab.
     """
-    from moonshard.serving.config_file import did_you_mean, nearest_keys
-    from moonshard.serving.key_listing import as_lines, listed_keys
+    from moonshard.serving.config.listing import as_lines, listed_keys
+    from moonshard.serving.config.reading import did_you_mean, nearest_keys
 
     found = listed_keys(prefix)
     if not found:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from moonshard.serving.config import ConfigError
-from moonshard.serving.ledger import LedgerError, Row, read_ledger
+from moonshard.serving.config.keys import ConfigError
+from moonshard.serving.gateway.records.ledger import LedgerError, Row, read_ledger
 
 GROUPS: Mapping[str, Callable[[Row], str]] = {
     "tenant": lambda row: row.tenant,

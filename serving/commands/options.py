@@ -10,9 +10,9 @@ from typing import Annotated, Any, get_args
 
 import tyro
 
-from moonshard.serving.config import Config, ConfigError
-from moonshard.serving.config_file import load_config, nearest_keys
-from moonshard.serving.telemetry.environment import with_environment
+from moonshard.serving.config.keys import Config, ConfigError
+from moonshard.serving.config.reading import load_config, nearest_keys
+from moonshard.serving.observe.spans.environment import with_environment
 
 
 def optional_argument(metavar: str) -> Any:

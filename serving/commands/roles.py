@@ -1,16 +1,31 @@
-"""One worker as a process, whatever its role: what `moonshard worker`, `prefill` and `decode` have in common."""
+"""`moonshard worker`, `prefill` and `decode`: one worker as a process."""
 
 import logging
 
-from moonshard.serving.commands.options import ConfigOptions
-from moonshard.serving.commands.ports import check_worker_port_is_free
-from moonshard.serving.config import Config, ConfigError, WorkerRole, command_of, mesh_of, port_key, roles_of
-from moonshard.serving.config_faults import kv_plane_note
-from moonshard.serving.startup import RunProcess, Start, end_process, prepare_worker, run_process
-from moonshard.serving.status_pipe import Status
-from moonshard.serving.timings import Timings
+from moonshard.serving.commands.checks.ports import check_worker_port_is_free
+from moonshard.serving.commands.options import ConfigOptions, Configured, StatusFd
+from moonshard.serving.config.faults import kv_plane_note
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, command_of, mesh_of, port_key, roles_of
+from moonshard.serving.deploy.startup import RunProcess, Start, end_process, prepare_worker, run_process
+from moonshard.serving.deploy.status_pipe import Status
+from moonshard.serving.deploy.timings import Timings
 
 logger = logging.getLogger(__name__)
+
+
+def worker(options: Configured, status_fd: StatusFd = None) -> int:
+    """Run only one worker of mode = "aggregated", at worker.host and worker.port: the model, for prefill and decode."""
+    return start_worker(options, "both", status_fd)
+
+
+def prefill(options: Configured, status_fd: StatusFd = None) -> int:
+    """Run only one prefill worker, at worker.host and prefill.port: it hands its KV over to decode workers."""
+    return start_worker(options, "prefill", status_fd)
+
+
+def decode(options: Configured, status_fd: StatusFd = None) -> int:
+    """Run only one decode worker, at worker.host and decode.port: it goes on from the KV of prefill workers."""
+    return start_worker(options, "decode", status_fd)
 
 
 def start_worker(options: ConfigOptions, role: WorkerRole, status_fd: int | None) -> int:
@@ -38,7 +53,7 @@ def _check_role(config: Config, role: WorkerRole) -> None:
 
 def _load(role: WorkerRole) -> RunProcess:
     from moonshard.rpc.server import PortInUse
-    from moonshard.serving.worker_process import run_worker
+    from moonshard.serving.worker.process import run_worker
 
     async def run(config: Config, *, status: Status, start: Start) -> int:
         try:

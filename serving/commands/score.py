@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from moonshard.serving.config import ConfigError
-from moonshard.serving.startup import prepare_jax
+from moonshard.serving.config.keys import ConfigError
+from moonshard.serving.deploy.startup import prepare_jax
 from moonshard.sharding.shape import MeshShape
 
 

@@ -12,17 +12,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from moonshard.serving.cluster_key import cluster_key
-from moonshard.serving.commands.folders import check_model_folder
+from moonshard.serving.commands.checks.folders import check_model_folder
+from moonshard.serving.commands.checks.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.commands.options import Configured, optional_argument
-from moonshard.serving.commands.ports import check_kv_ports_suffice, check_ports_are_free
-from moonshard.serving.config import Config, WorkerRole, command_of, roles_of, with_worker_at
-from moonshard.serving.config_file import as_overrides, toml_value
+from moonshard.serving.config.cluster_key import cluster_key
+from moonshard.serving.config.keys import Config, WorkerRole, command_of, roles_of, with_worker_at
+from moonshard.serving.config.reading import as_overrides, toml_value
+from moonshard.serving.config.tenants import load_tenants
+from moonshard.serving.deploy.supervisor import Command, Limits, supervise
+from moonshard.serving.deploy.timings import Timings
+from moonshard.serving.deploy.unblocked_output import unblocked_output
 from moonshard.serving.entry import ended_by_interrupt
-from moonshard.serving.supervisor import Command, Limits, supervise
-from moonshard.serving.tenants import load_tenants
-from moonshard.serving.timings import Timings
-from moonshard.serving.unblocked_output import unblocked_output
 
 
 def serve(
@@ -50,7 +50,7 @@ def serve(
     own.note("interpreter", 0.0)
     begun_s = time.perf_counter()
     with ended_by_interrupt():
-        from moonshard.serving.terminal import TerminalReporter
+        from moonshard.serving.deploy.terminal import TerminalReporter
 
         config = replace(options, set=(*options.set, *_as_overrides(model, port, host, mode))).load()
         commands = ChildCommands(config)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from moonshard.serving.config import ConfigError
+from moonshard.serving.config.keys import ConfigError
 
 
 def trace(folder: Annotated[Path, tyro.conf.Positional], out: Path = Path("trace.json")) -> int:
@@ -20,9 +20,9 @@ def trace(folder: Annotated[Path, tyro.conf.Positional], out: Path = Path("trace
     """
     import msgspec
 
-    from moonshard.serving.trace.parts import PartsError, load_polars, read_table
-    from moonshard.serving.trace.schema import REQUESTS, STEPS
-    from moonshard.serving.trace.timeline import timeline
+    from moonshard.serving.observe.rows.parts import PartsError, load_polars, read_table
+    from moonshard.serving.observe.rows.schema import REQUESTS, STEPS
+    from moonshard.serving.observe.rows.timeline import timeline
 
     load_polars()
     try:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import grpc
 
 from moonshard.rpc.status import InvalidArgument, Unauthenticated
-from moonshard.serving.affinity import session_key
-from moonshard.serving.tenants import DEFAULT, Tenant, Tenants, UnknownKey
+from moonshard.serving.config.tenants import DEFAULT, Tenant, Tenants, UnknownKey
+from moonshard.serving.control.routing.sessions import session_key
 
 SESSION_NAMES = (
     "x-session-affinity",  # Cloudflare, OpenCode and others

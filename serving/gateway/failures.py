@@ -7,7 +7,7 @@ room is no fault of the request, which may go on elsewhere; what a worker says o
 from dataclasses import dataclass, field
 
 from moonshard.rpc.status import Cancelled, DeadlineExceeded, Overloaded, RequestError, Unavailable
-from moonshard.serving.handoff.messages import Cause
+from moonshard.serving.control.handoff.messages import Cause
 
 RETRY_AFTER_S = 1.0
 _FINAL_CAUSES = (Cause.DEADLINE, Cause.CANCELLED)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.experiments.bench.server import RunningServer, serving
+from moonshard.experiments.common.running.server import RunningServer, serving
 from tests.clients.environments import LARGE, python_environment
 
 MAX_CONTEXT_TOKENS = 2048

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moonshard.serving.config import embedded_model_path
+from moonshard.serving.config.keys import embedded_model_path
 
 TOKENIZER = "moonshard/pocket"  # as the hub would name it
 

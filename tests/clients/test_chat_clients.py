@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonshard.experiments.bench.server import RunningServer
+from moonshard.experiments.common.running.server import RunningServer
 from tests.clients.conftest import MAX_CONTEXT_TOKENS, Installed, Run
 from tests.clients.environments import node, node_environment
 

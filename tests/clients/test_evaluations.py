@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.experiments.bench.server import RunningServer
-from moonshard.serving.config import embedded_model_path
+from moonshard.experiments.common.running.server import RunningServer
+from moonshard.serving.config.keys import embedded_model_path
 from tests.clients.conftest import Installed, Run
 
 TASKS = Path(__file__).parent / "lm_eval"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.experiments.bench.server import RunningServer
-from moonshard.serving.config import embedded_model_path
+from moonshard.experiments.common.running.server import RunningServer
+from moonshard.serving.config.keys import embedded_model_path
 from tests.clients.conftest import Installed, Run
 from tests.clients.hub import TOKENIZER, hub_with_the_tokenizer
 

@@ -6,7 +6,7 @@ import subprocess
 import httpx
 import pytest
 
-from moonshard.experiments.bench.server import RunningServer
+from moonshard.experiments.common.running.server import RunningServer
 
 PROMTOOL = shutil.which("promtool")
 FOUND_SOMETHING = 3  # the exit code; a text that it cannot parse has another one

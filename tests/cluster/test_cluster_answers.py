@@ -16,13 +16,13 @@ import pytest
 from moonshard.experiments.evaluation import served
 from moonshard.experiments.evaluation.figures import ROWS, row_shares
 from moonshard.experiments.evaluation.grading import results_of, tool_messages
-from moonshard.experiments.evaluation.greedy import GreedyModel
 from moonshard.experiments.evaluation.in_process import InProcess
 from moonshard.experiments.evaluation.interview import Outcome, interview
 from moonshard.experiments.evaluation.replies import Answerer, Asked, NoReply, Reply
-from moonshard.experiments.pocket.corpus import POCKET, pocket_text
-from moonshard.experiments.pocket.shape import IM_END
-from moonshard.experiments.pocket.tasks import (
+from moonshard.experiments.training.greedy import GreedyModel
+from moonshard.experiments.training.shape import IM_END
+from moonshard.experiments.training.texts.corpus import POCKET, pocket_text
+from moonshard.experiments.training.texts.tools.tasks import (
     MAX_CONTEXT_TOKENS,
     Task,
     client_tasks,
@@ -31,7 +31,7 @@ from moonshard.experiments.pocket.tasks import (
     talk_tasks,
     tool_tasks,
 )
-from moonshard.serving.request import Sampling
+from moonshard.serving.control.request import Sampling
 from tests.agreement import Reference, assert_drawn_from
 from tests.cluster.conftest import Cluster, running
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moonshard.rpc.client import Client
-from moonshard.serving.tenants import hash_key
+from moonshard.serving.config.tenants import hash_key
 from tests.cluster.conftest import Cluster, running
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.slow, pytest.mark.timeout(1800)]

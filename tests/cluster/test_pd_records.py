@@ -16,10 +16,10 @@ import pytest
 
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.cli import main
-from moonshard.serving.trace.parts import read_table
-from moonshard.serving.trace.schema import PHASES, REQUESTS, STARTS, STEPS
+from moonshard.serving.observe.rows.parts import read_table
+from moonshard.serving.observe.rows.schema import PHASES, REQUESTS, STARTS, STEPS
 from tests.cluster.conftest import running
-from tests.serving.trace.trace_format import check_format
+from tests.serving.observe.rows.trace_format import check_format
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 NUM_CLIENTS = 8  # more than the decode worker has slots: some wait for room

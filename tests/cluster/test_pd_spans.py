@@ -10,7 +10,7 @@ from tests.cluster.conftest import wait_until
 from tests.cluster.faults import Fleet, Process, running_fleet
 from tests.dialling import inspect
 from tests.engine_room import long_text
-from tests.serving.telemetry.collector import Collector, Exported, http_collector
+from tests.serving.observe.spans.collector import Collector, Exported, http_collector
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 SPAN = "00f067aa0ba902b7"

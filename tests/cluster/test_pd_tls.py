@@ -8,7 +8,7 @@ import pytest
 
 from moonshard.rpc.status import Unavailable
 from moonshard.rpc.tls import channel_credentials
-from moonshard.serving.config import TlsConfig
+from moonshard.serving.config.keys import TlsConfig
 from tests.certificates import Authority, needs_openssl
 from tests.cluster.conftest import wait_until
 from tests.cluster.faults import Fleet, Process, running_fleet

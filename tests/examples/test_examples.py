@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from moonshard.experiments.reading.run_tables import load_runs
+from moonshard.experiments.reading.tables.run_tables import load_runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FEW: dict[str, Sequence[str]] = {

@@ -15,12 +15,12 @@ from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.score import Scorer, score
 from moonshard.models.spec import ModelError
-from moonshard.serving.encoder import StepEncoder
-from moonshard.serving.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
-from moonshard.serving.programs import Drawn, Programs
-from moonshard.serving.request import Request, Sampling, SequenceId, SlotId
-from moonshard.serving.stage import Stage, StageModel
-from moonshard.serving.steps import StepShapes
+from moonshard.serving.control.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
+from moonshard.serving.control.request import Request, Sampling, SequenceId, SlotId
+from moonshard.serving.engine.encoder import StepEncoder
+from moonshard.serving.engine.programs import Drawn, Programs
+from moonshard.serving.engine.stage import Stage, StageModel
+from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.place import ALONE
 from moonshard.sharding.shape import MeshShape

@@ -13,7 +13,7 @@ from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import kimi, moe, weights
 from moonshard.models.checkpoint import Checkpoint
-from moonshard.serving.loading import split_stages
+from moonshard.serving.engine.loading import split_stages
 from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.mesh import BY_PARTITION, build_mesh, partition_spec
 from moonshard.sharding.place import Place

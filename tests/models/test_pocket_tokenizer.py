@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moonshard.experiments.pocket.shape import HUGGING_FACE_CONFIG, NUM_RANKS, NUM_SPECIALS, VOCAB_SIZE
+from moonshard.experiments.training.shape import HUGGING_FACE_CONFIG, NUM_RANKS, NUM_SPECIALS, VOCAB_SIZE
 from moonshard.models.tokenizer import Tokenizer, load_tokenizer
 from moonshard.models.tokenizer_tiktoken import KIMI_NAMES
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonshard.experiments.pocket.shape import HUGGING_FACE_CONFIG
+from moonshard.experiments.training.shape import HUGGING_FACE_CONFIG
 from moonshard.models.kimi import KimiConfig
 from moonshard.models.shapes import KNOWN
 

@@ -11,7 +11,7 @@ from moonshard.models import kimi, moe, training
 from moonshard.models.weights import initialise
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
-from tests.experiments.pocket.rehearsal import SHAPE
+from tests.experiments.training.rehearsal import SHAPE
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 CONFIG = kimi.KimiConfig.from_hugging_face(SHAPE)

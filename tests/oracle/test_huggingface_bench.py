@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORACLE_PYTHON = ROOT / ".venv-oracle/bin/python"
-BENCH = ROOT / "experiments/bench/huggingface.py"
+BENCH = ROOT / "experiments/bench/peers/huggingface.py"
 SIZES = (
     *("--prompt-tokens", "8", "20", "--batch", "1", "3", "--context-tokens", "8"),
     *("--threads", "1", "--decode-steps", "2", "--repeats", "1"),

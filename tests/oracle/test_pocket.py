@@ -12,12 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moonshard.experiments.evaluation.greedy import GreedyModel
-from moonshard.experiments.pocket.corpus import POCKET, pocket_text
-from moonshard.experiments.pocket.shape import IM_END
-from moonshard.experiments.pocket.tasks import MAX_CONTEXT_TOKENS, Task, prompt_tokens, recall_tasks, tool_tasks
+from moonshard.experiments.training.greedy import GreedyModel
+from moonshard.experiments.training.shape import IM_END
+from moonshard.experiments.training.texts.corpus import POCKET, pocket_text
+from moonshard.experiments.training.texts.tools.tasks import (
+    MAX_CONTEXT_TOKENS,
+    Task,
+    prompt_tokens,
+    recall_tasks,
+    tool_tasks,
+)
 from moonshard.models.score import score
-from moonshard.serving.request import Sampling
+from moonshard.serving.control.request import Sampling
 from tests.agreement import LOGIT_TOLERANCE, ROUTER_NEAR_TIE, Reference, assert_drawn_from
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError, Message
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.wire_fields import count_fields
-from moonshard.serving.gateway.inference_service import JSON_NAMES
+from moonshard.serving.gateway.grpc.front import JSON_NAMES
 
 KIND = pb.DESCRIPTOR.message_types_by_name["GenerateRequest"]
 

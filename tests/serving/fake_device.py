@@ -9,7 +9,7 @@ returns.
 import zlib
 from collections.abc import Set
 
-from moonshard.serving.plan import (
+from moonshard.serving.control.plan import (
     CopyPlan,
     DecodePlan,
     DecodeRow,
@@ -20,7 +20,7 @@ from moonshard.serving.plan import (
     Sampled,
     needs_slot_state,
 )
-from moonshard.serving.request import FinishReason, Request, SequenceId, SlotId
+from moonshard.serving.control.request import FinishReason, Request, SequenceId, SlotId
 
 VOCAB_SIZE = 12
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.serving.device import StepDone
-from moonshard.serving.encoder import StepEncoder
-from moonshard.serving.engine import Engine, StepReport
-from moonshard.serving.plan import Plan, PrefillPlan
-from moonshard.serving.programs import Drawn, Launched
-from moonshard.serving.scheduler import Scheduler, SchedulerConfig
-from moonshard.serving.steps import Step, StepKind, StepShapes
+from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
+from moonshard.serving.control.plan import Plan, PrefillPlan
+from moonshard.serving.engine.device import StepDone
+from moonshard.serving.engine.encoder import StepEncoder
+from moonshard.serving.engine.engine import Engine, StepReport
+from moonshard.serving.engine.programs import Drawn, Launched
+from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, CONTEXT_TOKENS, TILE = 16, 8, 2, 64, 16
 

@@ -6,14 +6,9 @@ from itertools import pairwise, permutations
 
 import pytest
 
-from moonshard.experiments.bench import arrangements, failover, handoff, recording_cost, transport_rows
-from moonshard.experiments.bench.arrangements import APART, TOGETHER, Load, arrangement_grid, of_load
 from moonshard.experiments.bench.command import SECTIONS, sections_of
-from moonshard.experiments.bench.failover import Stream, failover_grid, of_kill
-from moonshard.experiments.bench.grid import Grid, as_markdown, as_table
-from moonshard.experiments.bench.handoff import handoff_grid, of_requests
-from moonshard.experiments.bench.measurement import Measurement, Plan, merge
-from moonshard.experiments.bench.recording_cost import (
+from moonshard.experiments.bench.costs import recording_cost
+from moonshard.experiments.bench.costs.recording_cost import (
     OFF,
     RECORDING,
     SPANS,
@@ -23,13 +18,20 @@ from moonshard.experiments.bench.recording_cost import (
     order_of,
     recording_grid,
 )
+from moonshard.experiments.bench.costs.row_cost import measure_rows, row_grid
 from moonshard.experiments.bench.report import LAID_OUT
-from moonshard.experiments.bench.row_cost import measure_rows, row_grid
-from moonshard.experiments.bench.streams import Seen
-from moonshard.experiments.bench.transport_rows import as_measurements, transport_grid
-from moonshard.experiments.bench.transports import Throughput
+from moonshard.experiments.bench.serving import arrangements, failover, handoff
+from moonshard.experiments.bench.serving.arrangements import APART, TOGETHER, Load, arrangement_grid, of_load
+from moonshard.experiments.bench.serving.failover import Stream, failover_grid, of_kill
+from moonshard.experiments.bench.serving.handoff import handoff_grid, of_requests
+from moonshard.experiments.bench.serving.streams import Seen
+from moonshard.experiments.bench.transfer import transport_rows
+from moonshard.experiments.bench.transfer.transport_rows import as_measurements, transport_grid
+from moonshard.experiments.bench.transfer.transports import Throughput
+from moonshard.experiments.common.grid import Grid, as_markdown, as_table
+from moonshard.experiments.common.running.measurement import Measurement, Plan, merge
 from moonshard.rpc.types import Timing
-from moonshard.serving.config_file import load_config
+from moonshard.serving.config.reading import load_config
 
 MS = 1_000_000  # nanoseconds
 TIMING = Timing(

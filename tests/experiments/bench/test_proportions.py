@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.experiments.bench import proportions
+from moonshard.experiments.bench.peers import proportions
 from moonshard.models import kimi, weights
-from moonshard.serving.loading import open_model
+from moonshard.serving.engine.loading import open_model
 
-COMMAND = (sys.executable, "-m", "moonshard.experiments.bench.proportions")
+COMMAND = (sys.executable, "-m", "moonshard.experiments.bench.peers.proportions")
 
 
 @pytest.mark.slow

@@ -2,9 +2,9 @@
 
 import pytest
 
-from moonshard.experiments.bench.measurement import QUICK, Level, Measurement, Plan, Unit, merge
-from moonshard.experiments.bench.peer import peers_of
+from moonshard.experiments.bench.peers.peer import peers_of
 from moonshard.experiments.bench.report import Report, footnotes, markdown, rows, tables
+from moonshard.experiments.common.running.measurement import QUICK, Level, Measurement, Plan, Unit, merge
 
 PEER = {
     "ttft_ms": {"128": 30.0, "512": 100.0, "2048": 900.0},

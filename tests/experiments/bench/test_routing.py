@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from moonshard.experiments.bench import routing
-from moonshard.experiments.bench.gateway_cost import BARE, BARS_MS, DIRECT, THROUGH, gateway_grid
-from moonshard.experiments.bench.measurement import Measurement, Plan
-from moonshard.experiments.bench.routing import POLICIES, RATES, measure_routing, replay_grid, speed_grid
+from moonshard.experiments.bench.costs import routing
+from moonshard.experiments.bench.costs.gateway_cost import BARE, BARS_MS, DIRECT, THROUGH, gateway_grid
+from moonshard.experiments.bench.costs.routing import POLICIES, RATES, measure_routing, replay_grid, speed_grid
+from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.experiments.replay.synthetic import NUM_SYSTEM_PROMPTS, SYSTEM_BLOCKS, agent_trace
 
 MINIATURE = replace(Plan(), decisions=20, replay_sessions=10)

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moonshard.experiments.bench import arrangements, failover, handoff, recording_cost, row_cost
 from moonshard.experiments.bench.command import APART, DEVICE_PARTS, run_bench, write
-from moonshard.experiments.bench.measurement import Measurement, Plan
-from moonshard.experiments.bench.meshes_hlo import COLLECTIVES
-from moonshard.experiments.bench.meshes_tables import MESH_GRIDS, MESH_PAIRS
+from moonshard.experiments.bench.costs import recording_cost, row_cost
+from moonshard.experiments.bench.meshes.hlo import COLLECTIVES
+from moonshard.experiments.bench.meshes.tables import MESH_GRIDS, MESH_PAIRS
 from moonshard.experiments.bench.report import Report, grids, tables
-from moonshard.experiments.bench.served import TOLD_TOGETHER
-from moonshard.experiments.bench.server import HANDED_OVER
-from moonshard.serving.config_file import load_config
+from moonshard.experiments.bench.serving import arrangements, failover, handoff
+from moonshard.experiments.bench.serving.served import TOLD_TOGETHER
+from moonshard.experiments.common.running.measurement import Measurement, Plan
+from moonshard.experiments.common.running.server import HANDED_OVER
+from moonshard.serving.config.reading import load_config
 
 pytestmark = pytest.mark.timeout(1200)  # a fixture runs whole parts of the bench, whatever else the machine does
 MINIATURE = Plan(

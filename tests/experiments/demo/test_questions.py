@@ -7,7 +7,7 @@ import pytest
 from moonshard.experiments.demo.questions import DocumentQuestion, Question, document_question, weather_questions
 from moonshard.experiments.demo.script import verdict
 from moonshard.experiments.demo.toolbox import CITIES, FUNCTIONS, MULTIPLY, TIME, WEATHER, declared, run_tool
-from moonshard.experiments.pocket.conversation import HELD_OUT, Call, is_of
+from moonshard.experiments.training.texts.conversation import HELD_OUT, Call, is_of
 
 SEEDS = range(12)
 

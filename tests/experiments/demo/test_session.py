@@ -14,10 +14,10 @@ from moonshard.experiments.demo.tables import phase_rows
 from moonshard.experiments.demo.toolbox import run_tool
 from moonshard.models.tokenizer import load_tokenizer
 from moonshard.rpc.client import AsyncClient
-from moonshard.serving.config import GatewayConfig
-from moonshard.serving.gateway.main import RunningGateway, serving
-from moonshard.serving.terminal_chat import ServerError
-from moonshard.serving.tool_calls import NAMES
+from moonshard.serving.chat.tool_calls import NAMES
+from moonshard.serving.commands.terminal_chat import ServerError
+from moonshard.serving.config.keys import GatewayConfig
+from moonshard.serving.gateway.process import RunningGateway, serving
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import FIXTURE, MODEL_NAME, make_config
 from tests.serving.gateway.fake_worker import FakeWorker

@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from moonshard.experiments.pocket.corpus import POCKET
-from moonshard.experiments.pocket.export import GENERATION, generation_config, tensors_of
-from moonshard.experiments.pocket.shape import HUGGING_FACE_CONFIG
+from moonshard.experiments.training.export import GENERATION, generation_config, tensors_of
+from moonshard.experiments.training.shape import HUGGING_FACE_CONFIG
+from moonshard.experiments.training.texts.corpus import POCKET
 from moonshard.models import kimi
 from moonshard.models.checkpoint import write_checkpoint
 from moonshard.models.weights import is_param

@@ -14,10 +14,10 @@ from moonshard.experiments.evaluation import command
 from moonshard.experiments.evaluation.figures import ROWS
 from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply
 from moonshard.experiments.evaluation.report import to_json
-from moonshard.experiments.pocket.corpus import POCKET, pocket_text
-from moonshard.experiments.pocket.tasks import talk_tasks
+from moonshard.experiments.training.texts.corpus import POCKET, pocket_text
+from moonshard.experiments.training.texts.tools.tasks import talk_tasks
 from moonshard.serving import cli
-from moonshard.serving.config import ConfigError
+from moonshard.serving.config.keys import ConfigError
 
 pytestmark = pytest.mark.xdist_group("jax")
 TALK = talk_tasks(0, 100)

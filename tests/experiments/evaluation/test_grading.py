@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from moonshard.experiments.common.turns import WrittenCall
 from moonshard.experiments.evaluation.grading import (
     attempts_calls,
     has_whole_calls,
@@ -12,9 +13,8 @@ from moonshard.experiments.evaluation.grading import (
     results_of,
 )
 from moonshard.experiments.evaluation.replies import Reply
-from moonshard.experiments.pocket.conversation import Call, Round
-from moonshard.experiments.turns import WrittenCall
-from moonshard.serving.tool_calls import (
+from moonshard.experiments.training.texts.conversation import Call, Round
+from moonshard.serving.chat.tool_calls import (
     ARGUMENTS_BEGIN,
     CALL_BEGIN,
     SECTION_BEGIN,

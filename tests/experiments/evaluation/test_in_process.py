@@ -2,13 +2,13 @@
 
 import pytest
 
+from moonshard.experiments.common.turns import WrittenCall
 from moonshard.experiments.evaluation.in_process import MAX_PROMPT_TOKENS, InProcess, prompt_of, read
 from moonshard.experiments.evaluation.replies import Asked, NoReply, Reply
-from moonshard.experiments.pocket.conversation import round_messages
-from moonshard.experiments.pocket.corpus import Text, pocket_text
-from moonshard.experiments.pocket.tasks import prompt_tokens, tool_tasks
-from moonshard.experiments.turns import WrittenCall
-from moonshard.serving.chat import ChatTemplate
+from moonshard.experiments.training.texts.conversation import round_messages
+from moonshard.experiments.training.texts.corpus import Text, pocket_text
+from moonshard.experiments.training.texts.tools.tasks import prompt_tokens, tool_tasks
+from moonshard.serving.chat.template import ChatTemplate
 
 TEXT = pocket_text()
 

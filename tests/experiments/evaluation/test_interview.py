@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from moonshard.experiments.common.turns import WrittenCall
 from moonshard.experiments.evaluation.figures import Share, errors, row_shares, side_shares
 from moonshard.experiments.evaluation.interview import Outcome, interview
 from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply
-from moonshard.experiments.pocket.conversation import Round
-from moonshard.experiments.pocket.corpus import pocket_text
-from moonshard.experiments.pocket.tasks import Task, recall_tasks, talk_tasks, tool_tasks
-from moonshard.experiments.turns import WrittenCall
+from moonshard.experiments.training.texts.conversation import Round
+from moonshard.experiments.training.texts.corpus import pocket_text
+from moonshard.experiments.training.texts.tools.tasks import Task, recall_tasks, talk_tasks, tool_tasks
 
 TASKS = (*tool_tasks(0, 24), *talk_tasks(0, 6), *recall_tasks(pocket_text(), 0, 512, 10))
 Turn = Callable[[Task, int], Reply | NoReply]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from moonshard.experiments.common.turns import WrittenCall
 from moonshard.experiments.evaluation.replies import Asked, NoReply, Reply
 from moonshard.experiments.evaluation.served import Served
-from moonshard.experiments.pocket.tasks import MAX_ANSWER_TOKENS, tool_tasks
-from moonshard.experiments.turns import WrittenCall
-from moonshard.serving.config import ConfigError
+from moonshard.experiments.training.texts.tools.tasks import MAX_ANSWER_TOKENS, tool_tasks
+from moonshard.serving.config.keys import ConfigError
 
 WAIT_S = 60
 TASK = tool_tasks(0, 1)[0]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.experiments.reading.run_tables import RunTables, load_runs
+from moonshard.experiments.reading.tables.run_tables import RunTables, load_runs
 from tests.experiments.reading.made_up import made_up_run
 
 

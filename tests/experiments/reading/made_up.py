@@ -7,19 +7,19 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from moonshard.experiments.lab.experiment import Experiment, load_experiment
-from moonshard.experiments.lab.flat import Flat
-from moonshard.experiments.lab.run_folder import new_run
-from moonshard.experiments.lab.run_record import PointRecord, RunRecord, Start, TrialState
-from moonshard.experiments.lab.schema import CLIENT_REQUESTS, CLIENT_TOKENS
-from moonshard.experiments.lab.sweep import Trial, expand, label
-from moonshard.experiments.lab.trial import TrialRecord
-from moonshard.experiments.reading.frames import RunFrames, TrialFrames
+from moonshard.experiments.common.flat import Flat
+from moonshard.experiments.reading.tables.frames import RunFrames, TrialFrames
+from moonshard.experiments.runner.experiment import Experiment, load_experiment
+from moonshard.experiments.runner.run_folder import new_run
+from moonshard.experiments.runner.run_record import PointRecord, RunRecord, Start, TrialState
+from moonshard.experiments.runner.schema import CLIENT_REQUESTS, CLIENT_TOKENS
+from moonshard.experiments.runner.sweep import Trial, expand, label
+from moonshard.experiments.runner.trial import TrialRecord
 from moonshard.rpc.types import ModelInfo
-from moonshard.serving.trace.origin import this_process
-from moonshard.serving.trace.parts import encode_part, load_polars, write_part
-from moonshard.serving.trace.schema import REQUESTS, STEPS, Column, Table, Value
-from tests.experiments.lab.test_experiment import BASE
+from moonshard.serving.observe.rows.origin import this_process
+from moonshard.serving.observe.rows.parts import encode_part, load_polars, write_part
+from moonshard.serving.observe.rows.schema import REQUESTS, STEPS, Column, Table, Value
+from tests.experiments.runner.test_experiment import BASE
 
 MODEL = ModelInfo(
     model="m", max_context_tokens=99, vocab_size=9, stop_token_ids=(), has_tokenizer=False, dtype="float32",

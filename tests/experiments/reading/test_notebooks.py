@@ -43,8 +43,8 @@ def test_no_path_time_or_name_of_this_machine_is_left():
 
 def test_only_studies_with_a_run_are_rendered_unasked(tmp_path: Path):
     for name in ("one", "two"):
-        (tmp_path / "experiments" / name).mkdir(parents=True)
-        (tmp_path / "experiments" / name / "analysis.py").touch()
+        (tmp_path / "experiments" / "studies" / name).mkdir(parents=True)
+        (tmp_path / "experiments" / "studies" / name / "analysis.py").touch()
     (tmp_path / "results" / "two" / "stamp").mkdir(parents=True)
     (tmp_path / "results" / "two" / "stamp" / "run.json").touch()
-    assert studies_with_a_run(tmp_path) == [tmp_path / "experiments" / "two" / "analysis.py"]
+    assert studies_with_a_run(tmp_path) == [tmp_path / "experiments" / "studies" / "two" / "analysis.py"]

@@ -6,8 +6,7 @@ import polars as pl
 import pytest
 from matplotlib.figure import Figure
 
-from moonshard.experiments.reading.interval_tables import percentile_table
-from moonshard.experiments.reading.plots import (
+from moonshard.experiments.reading.pictures.plots import (
     draw_by_kind,
     draw_cdf,
     draw_fit,
@@ -16,8 +15,9 @@ from moonshard.experiments.reading.plots import (
     draw_residuals,
     gaps_over_time,
 )
-from moonshard.experiments.reading.run_tables import RunTables
 from moonshard.experiments.reading.step_fit import fit_step_model
+from moonshard.experiments.reading.tables.interval_tables import percentile_table
+from moonshard.experiments.reading.tables.run_tables import RunTables
 from tests.experiments.reading.made_up import GAP_MS
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.common.fields import ExperimentError
 from moonshard.experiments.reading.step_fit import COEFFICIENTS, fit_step_model, fit_steps, fit_table, predicted_ms
 from moonshard.experiments.reading.step_model import StepModel, StepTimes
 

@@ -8,10 +8,7 @@ import polars as pl
 import pytest
 from matplotlib.figure import Figure
 
-from moonshard.experiments.lab.fields import ExperimentError
-from moonshard.experiments.lab.run_record import Start
-from moonshard.experiments.reading.frames import RunFrames
-from moonshard.experiments.reading.run_tables import RunTables, load_runs
+from moonshard.experiments.common.fields import ExperimentError
 from moonshard.experiments.reading.step_fit import fit_step_model
 from moonshard.experiments.reading.study import (
     Study,
@@ -21,6 +18,9 @@ from moonshard.experiments.reading.study import (
     processor_time,
     provenance,
 )
+from moonshard.experiments.reading.tables.frames import RunFrames
+from moonshard.experiments.reading.tables.run_tables import RunTables, load_runs
+from moonshard.experiments.runner.run_record import Start
 from tests.experiments.reading.made_up import made_up_run
 from tests.experiments.reading.test_step_fit import TIMES_OF_ALL, made_up
 
@@ -35,7 +35,7 @@ def test_a_study_reads_the_newest_run_or_the_one_that_is_named(tmp_path: Path):
     assert newest_run(tmp_path / "results" / "mini") == runs[1]
     study = load_study("mini", {}, root=tmp_path)
     assert study.run.path == runs[1]
-    assert study.pictures == tmp_path / "experiments" / "mini"
+    assert study.pictures == tmp_path / "experiments" / "studies" / "mini"
     assert (study.slo.ttft_ms, study.slo.attainment) == (1, 0.9)
     named = load_study("mini", {"MOONSHARD_RUN": str(runs[0]), "MOONSHARD_PICTURES": str(tmp_path / "p")})
     assert named.run.path == runs[0]
@@ -45,7 +45,7 @@ def test_a_study_reads_the_newest_run_or_the_one_that_is_named(tmp_path: Path):
 
 
 def test_a_study_without_a_run_says_how_to_make_one_and_refuses_that_of_another(run: Path, tmp_path: Path):
-    with pytest.raises(ExperimentError, match="moonshard experiment run experiments/none"):
+    with pytest.raises(ExperimentError, match="moonshard experiment run experiments/studies/none"):
         load_study("none", {}, root=tmp_path)
     with pytest.raises(ExperimentError, match="a run of made_up, not of none"):
         load_study("none", {"MOONSHARD_RUN": str(run)})
@@ -84,7 +84,7 @@ def test_times_of_steps_are_kept_where_they_are_a_devices_own_and_whole(
 ):
     decode = made_up(TIMES_OF_ALL, "decode", 0)
     steps = pl.concat([made_up(TIMES_OF_ALL, "prefill", 0), decode if varies else decode.filter(bucket=4)])
-    study = study_with(tables, steps, cores, tmp_path / "experiments" / "chunking")
+    study = study_with(tables, steps, cores, tmp_path / "experiments" / "studies" / "chunking")
     _, fits = fit_step_model(steps)
     why_not = study.why_no_step_model(fits)
     assert why_not is None if said is None else said in (why_not or "")

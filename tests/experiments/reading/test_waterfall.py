@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from moonshard.experiments.reading.waterfall import draw_waterfall, slices, timing_of
+from moonshard.experiments.reading.pictures.waterfall import draw_waterfall, slices, timing_of
 from moonshard.rpc.types import Timing
 
 MS = st.floats(0, 1e4)

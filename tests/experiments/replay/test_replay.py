@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from moonshard.experiments.common.trace_file import BLOCK_TOKENS, TracedRequest, TraceError, read_trace, write_trace
 from moonshard.experiments.replay.command import router_replay
 from moonshard.experiments.replay.replay import ReplayConfig, replay
 from moonshard.experiments.replay.synthetic import agent_trace
-from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest, TraceError, read_trace, write_trace
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import polars as pl
 import pytest
 
-from moonshard.experiments.overload.bar import share_of_peak
-from moonshard.experiments.overload.bar import verdict as verdict_of_overload
-from moonshard.experiments.pd_vs_aggregated.bar import Load, verdict
-from moonshard.experiments.reading.intervals import Interval
+from moonshard.experiments.common.intervals import Interval
+from moonshard.experiments.studies.overload.bar import share_of_peak
+from moonshard.experiments.studies.overload.bar import verdict as verdict_of_overload
+from moonshard.experiments.studies.pd_vs_aggregated.bar import Load, verdict
 
 
 def load(rate_per_s: float, attained: float, low: float, high: float) -> Load:

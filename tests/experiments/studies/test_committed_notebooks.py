@@ -10,7 +10,7 @@ import pytest
 from moonshard.experiments.reading.notebooks import PERCENT
 from moonshard.experiments.reading.step_model import StepModel
 
-STUDIES = Path(__file__).parents[3] / "experiments"
+STUDIES = Path(__file__).parents[3] / "experiments" / "studies"
 NAMES = sorted(path.parent.name for path in STUDIES.glob("*/config.toml"))
 
 

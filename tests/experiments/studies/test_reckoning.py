@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.experiments.pd_vs_aggregated.reckoning import CHUNKS, PROMPT_TOKENS, reckoned
 from moonshard.experiments.reading.step_model import StepModel, StepTimes
+from moonshard.experiments.studies.pd_vs_aggregated.reckoning import CHUNKS, PROMPT_TOKENS, reckoned
 
-STUDY = Path(__file__).parents[3] / "experiments" / "pd_vs_aggregated"
+STUDY = Path(__file__).parents[3] / "experiments" / "studies" / "pd_vs_aggregated"
 MODEL = StepModel.from_json((STUDY / "step_times.json").read_bytes())
 
 

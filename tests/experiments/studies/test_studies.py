@@ -11,13 +11,13 @@ import nbformat
 import polars as pl
 import pytest
 
-from moonshard.experiments.affinity.figures import figures
-from moonshard.experiments.affinity.recorded import rounds_of
-from moonshard.experiments.lab.experiment import load_experiment
 from moonshard.experiments.reading.child import run_experiment
-from moonshard.experiments.reading.frames import load_run
-from moonshard.experiments.reading.run_tables import load_runs
 from moonshard.experiments.reading.step_model import StepModel, StepTimes
+from moonshard.experiments.reading.tables.frames import load_run
+from moonshard.experiments.reading.tables.run_tables import load_runs
+from moonshard.experiments.runner.experiment import load_experiment
+from moonshard.experiments.studies.affinity.figures import figures
+from moonshard.experiments.studies.affinity.recorded import rounds_of
 from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, IN_EXPERIMENT, NUM_BLOCKS
 
 ROOT = Path(__file__).parents[3]
@@ -123,22 +123,22 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def run(name: str) -> Path:
         settings, _ = MINIATURES[name]
-        return run_experiment(ROOT / "experiments" / name, *settings, out=tmp_path_factory.mktemp(name))
+        return run_experiment(ROOT / "experiments" / "studies" / name, *settings, out=tmp_path_factory.mktemp(name))
 
     return run
 
 
 def test_every_study_has_a_miniature():
-    studies = {path.parent.name for path in (ROOT / "experiments").glob("*/config.toml")}
+    studies = {path.parent.name for path in (ROOT / "experiments" / "studies").glob("*/config.toml")}
     assert studies == set(MINIATURES)
     for name in studies:
-        folder = ROOT / "experiments" / name
+        folder = ROOT / "experiments" / "studies" / name
         assert {path.name for path in folder.iterdir()} >= {"config.toml", "README.md", "analysis.py"}
 
 
 @pytest.mark.parametrize("name", MINIATURES)
 def test_a_study_and_its_miniature_can_be_read_and_its_script_compiles(name: str):
-    folder = ROOT / "experiments" / name
+    folder = ROOT / "experiments" / "studies" / name
     assert len(load_experiment(folder).points) > 1
     assert load_experiment(folder, MINIATURES[name][0]).points
     compile((folder / "analysis.py").read_text(), "analysis.py", "exec")
@@ -152,7 +152,7 @@ def test_a_study_runs_and_its_notebook_makes_its_pictures(name: str, run_of: Cal
     assert record.state == "done"
     (tmp_path / "step_times.json").write_text(StepModel(prefill=STEPS_TAKE, decode=STEPS_TAKE).to_json())
     settings = (f"STEP_TIMES = {str(tmp_path / 'step_times.json')!r}",) if name == "ratio" else ()
-    notebook = rendered(ROOT / "experiments" / name / "analysis.py", tmp_path / "pictures", run, *settings)
+    notebook = rendered(ROOT / "experiments" / "studies" / name / "analysis.py", tmp_path / "pictures", run, *settings)
     assert {path.stem for path in (tmp_path / "pictures").glob("*.png")} == MINIATURES[name][1]
     told = str([cell.outputs for cell in notebook.cells if cell.cell_type == "code"])
     assert "&hellip;" not in told  # every table is shown whole

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moonshard.experiments.lab.fields import ExperimentError
+from moonshard.experiments.common.fields import ExperimentError
 from moonshard.experiments.workload.options import (
     KINDS,
     FixedOptions,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.experiments.trace_file import BLOCK_TOKENS, TracedRequest, read_trace
+from moonshard.experiments.common.trace_file import BLOCK_TOKENS, TracedRequest, read_trace
 from moonshard.experiments.workload.blocks import BlockPrompt, block_tokens
 from moonshard.experiments.workload.plan import Planned, WorkloadError
 from moonshard.experiments.workload.trace import bin_s, from_trace

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from moonshard.rpc.client import AsyncClient
-from moonshard.serving.config import Config, GatewayConfig, ModelConfig, RoutingConfig
-from moonshard.serving.gateway.main import RunningGateway, serving
+from moonshard.serving.config.keys import Config, GatewayConfig, ModelConfig, RoutingConfig
+from moonshard.serving.gateway.process import RunningGateway, serving
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.fake_worker import FakeWorker
 

@@ -13,7 +13,6 @@ from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.door import Door
 from moonshard.rpc.link import PROTOCOL_VERSION
 from tests.dialling import own_key
-from tests.serving.gateway.fake_legs import DecodeLeg, PrefillLeg
 from tests.serving.gateway.fake_script import (
     BLOCK_SIZE,
     MAX_CONTEXT_TOKENS,
@@ -25,6 +24,7 @@ from tests.serving.gateway.fake_script import (
     expected_tokens,
     overloaded,
 )
+from tests.serving.gateway.pipeline.fake_legs import DecodeLeg, PrefillLeg
 
 __all__ = [
     "BLOCK_SIZE",

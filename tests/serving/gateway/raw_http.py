@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from moonshard.serving.gateway.main import RunningGateway
+from moonshard.serving.gateway.process import RunningGateway
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from moonshard.rpc.status import Unauthenticated
-from moonshard.serving.affinity import session_key
+from moonshard.serving.config.tenants import Tenant, Tenants, hash_key
+from moonshard.serving.control.routing.sessions import session_key
 from moonshard.serving.gateway.caller import SESSION_NAMES, read_caller
-from moonshard.serving.gateway.edge import header_of
-from moonshard.serving.tenants import Tenant, Tenants, hash_key
+from moonshard.serving.gateway.http.edge import header_of
 
 OPEN = Tenants(None)
 KEYS = Tenants({hash_key("one"): Tenant("a"), hash_key("two"): Tenant("b")})

@@ -16,11 +16,11 @@ import pytest
 
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.server import PortInUse
-from moonshard.serving.config import GatewayConfig, default_worker_addresses
-from moonshard.serving.gateway.main import run_gateway, worker_addresses
-from moonshard.serving.gateway.model import ServedModel
-from moonshard.serving.startup import Start
-from moonshard.serving.timings import Timings
+from moonshard.serving.config.keys import GatewayConfig, default_worker_addresses
+from moonshard.serving.deploy.startup import Start
+from moonshard.serving.deploy.timings import Timings
+from moonshard.serving.gateway.pipeline.model import ServedModel
+from moonshard.serving.gateway.process import run_gateway, worker_addresses
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
@@ -53,7 +53,7 @@ async def process(config: GatewayConfig, path: Path, worker: FakeWorker) -> Asyn
         task = asyncio.create_task(run_gateway(made, status=tell, start=Start(timings=Timings())))
         name, listening = await events.get()
         assert name == "listening"
-        assert gc.get_freeze_count() > 0  # see serving/heap.py
+        assert gc.get_freeze_count() > 0  # see serving/deploy/heap.py
         gc.unfreeze()
         assert (await events.get())[0] == "ready"
         async with httpx.AsyncClient(base_url=str(listening["http"]), trust_env=False, timeout=20) as http:

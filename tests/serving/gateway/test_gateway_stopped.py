@@ -9,8 +9,8 @@ import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import Unavailable
-from moonshard.serving.gateway.pool import LinkPool
-from moonshard.serving.router import Ask
+from moonshard.serving.control.routing.router import Ask
+from moonshard.serving.gateway.workers.pool import LinkPool
 from tests.dialling import own_key
 from tests.serving.gateway import fake_process
 from tests.serving.gateway.fake_worker import expected_tokens

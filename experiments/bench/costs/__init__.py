@@ -1,0 +1,1 @@
+"""What parts cost by themselves: gateway, router, recording, rows."""

@@ -1,0 +1,1 @@
+"""Engines that serve on one card, together and apart."""

@@ -1,0 +1,93 @@
+"""Steps of the engines on one device as columns, and how long steps take by their sizes: the fit of `step_regression`.
+
+Two engines have one stream: a step runs behind whatever either of them launched before, and what it took is what it
+added to the time that the device had been busy. Loads and copies are left out, since nobody waits for their end.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from moonshard.experiments.bench.gpu.serving.apart import OnDone
+from moonshard.experiments.common.step_regression import COEFFICIENTS, KINDS, Kind, StepRegression
+from moonshard.serving.control.plan import Plan
+from moonshard.serving.engine.device import StepDone
+from moonshard.serving.engine.steps import StepKind
+from moonshard.serving.observe.rows.schema import STEPS, Row
+from moonshard.serving.observe.rows.steps import StepTrace
+
+COLUMNS = {column.name: index for index, column in enumerate(STEPS.columns)}
+KEPT = ("kind", "bucket", "batch", "tokens", "context_tokens", "blocks", "device_ns")
+
+
+class StepRows:
+    """Rows of the table `steps`, whose `worker` is the arm."""
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+
+    def of_run(self, arm: str) -> OnDone:
+        """What all engines of one run tell of their steps: one trace, as they have one device."""
+        trace = StepTrace(self._rows.append, (arm, "", ""))
+
+        def told(done: StepDone, plan: Plan | None) -> None:
+            if done.kind not in (StepKind.LOAD, StepKind.COPY):
+                trace(done, plan)
+
+        return told
+
+    def columns(self) -> dict[str, list[Any]]:
+        """[steps] each: the arm, and those that say what a step was and how long it took."""
+        return {
+            "arm": [row[COLUMNS["worker"]] for row in self._rows],
+            **{name: [row[COLUMNS[name]] for row in self._rows] for name in KEPT},
+        }
+
+
+def fit_columns(columns: Mapping[str, list[Any]]) -> dict[Kind, StepRegression]:
+    """Of both kinds, from columns as `StepRows.columns` has them. TooFewSteps where one has fewer than three."""
+    kinds = np.asarray(columns["kind"])
+
+    def own(kind: Kind, name: str) -> np.ndarray:
+        return np.asarray(columns[name])[kinds == kind]
+
+    return {
+        kind: StepRegression.of(
+            kind,
+            bucket=own(kind, "bucket"),
+            batch=own(kind, "batch"),
+            context_tokens=own(kind, "context_tokens"),
+            device_ns=own(kind, "device_ns"),
+        )
+        for kind in KINDS
+    }
+
+
+def as_model(fits: Mapping[Kind, StepRegression], source: str) -> dict[str, Any]:
+    """For JSON: what `step_model.StepModel.from_json` reads, and beside it how good each kind's times are."""
+    return {**{kind: _as_json(fit) for kind, fit in fits.items()}, "source": source}
+
+
+def _as_json(fit: StepRegression) -> dict[str, Any]:
+    fixed_ms, row_us, pair_ns = fit.coefficients
+    return {
+        "fixed_ms": fixed_ms,
+        "row_us": row_us,
+        "pair_ns": pair_ns,
+        "unidentified": fit.unidentified,
+        "at_zero": fit.at_zero,
+        "median_error": fit.median_error,
+        "p90_error": fit.p90_error,
+        "num_steps": len(fit.measured_ms),
+    }
+
+
+def spell_fit(fit: StepRegression) -> str:
+    """A line: what is not told by the steps has no number."""
+    named = zip(COEFFICIENTS, fit.coefficients, strict=True)
+    said = ", ".join(
+        f"{name} {'unidentified' if name in fit.unidentified else f'{value:.3f}'}" for name, value in named
+    )
+    errors = f"median error {fit.median_error:.1%}, p90 {fit.p90_error:.1%}"
+    return f"{fit.kind}: {said}; {errors}, {len(fit.measured_ms):,} steps"

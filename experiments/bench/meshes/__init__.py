@@ -1,0 +1,1 @@
+"""What meshes cost. Begin with `measure`."""

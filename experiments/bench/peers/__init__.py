@@ -1,0 +1,1 @@
+"""What our figures stand beside, and the checkpoint that all are asked."""

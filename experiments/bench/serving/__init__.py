@@ -1,0 +1,1 @@
+"""The whole stack as its clients see it."""

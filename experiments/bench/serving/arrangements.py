@@ -1,0 +1,199 @@
+"""Prefill and decode apart, against the same two devices each doing both: steady streams, and long prompts among them.
+
+A device is one core with one XLA thread. Disaggregated, the first has a prefill worker and the second a decode worker;
+aggregated, each has a worker that does both. The gateways and the load generator are not pinned and share those cores
+where there are no others, so what they took of a core is reported. Both arrangements are up all the time and get the
+same load in turn, round by round. Left out: more devices, and ratios of prefill to decode workers other than 1.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from random import Random
+
+from moonshard.experiments.bench.serving.streams import Seen, ask_grpc, random_prompt
+from moonshard.experiments.common.grid import Grid, number
+from moonshard.experiments.common.intervals import PERCENTILES
+from moonshard.experiments.common.running.deployment import deployed
+from moonshard.experiments.common.running.measurement import Measurement, Plan, Unit
+from moonshard.experiments.common.running.server import RunningServer, ServerFailed
+from moonshard.rpc.client import AsyncClient
+from moonshard.serving.config.keys import Config
+
+APART, TOGETHER = "disaggregated", "aggregated"
+LONG_MAX_TOKENS = 16
+WARM_S = 2.0  # of the same load, before what counts
+QUANTITIES: dict[str, Unit] = {
+    "TTFT, long prompts": "ms",
+    "TTFT, streams": "ms",
+    "ITL, streams": "ms",
+    "ITL from the second token on, streams": "ms",
+    "handoff gap, streams": "ms",
+    "output tokens, streams": "tokens/s",
+    "a core's share, gateway": "share",
+    "a core's share, load generator": "share",
+    "a core's share, workers": "share",
+}
+COLUMNS = (
+    *("what", "unit"),
+    *(f"{short} {q}" for short in ("PD", "agg.") for q in PERCENTILES),
+    *(f"ratio {q}" for q in PERCENTILES),
+    "n",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What the clients of one arrangement saw in one round, and what its processes spent."""
+
+    streams: Sequence[Seen]
+    long: Sequence[Seen]
+    elapsed_s: float
+    cpu_s: Mapping[str, float]  # by process; `client` is the load generator
+
+
+def measure_arrangements(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
+    """ServerFailed on a machine with one core, or where a process does not start."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise ServerFailed("comparing the arrangements needs two cores")
+    found: list[Measurement] = []
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(deployed(arranged, environment, cores=cores)).server
+            for name, arranged in ((APART, apart(config)), (TOGETHER, together(config)))
+        }
+        for index in range(plan.arrangement_rounds):
+            for name, server in servers.items():
+                found += of_load(name, asyncio.run(_load(server, plan, index)))
+    return found
+
+
+def apart(config: Config) -> Config:
+    """One prefill and one decode worker."""
+    roles = {"prefill": replace(config.prefill, replicas=1), "decode": replace(config.decode, replicas=1)}
+    return replace(config, mode="disaggregated", **roles)
+
+
+def together(config: Config) -> Config:
+    """Two workers that do both."""
+    return replace(config, mode="aggregated", decode=replace(config.decode, replicas=2))
+
+
+async def _load(server: RunningServer, plan: Plan, seed: int) -> Load:
+    async with AsyncClient(server.grpc) as client:
+        vocab_size = (await client.model_info()).vocab_size
+        await _Generator(client, plan, vocab_size, f"{seed} warm").run(min(WARM_S, plan.arrangement_s))
+        generator = _Generator(client, plan, vocab_size, f"{seed}")
+        before, begun_s = _cpu_s(server), time.perf_counter()
+        await generator.run(plan.arrangement_s)
+        elapsed_s = time.perf_counter() - begun_s
+        spent = {name: after - before[name] for name, after in _cpu_s(server).items()}
+    return Load(streams=generator.streams, long=generator.long, elapsed_s=elapsed_s, cpu_s=spent)
+
+
+class _Generator:
+    """Streams that follow one another without a pause, and a long prompt at every tick, whatever became of the last."""
+
+    def __init__(self, client: AsyncClient, plan: Plan, vocab_size: int, seed: str):
+        self.streams: list[Seen] = []
+        self.long: list[Seen] = []
+        self._client = client
+        self._plan = plan
+        self._vocab_size = vocab_size
+        self._seed = seed
+
+    async def run(self, duration_s: float) -> None:
+        """Begins nothing after `duration_s`, and returns when all has ended."""
+        end_s = time.perf_counter() + duration_s
+        async with asyncio.TaskGroup() as group:
+            for index in range(self._plan.num_streams):
+                group.create_task(self._stream(index, end_s))
+            random = Random(f"{self._seed} long")
+            while time.perf_counter() < end_s:
+                group.create_task(self._ask_long(self._prompt(random, self._plan.long_prompt_tokens)))
+                await asyncio.sleep(self._plan.long_prompt_every_s)
+
+    async def _stream(self, index: int, end_s: float) -> None:
+        random = Random(f"{self._seed} {index}")
+        while time.perf_counter() < end_s:
+            prompt = self._prompt(random, self._plan.context_tokens[0])
+            self.streams.append(await ask_grpc(self._client, prompt, self._plan.completion_tokens))
+
+    async def _ask_long(self, prompt: list[int]) -> None:
+        self.long.append(await ask_grpc(self._client, prompt, LONG_MAX_TOKENS))
+
+    def _prompt(self, random: Random, num_tokens: int) -> list[int]:
+        return random_prompt(random, self._vocab_size, num_tokens)
+
+
+def _cpu_s(server: RunningServer) -> dict[str, float]:
+    return {name: server.cpu_s(name) for name in server.pids} | {"client": time.process_time()}
+
+
+def of_load(arrangement: str, load: Load) -> list[Measurement]:
+    timings = [seen.timing for seen in load.streams if seen.timing is not None]
+    num_tokens = sum(len(seen.arrivals_ns) for seen in load.streams)
+    workers_s = sum(cpu_s for name, cpu_s in load.cpu_s.items() if name not in ("gateway", "client"))
+    samples: dict[str, list[float]] = {
+        "TTFT, long prompts": [seen.ttft_ms for seen in load.long],
+        "TTFT, streams": [seen.ttft_ms for seen in load.streams],
+        "ITL, streams": [gap_ms for seen in load.streams for gap_ms in seen.gaps_ms],
+        "ITL from the second token on, streams": [gap_ms for seen in load.streams for gap_ms in seen.gaps_ms[1:]],
+        "handoff gap, streams": [timing.handoff_gap_ms for timing in timings if timing.handoff_gap_ms],
+        "output tokens, streams": [num_tokens / load.elapsed_s],
+        "a core's share, gateway": [load.cpu_s["gateway"] / load.elapsed_s],
+        "a core's share, load generator": [load.cpu_s["client"] / load.elapsed_s],
+        "a core's share, workers": [workers_s / load.elapsed_s],
+    }
+    return [
+        Measurement(
+            level="arrangements", name=_name(quantity, arrangement), unit=QUANTITIES[quantity], samples=tuple(values)
+        )
+        for quantity, values in samples.items()
+        if values
+    ]
+
+
+def arrangement_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
+    """Both side by side. A ratio is disaggregated / aggregated."""
+    found = {one.name: one for one in measurements if one.level == "arrangements"}
+    rows = []
+    for quantity, unit in QUANTITIES.items():
+        ours, theirs = found.get(_name(quantity, APART)), found.get(_name(quantity, TOGETHER))
+        if ours is None:
+            continue
+        counts = " / ".join(str(len(one.samples)) for one in (ours, theirs) if one)
+        rows.append((quantity, unit, *_quantiles(ours), *_quantiles(theirs), *_ratios(ours, theirs), counts))
+    notes = (
+        f"Arrangements: two devices, each one core with one XLA thread; {plan.num_streams} streams without a pause "
+        f"({plan.context_tokens[0]} prompt tokens, {plan.completion_tokens} generated) and a prompt of "
+        f"{plan.long_prompt_tokens:,} tokens every {plan.long_prompt_every_s:g} s. Gateway and load generator are not "
+        "pinned. PD is one prefill and one decode worker, agg. two workers that do both; a ratio is PD / agg.: for "
+        "milliseconds, PD is better below 1. the first gap of a stream is its handoff.",
+    )
+    title = "Prefill and decode apart, and the same devices each doing both"
+    return Grid(title=title, columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())
+
+
+def _quantiles(one: Measurement | None) -> list[str]:
+    """A rate has one sample in each round: their median only."""
+    if one is None:
+        return [""] * len(PERCENTILES)
+    return [number(one.quantile(q)) if q == 0.5 or one.unit == "ms" else "" for q in PERCENTILES.values()]
+
+
+def _ratios(ours: Measurement, theirs: Measurement | None) -> list[str]:
+    if theirs is None:
+        return [""] * len(PERCENTILES)
+    return [
+        f"{ours.quantile(q) / theirs.quantile(q):.2f}" if (q == 0.5 or ours.unit == "ms") and theirs.quantile(q) else ""
+        for q in PERCENTILES.values()
+    ]
+
+
+def _name(quantity: str, arrangement: str) -> str:
+    return f"{quantity}, {arrangement}"

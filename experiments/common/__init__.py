@@ -1,0 +1,1 @@
+"""What all measuring has in common: fields of files, machines, intervals, tables. Imports no other room."""

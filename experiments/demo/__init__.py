@@ -1,0 +1,1 @@
+"""`moonshard demo`. Begin with `script`."""

@@ -1,0 +1,1 @@
+"""`moonshard eval`: held-out questions and how they were answered. Begin with `command`."""

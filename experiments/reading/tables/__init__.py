@@ -1,0 +1,1 @@
+"""Runs as tables, and what is computed from them."""

@@ -1,0 +1,1 @@
+"""`moonshard router-replay`: the router alone over a trace. Begin with `replay`."""

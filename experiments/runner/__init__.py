@@ -1,0 +1,1 @@
+"""Runs an experiment: its points, its trials, what each writes. Begin with `experiment` and `run`."""

@@ -1,0 +1,1 @@
+"""The committed studies: each a configuration, a notebook and what was found."""

@@ -1,0 +1,1 @@
+"""How often an agent's turn finds its session's KV again, by policy."""

@@ -1,0 +1,76 @@
+"""The rounds of the arms out of a run on the lab's runner: a trial is a round, its point says which arm.
+
+The oracle needs the prompts, which a run does not keep: the workload makes the same ones again.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from moonshard.experiments.common.fields import ExperimentError
+from moonshard.experiments.reading.tables.frames import TrialFrames
+from moonshard.experiments.reading.tables.run_tables import PointOf, RunTables
+from moonshard.experiments.studies.affinity.rounds import ArmName, Round, Turn
+from moonshard.experiments.workload.agents import oracle_cached_tokens
+from moonshard.experiments.workload.options import plan, read_workload
+
+POLICY = "server.routing.policy"
+ARM_OF: Mapping[object, ArmName] = {"random": "random", "affinity": "header", "cost": "cost"}
+
+
+def rounds_of(tables: RunTables) -> list[Round]:
+    """One for each trial. ExperimentError for a policy that is no arm, or a workload that cannot be made again."""
+    return [_round(tables, point, trial) for point in tables.points() for trial in point.trials]
+
+
+def _round(tables: RunTables, point: PointOf, trial: TrialFrames) -> Round:
+    arm = ARM_OF.get(point.record.settings[POLICY])
+    if arm is None:
+        raise ExperimentError(f"{point.record.label}: its policy is none of {', '.join(map(str, ARM_OF))}")
+    rows = trial.completed.sort("sent_ns")
+    oracle = oracle_cached_tokens(
+        _prompts(trial, rows["request_index"].to_list()), _number(point, "server.kv.block_size")
+    )
+    turns = [_turn(row, tokens) for row, tokens in zip(rows.iter_rows(named=True), oracle, strict=True)]
+    own = (pl.col("run") == point.run.path.name) & (pl.col("point") == point.record.number)
+    served = tables.server_requests.filter(own, pl.col("repeat") == trial.record.repeat)
+    computed = _computed(served, _number(point, "server.prefill.replicas"))
+    return Round(arm=arm, number=trial.record.repeat, turns=turns, computed_tokens=computed)
+
+
+def _prompts(trial: TrialFrames, indices: Sequence[int]) -> list[list[int]]:
+    faults: list[str] = []
+    options = read_workload(trial.record.workload, faults)
+    if options is None:
+        raise ExperimentError(*faults)
+    requests = plan(options, trial.record.model).requests
+    return [requests[index].prompt.tokens() for index in indices]
+
+
+def _turn(row: Mapping[str, Any], oracle_tokens: int) -> Turn:
+    return Turn(
+        session=int(row["session"].rpartition(" ")[2]),  # "session 7"
+        index=row["turn"],
+        sent_s=row["sent_ns"] / 1e9,
+        prompt_tokens=row["prompt_tokens"],
+        cached_tokens=row["cached_tokens"],
+        oracle_tokens=oracle_tokens,
+        ttft_ms=row["ttft_ms"],
+        handoff_gap_ms=row["handoff_gap_ms"],
+    )
+
+
+def _computed(served: pl.DataFrame, num_workers: int) -> dict[str, float]:
+    """Prompt tokens by prefill worker, those that were never chosen too."""
+    left = pl.col("prompt_tokens") - pl.col("cached_tokens")
+    by_worker = served.drop_nulls("prefill_worker").group_by("prefill_worker").agg(left.sum().alias("tokens"))
+    found = {str(worker): float(tokens) for worker, tokens in by_worker.iter_rows()}
+    return found | {f"idle {number}": 0.0 for number in range(len(found), num_workers)}
+
+
+def _number(point: PointOf, key: str) -> int:
+    value = point.record.settings[key]
+    if not isinstance(value, int):
+        raise ExperimentError(f"{point.record.label}: {key} is {value!r}")
+    return value

@@ -1,0 +1,1 @@
+"""What the size of a prefill chunk costs and buys."""

@@ -1,0 +1,1 @@
+"""What is refused, and what is still good, when more comes than can be served."""

@@ -1,0 +1,1 @@
+"""Prefill and decode apart, against both together."""

@@ -1,0 +1,1 @@
+"""How many workers should prefill, and how many decode."""

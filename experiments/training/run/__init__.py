@@ -1,0 +1,1 @@
+"""The training itself. Begin with `train` and `recipe`."""

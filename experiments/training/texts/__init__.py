@@ -1,0 +1,1 @@
+"""What the embedded model learns from. Begin with `corpus`."""

@@ -1,0 +1,1 @@
+"""Lessons in which tools are called."""

@@ -1,0 +1,44 @@
+"""Sessions of agents as prompts: each turn resends the whole context, and asks for something more.
+
+The same for every arrangement: what was answered before is the generator's true answer, not the model's. Left out:
+sending them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from moonshard.experiments.training.texts.conversation import HELD_OUT, Conversation, random_of
+from moonshard.experiments.training.texts.corpus import Text
+from moonshard.experiments.training.texts.tools.agents import agent_conversation
+from moonshard.experiments.training.texts.tools.tasks import prompt_tokens
+from moonshard.kv.prefix import block_names, root_name
+
+Session = tuple[tuple[int, ...], ...]  # the prompt of each turn
+_ROOT = root_name(b"oracle")
+
+
+def agent_sessions(text: Text, num_sessions: int, num_tokens: int, *, seed: int = 0) -> list[Session]:
+    """Each ends when its context has grown to about `num_tokens`."""
+    return [
+        tuple(_prompts(text, agent_conversation(random_of(HELD_OUT, seed, "affinity", number), HELD_OUT, num_tokens)))
+        for number in range(num_sessions)
+    ]
+
+
+def _prompts(text: Text, conversation: Conversation) -> Iterator[tuple[int, ...]]:
+    """One for each turn of the assistant, so also after every result of a tool."""
+    messages = conversation.messages()
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            yield tuple(prompt_tokens(text, messages[:index], conversation.tools))
+
+
+def oracle_cached_tokens(prompts: Sequence[Sequence[int]], block_size: int) -> list[int]:
+    """Of each prompt, in the order in which they came: what one cache without bound would have had of it."""
+    known: set[bytes] = set()
+    found = []
+    for prompt in prompts:
+        names = block_names(_ROOT, prompt, block_size)
+        num_known = next((index for index, name in enumerate(names) if name not in known), len(names))
+        found.append(min(num_known * block_size, len(prompt) - 1))
+        known.update(names)
+    return found

@@ -1,0 +1,1 @@
+"""Between text and what a chat means: templates, text out of tokens, tool calls. Knows no server."""

@@ -1,0 +1,1 @@
+"""What commands look at before they start processes."""

@@ -1,0 +1,20 @@
+"""A model folder's files, looked through before any process is started for them.
+
+Apart from who serves them: a gateway would find a damaged tokenizer only beside workers that load weights for minutes.
+Left out: whether the weights fit the configuration, which takes jax.
+"""
+
+from pathlib import Path
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises the error of the first file that cannot be read, as gateway and workers would: headers of weights only."""
+    from moonshard.models.checkpoint import Checkpoint
+    from moonshard.models.generation import load_generation_defaults
+    from moonshard.models.tokenizer import load_tokenizer
+    from moonshard.serving.chat.template import load_chat_template
+
+    Checkpoint.open(folder)
+    load_tokenizer(folder)
+    load_chat_template(folder)
+    load_generation_defaults(folder)

@@ -1,0 +1,49 @@
+"""Whether ports are free, asked before anything is loaded. The bind comes later and may yet fail."""
+
+import errno
+import socket
+from collections.abc import Mapping
+
+from moonshard.serving.config.faults import PORTS_PER_WORKER
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, port_key, port_of
+
+
+def check_ports_are_free(config: Config) -> None:
+    """ConfigError for a port of the gateway's that another process listens on."""
+    gateway = config.gateway
+    _check(gateway.host, {"gateway.port": gateway.port, "gateway.grpc_port": gateway.grpc_port})
+
+
+def check_worker_port_is_free(config: Config, role: WorkerRole) -> None:
+    """The same for that of a worker."""
+    _check(config.worker.host, {port_key(role): port_of(config, role)})
+
+
+def check_kv_ports_suffice(config: Config, *, num_workers: int) -> None:
+    """ConfigError where the workers of one machine find too few: the last would fail once all have compiled."""
+    ports, num_needed = config.kv.ports, num_workers * PORTS_PER_WORKER
+    if ports is None or config.mode == "aggregated" or config.kv.transport != "mooncake":
+        return
+    if (num_ports := ports[1] - ports[0] + 1) < num_needed:
+        raise ConfigError(
+            [f"kv.ports: {num_workers} workers need {num_needed} ports, {ports[0]} to {ports[1]} are {num_ports}"]
+        )
+
+
+def _check(host: str, ports: Mapping[str, int]) -> None:
+    faults = [f"{key}: {fault}" for key, port in ports.items() if (fault := _bind_fault(host, port, key))]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _bind_fault(host: str, port: int, key: str) -> str | None:
+    """Why nothing can listen there. A port that is merely in TIME_WAIT is free."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        hint = f"; --set {key}=0 takes any free port" if error.errno == errno.EADDRINUSE else ""
+        return f"cannot listen on {host}:{port}: {error.strerror}{hint}"
+    return None

@@ -1,0 +1,190 @@
+"""Values that are valid alone and do not fit together, each fault with the key to change.
+
+Apart from `keys`, which says what there is, and from `reading`, which reads it. What only a loaded model can tell
+(a slab smaller than one block, a context beyond the pool) is left to whoever loads it.
+"""
+
+import re
+from collections import Counter
+from urllib.parse import urlsplit
+
+from moonshard.serving.config.keys import (
+    MAX_DEVICES,
+    Config,
+    GatewayConfig,
+    KvConfig,
+    TelemetryConfig,
+    TlsConfig,
+    kv_host_of,
+)
+from moonshard.serving.config.loopback import is_loopback
+from moonshard.sharding.rules import MeshError, Rules, check_rules
+from moonshard.sharding.shape import MeshShape
+
+_NAME_AND_PORT = r"(\[[0-9a-f:.]+\]|[^\s/@?#:*\[\]A-Z]+)(:[0-9]{1,5})?"
+_HOST = re.compile(_NAME_AND_PORT)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://" + _NAME_AND_PORT)
+PORTS_PER_WORKER = 2  # of Mooncake: one for its handshake, one for the data
+
+
+def joint_faults(config: Config) -> list[str]:
+    """All of them; empty for a configuration that can be served."""
+    faults = [*_address_faults(config), *_size_faults(config), *_tls_faults(config.tls)]
+    faults += _telemetry_faults(config.telemetry)
+    if config.mode == "disaggregated":
+        faults += [*_handoff_faults(config), *_plane_faults(config)]
+    return faults
+
+
+def kv_plane_note(config: Config) -> str | None:
+    """What the logs say of a KV plane beyond loopback: who can reach it, in the words of the configuration."""
+    place = _beyond_loopback(config)
+    if config.mode == "aggregated" or place is None:
+        return None
+    _, host = place
+    if config.kv.transport == "mooncake" and config.kv.network_fence:
+        return f"the KV plane of {host} is not authenticated; its network is fenced: {config.kv.network_fence}"
+    if config.kv.allow_unauthenticated:
+        return f"the KV plane of {host} is open to whoever reaches it (kv.allow_unauthenticated)"
+    return None
+
+
+def _address_faults(config: Config) -> list[str]:
+    gateway = config.gateway
+    faults = [f"gateway.workers: expected host:port, got {w!r}" for w in gateway.workers if not _is_address(w)]
+    faults += [f"gateway.workers: {w!r} is named twice" for w, times in Counter(gateway.workers).items() if times > 1]
+    faults += _browser_faults(gateway)
+    if gateway.port == gateway.grpc_port != 0:
+        faults.append(f"gateway.grpc_port: {gateway.grpc_port} is gateway.port too; HTTP and gRPC need one each")
+    return faults
+
+
+def _browser_faults(gateway: GatewayConfig) -> list[str]:
+    """What no browser ever sends in Origin or Host would never be found there."""
+    faults = [
+        f"gateway.allowed_origins: expected *, null or an origin such as https://chat.example.com, got {origin!r}"
+        for origin in gateway.allowed_origins
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin)
+    ]
+    return faults + [
+        f"gateway.allowed_hosts: expected *, a name or name:port, in lower case, got {host!r}"
+        for host in gateway.allowed_hosts
+        if host != "*" and not _HOST.fullmatch(host)
+    ]
+
+
+def _size_faults(config: Config) -> list[str]:
+    prefill, decode, kv = config.prefill, config.decode, config.kv
+    faults = []
+    if prefill.chunk_tokens % kv.block_size:
+        faults.append(
+            f"prefill.chunk_tokens: {prefill.chunk_tokens} is not a multiple of kv.block_size ({kv.block_size})"
+        )
+    roles = {"decode": decode} if config.mode == "aggregated" else {"prefill": prefill, "decode": decode}
+    for name, role in roles.items():
+        if role.mesh.num_devices > MAX_DEVICES:
+            faults.append(f"{name}.mesh: {role.mesh} is {role.mesh.num_devices} devices; at most {MAX_DEVICES}")
+        faults += _rule_faults(name, role.mesh, role.rules, kv.block_size)
+    faults += [
+        f"{name}.max_slots: {role.max_slots} cannot be shared out equally among the "
+        f"{role.mesh.num_partitions} partitions (data x expert) of {name}.mesh"
+        for name, role in roles.items()
+        if role.max_slots % role.mesh.num_partitions
+    ]
+    faults += [
+        f"{name}.redundant_experts: {role.redundant_experts} copies, but no {name}.expert_loads that says of which"
+        for name, role in roles.items()
+        if role.redundant_experts and role.expert_loads is None
+    ]
+    return faults
+
+
+def _rule_faults(name: str, mesh: MeshShape, rules: Rules, block_size: int) -> list[str]:
+    try:
+        check_rules(rules)
+    except MeshError as error:
+        return [f"{name}.{error}"]
+    if rules.kv_tokens and block_size % mesh.tensor:
+        return [f"{name}.rules.kv_tokens: mesh.tensor = {mesh.tensor} does not divide kv.block_size ({block_size})"]
+    return []
+
+
+def _tls_faults(tls: TlsConfig) -> list[str]:
+    files = {"tls.cert": tls.cert, "tls.key": tls.key, "tls.ca": tls.ca}
+    named = [key for key, path in files.items() if path is not None]
+    if not named or len(named) == len(files):
+        return []
+    missing = [key for key in files if key not in named]
+    return [f"{key}: not set, but {' and '.join(named)} is; [tls] needs all three files or none" for key in missing]
+
+
+def endpoint_fault(endpoint: str) -> str | None:
+    """Why nothing can be exported there; None where it may. What might be a password is not quoted."""
+    if "@" in endpoint:
+        return (
+            "names a user or a password (@), which logs and command lines would show; what a collector asks for goes "
+            "into OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    try:
+        url = urlsplit(endpoint)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # of a port or an address
+        is_url = False
+    return None if is_url else f"expected http://host:port or https://host:port, got {endpoint!r}"
+
+
+def _telemetry_faults(telemetry: TelemetryConfig) -> list[str]:
+    fault = None if telemetry.endpoint is None else endpoint_fault(telemetry.endpoint)
+    return [] if fault is None else [f"telemetry.endpoint: {fault}"]
+
+
+def _handoff_faults(config: Config) -> list[str]:
+    faults = []
+    if config.kv.transport == "inproc":
+        faults.append("kv.transport: inproc joins the workers of one process only; use mooncake or grpc")
+    if config.kv.lease_s <= config.gateway.queue_timeout_s:
+        faults.append(
+            f"kv.lease_s: {config.kv.lease_s:g} includes the wait for a decode worker, and must be more than "
+            f"gateway.queue_timeout_s ({config.gateway.queue_timeout_s:g})"
+        )
+    if config.prefill.port == config.decode.port != 0:
+        faults.append(f"decode.port: {config.decode.port} is prefill.port too; they need one each")
+    if kv_host_of(config) in ("0.0.0.0", "::"):
+        faults.append(f"kv.host: peers reach no machine at {kv_host_of(config)}; name this one")
+    if config.kv.ports and config.kv.ports[1] - config.kv.ports[0] + 1 < PORTS_PER_WORKER:
+        first, last = config.kv.ports
+        faults.append(f"kv.ports: a worker listens at {PORTS_PER_WORKER} ports, {first} to {last} are fewer")
+    return faults
+
+
+def _plane_faults(config: Config) -> list[str]:
+    """Whether KV would be served beyond loopback to whoever reaches it without the user having said so."""
+    place = _beyond_loopback(config)
+    if place is None or config.kv.allow_unauthenticated or _is_fenced(config.kv, config.tls):
+        return []
+    key, host = place
+    if config.kv.transport == "mooncake":
+        return [
+            f"{key}: {host} is not loopback, and Mooncake listens on all interfaces, without authentication: whoever "
+            "reaches its ports can write into and read from registered memory. Fence its network, say how in "
+            "kv.network_fence and set tls.cert, tls.key and tls.ca; or set kv.allow_unauthenticated = true"
+        ]
+    return [
+        f"{key}: {host} is not loopback, and gRPC without [tls] is plain text without authentication: set tls.cert, "
+        "tls.key and tls.ca; or set kv.allow_unauthenticated = true"
+    ]
+
+
+def _is_fenced(kv: KvConfig, tls: TlsConfig) -> bool:
+    return tls.is_complete and (kv.transport == "grpc" or kv.network_fence is not None)
+
+
+def _beyond_loopback(config: Config) -> tuple[str, str] | None:
+    """(key, host) of the first that other machines may reach; a name other than localhost may mean anything."""
+    hosts = {"worker.host": config.worker.host, "kv.host": config.kv.host}
+    return next(((key, host) for key, host in hosts.items() if host and not is_loopback(host)), None)
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= 65_535

@@ -1,0 +1,1 @@
+"""Which requests a worker's next step computes, and with which blocks. Begin with `scheduler`."""

@@ -1,0 +1,40 @@
+"""What the scheduler has done so far and what it holds now, for the router and the metrics. Left out: time."""
+
+from dataclasses import dataclass
+
+from moonshard.serving.control.plan import DecodePlan, Plan, PrefillPlan
+
+
+@dataclass(kw_only=True, slots=True)
+class Totals:
+    """Counts since the start. Steps and their tokens are counted at launch, wasted tokens when they arrive."""
+
+    num_preemptions: int = 0
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0  # that need not be prefilled, of sequences when they were first admitted
+    decode_tokens: int = 0
+    wasted_tokens: int = 0  # drawn for a sequence that had ended
+
+    def count_launch(self, plan: Plan) -> None:
+        if isinstance(plan, PrefillPlan):
+            self.num_prefill_steps += 1
+            self.prefill_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
+        elif isinstance(plan, DecodePlan):
+            self.num_decode_steps += 1
+            self.decode_tokens += len(plan.rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counters:
+    """A snapshot. `num_running` and `num_waiting` count choices, and every unfinished choice is one or the other.
+
+    Those that wait for a slot with their KV in place count as waiting, and add nothing to `queued_tokens`.
+    """
+
+    totals: Totals
+    num_running: int
+    num_waiting: int
+    queued_tokens: tuple[int, ...]  # by partition: still to be prefilled for what has been accepted
+    active_tokens: tuple[int, ...]  # by partition: known or drawn, of running sequences

@@ -1,0 +1,71 @@
+"""The steps of a scheduler between decision and completion: decided, handed out, completed, in one order.
+
+Stands apart from the scheduler because it decides nothing; it numbers the steps and remembers what each one uses. Left
+out: what a completion means.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonshard.serving.control.batching.sequence import Stay
+from moonshard.serving.control.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A plan, the stays it uses, those it draws a token for, and blocks that are held for it alone."""
+
+    plan: Plan
+    stays: tuple[Stay, ...]
+    drawing: tuple[Stay, ...] = ()
+    borrowed: tuple[tuple[int, int], ...] = ()  # (partition, block)
+
+
+class Launches:
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._outbox: deque[Launch] = deque()  # decided, not handed out
+        self._in_flight: deque[Launch] = deque()  # handed out, not completed
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_decided(self) -> bool:
+        """Whether a step is ready to be handed out."""
+        return bool(self._outbox)
+
+    def next_number(self) -> int:
+        """For the plan that is pushed next."""
+        return next(self._numbers)
+
+    def push(
+        self,
+        plan: Plan,
+        stays: Sequence[Stay],
+        drawing: Sequence[Stay] = (),
+        borrowed: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """From now on the stays keep what they hold, until the step has completed.
+
+        References to `borrowed` blocks go over to the step, and are released by whoever completes it.
+        """
+        for stay in stays:
+            stay.num_in_flight += 1
+        self._outbox.append(Launch(plan=plan, stays=tuple(stays), drawing=tuple(drawing), borrowed=tuple(borrowed)))
+
+    def hand_out(self) -> Plan | None:
+        """The next step, from now on in flight."""
+        if not self._outbox:
+            return None
+        self._in_flight.append(self._outbox.popleft())
+        return self._in_flight[-1].plan
+
+    def complete(self, number: int) -> Launch:
+        """The oldest step in flight. Raises ValueError where that has another number."""
+        if not self._in_flight or self._in_flight[0].plan.number != number:
+            raise ValueError(f"step {number} is not the oldest in flight")
+        return self._in_flight.popleft()

@@ -1,0 +1,140 @@
+"""Who waits for a slot, in which order, and who is turned away.
+
+Stands apart from the scheduler because its rules are about requests and time, not about steps. Two lines, served as
+one, the oldest first: the sequences that come back (preempted, too many to fork, or resumed from another worker), and
+the queue of requests that were never admitted, which alone is bounded and alone expires. Left out: whether there is
+room, and those that wait with their KV, for a slot alone (`landed`).
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from heapq import merge
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.control.batching.sequence import Accepted, Sequence, finish_reason
+from moonshard.serving.control.request import Request
+
+
+class Rejected(Exception):
+    """A request that this worker does not serve."""
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.message = message
+
+
+class NeverFits(Rejected):
+    """As asked, the request can never be served; `field` of the request says why."""
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message)
+        self.field = field
+
+
+class QueueFull(Rejected):
+    def __init__(self, retry_after_s: float):
+        super().__init__("the queue is full")
+        self.retry_after_s = retry_after_s
+
+
+class QueueTimeout(Rejected):
+    def __init__(self, retry_after_s: float):
+        super().__init__(f"no room within {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
+
+def check_fits(request: Request, max_context_tokens: int, pool: BlockPool) -> None:
+    """Raises NeverFits where even an empty worker could not run one choice to its last token."""
+    if not request.prompt:
+        raise NeverFits("prompt", "the prompt is empty")
+    if request.max_tokens < 1:
+        raise NeverFits("max_tokens", f"max_tokens is {request.max_tokens}, at least 1 is needed")
+    if request.n < 1:
+        raise NeverFits("n", f"n is {request.n}, at least 1 is needed")
+    num_tokens = len(request.prompt) + request.max_tokens
+    capacity_tokens = min(max_context_tokens, pool.blocks_per_partition * pool.block_size)
+    if num_tokens > capacity_tokens:
+        field = "prompt" if len(request.prompt) >= capacity_tokens else "max_tokens"
+        raise NeverFits(field, f"prompt and max_tokens are {num_tokens} tokens, {capacity_tokens} fit")
+
+
+def check_resumed(request: Request, resumed: Mapping[int, tuple[int, ...]]) -> None:
+    """Raises NeverFits where the tokens generated elsewhere leave nothing to go on with."""
+    if not resumed:
+        raise NeverFits("resumed", "no choice goes on")
+    for choice, tokens in resumed.items():
+        if not 0 <= choice < request.n:
+            raise NeverFits("resumed", f"there is no choice {choice} of {request.n}")
+        if any(finish_reason(request, token, count) for count, token in enumerate(tokens, start=1)):
+            raise NeverFits("resumed", f"choice {choice} ends within its {len(tokens)} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    accepted: Accepted
+    added_s: float
+
+
+class WaitingLine:
+    """The order in which the sequences of a partition are admitted."""
+
+    def __init__(self, queue_timeout_s: float):
+        self._queue_timeout_s = queue_timeout_s
+        self._returning: list[Sequence] = []  # oldest first
+        self._queue: deque[_Queued] = deque()  # whose leader was never admitted, oldest first
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to be prefilled for everyone here, as far as was known when they came.
+
+        Choices that will be forked need none.
+        """
+        accepted = [queued.accepted for queued in self._queue]
+        queued = sum(len(each.request.prompt) - each.num_known_tokens for each in accepted)
+        return queued + sum(sequence.num_tokens for sequence in self._returning)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that were never admitted."""
+        return len(self._queue)
+
+    def head_wait_s(self, now_s: float) -> float:
+        """How long the first of those who were never admitted has waited; 0 where there is none."""
+        return now_s - self._queue[0].added_s if self._queue else 0.0
+
+    def append(self, accepted: Accepted, now_s: float) -> None:
+        self._queue.append(_Queued(accepted, now_s))
+
+    def come_back(self, sequence: Sequence) -> None:
+        insort(self._returning, sequence, key=lambda sequence: sequence.order)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Who may be admitted, the oldest first: of a request never admitted, the leader."""
+        leaders = (queued.accepted.leader for queued in self._queue)
+        return merge(self._returning, leaders, key=lambda sequence: sequence.order)
+
+    def head(self) -> Sequence | None:
+        """Whose turn it is, the oldest here."""
+        return next(iter(self), None)
+
+    def take(self, sequence: Sequence) -> None:
+        """One of those here was admitted."""
+        if sequence in self._returning:
+            self._returning.remove(sequence)
+        else:
+            self._queue.remove(next(queued for queued in self._queue if queued.accepted is sequence.accepted))
+
+    def remove(self, accepted: Accepted) -> None:
+        """Everything of one request, which need not be here."""
+        self._queue = deque(queued for queued in self._queue if queued.accepted is not accepted)
+        self._returning = [sequence for sequence in self._returning if sequence.accepted is not accepted]
+
+    def expire(self, now_s: float) -> list[tuple[bytes, QueueTimeout]]:
+        """Takes out the requests that waited too long for their first admission. Whoever once ran never expires."""
+        expired = []
+        while self._queue and now_s - self._queue[0].added_s > self._queue_timeout_s:
+            request_id = self._queue.popleft().accepted.request.id
+            expired.append((request_id, QueueTimeout(retry_after_s=self._queue_timeout_s)))
+        return expired

@@ -1,0 +1,310 @@
+"""Which step runs next: continuous batching with chunked prefill, preemption and forks, as a pure state machine.
+
+Stands apart from the engine so that a laptop or a simulator runs the very object that serves. Four verbs drive it:
+`add` accepts a request, `join` one that was prefilled elsewhere, `schedule` decides a step and counts it as launched,
+`complete` takes a step's results, in launch order. Steps may be launched before the results of earlier ones are known;
+the device feeds each drawn token to the next step itself. Everything follows from four rules:
+
+- Oldest first, within a partition. Growth preempts the youngest, be it running or only holding blocks, and the oldest
+  is never preempted: something always finishes. Who waits for a slot is overtaken only beside a prefill that a step
+  cannot finish, by those that fit whole into a share of that step, and neither of its own slot nor of its blocks.
+- Growth before admission. Running sequences take the blocks they need next before anyone enters, so that a preempted
+  sequence cannot take back at once what it had to give.
+- In each partition one prefill at a time is unfinished: at most one sequence is cut by the end of a step's budget.
+- What a launched step uses stays held until that step has completed, whatever happened meanwhile.
+
+Blocks that others hold, leased to handoffs in progress, are only fewer to grow into: where they alone are in the way,
+`schedule` has nothing to run until they come back. Left out: token values, sampling, stop strings, routing, and the
+clock, which is an argument.
+Sources: Orca (OSDI 2022), PagedAttention (arXiv:2309.06180), Sarathi-Serve (arXiv:2403.02310); that short prompts pass
+long ones, vLLM's partial prefills (pull request 10235).
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from moonshard.kv.blocks import BlockPool, PartitionCounts
+from moonshard.kv.prefix import PrefixCache
+from moonshard.serving.control.batching.counters import Counters, Totals
+from moonshard.serving.control.batching.landed import Joiner
+from moonshard.serving.control.batching.launches import Launches
+from moonshard.serving.control.batching.partition import Lane, LaneConfig
+from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, check_fits, check_resumed
+from moonshard.serving.control.batching.sequence import Accepted, Phase, Stay, finish_reason
+from moonshard.serving.control.plan import DecodePlan, Delivered, Plan, PrefillPlan, Results, Sampled
+from moonshard.serving.control.request import Output, Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig(LaneConfig):
+    """What each partition has, and for the whole worker the longest context, the queue and the microbatches.
+
+    An equal share of the queue is each partition's own, however long the others' are.
+    """
+
+    max_context_tokens: int
+    max_queued_requests: int
+    has_prefix_cache: bool = True
+    num_microbatches: int = 1  # parts of the slots that decode in turn, so that the stages of a pipeline all have work
+
+    def __post_init__(self) -> None:
+        LaneConfig.__post_init__(self)  # super() without arguments does not find its class in one with slots
+        if self.max_queued_requests < 1:
+            raise ValueError("the queue holds at least 1 request")
+        if not 1 <= self.num_microbatches <= self.slots_per_partition:
+            raise ValueError("there is at least 1 microbatch, and at least 1 slot in each")
+
+
+class Scheduler:
+    """The step loop's decisions for one worker, whatever its part: what it need not prefill, it is given by `join`."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool):
+        self.config = config
+        self._pool = pool
+        self._accepted: dict[bytes, Accepted] = {}
+        self._launches = Launches()
+        self._totals = Totals()
+        self.cache = PrefixCache(pool, is_on=config.has_prefix_cache)
+        self._lanes = tuple(
+            Lane(config, pool, self.cache, partition, self._launches, self._totals)
+            for partition in range(pool.num_partitions)
+        )
+        self._is_decode_next = False
+        self._microbatch = 0  # the one that decoded last
+        self._arrivals = itertools.count()
+
+    # ---- requests come and go
+
+    def check(self, request: Request, partition: int | None = None) -> None:
+        """Raises NeverFits where `add` or `join` would refuse the request, however much room there is."""
+        if partition is not None and not 0 <= partition < len(self._lanes):
+            raise NeverFits("partition", f"there is no partition {partition} of {len(self._lanes)}")
+        if request.id in self._accepted:
+            raise NeverFits("id", "a request with this id is being served")
+        check_fits(request, self.config.max_context_tokens, self._pool)
+
+    def add(
+        self,
+        request: Request,
+        now_s: float,
+        resumed: Mapping[int, tuple[int, ...]] | None = None,
+        partition: int | None = None,
+    ) -> None:
+        """Accept a request. Raises NeverFits or QueueFull, and then keeps nothing of it.
+
+        `partition` is where it will live; None: where the fewest tokens are, queued or held, the lowest of equals.
+        `resumed` are the tokens that each choice has that did not end elsewhere, none of them its last. Only these
+        choices live here. They wait as those who come back do: no queue is too full for them, and they never expire.
+        """
+        self.check(request, partition)
+        lane = self._emptiest() if partition is None else self._lanes[partition]
+        if resumed is None:
+            self._check_room(lane, now_s)
+            accepted = self._accept(request, dict.fromkeys(range(request.n), ()))
+            accepted.num_known_tokens = lane.seating.num_known_tokens(accepted.leader)
+            lane.waiting.append(accepted, now_s)
+            return
+        check_resumed(request, resumed)
+        for sequence in self._accept(request, resumed, is_resumed=True).choices:
+            lane.waiting.come_back(sequence)
+
+    def _emptiest(self) -> Lane:
+        return min(self._lanes, key=lambda lane: lane.queued_tokens + lane.active_tokens)
+
+    def _check_room(self, lane: Lane, now_s: float) -> None:
+        """Raises QueueFull. The head's wait so far is the best guess at how long a place in this queue takes."""
+        share = -(-self.config.max_queued_requests // len(self._lanes))
+        num_queued = sum(lane.waiting.num_queued for lane in self._lanes)
+        if num_queued >= self.config.max_queued_requests and lane.waiting.num_queued >= share:
+            raise QueueFull(retry_after_s=max(1.0, lane.waiting.head_wait_s(now_s)))
+
+    def join(self, request: Request, partition: int, block_table: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
+        """Accept a request whose prompt's KV is in used blocks, one reference each, which pass over to the scheduler.
+
+        `tokens` are the first of each choice, drawn elsewhere; a choice that ends with its first gives no output.
+        False: all ended, the blocks are released and nothing is kept. Raises NeverFits, and then takes nothing.
+        """
+        self.check(request, partition)
+        if len(tokens) != request.n:
+            raise NeverFits("tokens", f"{len(tokens)} first tokens came for {request.n} choices")
+        for block, name in zip(block_table, request.block_names, strict=False):
+            self.cache.note(partition, block, name)  # also of one that never gets a slot
+        going_on = {choice: (token,) for choice, token in enumerate(tokens) if finish_reason(request, token, 1) is None}
+        if not going_on:
+            self._pool.release(partition, block_table[::-1])
+            return False
+        leader = self._accept(request, going_on).leader
+        self._lanes[partition].joiners.append(Joiner(leader=leader, blocks=block_table))
+        return True
+
+    def _accept(
+        self, request: Request, generated: Mapping[int, tuple[int, ...]], *, is_resumed: bool = False
+    ) -> Accepted:
+        arrival = next(self._arrivals)
+        accepted = Accepted(request=request, arrival=arrival, is_resumed=is_resumed, generated=generated)
+        self._accepted[request.id] = accepted
+        return accepted
+
+    def cancel(self, request_id: bytes) -> bool:
+        """End a request without a word; says whether it was there. What is in flight for it is dropped on arrival."""
+        accepted = self._accepted.pop(request_id, None)
+        if accepted is None:
+            return False
+        for lane in self._lanes:
+            lane.remove(accepted)
+        return True
+
+    def expire(self, now_s: float) -> list[tuple[bytes, QueueTimeout]]:
+        """End the requests that waited too long for their first admission; one that once ran never expires."""
+        expired = [late for lane in self._lanes for late in lane.waiting.expire(now_s)]
+        for request_id, _ in expired:
+            del self._accepted[request_id]
+        return expired
+
+    # ---- steps are launched
+
+    def schedule(self) -> Plan | None:
+        """The next step, from now on counted as launched; None when nothing can run before a step completes."""
+        if not self._launches.has_decided:
+            self._decide()
+        plan = self._launches.hand_out()
+        if plan is not None:
+            self._totals.count_launch(plan)
+        return plan
+
+    def _decide(self) -> None:
+        """Prefill and decode take turns while both have work."""
+        for lane in self._lanes:
+            lane.seating.seat_joiners()
+        ready = [stay for lane in self._lanes for stay in lane.ready_to_decode()]
+        is_decode_turn = bool(ready) and self._is_decode_next
+        if is_decode_turn or not self._launch_prefill():
+            self._launch_decode(ready)
+
+    def _launch_decode(self, ready: list[Stay]) -> None:
+        ready = self._next_microbatch(ready)
+        if not ready:
+            return
+        rows = tuple(stay.row() for stay in ready)
+        for stay in ready:
+            stay.num_computed += 1
+            stay.num_pending += 1
+        self._launches.push(DecodePlan(number=self._launches.next_number(), rows=rows), ready, drawing=ready)
+        self._is_decode_next = False
+
+    def _next_microbatch(self, ready: list[Stay]) -> list[Stay]:
+        """Those of the next microbatch that has any: its step runs in the stages that the one before has left."""
+        count = self.config.num_microbatches
+        for microbatch in range(self._microbatch + 1, self._microbatch + 1 + count):
+            found = [stay for stay in ready if stay.slot.index % count == microbatch % count]
+            if found:
+                self._microbatch = microbatch % count
+                return found
+        return []
+
+    def _launch_prefill(self) -> bool:
+        parts = [lane.fill_prefill() for lane in self._lanes]
+        chunks = tuple(chunk for part in parts for chunk in part.chunks)
+        if not chunks:
+            return False
+        drawing = [stay for part in parts for stay in part.drawing]
+        plan = PrefillPlan(number=self._launches.next_number(), chunks=chunks)
+        self._launches.push(plan, [stay for part in parts for stay in part.stays], drawing)
+        for stay in drawing:
+            stay.phase, stay.num_computed, stay.num_pending = Phase.DECODE, stay.sequence.num_tokens, 1
+        for lane, part in zip(self._lanes, parts, strict=True):
+            lane.seating.copy_tails(part.forks)
+        self._is_decode_next = True
+        return True
+
+    # ---- steps complete
+
+    def complete(self, number: int, results: Results) -> Delivered:
+        """Take the results of the oldest step in flight, one for each sequence it drew a token for.
+
+        Raises ValueError for any other step: completing out of order would release what a step still uses.
+        """
+        launch = self._launches.complete(number)
+        for partition, block in launch.borrowed:
+            self._pool.release(partition, (block,))
+        outputs = [
+            output for stay in launch.drawing if (output := self._deliver(stay, results[stay.sequence.id])) is not None
+        ]
+        for stay in launch.stays:
+            stay.num_in_flight -= 1
+            self._lane_of(stay).settle(stay)
+        finished = dict.fromkeys(output.sequence.request_id for output in outputs if output.finish)
+        ended = tuple(request_id for request_id in finished if request_id not in self._accepted)
+        return Delivered(outputs=tuple(outputs), ended=ended)
+
+    def _deliver(self, stay: Stay, sampled: Sampled) -> Output | None:
+        """Hand on one token; None where the sequence has ended since it was drawn."""
+        stay.num_pending -= 1
+        if stay.phase is Phase.ENDED:
+            self._totals.wasted_tokens += 1
+            return None
+        finish = stay.sequence.append(sampled.token)
+        self._lane_of(stay).residents.note(stay)
+        if finish is not None:
+            self._finish(stay)
+        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+        is_first = len(stay.sequence.generated) == 1
+        return Output(
+            sequence=stay.sequence.id,
+            token_ids=(sampled.token,),
+            logprobs=logprobs,
+            finish=finish,
+            num_cached_tokens=(stay.sequence.num_cached_tokens or 0) if is_first else 0,
+        )
+
+    def _finish(self, stay: Stay) -> None:
+        accepted = stay.sequence.accepted
+        accepted.num_live -= 1
+        if accepted.num_live == 0:
+            del self._accepted[accepted.request.id]
+        self._lane_of(stay).leave(stay, Phase.ENDED)
+
+    def _lane_of(self, stay: Stay) -> Lane:
+        return self._lanes[stay.slot.partition]
+
+    # ---- what others may know
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing accepted and nothing in flight: every slot is free, and every block that was taken here."""
+        return not (self._accepted or self._launches.has_decided or self._launches.num_in_flight)
+
+    def counts(self, partition: int) -> PartitionCounts:
+        return self._pool.counts(partition)
+
+    def num_free_slots(self, partition: int) -> int:
+        return self._lanes[partition].residents.num_free_slots
+
+    def num_free_seats(self, partition: int) -> int:
+        """The free slots that are left once all who have joined there sit; below 0 where they lack some."""
+        return self._lanes[partition].num_free_seats
+
+    def joining_tokens(self, partition: int) -> int:
+        """Of those who have joined there and wait for a slot."""
+        return self._lanes[partition].joining_tokens
+
+    def num_sequences(self, partition: int) -> int:
+        """Those that may need another block of the partition: what runs there, and what has joined there."""
+        return self._lanes[partition].num_sequences
+
+    def num_blocks_due(self, partition: int) -> int:
+        """What the next of those who wait there needs: whoever takes blocks from outside should leave as many."""
+        return self._lanes[partition].seating.num_blocks_due
+
+    def counters(self) -> Counters:
+        """A snapshot; costs O(accepted requests)."""
+        num_running = sum(len(lane.residents.running()) for lane in self._lanes)
+        num_live = sum(accepted.num_live for accepted in self._accepted.values())
+        return Counters(
+            totals=replace(self._totals),
+            num_running=num_running,
+            num_waiting=num_live - num_running,
+            queued_tokens=tuple(lane.queued_tokens for lane in self._lanes),
+            active_tokens=tuple(lane.active_tokens for lane in self._lanes),
+        )

@@ -1,0 +1,172 @@
+"""The scheduler's mutable records: an accepted request, its sequences, and each sequence's stay in a slot.
+
+Three types, because their lives differ. A request is accepted once; a sequence lives as long as its choice and knows
+what was generated; a stay lasts from admission to release, and a preempted sequence has several. A step in flight
+refers to the stay, so that its result can never reach a later occupant of the slot. Lengths are derived from these, not
+stored twice. Left out: every decision, which is the scheduler's.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
+
+from moonshard.kv.prefix import BlockName, block_names
+from moonshard.serving.control.plan import DecodeRow, LoadPlan, PrefillChunk
+from moonshard.serving.control.request import FinishReason, Request, SequenceId, SlotId
+
+
+def finish_reason(request: Request, token: int, num_generated: int) -> FinishReason | None:
+    """Whether `token` ends a choice, as its `num_generated`-th. A stop token is part of the output."""
+    if token in request.stop_token_ids and num_generated > request.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_generated >= request.max_tokens else None
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Accepted:
+    """A request that has not ended, made with the choices that go on and the tokens each of them has already."""
+
+    request: Request
+    arrival: int  # counts accepted requests
+    is_resumed: bool = False  # it began in another worker, and none of its choices waits for another
+    generated: InitVar[Mapping[int, tuple[int, ...]]]
+    choices: tuple["Sequence", ...] = field(init=False)
+    num_live: int = field(init=False)  # choices without a finish reason
+    num_known_tokens: int = field(default=0, init=False)  # of the prompt, in the cache when it came
+    to_fork: list["Sequence"] = field(init=False)  # choices in no line: they enter with the leader, or come back
+
+    def __post_init__(self, generated: Mapping[int, tuple[int, ...]]) -> None:
+        self.choices = tuple(
+            Sequence(id=SequenceId(self.request.id, choice), accepted=self, generated=list(tokens))
+            for choice, tokens in generated.items()
+        )
+        self.num_live = len(self.choices)
+        self.to_fork = [] if self.is_resumed else list(self.choices[1:])
+
+    @property
+    def leader(self) -> "Sequence":
+        """The choice for which the others wait."""
+        return self.choices[0]
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Sequence:
+    """One choice: the tokens known so far."""
+
+    id: SequenceId
+    accepted: Accepted
+    generated: list[int] = field(default_factory=list)
+    num_cached_tokens: int | None = None  # when it was first admitted; None before
+    _names: list[BlockName] = field(default_factory=list)
+
+    @property
+    def request(self) -> Request:
+        return self.accepted.request
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """Who came first; the oldest is never preempted for another. The resumed came before all that began here."""
+        return not self.accepted.is_resumed, self.accepted.arrival, self.id.choice
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.generated)
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Known tokens at positions [start, end), without building the whole."""
+        num_prompt = len(self.request.prompt)
+        generated = self.generated[max(0, start - num_prompt) : max(0, end - num_prompt)]
+        return self.request.prompt[start:end] + tuple(generated)
+
+    def names(self, num_blocks: int, block_size: int) -> list[BlockName]:
+        """Of the first so many blocks, all of whose tokens are known."""
+        if not self._names:
+            self._names += self.request.block_names
+        num_named = len(self._names)
+        if num_named < num_blocks:
+            parent = self._names[-1] if self._names else self.request.prefix_root
+            rest = self.tokens(num_named * block_size, num_blocks * block_size)
+            self._names += block_names(parent, rest, block_size)
+        return self._names[:num_blocks]
+
+    def append(self, token: int) -> FinishReason | None:
+        """Take a token; says whether it was the last."""
+        self.generated.append(token)
+        return finish_reason(self.request, token, len(self.generated))
+
+
+class Phase(enum.Enum):
+    """Where a stay stands. The last two schedule nothing more and leave when nothing of theirs is in flight."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    ENDED = "ended"
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Stay:
+    """A sequence in a slot, with the blocks it holds."""
+
+    sequence: Sequence
+    slot: SlotId
+    blocks: tuple[int, ...]
+    phase: Phase = Phase.PREFILL
+    num_computed: int = 0  # tokens whose KV is written once every launched step has run
+    num_pending: int = 0  # tokens drawn by launched steps that the host has not seen
+    num_in_flight: int = 0  # launched steps that use the slot or the blocks
+    num_noted: int = 0  # blocks whose names the cache was told
+
+    @property
+    def is_running(self) -> bool:
+        return self.phase is Phase.PREFILL or self.phase is Phase.DECODE
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether launched steps draw the last token that may be drawn."""
+        return len(self.sequence.generated) + self.num_pending >= self.sequence.request.max_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens whose KV no launched step writes."""
+        return self.sequence.num_tokens - self.num_computed
+
+    @property
+    def can_decode(self) -> bool:
+        return self.phase is Phase.DECODE and not self.is_exhausted
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether its blocks come back without anything more being launched."""
+        return not self.is_running or (self.phase is Phase.DECODE and self.is_exhausted)
+
+    @property
+    def num_complete_tokens(self) -> int:
+        """Whose KV is written once every launched step has run, and which the host knows."""
+        return min(self.num_computed, self.sequence.num_tokens)
+
+    def load(self, number: int) -> LoadPlan:
+        sequence = self.sequence
+        history = sequence.tokens(0, sequence.num_tokens)
+        return LoadPlan(number=number, sequence=sequence.id, request=sequence.request, slot=self.slot, history=history)
+
+    def chunk(self, end: int, samplers: "list[Stay]") -> PrefillChunk:
+        """From what is computed up to position `end`; `samplers` draw their next token from its last logits."""
+        return PrefillChunk(
+            sequence=self.sequence.id,
+            request=self.sequence.request,
+            slot=self.slot,
+            start=self.num_computed,
+            tokens=self.sequence.tokens(self.num_computed, end),
+            block_table=self.blocks,
+            samples=tuple((sampler.sequence.id, sampler.slot) for sampler in samplers),
+        )
+
+    def row(self) -> DecodeRow:
+        return DecodeRow(
+            sequence=self.sequence.id,
+            request=self.sequence.request,
+            slot=self.slot,
+            position=self.num_computed,
+            block_table=self.blocks,
+        )

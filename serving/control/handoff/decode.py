@@ -1,0 +1,291 @@
+"""The decode side of handoffs: what is reserved, which slots are granted, what landed, who may join the batch.
+
+A pure state machine, so that a model check and a simulator run the very object that serves. One verb per event; each
+decides and returns what to send and to do. Two resources are held, each a `BlockPool`: the final blocks of a prompt
+(leased until it joins) and slots of the landing slab (leased while granted, used while being copied out). Rules:
+
+- A slot counts as written only by a manifest of the reserved writer's epoch that names the slot's present grant.
+- Only a private copy that matches its checksums is landed; one that does not fails the handoff.
+- A request joins once, when it was started and its last missing block landed.
+- Every reservation has a lease. Giving one up frees its blocks, which nobody but the local device thread writes, in
+  launch order, and puts slots whose grants are out in quarantine.
+
+Left out: whose prefix is cached (the caller names the held blocks), retries, and the batch itself.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.control.handoff.messages import (
+    Cause,
+    Copy,
+    Credits,
+    DecodeAction,
+    Failed,
+    Grant,
+    Join,
+    Land,
+    Leave,
+    Manifest,
+    Overloaded,
+    Reserve,
+    Start,
+    Target,
+)
+from moonshard.serving.control.handoff.quarantine import OnRestore, Quarantine, keep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeSideConfig:
+    session: str  # where the slab is written to; never reused by a later epoch
+    lease_s: float
+    quarantine_s: float
+    retry_after_s: float
+    max_slots_per_handoff: int
+
+
+@dataclass(kw_only=True, slots=True)
+class _Reservation:
+    reserve: Reserve
+    target: Target
+    held_blocks: tuple[int, ...]
+    own_blocks: tuple[int, ...]
+    lease_end_s: float
+    missing: set[int]  # blocks of the prompt that have not landed
+    granted: dict[int, int] = field(default_factory=dict)  # slot -> number of its grant, not yet named by a manifest
+    num_copying: int = 0
+    tokens: tuple[int, ...] | None = None  # set by Start
+
+    @property
+    def block_table(self) -> tuple[int, ...]:
+        return self.held_blocks + self.own_blocks
+
+    def accepts(self, manifest: Manifest) -> bool:
+        """Whether the reserved writer says this about grants that are out."""
+        granted = all(self.granted.get(grant.slot) == grant.number for grant in manifest.grants)
+        epochs = manifest.writer_epoch, manifest.target_epoch
+        return granted and epochs == (self.reserve.writer_epoch, self.target.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    reservation: _Reservation
+    manifest: Manifest
+
+
+class DecodeSide:
+    """The handoffs that one process receives. `slab` counts the landing slab's slots, one block each."""
+
+    def __init__(
+        self,
+        config: DecodeSideConfig,
+        epoch: int,
+        pool: BlockPool,
+        slab: BlockPool,
+        *,
+        on_restore: OnRestore = keep,
+    ):
+        self.config = config
+        self.epoch = epoch
+        self._pool = pool
+        self._slab = slab
+        self._quarantine = Quarantine(slab, config.quarantine_s, on_restore)
+        self._reservations: dict[bytes, _Reservation] = {}
+        self._copying: dict[int, _Copying] = {}  # by ticket
+        self._joined: set[bytes] = set()
+        self._tickets = itertools.count()
+        self._grant_numbers = itertools.count()
+
+    @property
+    def num_reservations(self) -> int:
+        return len(self._reservations)
+
+    def num_choices_reserved(self, partition: int) -> int:
+        """How many sequences may join there of what is reserved now."""
+        reservations = (r for r in self._reservations.values() if r.target.partition == partition)
+        return sum(r.reserve.request.n for r in reservations)
+
+    def num_tokens_reserved(self, partition: int) -> int:
+        """Of the prompts whose KV is to come there."""
+        reservations = (r for r in self._reservations.values() if r.target.partition == partition)
+        return sum(len(r.reserve.request.prompt) for r in reservations)
+
+    def knows(self, handoff: bytes) -> bool:
+        """Whether it is reserved or has joined."""
+        return handoff in self._reservations or handoff in self._joined
+
+    # ---- the verbs of a handoff
+
+    def reserve(
+        self, reserve: Reserve, partition: int, held_blocks: tuple[int, ...], now_s: float
+    ) -> Target | Overloaded | None:
+        """Hold the blocks of the whole prompt, and a slot at least if any is to move; or nothing.
+
+        `held_blocks` are kept blocks that begin the prompt, used or free. Where they are all of it, the last manifest
+        names none. None for a handoff that has joined; asked twice, it answers with the same target.
+        """
+        if reserve.handoff in self._joined:
+            return None
+        if reserve.handoff in self._reservations:
+            return self._reservations[reserve.handoff].target
+        num_blocks = self._pool.num_blocks_for(len(reserve.request.prompt))
+        held = held_blocks[:num_blocks]
+        num_missing = num_blocks - len(held)
+        self._pool.hold(partition, held)
+        has_slot = num_missing == 0 or self._slab.num_free(partition) > 0
+        own = self._pool.lease(partition, num_missing) if has_slot else None
+        if own is None:
+            self._pool.release(partition, held[::-1])
+            return Overloaded(handoff=reserve.handoff, retry_after_s=self.config.retry_after_s)
+        grants = self._grant(partition, min(num_missing, self.config.max_slots_per_handoff))
+        lease_s = min(self.config.lease_s, reserve.deadline_s)
+        target = self._target(reserve, partition, num_blocks, len(held), grants, lease_s)
+        self._reservations[reserve.handoff] = _Reservation(
+            reserve=reserve,
+            target=target,
+            held_blocks=held,
+            own_blocks=own,
+            lease_end_s=now_s + lease_s,
+            missing=set(range(len(held), num_blocks)),
+            granted={grant.slot: grant.number for grant in grants},
+        )
+        return target
+
+    def landed(self, manifest: Manifest, now_s: float) -> tuple[DecodeAction, ...]:
+        """Slots were written. A manifest that is stale, doubled or of another epoch is nobody's and changes nothing."""
+        reservation = self._reservations.get(manifest.handoff)
+        if reservation is None or not reservation.accepts(manifest):
+            return ()
+        slots = tuple(grant.slot for grant in manifest.grants)
+        is_paired = 0 < len(slots) == len(set(slots)) == len(set(manifest.blocks))
+        if not is_paired or not reservation.missing.issuperset(manifest.blocks):
+            return self._fail(reservation, Cause.CORRUPT, now_s)
+        for slot in slots:
+            del reservation.granted[slot]
+        partition = reservation.target.partition
+        self._slab.land(partition, slots)
+        reservation.num_copying += len(slots)
+        ticket = next(self._tickets)
+        self._copying[ticket] = _Copying(reservation, manifest)
+        return (Copy(ticket=ticket, partition=partition, slots=slots, checksums=manifest.checksums),)
+
+    def verified(self, ticket: int, is_intact: bool, now_s: float) -> tuple[DecodeAction, ...]:
+        """The slots of a Copy were copied out, and the copy was compared with its checksums."""
+        copying = self._copying.pop(ticket)
+        reservation, manifest = copying.reservation, copying.manifest
+        partition = reservation.target.partition
+        self._slab.release(partition, [grant.slot for grant in manifest.grants])
+        reservation.num_copying -= len(manifest.grants)
+        if self._reservations.get(manifest.handoff) is not reservation:
+            return ()  # given up meanwhile
+        if not is_intact or not reservation.missing.issuperset(manifest.blocks):
+            return self._fail(reservation, Cause.CORRUPT, now_s)
+        reservation.missing -= set(manifest.blocks)
+        blocks = tuple(reservation.block_table[index] for index in manifest.blocks)
+        land = Land(ticket=ticket, partition=partition, blocks=blocks)
+        return (land, *self._credit(reservation, len(manifest.grants)), *self._join(reservation))
+
+    def start(self, start: Start, now_s: float) -> tuple[DecodeAction, ...]:
+        """The first tokens, and the manifest that completes the prompt."""
+        reservation = self._reservations.get(start.handoff)
+        if reservation is None or reservation.tokens is not None or not reservation.accepts(start.last):
+            return ()
+        reservation.tokens = start.tokens
+        if not (reservation.missing or start.last.blocks):
+            return self._join(reservation)
+        return self.landed(start.last, now_s)
+
+    def left(self, handoff: bytes) -> None:
+        """A request that had joined left the batch, and the scheduler gave its blocks back."""
+        self._joined.discard(handoff)
+
+    # ---- giving up
+
+    def cancel(self, handoff: bytes, now_s: float) -> tuple[DecodeAction, ...]:
+        if handoff in self._joined:
+            return (Leave(handoff=handoff),)
+        reservation = self._reservations.get(handoff)
+        if reservation is not None:
+            self._give_up(reservation, now_s)
+        return ()
+
+    def drained(self, handoff: bytes, writer_epoch: int) -> None:
+        self._quarantine.drained(handoff, writer_epoch)
+
+    def peer_gone(self, writer_epoch: int, now_s: float) -> tuple[DecodeAction, ...]:
+        """A prefill process is gone. What was started needs it no more."""
+        self._quarantine.writer_gone(writer_epoch, now_s)
+        orphans = [r for r in self._reservations.values() if r.reserve.writer_epoch == writer_epoch]
+        failed = [self._fail(r, Cause.PREFILL_GONE, now_s) for r in orphans if r.tokens is None]
+        return tuple(itertools.chain.from_iterable(failed))
+
+    def expire(self, now_s: float) -> tuple[DecodeAction, ...]:
+        self._quarantine.expire(now_s)
+        overdue = [r for r in self._reservations.values() if r.lease_end_s <= now_s]
+        return tuple(itertools.chain.from_iterable(self._fail(r, Cause.LEASE, now_s) for r in overdue))
+
+    # ---- decisions
+
+    def _target(
+        self,
+        reserve: Reserve,
+        partition: int,
+        num_blocks: int,
+        num_held: int,
+        grants: tuple[Grant, ...],
+        lease_s: float,
+    ) -> Target:
+        return Target(
+            handoff=reserve.handoff,
+            epoch=self.epoch,
+            writer_epoch=reserve.writer_epoch,
+            session=self.config.session,
+            partition=partition,
+            num_blocks=num_blocks,
+            num_blocks_held=num_held,
+            grants=grants,
+            lease_s=lease_s,
+        )
+
+    def _grant(self, partition: int, max_slots: int) -> tuple[Grant, ...]:
+        slots = self._slab.lease(partition, min(max_slots, self._slab.num_free(partition)))
+        return tuple(Grant(slot, next(self._grant_numbers)) for slot in slots or ())
+
+    def _credit(self, reservation: _Reservation, num_returned: int) -> tuple[Credits, ...]:
+        """As many slots as came back, where that many blocks still lack one: nobody's last slot is taken away."""
+        num_lacking = len(reservation.missing) - len(reservation.granted) - reservation.num_copying
+        grants = self._grant(reservation.target.partition, min(num_returned, num_lacking))
+        if not grants:
+            return ()
+        reservation.granted |= {grant.slot: grant.number for grant in grants}
+        return (Credits(handoff=reservation.reserve.handoff, target_epoch=self.epoch, grants=grants),)
+
+    def _join(self, reservation: _Reservation) -> tuple[Join, ...]:
+        if reservation.tokens is None or reservation.missing:
+            return ()
+        handoff, partition = reservation.reserve.handoff, reservation.target.partition
+        del self._reservations[handoff]
+        self._joined.add(handoff)
+        self._pool.land(partition, reservation.own_blocks)
+        return (
+            Join(
+                handoff=handoff,
+                request=reservation.reserve.request,
+                partition=partition,
+                block_table=reservation.block_table,
+                tokens=reservation.tokens,
+            ),
+        )
+
+    def _fail(self, reservation: _Reservation, cause: Cause, now_s: float) -> tuple[Failed, ...]:
+        self._give_up(reservation, now_s)
+        return (Failed(handoff=reservation.reserve.handoff, epoch=self.epoch, cause=cause),)
+
+    def _give_up(self, reservation: _Reservation, now_s: float) -> None:
+        handoff, partition = reservation.reserve.handoff, reservation.target.partition
+        del self._reservations[handoff]
+        slots = tuple(reservation.granted)
+        self._quarantine.add(handoff, reservation.reserve.writer_epoch, partition, slots, now_s)
+        self._pool.land(partition, reservation.own_blocks)
+        self._pool.release(partition, reservation.block_table[::-1])

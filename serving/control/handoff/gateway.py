@@ -1,0 +1,214 @@
+"""The gateway's side of handoffs: the two legs of a request, tied so that neither outlives the other.
+
+A pure state machine with one verb per message. It carries the metadata between P and D and decides three things: when
+decode starts (first tokens and last manifest are both here), who is told when a leg fails (both, at once), and the one
+outcome. Whoever speaks of a handoff that is over is told to cancel. Left out: retries, which the caller decides from
+the outcome, with a new handoff; and the choice of P and D.
+"""
+
+from dataclasses import dataclass
+
+from moonshard.serving.control.handoff.messages import (
+    Cancel,
+    Cause,
+    Credits,
+    Drained,
+    Failed,
+    Finished,
+    FirstTokens,
+    Manifest,
+    Overloaded,
+    Reserve,
+    Run,
+    Start,
+    Target,
+    ToDecode,
+    ToPrefill,
+)
+from moonshard.serving.control.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefill:
+    epoch: int
+    message: ToPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class SendDecode:
+    epoch: int
+    message: ToDecode
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """The first tokens, to the client."""
+
+    handoff: bytes
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A handoff is over: `cause` is None where its request finished."""
+
+    handoff: bytes
+    cause: Cause | None
+
+
+type GatewayAction = SendPrefill | SendDecode | Deliver | Outcome
+
+
+@dataclass(kw_only=True, slots=True)
+class _Legs:
+    handoff: bytes
+    request: Request
+    prefill_epoch: int
+    decode_epoch: int
+    deadline_end_s: float
+    is_running: bool = False  # Run was sent
+    first_tokens: FirstTokens | None = None
+    last: Manifest | None = None
+
+    @property
+    def is_started(self) -> bool:
+        return self.first_tokens is not None and self.last is not None
+
+
+class GatewaySide:
+    """The handoffs that one gateway began."""
+
+    def __init__(self) -> None:
+        self._legs: dict[bytes, _Legs] = {}
+
+    @property
+    def num_handoffs(self) -> int:
+        return len(self._legs)
+
+    def begin(self, reserve: Reserve, decode_epoch: int, now_s: float) -> tuple[GatewayAction, ...]:
+        self._legs[reserve.handoff] = _Legs(
+            handoff=reserve.handoff,
+            request=reserve.request,
+            prefill_epoch=reserve.writer_epoch,
+            decode_epoch=decode_epoch,
+            deadline_end_s=now_s + reserve.deadline_s,
+        )
+        return (SendDecode(decode_epoch, reserve),)
+
+    # ---- what D says
+
+    def target(self, target: Target) -> tuple[GatewayAction, ...]:
+        legs = self._legs.get(target.handoff)
+        if legs is None:
+            # No Run was sent for it, or its legs were cancelled before: either way this P will not write.
+            cancel = Cancel(handoff=target.handoff, target_epoch=target.epoch)
+            unused = Drained(handoff=target.handoff, writer_epoch=target.writer_epoch, target_epoch=target.epoch)
+            return (SendDecode(target.epoch, cancel), SendDecode(target.epoch, unused))
+        if legs.is_running or target.epoch != legs.decode_epoch:
+            return ()
+        legs.is_running = True
+        return (SendPrefill(legs.prefill_epoch, Run(request=legs.request, target=target)),)
+
+    def overloaded(self, overloaded: Overloaded) -> tuple[GatewayAction, ...]:
+        legs = self._legs.get(overloaded.handoff)
+        return () if legs is None or legs.is_running else self._end(legs, Cause.OVERLOADED)
+
+    def credits(self, credits: Credits) -> tuple[GatewayAction, ...]:
+        legs = self._legs.get(credits.handoff)
+        return () if legs is None else (SendPrefill(legs.prefill_epoch, credits),)
+
+    def finished(self, finished: Finished) -> tuple[GatewayAction, ...]:
+        legs = self._legs.get(finished.handoff)
+        if legs is None or finished.epoch != legs.decode_epoch:
+            return ()
+        del self._legs[legs.handoff]
+        return (Outcome(legs.handoff, None),)
+
+    # ---- what P says
+
+    def chunk(self, manifest: Manifest) -> tuple[GatewayAction, ...]:
+        """Pass it on as Landed; the last travels with Start."""
+        legs = self._legs.get(manifest.handoff)
+        if legs is None:
+            return _cancel_stray(manifest)
+        if not manifest.is_last:
+            return (SendDecode(legs.decode_epoch, manifest),)
+        if legs.last is not None or manifest.writer_epoch != legs.prefill_epoch:
+            return ()
+        legs.last = manifest
+        return _start(legs)
+
+    def first_tokens(self, first: FirstTokens) -> tuple[GatewayAction, ...]:
+        """To the client at once: they never wait for the transfer."""
+        legs = self._legs.get(first.handoff)
+        if legs is None:
+            return _cancel_stray(first)
+        if legs.first_tokens is not None or first.writer_epoch != legs.prefill_epoch:
+            return ()
+        legs.first_tokens = first
+        deliver = Deliver(first.handoff, first.tokens)
+        return (deliver, *(self._end(legs, None) if first.is_finished else _start(legs)))
+
+    def drained(self, drained: Drained) -> tuple[GatewayAction, ...]:
+        """D must hear it even though the handoff is over here."""
+        return (SendDecode(drained.target_epoch, drained),)
+
+    # ---- what ends a handoff early
+
+    def failed(self, failed: Failed) -> tuple[GatewayAction, ...]:
+        """A leg gave up. Once decode was started, P's word counts no more: everything was published."""
+        legs = self._legs.get(failed.handoff)
+        if legs is None or failed.epoch not in _epochs(legs):
+            return ()
+        return self._end(legs, failed.cause)
+
+    def cancel(self, handoff: bytes) -> tuple[GatewayAction, ...]:
+        """The client left."""
+        legs = self._legs.get(handoff)
+        return () if legs is None else self._end(legs, Cause.CANCELLED)
+
+    def peer_gone(self, epoch: int) -> tuple[GatewayAction, ...]:
+        """A worker process is gone, or its stream broke."""
+        actions: list[GatewayAction] = []
+        for legs in tuple(self._legs.values()):
+            if epoch in _epochs(legs):
+                is_decode = epoch == legs.decode_epoch
+                actions += self._end(legs, Cause.DECODE_GONE if is_decode else Cause.PREFILL_GONE)
+        return tuple(actions)
+
+    def expire(self, now_s: float) -> tuple[GatewayAction, ...]:
+        actions: list[GatewayAction] = []
+        for legs in tuple(self._legs.values()):
+            if legs.deadline_end_s <= now_s:
+                actions += self._end(legs, Cause.DEADLINE)
+        return tuple(actions)
+
+    def _end(self, legs: _Legs, cause: Cause | None) -> tuple[GatewayAction, ...]:
+        """Cancel both legs. A P that was never asked cannot write, so that D need not wait for its word."""
+        del self._legs[legs.handoff]
+        cancel = Cancel(handoff=legs.handoff, target_epoch=legs.decode_epoch)
+        if legs.is_running:
+            leg = SendPrefill(legs.prefill_epoch, cancel)
+        else:
+            unused = Drained(handoff=legs.handoff, writer_epoch=legs.prefill_epoch, target_epoch=legs.decode_epoch)
+            leg = SendDecode(legs.decode_epoch, unused)
+        return (SendDecode(legs.decode_epoch, cancel), leg, Outcome(legs.handoff, cause))
+
+
+def _epochs(legs: _Legs) -> tuple[int, ...]:
+    """The processes that the request still needs."""
+    return (legs.decode_epoch,) if legs.is_started else (legs.prefill_epoch, legs.decode_epoch)
+
+
+def _start(legs: _Legs) -> tuple[GatewayAction, ...]:
+    if legs.first_tokens is None or legs.last is None:
+        return ()
+    return (
+        SendDecode(legs.decode_epoch, Start(handoff=legs.handoff, tokens=legs.first_tokens.tokens, last=legs.last)),
+    )
+
+
+def _cancel_stray(message: Manifest | FirstTokens) -> tuple[GatewayAction, ...]:
+    """P works for a handoff that is over."""
+    cancel = Cancel(handoff=message.handoff, target_epoch=message.target_epoch)
+    return (SendPrefill(message.writer_epoch, cancel),)

@@ -1,0 +1,231 @@
+"""What the two sides of a handoff and the gateway between them say, and what they ask their processes to do.
+
+A handoff moves one request's KV from the worker that prefills it to the one that decodes it: reserve, publish, land,
+start. Stands apart from `prefill`, `decode` and `gateway` because it is all that they share. Every
+identity is complete in itself: a handoff is 128 random bits, an epoch is drawn when a process starts, and a slab slot
+is named together with the number of its grant, so that a message that comes late, twice or from a former process is
+told by what it says. Times are durations. Left out: the tokens of decode, whose order the stream keeps, and the wire.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from moonshard.serving.control.request import Request
+
+
+class Cause(enum.Enum):
+    """Why a handoff failed."""
+
+    OVERLOADED = "the decode side has no room"
+    CORRUPT = "what arrived is not what its checksums say"
+    WRITE_FAILED = "a write failed or timed out"
+    LEASE = "the reservation's lease ended"
+    PREFILL_GONE = "the prefill process is gone"
+    DECODE_GONE = "the decode process is gone"
+    DEADLINE = "the request's deadline passed"
+    CANCELLED = "the client left"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leave to write once into a slot of the decode side's slab. Numbers never repeat within its epoch."""
+
+    slot: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserve:
+    """Gateway to D. `deadline_s` counts from its arrival."""
+
+    handoff: bytes
+    request: Request
+    block_hashes: tuple[bytes, ...]
+    writer_epoch: int  # of the prefill process that will write
+    deadline_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """D to gateway, and on to P in Run. The first `num_blocks_held` of the prompt's `num_blocks` need not be sent."""
+
+    handoff: bytes
+    epoch: int
+    writer_epoch: int
+    session: str
+    partition: int
+    num_blocks: int
+    num_blocks_held: int
+    grants: tuple[Grant, ...]
+    lease_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overloaded:
+    """D to gateway, instead of a Target: nothing was reserved."""
+
+    handoff: bytes
+    retry_after_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Gateway to P."""
+
+    request: Request
+    target: Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """P to gateway (Chunk) and on to D (Landed): these blocks of the prompt were written into these slots.
+
+    `blocks`, `grants` and `checksums` are parallel; blocks count from the prompt's start. Checksums are of the bytes as
+    P staged them, one slot each. Only the last manifest of a prompt that D holds already names none.
+    """
+
+    handoff: bytes
+    writer_epoch: int
+    target_epoch: int
+    blocks: tuple[int, ...]
+    grants: tuple[Grant, ...]
+    checksums: tuple[int, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Credits:
+    """D to gateway and on to P: further slots to write into."""
+
+    handoff: bytes
+    target_epoch: int
+    grants: tuple[Grant, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstTokens:
+    """P to gateway: the first token of each choice; `is_finished` where they end the request."""
+
+    handoff: bytes
+    writer_epoch: int
+    target_epoch: int
+    tokens: tuple[int, ...]
+    is_finished: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Gateway to D: everything was published, decode from here."""
+
+    handoff: bytes
+    tokens: tuple[int, ...]
+    last: Manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cancel:
+    """Gateway to either side: give up. `target_epoch` is where P's Drained must go."""
+
+    handoff: bytes
+    target_epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drained:
+    """P to gateway and on to D: no write of this handoff is under way, and none will begin."""
+
+    handoff: bytes
+    writer_epoch: int
+    target_epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """Either side to gateway: it gave up and holds nothing for this handoff but what is in quarantine."""
+
+    handoff: bytes
+    epoch: int  # the sender's
+    cause: Cause
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """D to gateway: the request's last token was sent. On the wire its last output says so."""
+
+    handoff: bytes
+    epoch: int
+
+
+# ---- what a side asks of its own process
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """P: copy pages into source slots, (block, slot) each, on the device thread; answer with `staged(ticket)`."""
+
+    ticket: int
+    partition: int
+    pairs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Write:
+    """P: send source slots into granted slots, pairwise; answer with `written` or `write_failed`."""
+
+    ticket: int
+    partition: int
+    slots: tuple[int, ...]
+    target: Target
+    grants: tuple[Grant, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """P: stop prefilling this handoff's request, if it still runs."""
+
+    handoff: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """D: copy these slots out, compare the copy with the checksums, answer with `verified(ticket, ...)`."""
+
+    ticket: int
+    partition: int
+    slots: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Land:
+    """D: scatter the copy of `ticket` into these blocks, in launch order before anything that is decided later."""
+
+    ticket: int
+    partition: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Join:
+    """D: decode. The blocks go over to the scheduler with one reference each; it says `left` in the end."""
+
+    handoff: bytes
+    request: Request
+    partition: int
+    block_table: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """D: take a request that has joined out of the batch."""
+
+    handoff: bytes
+
+
+type ToPrefill = Run | Credits | Cancel
+type ToDecode = Reserve | Manifest | Start | Cancel | Drained
+type FromPrefill = Manifest | FirstTokens | Drained | Failed
+type FromDecode = Target | Overloaded | Credits | Failed | Finished
+type PrefillAction = FromPrefill | Stage | Write | Stop
+type DecodeAction = Credits | Failed | Copy | Land | Join | Leave

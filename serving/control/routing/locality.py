@@ -1,0 +1,111 @@
+"""Whether a prompt is prefilled where it will be decoded, or on another worker and moved: what costs the least time.
+
+Here it need not be moved, and what was moved before need not be computed; but every sequence that decodes here waits
+while it is prefilled. There it waits for other prompts, and its KV comes later. How long things take is fitted to what
+was seen: a line each, by least squares. Pure and without a clock. Left out: which workers these are (`routing.router`),
+and when the first token of a request comes, its queue included (`routing.ttft`).
+
+Sources: conditional disaggregation in NVIDIA Dynamo (its documents on disaggregated serving) for the trade, and Arrow
+(arXiv 2505.11916) for deciding it by expected times. The objective, time summed over all who wait, is ours.
+"""
+
+from dataclasses import dataclass, field
+
+MEMORY = 0.98  # what an observation still weighs after the next one: some fifty count
+MIN_WEIGHT = 3.0  # of observations, before they are believed
+MAX_ALIKE = 50  # decisions for one side in a row; then the other is tried, so that its times stay known
+MAX_REGRET = 2.0  # but only where it is expected to take at most so many times as long
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternatives:
+    """The two places for one prompt, as far as they are known: here is the worker that will decode it."""
+
+    left_here_tokens: int  # of the prompt, to be computed
+    queued_here_tokens: int  # of other prompts, before it
+    num_decoding: int  # sequences that wait meanwhile
+    left_there_tokens: int
+    queued_there_tokens: int
+    moved_tokens: int  # from there to here
+
+
+@dataclass(slots=True)
+class Line:
+    """Milliseconds by tokens: a fixed part and one for each token, neither below 0; older observations weigh less."""
+
+    _weight: float = 0.0
+    _x: float = 0.0  # weighted sums, of x tokens that took y ms
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self._weight >= MIN_WEIGHT
+
+    def observe(self, num_tokens: int, ms: float) -> None:
+        self._weight = self._weight * MEMORY + 1
+        self._x = self._x * MEMORY + num_tokens
+        self._y = self._y * MEMORY + ms
+        self._xx = self._xx * MEMORY + num_tokens * num_tokens
+        self._xy = self._xy * MEMORY + num_tokens * ms
+
+    def at(self, num_tokens: int) -> float:
+        """Milliseconds; 0 before anything was seen."""
+        fixed_ms, token_ms = self._fit()
+        return fixed_ms + token_ms * num_tokens
+
+    def _fit(self) -> tuple[float, float]:
+        """Where all observations are of one length, all of it is by token: nothing tells the parts apart."""
+        if not self._xx:
+            return (self._y / self._weight if self._weight else 0.0), 0.0
+        spread = self._weight * self._xx - self._x * self._x
+        if spread > 1e-9 * self._weight * self._xx:
+            token_ms = (self._weight * self._xy - self._x * self._y) / spread
+            fixed_ms = (self._y - token_ms * self._x) / self._weight
+            if token_ms < 0:
+                return self._y / self._weight, 0.0
+            if fixed_ms >= 0:
+                return fixed_ms, token_ms
+        return 0.0, self._xy / self._xx
+
+
+@dataclass(slots=True)
+class Locality:
+    """Of one pool of workers that are alike."""
+
+    here: Line = field(default_factory=Line)  # prefilling beside decoding
+    there: Line = field(default_factory=Line)
+    transfer: Line = field(default_factory=Line)  # what of it comes after the first token
+    _was_here: bool = False
+    _num_alike: int = 0  # decisions in a row
+
+    def costs_ms(self, ways: Alternatives) -> tuple[float, float]:
+        """(here, there): the time that this request and those that decode here lose.
+
+        Until prefills were seen here, they are taken to last as long as there.
+        """
+        here = self.here if self.here.is_known else self.there
+        stall_ms = ways.num_decoding * here.at(ways.left_here_tokens)
+        here_ms = here.at(ways.queued_here_tokens + ways.left_here_tokens) + stall_ms
+        there_ms = self.there.at(ways.queued_there_tokens + ways.left_there_tokens)
+        return here_ms, there_ms + self.transfer.at(ways.moved_tokens)
+
+    def is_here(self, ways: Alternatives) -> bool:
+        """The cheaper place, or now and then the other. Before anything was seen prefill workers prefill."""
+        if not self.there.is_known:
+            return False
+        here_ms, there_ms = self.costs_ms(ways)
+        is_here = here_ms < there_ms
+        least_ms, most_ms = sorted((here_ms, there_ms))
+        if is_here is self._was_here and self._num_alike >= MAX_ALIKE and most_ms <= MAX_REGRET * least_ms:
+            is_here = not is_here
+        self._num_alike = self._num_alike + 1 if is_here is self._was_here else 1
+        self._was_here = is_here
+        return is_here
+
+
+def is_short(num_prompt: int, left_here_tokens: int, *, max_left_tokens: int, min_known_share: float) -> bool:
+    """The static rule: little is left to compute here, or most of the prompt is known here."""
+    num_known = num_prompt - left_here_tokens
+    return left_here_tokens <= max_left_tokens or num_known >= min_known_share * num_prompt

@@ -1,0 +1,10 @@
+"""The names of the routing policies, and the one number that they take: what a configuration says of them.
+
+Apart from `routing.policies` and `routing.router`, which compute with numpy: whoever reads a configuration, or shows
+help, need not load that.
+"""
+
+from typing import Literal
+
+PolicyName = Literal["cost", "affinity", "round_robin", "random", "least_tokens"]
+QUEUE_WEIGHT = 0.1  # beside 1 of a token to be computed: see experiments/replay/README.md

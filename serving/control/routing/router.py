@@ -1,0 +1,269 @@
+"""Which partition of which worker takes a request, or one leg of it, by tokens and by what is known of its prompt.
+
+Pure: no I/O, and time is an argument. A reservation is made at the moment of decision, for every token the request may
+come to hold, and released exactly once: counting requests, or counting when a stream begins, sends a burst to one
+worker. A worker that reports its queue is believed, and what it has not seen yet is added: so several routers agree.
+A session is pinned when its request is sent: what was decided and then refused was served nowhere, and no home was
+given it. Until then the session's other requests follow it, as far as a pin is followed.
+Left out: roles, since the caller names the homes to choose among, and how each is chosen (`routing.policies`).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from moonshard.serving.control.routing.conversations import Conversations, Turn
+from moonshard.serving.control.routing.loads import SILENT, Loads
+from moonshard.serving.control.routing.names import QUEUE_WEIGHT
+from moonshard.serving.control.routing.policies import Candidates, Policy, least_tokens
+from moonshard.serving.control.routing.prefix_index import BlockName, PrefixIndex
+from moonshard.serving.control.routing.sessions import Pins
+
+MAX_FLEETS = 8  # tuples of homes whose numbers are remembered
+Affinity = Literal["hit", "miss", "moved"]
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A worker's partition: a request stays in it for as long as that worker serves it."""
+
+    worker: str
+    partition: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What the router must know of a request, or of one leg of it."""
+
+    num_tokens: int  # that it may come to hold
+    num_prompt: int = 0  # of these, those that have to be computed there, or moved there, unless they are known
+    is_prefill: bool = False  # it ends with its prompt, so that what is known there is no work at all
+    names: Sequence[BlockName] = ()  # of the prompt's full blocks
+    block_size: int = 64
+    session: bytes | None = None  # as `routing.sessions.session_key` makes it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reservation:
+    """Tokens held against a partition from the decision until the request ends."""
+
+    number: int
+    home: Home
+    num_tokens: int
+    num_left_tokens: int = 0  # of the prompt, to be computed there, or moved there
+    num_known_tokens: int = 0  # of the prompt
+    num_queued_tokens: int = 0  # there, before it
+    affinity: Affinity | None = None  # None: without a session
+    session: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What was given to a home at the decision, so that it can be taken back."""
+
+    decided_s: float
+    is_prefill: bool
+    turn: Turn | None  # None: of a prompt that cannot be told from others
+    turn_before: Turn | None  # None: the conversation begins
+
+
+class Router:
+    """Tokens in flight per partition. A worker that is away keeps its reservations: they end with their requests."""
+
+    def __init__(self, *, queue_weight: float = QUEUE_WEIGHT, pins: Pins | None = None) -> None:
+        self.index = PrefixIndex()
+        self._queue_weight = queue_weight
+        self._pins = Pins() if pins is None else pins
+        self._loads = Loads()
+        self._conversations = (Conversations(), Conversations())  # of legs that decode, and of those that prefill
+        self._numbers: dict[Home, int] = {}
+        self._of_worker: dict[str, list[int]] = {}  # the numbers of its partitions
+        self._reservations: dict[int, Reservation] = {}
+        self._unseen: set[int] = set()  # reservations that their workers do not report yet
+        self._unsent: dict[int, _Given] = {}  # by reservation, whose request was not sent yet: what its home was given
+        self._coming: dict[bytes, Reservation] = {}  # by session: the last of these
+        self._next_number = 0
+        self._fleets: deque[tuple[Sequence[Home], np.ndarray]] = deque(maxlen=MAX_FLEETS)
+
+    def home_number(self, home: Home) -> int:
+        """As the index and the pins know it."""
+        number = self._numbers.get(home)
+        if number is None:
+            number = self._numbers[home] = self._loads.append()
+            self._of_worker.setdefault(home.worker, []).append(number)
+        return number
+
+    def reserve(
+        self, homes: Sequence[Home], ask: Ask, *, policy: Policy = least_tokens, now_s: float = 0.0
+    ) -> Reservation | None:
+        """Choose among `homes`; None when there is none. The numbers of a tuple of homes are looked up only once."""
+        if not homes:
+            return None
+        self._loads.decay(now_s)
+        numbers = self._numbers_of(homes)
+        known = self._known_tokens(numbers, ask)
+        pinned = None if ask.session is None else self._last_home(ask.session, now_s)
+        turn_before = self._go_on(ask)
+        candidates = self._candidates(numbers, ask, known, pinned, is_first_turn=turn_before is None)
+        row = policy(candidates)
+        number, num_known = int(numbers[row]), int(known[row])
+        reservation = Reservation(
+            number=self._next_number,
+            home=homes[row],
+            num_tokens=ask.num_tokens - num_known if ask.is_prefill else ask.num_tokens,
+            num_left_tokens=ask.num_prompt - num_known,
+            num_known_tokens=num_known,
+            num_queued_tokens=int(candidates.queued_tokens[row]),
+            affinity=_affinity(ask, pinned, number),
+            session=ask.session,
+        )
+        self._take(number, reservation)
+        turn = self._give_turn(number, ask)
+        self._unsent[reservation.number] = _Given(self._loads.decayed_s, ask.is_prefill, turn, turn_before)
+        return reservation
+
+    def sent(self, reservation: Reservation, now_s: float) -> None:
+        """The request is on its way there, or its leg: from now on that is where its session was last."""
+        self._unsent.pop(reservation.number, None)
+        if reservation.session is not None:
+            self._forget_coming(reservation.session, reservation)
+            self._pins.put(reservation.session, self._numbers[reservation.home], now_s)
+
+    def seen(self, reservation: Reservation) -> None:
+        """From its next report on, the worker counts this one itself."""
+        if reservation.number in self._unseen:
+            self._unseen.remove(reservation.number)
+            self._loads.unseen[self._numbers[reservation.home]] -= reservation.num_tokens
+
+    def report(self, home: Home, queued_tokens: int) -> None:
+        """What a worker says that it has to do there; it need not know of reservations that were not seen."""
+        self._loads.reported[self.home_number(home)] = queued_tokens
+
+    def silent(self, home: Home) -> None:
+        """It reports no more: reservations are all there is to go by."""
+        self._loads.reported[self.home_number(home)] = SILENT
+
+    def release(self, reservation: Reservation) -> None:
+        """KeyError when it was released before."""
+        del self._reservations[reservation.number]
+        self.seen(reservation)
+        number = self._numbers[reservation.home]
+        self._loads.in_flight[number] -= reservation.num_tokens
+        if (given := self._unsent.pop(reservation.number, None)) is not None:
+            self._loads.take_back(number, reservation.num_left_tokens, given.decided_s)
+            self._take_back_turn(given)
+            if reservation.session is not None:
+                self._forget_coming(reservation.session, reservation)
+
+    def in_flight_tokens(self, home: Home) -> int:
+        """Of the open reservations of a partition."""
+        number = self._numbers.get(home)
+        return 0 if number is None else int(self._loads.in_flight[number])
+
+    def queued_tokens(self, home: Home) -> int:
+        """What a request that is sent there now would find before it."""
+        return int(self._loads.queued(np.array([self.home_number(home)]))[0])
+
+    def num_known_blocks(self, home: Home) -> int:
+        return self.index.num_names(self.home_number(home))
+
+    def worker_tokens(self, worker: str) -> int:
+        """Of the open reservations of all of a worker's partitions."""
+        return sum(int(self._loads.in_flight[number]) for number in self._of_worker.get(worker, ()))
+
+    def queues(self, homes: Sequence[Home]) -> np.ndarray:
+        """[n] of `homes`: `queued_tokens` of each, at one look."""
+        return self._loads.queued(self._numbers_of(homes))
+
+    def _last_home(self, session: bytes, now_s: float) -> int | None:
+        """Where one of its requests is about to be sent, or was sent last."""
+        coming = self._coming.get(session)
+        return self._pins.find(session, now_s) if coming is None else self._numbers[coming.home]
+
+    def _forget_coming(self, session: bytes, reservation: Reservation) -> None:
+        """It was sent or given up, and is followed no more; a later one still is."""
+        if self._coming.get(session) is reservation:
+            del self._coming[session]
+
+    def _numbers_of(self, homes: Sequence[Home]) -> np.ndarray:
+        """[n] int64. To hash a thousand homes takes longer than all else in a decision."""
+        for fleet, numbers in self._fleets:
+            if fleet is homes:
+                return numbers
+        numbers = np.array([self.home_number(home) for home in homes], np.int64)
+        if isinstance(homes, tuple):  # which stays as it is
+            self._fleets.append((homes, numbers))
+        return numbers
+
+    def _known_tokens(self, numbers: np.ndarray, ask: Ask) -> np.ndarray:
+        """[n] of the prompt, at each home: never its last token, which is always computed."""
+        found = self.index.num_known(ask.names) if ask.names else {}
+        if not found:
+            return np.zeros(len(numbers), np.int64)
+        known_at = np.zeros(len(self._loads), np.int64)
+        known_at[list(found)] = list(found.values())
+        return np.minimum(known_at[numbers] * ask.block_size, ask.num_prompt - 1)
+
+    def _candidates(
+        self, numbers: np.ndarray, ask: Ask, known: np.ndarray, pinned: int | None, *, is_first_turn: bool
+    ) -> Candidates:
+        return Candidates(
+            left_tokens=ask.num_prompt - known,
+            queued_tokens=self._loads.queued(numbers),
+            recent_tokens=self._loads.recent[numbers],
+            conversations=self._loads.conversations[numbers],
+            total_tokens=self._loads.total[numbers],
+            last_choice=self._loads.last_choice[numbers],
+            pin=None if pinned is None else _row_of(pinned, numbers),
+            is_first_turn=is_first_turn,
+            queue_weight=self._queue_weight,
+        )
+
+    def _go_on(self, ask: Ask) -> Turn | None:
+        """The last turn of this prompt's conversation, which is nowhere until its new turn was given to a home."""
+        turn = self._conversations[ask.is_prefill].take(ask.session, ask.names)
+        if turn is not None:
+            self._loads.leave(turn.home, turn.given_s)
+        return turn
+
+    def _give_turn(self, number: int, ask: Ask) -> Turn | None:
+        turn = self._conversations[ask.is_prefill].put(ask.session, ask.names, number, self._loads.decayed_s)
+        if turn is not None:
+            self._loads.come(turn.home, turn.given_s)
+        return turn
+
+    def _take_back_turn(self, given: _Given) -> None:
+        """The conversation is where it was, unless it has gone on since."""
+        if given.turn is None or not self._conversations[given.is_prefill].drop(given.turn):
+            return
+        self._loads.leave(given.turn.home, given.turn.given_s)
+        if given.turn_before is not None:
+            self._conversations[given.is_prefill].put_back(given.turn_before)
+            self._loads.come(given.turn_before.home, given.turn_before.given_s)
+
+    def _take(self, number: int, reservation: Reservation) -> None:
+        self._next_number += 1
+        self._reservations[reservation.number] = reservation
+        self._unseen.add(reservation.number)
+        loads, num_tokens = self._loads, reservation.num_tokens
+        if reservation.session is not None:
+            self._coming[reservation.session] = reservation
+        loads.in_flight[number] += num_tokens
+        loads.unseen[number] += num_tokens
+        loads.give(number, reservation.num_left_tokens)
+        loads.last_choice[number] = reservation.number
+
+
+def _row_of(number: int, numbers: np.ndarray) -> int | None:
+    """Where it stands in `numbers` [n]; None where it does not."""
+    rows = np.flatnonzero(numbers == number)
+    return int(rows[0]) if len(rows) else None
+
+
+def _affinity(ask: Ask, pinned: int | None, number: int) -> Affinity | None:
+    if ask.session is None:
+        return None
+    return "miss" if pinned is None else "hit" if pinned == number else "moved"

@@ -1,0 +1,62 @@
+"""Where a session was served last: soft pins, so that its next turn finds what the last one left.
+
+A session's name is opaque and comes from the client, so it is hashed before it is kept, and no more than so many are.
+A pin that is not used for a while ends, and all of a home whose process has ended. Pins are plain tuples of numbers: a
+hundred thousand of these are nothing to Python's collector, which would look through as many objects of a class again
+and again. Pure: time is an argument. Left out: whether a pin is followed
+(`routing.policies`), and which header named the session.
+"""
+
+import hashlib
+from collections import Counter, OrderedDict
+
+TTL_S = 600.0
+MAX_PINS = 100_000
+KEY_BYTES = 16
+
+
+def session_key(tenant: str, name: str) -> bytes:
+    """What stands for a session. Two tenants' sessions of one name are two."""
+    tenant_bytes = tenant.encode()
+    digest = hashlib.sha256(len(tenant_bytes).to_bytes(8, "little") + tenant_bytes + name.encode("utf-8", "replace"))
+    return digest.digest()[:KEY_BYTES]
+
+
+type _Pin = tuple[int, int, float]  # home, which process there, until when (s)
+
+
+class Pins:
+    """A home for each session that was used lately."""
+
+    def __init__(self, ttl_s: float = TTL_S, max_pins: int = MAX_PINS):
+        self._ttl_s = ttl_s
+        self._max_pins = max_pins
+        self._pins: OrderedDict[bytes, _Pin] = OrderedDict()  # the one that ends first comes first
+        self._num_ended = Counter[int]()  # processes, by home
+
+    @property
+    def num_pins(self) -> int:
+        """No `__len__`: a `Pins` without any would be false."""
+        return len(self._pins)
+
+    def find(self, key: bytes, now_s: float) -> int | None:
+        home, process, until_s = self._pins.get(key, (-1, -1, now_s))
+        return None if until_s <= now_s or process != self._num_ended[home] else home
+
+    def put(self, key: bytes, home: int, now_s: float) -> None:
+        """The pin lasts for the time to live from now on; those that end first make room for it."""
+        while self._pins and next(iter(self._pins.values()))[-1] <= now_s:
+            self._pins.popitem(last=False)
+        self._pins[key] = home, self._num_ended[home], now_s + self._ttl_s
+        self._pins.move_to_end(key)
+        if len(self._pins) > self._max_pins:
+            self._pins.popitem(last=False)
+
+    def end(self, home: int) -> None:
+        """The process there has ended, and what its sessions left with it."""
+        self._num_ended[home] += 1
+
+    def drop(self, key: bytes, home: int) -> None:
+        """It was put there in vain."""
+        if self._pins.get(key, (None,))[0] == home:
+            del self._pins[key]

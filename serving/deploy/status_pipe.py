@@ -1,0 +1,144 @@
+"""The child's end of supervision: it says how far it is, and does not outlive the process that started it.
+
+Status goes as JSON lines over an inherited pipe, never over stdout or stderr, which belong to people. The events:
+`progress` {message}, `listening` {address} or {http (a URL), grpc}, `timings` {timings, as `deploy.timings` tells
+them}, `ready` {} or {message}, `draining` {}, `failed` {message, exit_code}.
+"""
+
+import ctypes
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from moonshard.serving.config.keys import ConfigError
+
+Status = Callable[[str, Mapping[str, object]], None]
+
+PROGRESS_INTERVAL_S = 10.0
+_COUNTED = re.compile(r"(?P<phase>.*) (?P<done>\d+)/(?P<total>\d+)")
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def open_status_pipe(fd: int) -> Status:
+    """Report over `fd` from now on, and be sent SIGTERM when its reader's process dies, even by SIGKILL (Linux).
+
+    ConfigError if `fd` is no open file; SystemExit if the reader is already gone.
+    """
+    try:
+        os.set_inheritable(fd, False)
+    except OSError as error:
+        raise ConfigError([f"--status-fd {fd}: {error.strerror}"]) from error
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if _is_reader_gone(fd):
+        raise SystemExit(1)
+
+    return StatusWriter(fd)
+
+
+class StatusWriter:
+    """Writes events to a pipe in their order, and never waits: what finds no room is kept, of progress the last."""
+
+    def __init__(self, fd: int):
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._lock = threading.Lock()  # of the rest
+        self._rest = b""  # of a line that was begun
+        self._waiting: deque[tuple[str, bytes]] = deque()  # event, line
+        self._is_followed_up = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Events that were not written yet."""
+        with self._lock:
+            return len(self._waiting) + bool(self._rest)
+
+    def __call__(self, event: str, fields: Mapping[str, object]) -> None:
+        with self._lock:
+            if event == "progress" and self._waiting and self._waiting[-1][0] == event:
+                self._waiting.pop()
+            self._waiting.append((event, msgspec.json.encode({"event": event, **fields}) + b"\n"))
+            if not self._write() and not self._is_followed_up:
+                self._is_followed_up = True
+                threading.Thread(target=self._follow_up, name="status", daemon=True).start()
+
+    def _write(self) -> bool:
+        """Whether everything is written, or will never be."""
+        try:
+            while self._rest or self._waiting:
+                self._rest = self._rest or self._waiting.popleft()[1]
+                self._rest = self._rest[os.write(self._fd, self._rest) :]
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:  # the death signal is on its way
+            self._waiting.clear()
+            self._rest = b""
+        return True
+
+    def _follow_up(self) -> None:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        while True:
+            poll.poll()
+            with self._lock:
+                if self._write():
+                    self._is_followed_up = False
+                    return
+
+
+class StatusPrinter:
+    """The same for a process that a person started: a line on stderr for each event."""
+
+    def __init__(self):
+        self._throttle = ProgressThrottle()
+
+    def __call__(self, event: str, fields: Mapping[str, object]) -> None:
+        if event == "timings":  # for a supervisor's table
+            return
+        text = describe(event, fields)
+        if event != "progress" or self._throttle.is_due(text):
+            sys.stderr.write(f"moonshard {text}\n")
+            sys.stderr.flush()
+
+
+class ProgressThrottle:
+    """Which progress deserves a line where lines stay: the begin and the end of a phase, and now and then between.
+
+    A phase's messages differ in the count at their end: `compiling 3/12`.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic):
+        self._now_s = now_s
+        self._phase = ""
+        self._told_at_s = 0.0
+
+    def is_due(self, message: str) -> bool:
+        """Whether to tell it; if so, it counts as told."""
+        counted = _COUNTED.fullmatch(message)
+        phase, is_last = (counted["phase"], counted["done"] == counted["total"]) if counted else (message, False)
+        now_s = self._now_s()
+        if phase == self._phase and not is_last and now_s - self._told_at_s < PROGRESS_INTERVAL_S:
+            return False
+        self._phase, self._told_at_s = phase, now_s
+        return True
+
+
+def describe(event: str, fields: Mapping[str, object]) -> str:
+    """An event in words: its message, else its name and fields."""
+    if message := fields.get("message"):
+        return str(message)
+    return " ".join([event, *(f"{name}={value}" for name, value in fields.items())])
+
+
+def _is_reader_gone(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLERR)
+    return bool(poll.poll(0))

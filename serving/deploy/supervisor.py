@@ -1,0 +1,328 @@
+"""Workers and one gateway as child processes: started together, restarted when they end by themselves, ended together.
+
+A child that fails before any of its role was ready ends everything: that is a start that cannot succeed. Later, one
+that cannot come back is tried again for ever, ever more rarely, while the others serve.
+
+It knows processes and status events, neither models nor ports: `Commands` says what to run, `Reporter` takes the news.
+Ending is bounded: a drain that takes too long is cut off with SIGKILL, and nothing is left running.
+Left out: several machines.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from moonshard.serving.deploy.child import Child, start_child
+from moonshard.serving.deploy.status_pipe import describe
+
+
+class ChildFailed(Exception):
+    """A child that cannot serve: it failed before it was ever ready."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.message = message
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How patient the supervisor is."""
+
+    gateway_drain_s: float = 24.0  # the gateway goes first; after this the workers are told too
+    drain_s: float = 27.0  # of everything, then SIGKILL
+    first_backoff_s: float = 0.25  # of a child that crashed; doubled with each crash that follows
+    max_backoff_s: float = 30.0
+    settled_s: float = 60.0  # a child that has served so long works: its next crash is the first again
+
+    def backoff_s(self, num_crashes: int) -> float:
+        """How long to wait after so many crashes in a row, 1 or more."""
+        doublings = min(num_crashes - 1, 60)  # beyond that a float overflows sooner or later
+        return min(self.max_backoff_s, self.first_backoff_s * 2**doublings)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """How a process failed."""
+
+    message: str
+    exit_code: int
+    is_silent: bool = False  # it gave no reason
+
+
+# An argument list, given what an earlier process of the role listened on: the next one must take its place.
+Command = Callable[[Mapping[str, object] | None], list[str]]
+
+
+class Commands(Protocol):
+    """What to run."""
+
+    @property
+    def workers(self) -> Mapping[str, Command]:
+        """By name, in the order in which the gateway is told of them."""
+        ...
+
+    def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]: ...
+
+
+class Reporter(Protocol):
+    """Where news goes."""
+
+    def event(self, child: str, event: str, fields: Mapping[str, object]) -> None: ...
+    def line(self, child: str, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class Supervisor:
+    """`start`, then `watch`, and `stop` in every case."""
+
+    def __init__(self, commands: Commands, reporter: Reporter, limits: Limits):
+        self._commands = commands
+        self._reporter = reporter
+        self._limits = limits
+        self._workers: list[Role] = []
+        self._gateway: Role | None = None
+
+    async def start(self) -> Mapping[str, object]:
+        """Start all; returns what the gateway listens on once every child is ready. ChildFailed if one ends before.
+
+        The gateway starts as soon as the workers' addresses are known: it binds its ports while models load.
+        """
+        self._workers = [self._start_role(name, command) for name, command in self._commands.workers.items()]
+        addresses = await self._unless_failed(_addresses(self._workers))
+        gateway = self._start_role("gateway", lambda previous: self._commands.gateway(addresses, previous))
+        self._gateway = gateway
+        await self._unless_failed(_all_ready(self._roles))
+        return gateway.listening.result()
+
+    async def watch(self) -> None:
+        """Returns never: whatever a child does from now on, it is started again."""
+        await self._unless_failed(asyncio.Event().wait())
+
+    async def stop(self) -> None:
+        """Drain the gateway, then the workers; kill what is left when `drain_s` is over. Nothing runs afterwards."""
+        limits, loop = self._limits, asyncio.get_running_loop()
+        begun = loop.time()
+        for role in self._roles:
+            role.retire()
+        if self._gateway:
+            self._gateway.signal(signal.SIGTERM)
+            await _wait_until(begun + limits.gateway_drain_s, [self._gateway])
+        for worker in self._workers:
+            worker.signal(signal.SIGTERM)
+        await _wait_until(begun + limits.drain_s, self._roles)
+        for role in self._roles:
+            if not role.task.done():
+                self._reporter.note(f"{role.name} did not end within {limits.drain_s:g} s and is killed")
+        self.kill()
+        await asyncio.gather(*(role.task for role in self._roles), return_exceptions=True)
+
+    def kill(self) -> None:
+        """End everything at once; a `stop` in progress then returns."""
+        for role in self._roles:
+            role.retire()
+            role.signal(signal.SIGKILL)
+
+    @property
+    def _roles(self) -> list["Role"]:
+        return [*self._workers, *([self._gateway] if self._gateway else [])]
+
+    def _start_role(self, name: str, command: Command) -> "Role":
+        return Role(name, command, self._reporter, self._limits)
+
+    async def _unless_failed[T](self, wanted: Coroutine[None, None, T]) -> T:
+        """The result of `wanted`, or the ChildFailed of whichever role fails first."""
+        task = asyncio.create_task(wanted)
+        try:
+            await asyncio.wait({task, *(role.task for role in self._roles)}, return_when=asyncio.FIRST_COMPLETED)
+            for role in self._roles:
+                if role.task.done():
+                    role.task.result()
+            return await task
+        finally:
+            task.cancel()
+
+
+class Role:
+    """One place in the deployment, over the lives of the processes that fill it."""
+
+    def __init__(self, name: str, command: Command, reporter: Reporter, limits: Limits):
+        self.name = name
+        self.listening: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self.ready = asyncio.Event()  # set for good when the first process is ready
+        self._command = command
+        self._reporter = reporter
+        self._limits = limits
+        self._retired = asyncio.Event()
+        self._signal: int | None = None  # the last one sent: a process that is just being started gets it too
+        self._child: Child | None = None
+        self._failure: Fault | None = None  # what the current process said before it ended
+        self._ready_at_s: float | None = None  # when the current process was, by the loop's clock
+        self.task = asyncio.create_task(self._run(), name=name)
+
+    def retire(self) -> None:
+        """No process of this role is started again."""
+        self._retired.set()
+
+    def signal(self, number: int) -> None:
+        self._signal = number
+        if self._child:
+            self._child.signal(number)
+
+    async def _run(self) -> None:
+        """One process after another, until retired (returns). ChildFailed if none was ever ready."""
+        num_crashes = 0  # in a row
+        while not self._retired.is_set():
+            fault = await self._live()
+            if self._retired.is_set():
+                return
+            if fault is None:
+                num_crashes = 0
+                await self._after_drain()
+                continue
+            num_crashes = 1 if self._has_settled() else num_crashes + 1
+            await self._after_crash(fault, num_crashes)
+
+    async def _live(self) -> "Fault | None":
+        """Run one process to its end: what was wrong with that, None for nothing."""
+        previous = self.listening.result() if self.listening.done() else None
+        self._failure, self._ready_at_s = None, None
+        try:
+            self._child = await start_child(self._command(previous), on_event=self._on_event, on_line=self._on_line)
+        except OSError as error:  # no process, memory or descriptor left: the others may give some back
+            return Fault(f"{self.name} could not be started: {error.strerror or error}", 1)
+        try:
+            if self._signal is not None:
+                self._child.signal(self._signal)
+            return self._fault(await self._child.wait())
+        finally:
+            self._child.signal(signal.SIGKILL)  # only when cancelled does it still run
+            self._child = None
+
+    def _fault(self, code: int) -> "Fault | None":
+        """Of the process that ended with this code: its own words where it had some."""
+        if code == 0 and self._ready_at_s is not None:
+            return None
+        if self._failure is None:
+            return Fault(f"{self.name} {_ending(code)}", max(code, 1), is_silent=True)
+        if not self.ready.is_set():
+            return self._failure  # at a start all are about to fail alike; later, one does
+        return replace(self._failure, message=f"{self.name}: {self._failure.message}")
+
+    def _has_settled(self) -> bool:
+        """Whether the process that has just ended had served long enough to count as one that works."""
+        now_s = asyncio.get_running_loop().time()
+        return self._ready_at_s is not None and now_s - self._ready_at_s >= self._limits.settled_s
+
+    async def _after_drain(self) -> None:
+        """Somebody else told the process to end, and it did so in order: that says nothing against the next one."""
+        self._reporter.note(f"{self.name} has drained and ended; starting it again")
+        await _wait_for(self._retired, timeout_s=self._limits.first_backoff_s)
+
+    async def _after_crash(self, fault: "Fault", num_crashes: int) -> None:
+        """Wait before the next process. ChildFailed if none was ever ready."""
+        if not self.ready.is_set():
+            when = " before it was ready" if fault.is_silent else ""
+            raise ChildFailed(fault.message + when, fault.exit_code)
+        delay_s = self._limits.backoff_s(num_crashes)
+        if num_crashes == 1:
+            self._reporter.note(f"{fault.message}; restarting it")
+        else:
+            self._reporter.note(f"{fault.message}, {num_crashes} times in a row; trying again in {delay_s:g} s")
+        await _wait_for(self._retired, timeout_s=delay_s)
+
+    def _on_event(self, event: str, fields: dict[str, object]) -> None:
+        if event == "listening" and not self.listening.done():
+            self.listening.set_result(fields)
+        elif event == "ready":
+            self._ready_at_s = asyncio.get_running_loop().time()
+            self.ready.set()
+        elif event == "failed":
+            exit_code = fields.get("exit_code")
+            self._failure = Fault(describe(event, fields), exit_code if isinstance(exit_code, int) else 1)
+        self._reporter.event(self.name, event, fields)
+
+    def _on_line(self, text: str) -> None:
+        self._reporter.line(self.name, text)
+
+
+async def supervise(
+    commands: Commands, reporter: Reporter, limits: Limits, *, on_ready: Callable[[Mapping[str, object]], None]
+) -> int:
+    """Serve until SIGINT or SIGTERM, then drain; a second SIGINT kills. Returns the exit code of the whole."""
+    supervisor = Supervisor(commands, reporter, limits)
+    interrupts = _Interrupts(on_second=supervisor.kill)
+    serving = asyncio.create_task(_serve(supervisor, on_ready))
+    asked = asyncio.create_task(interrupts.first.wait())
+    await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+    failure = serving.exception() if serving.done() else None
+    for task in (serving, asked):
+        task.cancel()
+    await asyncio.wait((serving, asked))
+    if failure is None:
+        reporter.note(f"draining for at most {limits.drain_s:g} s; a second Ctrl-C ends at once")
+    await supervisor.stop()
+    if isinstance(failure, ChildFailed):
+        reporter.note(failure.message)
+        return failure.exit_code
+    if failure:
+        raise failure
+    return 130 if interrupts.is_impatient else 0
+
+
+async def _serve(supervisor: Supervisor, on_ready: Callable[[Mapping[str, object]], None]) -> None:
+    on_ready(await supervisor.start())
+    await supervisor.watch()
+
+
+class _Interrupts:
+    """SIGINT and SIGTERM as one event; only a second SIGINT is impatience."""
+
+    def __init__(self, on_second: Callable[[], None]):
+        self.first = asyncio.Event()
+        self._num_interrupts = 0
+        self._on_second = on_second
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.first.set)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+
+    @property
+    def is_impatient(self) -> bool:
+        return self._num_interrupts > 1
+
+    def _interrupt(self) -> None:
+        self._num_interrupts += 1
+        self.first.set()
+        if self.is_impatient:
+            self._on_second()
+
+
+def _ending(code: int) -> str:
+    """How a process ended, by its exit code as asyncio gives it: negative for a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was ended by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
+
+
+async def _addresses(workers: Sequence[Role]) -> list[str]:
+    return [str((await asyncio.shield(worker.listening))["address"]) for worker in workers]
+
+
+async def _all_ready(roles: Sequence[Role]) -> None:
+    for role in roles:
+        await role.ready.wait()
+
+
+async def _wait_until(deadline: float, roles: Sequence[Role]) -> None:
+    """Until all the roles have ended, or the loop's clock says `deadline`."""
+    timeout_s = max(0.0, deadline - asyncio.get_running_loop().time())
+    if roles:
+        await asyncio.wait([role.task for role in roles], timeout=timeout_s)
+
+
+async def _wait_for(event: asyncio.Event, *, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)

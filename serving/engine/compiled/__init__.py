@@ -1,0 +1,1 @@
+"""Programs before they run: traced, lowered, compiled, kept on disk and found again. Begin with `preparation`."""

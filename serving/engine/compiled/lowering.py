@@ -1,0 +1,102 @@
+"""The step that serves, lowered and compiled from shapes alone: no weight is made and no page allocated.
+
+The code that serves, `engine.stage`, builds it for as many devices as the mesh has; virtual ones of the CPU will do.
+What a device then holds before and after the step, as XLA plans it, stands beside what the budget counts from the same
+shapes; that they agree is the test of the budget. Weights are in bf16, as they are served. Left out: temporaries on a
+GPU. On CPU XLA widens bf16 to float32 on the way, and experts do not run in the GPU's kernels.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+
+from moonshard.models import kimi, weights
+from moonshard.models.footprint import pieces
+from moonshard.serving.config.keys import Config, rules_of
+from moonshard.serving.engine.loading import (
+    DEFAULT_MAX_CONTEXT_TOKENS,
+    backend_for,
+    place_of,
+    split_stages,
+    step_shapes,
+)
+from moonshard.serving.engine.stage import Blueprint, StageModel
+from moonshard.serving.engine.steps import StepKind, StepShapes
+from moonshard.sharding.budget import StageBudget, budget
+from moonshard.sharding.mesh import build_mesh
+from moonshard.sharding.place import Place
+
+DTYPE, ITEM_BYTES = "bfloat16", 2
+INT_BYTES = LOGIT_BYTES = 4
+
+StepRole = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBytes:
+    """Of one device. The state, which a step changes in place, counts on both sides."""
+
+    arguments: int
+    outputs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoweredStage:
+    """The largest step of a role on one stage."""
+
+    num_layers: int
+    num_blocks: int  # of a partition's pages
+    program: jax.stages.Lowered
+    counted: StepBytes  # by the budget
+
+
+def abstract_stages(model: kimi.KimiConfig, place: Place, dtype: str) -> Iterator[StageModel]:
+    """The stages of a worker, with shapes for weights. MeshError as `lower_stages`."""
+    for index, layers in enumerate(split_stages(model, place)):
+        mesh = build_mesh(place.mesh, index)
+        yield StageModel(
+            config=model,
+            layers=layers,
+            weights=weights.abstract(kimi.declare(model, layers), dtype, mesh, place.rules),
+            mesh=mesh,
+            place=place,
+            backend=backend_for(mesh.devices.flat[0].platform),
+        )
+
+
+def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iterator[LoweredStage]:
+    """The largest step of a role, stage by stage, of a worker with room for its longest context in every slot.
+
+    Raises:
+        MeshError: the model cannot be cut so, or there are too few devices.
+    """
+    place = place_of(config, role)
+    shapes = step_shapes(config, min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS), role)
+    is_prefill = role == "prefill"
+    kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
+    num_blocks, block_size = shapes.slots_per_partition * shapes.blocks_per_sequence, config.kv.block_size
+    budgets = budget(pieces(model, "bf16"), place.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
+    for stage, its_budget in zip(abstract_stages(model, place, DTYPE), budgets, strict=True):
+        blueprint = Blueprint(stage, shapes, blocks_per_partition=num_blocks, block_size=block_size, dtype=DTYPE)
+        program = blueprint.lower((kind, sizes[-1]))
+        page_bytes = int(its_budget.kv_bytes_per_token * block_size) * num_blocks
+        counted = _count(stage, shapes, kind, sizes[-1], its_budget, page_bytes)
+        yield LoweredStage(num_layers=len(stage.layers), num_blocks=num_blocks, program=program, counted=counted)
+
+
+def _count(
+    stage: StageModel, shapes: StepShapes, kind: StepKind, bucket: int, its_budget: StageBudget, page_bytes: int
+) -> StepBytes:
+    """What all arrays of the step take on a device: weights, pages, logits, packed step, activations."""
+    slots = shapes.slots_per_partition
+    stream = bucket * stage.config.hidden_size * ITEM_BYTES  # from stage to stage
+    inputs = slots * INT_BYTES if stage.is_first and kind is StepKind.DECODE else 0
+    logits = slots * stage.config.vocab_size * LOGIT_BYTES if stage.is_last else 0
+    step = shapes.layout(kind, bucket).size * INT_BYTES
+    given = step + inputs + (0 if stage.is_first else stream)
+    return StepBytes(
+        arguments=int(its_budget.weight_bytes) + page_bytes + logits + given,
+        outputs=page_bytes + logits + (INT_BYTES if stage.is_last else stream),
+    )

@@ -1,0 +1,219 @@
+"""From plans to steps: positions, block tables and sampling parameters packed as a device program wants them.
+
+Apart from the scheduler, which knows no padding, and from the programs, which know no requests. A decode step differs
+from the one before in little more than its positions, so its rows are kept and only what changed is written again.
+Exports and lands of blocks, which no plan asks for, are packed here too. Every partition has a row of its own in the
+packed array, with slots and blocks as the partition counts them.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from moonshard.serving.control.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillChunk, PrefillPlan
+from moonshard.serving.control.request import Request, SequenceId
+from moonshard.serving.engine.steps import Step, StepKind, StepShapes, smallest
+
+Fields = Mapping[str, np.ndarray]
+_Written = tuple[SequenceId, tuple[int, ...]]  # whose row it is, and the blocks that stand in it
+
+
+class StepEncoder:
+    """Packs plans. Holds the rows of the last decode step, and nothing that decides anything."""
+
+    def __init__(self, shapes: StepShapes, bucket_for: Callable[[StepKind, int], int] | None = None):
+        """`bucket_for`: the bucket of a kind that holds a size; by default the smallest of the shapes' that does."""
+        self._shapes = shapes
+        self._bucket_for = bucket_for or (lambda kind, size: smallest(shapes.buckets[kind], size))
+        self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
+        decode, draw = shapes.layout(StepKind.DECODE, shapes.slots_per_partition), self._layouts[StepKind.DRAW, 0]
+        self._blank_rows = decode.blank()[1] | draw.blank()[1]
+        _, rows = decode.blank(shapes.num_partitions)
+        self._drawn, draws = draw.blank(shapes.num_partitions)  # of the last decode step
+        self._rows = [_of(rows | draws, partition) for partition in range(shapes.num_partitions)]
+        self._written: list[list[_Written | None]] = [[None] * shapes.slots_per_partition for _ in self._rows]
+
+    @property
+    def max_transfer_blocks(self) -> int:
+        """Of one export or land. ValueError for a worker whose programs have neither."""
+        return max(self._shapes.transfer_buckets)
+
+    def encode(self, plan: Plan) -> Step:
+        match plan:
+            case PrefillPlan():
+                return self._encode_prefill(plan)
+            case DecodePlan():
+                return self._encode_decode(plan)
+            case LoadPlan():
+                return self._encode_load(plan)
+            case CopyPlan():
+                return self._encode_copy(plan)
+
+    def _encode_prefill(self, plan: PrefillPlan) -> Step:
+        by_partition = self._by_partition(plan.chunks)
+        bucket = self._bucket_for(StepKind.PREFILL, max(map(self._num_padded, by_partition)))
+        packed, fields = self._blank(StepKind.PREFILL, bucket)
+        sampling, sampling_fields = self._blank(StepKind.DRAW)
+        first_draws = itertools.count(0, self._shapes.slots_per_partition)
+        draws: dict[SequenceId, int] = {}
+        for partition, (chunks, first_draw) in enumerate(zip(by_partition, first_draws, strict=False)):
+            own = _of(fields, partition) | _of(sampling_fields, partition)
+            for index, sequence in enumerate(self._write_chunks(own, chunks)):
+                draws[sequence] = first_draw + index
+        order = (sequence for chunk in plan.chunks for sequence, _ in chunk.samples)
+        return Step(
+            plan.number,
+            StepKind.PREFILL,
+            bucket,
+            packed,
+            sampling=sampling if draws else None,
+            draws=tuple(draws[each] for each in order),
+        )
+
+    def _num_padded(self, chunks: Sequence[PrefillChunk]) -> int:
+        return sum(self._num_rows(chunk) for chunk in chunks) * self._shapes.q_tile
+
+    def _num_rows(self, chunk: PrefillChunk) -> int:
+        return -(-len(chunk.tokens) // self._shapes.q_tile)
+
+    def _write_chunks(self, fields: Fields, chunks: Sequence[PrefillChunk]) -> list[SequenceId]:
+        """One partition's chunks, row after row. Returns the sequences that draw, in the order of their draws."""
+        tile, drawing, row = self._shapes.q_tile, list[SequenceId](), 0
+        for chunk in chunks:
+            self._write_chunk(fields, chunk, row)
+            end = row * tile + len(chunk.tokens) - 1
+            for sequence, slot in chunk.samples:
+                draw = len(drawing)
+                fields["sample_from"][draw] = end
+                fields["sample_slot"][draw] = slot.index
+                _write_sampling(fields, draw, chunk.request, sequence.choice)
+                _write_position(fields, draw, chunk.request, chunk.start + len(chunk.tokens))
+                drawing.append(sequence)
+            row += self._num_rows(chunk)
+        fields["num_rows"][...] = len(drawing)
+        return drawing
+
+    def _write_chunk(self, fields: Fields, chunk: PrefillChunk, first_row: int) -> None:
+        count, begin = len(chunk.tokens), first_row * self._shapes.q_tile
+        fields["tokens"].reshape(-1)[begin : begin + count] = chunk.tokens
+        fields["positions"].reshape(-1)[begin : begin + count] = np.arange(chunk.start, chunk.start + count)
+        rows = slice(first_row, first_row + self._num_rows(chunk))
+        fields["block_tables"][rows, : len(chunk.block_table)] = chunk.block_table
+
+    def _encode_decode(self, plan: DecodePlan) -> Step:
+        by_partition = self._by_partition(plan.rows)
+        bucket = self._bucket_for(StepKind.DECODE, max(map(len, by_partition)))
+        packed, fields = self._blank(StepKind.DECODE, bucket)
+        draws: dict[SequenceId, int] = {}
+        for partition, rows in enumerate(by_partition):
+            for index, row in enumerate(rows):
+                self._write_row(partition, index, row)
+                draws[row.sequence] = partition * self._shapes.slots_per_partition + index
+            for index in range(len(rows), self._shapes.slots_per_partition):  # all: the draws' array goes out whole
+                self._clear_row(partition, index)
+            for name, field in fields.items():
+                field[partition] = self._rows[partition][name][:bucket]
+            self._rows[partition]["num_rows"][...] = len(rows)
+        return Step(
+            plan.number,
+            StepKind.DECODE,
+            bucket,
+            packed,
+            sampling=self._drawn.copy(),
+            draws=tuple(draws[row.sequence] for row in plan.rows),
+        )
+
+    def _write_row(self, partition: int, index: int, row: DecodeRow) -> None:
+        fields, written = self._rows[partition], self._written[partition][index]
+        if written is None or written[0] is not row.sequence:  # an equal id may be of another request
+            _write_sampling(fields, index, row.request, row.sequence.choice)
+        if written is None or written[1] is not row.block_table:
+            fields["block_tables"][index, : len(row.block_table)] = row.block_table
+        self._written[partition][index] = (row.sequence, row.block_table)
+        # preempted, a sequence may come back to its row in another slot
+        fields["slot"][index] = fields["sample_slot"][index] = row.slot.index
+        fields["positions"][index] = row.position
+        _write_position(fields, index, row.request, row.position + 1)
+
+    def _clear_row(self, partition: int, index: int) -> None:
+        if self._written[partition][index] is not None:
+            for name, field in self._rows[partition].items():
+                if field.ndim:  # a value of the whole step is no row's
+                    field[index] = self._blank_rows[name][0, index]
+            self._written[partition][index] = None
+
+    def _encode_load(self, plan: LoadPlan) -> Step:
+        packed, fields = self._blank(StepKind.LOAD)
+        fields = _of(fields, plan.slot.partition)
+        request, bias = plan.request, plan.request.sampling.logit_bias
+        fields["slot"][...] = plan.slot.index
+        fields["num_prompt"][...] = plan.num_prompt
+        fields["num_history"][...] = len(plan.history)
+        fields["history"][: len(plan.history)] = plan.history
+        fields["bias_ids"][: len(bias)] = list(bias.keys())
+        fields["bias_values"][: len(bias)] = list(bias.values())
+        fields["stop_ids"][: len(request.stop_token_ids)] = sorted(request.stop_token_ids)
+        return Step(plan.number, StepKind.LOAD, 0, packed)
+
+    def _encode_copy(self, plan: CopyPlan) -> Step:
+        packed, fields = self._blank(StepKind.COPY)
+        indices = [itertools.count() for _ in range(self._shapes.num_partitions)]
+        for partition, source, destination in plan.pairs:
+            index = next(indices[partition])
+            fields["source"][partition, index] = source
+            fields["destination"][partition, index] = destination
+        return Step(plan.number, StepKind.COPY, 0, packed)
+
+    def encode_export(self, number: int, partition: int, blocks: Sequence[int]) -> Step:
+        """Read blocks of one partition, at most as many as the largest transfer bucket."""
+        bucket = self._bucket_for(StepKind.EXPORT, len(blocks))
+        packed, fields = self._blank(StepKind.EXPORT, bucket)
+        fields["source"][partition, : len(blocks)] = blocks
+        return Step(number, StepKind.EXPORT, bucket, packed, partition=partition, num_blocks=len(blocks))
+
+    def encode_land(self, number: int, partition: int, blocks: Sequence[int], payload: np.ndarray) -> Step:
+        """Overwrite them with `payload` [len(blocks), ...], which is copied only where the bucket has more room."""
+        bucket = self._bucket_for(StepKind.LAND, len(blocks))
+        packed, fields = self._blank(StepKind.LAND, bucket)
+        fields["destination"][partition, : len(blocks)] = blocks
+        if bucket > len(blocks):
+            padded = np.zeros((bucket, *payload.shape[1:]), payload.dtype)
+            padded[: len(blocks)] = payload
+            payload = padded
+        return Step(number, StepKind.LAND, bucket, packed, partition=partition, num_blocks=len(blocks), payload=payload)
+
+    def _blank(self, kind: StepKind, bucket: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        return self._layouts[kind, bucket].blank(self._shapes.num_partitions)
+
+    def _by_partition[T: PrefillChunk | DecodeRow](self, parts: Sequence[T]) -> list[list[T]]:
+        found: list[list[T]] = [[] for _ in range(self._shapes.num_partitions)]
+        for part in parts:
+            found[part.slot.partition].append(part)
+        return found
+
+
+def _of(fields: Fields, partition: int) -> dict[str, np.ndarray]:
+    return {name: field[partition, ...] for name, field in fields.items()}
+
+
+def _write_sampling(fields: Fields, row: int, request: Request, choice: int) -> None:
+    sampling = request.sampling
+    fields["temperature"][row] = sampling.temperature
+    fields["top_p"][row] = sampling.top_p
+    fields["top_k"][row] = sampling.top_k
+    fields["min_p"][row] = sampling.min_p
+    fields["repetition_penalty"][row] = sampling.repetition_penalty
+    fields["presence_penalty"][row] = sampling.presence_penalty
+    fields["frequency_penalty"][row] = sampling.frequency_penalty
+    fields["seed"][row] = (sampling.seed >> 32, sampling.seed & 0xFFFFFFFF)
+    fields["choice"][row] = choice
+    fields["has_bias"][row] = bool(sampling.logit_bias)
+    fields["wants_logprobs"][row] = request.num_logprobs is not None
+
+
+def _write_position(fields: Fields, row: int, request: Request, position: int) -> None:
+    """`position` is that of the token to be drawn."""
+    fields["sample_position"][row] = position
+    is_early = position - len(request.prompt) < request.min_tokens
+    fields["bans_stops"][row] = is_early and bool(request.stop_token_ids)

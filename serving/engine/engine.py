@@ -1,0 +1,283 @@
+"""The engine: a scheduler, a device thread, and the asyncio code that keeps a few steps in flight between them.
+
+All of it runs on the event loop but the waiting: a finished step's tokens are handed over, the scheduler takes them,
+and the step after next is launched. Nothing here blocks on the device, decides anything or knows a wire.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonshard.serving.control.batching.counters import Counters
+from moonshard.serving.control.batching.queue import QueueTimeout
+from moonshard.serving.control.batching.scheduler import Scheduler
+from moonshard.serving.control.plan import CopyPlan, DecodePlan, Delivered, LoadPlan, Plan, PrefillPlan, Sampled
+from moonshard.serving.control.request import Output, Request, SequenceId
+from moonshard.serving.engine.clocks import Phases, RequestClocks
+from moonshard.serving.engine.device import DeviceThread, Executor, StepDone
+from moonshard.serving.engine.encoder import StepEncoder
+from moonshard.serving.engine.exchange import BlockExchange
+from moonshard.serving.engine.pace import Pace
+from moonshard.serving.engine.programs import Drawn
+from moonshard.serving.engine.steps import StepKind
+
+EXPIRY_PERIOD_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Emitted:
+    """An output, with the phases it closed: on a sequence's first token and on its last."""
+
+    output: Output
+    phases: Phases | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one step produced, and which requests ended with it."""
+
+    number: int
+    emitted: tuple[Emitted, ...]
+    ended: tuple[bytes, ...]
+
+
+class Engine:
+    """Serves requests on one device side. Every method runs on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        encoder: StepEncoder,
+        on_step: Callable[[StepReport], None],
+        on_expired: Callable[[bytes, QueueTimeout], None],
+        before_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
+        on_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
+        on_done: Callable[[StepDone, Plan | None], None] | None = None,
+        num_stages: int = 1,
+    ):
+        """`on_prefill` is called when a prefill step was launched: an export made in it runs right behind that step.
+
+        `before_prefill` likewise when it is about to be: an export made in it runs before that step. Both may call
+        `export`, and nothing else of the engine. `on_done` is told of every step that is done, last of all: with its
+        plan, or None for an export and a land.
+        """
+        self._scheduler = scheduler
+        self._encoder = encoder
+        self._on_step = on_step
+        self._on_expired = on_expired
+        self._before_prefill = before_prefill
+        self._on_prefill = on_prefill
+        self._on_done = on_done
+        self._loop = asyncio.get_running_loop()
+        self._device = DeviceThread(
+            executor,
+            on_done=functools.partial(self._on_loop, self._complete),
+            on_failed=functools.partial(self._on_loop, self.fail),
+        )
+        self._plans: dict[int, Plan] = {}  # in flight
+        self._exchange = BlockExchange(encoder, self._device.submit)
+        self._clocks = RequestClocks()
+        self._num_computing = 0  # prefill and decode steps in flight
+        self._pace = Pace(num_stages)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._expiry: asyncio.TimerHandle | None = None
+        self.failed: asyncio.Future[None] = self._loop.create_future()  # the device, or the bookkeeping here
+        self.num_overlapped_steps = 0
+
+    def start(self) -> None:
+        self._device.start()
+        self._expire()
+
+    def check(self, request: Request, partition: int | None = None) -> None:
+        """Raises NeverFits where `submit` would; keeps nothing."""
+        self._scheduler.check(request, partition)
+
+    def num_sequences(self, partition: int) -> int:
+        """How many sequences of a partition may need a block for their next token."""
+        return self._scheduler.num_sequences(partition)
+
+    def num_free_seats(self, partition: int) -> int:
+        """How many slots of a partition are free and not for those who have joined; below 0 where these lack some."""
+        return self._scheduler.num_free_seats(partition)
+
+    def num_blocks_due(self, partition: int) -> int:
+        """How many blocks the next of those who wait for admission there needs."""
+        return self._scheduler.num_blocks_due(partition)
+
+    def submit(
+        self,
+        request: Request,
+        resumed: Mapping[int, tuple[int, ...]] | None = None,
+        partition: int | None = None,
+    ) -> None:
+        """Accepts a request, in `partition` if that is named; `resumed`: only these choices, after these tokens.
+
+        Raises what `Scheduler.add` raises.
+        """
+        self._scheduler.add(request, time.perf_counter(), resumed, partition)
+        self._clocks.start(request.id, time.perf_counter_ns())
+        self.wake()
+
+    def join(
+        self,
+        request: Request,
+        partition: int,
+        block_table: tuple[int, ...],
+        tokens: tuple[int, ...],
+        land_ms: float,
+    ) -> bool:
+        """Decodes a request whose prompt's KV is in these blocks, as `Scheduler.join` says; False: it is over already.
+
+        `land_ms` is told among its phases.
+        """
+        is_running = self._scheduler.join(request, partition, block_table, tokens)
+        if is_running:
+            self._clocks.start(request.id, time.perf_counter_ns(), land_ms=land_ms)
+        self.wake()
+        return is_running
+
+    def export(self, partition: int, blocks: Sequence[int], on_done: Callable[[np.ndarray], None]) -> None:
+        """Reads blocks behind all that was launched; `on_done` gets [len(blocks), layers, block_size, features].
+
+        Nothing launched later is seen in it. At least one block; an error of `on_done` is a fault of the engine.
+        """
+        self._exchange.export(partition, blocks, on_done)
+        self._idle.clear()
+
+    def land(self, partition: int, blocks: Sequence[int], payload: np.ndarray, on_done: Callable[[], None]) -> None:
+        """Overwrites blocks with `payload`, shaped and typed as `export` gives it, before all that is launched later.
+
+        `payload` must not change until `on_done`. At least one block; an error of `on_done` is a fault of the engine.
+        """
+        self._exchange.land(partition, blocks, payload, on_done)
+        self._idle.clear()
+
+    def wake(self) -> None:
+        """Launches what can be; for whoever gave blocks back to the pool by itself."""
+        self._idle.clear()
+        self.guard(self._launch)
+        self.guard(self._note_idle)
+
+    def cancel(self, request_id: bytes) -> None:
+        """Ends a request without a word. Its slot and blocks are free once what is in flight has run."""
+        self.guard(self._end, request_id)
+
+    async def wait_idle(self) -> None:
+        """Until no request is left and nothing is in flight, exports and lands neither."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Ends the device threads once what was launched has run."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        await asyncio.to_thread(self._device.close)
+
+    def counters(self) -> Counters:
+        return self._scheduler.counters()
+
+    def _on_loop[T](self, handle: Callable[[T], None], what: T) -> None:
+        """Called on the device's waiting thread."""
+        self._loop.call_soon_threadsafe(self.guard, handle, what)
+
+    def guard[*Ts](self, handle: Callable[[*Ts], None], *what: *Ts) -> None:
+        """A fault in the bookkeeping is one of the engine: no step would follow, and nobody would be told."""
+        try:
+            handle(*what)
+        except Exception as error:  # whatever it was: what is held and what is in flight are then unknown
+            self.fail(error)
+
+    def _end(self, request_id: bytes) -> None:
+        if self._scheduler.cancel(request_id):
+            self._clocks.forget(request_id)
+            self._launch()
+            self._note_idle()
+
+    def _launch(self) -> None:
+        while self._num_computing < self._pace.max_in_flight and (plan := self._scheduler.schedule()) is not None:
+            self._plans[plan.number] = plan
+            self._num_computing += isinstance(plan, PrefillPlan | DecodePlan)
+            self._clocks.note_launch(plan, time.perf_counter_ns())
+            if isinstance(plan, PrefillPlan):
+                self._before_prefill(plan)
+                self._device.submit(self._encoder.encode(plan))
+                self._on_prefill(plan)
+            else:
+                self._device.submit(self._encoder.encode(plan))
+
+    def _complete(self, done: StepDone) -> None:
+        if self._exchange.owns(done.number):
+            self._complete_exchange(done)
+        else:
+            self._complete_plan(done)
+        self._note_idle()
+
+    def _complete_exchange(self, done: StepDone) -> None:
+        self._pace.skip(done)
+        self._exchange.complete(done)
+        self._launch()  # blocks may have come back with it
+        if self._on_done is not None:
+            self._on_done(done, None)
+
+    def _complete_plan(self, done: StepDone) -> None:
+        plan = self._plans.pop(done.number)
+        self._num_computing -= isinstance(plan, PrefillPlan | DecodePlan)
+        self.num_overlapped_steps += done.kind is StepKind.DECODE and done.was_overlapped
+        self._pace.note(done)
+        results = {} if done.drawn is None else _results(plan, done.drawn)
+        delivered = self._scheduler.complete(done.number, results)
+        self._drop_expired()
+        self._launch()  # first, so that the device has work while the outputs are sent
+        self._emit(done, delivered)
+        if self._on_done is not None:
+            self._on_done(done, plan)
+
+    def _emit(self, done: StepDone, delivered: Delivered) -> None:
+        if delivered.outputs:
+            emitted = tuple(Emitted(output=o, phases=self._clocks.phases(o, done.done_ns)) for o in delivered.outputs)
+            self._on_step(StepReport(number=done.number, emitted=emitted, ended=delivered.ended))
+        for request_id in delivered.ended:
+            self._clocks.forget(request_id)
+
+    def _drop_expired(self) -> None:
+        for request_id, error in self._scheduler.expire(time.perf_counter()):
+            self._clocks.forget(request_id)
+            self._on_expired(request_id, error)
+
+    def _expire(self) -> None:
+        """Also while no step completes."""
+        self._drop_expired()
+        self._note_idle()
+        self._expiry = self._loop.call_later(EXPIRY_PERIOD_S, self.guard, self._expire)
+
+    def _note_idle(self) -> None:
+        if self._scheduler.is_idle and self._exchange.is_idle:
+            self._idle.set()
+
+    def fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+
+def _results(plan: Plan, drawn: Drawn) -> dict[SequenceId, Sampled]:
+    """Which row of the step's tokens belongs to whom: the rows follow the plan's order."""
+    match plan:
+        case DecodePlan(rows=rows):
+            owners = [(row.sequence, row.request) for row in rows]
+        case PrefillPlan(chunks=chunks):
+            owners = [(sequence, chunk.request) for chunk in chunks for sequence, _ in chunk.samples]
+        case LoadPlan() | CopyPlan():
+            owners = []
+    return {sequence: _sampled(drawn, row, request) for row, (sequence, request) in enumerate(owners)}
+
+
+def _sampled(drawn: Drawn, row: int, request: Request) -> Sampled:
+    num_top = request.num_logprobs
+    logprobs = None if num_top is None else drawn.logprobs_of(row, num_top)
+    return Sampled(token=int(drawn.tokens[row]), logprobs=logprobs)

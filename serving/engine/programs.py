@@ -1,0 +1,235 @@
+"""The device side of a worker: its stages, one after another, and the steps that run through them.
+
+Activations go from stage to stage, and the tokens that the last one draws back to the first, by `device_put`. None of
+it waits, so that while one stage runs a step the one before it runs the next. The first stage takes drawn tokens only
+when a step of the same slots is launched: else its state would depend on the last stage's newest step, and so would
+every step that it runs. Of each kind the largest bucket, which serves every step, is prepared before the worker is
+ready, and the others behind it: a step takes the smallest that is there, and what it would rather have had is noted.
+No scheduler object comes here.
+"""
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from moonshard.serving.control.request import Logprobs
+from moonshard.serving.engine.stage import Blueprint, Stage
+from moonshard.serving.engine.steps import ProgramKey, Step, StepKind, StepShapes, smallest
+
+MIN_ASKED = 3  # a size that comes once is no reason to compile for it
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step in flight, and what it gives, still on the devices.
+
+    The packed draws, or where nobody draws a number that is ready once the step has run; an export's blocks, by stage;
+    of a land, by stage, a number that is ready once the blocks have landed. Nothing for the kinds whose end nobody
+    waits for.
+    """
+
+    step: Step
+    results: tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A step's tokens on the host, in the order in which its plan names who draws."""
+
+    tokens: np.ndarray  # [rows] int32
+    logprobs: np.ndarray  # [rows] f32
+    top_ids: np.ndarray  # [rows, top] int32
+    top_logprobs: np.ndarray  # [rows, top] f32
+
+    def logprobs_of(self, row: int, num_top: int) -> Logprobs:
+        top = zip(self.top_ids[row, :num_top].tolist(), self.top_logprobs[row, :num_top].tolist(), strict=True)
+        return Logprobs(chosen=float(self.logprobs[row]), top=tuple(top))
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """Draws that the first stage has not taken yet, and the slots that they are for, each as (partition, slot)."""
+
+    slots: frozenset[tuple[int, int]]
+    sampling: np.ndarray  # of the step that drew them
+    draws: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A program of a stage, still to be prepared."""
+
+    stage: int
+    key: ProgramKey
+    blueprint: Blueprint
+    is_needed: bool  # before anything can be served
+
+
+class Programs:
+    """What a device thread runs steps on. All `stages` have the same shapes of steps."""
+
+    def __init__(self, shapes: StepShapes, stages: Sequence[Stage]):
+        self.shapes = shapes
+        self.stages = tuple(stages)
+        ends = list(itertools.accumulate(len(stage.model.layers) for stage in stages))
+        self._layers = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        self._layouts = {key: shapes.layout(*key) for key in ((StepKind.LOAD, 0), (StepKind.DRAW, 0))}
+        self._due: list[_Due] = []  # at most one for each slot, oldest first
+        self._ready = shapes.buckets
+        self._taken: set[tuple[int, ProgramKey]] = set()
+        self._taking = threading.Lock()
+        self._num_asked: Counter[ProgramKey] = Counter()
+        self._on_missing: Callable[[ProgramKey], None] = lambda key: None
+
+    # ---- which programs are there
+
+    @property
+    def needed(self) -> tuple[Wanted, ...]:
+        """Without these nothing is served: of each kind the largest, in the order of `StepShapes.programs`."""
+        return tuple(wanted for wanted in self._wanted() if wanted.is_needed)
+
+    @property
+    def others(self) -> tuple[Wanted, ...]:
+        """What serves smaller steps faster; the smallest first, of each kind in turn."""
+        others = [wanted for wanted in self._wanted() if not wanted.is_needed]
+        return tuple(sorted(others, key=lambda wanted: self.shapes.buckets[wanted.key[0]].index(wanted.key[1])))
+
+    def _wanted(self) -> Iterator[Wanted]:
+        for index, stage in enumerate(self.stages):
+            for key in stage.blueprint.keys:
+                kind, bucket = key
+                is_needed = bucket == max(self.shapes.buckets.get(kind, (0,)))
+                yield Wanted(stage=index, key=key, blueprint=stage.blueprint, is_needed=is_needed)
+
+    def only_needed(self) -> None:
+        """From now on a step takes the largest bucket of its kind, until smaller ones have been taken."""
+        self._ready = {kind: sizes[-1:] for kind, sizes in self.shapes.buckets.items()}
+
+    def tell_missing(self, on_missing: Callable[[ProgramKey], None]) -> None:
+        """From now on `on_missing` hears, on the thread that makes steps, of programs that steps would rather have."""
+        self._on_missing = on_missing
+
+    def has(self, wanted: Wanted) -> bool:
+        """Whether it was taken."""
+        return (wanted.stage, wanted.key) in self._taken
+
+    def take(self, wanted: Wanted, program: Callable[..., Any]) -> None:
+        """A prepared program. Any thread: once every stage has its own, steps of that bucket are made."""
+        self.stages[wanted.stage].take(wanted.key, program)
+        kind, bucket = wanted.key
+        with self._taking:
+            self._taken.add((wanted.stage, wanted.key))
+            if kind in self._ready and all((index, wanted.key) in self._taken for index in range(len(self.stages))):
+                self._ready |= {kind: tuple(sorted({*self._ready[kind], bucket}))}
+
+    def bucket_for(self, kind: StepKind, size: int) -> int:
+        """The smallest bucket that is there and holds `size`.
+
+        A smaller one that is not there is told once (`tell_missing`), when it would have served for `MIN_ASKED` times.
+        """
+        bucket = smallest(self._ready[kind], size)
+        best = smallest(self.shapes.buckets[kind], size)
+        if best < bucket:
+            self._num_asked[kind, best] += 1
+            if self._num_asked[kind, best] == MIN_ASKED:
+                self._on_missing((kind, best))
+        return bucket
+
+    def compile(self) -> None:
+        """Every program, one after another, with nothing kept: for benches and tests."""
+        for wanted in (*self.needed, *self.others):
+            self.take(wanted, wanted.blueprint.lower(wanted.key).compile())
+
+    def launch(self, step: Step) -> Launched:
+        """Enqueues a step and returns without waiting for it."""
+        match step.kind:
+            case StepKind.PREFILL | StepKind.DECODE:
+                return Launched(step, (self._run(step),))
+            case StepKind.EXPORT:
+                return Launched(step, tuple(stage.export(step.bucket, step.metadata) for stage in self.stages))
+            case StepKind.LAND:
+                assert step.payload is not None  # as the encoder makes them
+                return Launched(step, tuple(self._land(step, step.payload)))
+            case StepKind.LOAD | StepKind.COPY:
+                self._note_due(self._slots(step))
+                for stage in self.stages:
+                    (stage.load if step.kind is StepKind.LOAD else stage.copy)(step.metadata)
+                return Launched(step, ())
+            case StepKind.DRAW | StepKind.NOTE:
+                raise ValueError(f"{step.kind} is no step of its own")
+
+    def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
+        """Waits for a step's tokens, or an export's blocks, or the end of a land. None where there is nothing to see.
+
+        The blocks are an array of their own, which no later step changes. From a single CPU device it is the device's
+        own memory, not copied again.
+        """
+        step, results = launched.step, launched.results
+        match step.kind:
+            case StepKind.PREFILL | StepKind.DECODE if step.sampling is not None:
+                return _drawn(np.asarray(results[0])[list(step.draws)])
+            case StepKind.EXPORT:
+                collected = zip(self.stages, results, strict=True)
+                parts = [stage.shards.collect(result, step.partition) for stage, result in collected]
+                return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+            case _:
+                jax.block_until_ready(results)
+                return None
+
+    def _run(self, step: Step) -> jax.Array:
+        """A prefill or a decode, through all stages. Returns the packed draws, or a number where nobody draws."""
+        slots = self._slots(step)
+        self._note_due(slots)
+        result = None
+        for stage in self.stages:
+            result = stage.run(step.kind, step.bucket, step.metadata, result)
+        assert result is not None  # there is a stage
+        if step.sampling is None:
+            return result
+        draws = self.stages[-1].draw(step.sampling)
+        if slots:
+            self._due.append(_Due(slots, step.sampling, draws))
+        return draws
+
+    def _slots(self, step: Step) -> frozenset[tuple[int, int]]:
+        """The slots whose next input token the step reads or writes; none where a single stage draws and reads it."""
+        if len(self.stages) == 1:
+            return frozenset()
+        if step.kind is StepKind.LOAD:
+            slots = self._layouts[StepKind.LOAD, 0].views(step.metadata)["slot"]
+        elif step.sampling is not None:
+            slots = self._layouts[StepKind.DRAW, 0].views(step.sampling)["sample_slot"]
+        else:
+            return frozenset()
+        slots = slots.reshape(len(step.metadata), -1)
+        partitions, rows = (slots < self.shapes.slots_per_partition).nonzero()
+        return frozenset(zip(partitions.tolist(), slots[partitions, rows].tolist(), strict=True))
+
+    def _note_due(self, slots: frozenset[tuple[int, int]]) -> None:
+        """Before a step of these slots, let the first stage take what was drawn for them, and all that is older."""
+        last = max((index for index, due in enumerate(self._due) if due.slots & slots), default=-1)
+        for due in self._due[: last + 1]:
+            self.stages[0].note(due.sampling, due.draws)
+        del self._due[: last + 1]
+
+    def _land(self, step: Step, payload: np.ndarray) -> list[jax.Array]:
+        return [
+            stage.land(step.bucket, step.metadata, payload[:, layers], step.partition)
+            for stage, layers in zip(self.stages, self._layers, strict=True)
+        ]
+
+
+def _drawn(packed: np.ndarray) -> Drawn:
+    top = (packed.shape[1] - 2) // 2
+    return Drawn(
+        tokens=packed[:, 0],
+        logprobs=np.ascontiguousarray(packed[:, 1]).view(np.float32),
+        top_ids=packed[:, 2 : 2 + top],
+        top_logprobs=np.ascontiguousarray(packed[:, 2 + top :]).view(np.float32),
+    )

@@ -1,0 +1,219 @@
+"""Steps: everything the device is ever told, as plain integers, and the KV of blocks that come from elsewhere.
+
+A `Step` is a kind, a bucket and one packed int32 array, so it costs one transfer to launch and could cross a socket.
+Every partition has a row of that array, in which slots and blocks are counted as the partition counts them. The layouts
+here say what lies where in a row, and what a field holds where a step asks for nothing; `blank` runs on the host with
+numpy, `unpack` inside the jitted program. Which step comes next is the scheduler's business, what a program computes is
+`engine.stage`'s.
+"""
+
+import enum
+import itertools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+
+NOWHERE = 2**31 - 1  # beyond every array: what is written there is dropped
+
+
+class StepKind(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    LOAD = "load"
+    COPY = "copy"
+    EXPORT = "export"
+    LAND = "land"
+    # never steps of their own: launches behind a prefill or a decode
+    DRAW = "draw"
+    NOTE = "note"  # the last stage's draws come to the first
+
+
+type ProgramKey = tuple[StepKind, int]  # a kind and its bucket; 0 for the kinds that have a single size
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One device launch.
+
+    The device may read `payload` where it lies, until the step is done: nobody writes to it after the step was made.
+    """
+
+    number: int
+    kind: StepKind
+    bucket: int  # per partition: padded tokens, rows, or blocks; 0 for the kinds that have a single size
+    metadata: np.ndarray  # [partitions, size of the layout], int32
+    sampling: np.ndarray | None = None  # likewise of the draws' layout; None where nobody draws
+    draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * slots + r
+    partition: int = 0  # whose blocks an export or a land moves
+    num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding
+    payload: np.ndarray | None = None  # land only: [bucket, layers, block_size, features] in the pages' dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A named array in a packed layout. Floats and unsigned integers travel as their bits."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "int32"
+    neutral: float = 0  # its value where nothing is asked for: nobody pays for it and nothing is touched
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class StepLayout:
+    """Fields one after another in one int32 array. Immutable; where each field lies is worked out once."""
+
+    def __init__(self, fields: tuple[Field, ...]):
+        self.fields = fields
+        ends = list(itertools.accumulate(field.size for field in fields))
+        self.size = ends[-1]
+        self._places = tuple((field, end - field.size, end) for field, end in zip(fields, ends, strict=True))
+        self._neutral = np.zeros(self.size, np.int32)
+        for field, view in zip(fields, self.views(self._neutral[None]).values(), strict=True):
+            view[...] = field.neutral
+
+    def blank(self, num_partitions: int = 1) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The packed array of a step that touches nothing, and a writable view [partitions, ...] of each field."""
+        packed = np.tile(self._neutral, (num_partitions, 1))
+        return packed, self.views(packed)
+
+    def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
+        """The fields of one partition's row."""
+        return {
+            field.name: jax.lax.bitcast_convert_type(packed[start:end].reshape(field.shape), jnp.dtype(field.dtype))
+            for field, start, end in self._places
+        }
+
+    def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
+        """A view [partitions, ...] of each field of a packed array."""
+        return {
+            field.name: packed[:, start:end].view(field.dtype).reshape(len(packed), *field.shape)
+            for field, start, end in self._places
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepShapes:
+    """The static sizes of a worker's programs. Buckets are per partition: each has as many rows of its own."""
+
+    num_partitions: int = 1
+    slots_per_partition: int
+    blocks_per_sequence: int
+    max_context_tokens: int
+    q_tile: int  # queries per row of a prefill: a row belongs to one sequence
+    prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
+    decode_buckets: tuple[int, ...]  # rows, ascending to slots_per_partition; empty for a worker that only prefills
+    transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
+
+    @property
+    def buckets(self) -> dict[StepKind, tuple[int, ...]]:
+        """Of the kinds that have several sizes, ascending."""
+        found = {StepKind.DECODE: self.decode_buckets, StepKind.PREFILL: self.prefill_buckets}
+        found |= dict.fromkeys((StepKind.EXPORT, StepKind.LAND), self.transfer_buckets)
+        return {kind: sizes for kind, sizes in found.items() if sizes}
+
+    @property
+    def programs(self) -> tuple[ProgramKey, ...]:
+        """Every (kind, bucket) there is: prefills, which take longest to compile, decodes, draws, and then trifles.
+
+        Of each kind the largest first.
+        """
+        sizes = self.buckets | dict.fromkeys((StepKind.DRAW, StepKind.LOAD, StepKind.COPY), (0,))
+        order = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAW, StepKind.EXPORT, StepKind.LAND)
+        kinds = sorted(sizes, key=[*order, StepKind.LOAD, StepKind.COPY].index)
+        return tuple((kind, size) for kind in kinds for size in reversed(sizes[kind]))
+
+    def layout(self, kind: StepKind, bucket: int = 0) -> StepLayout:
+        """Works a layout out; whoever packs every step keeps it."""
+        match kind:
+            case StepKind.PREFILL:
+                return self._prefill(bucket)
+            case StepKind.DECODE:
+                return self._decode(bucket)
+            case StepKind.LOAD:
+                return self._load()
+            case StepKind.COPY:
+                return self._copy()
+            case StepKind.EXPORT:
+                return StepLayout((Field("source", (bucket,)),))
+            case StepKind.LAND:
+                return StepLayout((Field("destination", (bucket,), neutral=NOWHERE),))
+            case StepKind.DRAW | StepKind.NOTE:
+                return self._draw()
+
+    def _prefill(self, bucket: int) -> StepLayout:
+        rows, num_slots = bucket // self.q_tile, self.slots_per_partition
+        return StepLayout(
+            (
+                Field("tokens", (rows, self.q_tile)),
+                Field("positions", (rows, self.q_tile), neutral=-1),  # below 0: padding
+                Field("block_tables", (rows, self.blocks_per_sequence)),
+                Field("sample_from", (num_slots,)),  # flat index into tokens
+            )
+        )
+
+    def _decode(self, rows: int) -> StepLayout:
+        return StepLayout(
+            (
+                Field("slot", (rows,), neutral=self.slots_per_partition),  # slots_per_partition: padding
+                Field("positions", (rows,), neutral=-1),  # of the input token; below 0: padding
+                Field("block_tables", (rows, self.blocks_per_sequence)),
+            )
+        )
+
+    def _draw(self) -> StepLayout:
+        """The same for prefills and decodes of every bucket, so that draws are compiled once."""
+        rows = self.slots_per_partition
+        return StepLayout(
+            (
+                Field("num_rows", ()),  # what lies beyond is not looked at
+                Field("sample_slot", (rows,), neutral=rows),  # out of range: draws for nobody
+                Field("temperature", (rows,), "float32"),
+                Field("top_p", (rows,), "float32", neutral=1),
+                Field("top_k", (rows,)),
+                Field("min_p", (rows,), "float32"),
+                Field("repetition_penalty", (rows,), "float32", neutral=1),
+                Field("presence_penalty", (rows,), "float32"),
+                Field("frequency_penalty", (rows,), "float32"),
+                Field("seed", (rows, 2), "uint32"),
+                Field("choice", (rows,)),
+                Field("sample_position", (rows,)),
+                Field("has_bias", (rows,)),
+                Field("bans_stops", (rows,)),
+                Field("wants_logprobs", (rows,)),
+            )
+        )
+
+    def _load(self) -> StepLayout:
+        return StepLayout(
+            (
+                Field("slot", (), neutral=self.slots_per_partition),
+                Field("num_prompt", ()),
+                Field("num_history", ()),
+                Field("history", (self.max_context_tokens,)),
+                Field("bias_ids", (MAX_LOGIT_BIAS,), neutral=NOWHERE),
+                Field("bias_values", (MAX_LOGIT_BIAS,), "float32"),
+                Field("stop_ids", (MAX_STOP_TOKENS,), neutral=NOWHERE),
+            )
+        )
+
+    def _copy(self) -> StepLayout:
+        return StepLayout(
+            (
+                Field("source", (self.slots_per_partition,)),
+                Field("destination", (self.slots_per_partition,), neutral=NOWHERE),
+            )
+        )
+
+
+def smallest(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest bucket that holds `size`."""
+    return next(bucket for bucket in buckets if bucket >= size)

@@ -1,0 +1,4 @@
+"""The gateway's process: two fronts, one pipeline, links to workers.
+
+Begin with `process`, then `pipeline.generation`.
+"""

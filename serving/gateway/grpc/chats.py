@@ -1,0 +1,80 @@
+"""Chats of the public gRPC API: its messages and tools as HTTP has them, so that one place checks them.
+
+And the calls of an answer as its messages.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc.status import InvalidArgument
+from moonshard.serving.gateway.intake.bounds import OTHER_BYTES
+from moonshard.serving.gateway.openai.messages import CalledFunction, CallMade, Message, chat_messages, goes_on
+from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.quoted import quoted
+from moonshard.serving.gateway.request import ChatPrompt, ToolUse
+
+_PARAMETERS = msgspec.json.Decoder(dict[str, object])
+
+
+def chat_prompt(chat: pb.ChatPrompt) -> ChatPrompt:
+    """InvalidArgument as over HTTP, naming the field as the API spells it."""
+    messages, tools = [_message(message) for message in chat.messages], _tools(chat.tools)
+    is_continued = goes_on(messages, "chat.messages")
+    kwargs = {"tools": tools} if tools else {}
+    return ChatPrompt(chat_messages(messages, "chat.messages"), kwargs, is_continued=is_continued)
+
+
+def tool_use(chat: pb.ChatPrompt, forced: str = "", *, is_single: bool = False) -> ToolUse | None:
+    """None without tools. InvalidArgument where the function to be called is none of them."""
+    functions = frozenset(tool.name for tool in chat.tools)
+    if forced and forced not in functions:
+        raise InvalidArgument(f"forced_function: there is no tool {quoted(forced)}", field="forced_function")
+    made = (call.id for message in chat.messages for call in message.tool_calls)
+    return ToolUse.of(functions, made, forced=forced or None, is_single=is_single)
+
+
+def calls_delta(made: CallsMade) -> pb.Delta:
+    parts = [
+        pb.ToolCallPart(index=part.index, id=part.id, name=part.name, arguments=part.arguments) for part in made.calls
+    ]
+    return pb.Delta(choice=made.choice, tool_calls=parts)
+
+
+def _message(message: pb.ChatMessage) -> Message:
+    calls = [
+        CallMade(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+        for call in message.tool_calls
+    ]
+    return Message(
+        role=message.role,
+        content=None if calls and not message.content else message.content,
+        name=message.name or None,
+        tool_calls=calls or None,
+        tool_call_id=message.tool_call_id or None,
+        reasoning_content=message.reasoning or None,
+        partial=message.partial,
+    )
+
+
+def _tools(tools: Sequence[pb.Tool]) -> list[dict[str, object]]:
+    """Schemas are decoded here and now: together they may be as long as all of a body besides its text."""
+    if sum(len(tool.parameters) for tool in tools) > OTHER_BYTES:
+        raise InvalidArgument(f"chat.tools: the parameters have more than {OTHER_BYTES} characters", field="chat.tools")
+    return [{"type": "function", "function": _function(tool, f"chat.tools[{i}]")} for i, tool in enumerate(tools)]
+
+
+def _function(tool: pb.Tool, where: str) -> dict[str, object]:
+    if not tool.name:
+        raise InvalidArgument(f"{where}.name is empty", field=f"{where}.name")
+    function: dict[str, object] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        try:
+            function["parameters"] = _PARAMETERS.decode(tool.parameters)
+        except (msgspec.DecodeError, RecursionError) as error:
+            name = f"{where}.parameters"
+            raise InvalidArgument(f"{name}: expected a JSON object: {error}", field=name) from error
+    return function

@@ -1,0 +1,1 @@
+"""The HTTP front and what holds for every exchange. Begin with `front`, the routes, and `edge`."""

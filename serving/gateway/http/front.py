@@ -1,0 +1,293 @@
+"""The HTTP front: OpenAI's routes, vLLM's extras, and what operators ask.
+
+Handlers only translate: a body to a `GenerationRequest`, the pipeline's events to a response. Bodies are read raw and
+decoded by msgspec, so FastAPI neither validates nor documents them.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.telemetry import TelemetryConfig as FastApiTelemetry
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc.status import InternalError, Unavailable, openai_error
+from moonshard.serving.config.tenants import Tenants
+from moonshard.serving.gateway.caller import Caller, check_key, read_caller
+from moonshard.serving.gateway.http.disconnect import until_disconnect
+from moonshard.serving.gateway.http.edge import (
+    Edge,
+    add_error_handlers,
+    error_response,
+    header_of,
+    json_response,
+    large_answer,
+    late_headers,
+    read_body,
+    visible_id,
+)
+from moonshard.serving.gateway.http.event_stream import KEEP_ALIVE_S, EventStream
+from moonshard.serving.gateway.http.strangers import Strangers
+from moonshard.serving.gateway.intake.aside import MAX_INLINE_SIZE
+from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS, Intake
+from moonshard.serving.gateway.intake.large_bodies import LARGE_BYTES, LARGE_CONTENTS_BYTES, LargeBodies
+from moonshard.serving.gateway.openai import requests
+from moonshard.serving.gateway.openai.body import BodyDecoder
+from moonshard.serving.gateway.openai.responses import (
+    DONE,
+    ChatFormat,
+    Chunks,
+    CompletionFormat,
+    Envelope,
+    Format,
+    Whole,
+    error_event,
+)
+from moonshard.serving.gateway.openai.unknown import UnknownFields
+from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.pipeline.generation import Gateway, Placed
+from moonshard.serving.gateway.pipeline.model import PromptLimit
+from moonshard.serving.gateway.records.metrics import GatewayMetrics
+from moonshard.serving.gateway.request import GenerationRequest
+from moonshard.serving.observe.spans.context import TraceContext
+
+READY_RETRY_AFTER_S = 1.0
+GET = ("GET", "HEAD", "OPTIONS")
+POST = ("POST", "OPTIONS")
+_NO_TELEMETRY: FastApiTelemetry = {"tracing": False, "metrics": False, "logs": False}  # the pipeline has its own spans
+_CHAT = BodyDecoder(requests.ChatBody)
+_COMPLETION = BodyDecoder(requests.CompletionBody)
+_TOKENIZE = BodyDecoder(requests.TokenizeBody)
+_DETOKENIZE = BodyDecoder(requests.DetokenizeBody)
+
+
+class HttpFront:
+    """The routes over one gateway. `app` is what a server serves."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        metrics: GatewayMetrics,
+        *,
+        version: str,
+        intake: Intake,
+        unknown_fields: UnknownFields,
+        tenants: Tenants,
+        strangers: Strangers,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        self._gateway = gateway
+        self._metrics = metrics
+        self._version = version
+        self._intake = intake
+        self._large_bodies = LargeBodies()
+        self._unknown_fields = unknown_fields
+        self._tenants = tenants
+        self._keep_alive_s = keep_alive_s
+        self._created = int(time.time())
+        routes = {
+            "/v1/chat/completions": (POST, self._keyed(self._chat)),
+            "/v1/completions": (POST, self._keyed(self._complete)),
+            "/v1/models": (GET, self._keyed(self._models)),
+            "/v1/models/{name:path}": (GET, self._keyed(self._model)),
+            "/tokenize": (POST, self._keyed(self._tokenize)),
+            "/detokenize": (POST, self._keyed(self._detokenize)),
+            "/health": (GET, self._health),
+            "/ready": (GET, self._ready),
+            "/metrics": (GET, self._prometheus),
+            "/version": (GET, self._show_version),
+        }
+        fastapi = FastAPI(
+            openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
+        )
+        for path, (methods, handler) in routes.items():
+            fastapi.add_api_route(path, _or_options(methods, handler), methods=list(methods))
+        add_error_handlers(fastapi)
+        self.app: ASGIApp = Edge(fastapi, metrics, frozenset(routes), strangers)
+
+    def _keyed(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """The handler, for callers whose key names a tenant: of nobody else is the body read."""
+
+        async def keyed(request: Request) -> Response:
+            check_key(self._tenants, header_of(request))
+            return await handler(request)
+
+        return keyed
+
+    async def _read[T: msgspec.Struct, M](
+        self, decoder: BodyDecoder[T], request: Request, meant: Callable[[T], M], *, num_contexts: int = 1
+    ) -> tuple[T, M]:
+        """What was sent, and what is `meant` by it. What is unknown is told in the answer's headers, or refused."""
+        sent, contents = await read_body(request, self._intake, num_contexts=num_contexts)
+        if len(sent) <= LARGE_BYTES and contents.num_bytes <= LARGE_CONTENTS_BYTES:
+            body, unknown = decoder.decode(sent)
+        else:
+            body, unknown = await until_disconnect(request.receive, self._large_bodies.decode(decoder, sent))
+        self._unknown_fields.tell(unknown, late_headers(request))
+        if len(sent) <= MAX_INLINE_SIZE:
+            return body, meant(body)
+        return body, await until_disconnect(request.receive, self._gateway.aside.run(len(sent), meant, body))
+
+    async def _chat(self, request: Request) -> Response:
+        received_ns = time.perf_counter_ns()
+        meant = partial(requests.chat_request, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
+        body, asked = await self._read(_CHAT, request, meant)
+        asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
+        envelope, is_streamed = self._envelope(asked, body), bool(body.stream)
+        del body  # it may be large, and would be held until the answer ends
+        form = ChatFormat(self._gateway.model.tokenizer)
+        return await self._respond(request, asked, envelope, form, is_streamed=is_streamed)
+
+    async def _complete(self, request: Request) -> Response:
+        received_ns = time.perf_counter_ns()
+        meant = partial(requests.completion_request, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
+        body, asked = await self._read(_COMPLETION, request, meant)
+        asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
+        envelope, is_streamed = self._envelope(asked, body), bool(body.stream)
+        del body
+        form = CompletionFormat(self._gateway.model.tokenizer, asked.skip_special_tokens)
+        return await self._respond(request, asked, envelope, form, is_streamed=is_streamed)
+
+    def _caller(self, request: Request, body: requests.GenerationBody) -> Caller:
+        return read_caller(self._tenants, header_of(request), body.prompt_cache_key, body.user)
+
+    def _parent(self, request: Request) -> TraceContext | None:
+        return self._gateway.parent_of(request.headers.getlist)
+
+    def _envelope(self, asked: GenerationRequest, body: requests.GenerationBody) -> Envelope:
+        limits = self._gateway.pool.limits
+        return Envelope(
+            id=asked.request_id,
+            model=self._gateway.model.name,
+            fingerprint="" if limits is None else limits.fingerprint,
+            has_logprobs=asked.num_logprobs is not None,
+            has_token_ids=bool(body.return_token_ids),
+            has_usage=bool(body.streaming.include_usage),
+            has_running_usage=bool(body.streaming.continuous_usage_stats),
+            is_padded=bool(body.streaming.include_obfuscation),
+            has_timing=bool(body.return_timing),
+        )
+
+    async def _respond(
+        self, request: Request, asked: GenerationRequest, envelope: Envelope, form: Format, *, is_streamed: bool
+    ) -> Response:
+        headers: dict[str, str] = late_headers(request)
+        if asked.tool_use is not None and asked.tool_use.is_strict:
+            headers["x-moonshard-strict"] = "advice"
+        if is_streamed:
+            return EventStream(
+                self._events(asked, Chunks(envelope, form), headers),
+                late_headers=headers,
+                error_event=lambda error: error_event(openai_error(error)),
+                keep_alive_s=self._keep_alive_s,
+            )
+        whole = await until_disconnect(request.receive, self._whole(asked, Whole(envelope, form), headers))
+        return large_answer(request, whole)
+
+    async def _events(self, asked: GenerationRequest, chunks: Chunks, headers: dict[str, str]) -> AsyncGenerator[bytes]:
+        """Fills `headers` before the first event."""
+        async with aclosing(self._gateway.generate(asked)) as events:
+            async for event in events:
+                if isinstance(event, pb.Delta):
+                    if chunk := chunks.delta(event):
+                        yield chunk
+                elif isinstance(event, CallsMade):
+                    yield chunks.calls(event)
+                elif isinstance(event, pb.TokenIds):
+                    chunks.set_prompt(event)
+                elif isinstance(event, Placed):
+                    headers |= event.headers()
+                else:
+                    yield chunks.summary(event) + DONE
+
+    async def _whole(self, asked: GenerationRequest, whole: Whole, headers: dict[str, str]) -> bytes:
+        async with aclosing(self._gateway.generate(asked)) as events:
+            async for event in events:
+                if isinstance(event, pb.Summary):
+                    return whole.body(event)
+                if isinstance(event, Placed):
+                    headers |= event.headers()
+                else:
+                    whole.add(event)
+        raise InternalError("the pipeline ended without a summary")
+
+    async def _tokenize(self, request: Request) -> Response:
+        body, asked = await self._read(
+            _TOKENIZE, request, requests.request_to_tokenize, num_contexts=TOKENIZED_CONTEXTS
+        )
+        self._gateway.model.check_name(body.model or "")
+        max_model_len = self._gateway.limits().max_context_tokens
+        counting = self._gateway.model.tokenize(asked, PromptLimit.to_tokenize(max_model_len))
+        tokens = await until_disconnect(request.receive, counting)
+        told = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
+        return large_answer(request, msgspec.json.encode(told))
+
+    async def _detokenize(self, request: Request) -> Response:
+        body, token_ids = await self._read(
+            _DETOKENIZE, request, requests.ids_to_detokenize, num_contexts=TOKENIZED_CONTEXTS
+        )
+        self._gateway.model.check_name(body.model or "")
+        most = TOKENIZED_CONTEXTS * self._gateway.limits().max_context_tokens
+        telling = self._gateway.model.detokenize(token_ids, most, field="tokens")
+        told = {"prompt": await until_disconnect(request.receive, telling)}
+        return large_answer(request, msgspec.json.encode(told))
+
+    async def _models(self, _request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model_object()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._gateway.model.check_name(request.path_params["name"])
+        return json_response(self._model_object())
+
+    def _model_object(self) -> dict[str, object]:
+        limits, name = self._gateway.pool.limits, self._gateway.model.name
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "moonshard",
+            "root": name,
+            "parent": None,
+            "max_model_len": None if limits is None else limits.max_context_tokens,
+        }
+
+    async def _health(self, _request: Request) -> Response:
+        """200 as long as the gateway lives; `degraded` where a worker is away, which is tried again."""
+        workers = self._gateway.pool.worker_states()
+        is_whole = all(state == "ready" for state in workers.values())
+        return json_response({"status": "ok" if is_whole else "degraded", "workers": workers})
+
+    async def _ready(self, _request: Request) -> Response:
+        """Whether requests can be served, and by which workers: they may be fewer than they should."""
+        pool = self._gateway.pool
+        if self._gateway.is_ready:
+            return json_response({"status": "ready", "workers": pool.worker_states()})
+        if self._gateway.is_draining:
+            return error_response(Unavailable("draining", retry_after_s=READY_RETRY_AFTER_S))
+        return error_response(pool.unavailable())
+
+    async def _prometheus(self, _request: Request) -> Response:
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _show_version(self, _request: Request) -> Response:
+        return json_response({"version": self._version})
+
+
+def _or_options(
+    methods: tuple[str, ...], handler: Callable[[Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """The handler; OPTIONS says what may be asked, to whoever has a key or none."""
+
+    async def answer(request: Request) -> Response:
+        if request.method == "OPTIONS":
+            return Response(None, 204, {"allow": ", ".join(methods)})
+        return await handler(request)
+
+    return answer

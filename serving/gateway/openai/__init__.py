@@ -1,0 +1,1 @@
+"""OpenAI's shapes: bodies in, objects and chunks out. Begin with `requests`; a field is added there."""

@@ -1,0 +1,30 @@
+"""Tool calls in OpenAI's shapes: in the message of a whole choice, and as the parts of a stream."""
+
+from collections.abc import Iterator, Sequence
+
+from moonshard.rpc.codec import whole_calls
+from moonshard.rpc.types import ToolCall, ToolCallPart
+from moonshard.serving.gateway.pipeline.choice import CallsMade
+
+
+def with_calls(choice: dict[str, object], text: str, parts: Sequence[ToolCallPart]) -> dict[str, object]:
+    """A whole choice of a chat, with these calls in its message; as it is where there are none."""
+    if not parts:
+        return choice
+    calls = list(map(_whole, whole_calls(parts)))
+    return choice | {"message": {"role": "assistant", "content": text or None, "refusal": None, "tool_calls": calls}}
+
+
+def chunk_choices(made: CallsMade) -> Iterator[dict[str, object]]:
+    """A stream's choices, as clients expect them: who is called, then with what, in pieces."""
+    for part in made.calls:
+        told: dict[str, object] = {"index": part.index}
+        if part.id:
+            told |= {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
+        else:
+            told["function"] = {"arguments": part.arguments}
+        yield {"index": made.choice, "delta": {"tool_calls": [told]}, "logprobs": None, "finish_reason": None}
+
+
+def _whole(call: ToolCall) -> dict[str, object]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

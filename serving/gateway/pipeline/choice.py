@@ -1,0 +1,162 @@
+"""One choice of a request on its way out: a step's tokens become text and tool calls, and a stop string ends it.
+
+The worker ends a choice by token or length; only here is text known, so only here can a string end it. Tokens that the
+worker made after that are dropped and not billed. A stop string counts wherever it is written, in a call's arguments
+too, as vLLM has it: the call is then cut off. It does not count in a call that the client forced: those tokens are no
+worker's, and come before all others.
+"""
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from moonshard.models.tokenizer import TokenIdError, Tokenizer
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc import link_pb2
+from moonshard.rpc.types import ToolCallPart
+from moonshard.serving.chat.detokenizer import Detokenizer
+from moonshard.serving.chat.tool_calls import (
+    ARGUMENTS_BEGIN,
+    CALL_BEGIN,
+    CALL_END,
+    NAMES,
+    SECTION_BEGIN,
+    ToolCallParser,
+    free_call_id,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallsMade:
+    """Parts of one choice's tool calls. They come before the Delta of the tokens that gave them."""
+
+    choice: int
+    calls: tuple[ToolCallPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    """How an answer begins that is to call a certain function: with these tokens, whose text has marks."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+def forced_call(tokenizer: Tokenizer, name: str, call_ids: Collection[str]) -> ForcedCall:
+    """`call_ids`: of the conversation's calls so far. The tokenizer has the markers of tool calls."""
+    call_id = free_call_id(name, str(len(call_ids)), call_ids)
+    section, call, arguments = (
+        tokenizer.special_tokens[NAMES[mark]] for mark in (SECTION_BEGIN, CALL_BEGIN, ARGUMENTS_BEGIN)
+    )
+    return ForcedCall(
+        token_ids=(section, call, *tokenizer.encode(call_id), arguments),
+        text=SECTION_BEGIN + CALL_BEGIN + call_id + ARGUMENTS_BEGIN,
+    )
+
+
+class ChoiceStream:
+    """`detokenizer` is None for a model without a tokenizer: token ids go out, text stays empty.
+
+    `parser` is None for a request without tools; else the detokenizer marks what it reads. `call_end` is a stop token
+    that the client knows nothing of: the marker after which one call is enough.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer | None,
+        parser: ToolCallParser | None = None,
+        *,
+        forced: ForcedCall | None = None,
+        call_end: int | None = None,
+    ) -> None:
+        self.index = index
+        self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
+        self.is_worker_done = False  # the worker has sent its last output of this choice
+        self.token_ids: list[int] = []  # all that workers gave, until it ended; shown or not
+        self._detokenizer = detokenizer
+        self._parser = parser
+        self._forced = forced  # until it was told
+        self._call_end = call_end
+        self._calls: tuple[ToolCallPart, ...] = ()
+        self._ends_with_calls = False
+
+    @property
+    def is_ended(self) -> bool:
+        return self.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+
+    def accept(self, output: link_pb2.SequenceOutput) -> pb.Delta | None:
+        """What to tell the client of a step's output; None once the choice has ended.
+
+        Run for every token: a message's field is looked at once, since that costs as much as what is done with it.
+        """
+        token_ids, finish_reason = list(output.token_ids), output.finish_reason
+        self.is_worker_done = finish_reason != pb.FINISH_REASON_UNSPECIFIED
+        if self.is_ended:
+            return None
+        self.token_ids += token_ids
+        delta = pb.Delta(choice=self.index, token_ids=token_ids, finish_reason=finish_reason, logprobs=output.logprobs)
+        if self._detokenizer is not None:
+            text, num_kept = self._text(self._detokenizer, token_ids, finish_reason)
+            if self._detokenizer.stop_string is not None:
+                delta.stop_string, delta.finish_reason = self._detokenizer.stop_string, pb.FINISH_REASON_STOP
+                del delta.token_ids[num_kept:], delta.logprobs[num_kept:]
+            delta.text = text if self._parser is None else self._content(delta, self._parser, text)
+        is_by_token = finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string")
+        if is_by_token and token_ids and token_ids[-1] != self._call_end:
+            delta.stop_token_id = token_ids[-1]
+        # after `length` more calls might have come, and a call that was cut off is none to run
+        if delta.finish_reason == pb.FINISH_REASON_STOP and self._ends_with_calls:
+            delta.finish_reason = pb.FINISH_REASON_TOOL_CALLS
+        self.finish_reason = delta.finish_reason
+        return delta
+
+    def take_calls(self) -> CallsMade | None:
+        """What the last `accept` gave of them; None: nothing."""
+        calls, self._calls = self._calls, ()
+        return CallsMade(self.index, calls) if calls else None
+
+    def _content(self, delta: pb.Delta, parser: ToolCallParser, text: str) -> str:
+        """What of the text is for the client to read; its calls are kept for `take_calls`."""
+        if self._forced is not None:
+            text = self._forced.text + text
+            tokens = [*self._forced.token_ids, *delta.token_ids]
+            del delta.token_ids[:]
+            delta.token_ids.extend(tokens)
+            self._forced = None
+        is_last = delta.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+        if is_last and self._call_end is not None and list(delta.token_ids[-1:]) == [self._call_end]:
+            text += CALL_END
+        parts = [parser.push(text)]
+        if is_last:
+            is_cut_off = delta.finish_reason == pb.FINISH_REASON_LENGTH or delta.HasField("stop_string")
+            parts.append(parser.finish(is_cut_off=is_cut_off))
+            self._ends_with_calls = parser.num_calls > 0 and not parser.is_cut
+        self._calls += tuple(call for part in parts for call in part.calls)
+        return "".join(part.content for part in parts)
+
+    @staticmethod
+    def _text(detokenizer: Detokenizer, token_ids: Sequence[int], finish_reason: pb.FinishReason) -> tuple[str, int]:
+        """The step's text and how many of its tokens count: not those after a stop string.
+
+        A stop token gives no text, special or not. Neither does an id that the model has and the tokenizer has not.
+        """
+        num_tokens, text = len(token_ids), ""
+        spoken = token_ids[:-1] if finish_reason == pb.FINISH_REASON_STOP else token_ids
+        for index, token in enumerate(spoken):
+            with suppress(TokenIdError):
+                text += detokenizer.push_token(token)
+            if detokenizer.stop_string is not None:
+                num_tokens = index + 1
+                break
+        if finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+            text += detokenizer.finish()
+        return text, num_tokens
+
+
+def joined(earlier: pb.Delta, later: pb.Delta) -> pb.Delta:
+    """Two that follow each other in one choice as one. Takes `earlier` apart."""
+    text = earlier.text + later.text
+    earlier.MergeFrom(later)
+    earlier.text = text
+    return earlier

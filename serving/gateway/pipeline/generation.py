@@ -1,0 +1,318 @@
+"""The pipeline behind both fronts: from a checked request to a stream of events.
+
+Knows neither HTTP nor the public gRPC service. Every request that is let in ends exactly once: with a Summary or with
+one error. Where it runs, and runs on when a worker is lost, is `attempts`'.
+"""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from moonshard.kv.prefix import block_names, root_name
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.rpc import link_pb2
+from moonshard.rpc.status import InternalError, Overloaded, Unavailable
+from moonshard.serving.config.keys import RoutingConfig
+from moonshard.serving.config.tenants import Salts
+from moonshard.serving.control.routing.router import Affinity
+from moonshard.serving.gateway.intake.aside import Aside
+from moonshard.serving.gateway.pipeline.attempts import Attempts, Sent
+from moonshard.serving.gateway.pipeline.choice import CallsMade, ChoiceStream, ForcedCall, joined
+from moonshard.serving.gateway.pipeline.handoffs import Handoffs
+from moonshard.serving.gateway.pipeline.model import PromptLimit, ServedModel
+from moonshard.serving.gateway.records.accounts import Accounts, PromptHold
+from moonshard.serving.gateway.records.metrics import GatewayMetrics
+from moonshard.serving.gateway.records.record import RequestRecord
+from moonshard.serving.gateway.records.rows import RequestTrace, RequestTraces
+from moonshard.serving.gateway.records.stamps import Stamps
+from moonshard.serving.gateway.request import GenerationRequest, check_parameters, check_token_ids, stop_tokens
+from moonshard.serving.gateway.workers.inbox import Arrival
+from moonshard.serving.gateway.workers.pool import LinkPool, ModelLimits
+from moonshard.serving.observe.spans.context import TraceContext, read_context
+
+type Event = Placed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
+
+DRAINING_RETRY_AFTER_S = 5.0
+OVERLOADED_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a request's prompt is computed, and whether that is where its session was last."""
+
+    worker: str
+    affinity: Affinity | None  # None: it has no session
+
+    def again(self, worker: str) -> "Placed":
+        """It was lost there before its first token, and has gone to that one."""
+        is_moved = self.affinity == "hit" and worker != self.worker
+        return Placed(worker, "moved" if is_moved else self.affinity)
+
+    def headers(self) -> dict[str, str]:
+        """As clients are told; over gRPC it is metadata."""
+        affinity = {} if self.affinity is None else {"x-moonshard-affinity": self.affinity}
+        return {"x-moonshard-worker": self.worker, **affinity}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """A request that was let in, and what it was measured against."""
+
+    request: GenerationRequest
+    limits: ModelLimits
+    number: int  # of this gateway
+
+
+class Gateway:
+    """Serves one model over a pool of workers. `lease_s`: how long a handoff may take before it decodes."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        pool: LinkPool,
+        metrics: GatewayMetrics,
+        accounts: Accounts,
+        traces: RequestTraces,
+        *,
+        salts: Salts,
+        max_queued_requests: int,
+        routing: RoutingConfig,
+        lease_s: float,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.handoffs = Handoffs(pool, lease_s=lease_s)
+        self.aside = Aside()
+        self.is_draining = False
+        self._metrics = metrics
+        self._accounts = accounts
+        self._traces = traces
+        self._salts = salts
+        self._max_queued_requests = max_queued_requests
+        self._attempts = Attempts(pool, self.handoffs, metrics, routing, may_retry=lambda: not self.is_draining)
+        self._numbers = itertools.count()
+        self._running: set[int] = set()
+        self._waiting: set[int] = set()  # of the running: those without a first token
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_draining and self.pool.is_ready
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    def limits(self) -> ModelLimits:
+        """Unavailable until a worker has said."""
+        if (limits := self.pool.limits) is None:
+            raise self.pool.unavailable()
+        return limits
+
+    def parent_of(self, headers: Callable[[str], Sequence[str]]) -> TraceContext | None:
+        """The client's span, by all values of a header; None where there is none, or no spans are wanted."""
+        return read_context(headers) if self._traces.has_spans else None
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event]:
+        """Placed and TokenIds (the prompt), then CallsMade and Deltas, then one Summary.
+
+        Placed again for each time that its worker is lost before the first token.
+        Close it (`aclosing`) to cancel.
+        Raises RequestError, before the first event for what is wrong with the request itself.
+        """
+        stamps = Stamps(received_ns=request.received_ns)
+        with (
+            self._metrics.outcome(),
+            self._traces.entry(request, stamps) as trace,
+            self._admitted(request) as admission,
+        ):
+            prompt = await self.model.tokenize(request, PromptLimit.to_generate(admission.limits.max_context_tokens))
+            forced = self.model.forced_call(request)
+            run = await self.aside.run(len(prompt), self._make_run, admission, prompt, forced)
+            record = RequestRecord(
+                self._metrics, run, stamps, num_forced=0 if forced is None else len(forced.token_ids)
+            )
+            trace.tokenized(run, record)
+            self._accounts.admit(request.caller.tenant, len(prompt))
+            with record, self._accounts.entry(request, record) as hold:
+                async with aclosing(self._stream(admission, run, forced, record, hold, trace)) as events:
+                    async for event in events:
+                        yield event
+                        if isinstance(event, pb.Delta) and stamps.delivered():
+                            record.first_token()
+                timing = stamps.timing()
+                record.finished(timing)
+            summary = pb.Summary(
+                request_id=request.request_id,
+                model=self.model.name,
+                usage=record.usage(),
+                timing=timing,
+                seed=run.sampling.seed,
+            )
+        yield summary  # outside: closing the generator now is no cancellation
+
+    @contextmanager
+    def _admitted(self, request: GenerationRequest) -> Iterator[Admission]:
+        """Refuse at once what cannot be served, before any work is spent on it; else count it in during the block."""
+        self.model.check_name(request.model)
+        if self.is_draining:
+            raise Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S)
+        limits = self.limits()
+        check_parameters(request, vocab_size=limits.vocab_size, has_tokenizer=self.model.tokenizer is not None)
+        if len(self._waiting) >= self._max_queued_requests:
+            self._metrics.queue_rejections.inc()
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting",
+                retry_after_s=OVERLOADED_RETRY_AFTER_S,
+                predicted_ttft_s=self.pool.least_ttft_s(),
+            )
+        admission = Admission(request=request, limits=limits, number=next(self._numbers))
+        self._running.add(admission.number)
+        self._waiting.add(admission.number)
+        self._idle.clear()
+        try:
+            yield admission
+        finally:
+            self._waiting.discard(admission.number)
+            self._running.discard(admission.number)
+            if not self._running:
+                self._idle.set()
+
+    async def _stream(
+        self,
+        admission: Admission,
+        run: link_pb2.Run,
+        forced: ForcedCall | None,
+        record: RequestRecord,
+        hold: PromptHold,
+        trace: RequestTrace,
+    ) -> AsyncGenerator[Placed | pb.TokenIds | CallsMade | pb.Delta]:
+        """The prompt as soon as it was sent; then deltas until every choice has ended."""
+        model, request = self.model, admission.request
+        choices = [
+            ChoiceStream(
+                index,
+                model.detokenizer(request),
+                model.call_parser(request),
+                forced=forced,
+                call_end=model.call_end(request),
+            )
+            for index in range(run.n)
+        ]
+        placed: Placed | None = None
+        async with aclosing(self._attempts.events(run, choices, record, request.caller.session)) as events:
+            async for event in events:
+                if isinstance(event, Sent):
+                    if placed is None:
+                        hold.sent()
+                        placed = Placed(event.worker, event.affinity)
+                        yield placed
+                        yield pb.TokenIds(ids=run.prompt_tokens[: record.num_prompt])
+                    elif not record.has_begun:
+                        placed = placed.again(event.worker)
+                        yield placed
+                    continue
+                if not record.has_begun:
+                    hold.computed()
+                    self._waiting.discard(admission.number)
+                for told in _accept(choices, event, record, trace):
+                    yield told
+
+    def _make_run(self, admission: Admission, prompt: Sequence[int], forced: ForcedCall | None) -> link_pb2.Run:
+        """What the request asks, without an id. To workers the beginning of a forced call is prompt.
+
+        InvalidArgument where prompt and completion do not fit in the vocabulary and the context.
+        """
+        request, limits = admission.request, admission.limits
+        most = max_tokens(request, len(prompt), limits.max_context_tokens)
+        check_token_ids(request, "prompt", prompt, limits.vocab_size)
+        begun = () if forced is None else forced.token_ids
+        num_tokens = most - len(begun)
+        if num_tokens < 1:
+            raise request.invalid("max_tokens", f"the call that is forced begins with {len(begun)} tokens")
+        prompt = (*prompt, *begun) if begun else prompt
+        root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), self._salts.of(request.caller.tenant))
+        return link_pb2.Run(
+            prompt_tokens=prompt,
+            prefix_root=root,
+            block_names=b"".join(block_names(root, prompt, limits.block_size)),
+            sampling=self._sampling(request),
+            stop_token_ids=stop_tokens(
+                request, self.model.defaults, limits.vocab_size, call_end=self.model.call_end(request)
+            ),
+            max_tokens=num_tokens,
+            min_tokens=max(0, request.min_tokens - len(begun)),
+            n=request.n,
+            logprobs=request.num_logprobs,
+        )
+
+    def _sampling(self, request: GenerationRequest) -> link_pb2.EngineSampling:
+        """Every default filled in: the client's word, else the folder's, else what switches the feature off."""
+        defaults = self.model.defaults
+        return link_pb2.EngineSampling(
+            temperature=_first(request.temperature, defaults.temperature, 1.0),
+            top_p=_first(request.top_p, defaults.top_p, 1.0),
+            top_k=max(0, _first(request.top_k, defaults.top_k, 0)),
+            min_p=_first(request.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=_first(request.presence_penalty, 0.0),
+            frequency_penalty=_first(request.frequency_penalty, 0.0),
+            bias_ids=request.logit_bias.keys(),
+            bias_values=request.logit_bias.values(),
+            seed=secrets.randbits(64) if request.seed is None else request.seed % 2**64,
+        )
+
+
+def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: int) -> int:
+    """The most tokens each choice may have: what was asked for, else what the prompt leaves of the context.
+
+    Raises:
+        ContextLengthExceeded: they do not fit with the prompt; InvalidArgument for the rest.
+    """
+    if num_prompt == 0:
+        raise request.invalid("prompt", "is empty")
+    room = max_context_tokens - num_prompt
+    if request.max_tokens is not None and request.max_tokens > room:
+        excess = f"after a prompt of {num_prompt} tokens, {{}} of {request.max_tokens}"
+        raise request.too_long("max_tokens", max_context_tokens, excess)
+    allowed = request.max_tokens or min(room, request.default_max_tokens or room)
+    if request.min_tokens > allowed:
+        raise request.invalid(
+            "min_tokens", f"{request.min_tokens} exceeds the {allowed} tokens that the answer may have"
+        )
+    return allowed
+
+
+def _accept(
+    choices: list[ChoiceStream], arrivals: list[Arrival], record: RequestRecord, trace: RequestTrace
+) -> Iterator[CallsMade | pb.Delta]:
+    """What the client is told of what arrived together: of each choice one Delta, or one for each of its calls."""
+    deltas: dict[int, pb.Delta] = {}
+    for arrival in arrivals:
+        index = arrival.output.choice
+        if index >= len(choices):
+            yield from deltas.values()  # they are counted already
+            raise InternalError(f"the worker answered for choice {index} of {len(choices)}")
+        delta = choices[index].accept(arrival.output)
+        record.arrived(arrival, delta)
+        if delta is None:
+            continue
+        trace.arrived(arrival.arrived_ns, delta)
+        if (made := choices[index].take_calls()) is not None:
+            if (before := deltas.pop(index, None)) is not None:
+                yield before
+            yield made
+        deltas[index] = delta if index not in deltas else joined(deltas[index], delta)
+    yield from deltas.values()
+
+
+def _first[T](*values: T | None) -> T:
+    """The first value that was said; the last one always is."""
+    return next(value for value in values if value is not None)

@@ -1,0 +1,250 @@
+"""The handoffs of a gateway: the shell around the pure `GatewaySide`, between it and the workers' links.
+
+Workers' messages become its verbs, its actions become messages; what concerns the client goes into the request's inbox
+(P's first tokens as arrivals, the end of a handoff as `HandoffFailed`). Left out: which workers take part and what
+follows a failure, which is `attempts`'.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from moonshard.rpc import link_pb2
+from moonshard.rpc.status import RequestError, Unavailable, error_from_code
+from moonshard.serving.control.handoff import messages as m
+from moonshard.serving.control.handoff.gateway import (
+    Deliver,
+    GatewayAction,
+    GatewaySide,
+    Outcome,
+    SendDecode,
+    SendPrefill,
+)
+from moonshard.serving.control.request import Request
+from moonshard.serving.gateway.failures import HandoffFailed
+from moonshard.serving.gateway.workers.inbox import Arrival, Inbox
+from moonshard.serving.gateway.workers.pool import LinkPool, Route
+from moonshard.serving.gateway.workers.session import Session
+from moonshard.serving.wire import handoffs as handoff_wire
+
+TICK_S = 0.25
+
+
+@dataclass(kw_only=True, slots=True)
+class Handoff:
+    """One handoff under way. `prefill_leg` is closed once it is prefilled, or over."""
+
+    run: link_pb2.Run
+    endpoint: link_pb2.KvEndpoint  # of the decode worker
+    decode_epoch: int
+    lease_end_s: float  # by then decode has been started
+    inbox: Inbox
+    prefill_leg: ExitStack
+    prefill: Route
+    reserved_ms: float | None = None  # what its reservation waited for room; None until there is
+    has_first_tokens: bool = False
+    transfer: link_pb2.TransferPhases | None = None  # once its last chunk is here
+    transferred_ns: int = 0  # likewise: when that was
+    retry_after_s: float = 0.0  # as a worker without room said
+
+    @property
+    def is_prefilled(self) -> bool:
+        """The prefill worker has nothing left to do for it."""
+        return self.has_first_tokens and self.transfer is not None
+
+
+class Handoffs:
+    """All handoffs of one gateway. Takes the pool's `on_handoff` and `on_lost`: make it before the links run."""
+
+    def __init__(self, pool: LinkPool, *, lease_s: float) -> None:
+        self._pool = pool
+        self._lease_s = lease_s
+        self._side = GatewaySide()
+        self._handoffs: dict[bytes, Handoff] = {}
+        self._ticking: asyncio.TimerHandle | None = None
+        pool.on_handoff = self.receive
+        pool.on_lost = self.lost
+
+    @property
+    def num_handoffs(self) -> int:
+        return len(self._handoffs)
+
+    def begin(self, run: link_pb2.Run, *, prefill: Route, decode: Session, prefill_leg: ExitStack) -> Handoff:
+        """Reserve on `decode`, in the run's partition; the run's id becomes the handoff's.
+
+        Everything that happens to the request comes through the inbox. Its caller calls `end` exactly once.
+        """
+        now_s = time.monotonic()
+        handoff = Handoff(
+            run=run,
+            endpoint=decode.welcome.endpoint,
+            decode_epoch=decode.epoch,
+            lease_end_s=now_s + self._lease_s,
+            inbox=decode.open(run.request_id),
+            prefill_leg=prefill_leg,
+            prefill=prefill,
+        )
+        self._handoffs[run.request_id] = handoff
+        reserve = m.Reserve(
+            handoff=run.request_id,
+            # The side looks at no token of it: they travel in `run`, uncopied.
+            request=Request(id=run.request_id, prompt=(), max_tokens=run.max_tokens, n=run.n),
+            block_hashes=(),
+            writer_epoch=prefill.session.epoch,
+            deadline_s=math.inf,  # a request may decode for ever; what comes before has the lease
+        )
+        self._execute(self._side.begin(reserve, decode.epoch, now_s))
+        self._tick_later()
+        return handoff
+
+    def end(self, handoff: Handoff, *, decode: Session, is_finished: bool) -> None:
+        """The request has its last token, or gives up: both legs are told at once."""
+        handoff_id = handoff.run.request_id
+        if is_finished:
+            self._execute(self._side.finished(m.Finished(handoff=handoff_id, epoch=decode.epoch)))
+        else:
+            self._execute(self._side.cancel(handoff_id))
+        self._handoffs.pop(handoff_id, None)
+        handoff.prefill_leg.close()
+        decode.close(handoff_id, cancel=False)
+
+    # ---- what the links say
+
+    def receive(self, session: Session, message: link_pb2.WorkerMessage) -> None:
+        match message.WhichOneof("message"):
+            case "target":
+                self._target(message.target)
+            case "credits":
+                self._execute(self._side.credits(handoff_wire.credits_from(message.credits)))
+            case "chunk":
+                self._chunk(message.chunk)
+            case "first_tokens":
+                self._first_tokens(message.first_tokens)
+            case "drained":
+                self._execute(self._side.drained(handoff_wire.drained_from(message.drained)))
+            case "failed":
+                self._failed(session, message.failed)
+            case _:
+                pass  # no part of a handoff
+
+    def lost(self, session: Session) -> None:
+        self._execute(self._side.peer_gone(session.epoch))
+
+    def _target(self, target: link_pb2.Target) -> None:
+        if (handoff := self._handoffs.get(target.handoff)) is not None:
+            handoff.reserved_ms = target.queue_ms
+        self._execute(self._side.target(handoff_wire.target_from(target)))
+
+    def _chunk(self, chunk: link_pb2.Manifest) -> None:
+        self._execute(self._side.chunk(handoff_wire.manifest_from(chunk)))
+        handoff = self._handoffs.get(chunk.handoff)
+        if handoff is not None and chunk.is_last:
+            handoff.transfer, handoff.transferred_ns = chunk.phases, time.perf_counter_ns()
+            self._close_prefill_leg(handoff)
+
+    def _first_tokens(self, first: link_pb2.FirstTokens) -> None:
+        self._execute(self._side.first_tokens(handoff_wire.first_tokens_from(first)), first.outputs)
+        if (handoff := self._handoffs.get(first.handoff)) is not None:
+            handoff.has_first_tokens = True
+            self._close_prefill_leg(handoff)
+
+    def _failed(self, session: Session, failed: link_pb2.Failed) -> None:
+        """A leg gave up, or turned its part down: then the request hears the worker's own words."""
+        handoff = self._handoffs.get(failed.request_id)
+        cause = handoff_wire.cause_from(failed)
+        if handoff is not None:
+            handoff.retry_after_s = failed.retry_after_s
+        if cause is None:
+            self._refused(session, failed)
+        elif cause is m.Cause.OVERLOADED:
+            overloaded = m.Overloaded(handoff=failed.request_id, retry_after_s=failed.retry_after_s)
+            turned_down = m.Failed(handoff=failed.request_id, epoch=session.epoch, cause=cause)
+            self._execute(self._side.overloaded(overloaded) or self._side.failed(turned_down))
+        else:
+            self._execute(self._side.failed(m.Failed(handoff=failed.request_id, epoch=session.epoch, cause=cause)))
+
+    def _refused(self, session: Session, failed: link_pb2.Failed) -> None:
+        """A prefill worker that takes nothing now is as good as gone; all else is said of the request itself."""
+        error = error_from_code(failed.code, failed.message, failed.field, failed.retry_after_s)
+        if isinstance(error, Unavailable):
+            gone = m.Failed(handoff=failed.request_id, epoch=session.epoch, cause=m.Cause.PREFILL_GONE)
+            self._execute(self._side.failed(gone))
+            return
+        self._tell(failed.request_id, error)
+        self._execute(self._side.cancel(failed.request_id))
+
+    # ---- what the side decides
+
+    def _execute(self, actions: Iterable[GatewayAction], first_outputs: Iterable[link_pb2.SequenceOutput] = ()) -> None:
+        arrived_ns = time.perf_counter_ns()
+        for action in actions:
+            match action:
+                case SendPrefill(epoch, message) | SendDecode(epoch, message):
+                    self._send(epoch, message)
+                case Deliver(handoff_id, _tokens):
+                    for output in first_outputs:
+                        self._tell(handoff_id, Arrival(arrived_ns, output))
+                case Outcome(handoff_id, cause):
+                    self._over(handoff_id, cause)
+
+    def _send(self, epoch: int, message: m.ToPrefill | m.ToDecode) -> None:
+        """Dropped when that worker is gone: what it held is gone with it."""
+        session = self._pool.session_of(epoch)
+        if session is not None and (gateway_message := self._message(message)) is not None:
+            session.send(gateway_message)
+            if isinstance(message, m.Run):
+                self._pool.sent(self._handoffs[message.target.handoff].prefill)
+
+    def _message(self, message: m.ToPrefill | m.ToDecode) -> link_pb2.GatewayMessage | None:
+        match message:
+            case m.Reserve(handoff=handoff_id):
+                leased = replace(message, deadline_s=self._lease_s)
+                reserve = handoff_wire.reserve_message(leased, self._handoffs[handoff_id].run)
+                return link_pb2.GatewayMessage(reserve=reserve)
+            case m.Run(target=target):
+                handoff = self._handoffs[target.handoff]
+                run = handoff_wire.run_message(handoff.run, target, handoff.endpoint, handoff.prefill.partition)
+                return link_pb2.GatewayMessage(run=run)
+            case m.Manifest():
+                return link_pb2.GatewayMessage(landed=handoff_wire.manifest_message(message))
+            case m.Start():
+                return link_pb2.GatewayMessage(start=handoff_wire.start_message(message))
+            case m.Credits():
+                return link_pb2.GatewayMessage(credits=handoff_wire.credits_message(message))
+            case m.Cancel():
+                return link_pb2.GatewayMessage(cancel=handoff_wire.cancel_message(message))
+            case m.Drained():
+                return link_pb2.GatewayMessage(drained=handoff_wire.drained_message(message))
+
+    def _over(self, handoff_id: bytes, cause: m.Cause | None) -> None:
+        handoff = self._handoffs.get(handoff_id)
+        if handoff is None:
+            return
+        handoff.prefill_leg.close()
+        if cause is not None:
+            handoff.inbox.put_nowait(HandoffFailed(cause, retry_after_s=handoff.retry_after_s))
+
+    def _tell(self, handoff_id: bytes, item: Arrival | RequestError) -> None:
+        if (handoff := self._handoffs.get(handoff_id)) is not None:
+            handoff.inbox.put_nowait(item)
+
+    @staticmethod
+    def _close_prefill_leg(handoff: Handoff) -> None:
+        if handoff.is_prefilled:
+            handoff.prefill_leg.close()
+
+    def _tick_later(self) -> None:
+        if self._ticking is None and self._handoffs:
+            self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = None
+        now_s = time.monotonic()
+        for handoff_id, handoff in tuple(self._handoffs.items()):
+            if handoff.lease_end_s <= now_s and not handoff.is_prefilled:
+                overdue = m.Failed(handoff=handoff_id, epoch=handoff.decode_epoch, cause=m.Cause.LEASE)
+                self._execute(self._side.failed(overdue))
+        self._tick_later()

@@ -1,0 +1,205 @@
+"""What the gateway itself knows of the model: its name, tokenizer, chat template and generation defaults.
+
+Read from the model's folder once, at start. Vocabulary and context are the workers' to say (`pool.ModelLimits`): they
+hold the weights. Texts become tokens here and nowhere else.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moonshard.models.generation import GenerationDefaults, load_generation_defaults
+from moonshard.models.tokenizer import TextError, TextTooLongError, TokenIdError, Tokenizer, load_tokenizer
+from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFound
+from moonshard.serving.chat.detokenizer import Detokenizer
+from moonshard.serving.chat.template import ChatTemplate, TemplateError, load_chat_template
+from moonshard.serving.chat.tool_calls import CALL_END, NAMES, ToolCallParser, call_marks
+from moonshard.serving.gateway.intake.aside import Aside
+from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS
+from moonshard.serving.gateway.pipeline.choice import ForcedCall, forced_call
+from moonshard.serving.gateway.quoted import quoted
+from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
+
+LONG_TEXT_CHARS = 2_000  # from here on tokenising would hold up every other request's tokens
+MAX_ENCODING = 2  # at a time; the others wait, and are dropped where their client leaves meanwhile
+MAX_TEXT_CHARS = 1 << 22  # of what token ids are spelt out as: every stream waits while it is written as JSON
+MESSAGE_CHARS = 50  # rendering one more message takes as long as tokenising that many characters
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """The most tokens that a prompt may have, and the context that this comes from."""
+
+    context_tokens: int
+    max_tokens: int
+
+    @classmethod
+    def to_generate(cls, context_tokens: int) -> "PromptLimit":
+        """An answer has a token at least."""
+        return cls(context_tokens, context_tokens - 1)
+
+    @classmethod
+    def to_tokenize(cls, context_tokens: int) -> "PromptLimit":
+        return cls(context_tokens, TOKENIZED_CONTEXTS * context_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A model's folder as the gateway sees it. Tokenizer and template are None where the folder has none."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    defaults: GenerationDefaults
+    threads: Aside = field(default_factory=lambda: Aside(MAX_ENCODING, "encode", max_inline_size=LONG_TEXT_CHARS))
+
+    def check_name(self, name: str) -> None:
+        """NotFound unless the client means this model; an empty name means the one there is."""
+        if name not in ("", self.name):
+            raise NotFound(f"the model {quoted(name)} does not exist; this server has {self.name!r}", field="model")
+
+    async def tokenize(self, request: GenerationRequest, limit: PromptLimit) -> Sequence[int]:
+        """The prompt's token ids. Long texts are tokenised in a thread, and not begun for a client that has left.
+
+        Raises:
+            ContextLengthExceeded: more than the limit; of a long text that may be said after a part of it.
+            InvalidArgument: there is no way to tokenise it.
+        """
+        max_tokens = limit.max_tokens
+        if isinstance(request.prompt, TokenPrompt):
+            ids = request.prompt.token_ids
+        elif (num_least := self._least_tokens(request.prompt)) > max_tokens:
+            raise too_long(request, f"at least {num_least}", limit)
+        else:
+            ids = await self.threads.run(_size(request.prompt), self._encode, request, limit)
+        if len(ids) > max_tokens:
+            raise too_long(request, f"{len(ids)}", limit)
+        return ids
+
+    def _least_tokens(self, prompt: TextPrompt | ChatPrompt) -> int:
+        """What its characters come to if each token stands for as many as any does."""
+        most = None if self.tokenizer is None else self.tokenizer.max_token_bytes
+        return 0 if most is None else _num_chars(prompt) // most
+
+    def detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
+        """Of one choice. With tools, the markers of their calls are marks in the text: they are a parser's to read."""
+        if self.tokenizer is None:
+            return None
+        forced = self.forced_call(request)
+        num_forced = 0 if forced is None else len(forced.token_ids)  # they come before what is detokenised
+        return Detokenizer(
+            self.tokenizer,
+            skip_special=request.skip_special_tokens,
+            stop=tuple(request.stop),
+            min_tokens=max(0, request.min_tokens - num_forced),
+            marks=None if request.tool_use is None else call_marks(self.tokenizer.special_tokens),
+        )
+
+    def call_parser(self, request: GenerationRequest) -> ToolCallParser | None:
+        """Of one choice; None where the request has no tools."""
+        if request.tool_use is None:
+            return None
+        use = request.tool_use
+        return ToolCallParser(use.functions, use.call_ids, max_calls=use.max_calls)
+
+    def forced_call(self, request: GenerationRequest) -> ForcedCall | None:
+        """How every choice begins; None where the model is free. The prompt was tokenised."""
+        use = request.tool_use
+        if self.tokenizer is None or use is None or use.forced is None:
+            return None
+        return forced_call(self.tokenizer, use.forced, use.call_ids)
+
+    def call_end(self, request: GenerationRequest) -> int | None:
+        """The token that ends a choice which may have one call; None where it may have more."""
+        if self.tokenizer is None or request.tool_use is None or request.tool_use.max_calls != 1:
+            return None
+        return self.tokenizer.special_tokens[NAMES[CALL_END]]
+
+    async def detokenize(self, token_ids: Sequence[int], max_tokens: int, *, field: str) -> str:
+        """The text of token ids, specials left out; of many, in a thread.
+
+        InvalidArgument naming `field`: more than `max_tokens`, an id that is none, a model without a tokenizer, a text
+        that is too long to be sent in one piece.
+        """
+        if self.tokenizer is None:
+            raise InvalidArgument(f"{field}: the model has no tokenizer", field=field)
+        if len(token_ids) > max_tokens:
+            raise InvalidArgument(f"{field}: at most {max_tokens} token ids, not {len(token_ids)}", field=field)
+        try:
+            text = await self.threads.run(len(token_ids), self.tokenizer.decode, token_ids)
+        except TokenIdError as error:
+            raise InvalidArgument(f"{field}: {error}", field=field) from error
+        if len(text) > MAX_TEXT_CHARS:
+            raise InvalidArgument(f"{field}: at most {MAX_TEXT_CHARS} characters, not {len(text)}", field=field)
+        return text
+
+    def _encode(self, request: GenerationRequest, limit: PromptLimit) -> Sequence[int]:
+        if self.tokenizer is None:
+            raise request.invalid("prompt", "the model has no tokenizer: send token ids")
+        try:
+            match request.prompt:
+                case ChatPrompt(messages, template_kwargs, add_generation_prompt, is_continued):
+                    if self.template is None:
+                        raise request.invalid("prompt", "the model has no chat template")
+                    if request.tool_use is not None:
+                        self._check_tools(request, self.tokenizer, self.template)
+                    return self.template.encode_chat(
+                        self.tokenizer,
+                        messages,
+                        template_kwargs=template_kwargs,
+                        add_generation_prompt=add_generation_prompt,
+                        is_continued=is_continued,
+                        max_tokens=limit.max_tokens,
+                    )
+                case TextPrompt(text):
+                    return self.tokenizer.encode(text, max_tokens=limit.max_tokens)
+                case TokenPrompt(token_ids):
+                    return token_ids
+        except TextTooLongError as error:
+            raise too_long(request, f"at least {error.num_tokens}", limit) from error
+        except (TemplateError, TextError) as error:
+            raise request.invalid("prompt", str(error)) from error
+
+    @staticmethod
+    def _check_tools(request: GenerationRequest, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        """A model that is not told of its tools, or whose calls nobody can read, would seem to decide against them."""
+        if not template.takes_tools:
+            raise request.invalid("tools", "the model's chat template takes no tools")
+        if not call_marks(tokenizer.special_tokens):
+            raise request.invalid("tools", "the model's tokenizer has no tokens for tool calls")
+
+
+def too_long(request: GenerationRequest, num_tokens: str, limit: PromptLimit) -> ContextLengthExceeded:
+    """The error of a prompt of so many tokens; `num_tokens` in words."""
+    more = "" if limit.max_tokens < limit.context_tokens else f", more than the {limit.max_tokens} that are tokenised,"
+    return request.too_long("prompt", limit.context_tokens, f"{{}} of {num_tokens} tokens{more}")
+
+
+def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:
+    """Of a text, or of a chat's messages, which a template may add to and seldom takes from."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    contents = (message.get("content") for message in prompt.messages)
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
+def _size(prompt: TextPrompt | ChatPrompt) -> int:
+    """In characters; large where a template was given something nested, which may be of any size."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    values = [value for message in prompt.messages for value in message.values()]
+    values += prompt.template_kwargs.values()
+    if any(isinstance(value, Mapping | list) for value in values):
+        return LONG_TEXT_CHARS + 1
+    texts = [value for value in values if isinstance(value, str)]
+    return sum(map(len, texts)) + MESSAGE_CHARS * len(prompt.messages)
+
+
+def load_served_model(path: Path, name: str) -> ServedModel:
+    """Errors are those of the files: they end the start."""
+    return ServedModel(
+        name=name,
+        tokenizer=load_tokenizer(path),
+        template=load_chat_template(path),
+        defaults=load_generation_defaults(path),
+    )

@@ -1,0 +1,223 @@
+"""What the workers report of themselves, as metrics: read from the last message of each at the moment of a scrape.
+
+Counters are the worker's own, since its start: a restart shows as a counter reset, which Prometheus expects. Those of a
+worker that is gone stay; its gauges are 0, since nothing runs there. `moonshard_worker_info` has what joins them to a
+role; vLLM's names are given for workers that decode, which is what its boards and autoscalers mean by an engine.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonshard.rpc.link_pb2 import KvTransfer, WorkerLoad
+from moonshard.serving.gateway.records.metrics import LABELS, GatewayMetrics
+from moonshard.serving.gateway.workers.link import WorkerLink
+from moonshard.serving.gateway.workers.pool import PREFILL_ROLES, LinkPool
+
+_COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
+    "compilations": (
+        "Programs compiled since the worker began, but for those made behind it.",
+        lambda load: load.num_compilations,
+    ),
+    "compilations_while_serving": (
+        "Programs compiled since the worker was ready, on a serving thread: 0, or requests waited for it.",
+        lambda load: load.num_compilations_while_serving,
+    ),
+    "preemptions": ("Choices that lost their KV blocks to others and began again.", lambda load: load.num_preemptions),
+    "prefill_steps": ("Steps launched to compute prompts.", lambda load: load.num_prefill_steps),
+    "decode_steps": ("Steps launched to draw one token per choice.", lambda load: load.num_decode_steps),
+    "prefill_tokens": ("Tokens computed in prefill steps.", lambda load: load.prefill_tokens),
+    "decode_tokens": ("Tokens computed in decode steps.", lambda load: load.decode_tokens),
+    "wasted_tokens": ("Tokens computed for choices that had already ended.", lambda load: load.wasted_tokens),
+    "overlapped_steps": (
+        "Decode steps launched before the tokens of the step before had reached the host.",
+        lambda load: load.overlapped_steps,
+    ),
+    "lost_spans": ("Spans of the worker that could not be exported.", lambda load: load.num_lost_spans),
+    "lost_rows": ("Steps of the worker that are in no file of its recording.", lambda load: load.num_lost_rows),
+}
+_GAUGES: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
+    "running_requests": ("Choices in the batch.", lambda load: load.num_running),
+    "waiting_requests": ("Choices that wait for a place in the batch.", lambda load: load.num_waiting),
+    "queued_tokens": (
+        "Tokens of accepted prompts still to be computed.",
+        lambda load: sum(load.queued_tokens),
+    ),
+    "active_tokens": ("Tokens that the choices in the batch hold.", lambda load: sum(load.active_tokens)),
+    "peak_memory_bytes": ("The most host memory that the process has held.", lambda load: load.peak_memory_bytes),
+    "draining": ("1 while the worker takes no new requests.", lambda load: load.draining),
+}
+# Of the KV plane, by workers that have one.
+_TRANSFER_COUNTERS: dict[str, tuple[str, Callable[[KvTransfer], float]]] = {
+    "kv_published_bytes": ("Bytes of KV that prefill workers wrote to decode workers.", lambda kv: kv.published_bytes),
+    "kv_transfers": ("Single writes, one run of addresses each, that publishing KV took.", lambda kv: kv.num_transfers),
+    "kv_publish_seconds": ("Time spent in publishing KV, summed also where it overlaps.", lambda kv: kv.publish_s),
+    "kv_landed_bytes": ("Bytes of KV that were checked and taken into the cache.", lambda kv: kv.landed_bytes),
+    "kv_landed_blocks": ("Blocks of KV that were checked and taken into the cache.", lambda kv: kv.num_landed_blocks),
+    "kv_checksum_mismatches": (
+        "Pieces of KV that were not what their checksums said, and were not used.",
+        lambda kv: kv.num_checksum_mismatches,
+    ),
+}
+_SLAB_STATES: dict[str, Callable[[KvTransfer], int]] = {
+    "free": lambda kv: kv.free_slab_slots,
+    "used": lambda kv: kv.used_slab_slots,
+    "leased": lambda kv: kv.leased_slab_slots,
+    "quarantined": lambda kv: kv.quarantined_slab_slots,
+}
+
+
+class WorkerCollector(Collector):
+    """One sample per worker (label `worker`, its address), and vLLM's names for what has one."""
+
+    def __init__(self, pool: LinkPool, model_name: str) -> None:
+        self._pool = pool
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        links = self._pool.links
+        for name, (text, value) in _COUNTERS.items():
+            yield self._counter(name, text, ((link, value(link.last_load)) for link in links))
+        for name, (text, value) in _GAUGES.items():
+            yield self._gauge(name, text, ((link, value(_load_now(link))) for link in links))
+        up = ((link, link.session is not None) for link in links)
+        yield self._gauge("worker_up", "1 while there is a link to the worker.", up)
+        restarts = ((link, link.num_restarts) for link in links)
+        yield self._counter("worker_restarts", "Times that another process answered at the address.", restarts)
+        reserved = ((link, self._pool.in_flight_tokens(link.address)) for link in links)
+        yield self._gauge("reserved_tokens", "Tokens that requests sent there may still come to.", reserved)
+        yield self._info()
+        yield from self._blocks()
+        yield from self._start_times()
+        yield from self._transfers()
+        yield from self._vllm()
+
+    def _counter(self, name: str, text: str, samples: Iterable[tuple[WorkerLink, float]]) -> Metric:
+        return _by_worker(CounterMetricFamily(f"moonshard_{name}", text, labels=("worker",)), samples)
+
+    def _gauge(self, name: str, text: str, samples: Iterable[tuple[WorkerLink, float]]) -> Metric:
+        return _by_worker(GaugeMetricFamily(f"moonshard_{name}", text, labels=("worker",)), samples)
+
+    def _info(self) -> Metric:
+        info = GaugeMetricFamily(
+            "moonshard_worker_info", "Always 1 for a worker that was ever there.", labels=("worker", "role")
+        )
+        for link in self._pool.links:
+            if link.role:
+                info.add_metric((link.address, link.role), 1)
+        return info
+
+    def _transfers(self) -> Iterator[Metric]:
+        """The KV plane, of workers that send or take handoffs."""
+        moving = [link for link in self._pool.links if link.last_load.HasField("kv_transfer")]
+        for name, (text, value) in _TRANSFER_COUNTERS.items():
+            yield self._counter(name, text, ((link, value(link.last_load.kv_transfer)) for link in moving))
+        failures = CounterMetricFamily(
+            "moonshard_kv_transfer_failures",
+            "Pieces of KV that could not be written to a decode worker.",
+            labels=("worker", "cause"),
+        )
+        slots = GaugeMetricFamily(
+            "moonshard_slab_slots", "Places for one block in the memory that peers reach.", labels=("worker", "state")
+        )
+        for link in moving:
+            for cause, num in sorted(link.last_load.kv_transfer.num_failures.items()):
+                failures.add_metric((link.address, cause), num)
+            for state, value in _SLAB_STATES.items():
+                slots.add_metric((link.address, state), value(_load_now(link).kv_transfer))
+        yield from (failures, slots)
+        handoffs = ((link, _load_now(link).kv_transfer.num_handoffs) for link in moving)
+        yield self._gauge("handoffs", "Prompts on their way from one worker to another, reserved or sent.", handoffs)
+
+    def _blocks(self) -> Iterator[Metric]:
+        labels = ("worker", "partition")
+        free = GaugeMetricFamily("moonshard_free_blocks", "KV blocks that nothing holds.", labels=labels)
+        used = GaugeMetricFamily("moonshard_used_blocks", "KV blocks that requests hold.", labels=labels)
+        known = GaugeMetricFamily("moonshard_known_blocks", "KV blocks that prompts can find again.", labels=labels)
+        for link in self._pool.links:
+            for partition, num_free in enumerate(_load_now(link).free_blocks):
+                free.add_metric((link.address, str(partition)), num_free)
+                used.add_metric((link.address, str(partition)), link.num_blocks - num_free)
+                num_known = self._pool.num_known_blocks(link.address, partition)
+                known.add_metric((link.address, str(partition)), num_known)
+        yield from (free, used, known)
+
+    def _start_times(self) -> Iterator[Metric]:
+        seconds = GaugeMetricFamily(
+            "moonshard_worker_start_seconds",
+            "How long a worker took to load, and to have its programs.",
+            labels=("worker", "phase"),
+        )
+        for link in self._pool.links:
+            if link.session is not None:
+                seconds.add_metric((link.address, "load"), link.session.welcome.load_s)
+                seconds.add_metric((link.address, "compile"), link.session.welcome.compile_s)
+        yield seconds
+
+    def _vllm(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily("vllm:num_requests_running", "Choices in the batch.", labels=LABELS)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Choices that wait for a place in it.", labels=LABELS)
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Choices that wait; capacity, the one reason there is: for a slot or for KV blocks.",
+            labels=(*LABELS, "reason"),
+        )
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=LABELS)
+        preemptions = CounterMetricFamily(
+            "vllm:num_preemptions", "Choices that lost their KV blocks to others and began again.", labels=LABELS
+        )
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Always 1; the labels are the shape of the KV cache.",
+            labels=(*LABELS, "block_size", "num_gpu_blocks"),
+        )
+        for index, link in enumerate(self._pool.links):
+            if link.role in PREFILL_ROLES:
+                continue
+            labels, load = (self._model_name, str(index)), _load_now(link)
+            running.add_metric(labels, load.num_running)
+            waiting.add_metric(labels, load.num_waiting)
+            by_reason.add_metric((*labels, "capacity"), load.num_waiting)
+            usage.add_metric(labels, _kv_usage(link))
+            preemptions.add_metric(labels, link.last_load.num_preemptions)
+            if link.session is not None:
+                welcome = link.session.welcome
+                shape = (str(welcome.block_size), str(welcome.num_blocks * welcome.num_partitions))
+                cache.add_metric((*labels, *shape), 1)
+        yield from (running, waiting, by_reason, usage, preemptions, cache)
+
+
+@dataclass(slots=True)
+class StepObserver:
+    """Tokens computed between two messages of a worker: one step's, since each step sends one."""
+
+    metrics: GatewayMetrics
+    seen: dict[int, int] = field(default_factory=dict)  # by worker
+
+    def __call__(self, worker_index: int, load: WorkerLoad) -> None:
+        num_tokens = load.prefill_tokens + load.decode_tokens
+        num_new = num_tokens - self.seen.get(worker_index, 0)
+        self.seen[worker_index] = num_tokens
+        if num_new > 0:  # nothing new: a heartbeat; fewer: the worker was restarted
+            self.metrics.step_tokens.labels(self.metrics.model_name, str(worker_index)).observe(num_new)
+
+
+def _by_worker[Family: (CounterMetricFamily, GaugeMetricFamily)](
+    family: Family, samples: Iterable[tuple[WorkerLink, float]]
+) -> Family:
+    for link, value in samples:
+        family.add_metric((link.address,), value)
+    return family
+
+
+def _load_now(link: WorkerLink) -> WorkerLoad:
+    """Empty while the worker is gone: what it last said of itself is over."""
+    return WorkerLoad() if link.session is None else link.last_load
+
+
+def _kv_usage(link: WorkerLink) -> float:
+    free_blocks = _load_now(link).free_blocks
+    num_blocks = link.num_blocks * len(free_blocks)
+    return 1 - sum(free_blocks) / num_blocks if num_blocks else 0.0

@@ -1,0 +1,1 @@
+"""What is recorded of requests and steps beside metrics: rows in files, spans for collectors."""

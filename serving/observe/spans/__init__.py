@@ -1,0 +1,1 @@
+"""Spans for OpenTelemetry collectors. Begin with `span` and `export`."""

@@ -1,0 +1,71 @@
+"""Which transport a worker's KV plane runs on, and how it is started: the one place that knows them by name.
+
+Made before the worker's server, which carries the gRPC stream where that is the transport; opened once the model is
+loaded, since only then the size of a block is known.
+"""
+
+import grpc
+
+from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
+from moonshard.kv.slab import Slab, SlabTooLarge
+from moonshard.kv.transfer import Transport
+from moonshard.serving.config.keys import Config, ConfigError, kv_host_of
+from moonshard.serving.config.tls import link_credentials
+from moonshard.serving.engine.loading import LoadedModel, free_memory_bytes
+from moonshard.serving.transfer.grpc_stream import GrpcTransport, KvStreamReceiver
+from moonshard.serving.transfer.plane import KvPlane
+
+
+class KvTransports:
+    """One worker's. `key` is what the workers of its cluster prove themselves by."""
+
+    def __init__(self, config: Config, key: bytes):
+        self._config = config
+        self._key = key
+        self._receiver = KvStreamReceiver() if config.kv.transport == "grpc" else None
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Whatever the transport needs of the worker's own server."""
+        if self._receiver is not None:
+            self._receiver.add_to(server)
+
+    def open_plane(self, model: LoadedModel, port: int) -> KvPlane:
+        """Allocate the slab and start the transport. Blocks: for the longest where Mooncake's ports are at rest.
+
+        Raises:
+            ConfigError: the slab has not one slot per partition, or the machine has not that much memory left.
+            TransportUnavailable: it cannot be loaded, or does not start.
+        """
+        num_partitions, block_bytes = model.pool.num_partitions, model.block_bytes
+        num_slots = self._config.kv.slab_bytes // (block_bytes * num_partitions) * num_partitions
+        if num_slots == 0:
+            raise ConfigError(
+                [
+                    f"kv.slab_bytes: {self._config.kv.slab_bytes} bytes are less than a block of {block_bytes} bytes "
+                    f"for each of {num_partitions} partitions"
+                ]
+            )
+        try:
+            slab = Slab(num_slots, block_bytes, available_bytes=free_memory_bytes())
+        except SlabTooLarge as error:
+            raise ConfigError([f"kv.slab_bytes: {error}"]) from error
+        return KvPlane(
+            self._start(port),
+            slab,
+            name=self._config.kv.transport,
+            layout=model.layout,
+            fingerprint=model.fingerprint,
+            num_partitions=num_partitions,
+        )
+
+    def _start(self, port: int) -> Transport:
+        kv, host = self._config.kv, kv_host_of(self._config)
+        if self._receiver is not None:
+            return GrpcTransport(
+                self._receiver,
+                f"{host}:{port}",
+                key=self._key,
+                timeout_s=kv.transfer_timeout_s,
+                credentials=link_credentials(self._config),
+            )
+        return MooncakeTransport.start(host, config=MooncakeConfig(timeout_s=kv.transfer_timeout_s, ports=kv.ports))

@@ -1,0 +1,236 @@
+"""A handoff's messages on the Link and back, for all three sides.
+
+Apart from `wire.requests`, which translates requests and their outputs, because the gateway needs these too. Epochs are
+16 bytes on the wire and integers inside. What comes over the wire is checked for what would otherwise fail far away:
+the length of ids, columns that do not pair up. Left out: where KV is written to (`transfer.endpoint`).
+"""
+
+from collections.abc import Iterable
+
+from moonshard.kv.prefix import NAME_BYTES
+from moonshard.rpc import link_pb2
+from moonshard.rpc.link import EPOCH_BYTES, REQUEST_ID_BYTES
+from moonshard.rpc.status import InvalidArgument
+from moonshard.serving.control.handoff import messages as m
+from moonshard.serving.control.request import Request
+
+MAX_DURATION_S = 86_400.0
+
+_CAUSES = {link_pb2.HandoffCause.Value(f"HANDOFF_CAUSE_{cause.name}"): cause for cause in m.Cause}
+
+
+def epoch_from(epoch: bytes, field: str = "epoch") -> int:
+    """Raises InvalidArgument naming `field` for one of another size."""
+    if len(epoch) != EPOCH_BYTES:
+        raise InvalidArgument(f"an epoch has {EPOCH_BYTES} bytes, not {len(epoch)}", field=field)
+    return int.from_bytes(epoch, "big")
+
+
+def is_duration(seconds: float) -> bool:
+    """Above zero and no more than a day: neither NaN nor what a clock cannot be moved by."""
+    return 0 < seconds <= MAX_DURATION_S
+
+
+def epoch_bytes(epoch: int) -> bytes:
+    return epoch.to_bytes(EPOCH_BYTES, "big")
+
+
+# ---- gateway to workers
+
+
+def reserve_message(reserve: m.Reserve, run: link_pb2.Run) -> link_pb2.Reserve:
+    """`run` is the request as it goes to both legs; its id is the handoff's."""
+    return link_pb2.Reserve(
+        run=run,
+        writer_epoch=epoch_bytes(reserve.writer_epoch),
+        deadline_s=reserve.deadline_s,
+        block_hashes=reserve.block_hashes,
+    )
+
+
+def reserve_from(reserve: link_pb2.Reserve, request: Request, block_size: int) -> m.Reserve:
+    """Raises InvalidArgument naming the field."""
+    if not is_duration(reserve.deadline_s):
+        raise InvalidArgument(f"a deadline of {reserve.deadline_s:g} s is none", field="deadline_s")
+    hashes = reserve.block_hashes
+    if len(hashes) > len(request.prompt) // block_size or any(len(name) != NAME_BYTES for name in hashes):
+        raise InvalidArgument(f"block_hashes are at most one of {NAME_BYTES} bytes a full block", field="block_hashes")
+    return m.Reserve(
+        handoff=request.id,
+        request=request,
+        block_hashes=tuple(reserve.block_hashes),
+        writer_epoch=epoch_from(reserve.writer_epoch, "writer_epoch"),
+        deadline_s=reserve.deadline_s,
+    )
+
+
+def run_message(
+    run: link_pb2.Run, target: m.Target, endpoint: link_pb2.KvEndpoint, partition: int | None = None
+) -> link_pb2.Run:
+    """A copy of `run` for the prefill worker, in that worker's partition; None: it chooses one."""
+    prefill = link_pb2.Run()
+    prefill.CopyFrom(run)
+    prefill.ClearField("partition")
+    if partition is not None:
+        prefill.partition = partition
+    prefill.target.CopyFrom(target_message(target))
+    prefill.endpoint.CopyFrom(endpoint)
+    return prefill
+
+
+def start_message(start: m.Start) -> link_pb2.Start:
+    return link_pb2.Start(handoff=start.handoff, token_ids=start.tokens, last=manifest_message(start.last))
+
+
+def start_from(start: link_pb2.Start) -> m.Start:
+    return m.Start(handoff=_handoff(start.handoff), tokens=tuple(start.token_ids), last=manifest_from(start.last))
+
+
+def cancel_message(cancel: m.Cancel) -> link_pb2.Cancel:
+    return link_pb2.Cancel(request_id=cancel.handoff, target_epoch=epoch_bytes(cancel.target_epoch))
+
+
+# ---- decode worker to gateway, and on to the prefill worker
+
+
+def target_message(target: m.Target, *, queue_ms: float = 0.0) -> link_pb2.Target:
+    """`queue_ms`: what the reservation waited for room, which is for the gateway to know."""
+    return link_pb2.Target(
+        handoff=target.handoff,
+        epoch=epoch_bytes(target.epoch),
+        writer_epoch=epoch_bytes(target.writer_epoch),
+        session=target.session,
+        partition=target.partition,
+        num_blocks=target.num_blocks,
+        num_blocks_held=target.num_blocks_held,
+        grants=_grant_messages(target.grants),
+        lease_s=target.lease_s,
+        queue_ms=queue_ms,
+    )
+
+
+def target_from(target: link_pb2.Target) -> m.Target:
+    return m.Target(
+        handoff=_handoff(target.handoff),
+        epoch=epoch_from(target.epoch),
+        writer_epoch=epoch_from(target.writer_epoch, "writer_epoch"),
+        session=target.session,
+        partition=target.partition,
+        num_blocks=target.num_blocks,
+        num_blocks_held=target.num_blocks_held,
+        grants=_grants(target.grants),
+        lease_s=target.lease_s,
+    )
+
+
+def credits_message(credits: m.Credits) -> link_pb2.Credits:
+    return link_pb2.Credits(
+        handoff=credits.handoff,
+        target_epoch=epoch_bytes(credits.target_epoch),
+        grants=_grant_messages(credits.grants),
+    )
+
+
+def credits_from(credits: link_pb2.Credits) -> m.Credits:
+    return m.Credits(
+        handoff=_handoff(credits.handoff),
+        target_epoch=epoch_from(credits.target_epoch, "target_epoch"),
+        grants=_grants(credits.grants),
+    )
+
+
+# ---- prefill worker to gateway, and on to the decode worker
+
+
+def manifest_message(manifest: m.Manifest, phases: link_pb2.TransferPhases | None = None) -> link_pb2.Manifest:
+    return link_pb2.Manifest(
+        handoff=manifest.handoff,
+        writer_epoch=epoch_bytes(manifest.writer_epoch),
+        target_epoch=epoch_bytes(manifest.target_epoch),
+        blocks=manifest.blocks,
+        grants=_grant_messages(manifest.grants),
+        checksums=manifest.checksums,
+        is_last=manifest.is_last,
+        phases=phases,
+    )
+
+
+def manifest_from(manifest: link_pb2.Manifest) -> m.Manifest:
+    if not len(manifest.blocks) == len(manifest.grants) == len(manifest.checksums):
+        raise InvalidArgument("blocks, grants and checksums of a manifest do not pair up", field="blocks")
+    return m.Manifest(
+        handoff=_handoff(manifest.handoff),
+        writer_epoch=epoch_from(manifest.writer_epoch, "writer_epoch"),
+        target_epoch=epoch_from(manifest.target_epoch, "target_epoch"),
+        blocks=tuple(manifest.blocks),
+        grants=_grants(manifest.grants),
+        checksums=tuple(manifest.checksums),
+        is_last=manifest.is_last,
+    )
+
+
+def first_tokens_message(first: m.FirstTokens, outputs: Iterable[link_pb2.SequenceOutput]) -> link_pb2.FirstTokens:
+    """`outputs`: one for each choice, in their order, with what the client is told beside the token."""
+    return link_pb2.FirstTokens(
+        handoff=first.handoff,
+        writer_epoch=epoch_bytes(first.writer_epoch),
+        target_epoch=epoch_bytes(first.target_epoch),
+        outputs=outputs,
+    )
+
+
+def first_tokens_from(first: link_pb2.FirstTokens) -> m.FirstTokens:
+    """Raises InvalidArgument where a choice has not exactly one token."""
+    if any(len(output.token_ids) != 1 for output in first.outputs):
+        raise InvalidArgument("each choice has one first token", field="outputs")
+    return m.FirstTokens(
+        handoff=_handoff(first.handoff),
+        writer_epoch=epoch_from(first.writer_epoch, "writer_epoch"),
+        target_epoch=epoch_from(first.target_epoch, "target_epoch"),
+        tokens=tuple(output.token_ids[0] for output in first.outputs),
+        is_finished=all(output.finish_reason for output in first.outputs),
+    )
+
+
+def drained_message(drained: m.Drained) -> link_pb2.Drained:
+    return link_pb2.Drained(
+        handoff=drained.handoff,
+        writer_epoch=epoch_bytes(drained.writer_epoch),
+        target_epoch=epoch_bytes(drained.target_epoch),
+    )
+
+
+def drained_from(drained: link_pb2.Drained) -> m.Drained:
+    return m.Drained(
+        handoff=_handoff(drained.handoff),
+        writer_epoch=epoch_from(drained.writer_epoch, "writer_epoch"),
+        target_epoch=epoch_from(drained.target_epoch, "target_epoch"),
+    )
+
+
+# ---- either worker to gateway
+
+
+def failed_message(handoff: bytes, cause: m.Cause, *, retry_after_s: float = 0.0) -> link_pb2.Failed:
+    return link_pb2.Failed(
+        request_id=handoff, message=cause.value, retry_after_s=retry_after_s, cause=f"HANDOFF_CAUSE_{cause.name}"
+    )
+
+
+def cause_from(failed: link_pb2.Failed) -> m.Cause | None:
+    """None where it is no handoff that failed, but a request that was turned down."""
+    return _CAUSES.get(failed.cause)
+
+
+def _grant_messages(grants: tuple[m.Grant, ...]) -> list[link_pb2.Grant]:
+    return [link_pb2.Grant(slot=grant.slot, number=grant.number) for grant in grants]
+
+
+def _grants(grants: Iterable[link_pb2.Grant]) -> tuple[m.Grant, ...]:
+    return tuple(m.Grant(grant.slot, grant.number) for grant in grants)
+
+
+def _handoff(handoff: bytes) -> bytes:
+    if len(handoff) != REQUEST_ID_BYTES:
+        raise InvalidArgument(f"a handoff's id has {REQUEST_ID_BYTES} bytes, not {len(handoff)}", field="handoff")
+    return handoff

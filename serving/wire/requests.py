@@ -1,0 +1,209 @@
+"""Link messages to the control plane's nouns and back, on the worker's side.
+
+The gateway has checked what clients send; what is checked here protects the device from a gateway that did not.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moonshard.kv.prefix import NAME_BYTES, block_names, split_names
+from moonshard.rpc import inference_pb2, link_pb2
+from moonshard.rpc.link import REQUEST_ID_BYTES
+from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
+from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, Rejected
+from moonshard.serving.control.request import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKENS,
+    FinishReason,
+    Logprobs,
+    Request,
+    Sampling,
+)
+from moonshard.serving.engine.engine import Emitted, Phases
+
+MAX_ROOT_BYTES = 64
+MAX_BIAS = 100.0  # this and the next are what the public API allows
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 1e6
+
+_FINISH = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Of the model: what a message must stay within."""
+
+    vocab_size: int
+    block_size: int  # tokens
+    max_context_tokens: int
+
+
+def request_from(run: link_pb2.Run, limits: Limits) -> Request:
+    """With the names of all its prompt's full blocks. Raises InvalidArgument naming the field."""
+    _check(run, limits)
+    sampling = run.sampling
+    prompt = tuple(run.prompt_tokens)
+    names = split_names(run.block_names) or block_names(run.prefix_root, prompt, limits.block_size)
+    return Request(
+        id=run.request_id,
+        prompt=prompt,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(zip(sampling.bias_ids, sampling.bias_values, strict=True)),
+            seed=sampling.seed,
+        ),
+        stop_token_ids=frozenset(run.stop_token_ids),
+        max_tokens=run.max_tokens,
+        min_tokens=run.min_tokens,
+        n=run.n,
+        num_logprobs=run.logprobs if run.HasField("logprobs") else None,
+        prefix_root=run.prefix_root,
+        block_names=tuple(names),
+    )
+
+
+def _check(run: link_pb2.Run, limits: Limits) -> None:
+    """Lengths before contents: what is too long is not looked at."""
+    if len(run.prompt_tokens) > limits.max_context_tokens:
+        num_tokens = len(run.prompt_tokens)
+        raise InvalidArgument(f"the prompt has {num_tokens} tokens, {limits.max_context_tokens} fit", field="prompt")
+    sampling, names = run.sampling, run.block_names
+    num_name_bytes = len(run.prompt_tokens) // limits.block_size * NAME_BYTES
+    _refuse_first(
+        {
+            "request_id": len(run.request_id) != REQUEST_ID_BYTES,
+            "prompt_tokens": not _are_tokens(run.prompt_tokens, limits),
+            "stop_token_ids": len(run.stop_token_ids) > MAX_STOP_TOKENS or not _are_tokens(run.stop_token_ids, limits),
+            "bias_ids": len(sampling.bias_ids) > MAX_LOGIT_BIAS or not _are_tokens(sampling.bias_ids, limits),
+            "bias_values": len(sampling.bias_values) != len(sampling.bias_ids)
+            or not all(abs(value) <= MAX_BIAS for value in sampling.bias_values),
+            "min_tokens": run.min_tokens > run.max_tokens > 0,
+            "n": run.n > MAX_CHOICES,
+            "logprobs": run.logprobs > MAX_LOGPROBS,
+            "prefix_root": len(run.prefix_root) > MAX_ROOT_BYTES,
+            "block_names": len(names) not in (0, num_name_bytes) or len(names) != NAME_BYTES * _num_distinct(names),
+            **_sampling_faults(sampling),
+        }
+    )
+
+
+def _sampling_faults(sampling: link_pb2.EngineSampling) -> dict[str, bool]:
+    """By field, so said that no NaN is let through."""
+    return {
+        "temperature": not 0 <= sampling.temperature < math.inf,
+        "top_p": not 0 < sampling.top_p <= 1,
+        "top_k": sampling.top_k < 0,
+        "min_p": not 0 <= sampling.min_p <= 1,
+        "repetition_penalty": not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
+        "presence_penalty": not abs(sampling.presence_penalty) <= MAX_PENALTY,
+        "frequency_penalty": not abs(sampling.frequency_penalty) <= MAX_PENALTY,
+    }
+
+
+def _refuse_first(faults: Mapping[str, bool]) -> None:
+    for field, is_wrong in faults.items():
+        if is_wrong:
+            raise InvalidArgument(f"{field} of a Run message is out of range", field=field)
+
+
+def _are_tokens(ids: Sequence[int], limits: Limits) -> bool:
+    return max(ids, default=0) < limits.vocab_size
+
+
+def _num_distinct(names: bytes) -> int:
+    return len(set(split_names(names)))
+
+
+def resumed_from(run: link_pb2.Run, limits: Limits) -> dict[int, tuple[int, ...]] | None:
+    """The tokens that each choice goes on from; None where all begin. InvalidArgument as above."""
+    if not run.resumed:
+        return None
+    choices = {resumed.choice for resumed in run.resumed}
+    num_most = max(len(resumed.token_ids) for resumed in run.resumed)
+    if len(choices) < len(run.resumed) or len(choices) > MAX_CHOICES or num_most > limits.max_context_tokens:
+        raise InvalidArgument("resumed of a Run message is out of range", field="resumed")
+    if not all(_are_tokens(resumed.token_ids, limits) for resumed in run.resumed):
+        raise InvalidArgument("resumed of a Run message is out of range", field="resumed")
+    return {resumed.choice: tuple(resumed.token_ids) for resumed in run.resumed}
+
+
+def partition_from(run: link_pb2.Run) -> int | None:
+    """Where the request is to live; None where the worker chooses."""
+    return run.partition if run.HasField("partition") else None
+
+
+def check_first_tokens(start: link_pb2.Start, limits: Limits) -> None:
+    """Raises InvalidArgument where one is no token of the model: it would be decoded from all the same."""
+    if len(start.token_ids) > MAX_CHOICES or not _are_tokens(start.token_ids, limits):
+        raise InvalidArgument("token_ids of a Start message is out of range", field="token_ids")
+
+
+def rejection(error: Rejected) -> RequestError:
+    """The scheduler's refusal as an error of the request."""
+    match error:
+        case NeverFits(field=field):
+            return InvalidArgument(error.message, field=field)
+        case QueueFull(retry_after_s=seconds) | QueueTimeout(retry_after_s=seconds):
+            return Overloaded(error.message, retry_after_s=seconds)
+        case _:
+            return Overloaded(error.message)
+
+
+def failed(request_id: bytes, error: RequestError) -> link_pb2.WorkerMessage:
+    return link_pb2.WorkerMessage(
+        failed=link_pb2.Failed(
+            request_id=request_id,
+            code=error.code.value[0],
+            message=error.message,
+            field=error.field or "",
+            retry_after_s=error.retry_after_s or 0.0,
+        )
+    )
+
+
+def sequence_output(emitted: Emitted) -> link_pb2.SequenceOutput:
+    output = emitted.output
+    return link_pb2.SequenceOutput(
+        request_id=output.sequence.request_id,
+        choice=output.sequence.choice,
+        token_ids=output.token_ids,
+        logprobs=[
+            _position_logprobs(token, logprobs)
+            for token, logprobs in zip(output.token_ids, output.logprobs, strict=False)
+        ],
+        finish_reason=_FINISH[output.finish],
+        cached_tokens=output.num_cached_tokens,
+        phases=_phases(emitted.phases),
+    )
+
+
+def _position_logprobs(token: int, logprobs: Logprobs) -> inference_pb2.PositionLogprobs:
+    return inference_pb2.PositionLogprobs(
+        chosen=inference_pb2.TokenLogprob(token_id=token, logprob=logprobs.chosen),
+        top=[inference_pb2.TokenLogprob(token_id=id, logprob=logprob) for id, logprob in logprobs.top],
+    )
+
+
+def _phases(phases: Phases | None) -> link_pb2.WorkerPhases | None:
+    if phases is None:
+        return None
+    return link_pb2.WorkerPhases(
+        queue_ms=phases.queue_ms,
+        prefill_ms=phases.prefill_ms,
+        decode_ms=phases.decode_ms,
+        land_ms=phases.land_ms,
+        join_ms=phases.join_ms,
+    )

@@ -1,0 +1,1 @@
+"""A worker's process: links to gateways, an engine, handoffs. Knows no gateway. Begin with `process`, then `worker`."""

@@ -1,0 +1,146 @@
+"""Who may reach the KV plane: nothing beyond loopback without the user having said so, and the files of [tls]."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from moonshard.rpc.server import build_server
+from moonshard.serving.config.faults import kv_plane_note
+from moonshard.serving.config.keys import Config, ConfigError
+from moonshard.serving.config.loopback import is_loopback
+from moonshard.serving.config.reading import load_config
+from moonshard.serving.config.tls import link_credentials, server_tls
+from tests.certificates import needs_openssl, openssl, self_signed
+
+ALLOWED = "kv.allow_unauthenticated=true"
+FENCE = "kv.network_fence=vlan 7"
+
+
+def tls_of(cert: Path, key: Path, ca: Path) -> list[str]:
+    return [f"tls.cert={cert}", f"tls.key={key}", f"tls.ca={ca}"]
+
+
+def faults(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, overrides)
+    return raised.value.faults
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *((name, True) for name in ("127.0.0.1", "127.9.9.9", "::1", "localhost")),
+        *((name, False) for name in ("0.0.0.0", "10.0.0.1", "::", "node-1", "localhost.example.org", "128.0.0.1")),
+    ],
+)
+def test_loopback_is_what_no_other_machine_reaches(host: str, expected: bool):
+    assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize(
+    ("place", "key"),
+    [
+        (["kv.host=10.0.0.1"], "kv.host: 10.0.0.1"),
+        (["worker.host=10.0.0.1"], "worker.host: 10.0.0.1"),
+        (["worker.host=10.0.0.1", "kv.host=127.0.0.1"], "worker.host: 10.0.0.1"),
+        (["kv.host=node-1"], "kv.host: node-1"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["mooncake", "grpc"])
+def test_kv_is_not_served_beyond_loopback_unless_the_user_says_so(place: list[str], key: str, transport: str):
+    place = [*place, f"kv.transport={transport}"]
+    (fault,) = faults(*place)
+    assert fault.startswith(f"{key} is not loopback, and ")
+    assert fault.endswith("or set kv.allow_unauthenticated = true")
+    assert load_config(None, [*place, ALLOWED]).kv.transport == transport
+
+
+def test_mooncake_beyond_loopback_needs_tls_and_a_fence_and_grpc_needs_tls(tmp_path: Path):
+    (tmp_path / "x").touch()
+    tls = tls_of(*[tmp_path / "x"] * 3)
+    (fault,) = faults("kv.host=10.0.0.1", *tls)
+    assert "without authentication: whoever reaches its ports can write into and read from registered memory" in fault
+    assert faults("kv.host=10.0.0.1", FENCE) == (fault,)
+    assert load_config(None, ["kv.host=10.0.0.1", FENCE, *tls]).kv.network_fence == "vlan 7"
+    assert load_config(None, ["kv.host=10.0.0.1", "kv.transport=grpc", *tls]).tls.is_complete
+    (fault,) = faults("kv.host=10.0.0.1", "kv.transport=grpc", FENCE)
+    assert "gRPC without [tls] is plain text without authentication" in fault
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_host_that_means_all_interfaces_is_no_name_for_peers(host: str):
+    fault = f"kv.host: peers reach no machine at {host}; name this one"
+    assert faults(f"worker.host={host}", ALLOWED) == (fault,)
+    assert faults(f"kv.host={host}", ALLOWED) == (fault,)
+    assert load_config(None, [f"worker.host={host}", "kv.host=node-1", ALLOWED]).worker.host == host
+
+
+def test_the_logs_say_why_a_kv_plane_beyond_loopback_is_allowed(tmp_path: Path):
+    (tmp_path / "x").touch()
+    tls = tls_of(*[tmp_path / "x"] * 3)
+    assert kv_plane_note(load_config(None, [])) is None
+    assert kv_plane_note(load_config(None, ["mode=aggregated", "worker.host=10.0.0.1", ALLOWED])) is None
+    assert kv_plane_note(load_config(None, ["kv.host=a", "kv.transport=grpc", *tls])) is None
+    fenced, opened = load_config(None, ["kv.host=a", FENCE, *tls]), load_config(None, ["kv.host=a", ALLOWED])
+    assert kv_plane_note(fenced) == "the KV plane of a is not authenticated; its network is fenced: vlan 7"
+    assert kv_plane_note(opened) == "the KV plane of a is open to whoever reaches it (kv.allow_unauthenticated)"
+
+
+def test_without_tls_everything_is_plain_text():
+    config = load_config(None)
+    assert (server_tls(config), link_credentials(config)) == (None, None)
+
+
+async def answers(server: Config, credentials: grpc.ChannelCredentials | None) -> bool:
+    """Whether a server secured by the one configuration lets in who has these credentials."""
+    bound = build_server(host="127.0.0.1", port=0, add_servicers=[], service_names=[], tls=server_tls(server))
+    await bound.start()
+    address = f"127.0.0.1:{bound.port}"
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(address)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials)
+    try:
+        async with channel:
+            check = health_pb2_grpc.HealthStub(channel).Check  # pyright: ignore[reportAttributeAccessIssue]
+            await check(health_pb2.HealthCheckRequest(), timeout=10)
+            return True
+    except grpc.aio.AioRpcError as error:
+        if error.code() != grpc.StatusCode.UNAVAILABLE:
+            raise
+        return False
+    finally:
+        await bound.stop(0)
+
+
+@needs_openssl
+async def test_a_worker_lets_in_only_whom_its_authority_has_signed(tmp_path: Path):
+    (cert, key), (other_cert, other_key) = self_signed(tmp_path, "ours"), self_signed(tmp_path, "other")
+    ours = load_config(None, tls_of(cert, key, cert))
+    impostor = load_config(None, tls_of(other_cert, other_key, cert))  # believes us, is signed by another
+    distrustful = load_config(None, tls_of(cert, key, other_cert))  # is signed by ours, believes another
+    assert await answers(ours, link_credentials(ours))
+    assert not await answers(ours, link_credentials(impostor))
+    assert not await answers(ours, link_credentials(distrustful))
+    assert not await answers(ours, None)
+
+
+@needs_openssl
+async def test_files_that_cannot_serve_are_named_when_the_process_starts(tmp_path: Path):
+    (cert, key), (other_cert, _) = self_signed(tmp_path, "ours"), self_signed(tmp_path, "other")
+    (tmp_path / "text").write_text("no certificate")
+    encryption = ("-aes256", "-passout", "pass:secret")
+    openssl("ec", "-in", key, "-out", tmp_path / "secret.key", *encryption)
+    mismatched = (other_cert, key, cert)
+    for files, begin in (
+        (mismatched, f"tls.cert, tls.key: {other_cert} and {key} are no matching PEM pair"),
+        ((cert, tmp_path / "secret.key", cert), f"tls.cert, tls.key: {cert} and {tmp_path / 'secret.key'} are"),
+        ((cert, key, tmp_path / "text"), f"tls.ca: {tmp_path / 'text'} holds no PEM certificate"),
+    ):
+        config = load_config(None, tls_of(*files))
+        for use in (server_tls, link_credentials):
+            with pytest.raises(ConfigError) as raised:
+                use(config)
+            assert raised.value.faults[0].startswith(begin)

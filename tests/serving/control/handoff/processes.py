@@ -1,0 +1,117 @@
+"""The memory and processes of a modelled handoff, without the events that move them.
+
+Memory is modelled as bytes are: a slot or block holds two halves, each tagged with who wrote it (writer's epoch,
+handoff, block of the prompt), so that a write that arrives late or by half leaves a mixture. A checksum is the hash of
+both.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.control.handoff import messages as m
+from moonshard.serving.control.handoff.decode import DecodeSide, DecodeSideConfig
+from moonshard.serving.control.handoff.prefill import PrefillSide
+
+BLOCK_SIZE = 2
+LEASE_S = 20.0
+QUARANTINE_S = 2.0  # short: safety must not rest on it
+WRITE_TIMEOUT_S = 30.0
+type Half = Hashable
+type Bytes = tuple[Half, Half]
+EMPTY: Bytes = ("empty", "empty")
+
+
+def checksum(content: Bytes) -> int:
+    return hash(content)
+
+
+@dataclass
+class PrefillTask:
+    """A prompt being prefilled: its blocks are taken when it first runs."""
+
+    run: m.Run
+    partition: int
+    blocks: tuple[int, ...] = ()
+    num_done: int = 0
+
+
+@dataclass
+class WriteUnderWay:
+    write: m.Write
+    contents: tuple[Bytes, ...]
+    began_s: float
+
+
+@dataclass
+class LateWrite:
+    """Bytes that a dead or timed-out writer left in a socket's buffer."""
+
+    session: int
+    partition: int
+    slot: int
+    content: Bytes
+
+
+class PrefillProcess:
+    def __init__(self, epoch: int, num_partitions: int):
+        self.epoch = epoch
+        self.pool = BlockPool(num_partitions, 7, BLOCK_SIZE)
+        self.slab = BlockPool(num_partitions, 3, 1)
+        self.side = PrefillSide(epoch, self.pool, self.slab, QUARANTINE_S)
+        self.pages: dict[tuple[int, int], Bytes] = {}
+        self.staging: dict[tuple[int, int], Bytes] = {}
+        self.tasks: dict[bytes, PrefillTask] = {}
+        self.stages: list[m.Stage] = []
+        self.writes: list[WriteUnderWay] = []
+
+
+class DecodeProcess:
+    def __init__(self, epoch: int, num_partitions: int):
+        self.epoch = epoch
+        self.pool = BlockPool(num_partitions, 8, BLOCK_SIZE)
+        self.slab = BlockPool(num_partitions, 4, 1)
+        config = DecodeSideConfig(
+            session=str(epoch),
+            lease_s=LEASE_S,
+            quarantine_s=QUARANTINE_S,
+            retry_after_s=1.0,
+            max_slots_per_handoff=2,
+        )
+        self.side = DecodeSide(config, epoch, self.pool, self.slab)
+        self.cached = tuple(self.pool.allocate(partition, 1) or () for partition in range(num_partitions))
+        for partition, blocks in enumerate(self.cached):
+            for block in blocks:
+                self.pool.keep(partition, block)
+        self.slots: dict[tuple[int, int], Bytes] = {}
+        self.pages: dict[tuple[int, int], Bytes] = {}
+        self.copies: list[m.Copy] = []
+        self.private: dict[int, tuple[Bytes, ...]] = {}
+        self.running: dict[bytes, m.Join] = {}
+        self.granted: set[int] = set()
+        self.writers: dict[bytes, int] = {}  # as last reserved
+
+
+@dataclass
+class Packet:
+    channel: tuple[str, str]  # from, to
+    epoch: int | None  # of the process it is for, None for the gateway
+    message: object
+
+
+@dataclass
+class Tally:
+    """How often the interesting things happened."""
+
+    num_finished: int = 0
+    num_mismatches: int = 0
+    num_late: int = 0
+    failures: set[m.Cause] = field(default_factory=set)
+
+
+def late_writes(under_way: WriteUnderWay) -> list[LateWrite]:
+    target = under_way.write.target
+    return [
+        LateWrite(int(target.session), target.partition, grant.slot, content)
+        for grant, content in zip(under_way.write.grants, under_way.contents, strict=True)
+    ]

@@ -1,0 +1,220 @@
+"""Rules of a handoff that only a rare schedule would break, each on its own."""
+
+from dataclasses import replace
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.serving.control.handoff.decode import DecodeSide, DecodeSideConfig
+from moonshard.serving.control.handoff.gateway import GatewaySide, Outcome, SendDecode, SendPrefill
+from moonshard.serving.control.handoff.messages import (
+    Cancel,
+    Cause,
+    Copy,
+    Credits,
+    Drained,
+    Failed,
+    FirstTokens,
+    Grant,
+    Join,
+    Manifest,
+    Reserve,
+    Stage,
+    Start,
+    Target,
+)
+from moonshard.serving.control.handoff.prefill import PrefillSide
+from moonshard.serving.control.request import Request
+
+P_EPOCH, D_EPOCH = 1, 2
+HANDOFF = bytes(16)
+CONFIG = DecodeSideConfig(session="d", lease_s=20.0, quarantine_s=60.0, retry_after_s=1.0, max_slots_per_handoff=2)
+
+
+class Decode:
+    """A decode side with one reservation of a prompt of one block."""
+
+    def __init__(self) -> None:
+        self.slab = BlockPool(1, 4, 1)
+        self.side = DecodeSide(CONFIG, D_EPOCH, BlockPool(1, 4, 16), self.slab)
+        request = Request(id=HANDOFF, prompt=(0,), max_tokens=1)
+        self.reserve = Reserve(
+            handoff=HANDOFF, request=request, block_hashes=(), writer_epoch=P_EPOCH, deadline_s=100.0
+        )
+        target = self.side.reserve(self.reserve, 0, (), now_s=0.0)
+        assert isinstance(target, Target)
+        self.start = Start(handoff=HANDOFF, tokens=(7,), last=manifest(target))
+
+    @property
+    def num_quarantined(self) -> int:
+        return self.slab.counts(0).quarantined
+
+
+def manifest(target: Target) -> Manifest:
+    return Manifest(
+        handoff=HANDOFF,
+        writer_epoch=P_EPOCH,
+        target_epoch=target.epoch,
+        blocks=(0,),
+        grants=target.grants,
+        checksums=(0,),
+        is_last=True,
+    )
+
+
+def test_a_manifest_of_another_epoch_is_nobodys():
+    decode = Decode()
+    for other in ({"writer_epoch": 9}, {"target_epoch": 9}):
+        stray = replace(decode.start.last, **other)
+        assert decode.side.landed(stray, 0.0) == ()
+        assert decode.side.start(replace(decode.start, last=stray), 0.0) == ()
+    assert isinstance(decode.side.landed(decode.start.last, 0.0)[0], Copy)
+
+
+def test_a_handoff_that_has_joined_is_not_reserved_again():
+    decode = Decode()
+    (copy,) = decode.side.start(decode.start, 0.0)
+    assert isinstance(copy, Copy)
+    assert isinstance(decode.side.verified(copy.ticket, True, 0.0)[-1], Join)
+    assert decode.side.reserve(decode.reserve, 0, (), 0.0) is None
+
+
+def a_held_prompt() -> tuple[DecodeSide, BlockPool, Target, Start]:
+    """A decode side that holds both blocks of a prompt, and reserved for it without a free slot of the slab."""
+    pool, slab = BlockPool(1, 4, 16), BlockPool(1, 1, 1)
+    slab.lease(0, 1)
+    held = pool.allocate(0, 2) or ()
+    for block in held:
+        pool.keep(0, block)
+    pool.release(0, held[::-1])
+    side = DecodeSide(CONFIG, D_EPOCH, pool, slab)
+    request = Request(id=HANDOFF, prompt=(0,) * 32, max_tokens=2)
+    reserve = Reserve(handoff=HANDOFF, request=request, block_hashes=(), writer_epoch=P_EPOCH, deadline_s=100.0)
+    target = side.reserve(reserve, 0, held, now_s=0.0)
+    assert isinstance(target, Target)
+    assert (target.num_blocks, target.num_blocks_held, target.grants) == (2, 2, ())
+    last = replace(manifest(target), blocks=(), checksums=())
+    return side, pool, target, Start(handoff=HANDOFF, tokens=(7,), last=last)
+
+
+def test_of_a_prompt_that_is_held_nothing_moves_and_it_joins_with_what_is_held():
+    side, pool, target, start = a_held_prompt()
+    prefill = PrefillSide(P_EPOCH, BlockPool(1, 4, 16), BlockPool(1, 4, 1), quarantine_s=60.0)
+    assert prefill.run(target, 0, 0.0)
+    assert prefill.finished(HANDOFF, ((0, 0),)) == ()
+    assert prefill.finished(HANDOFF, ((1, 1),)) == (start.last,)
+    assert prefill.num_runs == 0
+    (join,) = side.start(start, 0.0)
+    assert isinstance(join, Join)
+    assert join.block_table == (0, 1)
+    assert pool.counts(0).used == 2
+
+
+def test_a_prompt_that_is_held_is_given_back_when_its_handoff_is_given_up():
+    for end in ("cancel", "expire", "corrupt"):
+        side, pool, _, start = a_held_prompt()
+        if end == "cancel":
+            side.cancel(HANDOFF, 0.0)
+        elif end == "expire":
+            assert [action.cause for action in side.expire(20.0) if isinstance(action, Failed)] == [Cause.LEASE]
+        else:
+            unasked = replace(start.last, blocks=(0,), checksums=(0,))
+            (failed,) = side.start(replace(start, last=unasked), 0.0)
+            assert isinstance(failed, Failed)
+        assert pool.counts(0).free == 4
+        assert side.start(start, 0.0) == ()
+
+
+def test_an_empty_manifest_completes_nothing_that_is_missing():
+    decode = Decode()
+    empty = replace(decode.start.last, blocks=(), grants=(), checksums=())
+    (failed,) = decode.side.start(replace(decode.start, last=empty), 0.0)
+    assert isinstance(failed, Failed)
+    assert failed.cause is Cause.CORRUPT
+
+
+def test_a_copy_of_a_reservation_given_up_does_not_serve_its_successor():
+    decode = Decode()
+    (copy,) = decode.side.start(decode.start, 0.0)
+    assert isinstance(copy, Copy)
+    decode.side.cancel(HANDOFF, 0.0)
+    assert isinstance(decode.side.reserve(decode.reserve, 0, (), 0.0), Target)
+    assert decode.side.verified(copy.ticket, True, 0.0) == ()
+
+
+def test_quarantine_ends_only_by_the_writers_own_word_or_a_while_after_it_is_gone():
+    decode = Decode()
+    decode.side.cancel(HANDOFF, 0.0)
+    decode.side.drained(HANDOFF, writer_epoch=9)
+    assert decode.num_quarantined == 1
+    decode.side.peer_gone(P_EPOCH, 50.0)
+    decode.side.expire(109.0)
+    assert decode.num_quarantined == 1
+    decode.side.expire(110.0)
+    assert decode.num_quarantined == 0
+    spoken = Decode()
+    spoken.side.cancel(HANDOFF, 0.0)
+    spoken.side.drained(HANDOFF, P_EPOCH)
+    assert spoken.num_quarantined == 0
+
+
+TARGET = Target(
+    handoff=HANDOFF,
+    epoch=D_EPOCH,
+    writer_epoch=P_EPOCH,
+    session="d",
+    partition=0,
+    num_blocks=3,
+    num_blocks_held=0,
+    grants=(),
+    lease_s=20.0,
+)
+CREDITS = Credits(handoff=HANDOFF, target_epoch=D_EPOCH, grants=(Grant(0, 0),))
+DRAINED = Drained(handoff=HANDOFF, writer_epoch=P_EPOCH, target_epoch=D_EPOCH)
+
+
+def publishing() -> tuple[PrefillSide, int]:
+    """A prefill side that stages one of three finished blocks, and the ticket of that."""
+    pool = BlockPool(1, 4, 16)
+    blocks = pool.allocate(0, 3) or ()
+    side = PrefillSide(P_EPOCH, pool, BlockPool(1, 4, 1), quarantine_s=60.0)
+    side.run(TARGET, 0, 0.0)
+    assert side.finished(HANDOFF, enumerate(blocks)) == ()
+    (stage,) = side.credits(CREDITS)
+    assert isinstance(stage, Stage)
+    return side, stage.ticket
+
+
+def test_credits_said_twice_are_used_once():
+    side, _ = publishing()
+    assert side.credits(CREDITS) == ()
+
+
+def test_a_cancelled_writer_is_drained_when_its_last_write_has_ended():
+    side, ticket = publishing()
+    side.staged(ticket)
+    assert DRAINED not in side.cancel(HANDOFF, D_EPOCH)
+    assert side.cancel(HANDOFF, D_EPOCH) == ()
+    assert side.written(ticket, (0,)) == (DRAINED,)
+
+
+def test_a_writer_whose_write_failed_is_never_drained_before_the_quarantine_ends():
+    side, ticket = publishing()
+    side.staged(ticket)
+    assert DRAINED not in side.write_failed(ticket, 0.0)
+    assert side.cancel(HANDOFF, D_EPOCH) == ()
+    side.expire(60.0)
+    assert side.cancel(HANDOFF, D_EPOCH) == (DRAINED,)
+
+
+def test_a_failed_leg_cancels_both_and_ends_the_request_once():
+    gateway = GatewaySide()
+    gateway.begin(Decode().reserve, D_EPOCH, 0.0)
+    gateway.target(TARGET)
+    stray = FirstTokens(handoff=HANDOFF, writer_epoch=9, target_epoch=D_EPOCH, tokens=(1,))
+    assert gateway.first_tokens(stray) == ()
+    cancel = Cancel(handoff=HANDOFF, target_epoch=D_EPOCH)
+    assert set(gateway.failed(Failed(handoff=HANDOFF, epoch=D_EPOCH, cause=Cause.CORRUPT))) == {
+        SendPrefill(P_EPOCH, cancel),
+        SendDecode(D_EPOCH, cancel),
+        Outcome(HANDOFF, Cause.CORRUPT),
+    }
+    assert gateway.failed(Failed(handoff=HANDOFF, epoch=P_EPOCH, cause=Cause.CORRUPT)) == ()

@@ -1,0 +1,218 @@
+"""Sizes follow from configuration and model; what does not fit is refused by its key."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonshard.models.checkpoint import CheckpointError
+from moonshard.models.expert_loads import read_loads, write_loads
+from moonshard.models.score import score
+from moonshard.models.spec import ModelError
+from moonshard.serving.config.keys import Config, ConfigError, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
+from moonshard.serving.engine import loading
+from moonshard.serving.engine.loading import (
+    DEFAULT_MAX_CONTEXT_TOKENS,
+    Q_TILE,
+    buckets,
+    load_model,
+    open_model,
+    resolve_dtype,
+)
+from moonshard.sharding.experts import place_experts
+from moonshard.sharding.rules import DecodeRules, MeshError
+from moonshard.sharding.shape import MeshShape
+from tests.agreement import FIXTURES
+
+pytestmark = pytest.mark.xdist_group("jax")
+FOLDER = FIXTURES / "kimi_k2"
+BLOCK_SIZE = 64
+BY_TOKENS = DecodeRules(kv_tokens=("tensor",))
+
+
+def config(*, max_context_tokens: int | None = None, num_blocks: int | None = 64, **options) -> Config:
+    return Config(
+        model=ModelConfig(path=FOLDER, name="tiny", max_context_tokens=max_context_tokens),
+        kv=KvConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks),
+        prefill=PrefillConfig(chunk_tokens=100),
+        **options,
+    )
+
+
+def size(asked: Config, **changes):
+    _, model = open_model(asked.model.path)
+    return loading.choose_sizes(asked, replace(model, **changes), "float32")
+
+
+@given(st.integers(1, 5000), st.sampled_from([1, 3, 16, 32]))
+def test_buckets_ascend_by_at_most_doubling_to_the_largest(largest, smallest):
+    found = buckets(largest, smallest)
+    assert found[0] == smallest
+    assert found[-1] - smallest < largest <= found[-1]
+    assert all(bucket % smallest == 0 for bucket in found)
+    assert all(a < b <= 2 * a for a, b in pairwise(found))
+
+
+def test_the_pool_and_the_steps_have_the_configured_sizes():
+    shapes, pool = size(config(num_blocks=64, decode=DecodeConfig(max_slots=6)))
+    assert (pool.num_partitions, pool.slots_per_partition, pool.blocks_per_partition) == (1, 6, 64)
+    assert (shapes.max_context_tokens, shapes.blocks_per_sequence) == (64 * BLOCK_SIZE, 64)
+    assert (shapes.prefill_buckets, shapes.q_tile) == ((32, 64, 128), Q_TILE)
+    assert shapes.decode_buckets == (1, 2, 4, 6)
+    assert (shapes.num_partitions, shapes.slots_per_partition) == (1, 6)
+
+
+def test_slots_that_no_memory_holds_are_refused_by_name():
+    told = r"^decode\.max_slots: 65536 slots of a vocabulary of 16000000 tokens take 8789\.06 GiB, and "
+    with pytest.raises(ConfigError, match=told):
+        size(config(decode=DecodeConfig(max_slots=65_536)), vocab_size=16_000_000)
+
+
+def test_partitions_share_the_slots_and_have_a_pool_each():
+    shapes, pool = size(config(decode=DecodeConfig(max_slots=6, mesh=MeshShape(expert=2))))
+    assert (pool.num_partitions, pool.slots_per_partition, pool.blocks_per_partition) == (2, 3, 64)
+    assert (shapes.num_partitions, shapes.slots_per_partition) == (2, 3)
+    assert shapes.decode_buckets == (1, 2, 3)
+    assert pool.num_slots == 6
+
+
+def test_a_pool_beyond_the_memory_there_is_is_refused_with_all_its_partitions(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 2**30)
+    meshes = DecodeConfig(max_slots=6, mesh=MeshShape(expert=2))
+    block_bytes = 49152  # 64 tokens of the tiny model in float32
+    fitting = 2**30 // block_bytes // 2
+    assert size(config(num_blocks=fitting, decode=meshes))[1].blocks_per_partition == fitting
+    message = f"kv.num_blocks: {fitting + 1} blocks of {block_bytes} bytes for each of 2 partitions take 1.00 GiB"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        size(config(num_blocks=fitting + 1, decode=meshes))
+
+
+def test_the_memory_of_a_machine_holds_every_device_s_copy_of_a_block(monkeypatch: pytest.MonkeyPatch):
+    def on(**options) -> DecodeConfig:
+        return DecodeConfig(max_slots=6, mesh=MeshShape(data=2, tensor=2), **options)
+
+    block_bytes = 49152
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 2 * 8 * block_bytes)
+    assert size(config(num_blocks=None, decode=on()))[1].blocks_per_partition == 2
+    assert size(config(num_blocks=None, decode=on(rules=BY_TOKENS)))[1].blocks_per_partition == 4
+    assert size(config(num_blocks=4, decode=on()))[1].blocks_per_partition == 4
+    with pytest.raises(ConfigError, match=f"5 blocks of {2 * block_bytes} bytes for each of 2 partitions"):
+        size(config(num_blocks=5, decode=on()))
+    assert size(config(num_blocks=8, decode=on(rules=BY_TOKENS)))[1].blocks_per_partition == 8
+
+
+def test_a_device_with_memory_of_its_own_holds_only_its_partition_its_layers_and_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    block_bytes = 49152
+    monkeypatch.setattr(loading, "_free_device_bytes", lambda num_devices: 2 * 8 * block_bytes)
+    for mesh, rules, fitting in (
+        (MeshShape(data=2, tensor=2), DecodeRules(), 8),
+        (MeshShape(data=2, tensor=2), BY_TOKENS, 16),
+        (MeshShape(pipe=2), DecodeRules(), 16),
+    ):
+        decode = DecodeConfig(max_slots=6, mesh=mesh, rules=rules)
+        assert size(config(num_blocks=None, decode=decode))[1].blocks_per_partition == fitting
+        assert size(config(num_blocks=2 * fitting, decode=decode))[1].blocks_per_partition == 2 * fitting
+        with pytest.raises(ConfigError, match="bytes on a device take"):
+            size(config(num_blocks=2 * fitting + 1, decode=decode))
+
+
+def test_a_context_is_the_least_of_model_pool_and_default_unless_configured():
+    assert size(config(num_blocks=10_000))[0].max_context_tokens == DEFAULT_MAX_CONTEXT_TOKENS
+    assert size(config(num_blocks=10_000), max_position_embeddings=500)[0].max_context_tokens == 500
+    assert size(config(num_blocks=10_000), max_position_embeddings=500)[0].blocks_per_sequence == 8
+    assert size(config(max_context_tokens=65))[0].blocks_per_sequence == 2
+
+
+def test_a_context_longer_than_model_or_pool_is_refused_by_key():
+    with pytest.raises(
+        ModelError, match=r"model\.max_context_tokens = 501 is more than max_position_embeddings of 500"
+    ):
+        size(config(max_context_tokens=501), max_position_embeddings=500)
+    with pytest.raises(ModelError, match=r"model\.max_context_tokens = 4097 is more than the KV pool of 4096"):
+        size(config(max_context_tokens=4097))
+
+
+def test_a_context_longer_than_the_pool_is_refused_before_any_weight_is_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "_load_stages", None)
+    with pytest.raises(ModelError, match="is more than the KV pool of 4096"):
+        loading.load_model(config(max_context_tokens=4097), "both", lambda told: None)
+
+
+def test_without_a_number_the_pool_takes_half_of_the_free_memory(monkeypatch):
+    tokens_bytes = 4 * (32 + 16) * 4  # layers, features, float32
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 2 * 7 * BLOCK_SIZE * tokens_bytes + 1)
+    assert size(config(num_blocks=None))[1].blocks_per_partition == 7
+    halved = DecodeConfig(mesh=MeshShape(expert=2))
+    assert size(config(num_blocks=None, decode=halved))[1].blocks_per_partition == 3
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 1 << 50)
+    assert size(config(num_blocks=None))[1].blocks_per_partition == 16 * 8192 // BLOCK_SIZE  # every slot full
+    many = DecodeConfig(max_slots=512)
+    most = loading.MAX_AUTO_POOL_BYTES // (BLOCK_SIZE * tokens_bytes)
+    assert size(config(num_blocks=None, decode=many))[1].blocks_per_partition == most
+    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 0)
+    assert size(config(num_blocks=None, decode=halved))[1].blocks_per_partition == 1
+
+
+def test_the_machine_tells_its_free_memory():
+    assert 1 << 20 < loading.free_memory_bytes() < 1 << 50
+
+
+def test_auto_is_float32_on_cpu_and_a_named_dtype_is_kept():
+    assert [resolve_dtype(name) for name in ("auto", "float32", "bfloat16")] == ["float32", "float32", "bfloat16"]
+
+
+def test_a_start_that_cannot_succeed_fails_with_one_message():
+    with pytest.raises(MeshError, match=r"^decode\.mesh\.pipe = 8: 4 layers cannot make 8 stages"):
+        load_model(config(decode=DecodeConfig(mesh=MeshShape(pipe=8))), "both", print)
+    with pytest.raises(MeshError, match=r"^decode\.mesh\.tensor = 3 does not divide"):
+        load_model(config(decode=DecodeConfig(mesh=MeshShape(tensor=3))), "decode", print)
+    with pytest.raises(MeshError, match=r"^decode\.mesh \(.*expert=1000.*\) needs 1000 devices"):
+        load_model(config(decode=DecodeConfig(mesh=MeshShape(expert=1000))), "both", print)
+    missing = replace(config(), model=ModelConfig(path=FOLDER / "nowhere", name="tiny"))
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        load_model(missing, "both", print)
+
+
+def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path):
+    checkpoint, model = open_model(FOLDER)
+    random = np.random.default_rng(0).pareto(1.0, (model.num_moe_layers, model.n_routed_experts))
+    write_loads(tmp_path / "loads.json", random, checkpoint.fingerprint)
+    loads = read_loads(tmp_path / "loads.json", checkpoint.fingerprint, random.shape)
+    mesh = MeshShape(expert=2, pipe=2)
+    decode = DecodeConfig(max_slots=2, mesh=mesh, expert_loads=tmp_path / "loads.json", redundant_experts=4)
+    asked = replace(config(decode=decode), prefill=PrefillConfig(chunk_tokens=32))
+    expected = place_experts(loads, model.n_routed_experts + 4, 2).expert_of
+    loaded = load_model(asked, "both", lambda text: None, prepares="none")
+    stages = [stage.model for stage in loaded.programs.stages]
+    assert len(stages) == 2
+    placed = np.concatenate([np.asarray(stage.weights.experts.down) for stage in stages])
+    for layer, experts in enumerate(expected):
+        for place, expert in enumerate(experts):
+            name = f"model.layers.{layer + model.num_dense_layers}.mlp.experts.{expert}.down_proj.weight"
+            assert (placed[layer, place] == checkpoint.tensor(name)).all()
+    refused = replace(asked, decode=replace(asked.decode, redundant_experts=3))
+    with pytest.raises(MeshError, match=r"^decode\.redundant_experts = 3: 19 places on 2 devices for 16 experts"):
+        load_model(refused, "both", lambda text: None)
+
+
+def test_a_faulty_configuration_is_named_by_the_path_of_its_file(tmp_path):
+    for file in FOLDER.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    raw = json.loads((FOLDER / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"hidden_size": 0}))
+    for read in (open_model, lambda folder: score(folder, [1])):
+        with pytest.raises(ModelError, match=f"^{re.escape(str(tmp_path))}/config.json: hidden_size is 0"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("gpu", "grouped"), ("cpu", "blocks")])
+def test_gpus_get_the_kernels_and_everything_else_the_portable_loop(platform, expected):
+    assert loading.backend_for(platform).__name__ == expected

@@ -1,0 +1,356 @@
+"""A prefill worker and a decode worker in one process, their real programs, and a gateway reduced to its state machine.
+
+Messages are handed over as they are, through their wire form, on the event loop; KV goes through the in-process
+transport, or whatever transport a test gives. A test that wants trouble changes `to_prefill` or `to_decode`.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Literal
+
+from moonshard.kv.inproc import InprocNetwork, InprocTransport
+from moonshard.kv.slab import Slab
+from moonshard.kv.transfer import Transport
+from moonshard.rpc import link_pb2
+from moonshard.serving.config.keys import Config, DecodeConfig, KvConfig, ModelConfig, PrefillConfig, WorkerRole
+from moonshard.serving.control.handoff import messages as m
+from moonshard.serving.control.handoff.gateway import (
+    Deliver,
+    GatewayAction,
+    GatewaySide,
+    Outcome,
+    SendDecode,
+    SendPrefill,
+)
+from moonshard.serving.control.request import Request
+from moonshard.serving.engine.compiled.compilations import CompilationCounter
+from moonshard.serving.engine.loading import LoadedModel, load_model
+from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.wire import handoffs as handoff_wire
+from moonshard.serving.worker.spans import WorkerSpans
+from moonshard.serving.worker.worker import Worker
+from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
+from moonshard.sharding.shape import MeshShape
+from tests.agreement import FIXTURES
+from tests.compiled import compiled_once
+from tests.engine_room import at_first_launch
+from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS
+
+NUM_SLAB_SLOTS = 8  # fewer than a long prompt has blocks
+LEASE_S = 30.0
+ONE_DEVICE = MeshShape()
+type Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meshes:
+    """Where the two workers compute, and by which rules."""
+
+    prefill: MeshShape = ONE_DEVICE
+    decode: MeshShape = ONE_DEVICE
+    prefill_rules: Rules = PREFILL
+    decode_rules: DecodeRules = DECODE
+
+
+ALONE = Meshes()
+
+
+def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: float = 0.5, **kv: object) -> Config:
+    """In the sizes of `tests.engine_room`, so that their programs are these."""
+    num_slots = [NUM_SLOTS * mesh.num_partitions for mesh in (meshes.prefill, meshes.decode)]
+    return Config(
+        model=ModelConfig(
+            path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype=dtype, max_context_tokens=MAX_CONTEXT_TOKENS
+        ),
+        prefill=PrefillConfig(
+            chunk_tokens=CHUNK_TOKENS,
+            short_share=short_share,
+            max_slots=num_slots[0],
+            mesh=meshes.prefill,
+            rules=meshes.prefill_rules,
+        ),
+        decode=DecodeConfig(max_slots=num_slots[1], mesh=meshes.decode, rules=meshes.decode_rules),
+        kv=KvConfig(
+            **{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "quarantine_s": 0.2, "lease_s": LEASE_S, **kv}
+        ),
+    )
+
+
+def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE) -> LoadedModel:
+    """Compiled once for each mesh of the role, whatever the other's is."""
+    if role == "prefill":
+        return _loaded(role, dtype, Meshes(prefill=meshes.prefill, prefill_rules=meshes.prefill_rules))
+    return _loaded(role, dtype, Meshes(decode=meshes.decode, decode_rules=meshes.decode_rules))
+
+
+@compiled_once
+def _loaded(role: WorkerRole, dtype: Dtype, meshes: Meshes) -> LoadedModel:
+    model = load_model(pd_config(dtype, meshes), role, lambda message: None, prepares="none")
+    at_first_launch(model.programs)
+    return model
+
+
+@dataclass
+class Answer:
+    """What a client of the pair got, by choice."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    finish: dict[int, int] = field(default_factory=dict)
+    num_cached: int = 0
+    phases: link_pb2.WorkerPhases = field(default_factory=link_pb2.WorkerPhases)
+    first_tokens_came_before_last_chunk: bool | None = None
+    cause: m.Cause | None = None
+    failed: link_pb2.Failed | None = None
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, output: link_pb2.SequenceOutput) -> None:
+        self.tokens.setdefault(output.choice, []).extend(output.token_ids)
+        self.logprobs.setdefault(output.choice, []).extend(position.chosen.logprob for position in output.logprobs)
+        self.phases.MergeFrom(output.phases)
+        self.num_cached = max(self.num_cached, output.cached_tokens)
+        if output.finish_reason:
+            self.finish[output.choice] = output.finish_reason
+
+
+class _WorkerLink:
+    """The worker's end; what it sends reaches the pair in the loop's next round, as from a wire."""
+
+    def __init__(self, receive: Callable[[link_pb2.WorkerMessage], None]):
+        self._receive = receive
+
+    def send(self, message: link_pb2.WorkerMessage) -> None:
+        copy = link_pb2.WorkerMessage.FromString(message.SerializeToString())
+        asyncio.get_running_loop().call_soon(self._receive, copy)
+
+
+class Pair:
+    def __init__(self, prefill: Worker, decode: Worker):
+        self.prefill, self.decode = prefill, decode
+        self.answers: dict[bytes, Answer] = {}
+        self.side = GatewaySide()
+        self.to_prefill = self.prefill.receive
+        self.to_decode = self.decode.receive
+        self._links = {id(worker): _WorkerLink(self._receive) for worker in (prefill, decode)}
+        self._runs: dict[bytes, link_pb2.Run] = {}
+        self._num_choices: dict[bytes, int] = {}
+        self._first: dict[bytes, link_pb2.FirstTokens] = {}
+        self._prefill_partitions: dict[bytes, int | None] = {}
+        self._local: set[bytes] = set()  # prefilled where they are decoded
+        for worker in (prefill, decode):
+            worker.open_link(self.link(worker))
+
+    def link(self, worker: Worker) -> _WorkerLink:
+        return self._links[id(worker)]
+
+    def begin(self, run: link_pb2.Run, deadline_s: float = LEASE_S, prefill_partition: int | None = None) -> Answer:
+        """Decodes in the run's partition. Where none is named for a worker, it chooses."""
+        answer = self._expect(run)
+        self._prefill_partitions[run.request_id] = prefill_partition
+        reserve = m.Reserve(
+            handoff=run.request_id,
+            request=Request(id=run.request_id, prompt=tuple(run.prompt_tokens), max_tokens=run.max_tokens),
+            block_hashes=(),
+            writer_epoch=handoff_wire.epoch_from(self.prefill.epoch),
+            deadline_s=deadline_s,
+        )
+        self._act(self.side.begin(reserve, handoff_wire.epoch_from(self.decode.epoch), time.perf_counter()))
+        return answer
+
+    def _expect(self, run: link_pb2.Run) -> Answer:
+        answer = self.answers[run.request_id] = Answer()
+        self._runs[run.request_id] = run
+        return answer
+
+    async def ask(self, run: link_pb2.Run, prefill_partition: int | None = None) -> Answer:
+        answer = self.begin(run, prefill_partition=prefill_partition)
+        await answer.is_over.wait()
+        return answer
+
+    async def ask_decode_alone(self, run: link_pb2.Run) -> Answer:
+        """Prefilled there too: no KV moves."""
+        answer = self._expect(run)
+        self._local.add(run.request_id)
+        self.to_decode(link_pb2.GatewayMessage(run=run), self.link(self.decode))
+        await answer.is_over.wait()
+        return answer
+
+    def cancel(self, run: link_pb2.Run) -> None:
+        self._act(self.side.cancel(run.request_id))
+
+    def _act(self, actions: Sequence[GatewayAction]) -> None:
+        for action in actions:
+            match action:
+                case SendPrefill():
+                    self.to_prefill(self._to_worker(action.message), self.link(self.prefill))
+                case SendDecode():
+                    self.to_decode(self._to_worker(action.message), self.link(self.decode))
+                case Deliver():
+                    for output in self._first.pop(action.handoff).outputs:
+                        self.answers[action.handoff].take(output)
+                case Outcome():
+                    self.answers[action.handoff].cause = action.cause
+                    self.answers[action.handoff].is_over.set()
+
+    def _to_worker(self, message: object) -> link_pb2.GatewayMessage:
+        wrap = link_pb2.GatewayMessage
+        match message:
+            case m.Reserve():
+                return wrap(reserve=handoff_wire.reserve_message(message, self._runs[message.handoff]))
+            case m.Run():
+                endpoint = self.decode.welcome().endpoint
+                run = self._runs[message.request.id]
+                partition = self._prefill_partitions[run.request_id]
+                return wrap(run=handoff_wire.run_message(run, message.target, endpoint, partition))
+            case m.Manifest():
+                return wrap(landed=handoff_wire.manifest_message(message))
+            case m.Start():
+                return wrap(start=handoff_wire.start_message(message))
+            case m.Credits():
+                return wrap(credits=handoff_wire.credits_message(message))
+            case m.Drained():
+                return wrap(drained=handoff_wire.drained_message(message))
+            case m.Cancel():
+                return wrap(cancel=handoff_wire.cancel_message(message))
+        raise AssertionError(message)
+
+    def _receive(self, message: link_pb2.WorkerMessage) -> None:
+        match message.WhichOneof("message"):
+            case "target":
+                self._act(self.side.target(handoff_wire.target_from(message.target)))
+            case "credits":
+                self._act(self.side.credits(handoff_wire.credits_from(message.credits)))
+            case "chunk":
+                manifest = handoff_wire.manifest_from(message.chunk)
+                if manifest.is_last and manifest.handoff in self.answers:
+                    answer = self.answers[manifest.handoff]
+                    answer.first_tokens_came_before_last_chunk = bool(answer.tokens)
+                self._act(self.side.chunk(manifest))
+            case "first_tokens":
+                self._first[message.first_tokens.handoff] = message.first_tokens
+                self._act(self.side.first_tokens(handoff_wire.first_tokens_from(message.first_tokens)))
+            case "drained":
+                self._act(self.side.drained(handoff_wire.drained_from(message.drained)))
+            case "step":
+                for output in message.step.outputs:
+                    self._take(output)
+            case "failed":
+                self._fail(message.failed)
+
+    def _take(self, output: link_pb2.SequenceOutput) -> None:
+        answer = self.answers[output.request_id]
+        answer.take(output)
+        if len(answer.finish) < max(1, self._runs[output.request_id].n):
+            return
+        if output.request_id in self._local:
+            answer.is_over.set()
+        else:
+            epoch = handoff_wire.epoch_from(self.decode.epoch)
+            self._act(self.side.finished(m.Finished(handoff=output.request_id, epoch=epoch)))
+
+    def _fail(self, failed: link_pb2.Failed) -> None:
+        answer = self.answers.get(failed.request_id)
+        if answer is not None and not answer.is_over.is_set():
+            answer.failed = failed
+        cause = handoff_wire.cause_from(failed)
+        if cause is m.Cause.OVERLOADED:
+            self._act(self.side.overloaded(m.Overloaded(handoff=failed.request_id, retry_after_s=1.0)))
+        elif cause is not None:
+            for epoch in (self.prefill.epoch, self.decode.epoch):
+                failure = m.Failed(handoff=failed.request_id, epoch=handoff_wire.epoch_from(epoch), cause=cause)
+                self._act(self.side.failed(failure))
+        else:
+            self._act(self.side.cancel(failed.request_id))
+
+
+@asynccontextmanager
+async def running(
+    *,
+    dtype: Dtype = "float32",
+    num_slab_slots: int = NUM_SLAB_SLOTS,
+    transports: Callable[[], tuple[Transport, Transport]] | None = None,
+    meshes: Meshes = ALONE,
+    spans: tuple[WorkerSpans, WorkerSpans] | None = None,
+    short_share: float = 0.5,
+    **kv: object,
+) -> AsyncIterator[Pair]:
+    """A pair that serves; afterwards every pool and slab must be as it began."""
+    prefill_spans, decode_spans = spans or (None, None)
+    network = InprocNetwork()
+    make = transports or (lambda: (InprocTransport(network), InprocTransport(network)))
+    prefill_end, decode_end = make()
+    config = pd_config(dtype, meshes, short_share, **kv)
+    prefill = _worker(config, "prefill", prefill_end, num_slab_slots, loaded("prefill", dtype, meshes), prefill_spans)
+    decode = _worker(config, "decode", decode_end, num_slab_slots, loaded("decode", dtype, meshes), decode_spans)
+    for worker in (prefill, decode):
+        worker.start()
+    pair = Pair(prefill, decode)
+    try:
+        yield pair
+        async with asyncio.timeout(30):
+            for worker in (prefill, decode):
+                await until_as_it_began(worker)
+    finally:
+        for worker in (prefill, decode):
+            await worker.close()
+            worker.engine.failed.cancel()
+
+
+def _worker(
+    config: Config,
+    role: WorkerRole,
+    transport: Transport,
+    num_slab_slots: int,
+    model: LoadedModel,
+    spans: WorkerSpans | None,
+) -> Worker:
+    """`num_slab_slots` are each partition's."""
+    plane = KvPlane(
+        transport,
+        Slab(num_slab_slots * model.pool.num_partitions, model.block_bytes),
+        name="inproc",
+        layout=model.layout,
+        fingerprint=model.fingerprint,
+        num_partitions=model.pool.num_partitions,
+    )
+    return Worker(config, role, model, CompilationCounter(), plane, spans=spans)
+
+
+async def until_as_it_began(worker: Worker) -> None:
+    """Polls: a quarantine ends by the clock."""
+    while not is_as_it_began(worker):
+        if worker.engine.failed.done():
+            worker.engine.failed.result()
+        await asyncio.sleep(0.01)
+
+
+def is_as_it_began(worker: Worker) -> bool:
+    inspection = worker.inspect()
+    kv = inspection.load.kv_transfer
+    is_free = all(
+        state.free_blocks == state.total_blocks and state.free_slots == state.total_slots
+        for state in inspection.partitions
+    )
+    return is_free and kv.free_slab_slots == kv.total_slab_slots and kv.num_handoffs == 0
+
+
+_numbers = count(1)
+
+
+def run(
+    prompt: Sequence[int], max_tokens: int = 32, *, sampling: dict[str, object] | None = None, **fields
+) -> link_pb2.Run:
+    """Greedy unless `sampling` says otherwise."""
+    neutral = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0}
+    return link_pb2.Run(
+        request_id=next(_numbers).to_bytes(16, "big"),
+        prompt_tokens=prompt,
+        sampling=link_pb2.EngineSampling(**{**neutral, **(sampling or {})}),
+        max_tokens=max_tokens,
+        **{"n": 1, **fields},
+    )

@@ -1,0 +1,67 @@
+"""Whoever listens to a worker's feed knows what its cache knows, however late they listen."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.kv.prefix import PrefixCache, block_names, root_name, split_names
+from moonshard.rpc import link_pb2
+from moonshard.serving.control.routing.prefix_index import PrefixChange, PrefixIndex, PrefixSubscriber
+from moonshard.serving.worker import prefix_feed
+from moonshard.serving.worker.prefix_feed import PrefixFeed
+
+SIZE, EPOCH = 4, 7
+
+
+class Listener:
+    """A gateway's end."""
+
+    def __init__(self, num_partitions: int):
+        self.index = PrefixIndex()
+        self.heard = PrefixSubscriber(self.index, homes=tuple(range(num_partitions)))
+
+    def take(self, message: link_pb2.WorkerMessage) -> None:
+        if message.WhichOneof("message") == "prefix_snapshot":
+            snapshot = message.prefix_snapshot
+            names = [(home, name) for home, joined in enumerate(snapshot.names) for name in split_names(joined)]
+            self.heard.snapshot(EPOCH, snapshot.next_number, names)
+        else:
+            events = message.prefix_events
+            rows = zip(events.partitions, split_names(events.names), events.is_known, strict=True)
+            assert self.heard.events(EPOCH, events.first_number, [PrefixChange(*row) for row in rows])
+
+
+def run(cache: PrefixCache, pool: BlockPool, partition: int, tokens: list[int]) -> None:
+    """A sequence that comes, is computed and goes."""
+    names = block_names(root_name(b""), tokens, SIZE)
+    found = cache.match(partition, names)
+    cache.hold(partition, found)
+    own = pool.allocate(partition, len(names) - len(found))
+    for block, name in zip(own or (), names[len(found) :], strict=False):
+        cache.note(partition, block, name)
+    pool.release(partition, ((*found, *(own or ())))[::-1])
+
+
+@pytest.mark.parametrize("max_events", [2, 1000])
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 1), max_size=20)), max_size=12),
+    listens=st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_a_listener_knows_what_the_cache_knows(max_events: int, prompts, listens):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moonshard.kv.prefix.MAX_EVENTS", max_events)
+        patch.setattr(prefix_feed, "MAX_EVENTS_AT_ONCE", 3)
+        pool = BlockPool(2, 6, SIZE)
+        cache, listener = PrefixCache(pool), Listener(2)
+        feed = PrefixFeed(cache, 2)
+        assert feed.news() is None  # nobody asked
+        listener.take(feed.snapshot())
+        for (partition, tokens), is_listening in zip(prompts, listens, strict=False):
+            run(cache, pool, partition, tokens)
+            while is_listening and (news := feed.news()) is not None:
+                listener.take(news)
+        while (news := feed.news()) is not None:
+            listener.take(news)
+        for partition in range(2):
+            assert listener.index.known(partition) == set(cache.snapshot(partition))

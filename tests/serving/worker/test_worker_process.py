@@ -1,0 +1,92 @@
+"""How a worker's process ends: by a drain or by a fault, whichever comes first."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from moonshard.serving.worker.process import _serve
+
+
+class FakeEngine:
+    """Not failed until the test says so."""
+
+    def __init__(self):
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class FakeServer:
+    def __init__(self):
+        self.is_serving = True
+
+    async def set_serving(self, is_serving: bool) -> None:
+        self.is_serving = is_serving
+
+
+class FakeWorker:
+    """Not idle until the test says so."""
+
+    def __init__(self):
+        self.engine = FakeEngine()
+        self.is_draining = False
+        self.idle = asyncio.Event()
+        self.asked_for_idle = asyncio.Event()
+        self.is_closed = False
+        self.has_failed = False
+
+    def begin_drain(self) -> None:
+        self.is_draining = True
+
+    async def wait_idle(self) -> None:
+        self.asked_for_idle.set()
+        await self.idle.wait()
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    def fail(self) -> None:
+        self.has_failed = True
+
+
+class Process:
+    """`_serve` on its way."""
+
+    def __init__(self, drain_timeout_s: float = 30.0):
+        self.worker, self.server, self.stop = FakeWorker(), FakeServer(), asyncio.Event()
+        worker: Any = self.worker
+        server: Any = self.server
+        self.events: list[str] = []
+        serving = _serve(worker, server, self.stop, lambda event, _fields: self.events.append(event), drain_timeout_s)
+        self.exit_code = asyncio.create_task(serving)
+
+    async def drain(self) -> None:
+        self.stop.set()
+        await self.worker.asked_for_idle.wait()
+
+
+async def test_a_drain_refuses_what_is_new_waits_for_what_runs_and_ends_with_0():
+    process = Process()
+    await process.drain()
+    assert process.worker.is_draining
+    assert process.events == ["draining"]
+    assert not process.server.is_serving
+    process.worker.idle.set()
+    assert await asyncio.wait_for(process.exit_code, 5) == 0
+    assert process.worker.is_closed
+
+
+async def test_a_drain_that_takes_too_long_is_cut_off(caplog: pytest.LogCaptureFixture):
+    process = Process(drain_timeout_s=0.01)
+    process.stop.set()
+    assert await asyncio.wait_for(process.exit_code, 5) == 0
+    assert "still running" in caplog.text
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+async def test_a_fault_ends_the_process_at_once_with_1_also_in_a_drain(is_draining: bool):
+    process = Process()
+    if is_draining:
+        await process.drain()
+    process.worker.engine.failed.set_exception(RuntimeError("no device"))
+    assert await asyncio.wait_for(process.exit_code, 5) == 1
+    assert process.worker.has_failed
