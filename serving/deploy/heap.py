@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import gc
 
-LARGE_BLOCK_BYTES = 1 << 18  # bodies and their texts, and nothing that every token makes: mapping one takes 10 us
+LARGE_BLOCK_BYTES = 1 << 18  # bodies and their texts, and nothing that every token makes
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
 

@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
 UNREAD_BYTES = 1 << 16  # of a gRPC message before it is received
-MAX_MESSAGE_BYTES = 16 << 20  # of a gRPC message: all streams wait while it is joined, 2 ms for each MB
+MAX_MESSAGE_BYTES = 16 << 20  # of a gRPC message: all streams wait while it is joined, 1 to 2 ms for each MB
 HURRIED_TIMEOUT_S = 0.1  # for a gRPC message to arrive where too many are on their way
 BACKLOG = 2048
 # A client whose machine is gone tells nobody: after a minute of silence it is lost. Not all systems have all names.

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 MAX_INLINE_SIZE = 1 << 13  # takes the loop a few milliseconds; a thread costs it 0.1 ms
-# At Python's default of 5 ms the loop would wait that long at each of its wake-ups, of which a token takes several. Set
-# for the process by `run_gateway`.
+# Of the process, set by `run_gateway`. Beside a chat of 16,000 messages `/health` took 6 and 21 ms, and at Python's
+# default of 5 ms 23 and 28 (medians of five, in turn); beside as many ids as fit it is the same at either.
 SWITCH_INTERVAL_S = 0.0005
 
 

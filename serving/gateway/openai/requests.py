@@ -372,7 +372,7 @@ def _completion_prompt(prompt: str | Sequence[Number | str | list[Number]]) -> T
 
 
 def _are_numbers(items: Sequence[object]) -> TypeGuard[Sequence[Number]]:
-    """By their types as a set: asking each of 262,144 with `isinstance` takes 70 ms."""
+    """By their types as a set: asking each of 262,144 with `isinstance` takes 25 ms, this 5."""
     return set(map(type, items)) <= {int, float}
 
 
