@@ -33,6 +33,7 @@ from moonshard.serving.deploy.heap import keep_for_life, unmap_large_blocks_once
 from moonshard.serving.deploy.startup import Start, tell_start
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.deploy.timings import Timings
+from moonshard.serving.gateway.aside import SWITCH_INTERVAL_S
 from moonshard.serving.gateway.grpc.front import JSON_NAMES, NUM_CONTEXTS, SERVICE, InferenceService
 from moonshard.serving.gateway.grpc.gate import GrpcGate
 from moonshard.serving.gateway.http.connections.open_files import allow_connections
@@ -41,7 +42,6 @@ from moonshard.serving.gateway.http.connections.waiting import Connections, Wait
 from moonshard.serving.gateway.http.event_stream import KEEP_ALIVE_S
 from moonshard.serving.gateway.http.front import HttpFront
 from moonshard.serving.gateway.http.strangers import Strangers
-from moonshard.serving.gateway.intake.aside import SWITCH_INTERVAL_S
 from moonshard.serving.gateway.intake.bounds import Bounds, Intake
 from moonshard.serving.gateway.openai.unknown import UnknownFields
 from moonshard.serving.gateway.pipeline.generation import DRAINING_RETRY_AFTER_S, Gateway

@@ -18,8 +18,8 @@ from moonshard.rpc.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import InvalidArgument
 from moonshard.rpc.wire_fields import FieldCounts, count_fields
 from moonshard.serving.config.tenants import Tenants
+from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.caller import check_key, metadata_value
-from moonshard.serving.gateway.intake.aside import Aside
 from moonshard.serving.gateway.intake.bounds import PROTO_BYTES_PER_TEXT_BYTE, Bounds, Intake
 from moonshard.serving.gateway.intake.json_marks import Contents
 

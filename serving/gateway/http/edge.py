@@ -175,12 +175,9 @@ def error_response(error: RequestError, headers: Mapping[str, str] = MappingProx
 
 
 def large_answer(request: Request, body: bytes) -> Response:
-    """JSON that may be long: it counts as in flight until its client has taken nearly all of it.
-
-    Overloaded where there is no room.
-    """
+    """JSON that may be long: it counts as in flight until its client has taken nearly all of it."""
     if (share := request.scope.get(SHARE)) is not None:
-        share.grow_by(len(body))
+        share.count_in(len(body))
     return InPieces(body, headers=late_headers(request), media_type="application/json")
 
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InternalError, Unavailable, openai_error
 from moonshard.serving.config.tenants import Tenants
+from moonshard.serving.gateway.aside import MAX_INLINE_SIZE
 from moonshard.serving.gateway.caller import Caller, check_key, read_caller
 from moonshard.serving.gateway.http.disconnect import until_disconnect
 from moonshard.serving.gateway.http.edge import (
@@ -35,7 +36,6 @@ from moonshard.serving.gateway.http.edge import (
 )
 from moonshard.serving.gateway.http.event_stream import KEEP_ALIVE_S, EventStream
 from moonshard.serving.gateway.http.strangers import Strangers
-from moonshard.serving.gateway.intake.aside import MAX_INLINE_SIZE
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS, Intake
 from moonshard.serving.gateway.intake.large_bodies import LARGE_BYTES, LARGE_CONTENTS_BYTES, LargeBodies
 from moonshard.serving.gateway.openai import requests

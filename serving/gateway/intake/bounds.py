@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, TooLarge, Unavailable
-from moonshard.serving.gateway.intake.aside import Aside
+from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.intake.json_marks import Contents, contents_of
 
 JSON_BYTES_PER_TEXT_BYTE = 6  # \u0041
@@ -63,9 +63,10 @@ class Share:
             self._of.take(num_bytes - self._num_bytes)
             self._num_bytes = num_bytes
 
-    def grow_by(self, num_bytes: int) -> None:
-        """Overloaded where there is no room."""
-        self.grow_to(self._num_bytes + num_bytes)
+    def count_in(self, num_bytes: int) -> None:
+        """What is made already, whether there is room or not: those who come after it are refused instead."""
+        self._of.num += num_bytes
+        self._num_bytes += num_bytes
 
     def grow_to_hold(self, num_bytes: int, contents: Contents) -> None:
         """A body's bytes and what is made of it, which always has room where nothing else is here.

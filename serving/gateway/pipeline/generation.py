@@ -18,7 +18,7 @@ from moonshard.rpc.status import InternalError, Overloaded, Unavailable
 from moonshard.serving.config.keys import RoutingConfig
 from moonshard.serving.config.tenants import Salts
 from moonshard.serving.control.routing.router import Affinity
-from moonshard.serving.gateway.intake.aside import Aside
+from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.pipeline.attempts import Attempts, Sent
 from moonshard.serving.gateway.pipeline.choice import CallsMade, ChoiceStream, ForcedCall, joined
 from moonshard.serving.gateway.pipeline.handoffs import Handoffs

@@ -14,7 +14,7 @@ from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFoun
 from moonshard.serving.chat.detokenizer import Detokenizer
 from moonshard.serving.chat.template import ChatTemplate, TemplateError, load_chat_template
 from moonshard.serving.chat.tool_calls import CALL_END, NAMES, ToolCallParser, call_marks
-from moonshard.serving.gateway.intake.aside import Aside
+from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS
 from moonshard.serving.gateway.pipeline.choice import ForcedCall, forced_call
 from moonshard.serving.gateway.quoted import quoted

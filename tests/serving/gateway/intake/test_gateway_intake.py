@@ -162,8 +162,14 @@ async def test_an_answer_counts_while_it_is_taken_in_pieces():
     assert b"".join(piece["body"] for piece in pieces) == body
     assert max(len(piece["body"]) for piece in pieces) <= edge.ANSWER_PIECE_BYTES < len(body)
     assert [piece["more_body"] for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+    edge.large_answer(Request(scope), body)  # of work that is done nobody is told to come again
+    assert gate.in_flight.num == 2 * len(body) > gate.in_flight.limit
+    other, admit_other = gate.admission()
     with pytest.raises(Overloaded):
-        edge.large_answer(Request(scope), body)
+        admit_other(1)
+    share.give_back()
+    other.give_back()
+    assert gate.in_flight.num == 0
 
 
 async def no_more() -> Message:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from moonshard.serving.gateway.intake.aside import MAX_INLINE_SIZE, Aside
+from moonshard.serving.gateway.aside import MAX_INLINE_SIZE, Aside
 
 LONG = MAX_INLINE_SIZE + 1
 
