@@ -20,7 +20,7 @@ from moonshard.rpc.status import InvalidArgument, RequestError, abort
 type Frames = AsyncIterator[bytes]
 
 
-class Message:
+class ReceivedMessage:
     """Bytes that are taken once, so that nobody keeps them for as long as the call lasts."""
 
     __slots__ = ("_data",)
@@ -33,7 +33,7 @@ class Message:
         return data
 
 
-type ReadRequest = Callable[[Frames, grpc.aio.ServicerContext], AbstractAsyncContextManager[Message]]
+type ReadRequest = Callable[[Frames, grpc.aio.ServicerContext], AbstractAsyncContextManager[ReceivedMessage]]
 
 
 def deferred(handler: Any, read: ReadRequest) -> grpc.RpcMethodHandler:

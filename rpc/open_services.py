@@ -8,7 +8,7 @@ import grpc
 
 from moonshard.rpc.deferred_request import (
     Frames,
-    Message,
+    ReceivedMessage,
     deferred,
     errors_as_status,
     next_message,
@@ -43,7 +43,7 @@ class OpenServices(grpc.aio.ServerInterceptor):
         return deferred(handler, self._read_to_watch if handler.response_streaming else self._read)
 
     @contextlib.asynccontextmanager
-    async def _read_to_watch(self, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
+    async def _read_to_watch(self, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[ReceivedMessage]:
         """Overloaded where there are too many already."""
         if self._num_watches >= MAX_WATCHES:
             raise Overloaded(f"{MAX_WATCHES} clients watch already", retry_after_s=RETRY_AFTER_S)
@@ -55,9 +55,9 @@ class OpenServices(grpc.aio.ServerInterceptor):
             self._num_watches -= 1
 
     @contextlib.asynccontextmanager
-    async def _read(self, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
+    async def _read(self, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[ReceivedMessage]:
         del context
-        yield Message(_short(await only_message(frames, self._limiter)))
+        yield ReceivedMessage(_short(await only_message(frames, self._limiter)))
 
     def _streaming(self, handler: Any) -> grpc.RpcMethodHandler:
         async def requests(frames: Frames) -> AsyncIterator[Any]:

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 
-from moonshard.rpc.deferred_request import Frames, Message, deferred, only_message
+from moonshard.rpc.deferred_request import Frames, ReceivedMessage, deferred, only_message
 from moonshard.rpc.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import InvalidArgument
 from moonshard.rpc.wire_fields import FieldCounts, count_fields
@@ -69,7 +69,9 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         return handler if handler is None or method is None else deferred(handler, partial(self._read, method))
 
     @contextlib.asynccontextmanager
-    async def _read(self, method: _Method, frames: Frames, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
+    async def _read(
+        self, method: _Method, frames: Frames, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[ReceivedMessage]:
         """The message, which counts as in flight during the block. Raises as key, limiter and bounds do."""
         check_key(self._tenants, metadata_value(context))
         share, admit = self._intake.admission(method.num_contexts, PROTO_BYTES_PER_TEXT_BYTE)
@@ -78,7 +80,7 @@ class GrpcGate(grpc.aio.ServerInterceptor):
             admit(len(data))
             found = await self._aside.run(len(data), self._counts_in_bounds, data, method, self._intake.bounds())
             share.grow_to_hold(len(data), Contents(num_objects=found.num_fields, num_values=found.num_packed))
-            taken = Message(data)
+            taken = ReceivedMessage(data)
             del data
             yield taken
         finally:
