@@ -28,6 +28,8 @@ async def test_work_cancelled_while_it_waits_is_never_done():
     last = asyncio.ensure_future(aside.run(LONG, done.append, "last"))
     await asyncio.sleep(0)
     abandoned.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await abandoned
     may_end.set()
     await asyncio.gather(first, last)
     assert done == ["last"]
