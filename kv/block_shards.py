@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moonshard.sharding.mesh import BY_PARTITION
-from moonshard.sharding.place import Place
+from moonshard.sharding.shard import Shard
 
 LAYERS, TOKENS = 1, 2  # dimensions of blocks [b, layers, block_size, features]
 
@@ -25,10 +25,10 @@ class BlockShards:
     to a multiple of `tensor`.
     """
 
-    def __init__(self, mesh: Mesh, place: Place, *, num_layers: int, block_size: int):
+    def __init__(self, mesh: Mesh, shard: Shard, *, num_layers: int, block_size: int):
         self._mesh = mesh
-        self._num_partitions, self._num_parts = place.mesh.num_partitions, place.mesh.tensor
-        self._is_token_cut = bool(place.axes("kv_tokens"))
+        self._num_partitions, self._num_parts = shard.mesh.num_partitions, shard.mesh.tensor
+        self._is_token_cut = bool(shard.axes("kv_tokens"))
         self._axis = TOKENS if self._is_token_cut else LAYERS
         self._num_layers = num_layers
         self._layers_per_part = -(-num_layers // self._num_parts)

@@ -1,7 +1,7 @@
-"""A slab: the host memory that KV bytes are written into by another process, cut into equal slots.
+"""A slab: the host memory that KV bytes are written into by another process, cut into equal cells.
 
 Stands apart from the transports because source and destination hold one each, whatever carries the bytes between them.
-Page-aligned, so that it can be registered with a network card as well. Left out: which slots are free (the caller's
+Page-aligned, so that it can be registered with a network card as well. Left out: which cells are free (the caller's
 list), and any trust in the contents: a remote writer may change them at any time, also long after it was given up.
 """
 
@@ -18,54 +18,54 @@ Bytes = NDArray[np.uint8]
 class SlabTooLarge(ValueError):
     """A start-up error: the machine has not that much memory left."""
 
-    def __init__(self, num_slots: int, slot_bytes: int, available_bytes: int):
+    def __init__(self, num_cells: int, cell_bytes: int, available_bytes: int):
         super().__init__(
-            f"a slab of {num_slots} slots of {slot_bytes} bytes takes {num_slots * slot_bytes / 1024**3:.2f} GiB, and "
+            f"a slab of {num_cells} slots of {cell_bytes} bytes takes {num_cells * cell_bytes / 1024**3:.2f} GiB, and "
             f"{available_bytes / 1024**3:.2f} GiB are available: configure fewer slots"
         )
 
 
 class Slab:
-    """`num_slots` slots of `slot_bytes` each, zeroed, at one address for as long as the slab lives."""
+    """`num_cells` cells of `cell_bytes` each, zeroed, at one address for as long as the slab lives."""
 
-    def __init__(self, num_slots: int, slot_bytes: int, *, available_bytes: int | None = None):
+    def __init__(self, num_cells: int, cell_bytes: int, *, available_bytes: int | None = None):
         """`available_bytes` is what the machine has left, where the caller knows; more raises `SlabTooLarge`.
 
         Nothing else would: memory is promised here and taken when it is written to, when it is too late for an error.
         """
-        if num_slots < 1 or slot_bytes < 1:
-            raise ValueError(f"a slab needs slots with bytes in them, got {num_slots} of {slot_bytes}")
-        if available_bytes is not None and num_slots * slot_bytes > available_bytes:
-            raise SlabTooLarge(num_slots, slot_bytes, available_bytes)
-        self.num_slots = num_slots
-        self.slot_bytes = slot_bytes
-        self.bytes = _aligned_zeros(num_slots * slot_bytes)
+        if num_cells < 1 or cell_bytes < 1:
+            raise ValueError(f"a slab needs slots with bytes in them, got {num_cells} of {cell_bytes}")
+        if available_bytes is not None and num_cells * cell_bytes > available_bytes:
+            raise SlabTooLarge(num_cells, cell_bytes, available_bytes)
+        self.num_cells = num_cells
+        self.cell_bytes = cell_bytes
+        self.bytes = _aligned_zeros(num_cells * cell_bytes)
         self.address = self.bytes.ctypes.data
 
     @property
     def num_bytes(self) -> int:
-        return self.num_slots * self.slot_bytes
+        return self.num_cells * self.cell_bytes
 
-    def slot(self, index: int) -> Bytes:
-        """A view of one slot, never a copy. IndexError where there is no such slot: a negative one neither."""
+    def cell(self, index: int) -> Bytes:
+        """A view of one cell, never a copy. IndexError where there is no such cell: a negative one neither."""
         self._check(index)
-        return self.bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+        return self.bytes[index * self.cell_bytes : (index + 1) * self.cell_bytes]
 
-    def copy_slot(self, index: int, out: Bytes) -> None:
-        """Copy a slot into `out` [slot_bytes]. IndexError where there is no such slot."""
-        out[:] = self.slot(index)
+    def copy_cell(self, index: int, out: Bytes) -> None:
+        """Copy a cell into `out` [cell_bytes]. IndexError where there is no such cell."""
+        out[:] = self.cell(index)
 
-    def slot_address(self, index: int) -> int:
+    def cell_address(self, index: int) -> int:
         self._check(index)
-        return self.address + index * self.slot_bytes
+        return self.address + index * self.cell_bytes
 
     def covers(self, address: int, num_bytes: int) -> bool:
         """Whether all of the range lies inside."""
         return self.address <= address and address + num_bytes <= self.address + self.num_bytes
 
     def _check(self, index: int) -> None:
-        if not 0 <= index < self.num_slots:
-            raise IndexError(f"slot {index} of {self.num_slots}")
+        if not 0 <= index < self.num_cells:
+            raise IndexError(f"slot {index} of {self.num_cells}")
 
 
 def find_slab(slabs: Iterable[Slab], address: int, num_bytes: int) -> Slab | None:

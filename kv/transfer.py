@@ -4,7 +4,7 @@ A transport writes ranges of the local slab into ranges of a remote one, one-sid
 told by a manifest, which travels on another way. Nothing fences such a write. Measured with Mooncake over TCP: bytes
 of a writer that was killed, of a write that had timed out, and of a range that was no longer registered all landed
 later. So a slab is never trusted: `copy_verified` copies out first and checks the copy, which nobody else can
-reach. Left out: the manifest itself, which slots are free and when a slot may be used again (the caller's), the
+reach. Left out: the manifest itself, which cells are free and when a cell may be used again (the caller's), the
 transports, and who is told.
 """
 
@@ -47,11 +47,11 @@ class TransportUnavailable(OSError):
 
 
 class ChecksumMismatch(Exception):
-    """A slot whose copied bytes are not those that were staged: overwritten, or not all there."""
+    """A cell whose copied bytes are not those that were staged: overwritten, or not all there."""
 
-    def __init__(self, slot: int, expected: int, found: int):
-        super().__init__(f"slot {slot}: expected checksum {expected:016x}, found {found:016x}")
-        self.slot = slot
+    def __init__(self, cell: int, expected: int, found: int):
+        super().__init__(f"slot {cell}: expected checksum {expected:016x}, found {found:016x}")
+        self.cell = cell
         self.expected = expected
         self.found = found
 
@@ -170,27 +170,27 @@ def checksum(data: Bytes) -> int:
 
 
 @runtime_checkable
-class Slots(Protocol):
-    """What slots can be copied out of: a slab, or one whose slots are cut (`kv.slab_shards`)."""
+class Cells(Protocol):
+    """What cells can be copied out of: a slab, or one whose cells are cut (`kv.slab_shards`)."""
 
-    slot_bytes: int
+    cell_bytes: int
 
-    def copy_slot(self, index: int, out: Bytes) -> None:
-        """Copy a slot as a whole block into `out` [slot_bytes]. IndexError where there is no such slot."""
+    def copy_cell(self, index: int, out: Bytes) -> None:
+        """Copy a cell as a whole block into `out` [cell_bytes]. IndexError where there is no such cell."""
         ...
 
 
-def copy_verified(slab: Slots, slots: Sequence[int], checksums: Sequence[int]) -> Bytes:
-    """One private copy [len(slots), slot_bytes] of these slots, with the bytes that were sent.
+def copy_verified(slab: Cells, cells: Sequence[int], checksums: Sequence[int]) -> Bytes:
+    """One private copy [len(cells), cell_bytes] of these cells, with the bytes that were sent.
 
     Copied before it is checked: a write may land between a check of the slab and a copy of it. All or nothing: raises
-    `ChecksumMismatch` for the first slot that differs, IndexError for one that the slab does not have.
+    `ChecksumMismatch` for the first cell that differs, IndexError for one that the slab does not have.
     """
-    private = np.empty((len(slots), slab.slot_bytes), np.uint8)
-    for row, slot in zip(private, slots, strict=True):
-        slab.copy_slot(slot, row)
-    for row, slot, expected in zip(private, slots, checksums, strict=True):
+    private = np.empty((len(cells), slab.cell_bytes), np.uint8)
+    for row, cell in zip(private, cells, strict=True):
+        slab.copy_cell(cell, row)
+    for row, cell, expected in zip(private, cells, checksums, strict=True):
         found = checksum(row)
         if found != expected:
-            raise ChecksumMismatch(slot, expected, found)
+            raise ChecksumMismatch(cell, expected, found)
     return private

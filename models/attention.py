@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages, TokenCut, read_blocks
 from moonshard.sharding.arrays import Array, Float, Int
-from moonshard.sharding.place import Place
+from moonshard.sharding.shard import Shard
 
 KEYS_PER_STEP = 256  # tokens read per step of the online softmax
 
@@ -103,15 +103,15 @@ def partial_attention(
     return jax.lax.fori_loop(0, num_steps, step, start)
 
 
-def merge_over(place: Place, partial: Partial) -> Float[Array, "n t own_h r"]:
+def merge_over(shard: Shard, partial: Partial) -> Float[Array, "n t own_h r"]:
     """Merges what the devices along `kv_tokens` have of every head's attention. Each device keeps its own heads.
 
     Source: the merge of online softmaxes, as above; over devices as in Helix (arXiv 2507.07120), section 2.
     """
-    peak = place.max(partial.peak, place.axes("kv_tokens"))
+    peak = shard.max(partial.peak, shard.axes("kv_tokens"))
     decay = jnp.exp(partial.peak - _finite(peak))
     together = jnp.concatenate([partial.mixed, partial.total[..., None]], axis=-1) * decay[..., None]
-    together = place.sum_own_heads(together)
+    together = shard.sum_own_heads(together)
     return _normalise(together[..., :-1], together[..., -1])
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from moonshard.models.moe import Backend, Experts, Routing
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
-from moonshard.sharding.place import Place
+from moonshard.sharding.shard import Shard
 
 
-def to_copies(backend: Backend, placement: ExpertPlacement, place: Place) -> Backend:
+def to_copies(backend: Backend, placement: ExpertPlacement, shard: Shard) -> Backend:
     """A backend over experts, from one over places. `placement` has the layers of the weights that it will be given.
 
     An expert's copies take turns from token to token, and from partition to partition, so that the first rows of all
@@ -27,7 +27,7 @@ def to_copies(backend: Backend, placement: ExpertPlacement, place: Place) -> Bac
         experts: Experts[Array],
         layer: Int[Array, ""],
     ) -> Float[Array, "t d"]:
-        turn = jnp.arange(len(x))[:, None] + place.partition()
+        turn = jnp.arange(len(x))[:, None] + shard.partition()
         copy = turn % num_copies[layer][routing.experts]
         places = places_of[layer][routing.experts, copy]
         at_places = Routing(weights=routing.weights, experts=places, margin=routing.margin)

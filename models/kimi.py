@@ -30,7 +30,7 @@ from moonshard.models.pytree import pytree
 from moonshard.models.spec import KvGroup, ModelError, Param
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
-from moonshard.sharding.place import ALONE, Place
+from moonshard.sharding.shard import ALONE, Shard
 
 # --- configuration ----------------------------------------------------------------------------------------------------
 
@@ -456,15 +456,15 @@ def _declare_experts(config: KimiConfig, layers: range, placement: ExpertPlaceme
     d, f = config.hidden_size, config.moe_intermediate_size
     e = config.n_routed_experts if placement is None else placement.num_places
 
-    def expert_at(layer: int, place: int) -> int:
-        return place if placement is None else int(placement.expert_of[layer, place])
+    def expert_at(layer: int, index: int) -> int:
+        return index if placement is None else int(placement.expert_of[layer, index])
 
-    def gate_up(layer: int, place: int, which: int) -> str:
-        expert = expert_at(layer, place)
+    def gate_up(layer: int, index: int, which: int) -> str:
+        expert = expert_at(layer, index)
         return f"model.layers.{layers[layer]}.mlp.experts.{expert}.{('gate', 'up')[which]}_proj.weight"
 
-    def down(layer: int, place: int) -> str:
-        return f"model.layers.{layers[layer]}.mlp.experts.{expert_at(layer, place)}.down_proj.weight"
+    def down(layer: int, index: int) -> str:
+        return f"model.layers.{layers[layer]}.mlp.experts.{expert_at(layer, index)}.down_proj.weight"
 
     return moe.Experts(
         gate_up=Param(
@@ -594,18 +594,18 @@ def attend_paged(
     *,
     value_rank: int,
     scale: float,
-    place: Place = ALONE,
+    shard: Shard = ALONE,
 ) -> tuple[Float[Array, "n t h r"], Pages]:
     """Writes the tokens' latents, then attends over everything written."""
     tables, positions = batch.block_tables, batch.positions
-    cut = TokenCut(part=place.part("kv_tokens"), num_parts=place.num_parts("kv_tokens"))
+    cut = TokenCut(part=shard.part("kv_tokens"), num_parts=shard.num_parts("kv_tokens"))
     pages = write_tokens(pages, layer, tables, positions, features, cut)
     if cut.num_parts == 1:
         return latent_attention(queries, pages, layer, tables, positions, value_rank=value_rank, scale=scale), pages
     partial = partial_attention(
-        place.gather_heads(queries), pages, layer, tables, positions, value_rank=value_rank, scale=scale, cut=cut
+        shard.gather_heads(queries), pages, layer, tables, positions, value_rank=value_rank, scale=scale, cut=cut
     )
-    return merge_over(place, partial).astype(queries.dtype), pages
+    return merge_over(shard, partial).astype(queries.dtype), pages
 
 
 def _attend(
@@ -617,7 +617,7 @@ def _attend(
     batch: Batch,
     rotary: tuple[Array, Array],
     attend: Attend,
-    place: Place,
+    shard: Shard,
 ) -> tuple[Float[Array, "n t d"], Pages]:
     cos, sin = rotary
     r, nope = config.kv_lora_rank, config.qk_nope_head_dim
@@ -632,7 +632,7 @@ def _attend(
     queries = jnp.concatenate([q_latent, q_rope], axis=-1)
     mixed, pages = attend(queries, features, pages, layer, batch, value_rank=r, scale=softmax_scale(config))
     values = jnp.einsum("nthr,hvr->nthv", mixed, w.v_up)
-    out = place.sum(jnp.einsum("nthv,dhv->ntd", values, w.out), place.axes("heads"))
+    out = shard.sum(jnp.einsum("nthv,dhv->ntd", values, w.out), shard.axes("heads"))
     return out + (w.out_bias if w.out_bias is not None else 0), pages
 
 
@@ -655,13 +655,13 @@ def _feed_forward(
     layer: Int[Array, ""],
     valid: Bool[Array, "n t"],
     backend: moe.Backend,
-    place: Place,
+    shard: Shard,
 ) -> tuple[Float[Array, "n t d"], moe.Routing | None]:
     """Dense MLP, or routed plus shared experts. `layer` counts within the stack."""
     x = rms_norm(x, w.mlp_norm, config.rms_norm_eps)
     out = _mlp(w.mlp, x) if w.mlp is not None else jnp.zeros_like(x)
     if w.router is None or experts is None:
-        return place.sum(out, place.axes("ffw")), None
+        return shard.sum(out, shard.axes("ffw")), None
     flat = x.reshape(-1, x.shape[-1])
     routing = moe.route(
         flat,
@@ -674,16 +674,16 @@ def _feed_forward(
         scale=config.routed_scaling_factor,
     )
     routed = backend(flat, routing, valid.reshape(-1), experts, layer)
-    return _add_partial(place, out, routed.reshape(x.shape)), routing
+    return _add_partial(shard, out, routed.reshape(x.shape)), routing
 
 
-def _add_partial(place: Place, shared: Float[Array, "n t d"], routed: Float[Array, "n t d"]) -> Float[Array, "n t d"]:
+def _add_partial(shard: Shard, shared: Float[Array, "n t d"], routed: Float[Array, "n t d"]) -> Float[Array, "n t d"]:
     """Shared and routed experts; each is a partial sum where `tensor` cuts it. One all-reduce where it cuts both."""
-    over_shared = place.axes("ffw")
-    cuts_routed = "tensor" in (*place.axes("experts"), *place.axes("expert_ffw"))
+    over_shared = shard.axes("ffw")
+    cuts_routed = "tensor" in (*shard.axes("experts"), *shard.axes("expert_ffw"))
     if cuts_routed and over_shared == ("tensor",):
-        return place.sum(shared + routed, over_shared)
-    return place.sum(shared, over_shared) + (place.sum(routed, ("tensor",)) if cuts_routed else routed)
+        return shard.sum(shared + routed, over_shared)
+    return shard.sum(shared, over_shared) + (shard.sum(routed, ("tensor",)) if cuts_routed else routed)
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
@@ -698,7 +698,7 @@ def forward(
     hidden: Float[Array, "n t d"] | None = None,
     backend: moe.Backend = moe.blocks,
     attend: Attend | None = None,
-    place: Place = ALONE,
+    shard: Shard = ALONE,
     placement: ExpertPlacement | None = None,
     observe: bool = False,
     unrolled: bool = False,
@@ -716,10 +716,10 @@ def forward(
         The residual stream, on the last stage after the final norm; the pages; the observations if asked for.
     """
     valid = batch.positions >= 0
-    attend = attend or functools.partial(attend_paged, place=place)
-    backend = exchanged(backend, place)
+    attend = attend or functools.partial(attend_paged, shard=shard)
+    backend = exchanged(backend, shard)
     if placement is not None:
-        backend = to_copies(backend, placement, place)
+        backend = to_copies(backend, placement, shard)
     frequencies, factor = rotary_frequencies(config)
     angles = batch.positions.astype(jnp.float32)[:, :, None] * frequencies
     rotary = (jnp.cos(angles) * factor, jnp.sin(angles) * factor)
@@ -729,10 +729,10 @@ def forward(
             x, pages = carry
             w, index = inputs
             with jax.named_scope("attention"):
-                attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary, attend, place)
+                attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary, attend, shard)
             x = x + attended
             with jax.named_scope("feed_forward"):
-                added, routing = _feed_forward(config, w, experts, x, index, valid, backend, place)
+                added, routing = _feed_forward(config, w, experts, x, index, valid, backend, shard)
             x = x + added
             return (x, pages), (x, routing) if observe else (None, None)
 
@@ -744,7 +744,7 @@ def forward(
 
     if hidden is None:
         assert weights.embed is not None  # of the first stage
-        hidden = _embed(weights.embed, batch.tokens, place)
+        hidden = _embed(weights.embed, batch.tokens, shard)
     x = hidden
     seen: list[Any] = [x[None]]
     routing = None
@@ -768,18 +768,18 @@ def _observations(hidden: list[Array], routing: moe.Routing | None) -> Observati
     )
 
 
-def _embed(table: Float[Array, "v d"], tokens: Int[Array, "n t"], place: Place) -> Float[Array, "n t d"]:
+def _embed(table: Float[Array, "v d"], tokens: Int[Array, "n t"], shard: Shard) -> Float[Array, "n t d"]:
     """Each device looks up the tokens whose rows of the table it has, and adds 0 for the others."""
-    axes = place.axes("vocab")
+    axes = shard.axes("vocab")
     if not axes:
         return table[tokens]
-    own = tokens - place.part("vocab") * len(table)
+    own = tokens - shard.part("vocab") * len(table)
     is_own = (own >= 0) & (own < len(table))
     found = table.at[jnp.where(is_own, own, len(table))].get(mode="fill", fill_value=0)
-    return place.sum(found, axes)
+    return shard.sum(found, axes)
 
 
-def unembed(weights: Weights[Array], hidden: Float[Array, "b d"], place: Place = ALONE) -> Float[Array, "b v"]:
+def unembed(weights: Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE) -> Float[Array, "b v"]:
     """Logits in float32."""
     head = weights.embed if weights.head is None else weights.head
-    return place.gather(jnp.einsum("bd,vd->bv", hidden, head, preferred_element_type=jnp.float32), "vocab")
+    return shard.gather(jnp.einsum("bd,vd->bv", hidden, head, preferred_element_type=jnp.float32), "vocab")

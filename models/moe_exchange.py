@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from moonshard.models.moe import Backend, Experts, Routing
 from moonshard.sharding.arrays import Array, Bool, Float, Int
-from moonshard.sharding.place import Place
+from moonshard.sharding.shard import Shard
 
 CAPACITY_FACTOR = 1.5  # of a buffer, in fair shares
 MIN_CAPACITY = 8  # tokens
@@ -29,9 +29,9 @@ class _Parcel(NamedTuple):
     weights: Float[Array, "devices c k"]
 
 
-def exchanged(backend: Backend, place: Place) -> Backend:
+def exchanged(backend: Backend, shard: Shard) -> Backend:
     """A backend over the experts of all devices, from one over a device's own. On one device that itself."""
-    if place.num_parts("experts") == 1:
+    if shard.num_parts("experts") == 1:
         return backend
 
     def run(
@@ -42,17 +42,17 @@ def exchanged(backend: Backend, place: Place) -> Backend:
         layer: Int[Array, ""],
     ) -> Float[Array, "t d"]:
         num_own = experts.down.shape[1]
-        owner, local = _owners(place, routing.experts, num_own)
+        owner, local = _owners(shard, routing.experts, num_own)
         owner = jnp.where(valid[:, None], owner, -1)
-        if "expert" not in place.axes("experts"):
+        if "expert" not in shard.axes("experts"):
             own = Routing(weights=routing.weights, experts=jnp.where(owner < 0, num_own, local), margin=routing.margin)
             return backend(x, own, valid, experts, layer)
-        return _rounds(backend, place, x, routing, owner, local, experts, layer)
+        return _rounds(backend, shard, x, routing, owner, local, experts, layer)
 
     return run
 
 
-def _owners(place: Place, chosen: Int[Array, "t k"], num_own: int) -> tuple[Int[Array, "t k"], Int[Array, "t k"]]:
+def _owners(shard: Shard, chosen: Int[Array, "t k"], num_own: int) -> tuple[Int[Array, "t k"], Int[Array, "t k"]]:
     """Of each choice: which device along `expert` holds the expert, and the expert's number there.
 
     The owner is -1 where another device along `tensor` sends the token. Devices are counted as the rules name the axes,
@@ -60,8 +60,8 @@ def _owners(place: Place, chosen: Int[Array, "t k"], num_own: int) -> tuple[Int[
     """
     device, local = chosen // num_own, chosen % num_own
     owner, is_sent = jnp.zeros_like(device), jnp.ones_like(device, bool)
-    for axis in reversed(place.axes("experts")):
-        size = getattr(place.mesh, axis)
+    for axis in reversed(shard.axes("experts")):
+        size = getattr(shard.mesh, axis)
         device, coordinate = device // size, device % size
         if axis == "expert":
             owner = coordinate
@@ -72,7 +72,7 @@ def _owners(place: Place, chosen: Int[Array, "t k"], num_own: int) -> tuple[Int[
 
 def _rounds(
     backend: Backend,
-    place: Place,
+    shard: Shard,
     x: Float[Array, "t d"],
     routing: Routing,
     owner: Int[Array, "t k"],
@@ -80,7 +80,7 @@ def _rounds(
     experts: Experts[Array],
     layer: Int[Array, ""],
 ) -> Float[Array, "t d"]:
-    num_tokens, num_devices, num_own = len(x), place.mesh.expert, experts.down.shape[1]
+    num_tokens, num_devices, num_own = len(x), shard.mesh.expert, experts.down.shape[1]
     capacity = capacity_for(num_tokens, routing.experts.shape[1], num_devices)
     goes = (owner[:, :, None] == jnp.arange(num_devices)).any(axis=1)  # [t devices]
     rank = jnp.cumsum(goes, axis=0) - 1

@@ -150,12 +150,12 @@ class Reserve(_message.Message):
     def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ..., writer_epoch: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("slot", "number")
-    SLOT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("cell", "number")
+    CELL_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    slot: int
+    cell: int
     number: int
-    def __init__(self, slot: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, cell: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Target(_message.Message):
     __slots__ = ("handoff", "epoch", "writer_epoch", "session", "partition", "num_blocks", "num_blocks_held", "grants", "lease_s", "queue_ms")
@@ -252,30 +252,30 @@ class Drained(_message.Message):
     def __init__(self, handoff: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., target_epoch: _Optional[bytes] = ...) -> None: ...
 
 class KvEndpoint(_message.Message):
-    __slots__ = ("transport", "session", "num_slots", "regions", "layout", "fingerprint")
+    __slots__ = ("transport", "session", "num_cells", "regions", "layout", "fingerprint")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
-    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CELLS_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     transport: str
     session: str
-    num_slots: int
+    num_cells: int
     regions: _containers.RepeatedCompositeFieldContainer[KvRegion]
     layout: KvLayout
     fingerprint: str
-    def __init__(self, transport: _Optional[str] = ..., session: _Optional[str] = ..., num_slots: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[KvRegion, _Mapping]]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    def __init__(self, transport: _Optional[str] = ..., session: _Optional[str] = ..., num_cells: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[KvRegion, _Mapping]]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class KvRegion(_message.Message):
-    __slots__ = ("owner", "address", "slot_bytes")
+    __slots__ = ("owner", "address", "cell_bytes")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CELL_BYTES_FIELD_NUMBER: _ClassVar[int]
     owner: int
     address: int
-    slot_bytes: int
-    def __init__(self, owner: _Optional[int] = ..., address: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
+    cell_bytes: int
+    def __init__(self, owner: _Optional[int] = ..., address: _Optional[int] = ..., cell_bytes: _Optional[int] = ...) -> None: ...
 
 class KvLayout(_message.Message):
     __slots__ = ("version", "groups")

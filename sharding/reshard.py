@@ -82,7 +82,7 @@ def expand(
 ) -> Copies:
     """The copies that move `source_blocks[i]` to `destination_blocks[i]`, joined where blocks adjoin on both sides.
 
-    Block ids count an owner's pages (or a slab's slots) in units of its own shard of a block.
+    Block ids count an owner's pages (or a slab's cells) in units of its own shard of a block.
 
     Raises:
         ValueError: the ids do not pair up, one is negative, or two blocks would land in one place.

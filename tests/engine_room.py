@@ -25,7 +25,7 @@ from moonshard.serving.engine.programs import Programs, Wanted
 from moonshard.serving.engine.stage import Stage, StageModel
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh
-from moonshard.sharding.place import ALONE, Place
+from moonshard.sharding.shard import ALONE, Shard
 from tests.agreement import FIXTURES, reference
 from tests.compiled import compiled_once
 from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS
@@ -34,15 +34,15 @@ Q_TILE = 32
 TRANSFER_BUCKETS = (1, 2, 4)
 
 
-def programs(name: str = "kimi_k2", worker: int = 0, place: Place = ALONE) -> Programs:
+def programs(name: str = "kimi_k2", worker: int = 0, shard: Shard = ALONE) -> Programs:
     """Each prepared by its first launch; another `worker` has pages of its own."""
-    return _programs(name, worker, place)
+    return _programs(name, worker, shard)
 
 
 @compiled_once
-def _programs(name: str, worker: int, place: Place) -> Programs:
+def _programs(name: str, worker: int, shard: Shard) -> Programs:
     del worker  # only tells one from another
-    return at_first_launch(uncompiled_programs(name, place=place))
+    return at_first_launch(uncompiled_programs(name, shard=shard))
 
 
 def prepared(programs: Programs) -> Programs:
@@ -73,13 +73,13 @@ def program_store() -> ProgramStore:
     return ProgramStore(folder)
 
 
-def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", place: Place = ALONE) -> Programs:
+def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", shard: Shard = ALONE) -> Programs:
     """For a test that launches few of them: each is compiled by its first launch."""
     config = reference(name).config
     # one bucket of each kind: what buckets do is seen on one device and with one model
-    is_small = place.mesh.num_devices > 1 or name != "kimi_k2"
+    is_small = shard.mesh.num_devices > 1 or name != "kimi_k2"
     shapes = StepShapes(
-        num_partitions=place.mesh.num_partitions,
+        num_partitions=shard.mesh.num_partitions,
         slots_per_partition=NUM_SLOTS,
         blocks_per_sequence=MAX_CONTEXT_TOKENS // BLOCK_SIZE,
         max_context_tokens=MAX_CONTEXT_TOKENS,
@@ -89,10 +89,10 @@ def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", place: Pl
         transfer_buckets=TRANSFER_BUCKETS,
     )
     stages = []
-    for index, layers in enumerate(split_stages(config, place)):
-        mesh = build_mesh(place.mesh, index)
-        loaded = weights.load(kimi.declare(config, layers), Checkpoint.open(FIXTURES / name), dtype, mesh, place.rules)
-        model = StageModel(config=config, layers=layers, weights=loaded, mesh=mesh, place=place, backend=moe.blocks)
+    for index, layers in enumerate(split_stages(config, shard)):
+        mesh = build_mesh(shard.mesh, index)
+        loaded = weights.load(kimi.declare(config, layers), Checkpoint.open(FIXTURES / name), dtype, mesh, shard.rules)
+        model = StageModel(config=config, layers=layers, weights=loaded, mesh=mesh, shard=shard, backend=moe.blocks)
         stages.append(Stage(model, shapes, blocks_per_partition=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype))
     return Programs(shapes, stages)
 
@@ -131,13 +131,13 @@ def serve(
     model: str = "kimi_k2",
     on_step: Callable[[Engine, Run], None] = lambda engine, run: None,
     max_prefill_sequences: int = 8,
-    place: Place = ALONE,
+    shard: Shard = ALONE,
 ) -> Run:
     """Submits all requests at once and runs until the engine is idle; then everything must be given back.
 
     `on_step` is called after every step that gave tokens: to cancel, or to submit more.
     """
-    executor = programs(model, place=place)
+    executor = programs(model, shard=shard)
     return asyncio.run(_serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences))
 
 

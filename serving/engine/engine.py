@@ -103,9 +103,9 @@ class Engine:
         """How many sequences of a partition may need a block for their next token."""
         return self._scheduler.num_sequences(partition)
 
-    def num_free_seats(self, partition: int) -> int:
+    def num_spare_slots(self, partition: int) -> int:
         """How many slots of a partition are free and not for those who have joined; below 0 where these lack some."""
-        return self._scheduler.num_free_seats(partition)
+        return self._scheduler.num_spare_slots(partition)
 
     def num_blocks_due(self, partition: int) -> int:
         """How many blocks the next of those who wait for admission there needs."""

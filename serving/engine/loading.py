@@ -32,8 +32,8 @@ from moonshard.sharding.budget import stage_layers
 from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.layout import Layout
 from moonshard.sharding.mesh import build_mesh
-from moonshard.sharding.place import Place
 from moonshard.sharding.rules import MeshError
+from moonshard.sharding.shard import Shard
 
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 MAX_AUTO_POOL_BYTES = 1 << 30  # on CPU, where the pool shares memory with everything else
@@ -140,17 +140,17 @@ def _load_model(
     prepares: Prepares,
 ) -> LoadedModel:
     begun_s = timings.now_s
-    place = place_of(config, role)
+    shard = shard_of(config, role)
     with timings.phase("devices"):
         dtype = resolve_dtype(config.model.dtype)
-        platform = build_mesh(place.mesh).devices.flat[0].platform  # a MeshError before anything is read
+        platform = build_mesh(shard.mesh).devices.flat[0].platform  # a MeshError before anything is read
     with timings.phase("headers"):
         checkpoint, model = open_model(config.model.path)
         progress("loading weights")
         weights.check_shapes(kimi.declare(model), checkpoint)
-        placement = _place_experts(config, role, checkpoint, model, place)
+        placement = _place_experts(config, role, checkpoint, model, shard)
         choose_sizes(config, model, dtype, role)  # for its errors: with the weights there will only be less room
-    parts = _load_stages(checkpoint, model, place, placement, dtype, backend_for(platform), progress, timings)
+    parts = _load_stages(checkpoint, model, shard, placement, dtype, backend_for(platform), progress, timings)
     load_s = timings.now_s - begun_s
     with timings.phase("pages"):
         shapes, pool = choose_sizes(config, model, dtype, role)
@@ -171,7 +171,7 @@ def _load_model(
         vocab_size=model.vocab_size,
         dtype=dtype,
         fingerprint=checkpoint.fingerprint,
-        layout=slab_layout(model.kv_groups(dtype), config.kv.block_size, place, [len(part.layers) for part in parts]),
+        layout=slab_layout(model.kv_groups(dtype), config.kv.block_size, shard, [len(part.layers) for part in parts]),
         preparation=preparation,
         load_s=load_s,
         compile_s=timings.now_s - begun_s,
@@ -179,7 +179,7 @@ def _load_model(
 
 
 def _place_experts(
-    config: Config, role: WorkerRole, checkpoint: Checkpoint, model: kimi.KimiConfig, place: Place
+    config: Config, role: WorkerRole, checkpoint: Checkpoint, model: kimi.KimiConfig, shard: Shard
 ) -> ExpertPlacement | None:
     """Where the experts of all MoE layers lie; None: each once, in order.
 
@@ -192,7 +192,7 @@ def _place_experts(
         return None
     loads = read_loads(path, checkpoint.fingerprint, (model.num_moe_layers, model.n_routed_experts))
     try:
-        return place_experts(loads, model.n_routed_experts + num_redundant, place.num_parts("experts"))
+        return place_experts(loads, model.n_routed_experts + num_redundant, shard.num_parts("experts"))
     except ValueError as error:
         raise MeshError(f"redundant_experts = {num_redundant}: {error}") from error
 
@@ -200,7 +200,7 @@ def _place_experts(
 def _load_stages(
     checkpoint: Checkpoint,
     model: kimi.KimiConfig,
-    place: Place,
+    shard: Shard,
     placement: ExpertPlacement | None,
     dtype: str,
     backend: moe.Backend,
@@ -208,24 +208,24 @@ def _load_stages(
     timings: Timings,
 ) -> list[StageModel]:
     """Every stage with its weights on its own mesh. Returns once these are there."""
-    stages, found = split_stages(model, place), []
+    stages, found = split_stages(model, shard), []
     begun_s, read_s = timings.now_s, list[float]()
     for index, layers in enumerate(stages):
         which = f" of stage {index + 1} of {len(stages)}" if len(stages) > 1 else ""
-        mesh = build_mesh(place.mesh, index)
+        mesh = build_mesh(shard.mesh, index)
         own = None if placement is None else placement.of_layers(model.moe_layers(layers))
         loaded = weights.load(
             kimi.declare(model, layers, own),
             checkpoint,
             dtype,
             mesh,
-            place.rules,
+            shard.rules,
             progress=lambda done, total, which=which: progress(f"loading weights{which} {done}/{total}"),
             on_read=read_s.append,
         )
         found.append(
             StageModel(
-                config=model, layers=layers, weights=loaded, mesh=mesh, place=place, backend=backend, placement=own
+                config=model, layers=layers, weights=loaded, mesh=mesh, shard=shard, backend=backend, placement=own
             )
         )
     jax.block_until_ready([part.weights for part in found])
@@ -233,14 +233,14 @@ def _load_stages(
     return found
 
 
-def split_stages(model: kimi.KimiConfig, place: Place) -> tuple[range, ...]:
+def split_stages(model: kimi.KimiConfig, shard: Shard) -> tuple[range, ...]:
     """The layers of each stage. MeshError where there are more stages than layers."""
     try:
-        return stage_layers(pieces(model, "bf16"), place.mesh, place.rules)
+        return stage_layers(pieces(model, "bf16"), shard.mesh, shard.rules)
     except MeshError:
         raise
     except ValueError as error:
-        raise MeshError(f"mesh.pipe = {place.mesh.pipe}: {error}") from error
+        raise MeshError(f"mesh.pipe = {shard.mesh.pipe}: {error}") from error
 
 
 def open_model(folder: Path) -> tuple[Checkpoint, kimi.KimiConfig]:
@@ -248,9 +248,9 @@ def open_model(folder: Path) -> tuple[Checkpoint, kimi.KimiConfig]:
     return checkpoint, kimi.KimiConfig.of(checkpoint)
 
 
-def place_of(config: Config, role: WorkerRole) -> Place:
+def shard_of(config: Config, role: WorkerRole) -> Shard:
     """The mesh of a role, under its table of rules."""
-    return Place(mesh=mesh_of(config, role), rules=rules_of(config, role))
+    return Shard(mesh=mesh_of(config, role), rules=rules_of(config, role))
 
 
 def backend_for(platform: str) -> moe.Backend:
@@ -278,13 +278,13 @@ def choose_sizes(
         ModelError: the configured context is longer than the model's or than the pool.
         ConfigError: the pool is larger than the memory there is.
     """
-    place, block_size = place_of(config, role), config.kv.block_size
+    shard, block_size = shard_of(config, role), config.kv.block_size
     (group,) = model.kv_groups(dtype)
-    block = _BlockBytes.of(model, group.bytes_per_token * block_size, place)
+    block = _BlockBytes.of(model, group.bytes_per_token * block_size, shard)
     if config.kv.num_blocks is not None:
-        _check_pool_fits(config.kv.num_blocks, place, block)
+        _check_pool_fits(config.kv.num_blocks, shard, block)
     _check_slots_fit(config, model, role)
-    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, place, block, role)
+    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, shard, block, role)
     pool_tokens = num_blocks * block_size
     wanted = config.model.max_context_tokens
     for limit, what in ((model.max_position_embeddings, "max_position_embeddings"), (pool_tokens, "the KV pool")):
@@ -334,30 +334,30 @@ class _BlockBytes:
     on_a_device: int  # on one of the stage with most layers
 
     @classmethod
-    def of(cls, model: kimi.KimiConfig, whole: int, place: Place) -> "_BlockBytes":
+    def of(cls, model: kimi.KimiConfig, whole: int, shard: Shard) -> "_BlockBytes":
         """`whole` as one device has it that has all layers. MeshError where the model cannot be cut so."""
-        num_parts = place.num_parts("kv_tokens")
-        num_layers = max(map(len, split_stages(model, place)))
+        num_parts = shard.num_parts("kv_tokens")
+        num_layers = max(map(len, split_stages(model, shard)))
         return cls(
-            everywhere=whole * place.mesh.tensor // num_parts,
+            everywhere=whole * shard.mesh.tensor // num_parts,
             on_a_device=whole * num_layers // model.num_hidden_layers // num_parts,
         )
 
 
-def _auto_blocks(config: Config, model: kimi.KimiConfig, place: Place, block: _BlockBytes, role: WorkerRole) -> int:
+def _auto_blocks(config: Config, model: kimi.KimiConfig, shard: Shard, block: _BlockBytes, role: WorkerRole) -> int:
     """Of each partition, in half of the free memory: a device's, or the machine's up to `MAX_AUTO_POOL_BYTES`.
 
     Of the machine's no more than all slots could fill with the longest context: the kernel takes half a second to give
     a GiB, which a small model's start would wait for.
     """
-    device_bytes = _free_device_bytes(place.mesh.num_devices)
+    device_bytes = _free_device_bytes(shard.mesh.num_devices)
     if device_bytes is not None:
         return max(1, device_bytes // 2 // block.on_a_device)
     half_bytes = min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2)
     context = config.model.max_context_tokens or min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
     shapes = step_shapes(config, context, role)
     fillable = shapes.slots_per_partition * shapes.blocks_per_sequence
-    return max(1, min(fillable, half_bytes // (block.everywhere * place.mesh.num_partitions)))
+    return max(1, min(fillable, half_bytes // (block.everywhere * shard.mesh.num_partitions)))
 
 
 def _check_slots_fit(config: Config, model: kimi.KimiConfig, role: WorkerRole) -> None:
@@ -372,9 +372,9 @@ def _check_slots_fit(config: Config, model: kimi.KimiConfig, role: WorkerRole) -
         raise ConfigError([f"{key}.max_slots: {what} {took}"])
 
 
-def _check_pool_fits(num_blocks: int, place: Place, block: _BlockBytes) -> None:
+def _check_pool_fits(num_blocks: int, shard: Shard, block: _BlockBytes) -> None:
     """ConfigError where it cannot: the allocation itself would fail in XLA's words, or be promised and then killed."""
-    device_bytes, partitions = _free_device_bytes(place.mesh.num_devices), place.mesh.num_partitions
+    device_bytes, partitions = _free_device_bytes(shard.mesh.num_devices), shard.mesh.num_partitions
     if device_bytes is None:
         needed, free_bytes = num_blocks * partitions * block.everywhere, free_memory_bytes()
         what = f"{block.everywhere} bytes for each of {partitions} partitions"

@@ -29,7 +29,7 @@ from moonshard.serving.engine.steps import ProgramKey, StepKind, StepLayout, Ste
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
 from moonshard.sharding.mesh import BY_PARTITION
-from moonshard.sharding.place import Place
+from moonshard.sharding.shard import Shard
 
 Fields = dict[str, jax.Array]
 DRAWN_COLUMNS = 2 + 2 * MAX_LOGPROBS  # of the packed draws, int32
@@ -46,13 +46,13 @@ class DeviceState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageModel:
-    """What a stage computes, and where. `weights` lie on the mesh as the rules of `place` say."""
+    """What a stage computes, and where. `weights` lie on the mesh as the rules of `shard` say."""
 
     config: kimi.KimiConfig
     layers: range
     weights: Any
     mesh: Mesh
-    place: Place
+    shard: Shard
     backend: moe.Backend
     placement: ExpertPlacement | None = None  # that the weights were declared with
 
@@ -73,7 +73,7 @@ class Blueprint:
     ):
         self.model = model
         self.shapes = shapes
-        self.shards = BlockShards(model.mesh, model.place, num_layers=len(model.layers), block_size=block_size)
+        self.shards = BlockShards(model.mesh, model.shard, num_layers=len(model.layers), block_size=block_size)
         self.by_partition = NamedSharding(model.mesh, BY_PARTITION)
         self._num_blocks = shapes.num_partitions * blocks_per_partition
         self._block_size = block_size
@@ -163,10 +163,10 @@ class Blueprint:
         return self.shards.abstract_payload(shape, self._dtype)
 
     def _abstract_state(self) -> Any:
-        def place(spec: PartitionSpec, part: Any) -> Any:
+        def sharded(spec: PartitionSpec, part: Any) -> Any:
             return jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(self.model.mesh, spec)), part)
 
-        return jax.tree.map(place, self._specs, self._state_shapes)
+        return jax.tree.map(sharded, self._specs, self._state_shapes)
 
     @functools.cached_property
     def _state_shapes(self) -> DeviceState:
@@ -187,10 +187,10 @@ class Blueprint:
 
         Of the rules only what they cut on this mesh, so that workers of either role share what is the same for both.
         """
-        model, place = self.model, self.model.place
-        cuts = tuple((field.name, place.axes(field.name)) for field in dataclasses.fields(place.rules))
+        model, shard = self.model, self.model.shard
+        cuts = tuple((field.name, shard.axes(field.name)) for field in dataclasses.fields(shard.rules))
         layout = self.shapes.layout(*key).fields
-        return (*key, model.config, model.layers, model.backend, model.placement, place.mesh, cuts, layout, self._dtype)
+        return (*key, model.config, model.layers, model.backend, model.placement, shard.mesh, cuts, layout, self._dtype)
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
@@ -359,13 +359,13 @@ def _run(
             reading.batch(last_token, f),
             hidden=hidden[0] if hidden else None,
             backend=model.backend,
-            place=model.place,
+            shard=model.shard,
             placement=model.placement,
         )
         if logits is None:
             return pages, None, out
         drawn_for = reading.drawn_for(out.reshape(-1, out.shape[-1]), f)
-        found = kimi.unembed(weights, drawn_for, model.place)
+        found = kimi.unembed(weights, drawn_for, model.shard)
     return pages, jax.lax.dynamic_update_slice(logits, found, (0, 0)), jnp.int32(0)
 
 

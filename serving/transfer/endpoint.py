@@ -1,7 +1,7 @@
 """Where a decode worker's landing slab is and how KV lies in it, as it is announced, and what a writer makes of it.
 
-The writer intersects the announced layout with its own (`sharding.reshard`) and turns slots into addresses; whether the
-two fit is found here, before a byte moves. Left out: moving the bytes, and which slots may be written.
+The writer intersects the announced layout with its own (`sharding.reshard`) and turns cells into addresses; whether the
+two fit is found here, before a byte moves. Left out: moving the bytes, and which cells may be written.
 """
 
 import re
@@ -26,7 +26,7 @@ from moonshard.sharding.layout import (
     Tile,
     tile_group,
 )
-from moonshard.sharding.place import ALONE, Place
+from moonshard.sharding.shard import ALONE, Shard
 
 MAX_SHARDS = 1024  # of a partition: what a plan takes grows with their square
 _SESSION = re.compile(r"[\x21-\x7e]{1,512}")
@@ -35,25 +35,25 @@ LAYOUT_VERSION = 1  # of the pages' format: block-major, [layers, tokens, featur
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """A slab that KV is written from or into. Slot s of partition p is the `p * num_slots + s`-th of the slab."""
+    """A slab that KV is written from or into. Cell c of partition p is the `p * num_cells + c`-th of the slab."""
 
     transport: str
     session: str
-    num_slots: int  # per partition
+    num_cells: int  # per partition
     regions: Mapping[int, Region]  # by owner
     layout: Layout
     fingerprint: str
 
-    def slots(self, partition: int, slots: Sequence[int]) -> np.ndarray:
-        """Slots of a partition as slots of the whole slab. ValueError for one that no partition has."""
-        found = np.asarray(slots, np.int64)
-        if found.size and not 0 <= found.min() <= found.max() < self.num_slots:
-            raise ValueError(f"a slot is outside of a partition's {self.num_slots}")
-        return found + partition * self.num_slots
+    def cells(self, partition: int, cells: Sequence[int]) -> np.ndarray:
+        """Cells of a partition as cells of the whole slab. ValueError for one that no partition has."""
+        found = np.asarray(cells, np.int64)
+        if found.size and not 0 <= found.min() <= found.max() < self.num_cells:
+            raise ValueError(f"a slot is outside of a partition's {self.num_cells}")
+        return found + partition * self.num_cells
 
 
 def slab_layout(
-    groups: Sequence[KvGroup], block_size: int, place: Place = ALONE, layers_per_stage: Sequence[int] | None = None
+    groups: Sequence[KvGroup], block_size: int, shard: Shard = ALONE, layers_per_stage: Sequence[int] | None = None
 ) -> Layout:
     """How a worker's slab holds blocks: an owner for each device of a partition, and no byte twice.
 
@@ -61,8 +61,8 @@ def slab_layout(
     receives some of the layers, and they gather the rest from one another. Layers, because a layer's bytes lie
     together.
     """
-    num_owners = place.mesh.tensor
-    is_token_cut = bool(place.axes("kv_tokens"))
+    num_owners = shard.mesh.tensor
+    is_token_cut = bool(shard.axes("kv_tokens"))
     blocks = [
         BlockShape(
             name=group.name,
@@ -110,17 +110,17 @@ def plan_to(source: Endpoint, destination: Endpoint) -> reshard.Template:
 
 def copies_between(
     source: Endpoint,
-    source_slots: np.ndarray,
+    source_cells: np.ndarray,
     destination: Endpoint,
-    destination_slots: np.ndarray,
+    destination_cells: np.ndarray,
     template: reshard.Template,
 ) -> transfer.Copies:
-    """The address ranges that move slots of one slab to slots of the other, pairwise.
+    """The address ranges that move cells of one slab to cells of the other, pairwise.
 
     Raises what `expand` raises; for an endpoint that does not hold together KeyError, OverflowError or ValueError: it
     has no region for an owner, or one that reaches beyond 63 bits.
     """
-    runs = reshard.expand(template, source_slots, destination_slots)
+    runs = reshard.expand(template, source_cells, destination_cells)
     remote_addresses = _bases(destination, runs.destination_owner) + runs.destination_offset_bytes
     if (remote_addresses < 0).any():
         raise ValueError("an address is beyond 63 bits")
@@ -142,9 +142,9 @@ def endpoint_message(endpoint: Endpoint) -> link_pb2.KvEndpoint:
     return link_pb2.KvEndpoint(
         transport=endpoint.transport,
         session=endpoint.session,
-        num_slots=endpoint.num_slots,
+        num_cells=endpoint.num_cells,
         regions=[
-            link_pb2.KvRegion(owner=owner, address=region.address, slot_bytes=region.slot_bytes)
+            link_pb2.KvRegion(owner=owner, address=region.address, cell_bytes=region.cell_bytes)
             for owner, region in endpoint.regions.items()
         ],
         layout=link_pb2.KvLayout(
@@ -165,9 +165,9 @@ def endpoint_from(message: link_pb2.KvEndpoint) -> Endpoint:
     return Endpoint(
         transport=message.transport,
         session=message.session,
-        num_slots=message.num_slots,
+        num_cells=message.num_cells,
         regions={
-            region.owner: Region(address=region.address, slot_bytes=region.slot_bytes) for region in message.regions
+            region.owner: Region(address=region.address, cell_bytes=region.cell_bytes) for region in message.regions
         },
         layout=Layout(version=message.layout.version, groups=tuple(map(_group_from, message.layout.groups))),
         fingerprint=message.fingerprint,

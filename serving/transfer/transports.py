@@ -33,12 +33,12 @@ class KvTransports:
         """Allocate the slab and start the transport. Blocks: for the longest where Mooncake's ports are at rest.
 
         Raises:
-            ConfigError: the slab has not one slot per partition, or the machine has not that much memory left.
+            ConfigError: the slab has not one cell per partition, or the machine has not that much memory left.
             TransportUnavailable: it cannot be loaded, or does not start.
         """
         num_partitions, block_bytes = model.pool.num_partitions, model.block_bytes
-        num_slots = self._config.kv.slab_bytes // (block_bytes * num_partitions) * num_partitions
-        if num_slots == 0:
+        num_cells = self._config.kv.slab_bytes // (block_bytes * num_partitions) * num_partitions
+        if num_cells == 0:
             raise ConfigError(
                 [
                     f"kv.slab_bytes: {self._config.kv.slab_bytes} bytes are less than a block of {block_bytes} bytes "
@@ -46,7 +46,7 @@ class KvTransports:
                 ]
             )
         try:
-            slab = Slab(num_slots, block_bytes, available_bytes=free_memory_bytes())
+            slab = Slab(num_cells, block_bytes, available_bytes=free_memory_bytes())
         except SlabTooLarge as error:
             raise ConfigError([f"kv.slab_bytes: {error}"]) from error
         return KvPlane(

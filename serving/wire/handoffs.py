@@ -223,11 +223,11 @@ def cause_from(failed: link_pb2.Failed) -> m.Cause | None:
 
 
 def _grant_messages(grants: tuple[m.Grant, ...]) -> list[link_pb2.Grant]:
-    return [link_pb2.Grant(slot=grant.slot, number=grant.number) for grant in grants]
+    return [link_pb2.Grant(cell=grant.cell, number=grant.number) for grant in grants]
 
 
 def _grants(grants: Iterable[link_pb2.Grant]) -> tuple[m.Grant, ...]:
-    return tuple(m.Grant(grant.slot, grant.number) for grant in grants)
+    return tuple(m.Grant(grant.cell, grant.number) for grant in grants)
 
 
 def _handoff(handoff: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """A decode worker's half of its handoffs: the process around `handoff.decode`.
 
-The side decides; here slots are copied out and checked, what is intact is landed in the device's pages, and a request
+The side decides; here cells are copied out and checked, what is intact is landed in the device's pages, and a request
 whose prompt has landed joins the engine's batch. Reservations that find no room wait here, first come first served, as
 requests wait in the scheduler. Left out: who may write the slab (`transfer.plane`, and nobody can be kept out).
 """
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class DecodeHandoffConfig:
     lease_s: float
     quarantine_s: float
-    max_slots_per_handoff: int
+    max_cells_per_handoff: int
     max_queued: int  # reservations that wait for room; an equal share is each partition's, however many others have
     queue_timeout_s: float
 
@@ -69,7 +69,7 @@ class DecodeHandoffs:
         spans: WorkerSpans,
         on_fault: Callable[[BaseException], None],
     ):
-        self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_slots, 1)
+        self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_cells, 1)
         self._config = config
         self._engine = engine
         self._pool = pool
@@ -82,7 +82,7 @@ class DecodeHandoffs:
             lease_s=config.lease_s,
             quarantine_s=config.quarantine_s,
             retry_after_s=1.0,
-            max_slots_per_handoff=config.max_slots_per_handoff,
+            max_cells_per_handoff=config.max_cells_per_handoff,
         )
         self._side = DecodeSide(side, epoch, pool, self.slab, on_restore=plane.clear)
         self._waiting = tuple(deque[_Waiting]() for _ in range(pool.num_partitions))
@@ -224,7 +224,7 @@ class DecodeHandoffs:
         return self._num_waiting >= self._config.max_queued and len(self._waiting[partition]) >= share
 
     def _gave_back(self) -> None:
-        """Blocks or slots may have come back: for the engine's own line first, then for those who wait here."""
+        """Blocks or cells may have come back: for the engine's own line first, then for those who wait here."""
         self._engine.wake()
         self.admit()
 
@@ -234,8 +234,8 @@ class DecodeHandoffs:
         One may come ahead of its slot, so that none stands empty for a whole handoff, and so that the engine's own line
         does not take every slot before one can be reserved for.
         """
-        num_seats = self._engine.num_free_seats(partition) - self._side.num_choices_reserved(partition)
-        return num_seats >= 0 and self.slab.num_free(partition) > 0
+        num_spare = self._engine.num_spare_slots(partition) - self._side.num_choices_reserved(partition)
+        return num_spare >= 0 and self.slab.num_free(partition) > 0
 
     def _has_room(self, request: Request, partition: int) -> bool:
         """What stays free: a block to grow into for each sequence, and what the next in the engine's own line needs.
@@ -268,7 +268,7 @@ class DecodeHandoffs:
     def _do(self, actions: tuple[m.DecodeAction, ...]) -> None:
         for action in actions:
             match action:
-                case m.Copy():
+                case m.CopyOut():
                     self._background.spawn(self._copy(action))
                 case m.Land():
                     self._engine.land(action.partition, action.blocks, self._copies.pop(action.ticket), lambda: None)
@@ -283,8 +283,8 @@ class DecodeHandoffs:
                 case m.Leave():
                     self._engine.cancel(action.handoff)
 
-    async def _copy(self, copy: m.Copy) -> None:
-        copied = await self._plane.copy_out(copy.partition, copy.slots, copy.checksums)
+    async def _copy(self, copy: m.CopyOut) -> None:
+        copied = await self._plane.copy_out(copy.partition, copy.cells, copy.checksums)
         is_intact = not isinstance(copied, ChecksumMismatch)
         if is_intact:
             self._copies[copy.ticket] = copied

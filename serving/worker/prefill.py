@@ -1,7 +1,7 @@
 """A prefill worker's half of its handoffs: the process around `handoff.prefill`.
 
-The side decides; here pages are exported right behind the step that computes them, copied into own slots, checksummed,
-written into the decode worker's slots, and told. A request for a handoff runs in the engine as one that ends with its
+The side decides; here pages are exported right behind the step that computes them, copied into own cells, checksummed,
+written into the decode worker's cells, and told. A request for a handoff runs in the engine as one that ends with its
 first token. Whatever ends a handoff early ends its prefill too. Left out: how bytes travel (`transfer.plane`).
 """
 
@@ -78,7 +78,7 @@ class PrefillHandoffs:
         spans: WorkerSpans,
         on_fault: Callable[[BaseException], None],
     ):
-        self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_slots, 1)
+        self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_cells, 1)
         self._engine = engine
         self._pool = pool
         self._cache = cache
@@ -251,7 +251,7 @@ class PrefillHandoffs:
     def _do(self, actions: tuple[m.PrefillAction, ...]) -> None:
         for action in actions:
             match action:
-                case m.Stage():
+                case m.CopyIn():
                     self._export(action)
                 case m.Write():
                     self._background.spawn(self._write(action))
@@ -283,32 +283,32 @@ class PrefillHandoffs:
         leg.is_given_up = True
         self._engine.cancel(leg.request.id)
 
-    def _export(self, stage: m.Stage) -> None:
+    def _export(self, stage: m.CopyIn) -> None:
         """At once: the pages are read in launch order, before anything decided later can write them."""
         blocks = [block for block, _ in stage.pairs]
         self._engine.export(stage.partition, blocks, lambda pages: self._background.spawn(self._stage(stage, pages)))
 
-    async def _stage(self, stage: m.Stage, pages: np.ndarray) -> None:
-        slots = [slot for _, slot in stage.pairs]
+    async def _stage(self, stage: m.CopyIn, pages: np.ndarray) -> None:
+        cells = [cell for _, cell in stage.pairs]
         handoff = self._side.handoff_of(stage.ticket)
         if (leg := self._legs.get(handoff)) is not None and leg.staged_s is None:
             leg.staged_s = time.perf_counter()
-        checksums = await self._plane.stage(stage.partition, slots, pages)
+        checksums = await self._plane.stage(stage.partition, cells, pages)
         actions = self._side.staged(stage.ticket)
         if any(isinstance(action, m.Write) for action in actions):  # else it was given up meanwhile
             self._checksums[stage.ticket] = checksums
         else:
-            self._plane.clear(stage.partition, slots)  # before any of them is staged in again
+            self._plane.clear(stage.partition, cells)  # before any of them is staged in again
         self._do(actions)
         self._engine.wake()  # the blocks that were staged may be free now
         self._sweep()
 
     async def _write(self, write: m.Write) -> None:
         remote = self._legs[write.target.handoff].remote
-        to_slots = [grant.slot for grant in write.grants]
+        to_cells = [grant.cell for grant in write.grants]
         checksums = self._checksums.pop(write.ticket)
         try:
-            await self._plane.publish(write.partition, write.slots, remote, write.target.partition, to_slots)
+            await self._plane.publish(write.partition, write.cells, remote, write.target.partition, to_cells)
         except TransferFailed as failure:
             self._on_write_failed(write, failure)
         else:

@@ -117,11 +117,11 @@ class Worker:
         )
 
     def _decode_handoffs(self, plane: KvPlane) -> DecodeHandoffs:
-        kv, gateway, num_slots = self._config.kv, self._config.gateway, plane.endpoint.num_slots
+        kv, gateway, num_cells = self._config.kv, self._config.gateway, plane.endpoint.num_cells
         config = DecodeHandoffConfig(
             lease_s=kv.lease_s,
             quarantine_s=kv.quarantine_s,
-            max_slots_per_handoff=kv.slots_per_handoff or max(1, num_slots // 4),
+            max_cells_per_handoff=kv.slots_per_handoff or max(1, num_cells // 4),
             max_queued=gateway.max_queued_requests,
             queue_timeout_s=gateway.queue_timeout_s,
         )
@@ -353,7 +353,7 @@ class Worker:
         """Between a Reserve and its first step: nobody else counts it, for its gateway no longer does."""
         if self._decode is None:
             return 0
-        return self._decode.reserved_tokens(partition) + self._scheduler.joining_tokens(partition)
+        return self._decode.reserved_tokens(partition) + self._scheduler.landed_tokens(partition)
 
     def inspect(self) -> link_pb2.Inspection:
         return link_pb2.Inspection(

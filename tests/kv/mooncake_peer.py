@@ -12,9 +12,9 @@ from moonshard.kv.transfer import ChecksumMismatch, copy_verified
 
 
 class Peer:
-    def __init__(self, num_slots: int, slot_bytes: int):
-        self.slab = Slab(num_slots, slot_bytes)
-        self.private: Bytes = np.empty((0, slot_bytes), np.uint8)
+    def __init__(self, num_cells: int, cell_bytes: int):
+        self.slab = Slab(num_cells, cell_bytes)
+        self.private: Bytes = np.empty((0, cell_bytes), np.uint8)
         self.transport = MooncakeTransport.start("127.0.0.1", config=MooncakeConfig())
         self.transport.register(self.slab)
 
@@ -27,12 +27,12 @@ class Peer:
     def private_digests(self) -> list[str]:
         return [hashlib.sha256(copy.data).hexdigest() for copy in self.private]
 
-    def verify(self, slots: list[int], checksums: list[int]) -> int | None:
-        """The slot that does not match, or None, and then the copy is kept."""
+    def verify(self, cells: list[int], checksums: list[int]) -> int | None:
+        """The cell that does not match, or None, and then the copy is kept."""
         try:
-            self.private = copy_verified(self.slab, slots, checksums)
+            self.private = copy_verified(self.slab, cells, checksums)
         except ChecksumMismatch as mismatch:
-            return mismatch.slot
+            return mismatch.cell
         return None
 
 

@@ -6,6 +6,6 @@ from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import checksum
 
 
-def checksums(slab: Slab, slots: Sequence[int]) -> tuple[int, ...]:
-    """Those of whole slots, as they are now."""
-    return tuple(checksum(slab.slot(slot)) for slot in slots)
+def checksums(slab: Slab, cells: Sequence[int]) -> tuple[int, ...]:
+    """Those of whole cells, as they are now."""
+    return tuple(checksum(slab.cell(cell)) for cell in cells)

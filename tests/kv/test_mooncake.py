@@ -175,11 +175,11 @@ def test_more_copies_than_may_be_in_flight_all_arrive(sender: Sender, peer: Remo
     assert peer.ask("digest") == digest(sender.slab.bytes)
 
 
-def test_the_receiver_verifies_what_was_sent_and_names_a_slot_that_was_not(sender: Sender, peer: RemotePeer):
+def test_the_receiver_verifies_what_was_sent_and_names_a_cell_that_was_not(sender: Sender, peer: RemotePeer):
     sent = (0, 1), checksums(sender.slab, (0, 1))
     sender.publish(peer, (0, 0, 2 * SLOT_BYTES))
     assert peer.ask("verify", *sent) is None
-    assert peer.ask("private_digests") == [digest(sender.slab.slot(0)), digest(sender.slab.slot(1))]
+    assert peer.ask("private_digests") == [digest(sender.slab.cell(0)), digest(sender.slab.cell(1))]
     sender.publish(peer, (0, SLOT_BYTES + 77, 1000))
     assert peer.ask("verify", *sent) == 1
 
@@ -248,7 +248,7 @@ def test_late_bytes_of_a_timed_out_write_reach_the_slab_and_no_private_copy(send
         assert peer.ask("digest")
         assert time.perf_counter() < deadline_s
     assert peer.ask("digest") != landed
-    assert peer.ask("private_digests") == private == [digest(sender.slab.slot(0))]
+    assert peer.ask("private_digests") == private == [digest(sender.slab.cell(0))]
     assert peer.ask("verify", *sent) == 0
 
 

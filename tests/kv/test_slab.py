@@ -1,33 +1,33 @@
-"""Slabs: where slots lie."""
+"""Slabs: where cells lie."""
 
 import pytest
 
 from moonshard.kv.slab import ALIGNMENT_BYTES, Slab, SlabTooLarge, find_slab
 
 
-@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(1, 1), (3, 100), (5, 4096), (7, 70_000)])
-def test_a_slab_is_aligned_and_its_slots_tile_it(num_slots: int, slot_bytes: int):
-    slab = Slab(num_slots, slot_bytes)
+@pytest.mark.parametrize(("num_cells", "cell_bytes"), [(1, 1), (3, 100), (5, 4096), (7, 70_000)])
+def test_a_slab_is_aligned_and_its_cells_tile_it(num_cells: int, cell_bytes: int):
+    slab = Slab(num_cells, cell_bytes)
     assert slab.address % ALIGNMENT_BYTES == 0
-    for index in range(num_slots):
-        assert slab.slot(index).ctypes.data == slab.slot_address(index) == slab.address + index * slot_bytes
-        slab.slot(index)[:] = index + 1
-    assert slab.bytes.tolist() == [index + 1 for index in range(num_slots) for _ in range(slot_bytes)]
+    for index in range(num_cells):
+        assert slab.cell(index).ctypes.data == slab.cell_address(index) == slab.address + index * cell_bytes
+        slab.cell(index)[:] = index + 1
+    assert slab.bytes.tolist() == [index + 1 for index in range(num_cells) for _ in range(cell_bytes)]
 
 
 @pytest.mark.parametrize("index", [-1, 3])
-def test_a_slot_outside_is_refused(index: int):
+def test_a_cell_outside_is_refused(index: int):
     slab = Slab(3, 16)
     with pytest.raises(IndexError, match=f"slot {index} of 3"):
-        slab.slot(index)
+        slab.cell(index)
     with pytest.raises(IndexError):
-        slab.slot_address(index)
+        slab.cell_address(index)
 
 
-@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 16), (4, 0)])
-def test_a_slab_without_bytes_is_refused(num_slots: int, slot_bytes: int):
+@pytest.mark.parametrize(("num_cells", "cell_bytes"), [(0, 16), (4, 0)])
+def test_a_slab_without_bytes_is_refused(num_cells: int, cell_bytes: int):
     with pytest.raises(ValueError, match="slots with bytes"):
-        Slab(num_slots, slot_bytes)
+        Slab(num_cells, cell_bytes)
 
 
 def test_a_slab_larger_than_the_memory_there_is_names_both():

@@ -33,51 +33,51 @@ def memory(address: int, num_bytes: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("group", LAYOUTS, ids=map(str, CUTS))
-def test_each_owner_s_region_holds_its_slices_slot_after_slot(group: GroupLayout):
+def test_each_owner_s_region_holds_its_slices_cell_after_cell(group: GroupLayout):
     slab = Slab(NUM_SLOTS, BLOCK_BYTES)
     shards, sent = SlabShards(slab, group), blocks(NUM_SLOTS)
-    for slot, block in enumerate(sent):
-        shards.fill_slot(slot, block)
+    for cell, block in enumerate(sent):
+        shards.fill_cell(cell, block)
     assert {shard.owner for shard in group.shards} == set(shards.regions)
     whole = sent.view(np.float32).reshape(NUM_SLOTS, 5, 8, 3)
     for shard in group.shards:
         region, tile = shards.regions[shard.owner], shard.tile
         expected = whole[:, slice(*tile.layers), slice(*tile.tokens), slice(*tile.features)]
-        found = memory(region.address, NUM_SLOTS * region.slot_bytes)
+        found = memory(region.address, NUM_SLOTS * region.cell_bytes)
         assert found.tobytes() == expected.tobytes()
-    for slot, block in enumerate(sent):
+    for cell, block in enumerate(sent):
         out = np.zeros(BLOCK_BYTES, np.uint8)
-        shards.copy_slot(slot, out)
+        shards.copy_cell(cell, out)
         assert out.tobytes() == block.tobytes()
 
 
-@pytest.mark.parametrize("slots", [(0, 1, 2, 3), (2, 3, 1, 0)])
+@pytest.mark.parametrize("cells", [(0, 1, 2, 3), (2, 3, 1, 0)])
 @pytest.mark.parametrize(("ours", "theirs"), list(itertools.product(LAYOUTS, LAYOUTS)))
 def test_blocks_copied_between_slabs_of_any_two_layouts_arrive_whole(
-    ours: GroupLayout, theirs: GroupLayout, slots: tuple[int, ...]
+    ours: GroupLayout, theirs: GroupLayout, cells: tuple[int, ...]
 ):
     slabs = Slab(NUM_SLOTS, BLOCK_BYTES), Slab(NUM_SLOTS, BLOCK_BYTES)
     source, destination = SlabShards(slabs[0], ours), SlabShards(slabs[1], theirs)
     sent = blocks(NUM_SLOTS)
-    for slot, block in enumerate(sent):
-        source.fill_slot(slot, block)
+    for cell, block in enumerate(sent):
+        source.fill_cell(cell, block)
     template = plan(Layout(version=1, groups=(ours,)), Layout(version=1, groups=(theirs,)))
-    runs = expand(template, range(NUM_SLOTS), slots)
+    runs = expand(template, range(NUM_SLOTS), cells)
     assert runs.num_bytes.sum() == sent.size
     for index, num_bytes in enumerate(runs.num_bytes.tolist()):
         start = source.regions[runs.source_owner[index]].address + runs.source_offset_bytes[index]
         stop = destination.regions[runs.destination_owner[index]].address + runs.destination_offset_bytes[index]
         memory(stop, num_bytes)[:] = memory(start, num_bytes)
-    private = copy_verified(destination, slots, [checksum(block) for block in sent])
+    private = copy_verified(destination, cells, [checksum(block) for block in sent])
     assert private.tobytes() == sent.tobytes()
 
 
 def test_a_byte_that_changed_in_any_region_is_found():
     slab = Slab(NUM_SLOTS, BLOCK_BYTES)
     shards, sent = SlabShards(slab, tile_group(BLOCK, layers_per_stage=(2, 3), num_token_shards=2)), blocks(1)
-    shards.fill_slot(1, sent[0])
+    shards.fill_cell(1, sent[0])
     for region in shards.regions.values():
-        last = memory(region.address + 2 * region.slot_bytes - 1, 1)
+        last = memory(region.address + 2 * region.cell_bytes - 1, 1)
         last ^= 1
         with pytest.raises(ChecksumMismatch):
             copy_verified(shards, (1,), (checksum(sent[0]),))
@@ -85,12 +85,12 @@ def test_a_byte_that_changed_in_any_region_is_found():
     assert copy_verified(shards, (1,), (checksum(sent[0]),)).tobytes() == sent.tobytes()
 
 
-def test_slots_that_are_not_there_or_not_of_a_block_s_size_are_refused():
+def test_cells_that_are_not_there_or_not_of_a_block_s_size_are_refused():
     shards = SlabShards(Slab(NUM_SLOTS, BLOCK_BYTES), tile_group(BLOCK))
-    for slot in (-1, NUM_SLOTS):
+    for cell in (-1, NUM_SLOTS):
         with pytest.raises(IndexError):
-            shards.copy_slot(slot, np.zeros(BLOCK_BYTES, np.uint8))
+            shards.copy_cell(cell, np.zeros(BLOCK_BYTES, np.uint8))
         with pytest.raises(IndexError):
-            shards.fill_slot(slot, np.zeros(BLOCK_BYTES, np.uint8))
+            shards.fill_cell(cell, np.zeros(BLOCK_BYTES, np.uint8))
     with pytest.raises(ValueError, match="slots of 7 bytes"):
         SlabShards(Slab(2, 7), tile_group(BLOCK))

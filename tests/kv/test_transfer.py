@@ -21,8 +21,8 @@ from moonshard.kv.transfer import (
 from tests.kv.slab_checksums import checksums
 
 
-def random_slab(num_slots: int, slot_bytes: int) -> Slab:
-    slab = Slab(num_slots, slot_bytes)
+def random_slab(num_cells: int, cell_bytes: int) -> Slab:
+    slab = Slab(num_cells, cell_bytes)
     slab.bytes[:] = np.random.default_rng(0).integers(0, 256, slab.num_bytes, np.uint8)
     return slab
 
@@ -48,10 +48,10 @@ class Ends:
         return self.sender.publish(self.receiver.session, copies_of(row))
 
 
-def test_a_verified_copy_has_the_slots_in_the_order_asked_for():
+def test_a_verified_copy_has_the_cells_in_the_order_asked_for():
     slab = random_slab(4, 1000)
     copy = copy_verified(slab, (2, 0, 2), checksums(slab, (2, 0, 2)))
-    assert copy.tolist() == [slab.slot(slot).tolist() for slot in (2, 0, 2)]
+    assert copy.tolist() == [slab.cell(cell).tolist() for cell in (2, 0, 2)]
     assert copy.flags.c_contiguous
     assert copy_verified(slab, (), ()).shape == (0, 1000)
 
@@ -65,15 +65,15 @@ def test_a_private_copy_does_not_change_with_the_slab():
 
 
 @pytest.mark.parametrize("position", [0, 499, 999])
-def test_one_changed_bit_names_its_slot(position: int):
+def test_one_changed_bit_names_its_cell(position: int):
     slab = random_slab(4, 1000)
     sent = checksums(slab, (3, 1, 2))
-    slab.slot(1)[position] ^= 1
-    slab.slot(2)[position] ^= 1
+    slab.cell(1)[position] ^= 1
+    slab.cell(2)[position] ^= 1
     with pytest.raises(ChecksumMismatch, match="slot 1") as mismatch:
         copy_verified(slab, (3, 1, 2), sent)
-    assert (mismatch.value.slot, mismatch.value.expected) == (1, sent[1])
-    assert mismatch.value.found == checksum(slab.slot(1))
+    assert (mismatch.value.cell, mismatch.value.expected) == (1, sent[1])
+    assert mismatch.value.found == checksum(slab.cell(1))
 
 
 def test_what_is_checked_is_the_copy_and_not_the_slab(monkeypatch: pytest.MonkeyPatch):
@@ -88,20 +88,20 @@ def test_what_is_checked_is_the_copy_and_not_the_slab(monkeypatch: pytest.Monkey
     assert copy_verified(slab, (0, 1), expected).tolist() == sent.tolist()
 
 
-@pytest.mark.parametrize("slot", [-1, 2])
-def test_a_slot_that_the_slab_does_not_have_is_refused(slot: int):
+@pytest.mark.parametrize("cell", [-1, 2])
+def test_a_cell_that_the_slab_does_not_have_is_refused(cell: int):
     slab = Slab(2, 64)
-    with pytest.raises(IndexError, match=f"slot {slot} of 2"):
-        copy_verified(slab, (0, slot), checksums(slab, (0, 1)))
-    with pytest.raises(IndexError, match=f"slot {slot} of 2"):
-        slab.slot(slot)
+    with pytest.raises(IndexError, match=f"slot {cell} of 2"):
+        copy_verified(slab, (0, cell), checksums(slab, (0, 1)))
+    with pytest.raises(IndexError, match=f"slot {cell} of 2"):
+        slab.cell(cell)
 
 
 def test_a_checksum_too_few_or_too_many_is_refused():
     slab = Slab(2, 64)
     for count in (1, 3):
         with pytest.raises(ValueError, match="argument"):
-            copy_verified(slab, (0, 1), (checksum(slab.slot(0)),) * count)
+            copy_verified(slab, (0, 1), (checksum(slab.cell(0)),) * count)
 
 
 def test_ragged_or_empty_copies_are_refused():

@@ -7,7 +7,7 @@ import pytest
 from moonshard.models import moe
 from moonshard.models.expert_copies import to_copies
 from moonshard.sharding.experts import place_experts
-from moonshard.sharding.place import ALONE
+from moonshard.sharding.shard import ALONE
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 

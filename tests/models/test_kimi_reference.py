@@ -22,8 +22,8 @@ from moonshard.serving.engine.programs import Drawn, Programs
 from moonshard.serving.engine.stage import Stage, StageModel
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh, replicated
-from moonshard.sharding.place import ALONE
 from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import ALONE
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE, ROUTER_NEAR_TIE, reference
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
@@ -207,7 +207,7 @@ def test_the_programs_serve_in_bfloat16():
     rounded = in_dtype(loaded, "bfloat16")
     mesh = build_mesh(MeshShape())
     layers = range(config.num_hidden_layers)
-    model = StageModel(config=config, layers=layers, weights=rounded, mesh=mesh, place=ALONE, backend=moe.blocks)
+    model = StageModel(config=config, layers=layers, weights=rounded, mesh=mesh, shard=ALONE, backend=moe.blocks)
     stage = Stage(model, shapes, blocks_per_partition=2, block_size=32, dtype="bfloat16")
     programs = Programs(shapes, [stage])
     encoder = StepEncoder(shapes)

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 from moonshard.models import moe
 from moonshard.models.moe_exchange import capacity_for, exchanged
 from moonshard.sharding.mesh import build_mesh, partition_spec
-from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import Shard
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 NUM_EXPERTS, TOP_K, WIDTH, FFW, NUM_LAYERS = 16, 2, 24, 12, 2
@@ -53,14 +53,14 @@ def spread(how: str) -> np.ndarray:
 @functools.cache
 def program(mesh_shape: MeshShape, rules: Rules) -> Any:
     """x [t d], routing, valid [t], experts: the sum over the chosen experts [t d]."""
-    mesh, place = build_mesh(mesh_shape), Place(mesh=mesh_shape, rules=rules)
+    mesh, shard = build_mesh(mesh_shape), Shard(mesh=mesh_shape, rules=rules)
     shapes = {"gate_up": (NUM_LAYERS, NUM_EXPERTS, 2, FFW, WIDTH), "down": (NUM_LAYERS, NUM_EXPERTS, WIDTH, FFW)}
     specs = moe.Experts(**{name: partition_spec(mesh, AXES[name], shapes[name], rules) for name in AXES})
     rows = PartitionSpec(("data", "expert"))
-    backend = exchanged(moe.blocks, place)
+    backend = exchanged(moe.blocks, shard)
 
     def on_each_device(x: Any, routing: moe.Routing, valid: Any, experts: Any) -> Any:
-        return place.sum(backend(x, routing, valid, experts, jnp.int32(1)), ("tensor",))
+        return shard.sum(backend(x, routing, valid, experts, jnp.int32(1)), ("tensor",))
 
     return jax.jit(
         jax.shard_map(on_each_device, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=rows, check_vma=False)

@@ -16,9 +16,9 @@ from moonshard.models.checkpoint import Checkpoint
 from moonshard.serving.engine.loading import split_stages
 from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.mesh import BY_PARTITION, build_mesh, partition_spec
-from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import Shard
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
@@ -76,15 +76,15 @@ def run(
     per_partition = ROWS // mesh.num_partitions
     tables = np.tile(np.arange(per_partition, dtype=np.int32), mesh.num_partitions)[:, None]
     batch = replace(batch, block_tables=jnp.asarray(tables))
-    place, found, pages = Place(mesh=mesh, rules=rules), None, []
-    for index, layers in enumerate(split_stages(CONFIG, place)):
-        found, own_pages = run_stage(place, index, layers, batch, found, placement)
+    shard, found, pages = Shard(mesh=mesh, rules=rules), None, []
+    for index, layers in enumerate(split_stages(CONFIG, shard)):
+        found, own_pages = run_stage(shard, index, layers, batch, found, placement)
         pages.append(np.asarray(own_pages))
     return np.asarray(found), np.concatenate(pages, axis=1)
 
 
 def run_stage(
-    place: Place,
+    shard: Shard,
     index: int,
     layers: range,
     batch: kimi.Batch,
@@ -92,14 +92,14 @@ def run_stage(
     placement: ExpertPlacement | None,
 ) -> tuple[jax.Array, jax.Array]:
     """What the next stage takes, or the logits; and the stage's pages."""
-    mesh, is_last = build_mesh(place.mesh, index), layers.stop == CONFIG.num_hidden_layers
+    mesh, is_last = build_mesh(shard.mesh, index), layers.stop == CONFIG.num_hidden_layers
     own = None if placement is None else placement.of_layers(CONFIG.moe_layers(layers))
     params = kimi.declare(CONFIG, layers, own)
-    loaded = weights.load(params, Checkpoint.open(FIXTURES / "kimi_k2"), "float32", mesh, place.rules)
+    loaded = weights.load(params, Checkpoint.open(FIXTURES / "kimi_k2"), "float32", mesh, shard.rules)
     specs = jax.tree.map(
-        lambda param: partition_spec(mesh, param.axes, param.shape, place.rules), params, is_leaf=weights.is_param
+        lambda param: partition_spec(mesh, param.axes, param.shape, shard.rules), params, is_leaf=weights.is_param
     )
-    shards = BlockShards(mesh, place, num_layers=len(layers), block_size=BLOCK)
+    shards = BlockShards(mesh, shard, num_layers=len(layers), block_size=BLOCK)
     sharding = jax.sharding.NamedSharding(mesh, shards.pages)
     pages = allocate_pages(ROWS, len(layers), BLOCK, CONFIG.latent_size, dtype="float32", sharding=sharding)
 
@@ -107,10 +107,10 @@ def run_stage(
         with jax.default_matmul_precision("highest"):
             given = hidden[0] if hidden else None
             out, pages, _ = kimi.forward(
-                CONFIG, loaded, pages, batch, hidden=given, backend=moe.blocks, place=place, placement=own
+                CONFIG, loaded, pages, batch, hidden=given, backend=moe.blocks, shard=shard, placement=own
             )
             if is_last:
-                logits = kimi.unembed(loaded, out.reshape(-1, out.shape[-1]), place)
+                logits = kimi.unembed(loaded, out.reshape(-1, out.shape[-1]), shard)
                 out = logits.reshape(*batch.tokens.shape, -1)
             return out, pages
 
@@ -148,7 +148,7 @@ def test_a_parallel_form_gives_the_logits_and_pages_of_one_device(mesh: MeshShap
 )
 def test_copies_of_hot_experts_placed_by_load_change_no_logit(mesh: MeshShape, rules: Rules):
     loads = np.random.default_rng(2).pareto(1.0, (CONFIG.num_moe_layers, CONFIG.n_routed_experts))
-    placement = place_experts(loads, CONFIG.n_routed_experts + 8, Place(mesh=mesh, rules=rules).num_parts("experts"))
+    placement = place_experts(loads, CONFIG.n_routed_experts + 8, Shard(mesh=mesh, rules=rules).num_parts("experts"))
     assert placement.num_copies.max() > 2
     batch = a_batch()
     logits, pages = run(mesh, rules, batch, placement)

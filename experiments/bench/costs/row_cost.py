@@ -17,8 +17,8 @@ from moonshard.serving.control.plan import DecodePlan, DecodeRow
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.engine.device import StepDone
 from moonshard.serving.engine.steps import StepKind
+from moonshard.serving.gateway.records.assignment import Assignment, Leg
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.placement import Leg, Placement
 from moonshard.serving.gateway.records.record import RequestRecord
 from moonshard.serving.gateway.records.rows import RequestTraces
 from moonshard.serving.gateway.records.stamps import Stamps
@@ -141,7 +141,7 @@ def _record_requests(recorder: Recorder | None) -> None:
     )  # fmt: skip
     run = link_pb2.Run(prompt_tokens=[1] * 128, max_tokens=128, n=1)
     record = RequestRecord(GatewayMetrics("kimi"), run, stamps)
-    record.placement = Placement(
+    record.assignment = Assignment(
         attempt_id=bytes(16), prefill=None, decode=Leg(worker="127.0.0.1:50051", epoch=bytes(16), partition=0)
     )
     for _ in range(NUM_ROWS):

@@ -16,8 +16,8 @@ from moonshard.serving.engine.compiled.lowering import abstract_stages
 from moonshard.serving.engine.loading import choose_sizes, open_model, resolve_dtype
 from moonshard.serving.engine.stage import Blueprint, StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
-from moonshard.sharding.place import Place
 from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import Shard
 
 KEEP_LOOPS = {"xla_disable_hlo_passes": "simplify-while-loops"}
 NUM_BLOCKS = 16  # of a pool that nothing is written into
@@ -76,7 +76,7 @@ def step_program(config: Config, case: Case, role: str) -> StepProgram:
     block_size = config.kv.block_size
     stages = tuple(
         Blueprint(stage, shapes, blocks_per_partition=NUM_BLOCKS, block_size=block_size, dtype=dtype)
-        for stage in abstract_stages(model, Place(mesh=case.mesh, rules=table), dtype)
+        for stage in abstract_stages(model, Shard(mesh=case.mesh, rules=table), dtype)
     )
     return StepProgram(stages=stages, kind=kind, bucket=bucket)
 

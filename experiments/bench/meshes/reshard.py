@@ -28,8 +28,8 @@ from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.models.spec import KvGroup
 from moonshard.serving.transfer.endpoint import slab_layout
 from moonshard.sharding.layout import Layout
-from moonshard.sharding.place import Place
 from moonshard.sharding.reshard import expand, plan
+from moonshard.sharding.shard import Shard
 from moonshard.sharding.stages import split_layers
 
 K2 = KvGroup(name="latent", kind="full", num_layers=NUM_LAYERS, num_features=NUM_FEATURES, dtype=DTYPE)
@@ -54,7 +54,7 @@ def measure_reshard(settings: Plan) -> list[Measurement]:
 def layout_of(name: str) -> Layout:
     """Of a slab of a worker on that mesh: eight owners, no byte twice."""
     mesh, rules = LAYOUTS[name]
-    layout = slab_layout((K2,), BLOCK_SIZE, Place(mesh=mesh, rules=rules), split_layers([1.0] * NUM_LAYERS, mesh.pipe))
+    layout = slab_layout((K2,), BLOCK_SIZE, Shard(mesh=mesh, rules=rules), split_layers([1.0] * NUM_LAYERS, mesh.pipe))
     assert len(layout.groups[0].shards) == NUM_OWNERS  # as the table says
     return layout
 

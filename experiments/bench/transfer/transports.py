@@ -106,7 +106,7 @@ def _ways(source: Slab, receiver: Receiver) -> dict[str, Way]:
 
 def _inproc(source: Slab) -> Way:
     """Both ends here: it joins workers of one process."""
-    network, target = InprocNetwork(), Slab(source.num_slots, source.slot_bytes)
+    network, target = InprocNetwork(), Slab(source.num_cells, source.cell_bytes)
     target.bytes[:] = 1
     near, far = InprocTransport(network), InprocTransport(network)
     near.register(source)
@@ -115,7 +115,7 @@ def _inproc(source: Slab) -> Way:
 
 
 def _memory_copies(source: Slab) -> Way:
-    target = Slab(source.num_slots, source.slot_bytes)
+    target = Slab(source.num_cells, source.cell_bytes)
     target.bytes[:] = 1  # its pages are there before they are measured
 
     def write(rows: Sequence[tuple[int, int, int]]) -> None:

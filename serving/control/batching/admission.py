@@ -1,15 +1,14 @@
 """Who enters a slot, and with which blocks: three ways in.
 
 Admitted, from the waiting line, with fresh blocks, to be prefilled: its head, or beside a long prefill a short one.
-Forked, beside a leader whose prefill ends, sharing its blocks. Joined, with blocks whose KV was computed elsewhere, to
-decode at once; the other choices of a joined request fork from its leader as it sits down. Stands apart from the
-scheduler, which decides when each is tried, and from the residents, which keep the account. Left out: growth,
-preemption and the steps themselves.
+Forked, beside a leader whose prefill ends, sharing its blocks. Landed, with blocks whose KV was computed elsewhere, to
+decode at once; the other choices of a landed request fork from its leader as it takes its slot. The scheduler decides
+when each is tried, and `slots` keeps the account.
 
-A joiner needs no blocks to enter, so it would always be served before an older sequence that does. Hence the last free
-slot is left to an older one that waits for admission, unless that one could not use it: nobody runs in the partition,
-and joiners or leases hold the blocks it lacks. Since nobody younger passes a joiner, those who wait with blocks are the
-youngest of their partition.
+A landed request needs no blocks to enter, so it would always be served before an older sequence that does. Hence the
+last free slot is left to an older one that waits for admission, unless that one could not use it: nobody runs in the
+partition, and landed requests or leases hold the blocks it lacks. Since nobody younger passes a landed request, those
+who wait with blocks are the youngest of their partition.
 """
 
 from collections.abc import Iterable, Set
@@ -17,38 +16,38 @@ from collections.abc import Iterable, Set
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.control.batching.counters import Totals
-from moonshard.serving.control.batching.landed import Joiner, Joiners
+from moonshard.serving.control.batching.landed import LandedRequest, LandedRequests
 from moonshard.serving.control.batching.launches import Launches
 from moonshard.serving.control.batching.queue import WaitingLine
-from moonshard.serving.control.batching.sequence import Phase, Sequence, Stay
-from moonshard.serving.control.batching.slots import Residents
+from moonshard.serving.control.batching.sequence import Occupancy, Phase, Sequence
+from moonshard.serving.control.batching.slots import Slots
 from moonshard.serving.control.plan import CopyPlan, needs_slot_state
 
 
-class Seating:
+class Admission:
     """Who of one partition gets a slot."""
 
     def __init__(
         self,
         pool: BlockPool,
         cache: PrefixCache,
-        residents: Residents,
+        slots: Slots,
         waiting: WaitingLine,
-        joiners: Joiners,
+        landed: LandedRequests,
         launches: Launches,
         totals: Totals,
     ):
         self._pool = pool
         self._cache = cache
         self._totals = totals
-        self._residents = residents
+        self._slots = slots
         self._waiting = waiting
-        self._joiners = joiners
+        self._landed = landed
         self._launches = launches
 
     # ---- to be prefilled
 
-    def admit(self, unlaunched: Set[int]) -> Stay | None:
+    def admit(self, unlaunched: Set[int]) -> Occupancy | None:
         """The head of the line, where a slot and blocks for its tokens and one more are free.
 
         `unlaunched` are blocks that the step completes for which it is admitted: it may read them, but not copy them.
@@ -56,7 +55,7 @@ class Seating:
         head = self._waiting.head()
         return None if head is None else self._admit(head, unlaunched)
 
-    def admit_short(self, unlaunched: Set[int], most_tokens: int) -> Stay | None:
+    def admit_short(self, unlaunched: Set[int], most_tokens: int) -> Occupancy | None:
         """The oldest with at most so many tokens to compute, while an older one's prefill is under way.
 
         It overtakes longer ones, the first of which keeps a slot and its blocks. Where one who has joined waits for a
@@ -79,42 +78,44 @@ class Seating:
     def _leaves_room(self, sequence: Sequence, older: Sequence) -> bool:
         """Whether the older one, whom it overtakes, would still find a slot and its blocks behind it."""
         num_own = self._num_free_to_admit(sequence) + len(sequence.accepted.to_fork)  # each fork has a tail of its own
-        return self._may_sit(sequence) and self._residents.num_free_blocks >= num_own + self._num_free_to_admit(older)
+        return self._may_enter(sequence) and self._slots.num_free_blocks >= num_own + self._num_free_to_admit(older)
 
-    def _admit(self, sequence: Sequence, unlaunched: Set[int]) -> Stay | None:
-        stay = self._enter(sequence, unlaunched)
-        if stay is not None:
+    def _admit(self, sequence: Sequence, unlaunched: Set[int]) -> Occupancy | None:
+        occupancy = self._enter(sequence, unlaunched)
+        if occupancy is not None:
             self._waiting.take(sequence)
-            self._load_where_needed(stay)
-            self._count_cached(stay)
-        return stay
+            self._load_where_needed(occupancy)
+            self._count_cached(occupancy)
+        return occupancy
 
-    def _enter(self, sequence: Sequence, unlaunched: Set[int]) -> Stay | None:
+    def _enter(self, sequence: Sequence, unlaunched: Set[int]) -> Occupancy | None:
         """Behind what is known of its tokens, all but the last: that one is computed again, to see what follows it."""
         found = self._found(sequence)
         if len(found) * self._pool.block_size < sequence.num_tokens:
             return self._enter_behind(sequence, found)
-        stay = None if found[-1] in unlaunched else self._enter_behind_all(sequence, found)
-        return stay or self._enter_behind(sequence, found[:-1])
+        occupancy = None if found[-1] in unlaunched else self._enter_behind_all(sequence, found)
+        return occupancy or self._enter_behind(sequence, found[:-1])
 
-    def _enter_behind(self, sequence: Sequence, found: tuple[int, ...]) -> Stay | None:
-        stay = self._residents.enter_behind(sequence, self._num_blocks_to_admit(sequence), found)
-        if stay is not None:
-            stay.num_computed, stay.num_noted = len(found) * self._pool.block_size, len(found)
-        return stay
+    def _enter_behind(self, sequence: Sequence, found: tuple[int, ...]) -> Occupancy | None:
+        occupancy = self._slots.enter_behind(sequence, self._num_blocks_to_admit(sequence), found)
+        if occupancy is not None:
+            occupancy.num_computed, occupancy.num_noted = len(found) * self._pool.block_size, len(found)
+        return occupancy
 
-    def _enter_behind_all(self, sequence: Sequence, found: tuple[int, ...]) -> Stay | None:
+    def _enter_behind_all(self, sequence: Sequence, found: tuple[int, ...]) -> Occupancy | None:
         """The last token's KV is written into a copy of its block, since others may read that one."""
-        partition, last = self._residents.partition, found[-1]
+        partition, last = self._slots.partition, found[-1]
         self._cache.hold(partition, (last,))
-        stay = self._enter_behind(sequence, found[:-1])
-        if stay is None:
+        occupancy = self._enter_behind(sequence, found[:-1])
+        if occupancy is None:
             self._pool.release(partition, (last,))
             return None
-        stay.num_computed = sequence.num_tokens - 1
-        copy = CopyPlan(number=self._launches.next_number(), pairs=((partition, last, stay.blocks[len(found) - 1]),))
-        self._launches.push(copy, [stay], borrowed=[(partition, last)])
-        return stay
+        occupancy.num_computed = sequence.num_tokens - 1
+        copy = CopyPlan(
+            number=self._launches.next_number(), pairs=((partition, last, occupancy.blocks[len(found) - 1]),)
+        )
+        self._launches.push(copy, [occupancy], borrowed=[(partition, last)])
+        return occupancy
 
     def num_known_tokens(self, sequence: Sequence) -> int:
         """That need not be computed, as things are now."""
@@ -127,21 +128,21 @@ class Seating:
     def _found(self, sequence: Sequence) -> tuple[int, ...]:
         block_size = self._pool.block_size
         names = sequence.names(sequence.num_tokens // block_size, block_size)
-        return self._cache.match(self._residents.partition, names)
+        return self._cache.match(self._slots.partition, names)
 
-    def _count_cached(self, stay: Stay) -> None:
-        if stay.sequence.num_cached_tokens is None:
-            stay.sequence.num_cached_tokens = stay.num_computed
-            self._totals.cached_tokens += stay.num_computed
+    def _count_cached(self, occupancy: Occupancy) -> None:
+        if occupancy.sequence.num_cached_tokens is None:
+            occupancy.sequence.num_cached_tokens = occupancy.num_computed
+            self._totals.cached_tokens += occupancy.num_computed
 
-    def fork(self, leader: Stay) -> list[Stay]:
+    def fork(self, leader: Occupancy) -> list[Occupancy]:
         """Let the choices that wait for this prefill join it; those without room prefill by themselves."""
         followers = self._enter_beside(leader, take_to_fork(leader.sequence))
         for follower in followers:
             self._load_where_needed(follower)
         return followers
 
-    def copy_tails(self, forks: Iterable[tuple[Stay, Stay]]) -> None:
+    def copy_tails(self, forks: Iterable[tuple[Occupancy, Occupancy]]) -> None:
         """Full blocks are shared; a partly filled last one is copied for each follower, who writes into it next."""
         tails = [
             (leader, follower)
@@ -153,8 +154,8 @@ class Seating:
                 (leader.slot.partition, leader.blocks[len(follower.blocks) - 1], follower.blocks[-1])
                 for leader, follower in tails
             )
-            stays = dict.fromkeys(stay for tail in tails for stay in tail)
-            self._launches.push(CopyPlan(number=self._launches.next_number(), pairs=pairs), list(stays))
+            occupancies = dict.fromkeys(occupancy for tail in tails for occupancy in tail)
+            self._launches.push(CopyPlan(number=self._launches.next_number(), pairs=pairs), list(occupancies))
 
     @property
     def num_blocks_due(self) -> int:
@@ -164,50 +165,50 @@ class Seating:
 
     # ---- with KV that came from elsewhere
 
-    def seat_joiners(self) -> None:
+    def admit_landed(self) -> None:
         """Oldest first, each where there is a slot for it."""
-        for joiner in self._joiners:
-            if self._may_sit(joiner.leader):
-                self._joiners.take(joiner)
-                self._seat(joiner)
+        for landed_request in self._landed:
+            if self._may_enter(landed_request.leader):
+                self._landed.take(landed_request)
+                self._begin_landed(landed_request)
 
-    def send_back(self, joiner: Joiner) -> None:
+    def send_back(self, landed_request: LandedRequest) -> None:
         """It gives its blocks up, and each choice comes back to be prefilled by itself."""
-        self._joiners.release(joiner)
-        for sequence in (joiner.leader, *take_to_fork(joiner.leader)):
+        self._landed.release(landed_request)
+        for sequence in (landed_request.leader, *take_to_fork(landed_request.leader)):
             self._waiting.come_back(sequence)
 
-    def _seat(self, joiner: Joiner) -> None:
-        leader = self._residents.seat(joiner.leader, joiner.blocks)
-        followers = self._enter_beside(leader, take_to_fork(joiner.leader))
-        for stay in (leader, *followers):
-            stay.phase, stay.num_computed = Phase.DECODE, len(joiner.leader.request.prompt)
-            self._residents.note(stay)
-            self._load(stay)  # always: its input token was not sampled here
+    def _begin_landed(self, landed_request: LandedRequest) -> None:
+        leader = self._slots.occupy(landed_request.leader, landed_request.blocks)
+        followers = self._enter_beside(leader, take_to_fork(landed_request.leader))
+        for occupancy in (leader, *followers):
+            occupancy.phase, occupancy.num_computed = Phase.DECODE, len(landed_request.leader.request.prompt)
+            self._slots.note(occupancy)
+            self._load(occupancy)  # always: its input token was not sampled here
         self.copy_tails((leader, follower) for follower in followers)
 
-    def _may_sit(self, sequence: Sequence) -> bool:
+    def _may_enter(self, sequence: Sequence) -> bool:
         """Whether a slot is free that no older one waits for."""
-        num_free, head = self._residents.num_free_slots, self._waiting.head()
+        num_free, head = self._slots.num_free_slots, self._waiting.head()
         if num_free != 1 or head is None or sequence.order < head.order:
             return num_free > 0
-        lacks_blocks = self._residents.num_free_blocks < self._num_free_to_admit(head)
-        return lacks_blocks and self._residents.is_empty
+        lacks_blocks = self._slots.num_free_blocks < self._num_free_to_admit(head)
+        return lacks_blocks and self._slots.is_empty
 
     # ---- what the ways have in common
 
-    def _enter_beside(self, leader: Stay, sequences: list[Sequence]) -> list[Stay]:
+    def _enter_beside(self, leader: Occupancy, sequences: list[Sequence]) -> list[Occupancy]:
         """Those with room share the leader's full blocks of the prompt and own its tail; the others come back."""
         num_prompt = len(leader.sequence.request.prompt)
         shared = leader.blocks[: num_prompt // self._pool.block_size]
         followers = []
         for sequence in sequences:
             num_blocks = self._pool.num_blocks_for(num_prompt)
-            stay = self._residents.enter(sequence, num_blocks, shared) if self._may_sit(sequence) else None
-            if stay is None:
+            occupancy = self._slots.enter(sequence, num_blocks, shared) if self._may_enter(sequence) else None
+            if occupancy is None:
                 self._waiting.come_back(sequence)
             else:
-                followers.append(stay)
+                followers.append(occupancy)
         return followers
 
     def _num_blocks_to_admit(self, sequence: Sequence) -> int:
@@ -216,15 +217,15 @@ class Seating:
     def _num_free_to_admit(self, sequence: Sequence) -> int:
         """How many blocks have to be free, those that hold its beginning already included."""
         found = self._found_before_last(sequence)
-        num_shared = len(found) - self._pool.num_free_of(self._residents.partition, found)
+        num_shared = len(found) - self._pool.num_free_of(self._slots.partition, found)
         return self._num_blocks_to_admit(sequence) - num_shared
 
-    def _load_where_needed(self, stay: Stay) -> None:
-        if needs_slot_state(stay.sequence.request):
-            self._load(stay)
+    def _load_where_needed(self, occupancy: Occupancy) -> None:
+        if needs_slot_state(occupancy.sequence.request):
+            self._load(occupancy)
 
-    def _load(self, stay: Stay) -> None:
-        self._launches.push(stay.load(self._launches.next_number()), [stay])
+    def _load(self, occupancy: Occupancy) -> None:
+        self._launches.push(occupancy.load(self._launches.next_number()), [occupancy])
 
 
 def take_to_fork(leader: Sequence) -> list[Sequence]:

@@ -9,17 +9,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonshard.serving.control.batching.sequence import Stay
+from moonshard.serving.control.batching.sequence import Occupancy
 from moonshard.serving.control.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A plan, the stays it uses, those it draws a token for, and blocks that are held for it alone."""
+    """A plan, the occupancies it uses, those it draws a token for, and blocks that are held for it alone."""
 
     plan: Plan
-    stays: tuple[Stay, ...]
-    drawing: tuple[Stay, ...] = ()
+    occupancies: tuple[Occupancy, ...]
+    drawing: tuple[Occupancy, ...] = ()
     borrowed: tuple[tuple[int, int], ...] = ()  # (partition, block)
 
 
@@ -45,17 +45,19 @@ class Launches:
     def push(
         self,
         plan: Plan,
-        stays: Sequence[Stay],
-        drawing: Sequence[Stay] = (),
+        occupancies: Sequence[Occupancy],
+        drawing: Sequence[Occupancy] = (),
         borrowed: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """From now on the stays keep what they hold, until the step has completed.
+        """From now on the occupancies keep what they hold, until the step has completed.
 
         References to `borrowed` blocks go over to the step, and are released by whoever completes it.
         """
-        for stay in stays:
-            stay.num_in_flight += 1
-        self._outbox.append(Launch(plan=plan, stays=tuple(stays), drawing=tuple(drawing), borrowed=tuple(borrowed)))
+        for occupancy in occupancies:
+            occupancy.num_in_flight += 1
+        self._outbox.append(
+            Launch(plan=plan, occupancies=tuple(occupancies), drawing=tuple(drawing), borrowed=tuple(borrowed))
+        )
 
     def hand_out(self) -> Plan | None:
         """The next step, from now on in flight."""

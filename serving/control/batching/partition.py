@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import PrefixCache
-from moonshard.serving.control.batching.admission import Seating
+from moonshard.serving.control.batching.admission import Admission
 from moonshard.serving.control.batching.counters import Totals
-from moonshard.serving.control.batching.landed import Joiners
+from moonshard.serving.control.batching.landed import LandedRequests
 from moonshard.serving.control.batching.launches import Launches
 from moonshard.serving.control.batching.queue import WaitingLine
-from moonshard.serving.control.batching.sequence import Accepted, Phase, Stay
-from moonshard.serving.control.batching.slots import Residents
+from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase
+from moonshard.serving.control.batching.slots import Slots
 from moonshard.serving.control.plan import PrefillChunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaneConfig:
+class PartitionConfig:
     """`chunk_tokens` is a partition's budget of a prefill step, where a sequence's chunk counts padded to `q_tile`.
 
     Of what a sequence would be cut by, it leaves `short_share` to those that fit into that whole.
@@ -47,44 +47,43 @@ class Prefills:
     """A partition's part of a prefill step."""
 
     chunks: list[PrefillChunk] = field(default_factory=list)
-    stays: list[Stay] = field(default_factory=list)  # that the step uses
-    drawing: list[Stay] = field(default_factory=list)
-    forks: list[tuple[Stay, Stay]] = field(default_factory=list)
+    occupancies: list[Occupancy] = field(default_factory=list)  # that the step uses
+    drawing: list[Occupancy] = field(default_factory=list)
+    forks: list[tuple[Occupancy, Occupancy]] = field(default_factory=list)
     completed: set[int] = field(default_factory=set)  # blocks, by this very step
 
 
-class Lane:
-    """A partition's line, joiners and residents, and the rules by which they meet."""
+class Partition:
+    """A partition's line, landed requests and occupancies, and the rules by which they meet."""
 
     def __init__(
         self,
-        config: LaneConfig,
+        config: PartitionConfig,
         pool: BlockPool,
         cache: PrefixCache,
         partition: int,
         launches: Launches,
         totals: Totals,
     ):
-        self.partition = partition
-        self.residents = Residents(pool, cache, partition, config.slots_per_partition)
+        self.slots = Slots(pool, cache, partition, config.slots_per_partition)
         self.waiting = WaitingLine(config.queue_timeout_s)
-        self.joiners = Joiners(pool, partition)
-        self.seating = Seating(pool, cache, self.residents, self.waiting, self.joiners, launches, totals)
+        self.landed = LandedRequests(pool, partition)
+        self.admission = Admission(pool, cache, self.slots, self.waiting, self.landed, launches, totals)
         self._config = config
         self._totals = totals
-        self._prefilling: Stay | None = None  # the one whose prefill the last budget cut
+        self._prefilling: Occupancy | None = None  # the one whose prefill the last budget cut
 
     # ---- what a step holds
 
-    def ready_to_decode(self) -> list[Stay]:
+    def ready_to_decode(self) -> list[Occupancy]:
         """Those with a block for their next token, oldest first; makes room by preemption."""
         is_starved = False  # an older one already waits: no need to look again
         ready = []
-        for stay in self.residents:
-            if not stay.can_decode:
+        for occupancy in self.slots:
+            if not occupancy.can_decode:
                 continue
-            if self.residents.grow(stay) or (not is_starved and self._make_room(stay)):
-                ready.append(stay)
+            if self.slots.grow(occupancy) or (not is_starved and self._make_room(occupancy)):
+                ready.append(occupancy)
             else:
                 is_starved = True
         return ready
@@ -93,13 +92,13 @@ class Lane:
         """Spend this partition's budget of a step: the unfinished prefill first, then whoever can be admitted."""
         found, budget = Prefills(), self._config.chunk_tokens
         while budget > 0 and len(found.chunks) < self._config.max_prefill_sequences:
-            stay = self._prefilling or self.seating.admit(found.completed)
-            if stay is None:
+            occupancy = self._prefilling or self.admission.admit(found.completed)
+            if occupancy is None:
                 break
-            if stay.num_left > budget:
-                self._prefilling = stay
+            if occupancy.num_left > budget:
+                self._prefilling = occupancy
                 budget -= self._prefill_short(found, budget)
-            budget -= self._prefill(found, stay, budget)
+            budget -= self._prefill(found, occupancy, budget)
         return found
 
     def _prefill_short(self, found: Prefills, budget: int) -> int:
@@ -108,96 +107,96 @@ class Lane:
         left = share - share % self._config.q_tile
         taken = 0
         while left > taken and len(found.chunks) < self._config.max_prefill_sequences - 1:
-            stay = self.seating.admit_short(found.completed, left - taken)
-            if stay is None:
+            occupancy = self.admission.admit_short(found.completed, left - taken)
+            if occupancy is None:
                 break
-            taken += self._prefill(found, stay, left - taken)
+            taken += self._prefill(found, occupancy, left - taken)
         return taken
 
-    def _prefill(self, found: Prefills, stay: Stay, budget: int) -> int:
+    def _prefill(self, found: Prefills, occupancy: Occupancy, budget: int) -> int:
         """Its next chunk; what that takes of the budget."""
-        start, end = stay.num_computed, min(stay.sequence.num_tokens, stay.num_computed + budget)
-        is_last = end == stay.sequence.num_tokens
-        followers = self.seating.fork(stay) if is_last else []
-        samplers = [stay, *followers] if is_last else []
-        found.chunks.append(stay.chunk(end, samplers))
-        if is_last and self._prefilling is stay:
+        start, end = occupancy.num_computed, min(occupancy.sequence.num_tokens, occupancy.num_computed + budget)
+        is_last = end == occupancy.sequence.num_tokens
+        followers = self.admission.fork(occupancy) if is_last else []
+        samplers = [occupancy, *followers] if is_last else []
+        found.chunks.append(occupancy.chunk(end, samplers))
+        if is_last and self._prefilling is occupancy:
             self._prefilling = None
-        stay.num_computed = end
-        found.completed.update(self.residents.note(stay))
-        found.stays += [stay, *followers]
+        occupancy.num_computed = end
+        found.completed.update(self.slots.note(occupancy))
+        found.occupancies += [occupancy, *followers]
         found.drawing += samplers
-        found.forks += [(stay, follower) for follower in followers]
+        found.forks += [(occupancy, follower) for follower in followers]
         return -(-(end - start) // self._config.q_tile) * self._config.q_tile
 
-    def _make_room(self, stay: Stay) -> bool:
+    def _make_room(self, occupancy: Occupancy) -> bool:
         """A block for the next token. False: blocks are about to come back, or this was the youngest and gave way."""
-        while not self.residents.grow(stay):
-            if self.residents.is_draining() or not self._preempt_for(stay):
+        while not self.slots.grow(occupancy):
+            if self.slots.is_draining() or not self._preempt_for(occupancy):
                 return False
         return True
 
-    def _preempt_for(self, stay: Stay) -> bool:
-        """The youngest gives way: joiners arrived last. False where it is this one, or alone here."""
-        running, joiners = self.residents.running(), list(self.joiners)
-        if running == [stay] and not joiners:
+    def _preempt_for(self, occupancy: Occupancy) -> bool:
+        """The youngest gives way: landed requests arrived last. False where it is this one, or alone here."""
+        running, landed = self.slots.running(), list(self.landed)
+        if running == [occupancy] and not landed:
             return False  # leases hold the rest: to begin anew would only lose what it has
         self._totals.num_preemptions += 1
-        if joiners:
-            self.seating.send_back(joiners[-1])
+        if landed:
+            self.admission.send_back(landed[-1])
         else:
             self.leave(running[-1], Phase.PREEMPTED)
-        return stay.is_running
+        return occupancy.is_running
 
     # ---- who leaves
 
-    def leave(self, stay: Stay, phase: Phase) -> None:
-        """Schedule nothing more for this stay, and release what it holds once nothing in flight uses it."""
-        stay.phase = phase
-        if self._prefilling is stay:
+    def leave(self, occupancy: Occupancy, phase: Phase) -> None:
+        """Schedule nothing more for this occupancy, and release what it holds once nothing in flight uses it."""
+        occupancy.phase = phase
+        if self._prefilling is occupancy:
             self._prefilling = None
-        self.settle(stay)
+        self.settle(occupancy)
 
-    def settle(self, stay: Stay) -> None:
-        """Release what a stay holds if it has left and nothing in flight uses it; a preempted one waits again."""
-        if stay.is_running or stay.num_in_flight:
+    def settle(self, occupancy: Occupancy) -> None:
+        """Release what an occupancy holds if it has left and nothing in flight uses it; a preempted one waits again."""
+        if occupancy.is_running or occupancy.num_in_flight:
             return
-        self.residents.leave(stay)
-        if stay.phase is Phase.PREEMPTED:
-            self.waiting.come_back(stay.sequence)
+        self.slots.leave(occupancy)
+        if occupancy.phase is Phase.PREEMPTED:
+            self.waiting.come_back(occupancy.sequence)
 
     def remove(self, accepted: Accepted) -> None:
         """Removes everything of one request, which need not be here."""
         self.waiting.remove(accepted)
-        self.joiners.remove(accepted)
-        for stay in self.residents:
-            if stay.sequence.accepted is accepted:
-                self.leave(stay, Phase.ENDED)
+        self.landed.remove(accepted)
+        for occupancy in self.slots:
+            if occupancy.sequence.accepted is accepted:
+                self.leave(occupancy, Phase.ENDED)
 
     # ---- what others may know
 
     @property
     def queued_tokens(self) -> int:
         """Still to be prefilled for what has been accepted."""
-        stay = self._prefilling
-        return self.waiting.num_tokens + (stay.sequence.num_tokens - stay.num_computed if stay else 0)
+        occupancy = self._prefilling
+        return self.waiting.num_tokens + (occupancy.sequence.num_tokens - occupancy.num_computed if occupancy else 0)
 
     @property
     def active_tokens(self) -> int:
         """Known or drawn, of running sequences."""
-        return sum(stay.sequence.num_tokens + stay.num_pending for stay in self.residents.running())
+        return sum(occupancy.sequence.num_tokens + occupancy.num_pending for occupancy in self.slots.running())
 
     @property
-    def joining_tokens(self) -> int:
+    def landed_tokens(self) -> int:
         """Of those who have their KV here and wait for a slot."""
-        return sum(joiner.leader.num_tokens for joiner in self.joiners)
+        return sum(landed_request.leader.num_tokens for landed_request in self.landed)
 
     @property
-    def num_free_seats(self) -> int:
-        """The free slots that are left once all who have joined sit; below 0 where they lack some."""
-        return self.residents.num_free_slots - sum(joiner.num_sequences for joiner in self.joiners)
+    def num_spare_slots(self) -> int:
+        """The free slots that are left once all who have joined have one; below 0 where they lack some."""
+        return self.slots.num_free_slots - sum(landed_request.num_sequences for landed_request in self.landed)
 
     @property
     def num_sequences(self) -> int:
         """Those that may need another block: what runs here, and what has joined here."""
-        return len(self.residents.running()) + sum(joiner.num_sequences for joiner in self.joiners)
+        return len(self.slots.running()) + sum(landed_request.num_sequences for landed_request in self.landed)

@@ -27,17 +27,17 @@ from dataclasses import dataclass, replace
 from moonshard.kv.blocks import BlockPool, PartitionCounts
 from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.control.batching.counters import Counters, Totals
-from moonshard.serving.control.batching.landed import Joiner
+from moonshard.serving.control.batching.landed import LandedRequest
 from moonshard.serving.control.batching.launches import Launches
-from moonshard.serving.control.batching.partition import Lane, LaneConfig
+from moonshard.serving.control.batching.partition import Partition, PartitionConfig
 from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, check_fits, check_resumed
-from moonshard.serving.control.batching.sequence import Accepted, Phase, Stay, finish_reason
+from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase, finish_reason
 from moonshard.serving.control.plan import DecodePlan, Delivered, Plan, PrefillPlan, Results, Sampled
 from moonshard.serving.control.request import Output, Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerConfig(LaneConfig):
+class SchedulerConfig(PartitionConfig):
     """What each partition has, and for the whole worker the longest context, the queue and the microbatches.
 
     An equal share of the queue is each partition's own, however long the others' are.
@@ -49,7 +49,7 @@ class SchedulerConfig(LaneConfig):
     num_microbatches: int = 1  # parts of the slots that decode in turn, so that the stages of a pipeline all have work
 
     def __post_init__(self) -> None:
-        LaneConfig.__post_init__(self)  # super() without arguments does not find its class in one with slots
+        PartitionConfig.__post_init__(self)  # super() without arguments does not find its class in one with slots
         if self.max_queued_requests < 1:
             raise ValueError("the queue holds at least 1 request")
         if not 1 <= self.num_microbatches <= self.slots_per_partition:
@@ -66,8 +66,8 @@ class Scheduler:
         self._launches = Launches()
         self._totals = Totals()
         self.cache = PrefixCache(pool, is_on=config.has_prefix_cache)
-        self._lanes = tuple(
-            Lane(config, pool, self.cache, partition, self._launches, self._totals)
+        self._partitions = tuple(
+            Partition(config, pool, self.cache, partition, self._launches, self._totals)
             for partition in range(pool.num_partitions)
         )
         self._is_decode_next = False
@@ -78,8 +78,8 @@ class Scheduler:
 
     def check(self, request: Request, partition: int | None = None) -> None:
         """Raises NeverFits where `add` or `join` would refuse the request, however much room there is."""
-        if partition is not None and not 0 <= partition < len(self._lanes):
-            raise NeverFits("partition", f"there is no partition {partition} of {len(self._lanes)}")
+        if partition is not None and not 0 <= partition < len(self._partitions):
+            raise NeverFits("partition", f"there is no partition {partition} of {len(self._partitions)}")
         if request.id in self._accepted:
             raise NeverFits("id", "a request with this id is being served")
         check_fits(request, self.config.max_context_tokens, self._pool)
@@ -98,26 +98,26 @@ class Scheduler:
         choices live here. They wait as those who come back do: no queue is too full for them, and they never expire.
         """
         self.check(request, partition)
-        lane = self._emptiest() if partition is None else self._lanes[partition]
+        home = self._emptiest() if partition is None else self._partitions[partition]
         if resumed is None:
-            self._check_room(lane, now_s)
+            self._check_room(home, now_s)
             accepted = self._accept(request, dict.fromkeys(range(request.n), ()))
-            accepted.num_known_tokens = lane.seating.num_known_tokens(accepted.leader)
-            lane.waiting.append(accepted, now_s)
+            accepted.num_known_tokens = home.admission.num_known_tokens(accepted.leader)
+            home.waiting.append(accepted, now_s)
             return
         check_resumed(request, resumed)
         for sequence in self._accept(request, resumed, is_resumed=True).choices:
-            lane.waiting.come_back(sequence)
+            home.waiting.come_back(sequence)
 
-    def _emptiest(self) -> Lane:
-        return min(self._lanes, key=lambda lane: lane.queued_tokens + lane.active_tokens)
+    def _emptiest(self) -> Partition:
+        return min(self._partitions, key=lambda partition: partition.queued_tokens + partition.active_tokens)
 
-    def _check_room(self, lane: Lane, now_s: float) -> None:
+    def _check_room(self, partition: Partition, now_s: float) -> None:
         """Raises QueueFull. The head's wait so far is the best guess at how long a place in this queue takes."""
-        share = -(-self.config.max_queued_requests // len(self._lanes))
-        num_queued = sum(lane.waiting.num_queued for lane in self._lanes)
-        if num_queued >= self.config.max_queued_requests and lane.waiting.num_queued >= share:
-            raise QueueFull(retry_after_s=max(1.0, lane.waiting.head_wait_s(now_s)))
+        share = -(-self.config.max_queued_requests // len(self._partitions))
+        num_queued = sum(partition.waiting.num_queued for partition in self._partitions)
+        if num_queued >= self.config.max_queued_requests and partition.waiting.num_queued >= share:
+            raise QueueFull(retry_after_s=max(1.0, partition.waiting.head_wait_s(now_s)))
 
     def join(self, request: Request, partition: int, block_table: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
         """Accept a request whose prompt's KV is in used blocks, one reference each, which pass over to the scheduler.
@@ -135,7 +135,7 @@ class Scheduler:
             self._pool.release(partition, block_table[::-1])
             return False
         leader = self._accept(request, going_on).leader
-        self._lanes[partition].joiners.append(Joiner(leader=leader, blocks=block_table))
+        self._partitions[partition].landed.append(LandedRequest(leader=leader, blocks=block_table))
         return True
 
     def _accept(
@@ -151,13 +151,13 @@ class Scheduler:
         accepted = self._accepted.pop(request_id, None)
         if accepted is None:
             return False
-        for lane in self._lanes:
-            lane.remove(accepted)
+        for partition in self._partitions:
+            partition.remove(accepted)
         return True
 
     def expire(self, now_s: float) -> list[tuple[bytes, QueueTimeout]]:
         """End the requests that waited too long for their first admission; one that once ran never expires."""
-        expired = [late for lane in self._lanes for late in lane.waiting.expire(now_s)]
+        expired = [late for partition in self._partitions for late in partition.waiting.expire(now_s)]
         for request_id, _ in expired:
             del self._accepted[request_id]
         return expired
@@ -175,46 +175,50 @@ class Scheduler:
 
     def _decide(self) -> None:
         """Prefill and decode take turns while both have work."""
-        for lane in self._lanes:
-            lane.seating.seat_joiners()
-        ready = [stay for lane in self._lanes for stay in lane.ready_to_decode()]
+        for partition in self._partitions:
+            partition.admission.admit_landed()
+        ready = [occupancy for partition in self._partitions for occupancy in partition.ready_to_decode()]
         is_decode_turn = bool(ready) and self._is_decode_next
         if is_decode_turn or not self._launch_prefill():
             self._launch_decode(ready)
 
-    def _launch_decode(self, ready: list[Stay]) -> None:
+    def _launch_decode(self, ready: list[Occupancy]) -> None:
         ready = self._next_microbatch(ready)
         if not ready:
             return
-        rows = tuple(stay.row() for stay in ready)
-        for stay in ready:
-            stay.num_computed += 1
-            stay.num_pending += 1
+        rows = tuple(occupancy.row() for occupancy in ready)
+        for occupancy in ready:
+            occupancy.num_computed += 1
+            occupancy.num_pending += 1
         self._launches.push(DecodePlan(number=self._launches.next_number(), rows=rows), ready, drawing=ready)
         self._is_decode_next = False
 
-    def _next_microbatch(self, ready: list[Stay]) -> list[Stay]:
+    def _next_microbatch(self, ready: list[Occupancy]) -> list[Occupancy]:
         """Those of the next microbatch that has any: its step runs in the stages that the one before has left."""
         count = self.config.num_microbatches
         for microbatch in range(self._microbatch + 1, self._microbatch + 1 + count):
-            found = [stay for stay in ready if stay.slot.index % count == microbatch % count]
+            found = [occupancy for occupancy in ready if occupancy.slot.index % count == microbatch % count]
             if found:
                 self._microbatch = microbatch % count
                 return found
         return []
 
     def _launch_prefill(self) -> bool:
-        parts = [lane.fill_prefill() for lane in self._lanes]
+        parts = [partition.fill_prefill() for partition in self._partitions]
         chunks = tuple(chunk for part in parts for chunk in part.chunks)
         if not chunks:
             return False
-        drawing = [stay for part in parts for stay in part.drawing]
+        drawing = [occupancy for part in parts for occupancy in part.drawing]
         plan = PrefillPlan(number=self._launches.next_number(), chunks=chunks)
-        self._launches.push(plan, [stay for part in parts for stay in part.stays], drawing)
-        for stay in drawing:
-            stay.phase, stay.num_computed, stay.num_pending = Phase.DECODE, stay.sequence.num_tokens, 1
-        for lane, part in zip(self._lanes, parts, strict=True):
-            lane.seating.copy_tails(part.forks)
+        self._launches.push(plan, [occupancy for part in parts for occupancy in part.occupancies], drawing)
+        for occupancy in drawing:
+            occupancy.phase, occupancy.num_computed, occupancy.num_pending = (
+                Phase.DECODE,
+                occupancy.sequence.num_tokens,
+                1,
+            )
+        for partition, part in zip(self._partitions, parts, strict=True):
+            partition.admission.copy_tails(part.forks)
         self._is_decode_next = True
         return True
 
@@ -229,44 +233,46 @@ class Scheduler:
         for partition, block in launch.borrowed:
             self._pool.release(partition, (block,))
         outputs = [
-            output for stay in launch.drawing if (output := self._deliver(stay, results[stay.sequence.id])) is not None
+            output
+            for occupancy in launch.drawing
+            if (output := self._deliver(occupancy, results[occupancy.sequence.id])) is not None
         ]
-        for stay in launch.stays:
-            stay.num_in_flight -= 1
-            self._lane_of(stay).settle(stay)
+        for occupancy in launch.occupancies:
+            occupancy.num_in_flight -= 1
+            self._partition_of(occupancy).settle(occupancy)
         finished = dict.fromkeys(output.sequence.request_id for output in outputs if output.finish)
         ended = tuple(request_id for request_id in finished if request_id not in self._accepted)
         return Delivered(outputs=tuple(outputs), ended=ended)
 
-    def _deliver(self, stay: Stay, sampled: Sampled) -> Output | None:
+    def _deliver(self, occupancy: Occupancy, sampled: Sampled) -> Output | None:
         """Hand on one token; None where the sequence has ended since it was drawn."""
-        stay.num_pending -= 1
-        if stay.phase is Phase.ENDED:
+        occupancy.num_pending -= 1
+        if occupancy.phase is Phase.ENDED:
             self._totals.wasted_tokens += 1
             return None
-        finish = stay.sequence.append(sampled.token)
-        self._lane_of(stay).residents.note(stay)
+        finish = occupancy.sequence.append(sampled.token)
+        self._partition_of(occupancy).slots.note(occupancy)
         if finish is not None:
-            self._finish(stay)
+            self._finish(occupancy)
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-        is_first = len(stay.sequence.generated) == 1
+        is_first = len(occupancy.sequence.generated) == 1
         return Output(
-            sequence=stay.sequence.id,
+            sequence=occupancy.sequence.id,
             token_ids=(sampled.token,),
             logprobs=logprobs,
             finish=finish,
-            num_cached_tokens=(stay.sequence.num_cached_tokens or 0) if is_first else 0,
+            num_cached_tokens=(occupancy.sequence.num_cached_tokens or 0) if is_first else 0,
         )
 
-    def _finish(self, stay: Stay) -> None:
-        accepted = stay.sequence.accepted
+    def _finish(self, occupancy: Occupancy) -> None:
+        accepted = occupancy.sequence.accepted
         accepted.num_live -= 1
         if accepted.num_live == 0:
             del self._accepted[accepted.request.id]
-        self._lane_of(stay).leave(stay, Phase.ENDED)
+        self._partition_of(occupancy).leave(occupancy, Phase.ENDED)
 
-    def _lane_of(self, stay: Stay) -> Lane:
-        return self._lanes[stay.slot.partition]
+    def _partition_of(self, occupancy: Occupancy) -> Partition:
+        return self._partitions[occupancy.slot.partition]
 
     # ---- what others may know
 
@@ -279,32 +285,32 @@ class Scheduler:
         return self._pool.counts(partition)
 
     def num_free_slots(self, partition: int) -> int:
-        return self._lanes[partition].residents.num_free_slots
+        return self._partitions[partition].slots.num_free_slots
 
-    def num_free_seats(self, partition: int) -> int:
-        """The free slots that are left once all who have joined there sit; below 0 where they lack some."""
-        return self._lanes[partition].num_free_seats
+    def num_spare_slots(self, partition: int) -> int:
+        """The free slots that are left once all who have joined there have one; below 0 where they lack some."""
+        return self._partitions[partition].num_spare_slots
 
-    def joining_tokens(self, partition: int) -> int:
+    def landed_tokens(self, partition: int) -> int:
         """Of those who have joined there and wait for a slot."""
-        return self._lanes[partition].joining_tokens
+        return self._partitions[partition].landed_tokens
 
     def num_sequences(self, partition: int) -> int:
         """Those that may need another block of the partition: what runs there, and what has joined there."""
-        return self._lanes[partition].num_sequences
+        return self._partitions[partition].num_sequences
 
     def num_blocks_due(self, partition: int) -> int:
         """What the next of those who wait there needs: whoever takes blocks from outside should leave as many."""
-        return self._lanes[partition].seating.num_blocks_due
+        return self._partitions[partition].admission.num_blocks_due
 
     def counters(self) -> Counters:
         """A snapshot; costs O(accepted requests)."""
-        num_running = sum(len(lane.residents.running()) for lane in self._lanes)
+        num_running = sum(len(partition.slots.running()) for partition in self._partitions)
         num_live = sum(accepted.num_live for accepted in self._accepted.values())
         return Counters(
             totals=replace(self._totals),
             num_running=num_running,
             num_waiting=num_live - num_running,
-            queued_tokens=tuple(lane.queued_tokens for lane in self._lanes),
-            active_tokens=tuple(lane.active_tokens for lane in self._lanes),
+            queued_tokens=tuple(partition.queued_tokens for partition in self._partitions),
+            active_tokens=tuple(partition.active_tokens for partition in self._partitions),
         )

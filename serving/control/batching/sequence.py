@@ -1,9 +1,9 @@
-"""The scheduler's mutable records: an accepted request, its sequences, and each sequence's stay in a slot.
+"""The scheduler's mutable records: an accepted request, its sequences, and each sequence's occupancy in a slot.
 
 Three types, because their lives differ. A request is accepted once; a sequence lives as long as its choice and knows
-what was generated; a stay lasts from admission to release, and a preempted sequence has several. A step in flight
-refers to the stay, so that its result can never reach a later occupant of the slot. Lengths are derived from these, not
-stored twice. Left out: every decision, which is the scheduler's.
+what was generated; an occupancy lasts from admission to release, and a preempted sequence has several. A step in flight
+refers to the occupancy, so that its result can never reach a later occupant of the slot. Lengths follow from these,
+not stored twice. Every decision is the scheduler's.
 """
 
 import enum
@@ -96,7 +96,7 @@ class Sequence:
 
 
 class Phase(enum.Enum):
-    """Where a stay stands. The last two schedule nothing more and leave when nothing of theirs is in flight."""
+    """Where an occupancy stands. The last two schedule nothing more and leave when nothing of theirs is in flight."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -105,7 +105,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Stay:
+class Occupancy:
     """A sequence in a slot, with the blocks it holds."""
 
     sequence: Sequence
@@ -150,7 +150,7 @@ class Stay:
         history = sequence.tokens(0, sequence.num_tokens)
         return LoadPlan(number=number, sequence=sequence.id, request=sequence.request, slot=self.slot, history=history)
 
-    def chunk(self, end: int, samplers: "list[Stay]") -> PrefillChunk:
+    def chunk(self, end: int, samplers: "list[Occupancy]") -> PrefillChunk:
         """From what is computed up to position `end`; `samplers` draw their next token from its last logits."""
         return PrefillChunk(
             sequence=self.sequence.id,

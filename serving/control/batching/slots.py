@@ -1,7 +1,7 @@
-"""Who holds which slot and which blocks: the stays of a partition, in the order of their arrival.
+"""Who holds which slot and which blocks: the occupancies of a partition, in the order of their arrival.
 
 Stands between the block pool, which knows no sequences, and the scheduler, which decides who enters and who leaves.
-Entering takes a slot and blocks together or neither; leaving gives back both. Left out: when a stay may leave.
+Entering takes a slot and blocks together or neither; leaving gives back both. Left out: when an occupancy may leave.
 """
 
 import heapq
@@ -10,22 +10,22 @@ from collections.abc import Iterator
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import PrefixCache
-from moonshard.serving.control.batching.sequence import Sequence, Stay
+from moonshard.serving.control.batching.sequence import Occupancy, Sequence
 from moonshard.serving.control.request import SlotId
 
 
-class Residents:
+class Slots:
     """Iterates oldest first, over a copy, so that members may leave meanwhile."""
 
     def __init__(self, pool: BlockPool, cache: PrefixCache, partition: int, num_slots: int):
         self.partition = partition
         self._pool = pool
         self._cache = cache
-        self._stays: list[Stay] = []
+        self._occupancies: list[Occupancy] = []
         self._free_slots = list(range(num_slots))  # a heap
 
-    def __iter__(self) -> Iterator[Stay]:
-        return iter(tuple(self._stays))
+    def __iter__(self) -> Iterator[Occupancy]:
+        return iter(tuple(self._occupancies))
 
     @property
     def num_free_slots(self) -> int:
@@ -35,15 +35,15 @@ class Residents:
     def num_free_blocks(self) -> int:
         return self._pool.num_free(self.partition)
 
-    def enter(self, sequence: Sequence, num_blocks: int, shared: tuple[int, ...] = ()) -> Stay | None:
-        """A stay that begins with `shared` blocks, held by reference; None where a slot or blocks are lacking."""
+    def enter(self, sequence: Sequence, num_blocks: int, shared: tuple[int, ...] = ()) -> Occupancy | None:
+        """An occupancy that begins with `shared` blocks, held by reference; None where a slot or blocks are lacking."""
         own = self._pool.allocate(self.partition, num_blocks - len(shared)) if self._free_slots else None
         if own is None:
             return None
         self._pool.retain(self.partition, shared)
-        return self.seat(sequence, shared + own)
+        return self.occupy(sequence, shared + own)
 
-    def enter_behind(self, sequence: Sequence, num_blocks: int, found: tuple[int, ...]) -> Stay | None:
+    def enter_behind(self, sequence: Sequence, num_blocks: int, found: tuple[int, ...]) -> Occupancy | None:
         """As `enter`, beginning with blocks that the cache found; they may be free ones."""
         num_own = num_blocks - len(found)
         num_revived = self._pool.num_free_of(self.partition, found)
@@ -52,50 +52,50 @@ class Residents:
         self._cache.hold(self.partition, found)
         own = self._pool.allocate(self.partition, num_own)
         assert own is not None  # as was just seen
-        return self.seat(sequence, found + own)
+        return self.occupy(sequence, found + own)
 
-    def note(self, stay: Stay) -> tuple[int, ...]:
+    def note(self, occupancy: Occupancy) -> tuple[int, ...]:
         """Tell the cache which blocks have been completed since the last time; these blocks."""
-        num_complete = stay.num_complete_tokens // self._pool.block_size
-        if num_complete <= stay.num_noted:
+        num_complete = occupancy.num_complete_tokens // self._pool.block_size
+        if num_complete <= occupancy.num_noted:
             return ()
-        names = stay.sequence.names(num_complete, self._pool.block_size)
-        fresh = range(stay.num_noted, num_complete)
+        names = occupancy.sequence.names(num_complete, self._pool.block_size)
+        fresh = range(occupancy.num_noted, num_complete)
         for index in fresh:
-            self._cache.note(self.partition, stay.blocks[index], names[index])
-        stay.num_noted = num_complete
-        return tuple(stay.blocks[index] for index in fresh)
+            self._cache.note(self.partition, occupancy.blocks[index], names[index])
+        occupancy.num_noted = num_complete
+        return tuple(occupancy.blocks[index] for index in fresh)
 
-    def seat(self, sequence: Sequence, blocks: tuple[int, ...]) -> Stay:
-        """A stay with blocks that are held already and go over to it. The caller has seen that a slot is free."""
+    def occupy(self, sequence: Sequence, blocks: tuple[int, ...]) -> Occupancy:
+        """An occupancy with blocks that are held already and go over to it. The caller has seen that a slot is free."""
         slot = SlotId(self.partition, heapq.heappop(self._free_slots))
-        stay = Stay(sequence=sequence, slot=slot, blocks=blocks)
-        insort(self._stays, stay, key=lambda stay: stay.sequence.order)
-        return stay
+        occupancy = Occupancy(sequence=sequence, slot=slot, blocks=blocks)
+        insort(self._occupancies, occupancy, key=lambda occupancy: occupancy.sequence.order)
+        return occupancy
 
-    def leave(self, stay: Stay) -> None:
+    def leave(self, occupancy: Occupancy) -> None:
         """Give back the slot and the blocks. The last block first: it is the least likely to be asked for again."""
-        self._stays.remove(stay)
-        self._pool.release(self.partition, stay.blocks[::-1])
-        self._cache.renew(self.partition, stay.sequence.names(stay.num_noted, self._pool.block_size))
-        heapq.heappush(self._free_slots, stay.slot.index)
+        self._occupancies.remove(occupancy)
+        self._pool.release(self.partition, occupancy.blocks[::-1])
+        self._cache.renew(self.partition, occupancy.sequence.names(occupancy.num_noted, self._pool.block_size))
+        heapq.heappush(self._free_slots, occupancy.slot.index)
 
-    def grow(self, stay: Stay) -> bool:
+    def grow(self, occupancy: Occupancy) -> bool:
         """Make sure that the next token's KV has a block; False where none is free."""
-        if stay.num_computed < len(stay.blocks) * self._pool.block_size:
+        if occupancy.num_computed < len(occupancy.blocks) * self._pool.block_size:
             return True
         fresh = self._pool.allocate(self.partition, 1)
-        stay.blocks += fresh or ()
+        occupancy.blocks += fresh or ()
         return fresh is not None
 
     def is_draining(self) -> bool:
-        """Whether some stay ends as soon as its launched steps have completed."""
-        return any(stay.is_draining for stay in self._stays)
+        """Whether some occupancy ends as soon as its launched steps have completed."""
+        return any(occupancy.is_draining for occupancy in self._occupancies)
 
     @property
     def is_empty(self) -> bool:
-        return not self._stays
+        return not self._occupancies
 
-    def running(self) -> list[Stay]:
+    def running(self) -> list[Occupancy]:
         """Those that still schedule steps, oldest first."""
-        return [stay for stay in self._stays if stay.is_running]
+        return [occupancy for occupancy in self._occupancies if occupancy.is_running]

@@ -1,14 +1,14 @@
-"""The decode side of handoffs: what is reserved, which slots are granted, what landed, who may join the batch.
+"""The decode side of handoffs: what is reserved, which cells are granted, what landed, who may join the batch.
 
 A pure state machine, so that a model check and a simulator run the very object that serves. One verb per event; each
 decides and returns what to send and to do. Two resources are held, each a `BlockPool`: the final blocks of a prompt
-(leased until it joins) and slots of the landing slab (leased while granted, used while being copied out). Rules:
+(leased until it joins) and cells of the landing slab (leased while granted, used while being copied out). Rules:
 
-- A slot counts as written only by a manifest of the reserved writer's epoch that names the slot's present grant.
+- A cell counts as written only by a manifest of the reserved writer's epoch that names the cell's present grant.
 - Only a private copy that matches its checksums is landed; one that does not fails the handoff.
 - A request joins once, when it was started and its last missing block landed.
 - Every reservation has a lease. Giving one up frees its blocks, which nobody but the local device thread writes, in
-  launch order, and puts slots whose grants are out in quarantine.
+  launch order, and puts cells whose grants are out in quarantine.
 
 Left out: whose prefix is cached (the caller names the held blocks), retries, and the batch itself.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.handoff.messages import (
     Cause,
-    Copy,
+    CopyOut,
     Credits,
     DecodeAction,
     Failed,
@@ -42,7 +42,7 @@ class DecodeSideConfig:
     lease_s: float
     quarantine_s: float
     retry_after_s: float
-    max_slots_per_handoff: int
+    max_cells_per_handoff: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class _Reservation:
     own_blocks: tuple[int, ...]
     lease_end_s: float
     missing: set[int]  # blocks of the prompt that have not landed
-    granted: dict[int, int] = field(default_factory=dict)  # slot -> number of its grant, not yet named by a manifest
+    granted: dict[int, int] = field(default_factory=dict)  # cell -> number of its grant, not yet named by a manifest
     num_copying: int = 0
     tokens: tuple[int, ...] | None = None  # set by Start
 
@@ -63,7 +63,7 @@ class _Reservation:
 
     def accepts(self, manifest: Manifest) -> bool:
         """Whether the reserved writer says this about grants that are out."""
-        granted = all(self.granted.get(grant.slot) == grant.number for grant in manifest.grants)
+        granted = all(self.granted.get(grant.cell) == grant.number for grant in manifest.grants)
         epochs = manifest.writer_epoch, manifest.target_epoch
         return granted and epochs == (self.reserve.writer_epoch, self.target.epoch)
 
@@ -75,7 +75,7 @@ class _Copying:
 
 
 class DecodeSide:
-    """The handoffs that one process receives. `slab` counts the landing slab's slots, one block each."""
+    """The handoffs that one process receives. `slab` counts the landing slab's cells, one block each."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class DecodeSide:
     def reserve(
         self, reserve: Reserve, partition: int, held_blocks: tuple[int, ...], now_s: float
     ) -> Target | Overloaded | None:
-        """Hold the blocks of the whole prompt, and a slot at least if any is to move; or nothing.
+        """Hold the blocks of the whole prompt, and a cell at least if any is to move; or nothing.
 
         `held_blocks` are kept blocks that begin the prompt, used or free. Where they are all of it, the last manifest
         names none. None for a handoff that has joined; asked twice, it answers with the same target.
@@ -133,12 +133,12 @@ class DecodeSide:
         held = held_blocks[:num_blocks]
         num_missing = num_blocks - len(held)
         self._pool.hold(partition, held)
-        has_slot = num_missing == 0 or self._slab.num_free(partition) > 0
-        own = self._pool.lease(partition, num_missing) if has_slot else None
+        has_cell = num_missing == 0 or self._slab.num_free(partition) > 0
+        own = self._pool.lease(partition, num_missing) if has_cell else None
         if own is None:
             self._pool.release(partition, held[::-1])
             return Overloaded(handoff=reserve.handoff, retry_after_s=self.config.retry_after_s)
-        grants = self._grant(partition, min(num_missing, self.config.max_slots_per_handoff))
+        grants = self._grant(partition, min(num_missing, self.config.max_cells_per_handoff))
         lease_s = min(self.config.lease_s, reserve.deadline_s)
         target = self._target(reserve, partition, num_blocks, len(held), grants, lease_s)
         self._reservations[reserve.handoff] = _Reservation(
@@ -148,34 +148,34 @@ class DecodeSide:
             own_blocks=own,
             lease_end_s=now_s + lease_s,
             missing=set(range(len(held), num_blocks)),
-            granted={grant.slot: grant.number for grant in grants},
+            granted={grant.cell: grant.number for grant in grants},
         )
         return target
 
     def landed(self, manifest: Manifest, now_s: float) -> tuple[DecodeAction, ...]:
-        """Slots were written. A manifest that is stale, doubled or of another epoch is nobody's and changes nothing."""
+        """Cells were written. A manifest that is stale, doubled or of another epoch is nobody's and changes nothing."""
         reservation = self._reservations.get(manifest.handoff)
         if reservation is None or not reservation.accepts(manifest):
             return ()
-        slots = tuple(grant.slot for grant in manifest.grants)
-        is_paired = 0 < len(slots) == len(set(slots)) == len(set(manifest.blocks))
+        cells = tuple(grant.cell for grant in manifest.grants)
+        is_paired = 0 < len(cells) == len(set(cells)) == len(set(manifest.blocks))
         if not is_paired or not reservation.missing.issuperset(manifest.blocks):
             return self._fail(reservation, Cause.CORRUPT, now_s)
-        for slot in slots:
-            del reservation.granted[slot]
+        for cell in cells:
+            del reservation.granted[cell]
         partition = reservation.target.partition
-        self._slab.land(partition, slots)
-        reservation.num_copying += len(slots)
+        self._slab.land(partition, cells)
+        reservation.num_copying += len(cells)
         ticket = next(self._tickets)
         self._copying[ticket] = _Copying(reservation, manifest)
-        return (Copy(ticket=ticket, partition=partition, slots=slots, checksums=manifest.checksums),)
+        return (CopyOut(ticket=ticket, partition=partition, cells=cells, checksums=manifest.checksums),)
 
     def verified(self, ticket: int, is_intact: bool, now_s: float) -> tuple[DecodeAction, ...]:
-        """The slots of a Copy were copied out, and the copy was compared with its checksums."""
+        """The cells of a CopyOut were copied out, and the copy was compared with its checksums."""
         copying = self._copying.pop(ticket)
         reservation, manifest = copying.reservation, copying.manifest
         partition = reservation.target.partition
-        self._slab.release(partition, [grant.slot for grant in manifest.grants])
+        self._slab.release(partition, [grant.cell for grant in manifest.grants])
         reservation.num_copying -= len(manifest.grants)
         if self._reservations.get(manifest.handoff) is not reservation:
             return ()  # given up meanwhile
@@ -248,17 +248,17 @@ class DecodeSide:
             lease_s=lease_s,
         )
 
-    def _grant(self, partition: int, max_slots: int) -> tuple[Grant, ...]:
-        slots = self._slab.lease(partition, min(max_slots, self._slab.num_free(partition)))
-        return tuple(Grant(slot, next(self._grant_numbers)) for slot in slots or ())
+    def _grant(self, partition: int, max_cells: int) -> tuple[Grant, ...]:
+        cells = self._slab.lease(partition, min(max_cells, self._slab.num_free(partition)))
+        return tuple(Grant(cell, next(self._grant_numbers)) for cell in cells or ())
 
     def _credit(self, reservation: _Reservation, num_returned: int) -> tuple[Credits, ...]:
-        """As many slots as came back, where that many blocks still lack one: nobody's last slot is taken away."""
+        """As many cells as came back, where that many blocks still lack one: nobody's last cell is taken away."""
         num_lacking = len(reservation.missing) - len(reservation.granted) - reservation.num_copying
         grants = self._grant(reservation.target.partition, min(num_returned, num_lacking))
         if not grants:
             return ()
-        reservation.granted |= {grant.slot: grant.number for grant in grants}
+        reservation.granted |= {grant.cell: grant.number for grant in grants}
         return (Credits(handoff=reservation.reserve.handoff, target_epoch=self.epoch, grants=grants),)
 
     def _join(self, reservation: _Reservation) -> tuple[Join, ...]:
@@ -285,7 +285,7 @@ class DecodeSide:
     def _give_up(self, reservation: _Reservation, now_s: float) -> None:
         handoff, partition = reservation.reserve.handoff, reservation.target.partition
         del self._reservations[handoff]
-        slots = tuple(reservation.granted)
-        self._quarantine.add(handoff, reservation.reserve.writer_epoch, partition, slots, now_s)
+        cells = tuple(reservation.granted)
+        self._quarantine.add(handoff, reservation.reserve.writer_epoch, partition, cells, now_s)
         self._pool.land(partition, reservation.own_blocks)
         self._pool.release(partition, reservation.block_table[::-1])

@@ -2,7 +2,7 @@
 
 A handoff moves one request's KV from the worker that prefills it to the one that decodes it: reserve, publish, land,
 start. Stands apart from `prefill`, `decode` and `gateway` because it is all that they share. Every
-identity is complete in itself: a handoff is 128 random bits, an epoch is drawn when a process starts, and a slab slot
+identity is complete in itself: a handoff is 128 random bits, an epoch is drawn when a process starts, and a slab cell
 is named together with the number of its grant, so that a message that comes late, twice or from a former process is
 told by what it says. Times are durations. Left out: the tokens of decode, whose order the stream keeps, and the wire.
 """
@@ -28,9 +28,9 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Leave to write once into a slot of the decode side's slab. Numbers never repeat within its epoch."""
+    """Leave to write once into a cell of the decode side's slab. Numbers never repeat within its epoch."""
 
-    slot: int
+    cell: int
     number: int
 
 
@@ -78,10 +78,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """P to gateway (Chunk) and on to D (Landed): these blocks of the prompt were written into these slots.
+    """P to gateway (Chunk) and on to D (Landed): these blocks of the prompt were written into these cells.
 
     `blocks`, `grants` and `checksums` are parallel; blocks count from the prompt's start. Checksums are of the bytes as
-    P staged them, one slot each. Only the last manifest of a prompt that D holds already names none.
+    P staged them, one cell each. Only the last manifest of a prompt that D holds already names none.
     """
 
     handoff: bytes
@@ -95,7 +95,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credits:
-    """D to gateway and on to P: further slots to write into."""
+    """D to gateway and on to P: further cells to write into."""
 
     handoff: bytes
     target_epoch: int
@@ -160,8 +160,8 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """P: copy pages into source slots, (block, slot) each, on the device thread; answer with `staged(ticket)`."""
+class CopyIn:
+    """P: copy pages into source cells, (block, cell) each, on the device thread; answer with `staged(ticket)`."""
 
     ticket: int
     partition: int
@@ -170,11 +170,11 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """P: send source slots into granted slots, pairwise; answer with `written` or `write_failed`."""
+    """P: send source cells into granted cells, pairwise; answer with `written` or `write_failed`."""
 
     ticket: int
     partition: int
-    slots: tuple[int, ...]
+    cells: tuple[int, ...]
     target: Target
     grants: tuple[Grant, ...]
 
@@ -187,12 +187,12 @@ class Stop:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copy:
-    """D: copy these slots out, compare the copy with the checksums, answer with `verified(ticket, ...)`."""
+class CopyOut:
+    """D: copy these cells out, compare the copy with the checksums, answer with `verified(ticket, ...)`."""
 
     ticket: int
     partition: int
-    slots: tuple[int, ...]
+    cells: tuple[int, ...]
     checksums: tuple[int, ...]
 
 
@@ -227,5 +227,5 @@ type ToPrefill = Run | Credits | Cancel
 type ToDecode = Reserve | Manifest | Start | Cancel | Drained
 type FromPrefill = Manifest | FirstTokens | Drained | Failed
 type FromDecode = Target | Overloaded | Credits | Failed | Finished
-type PrefillAction = FromPrefill | Stage | Write | Stop
-type DecodeAction = Credits | Failed | Copy | Land | Join | Leave
+type PrefillAction = FromPrefill | CopyIn | Write | Stop
+type DecodeAction = Credits | Failed | CopyOut | Land | Join | Leave

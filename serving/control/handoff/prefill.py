@@ -1,11 +1,11 @@
 """The prefill side of handoffs: which finished blocks may be published now, and what must be held until they are.
 
 A pure state machine with one verb per event. A finished block waits in its handoff's queue, its pages held by
-reference, until there is a grant to write into and a free slot of the own slab to stage it in; then it is staged,
+reference, until there is a grant to write into and a free cell of the own slab to stage it in; then it is staged,
 written, and named in a manifest. Rules:
 
 - Every grant is used once, whatever is said twice.
-- Pages are held until they are staged, a source slot until its write has ended; where a write failed, quarantine.
+- Pages are held until they are staged, a source cell until its write has ended; where a write failed, quarantine.
 - `Drained` is said only when no write is under way and none failed: a failed write may still arrive.
 
 Left out: the prefill itself, checksums, and the order among requests, which is that of their arrival.
@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.handoff.messages import (
     Cause,
+    CopyIn,
     Credits,
     Drained,
     Failed,
     Grant,
     Manifest,
     PrefillAction,
-    Stage,
     Stop,
     Target,
     Write,
@@ -51,12 +51,12 @@ class _Run:
 class _Publishing:
     run: _Run
     pieces: tuple[tuple[int, int], ...]
-    slots: tuple[int, ...]
+    cells: tuple[int, ...]
     grants: tuple[Grant, ...]
 
 
 class PrefillSide:
-    """The handoffs that one process sends. `slab` counts the staging slab's slots, one block each."""
+    """The handoffs that one process sends. `slab` counts the staging slab's cells, one block each."""
 
     def __init__(
         self,
@@ -127,31 +127,31 @@ class PrefillSide:
             return ()
         fresh = [grant for grant in credits.grants if grant.number not in run.grants_seen]
         if len(run.grants_seen) + len(fresh) > run.target.num_blocks:
-            return self._fail(run, Cause.CORRUPT)  # nobody grants more slots than there are blocks
+            return self._fail(run, Cause.CORRUPT)  # nobody grants more cells than there are blocks
         run.grants_seen |= {grant.number for grant in fresh}
         run.grants.extend(fresh)
         return self._publish()
 
     def staged(self, ticket: int) -> tuple[PrefillAction, ...]:
-        """The pages of a Stage were copied out."""
+        """The pages of a CopyIn were copied out."""
         piece = self._publishing[ticket]
         run = piece.run
         self._pool.release(run.partition, [block for _, block in piece.pieces])
         if run.is_aborted:
             return self._end(ticket)
-        write = Write(ticket=ticket, partition=run.partition, slots=piece.slots, target=run.target, grants=piece.grants)
+        write = Write(ticket=ticket, partition=run.partition, cells=piece.cells, target=run.target, grants=piece.grants)
         return (write,)
 
     def written(self, ticket: int, checksums: tuple[int, ...]) -> tuple[PrefillAction, ...]:
-        """A Write arrived; `checksums` are of the source slots as they were staged."""
+        """A Write arrived; `checksums` are of the source cells as they were staged."""
         piece = self._publishing[ticket]
         return (*self._announce(piece.run, piece, checksums), *self._end(ticket))
 
     def write_failed(self, ticket: int, now_s: float) -> tuple[PrefillAction, ...]:
-        """A Write failed or timed out, and may yet arrive: the handoff fails, the source slots go in quarantine."""
+        """A Write failed or timed out, and may yet arrive: the handoff fails, the source cells go in quarantine."""
         piece = self._publishing.pop(ticket)
         run, handoff = piece.run, piece.run.target.handoff
-        self._quarantine.add(handoff, self.epoch, run.partition, piece.slots, now_s)
+        self._quarantine.add(handoff, self.epoch, run.partition, piece.cells, now_s)
         run.num_publishing -= 1
         run.is_tainted = True
         failed = () if run.is_aborted else self._fail(run, Cause.WRITE_FAILED)
@@ -182,22 +182,22 @@ class PrefillSide:
     # ---- decisions
 
     def _publish(self) -> tuple[PrefillAction, ...]:
-        """Every piece that has its blocks, a grant each and a source slot each now."""
+        """Every piece that has its blocks, a grant each and a source cell each now."""
         stages = [self._stage(run) for run in self._runs.values()]
         return tuple(stage for stage in stages if stage is not None)
 
-    def _stage(self, run: _Run) -> Stage | None:
+    def _stage(self, run: _Run) -> CopyIn | None:
         num = min(len(run.queue), len(run.grants), self._slab.num_free(run.partition))
-        slots = self._slab.lease(run.partition, num) if num else None
-        if slots is None:
+        cells = self._slab.lease(run.partition, num) if num else None
+        if cells is None:
             return None
-        pieces = tuple(run.queue.popleft() for _ in slots)
-        grants = tuple(run.grants.popleft() for _ in slots)
+        pieces = tuple(run.queue.popleft() for _ in cells)
+        grants = tuple(run.grants.popleft() for _ in cells)
         ticket = next(self._tickets)
-        self._publishing[ticket] = _Publishing(run=run, pieces=pieces, slots=slots, grants=grants)
+        self._publishing[ticket] = _Publishing(run=run, pieces=pieces, cells=cells, grants=grants)
         run.num_publishing += 1
-        pairs = tuple((block, slot) for (_, block), slot in zip(pieces, slots, strict=True))
-        return Stage(ticket=ticket, partition=run.partition, pairs=pairs)
+        pairs = tuple((block, cell) for (_, block), cell in zip(pieces, cells, strict=True))
+        return CopyIn(ticket=ticket, partition=run.partition, pairs=pairs)
 
     def _announce(
         self, run: _Run, piece: _Publishing | None = None, checksums: tuple[int, ...] = ()
@@ -221,10 +221,10 @@ class PrefillSide:
         return (manifest,)
 
     def _end(self, ticket: int) -> tuple[PrefillAction, ...]:
-        """A piece is over, and nothing reads its source slots any more."""
+        """A piece is over, and nothing reads its source cells any more."""
         piece = self._publishing.pop(ticket)
-        self._slab.land(piece.run.partition, piece.slots)
-        self._slab.release(piece.run.partition, piece.slots)
+        self._slab.land(piece.run.partition, piece.cells)
+        self._slab.release(piece.run.partition, piece.cells)
         piece.run.num_publishing -= 1
         return (*self._drained(piece.run), *self._publish())
 

@@ -1,6 +1,6 @@
-"""Slab slots that a transfer given up may still touch, and when they may be used again.
+"""Slab cells that a transfer given up may still touch, and when they may be used again.
 
-Shared by both sides: D's slots may still be written, P's may still be read. They come back as soon as the writer says
+Shared by both sides: D's cells may still be written, P's may still be read. They come back as soon as the writer says
 that nothing of the handoff is under way, and otherwise `quarantine_s` after they were given up or after the writer's
 process was seen to be gone, whichever is later. Nothing fences a remote write, so that time proves nothing: safety
 rests on checking a private copy, and quarantine only spares needless mismatches.
@@ -17,20 +17,20 @@ class _Held:
     handoff: bytes
     writer_epoch: int
     partition: int
-    slots: tuple[int, ...]
+    cells: tuple[int, ...]
     until_s: float
 
 
-type OnRestore = Callable[[int, tuple[int, ...]], None]  # the partition and its slots
+type OnRestore = Callable[[int, tuple[int, ...]], None]  # the partition and its cells
 
 
-def keep(partition: int, slots: tuple[int, ...]) -> None:
-    """What slots hold is of no concern."""
-    del partition, slots
+def keep(partition: int, cells: tuple[int, ...]) -> None:
+    """What cells hold is of no concern."""
+    del partition, cells
 
 
 class Quarantine:
-    """`on_restore` is told which slots are about to come back, while nobody else has them."""
+    """`on_restore` is told which cells are about to come back, while nobody else has them."""
 
     def __init__(self, slab: BlockPool, quarantine_s: float, on_restore: OnRestore = keep):
         self._on_restore = on_restore
@@ -41,13 +41,13 @@ class Quarantine:
     def holds(self, handoff: bytes) -> bool:
         return any(held.handoff == handoff for held in self._held)
 
-    def add(self, handoff: bytes, writer_epoch: int, partition: int, slots: tuple[int, ...], now_s: float) -> None:
-        """`slots` are leased."""
-        if slots:
-            self._slab.quarantine(partition, slots)
+    def add(self, handoff: bytes, writer_epoch: int, partition: int, cells: tuple[int, ...], now_s: float) -> None:
+        """`cells` are leased."""
+        if cells:
+            self._slab.quarantine(partition, cells)
             until_s = now_s + self._quarantine_s
             self._held.append(
-                _Held(handoff=handoff, writer_epoch=writer_epoch, partition=partition, slots=slots, until_s=until_s)
+                _Held(handoff=handoff, writer_epoch=writer_epoch, partition=partition, cells=cells, until_s=until_s)
             )
 
     def drained(self, handoff: bytes, writer_epoch: int) -> None:
@@ -65,5 +65,5 @@ class Quarantine:
     def _restore(self, ended: list[_Held]) -> None:
         for held in ended:
             self._held.remove(held)
-            self._on_restore(held.partition, held.slots)
-            self._slab.restore(held.partition, held.slots)
+            self._on_restore(held.partition, held.cells)
+            self._slab.restore(held.partition, held.cells)

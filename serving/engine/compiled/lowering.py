@@ -18,7 +18,7 @@ from moonshard.serving.config.keys import Config, rules_of
 from moonshard.serving.engine.loading import (
     DEFAULT_MAX_CONTEXT_TOKENS,
     backend_for,
-    place_of,
+    shard_of,
     split_stages,
     step_shapes,
 )
@@ -26,7 +26,7 @@ from moonshard.serving.engine.stage import Blueprint, StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.budget import StageBudget, budget
 from moonshard.sharding.mesh import build_mesh
-from moonshard.sharding.place import Place
+from moonshard.sharding.shard import Shard
 
 DTYPE, ITEM_BYTES = "bfloat16", 2
 INT_BYTES = LOGIT_BYTES = 4
@@ -52,16 +52,16 @@ class LoweredStage:
     counted: StepBytes  # by the budget
 
 
-def abstract_stages(model: kimi.KimiConfig, place: Place, dtype: str) -> Iterator[StageModel]:
+def abstract_stages(model: kimi.KimiConfig, shard: Shard, dtype: str) -> Iterator[StageModel]:
     """The stages of a worker, with shapes for weights. MeshError as `lower_stages`."""
-    for index, layers in enumerate(split_stages(model, place)):
-        mesh = build_mesh(place.mesh, index)
+    for index, layers in enumerate(split_stages(model, shard)):
+        mesh = build_mesh(shard.mesh, index)
         yield StageModel(
             config=model,
             layers=layers,
-            weights=weights.abstract(kimi.declare(model, layers), dtype, mesh, place.rules),
+            weights=weights.abstract(kimi.declare(model, layers), dtype, mesh, shard.rules),
             mesh=mesh,
-            place=place,
+            shard=shard,
             backend=backend_for(mesh.devices.flat[0].platform),
         )
 
@@ -72,13 +72,13 @@ def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iter
     Raises:
         MeshError: the model cannot be cut so, or there are too few devices.
     """
-    place = place_of(config, role)
+    shard = shard_of(config, role)
     shapes = step_shapes(config, min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS), role)
     is_prefill = role == "prefill"
     kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
     num_blocks, block_size = shapes.slots_per_partition * shapes.blocks_per_sequence, config.kv.block_size
-    budgets = budget(pieces(model, "bf16"), place.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
-    for stage, its_budget in zip(abstract_stages(model, place, DTYPE), budgets, strict=True):
+    budgets = budget(pieces(model, "bf16"), shard.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
+    for stage, its_budget in zip(abstract_stages(model, shard, DTYPE), budgets, strict=True):
         blueprint = Blueprint(stage, shapes, blocks_per_partition=num_blocks, block_size=block_size, dtype=DTYPE)
         program = blueprint.lower((kind, sizes[-1]))
         page_bytes = int(its_budget.kv_bytes_per_token * block_size) * num_blocks

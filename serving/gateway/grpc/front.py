@@ -21,7 +21,7 @@ from moonshard.serving.gateway.caller import metadata_value, metadata_values, re
 from moonshard.serving.gateway.grpc.chats import calls_delta, chat_prompt, tool_use
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS
 from moonshard.serving.gateway.pipeline.choice import CallsMade
-from moonshard.serving.gateway.pipeline.generation import Gateway, Placed
+from moonshard.serving.gateway.pipeline.generation import Gateway, Routed
 from moonshard.serving.gateway.pipeline.model import PromptLimit
 from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 
@@ -81,9 +81,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     await context.write(pb.GenerateResponse(delta=event))
                 elif isinstance(event, CallsMade):
                     await context.write(pb.GenerateResponse(delta=calls_delta(event)))
-                elif isinstance(event, Placed) and is_placed:
+                elif isinstance(event, Routed) and is_placed:
                     context.set_trailing_metadata(tuple(event.headers().items()))
-                elif isinstance(event, Placed):
+                elif isinstance(event, Routed):
                     await context.send_initial_metadata(tuple(event.headers().items()))
                     is_placed = True
                 elif isinstance(event, pb.TokenIds):

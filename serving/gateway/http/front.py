@@ -52,7 +52,7 @@ from moonshard.serving.gateway.openai.responses import (
 )
 from moonshard.serving.gateway.openai.unknown import UnknownFields
 from moonshard.serving.gateway.pipeline.choice import CallsMade
-from moonshard.serving.gateway.pipeline.generation import Gateway, Placed
+from moonshard.serving.gateway.pipeline.generation import Gateway, Routed
 from moonshard.serving.gateway.pipeline.model import PromptLimit
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
 from moonshard.serving.gateway.request import GenerationRequest
@@ -202,7 +202,7 @@ class HttpFront:
                     yield chunks.calls(event)
                 elif isinstance(event, pb.TokenIds):
                     chunks.set_prompt(event)
-                elif isinstance(event, Placed):
+                elif isinstance(event, Routed):
                     headers |= event.headers()
                 else:
                     yield chunks.summary(event) + DONE
@@ -212,7 +212,7 @@ class HttpFront:
             async for event in events:
                 if isinstance(event, pb.Summary):
                     return whole.body(event)
-                if isinstance(event, Placed):
+                if isinstance(event, Routed):
                     headers |= event.headers()
                 else:
                     whole.add(event)

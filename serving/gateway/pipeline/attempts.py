@@ -23,8 +23,8 @@ from moonshard.serving.gateway.failures import Failures, final_error
 from moonshard.serving.gateway.pipeline.choice import ChoiceStream
 from moonshard.serving.gateway.pipeline.handoffs import Handoff, Handoffs
 from moonshard.serving.gateway.pipeline.prefill_place import PrefillPlace
+from moonshard.serving.gateway.records.assignment import Assignment, Leg
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.placement import Leg, Placement
 from moonshard.serving.gateway.records.record import RequestRecord
 from moonshard.serving.gateway.records.spans import mark_attempt
 from moonshard.serving.gateway.workers.inbox import Arrival, Inbox
@@ -71,9 +71,9 @@ class _Attempt:
         """Where its prompt is computed."""
         return self.prefill or self.route
 
-    def placement(self) -> Placement:
+    def assignment(self) -> Assignment:
         prefill = None if self.prefill is None else _leg_of(self.prefill)
-        return Placement(attempt_id=self.run.request_id, prefill=prefill, decode=_leg_of(self.route))
+        return Assignment(attempt_id=self.run.request_id, prefill=prefill, decode=_leg_of(self.route))
 
     async def arrivals(self) -> list[Arrival]:
         """All that has come, at least one. Raises the error that ends the attempt."""
@@ -117,7 +117,7 @@ class Attempts:
             with ExitStack() as held:
                 route = await self._decode_route(run, session, failures, held)
                 attempt = self._begin(run, choices, route, session, failures, held)
-                record.sent(route.worker_index, attempt.placement())
+                record.sent(route.worker_index, attempt.assignment())
                 held.callback(self._end, attempt, record)
                 is_first = not attempt.run.resumed
                 try:

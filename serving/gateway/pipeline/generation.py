@@ -33,23 +33,23 @@ from moonshard.serving.gateway.workers.inbox import Arrival
 from moonshard.serving.gateway.workers.pool import LinkPool, ModelLimits
 from moonshard.serving.observe.spans.context import TraceContext, read_context
 
-type Event = Placed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
+type Event = Routed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
 
 DRAINING_RETRY_AFTER_S = 5.0
 OVERLOADED_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Routed:
     """Where a request's prompt is computed, and whether that is where its session was last."""
 
     worker: str
     affinity: Affinity | None  # None: it has no session
 
-    def again(self, worker: str) -> "Placed":
+    def again(self, worker: str) -> "Routed":
         """It was lost there before its first token, and has gone to that one."""
         is_moved = self.affinity == "hit" and worker != self.worker
-        return Placed(worker, "moved" if is_moved else self.affinity)
+        return Routed(worker, "moved" if is_moved else self.affinity)
 
     def headers(self) -> dict[str, str]:
         """As clients are told; over gRPC it is metadata."""
@@ -121,9 +121,9 @@ class Gateway:
         return read_context(headers) if self._traces.has_spans else None
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event]:
-        """Placed and TokenIds (the prompt), then CallsMade and Deltas, then one Summary.
+        """Routed and TokenIds (the prompt), then CallsMade and Deltas, then one Summary.
 
-        Placed again for each time that its worker is lost before the first token.
+        Routed again for each time that its worker is lost before the first token.
         Close it (`aclosing`) to cancel.
         Raises RequestError, before the first event for what is wrong with the request itself.
         """
@@ -193,7 +193,7 @@ class Gateway:
         record: RequestRecord,
         hold: PromptHold,
         trace: RequestTrace,
-    ) -> AsyncGenerator[Placed | pb.TokenIds | CallsMade | pb.Delta]:
+    ) -> AsyncGenerator[Routed | pb.TokenIds | CallsMade | pb.Delta]:
         """The prompt as soon as it was sent; then deltas until every choice has ended."""
         model, request = self.model, admission.request
         choices = [
@@ -206,13 +206,13 @@ class Gateway:
             )
             for index in range(run.n)
         ]
-        placed: Placed | None = None
+        placed: Routed | None = None
         async with aclosing(self._attempts.events(run, choices, record, request.caller.session)) as events:
             async for event in events:
                 if isinstance(event, Sent):
                     if placed is None:
                         hold.sent()
-                        placed = Placed(event.worker, event.affinity)
+                        placed = Routed(event.worker, event.affinity)
                         yield placed
                         yield pb.TokenIds(ids=run.prompt_tokens[: record.num_prompt])
                     elif not record.has_begun:

@@ -27,7 +27,7 @@ from moonshard.serving.control.request import Request
 from moonshard.serving.gateway.failures import HandoffFailed
 from moonshard.serving.gateway.workers.inbox import Arrival, Inbox
 from moonshard.serving.gateway.workers.pool import LinkPool, Route
-from moonshard.serving.gateway.workers.session import Session
+from moonshard.serving.gateway.workers.session import WorkerSession
 from moonshard.serving.wire import handoffs as handoff_wire
 
 TICK_S = 0.25
@@ -72,7 +72,7 @@ class Handoffs:
     def num_handoffs(self) -> int:
         return len(self._handoffs)
 
-    def begin(self, run: link_pb2.Run, *, prefill: Route, decode: Session, prefill_leg: ExitStack) -> Handoff:
+    def begin(self, run: link_pb2.Run, *, prefill: Route, decode: WorkerSession, prefill_leg: ExitStack) -> Handoff:
         """Reserve on `decode`, in the run's partition; the run's id becomes the handoff's.
 
         Everything that happens to the request comes through the inbox. Its caller calls `end` exactly once.
@@ -100,7 +100,7 @@ class Handoffs:
         self._tick_later()
         return handoff
 
-    def end(self, handoff: Handoff, *, decode: Session, is_finished: bool) -> None:
+    def end(self, handoff: Handoff, *, decode: WorkerSession, is_finished: bool) -> None:
         """The request has its last token, or gives up: both legs are told at once."""
         handoff_id = handoff.run.request_id
         if is_finished:
@@ -113,7 +113,7 @@ class Handoffs:
 
     # ---- what the links say
 
-    def receive(self, session: Session, message: link_pb2.WorkerMessage) -> None:
+    def receive(self, session: WorkerSession, message: link_pb2.WorkerMessage) -> None:
         match message.WhichOneof("message"):
             case "target":
                 self._target(message.target)
@@ -130,7 +130,7 @@ class Handoffs:
             case _:
                 pass  # no part of a handoff
 
-    def lost(self, session: Session) -> None:
+    def lost(self, session: WorkerSession) -> None:
         self._execute(self._side.peer_gone(session.epoch))
 
     def _target(self, target: link_pb2.Target) -> None:
@@ -151,7 +151,7 @@ class Handoffs:
             handoff.has_first_tokens = True
             self._close_prefill_leg(handoff)
 
-    def _failed(self, session: Session, failed: link_pb2.Failed) -> None:
+    def _failed(self, session: WorkerSession, failed: link_pb2.Failed) -> None:
         """A leg gave up, or turned its part down: then the request hears the worker's own words."""
         handoff = self._handoffs.get(failed.request_id)
         cause = handoff_wire.cause_from(failed)
@@ -166,7 +166,7 @@ class Handoffs:
         else:
             self._execute(self._side.failed(m.Failed(handoff=failed.request_id, epoch=session.epoch, cause=cause)))
 
-    def _refused(self, session: Session, failed: link_pb2.Failed) -> None:
+    def _refused(self, session: WorkerSession, failed: link_pb2.Failed) -> None:
         """A prefill worker that takes nothing now is as good as gone; all else is said of the request itself."""
         error = error_from_code(failed.code, failed.message, failed.field, failed.retry_after_s)
         if isinstance(error, Unavailable):

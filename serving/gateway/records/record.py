@@ -14,8 +14,8 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.codec import decode_finish_reason
 from moonshard.rpc.status import RequestError
+from moonshard.serving.gateway.records.assignment import Assignment, SentAttempt
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.placement import Placement, SentAttempt
 from moonshard.serving.gateway.records.stamps import Stamps
 from moonshard.serving.gateway.workers.inbox import Arrival
 
@@ -40,7 +40,7 @@ class RequestRecord:
         self._metrics = metrics
         self._worker: _Worker | None = None  # until it is sent
         self.attempts: list[SentAttempt] = []  # those that are over
-        self.placement: Placement | None = None  # of the last attempt, until it is sent
+        self.assignment: Assignment | None = None  # of the last attempt, until it is sent
         self._attempt_sent_ns = 0
         self._attempt_error: RequestError | None = None
         self._run = run
@@ -65,14 +65,14 @@ class RequestRecord:
             self._metrics.finished_choices.labels(*self._labels, "abort").inc(self._run.n - self._num_ended)
         self._metrics.dropped_tokens.labels(*self._labels).inc(self._num_dropped)
 
-    def sent(self, worker_index: int, placement: Placement) -> None:
+    def sent(self, worker_index: int, assignment: Assignment) -> None:
         """To that worker, which will decode it."""
-        self.placement, self._attempt_sent_ns, self._attempt_error = placement, time.perf_counter_ns(), None
+        self.assignment, self._attempt_sent_ns, self._attempt_error = assignment, time.perf_counter_ns(), None
         self.stamps.sent(self._attempt_sent_ns)
         labels = (self._metrics.model_name, str(worker_index))
         self._worker = _Worker(
             labels=labels,
-            is_moving=not placement.is_local_prefill,
+            is_moving=not assignment.is_local_prefill,
             generation_tokens=self._metrics.generation_tokens.labels(*labels),
             inter_token_s=self._metrics.inter_token_s.labels(*labels),
         )
@@ -83,11 +83,11 @@ class RequestRecord:
 
     def attempt_ended(self) -> None:
         """The attempt that was sent last is over, however it ended."""
-        if self.placement is None:
+        if self.assignment is None:
             raise RuntimeError("no attempt was sent")
         self.attempts.append(
             SentAttempt(
-                placement=self.placement,
+                assignment=self.assignment,
                 sent_ns=self._attempt_sent_ns,
                 ended_ns=time.perf_counter_ns(),
                 error=self._attempt_error,

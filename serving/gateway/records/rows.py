@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError
+from moonshard.serving.gateway.records.assignment import Leg
 from moonshard.serving.gateway.records.metrics import outcome_of
-from moonshard.serving.gateway.records.placement import Leg
 from moonshard.serving.gateway.records.record import RequestRecord
 from moonshard.serving.gateway.records.spans import RequestSpan, RequestSpans
 from moonshard.serving.gateway.records.stamps import Stamps
@@ -135,7 +135,7 @@ def _told(error: BaseException) -> str | None:
 
 
 def _attempt_id(record: RequestRecord | None) -> Row:
-    return (None,) if record is None or record.placement is None else (record.placement.attempt_id.hex(),)
+    return (None,) if record is None or record.assignment is None else (record.assignment.attempt_id.hex(),)
 
 
 def _sizes(request: GenerationRequest, record: RequestRecord | None) -> Row:
@@ -159,10 +159,10 @@ def _sizes(request: GenerationRequest, record: RequestRecord | None) -> Row:
 
 
 def _places(record: RequestRecord | None) -> Row:
-    if record is None or record.placement is None:
+    if record is None or record.assignment is None:
         return (None,) * 7
-    placement = record.placement
-    return *_leg(placement.prompt_leg), *_leg(placement.decode), placement.is_local_prefill
+    assignment = record.assignment
+    return *_leg(assignment.prompt_leg), *_leg(assignment.decode), assignment.is_local_prefill
 
 
 def _leg(leg: Leg) -> Row:

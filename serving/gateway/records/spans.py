@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 
 from moonshard.rpc import link_pb2
 from moonshard.serving.gateway.failures import HandoffFailed
+from moonshard.serving.gateway.records.assignment import SentAttempt
 from moonshard.serving.gateway.records.metrics import outcome_of
-from moonshard.serving.gateway.records.placement import SentAttempt
 from moonshard.serving.gateway.records.record import RequestRecord
 from moonshard.serving.gateway.records.stamps import Stamps
 from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest
@@ -72,24 +72,24 @@ class RequestSpan:
             yield self._attempt(number, attempt, cause)
 
     def _attempt(self, number: int, attempt: SentAttempt, cause: str | None) -> Span:
-        placement = attempt.placement
-        address, _, port = placement.decode.worker.rpartition(":")
+        assignment = attempt.assignment
+        address, _, port = assignment.decode.worker.rpartition(":")
         return Span(
             name="attempt",
             kind="client",
-            context=self.context.child(placement.attempt_id[:SPAN_ID_BYTES]),
+            context=self.context.child(assignment.attempt_id[:SPAN_ID_BYTES]),
             parent=self.context,
             begun_ns=attempt.sent_ns,
             ended_ns=attempt.ended_ns,
             attributes={
                 "server.address": address.strip("[]"),
                 "server.port": int(port),
-                "moonshard.attempt.id": placement.attempt_id.hex(),
+                "moonshard.attempt.id": assignment.attempt_id.hex(),
                 "moonshard.attempt.number": number,
-                "moonshard.prefill.worker": placement.prompt_leg.worker,
-                "moonshard.prefill.partition": placement.prompt_leg.partition,
-                "moonshard.decode.worker": placement.decode.worker,
-                "moonshard.decode.partition": placement.decode.partition,
+                "moonshard.prefill.worker": assignment.prompt_leg.worker,
+                "moonshard.prefill.partition": assignment.prompt_leg.partition,
+                "moonshard.decode.worker": assignment.decode.worker,
+                "moonshard.decode.partition": assignment.decode.partition,
                 **outcome_attributes(cause),
             },
             error=error_of(cause),

@@ -11,12 +11,12 @@ from moonshard.rpc import link_pb2
 from moonshard.serving.control.routing.prefix_index import PrefixChange, PrefixSubscriber
 from moonshard.serving.control.routing.router import Home, Reservation, Router
 from moonshard.serving.control.routing.sessions import Pins
-from moonshard.serving.gateway.workers.session import Session
+from moonshard.serving.gateway.workers.session import WorkerSession
 
 TELL_PREFIXES = link_pb2.GatewayMessage(tell_prefixes=link_pb2.TellPrefixes())
 
 
-def homes_of(session: Session) -> list[Home]:
+def homes_of(session: WorkerSession) -> list[Home]:
     """One for each partition of a worker."""
     return [Home(session.address, partition) for partition in range(session.welcome.num_partitions)]
 
@@ -28,11 +28,11 @@ class Knowledge:
         self._router = router
         self._pins = pins
         self._epochs: dict[str, int] = {}  # by address: the last one there
-        self._subscribers: dict[Session, PrefixSubscriber] = {}
-        self._asked: set[Session] = set()  # for a snapshot, which is on its way
-        self._unseen: dict[Session, deque[tuple[int, Reservation]]] = {}
+        self._subscribers: dict[WorkerSession, PrefixSubscriber] = {}
+        self._asked: set[WorkerSession] = set()  # for a snapshot, which is on its way
+        self._unseen: dict[WorkerSession, deque[tuple[int, Reservation]]] = {}
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: WorkerSession) -> None:
         """A worker is there: ask what it knows. No session was with it if it is another process than the last one."""
         homes = tuple(self._router.home_number(home) for home in homes_of(session))
         if self._epochs.get(session.address, session.epoch) != session.epoch:
@@ -44,7 +44,7 @@ class Knowledge:
         self._asked.add(session)
         session.send(TELL_PREFIXES)
 
-    def end(self, session: Session) -> None:
+    def end(self, session: WorkerSession) -> None:
         """It is lost: what it knew may be gone, and it reports nothing."""
         if (heard := self._subscribers.pop(session, None)) is not None:
             heard.gone()
@@ -53,7 +53,7 @@ class Knowledge:
         for home in homes_of(session):
             self._router.silent(home)
 
-    def prefixes(self, session: Session, message: link_pb2.WorkerMessage) -> None:
+    def prefixes(self, session: WorkerSession, message: link_pb2.WorkerMessage) -> None:
         """After a gap everything is asked for anew; what is malformed is a gap."""
         heard = self._subscribers.get(session)
         if heard is None:
@@ -77,12 +77,12 @@ class Knowledge:
         said = [PrefixChange(heard.homes[partition], name, is_known) for partition, name, is_known in rows]
         return heard.events(epoch, events.first_number, said)
 
-    def sent(self, session: Session, reservation: Reservation) -> None:
+    def sent(self, session: WorkerSession, reservation: Reservation) -> None:
         """The request of this reservation has just been sent, or its leg."""
         if (unseen := self._unseen.get(session)) is not None:
             unseen.append((session.num_sent, reservation))
 
-    def loaded(self, session: Session) -> None:
+    def loaded(self, session: WorkerSession) -> None:
         """A report came: of each partition, what is to be prefilled and, where it decodes, what is held or to come."""
         load, unseen = session.load, self._unseen.get(session)
         while unseen and unseen[0][0] <= load.num_seen:

@@ -18,7 +18,7 @@ from moonshard.rpc.door import open_stream
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, Unavailable
 from moonshard.serving.gateway.workers import trouble
-from moonshard.serving.gateway.workers.session import Session
+from moonshard.serving.gateway.workers.session import WorkerSession
 
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Worker'].full_name}/Link"
 LOST_RETRY_AFTER_S = 2.0  # a small model's worker is back by then or soon after
@@ -57,9 +57,9 @@ class LinkEvents:
     accept: Callable[[link_pb2.Welcome], FailedPrecondition | None]  # what does not fit
     on_change: Callable[["WorkerLink"], None]  # `session` is another one, or none
     on_load: Callable[["WorkerLink"], None]  # after each message of the worker
-    on_handoff: Callable[[Session, link_pb2.WorkerMessage], None]
-    on_prefixes: Callable[[Session, link_pb2.WorkerMessage], None]
-    on_lost: Callable[[Session], None]  # before its requests are failed
+    on_handoff: Callable[[WorkerSession, link_pb2.WorkerMessage], None]
+    on_prefixes: Callable[[WorkerSession, link_pb2.WorkerMessage], None]
+    on_lost: Callable[[WorkerSession], None]  # before its requests are failed
 
 
 class WorkerLink:
@@ -67,7 +67,7 @@ class WorkerLink:
 
     def __init__(self, address: str, config: LinkConfig, events: LinkEvents) -> None:
         self.address = address
-        self.session: Session | None = None
+        self.session: WorkerSession | None = None
         self.trouble = "not connected yet"
         self.num_restarts = 0  # a Welcome with another epoch than the last one's
         self.role = ""  # this and the next two outlive the session, for the metrics
@@ -131,14 +131,14 @@ class WorkerLink:
             )
         return self._events.accept(welcome)
 
-    def _begin(self, welcome: link_pb2.Welcome) -> Session:
+    def _begin(self, welcome: link_pb2.Welcome) -> WorkerSession:
         self.num_restarts += self._worker_epoch not in (b"", welcome.epoch)
         self._worker_epoch, self.num_blocks, self.role = welcome.epoch, welcome.num_blocks, welcome.role
         self._retry_s = FIRST_RETRY_S
         if self._logged:  # said as loudly as the trouble was
             logger.warning("worker %s: connected again", self.address)
             self._logged = ""
-        self.session = Session(
+        self.session = WorkerSession(
             address=self.address,
             welcome=welcome,
             on_handoff=self._events.on_handoff,
@@ -147,7 +147,7 @@ class WorkerLink:
         self._events.on_change(self)
         return self.session
 
-    async def _read_all(self, call: grpc.aio.StreamStreamCall, session: Session) -> None:
+    async def _read_all(self, call: grpc.aio.StreamStreamCall, session: WorkerSession) -> None:
         while True:
             message = await _read(call)
             session.receive(message)
@@ -184,13 +184,13 @@ async def _read(call: grpc.aio.StreamStreamCall) -> link_pb2.WorkerMessage:
     raise Unavailable(await call.details() or "the worker ended the stream")
 
 
-async def _write_all(call: grpc.aio.StreamStreamCall, session: Session) -> None:
+async def _write_all(call: grpc.aio.StreamStreamCall, session: WorkerSession) -> None:
     """A failed write needs no report: the read beside it fails with the reason."""
     while True:
         await call.write(await session.outgoing.get())
 
 
-async def _watch(session: Session, silence_s: float) -> None:
+async def _watch(session: WorkerSession, silence_s: float) -> None:
     """Raises Unavailable when no message came for `silence_s`, or an eighth more."""
     num_silent = 0
     while num_silent < SILENT_TICKS:

@@ -24,7 +24,7 @@ from moonshard.serving.control.routing.sessions import Pins
 from moonshard.serving.control.routing.ttft import TtftModel
 from moonshard.serving.gateway.workers.knowledge import Knowledge, homes_of
 from moonshard.serving.gateway.workers.link import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
-from moonshard.serving.gateway.workers.session import Session
+from moonshard.serving.gateway.workers.session import WorkerSession
 
 PREFILL_ROLES = frozenset({"prefill"})
 DECODE_ROLES = frozenset({"both", "decode"})
@@ -48,7 +48,7 @@ class Route:
     """Where a request goes, or a leg of it."""
 
     worker_index: int
-    session: Session
+    session: WorkerSession
     partition: int
     reservation: Reservation
 
@@ -57,11 +57,11 @@ class Route:
 class _Fleet:
     """Workers to choose among."""
 
-    sessions: Mapping[str, Session]  # by address
+    sessions: Mapping[str, WorkerSession]  # by address
     homes: tuple[Home, ...]
 
     @classmethod
-    def of(cls, sessions: Iterable[Session]) -> "_Fleet":
+    def of(cls, sessions: Iterable[WorkerSession]) -> "_Fleet":
         by_address = {session.address: session for session in sessions}
         return cls(by_address, tuple(home for session in by_address.values() for home in homes_of(session)))
 
@@ -86,8 +86,8 @@ class LinkPool:
         policy: PolicyName = "cost",
         queue_weight: float = QUEUE_WEIGHT,
     ) -> None:
-        self.on_handoff: Callable[[Session, link_pb2.WorkerMessage], None] = lambda _session, _message: None
-        self.on_lost: Callable[[Session], None] = lambda _session: None
+        self.on_handoff: Callable[[WorkerSession, link_pb2.WorkerMessage], None] = lambda _session, _message: None
+        self.on_lost: Callable[[WorkerSession], None] = lambda _session: None
         self._on_load = on_load
         self._pins = Pins()
         self._router = Router(queue_weight=queue_weight, pins=self._pins)
@@ -97,8 +97,8 @@ class LinkPool:
         self._ready, self._not_ready, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._not_ready.set()
         self.limits: ModelLimits | None = None  # while no worker is there
-        self._by_epoch: dict[int, Session] = {}
-        self._routable: dict[str, Session] = {}  # by address: those that are there and not draining
+        self._by_epoch: dict[int, WorkerSession] = {}
+        self._routable: dict[str, WorkerSession] = {}  # by address: those that are there and not draining
         self._least_ttft: tuple[float, float | None] = (-math.inf, None)  # when that was, and what
         self._fleets: dict[frozenset[str], _Fleet] = {}
         config = LinkConfig(
@@ -166,7 +166,7 @@ class LinkPool:
         """Whether some worker has said that it has this block."""
         return bool(self._router.index.num_known([name]))
 
-    def session_of(self, epoch: int) -> Session | None:
+    def session_of(self, epoch: int) -> WorkerSession | None:
         """The session with that process, if there is one now."""
         return self._by_epoch.get(epoch)
 
@@ -270,7 +270,7 @@ class LinkPool:
             self._fleets[roles] = _Fleet.of(s for s in self._routable.values() if s.role in roles)
         return self._fleets[roles]
 
-    def _sessions(self) -> list[Session]:
+    def _sessions(self) -> list[WorkerSession]:
         return [link.session for link in self.links if link.session is not None]
 
     def _misfit(self, welcome: link_pb2.Welcome) -> FailedPrecondition | None:
@@ -289,10 +289,10 @@ class LinkPool:
             return FailedPrecondition(f"not routed to, the same process as at {double.address}", field="epoch")
         return None
 
-    def _hand_over(self, session: Session, message: link_pb2.WorkerMessage) -> None:
+    def _hand_over(self, session: WorkerSession, message: link_pb2.WorkerMessage) -> None:
         self.on_handoff(session, message)  # whoever has set it since
 
-    def _lost(self, session: Session) -> None:
+    def _lost(self, session: WorkerSession) -> None:
         del self._by_epoch[session.epoch]
         self._ttft.forget(session.address)
         self._knowledge.end(session)
@@ -325,7 +325,7 @@ class LinkPool:
         self._changed = asyncio.Event()
 
 
-def _routable(link: WorkerLink) -> Session | None:
+def _routable(link: WorkerLink) -> WorkerSession | None:
     """Its session, if it can be routed to."""
     return None if link.session is None or link.session.load.draining else link.session
 

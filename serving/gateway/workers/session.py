@@ -18,13 +18,13 @@ NUM_AT_A_TIME = 16  # outputs of a step
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Session:
+class WorkerSession:
     """Compared by identity: a worker that came back has another one, with the same epoch or not."""
 
     address: str
     welcome: link_pb2.Welcome
-    on_handoff: Callable[["Session", link_pb2.WorkerMessage], None]
-    on_prefixes: Callable[["Session", link_pb2.WorkerMessage], None] = lambda _session, _message: None
+    on_handoff: Callable[["WorkerSession", link_pb2.WorkerMessage], None]
+    on_prefixes: Callable[["WorkerSession", link_pb2.WorkerMessage], None] = lambda _session, _message: None
     load: link_pb2.WorkerLoad = field(default_factory=link_pb2.WorkerLoad)
     outgoing: asyncio.Queue[link_pb2.GatewayMessage] = field(default_factory=asyncio.Queue)
     inboxes: dict[bytes, Inbox] = field(default_factory=dict)

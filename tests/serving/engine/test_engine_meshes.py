@@ -9,9 +9,9 @@ from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.request import Request, Sampling
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.engine import Engine
-from moonshard.sharding.place import ALONE, Place
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import ALONE, Shard
 from tests.agreement import LOGIT_TOLERANCE, assert_drawn_from, reference
 from tests.engine_room import Run, an_engine, long_text, prepared, programs, serve, until_idle
 from tests.sizes import BLOCK_SIZE, NUM_BLOCKS
@@ -50,7 +50,7 @@ def requests() -> list[Request]:
 
 @pytest.mark.parametrize(("mesh", "rules"), ALL, ids=lambda each: str(each).split("(")[0])
 def test_every_partition_draws_the_tokens_of_one_device(mesh: MeshShape, rules: Rules):
-    run = serve(requests(), place=Place(mesh=mesh, rules=rules))
+    run = serve(requests(), shard=Shard(mesh=mesh, rules=rules))
     for request in requests():
         for choice in range(request.n):
             assert len(run.of(request, choice)) == 20
@@ -74,7 +74,7 @@ def test_partitions_too_small_for_their_requests_preempt_and_draw_the_same(mesh:
         if run.num_steps == 8:
             engine.cancel(cancelled.id)
 
-    run = serve(asked, num_blocks=12, place=Place(mesh=mesh, rules=rules), on_step=cancel)
+    run = serve(asked, num_blocks=12, shard=Shard(mesh=mesh, rules=rules), on_step=cancel)
     assert run.num_preemptions >= mesh.num_partitions
     assert cancelled.id not in {sequence.request_id for sequence in run.finish}
     for request in staying:
@@ -84,29 +84,29 @@ def test_partitions_too_small_for_their_requests_preempt_and_draw_the_same(mesh:
 
 @pytest.mark.parametrize(("mesh", "rules"), ALL, ids=lambda each: str(each).split("(")[0])
 def test_blocks_leave_and_enter_every_partition_as_they_are_on_one_device(mesh: MeshShape, rules: Rules):
-    place = Place(mesh=mesh, rules=rules)
+    shard = Shard(mesh=mesh, rules=rules)
     alone = asyncio.run(_prefilled(ALONE, 0))
     for partition in range(mesh.num_partitions):
-        found = asyncio.run(_prefilled(place, partition))
+        found = asyncio.run(_prefilled(shard, partition))
         assert np.abs(found - alone).max() < LOGIT_TOLERANCE
-        assert np.array_equal(asyncio.run(_through(place, partition, found)), found)
+        assert np.array_equal(asyncio.run(_through(shard, partition, found)), found)
 
 
 @pytest.mark.parametrize(("mesh", "rules"), ALL, ids=lambda each: str(each).split("(")[0])
 def test_nothing_compiles_while_a_mesh_serves_or_blocks_leave_and_enter(mesh: MeshShape, rules: Rules):
-    place, partition = Place(mesh=mesh, rules=rules), mesh.num_partitions - 1
-    prepared(programs(place=place))
+    shard, partition = Shard(mesh=mesh, rules=rules), mesh.num_partitions - 1
+    prepared(programs(shard=shard))
     counter = CompilationCounter()
     counter.start()
     counter.mark_serving()
-    serve(requests(), place=place)
-    asyncio.run(_through(place, partition, asyncio.run(_prefilled(place, partition))))
+    serve(requests(), shard=shard)
+    asyncio.run(_through(shard, partition, asyncio.run(_prefilled(shard, partition))))
     assert counter.num_while_serving == 0
 
 
-async def _prefilled(place: Place, partition: int) -> np.ndarray:
+async def _prefilled(shard: Shard, partition: int) -> np.ndarray:
     """The blocks of a prompt that a partition prefilled, [blocks, layers, block_size, features]."""
-    executor = programs(place=place)
+    executor = programs(shard=shard)
     blocks, run = BlockPool(executor.shapes.num_partitions, NUM_BLOCKS, BLOCK_SIZE), Run()
     engine = an_engine(executor, blocks, run.take)
     engine.start()
@@ -119,9 +119,9 @@ async def _prefilled(place: Place, partition: int) -> np.ndarray:
     return found
 
 
-async def _through(place: Place, partition: int, payload: np.ndarray) -> np.ndarray:
+async def _through(shard: Shard, partition: int, payload: np.ndarray) -> np.ndarray:
     """Landed and exported again."""
-    executor = programs(place=place)
+    executor = programs(shard=shard)
     blocks = BlockPool(executor.shapes.num_partitions, NUM_BLOCKS, BLOCK_SIZE)
     engine = an_engine(executor, blocks, lambda report: None)
     engine.start()

@@ -12,8 +12,8 @@ import pytest
 from moonshard.serving.engine.programs import Programs
 from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import Step, StepKind
-from moonshard.sharding.place import Place
 from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import Shard
 from tests.engine_room import programs
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -71,7 +71,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 async def test_the_first_stage_runs_a_step_of_other_slots_while_the_last_one_is_held_up(gate: Gate):
-    executor = programs(place=Place(mesh=MeshShape(pipe=2)))
+    executor = programs(shard=Shard(mesh=MeshShape(pipe=2)))
     for slot in (0, 1):
         executor.fetch(executor.launch(a_decode(executor, slot)))  # all is compiled now
     gate.is_open.clear()

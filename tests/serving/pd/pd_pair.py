@@ -41,7 +41,7 @@ from tests.compiled import compiled_once
 from tests.engine_room import at_first_launch
 from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS
 
-NUM_SLAB_SLOTS = 8  # fewer than a long prompt has blocks
+NUM_SLAB_CELLS = 8  # fewer than a long prompt has blocks
 LEASE_S = 30.0
 ONE_DEVICE = MeshShape()
 type Dtype = Literal["float32", "bfloat16"]
@@ -272,7 +272,7 @@ class Pair:
 async def running(
     *,
     dtype: Dtype = "float32",
-    num_slab_slots: int = NUM_SLAB_SLOTS,
+    num_slab_cells: int = NUM_SLAB_CELLS,
     transports: Callable[[], tuple[Transport, Transport]] | None = None,
     meshes: Meshes = ALONE,
     spans: tuple[WorkerSpans, WorkerSpans] | None = None,
@@ -285,8 +285,8 @@ async def running(
     make = transports or (lambda: (InprocTransport(network), InprocTransport(network)))
     prefill_end, decode_end = make()
     config = pd_config(dtype, meshes, short_share, **kv)
-    prefill = _worker(config, "prefill", prefill_end, num_slab_slots, loaded("prefill", dtype, meshes), prefill_spans)
-    decode = _worker(config, "decode", decode_end, num_slab_slots, loaded("decode", dtype, meshes), decode_spans)
+    prefill = _worker(config, "prefill", prefill_end, num_slab_cells, loaded("prefill", dtype, meshes), prefill_spans)
+    decode = _worker(config, "decode", decode_end, num_slab_cells, loaded("decode", dtype, meshes), decode_spans)
     for worker in (prefill, decode):
         worker.start()
     pair = Pair(prefill, decode)
@@ -305,14 +305,14 @@ def _worker(
     config: Config,
     role: WorkerRole,
     transport: Transport,
-    num_slab_slots: int,
+    num_slab_cells: int,
     model: LoadedModel,
     spans: WorkerSpans | None,
 ) -> Worker:
-    """`num_slab_slots` are each partition's."""
+    """`num_slab_cells` are each partition's."""
     plane = KvPlane(
         transport,
-        Slab(num_slab_slots * model.pool.num_partitions, model.block_bytes),
+        Slab(num_slab_cells * model.pool.num_partitions, model.block_bytes),
         name="inproc",
         layout=model.layout,
         fingerprint=model.fingerprint,

@@ -68,7 +68,7 @@ async def test_pages_are_bit_equal_after_landing_in_bfloat16():
 
 
 async def test_first_tokens_do_not_wait_for_the_transfer():
-    async with running(num_slab_slots=1) as pair:
+    async with running(num_slab_cells=1) as pair:
         answer = await pair.ask(run(long_text(600), 4))
         assert answer.first_tokens_came_before_last_chunk
         assert answer.phases.prefill_ms > 0
@@ -76,7 +76,7 @@ async def test_first_tokens_do_not_wait_for_the_transfer():
 
 
 async def test_a_crowd_is_prefilled_no_faster_than_slots_come_free_and_none_waits_for_the_clock():
-    async with running(num_slab_slots=64) as pair:
+    async with running(num_slab_cells=64) as pair:
         decode = pair.decode._decode
         assert decode is not None
         decode.tick = lambda: None
@@ -96,8 +96,8 @@ async def test_a_crowd_is_prefilled_no_faster_than_slots_come_free_and_none_wait
         assert most == NUM_SLOTS + 1
 
 
-async def test_the_next_is_prefilled_as_soon_as_the_one_ahead_of_its_slot_sits():
-    async with running(num_slab_slots=64) as pair:
+async def test_the_next_is_prefilled_as_soon_as_the_one_ahead_of_its_slot_has_it():
+    async with running(num_slab_cells=64) as pair:
         decode = pair.decode._decode
         assert decode is not None
         decode.tick = lambda: None

@@ -56,10 +56,10 @@ def all_held(message):
         message.run.target.num_blocks_held = message.run.target.num_blocks
 
 
-def one_slot_twice(message):
+def one_cell_twice(message):
     if message.WhichOneof("message") == "run":
         for grant in message.run.target.grants:
-            grant.slot = 0
+            grant.cell = 0
 
 
 def no_region(message):
@@ -75,10 +75,10 @@ def far_region(message):
 def far_partition(message):
     if message.WhichOneof("message") == "run":
         message.run.target.partition = 2**32 - 1
-        message.run.endpoint.num_slots = 2**32 - 1
+        message.run.endpoint.num_cells = 2**32 - 1
 
 
-@pytest.mark.parametrize("change", [more_blocks, all_held, one_slot_twice, no_region, far_region, far_partition])
+@pytest.mark.parametrize("change", [more_blocks, all_held, one_cell_twice, no_region, far_region, far_partition])
 async def test_a_target_that_cannot_be_written_ends_its_handoff_alone(change):
     async with running() as pair:
         forge(pair, to_prefill=change)
@@ -93,13 +93,13 @@ def empty_last(message):
             message.start.last.ClearField(field)
 
 
-def slot_twice(message):
+def cell_twice(message):
     if message.WhichOneof("message") == "start":
         message.start.last.grants[1].CopyFrom(message.start.last.grants[0])
 
 
-@pytest.mark.parametrize("change", [empty_last, slot_twice])
-async def test_a_manifest_of_no_blocks_or_of_one_slot_twice_is_corrupt(change):
+@pytest.mark.parametrize("change", [empty_last, cell_twice])
+async def test_a_manifest_of_no_blocks_or_of_one_cell_twice_is_corrupt(change):
     async with running() as pair:
         forge(pair, to_decode=change)
         answer = await asyncio.wait_for(pair.ask(run(long_text(30), 8)), 10)
@@ -141,7 +141,7 @@ async def test_more_grants_than_there_are_blocks_end_their_handoff():
 
         def more_grants(message):
             if message.WhichOneof("message") == "run":
-                message.run.target.grants.extend([link_pb2.Grant(slot=0, number=2**40 + i) for i in range(100)])
+                message.run.target.grants.extend([link_pb2.Grant(cell=0, number=2**40 + i) for i in range(100)])
 
         forge(pair, to_prefill=more_grants)
         answer = await asyncio.wait_for(pair.ask(run(long_text(30), 8)), 10)
@@ -190,7 +190,7 @@ async def test_pieces_of_handoffs_given_up_leave_no_checksums():
         assert not handoffs._checksums
 
 
-async def test_what_waits_on_a_link_that_goes_is_granted_no_slots():
+async def test_what_waits_on_a_link_that_goes_is_granted_no_cells():
     async with running(quarantine_s=60.0) as pair:
         runs = [run(long_text(1490), 400)]
         first = pair.begin(runs[0])

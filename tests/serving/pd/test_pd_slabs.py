@@ -32,9 +32,9 @@ async def test_after_a_handoff_neither_slab_holds_any_of_it():
         assert plane is not None
         copy_out = plane.copy_out
 
-        async def seen(partition: int, slots: Sequence[int], expected: Sequence[int]) -> np.ndarray | ChecksumMismatch:
+        async def seen(partition: int, cells: Sequence[int], expected: Sequence[int]) -> np.ndarray | ChecksumMismatch:
             written.append(not holds_nothing(pair.decode))
-            return await copy_out(partition, slots, expected)
+            return await copy_out(partition, cells, expected)
 
         plane.copy_out = seen
         answer = await pair.ask(run(long_text(300), 4))

@@ -1,4 +1,4 @@
-"""Slots of a partition in a slab of several: they are this partition's, or they are refused."""
+"""Cells of a partition in a slab of several: they are this partition's, or they are refused."""
 
 import pytest
 
@@ -6,17 +6,17 @@ from moonshard.serving.transfer.endpoint import Endpoint
 from moonshard.sharding.layout import Layout
 
 ENDPOINT = Endpoint(
-    transport="grpc", session="s", num_slots=4, regions={}, layout=Layout(version=1, groups=()), fingerprint="f"
+    transport="grpc", session="s", num_cells=4, regions={}, layout=Layout(version=1, groups=()), fingerprint="f"
 )
 
 
-def test_slots_lie_behind_those_of_the_partitions_before():
-    assert ENDPOINT.slots(0, [0, 3]).tolist() == [0, 3]
-    assert ENDPOINT.slots(2, [3, 0]).tolist() == [11, 8]
-    assert ENDPOINT.slots(1, []).tolist() == []
+def test_cells_lie_behind_those_of_the_partitions_before():
+    assert ENDPOINT.cells(0, [0, 3]).tolist() == [0, 3]
+    assert ENDPOINT.cells(2, [3, 0]).tolist() == [11, 8]
+    assert ENDPOINT.cells(1, []).tolist() == []
 
 
-@pytest.mark.parametrize("slot", [4, -1])
-def test_a_slot_that_would_be_another_partitions_is_refused(slot: int):
+@pytest.mark.parametrize("cell", [4, -1])
+def test_a_cell_that_would_be_another_partitions_is_refused(cell: int):
     with pytest.raises(ValueError, match="outside of a partition's 4"):
-        ENDPOINT.slots(1, [0, slot])
+        ENDPOINT.cells(1, [0, cell])

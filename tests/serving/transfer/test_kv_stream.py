@@ -316,8 +316,8 @@ async def test_no_message_with_a_field_spoilt_ends_otherwise_than_written_or_ref
     receiver, slab = KvStreamReceiver(), Slab(3, 4096)
     receiver.slabs.append(slab)
     first = link_pb2.KvWrite(session=f"grpc://127.0.0.1:1/{receiver.id}")
-    announced = link_pb2.KvWrite(address=slab.slot_address(2))
-    write = link_pb2.KvWrite(address=slab.slot_address(1), data=b"x" * 4096)
+    announced = link_pb2.KvWrite(address=slab.cell_address(2))
+    write = link_pb2.KvWrite(address=slab.cell_address(1), data=b"x" * 4096)
     valid, num_refused = [first, announced, write], 0
     for index, message in enumerate(valid):
         for spoilt in [*frames(message), b"\xff" * 9, b""]:
@@ -333,7 +333,7 @@ async def test_no_message_with_a_field_spoilt_ends_otherwise_than_written_or_ref
             except RequestError:
                 num_refused += 1
     assert num_refused > 20
-    assert not slab.slot(0).any()  # where none of them points to
+    assert not slab.cell(0).any()  # where none of them points to
 
 
 def test_two_receivers_never_share_a_session():

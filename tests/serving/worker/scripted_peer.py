@@ -32,7 +32,7 @@ class Writer:
     def __init__(self, endpoint: link_pb2.KvEndpoint):
         remote = endpoint_from(endpoint)
         self.epoch = secrets.token_bytes(16)
-        self._slab = Slab(NUM_SLOTS, remote.regions[0].slot_bytes)
+        self._slab = Slab(NUM_SLOTS, remote.regions[0].cell_bytes)
         self._plane = KvPlane(
             MooncakeTransport.start("127.0.0.1", config=MooncakeConfig()),
             self._slab,
@@ -42,21 +42,21 @@ class Writer:
             num_partitions=1,
         )
 
-    async def write(self, endpoint: link_pb2.KvEndpoint, target_slots: Sequence[int], damage: str = "") -> list[int]:
-        """Write random blocks into these slots; the checksums of what should be there. `damage`: what is, instead."""
-        slots = range(len(target_slots))
-        for slot in slots:
-            self._slab.slot(slot)[:] = np.frombuffer(secrets.token_bytes(self._slab.slot_bytes), np.uint8)
-        expected = list(checksums(self._slab, slots))
+    async def write(self, endpoint: link_pb2.KvEndpoint, target_cells: Sequence[int], damage: str = "") -> list[int]:
+        """Write random blocks into these cells; the checksums of what should be there. `damage`: what is, instead."""
+        cells = range(len(target_cells))
+        for cell in cells:
+            self._slab.cell(cell)[:] = np.frombuffer(secrets.token_bytes(self._slab.cell_bytes), np.uint8)
+        expected = list(checksums(self._slab, cells))
         match damage:
             case "one byte":
-                self._slab.slot(0)[-1] ^= 1
+                self._slab.cell(0)[-1] ^= 1
             case "truncated":
-                self._slab.slot(0)[self._slab.slot_bytes // 2 :] = 0
+                self._slab.cell(0)[self._slab.cell_bytes // 2 :] = 0
             case "another block":
-                self._slab.slot(0)[:] = 7
+                self._slab.cell(0)[:] = 7
         if damage != "nothing written":
-            await self._plane.publish(0, slots, endpoint_from(endpoint), 0, target_slots)
+            await self._plane.publish(0, cells, endpoint_from(endpoint), 0, target_cells)
         return expected
 
     def close(self) -> None:

@@ -18,14 +18,14 @@ from moonshard.serving.worker.decode import DecodeHandoffConfig, DecodeHandoffs
 from moonshard.serving.worker.spans import WorkerSpans
 
 NUM_PARTITIONS = 4
-NUM_SEATS = 4
+NUM_SPARE_SLOTS = 4
 BLOCK_SIZE = 16
 GROUP = KvGroup(name="kv", kind="full", num_layers=1, num_features=2, dtype="float32")
 
 
 class QuietEngine:
-    def __init__(self, num_free_seats: int):
-        self.seats = num_free_seats
+    def __init__(self, num_spare_slots: int):
+        self.spare_slots = num_spare_slots
         self.num_running = 0
 
     def check(self, request: Request, partition: int | None) -> None:
@@ -34,8 +34,8 @@ class QuietEngine:
     def num_sequences(self, partition: int) -> int:
         return self.num_running
 
-    def num_free_seats(self, partition: int) -> int:
-        return self.seats
+    def num_spare_slots(self, partition: int) -> int:
+        return self.spare_slots
 
     def num_blocks_due(self, partition: int) -> int:
         return 0
@@ -53,7 +53,7 @@ class Gateway:
 
 
 def handoffs(
-    num_partitions: int = NUM_PARTITIONS, num_free_seats: int = NUM_SEATS, queue_timeout_s: float = 20.0
+    num_partitions: int = NUM_PARTITIONS, num_spare_slots: int = NUM_SPARE_SLOTS, queue_timeout_s: float = 20.0
 ) -> tuple[DecodeHandoffs, QuietEngine]:
     layout = slab_layout([GROUP], BLOCK_SIZE)
     slab = Slab(2 * NUM_PARTITIONS, GROUP.bytes_per_token * BLOCK_SIZE)
@@ -66,9 +66,9 @@ def handoffs(
         num_partitions=num_partitions,
     )
     config = DecodeHandoffConfig(
-        lease_s=20.0, quarantine_s=60.0, max_slots_per_handoff=2, max_queued=4, queue_timeout_s=queue_timeout_s
+        lease_s=20.0, quarantine_s=60.0, max_cells_per_handoff=2, max_queued=4, queue_timeout_s=queue_timeout_s
     )
-    engine = QuietEngine(num_free_seats)
+    engine = QuietEngine(num_spare_slots)
     pool = BlockPool(num_partitions, 4, BLOCK_SIZE)
     decode = DecodeHandoffs(
         config,
@@ -93,7 +93,7 @@ def reserve(handoffs: DecodeHandoffs, number: int, gateway: Gateway, n: int = 1,
     )
 
 
-def test_a_partition_whose_slots_are_in_quarantine_is_passed_over_for_one_that_has_some():
+def test_a_partition_whose_cells_are_in_quarantine_is_passed_over_for_one_that_has_some():
     (decode, _), gateway = handoffs(), Gateway()
     for partition in range(NUM_PARTITIONS - 1):
         decode.slab.quarantine(partition, decode.slab.lease(partition, 2) or ())
@@ -101,21 +101,21 @@ def test_a_partition_whose_slots_are_in_quarantine_is_passed_over_for_one_that_h
     (said,) = gateway.heard
     assert said.target.partition == NUM_PARTITIONS - 1
     reserve(decode, 2, gateway)
-    reserve(decode, 3, gateway)  # the control: now no partition has a slot
+    reserve(decode, 3, gateway)  # the control: now no partition has a cell
     assert len(gateway.heard) == 2
 
 
 def test_a_target_says_how_long_its_reservation_waited_for_room():
-    (decode, engine), gateway = handoffs(1, num_free_seats=1), Gateway()
+    (decode, engine), gateway = handoffs(1, num_spare_slots=1), Gateway()
     asked_s = time.perf_counter()
     reserve(decode, 1, gateway)
-    engine.seats = -1
+    engine.spare_slots = -1
     before_s = time.perf_counter()
     reserve(decode, 2, gateway)
     begun_s = time.perf_counter()
     assert what(gateway) == ["target"]
     time.sleep(0.02)
-    engine.seats, ended_s = 1, time.perf_counter()
+    engine.spare_slots, ended_s = 1, time.perf_counter()
     decode.tick()
     assert what(gateway) == ["target"] * 2
     at_once_ms, later_ms = (message.target.queue_ms for message in gateway.heard)
@@ -123,8 +123,8 @@ def test_a_target_says_how_long_its_reservation_waited_for_room():
     assert (ended_s - begun_s) * 1e3 <= later_ms <= (time.perf_counter() - before_s) * 1e3
 
 
-def test_of_those_without_a_slot_one_is_reserved_for_and_the_others_are_refused_in_time():
-    (decode, _), gateway = handoffs(1, num_free_seats=0, queue_timeout_s=1e-9), Gateway()
+def test_of_those_without_a_cell_one_is_reserved_for_and_the_others_are_refused_in_time():
+    (decode, _), gateway = handoffs(1, num_spare_slots=0, queue_timeout_s=1e-9), Gateway()
     for number in range(3):
         reserve(decode, number, gateway)
     assert what(gateway) == ["target"]
@@ -133,19 +133,19 @@ def test_of_those_without_a_slot_one_is_reserved_for_and_the_others_are_refused_
     assert all(message.failed.retry_after_s for message in gateway.heard[1:])
 
 
-def test_who_waits_is_reserved_for_as_slots_come_free():
-    (decode, engine), gateway = handoffs(1, num_free_seats=0), Gateway()
+def test_who_waits_is_reserved_for_as_cells_come_free():
+    (decode, engine), gateway = handoffs(1, num_spare_slots=0), Gateway()
     for number in range(4):
         reserve(decode, number, gateway)
     for num_free in range(4):
-        engine.seats = num_free
+        engine.spare_slots = num_free
         decode.admit()
         assert what(gateway) == ["target"] * (1 + num_free)
 
 
 def test_a_partition_whose_line_is_as_long_as_may_be_stops_nobody_in_another():
     (decode, _), gateway = handoffs(), Gateway()
-    for number in range(2 + 4):  # two slots, and all that may wait
+    for number in range(2 + 4):  # two cells, and all that may wait
         reserve(decode, number, gateway, partition=0)
     reserve(decode, 6, gateway, partition=0)
     assert what(gateway) == ["target"] * 2 + ["failed"]
@@ -153,8 +153,8 @@ def test_a_partition_whose_line_is_as_long_as_may_be_stops_nobody_in_another():
     assert gateway.heard[-1].target.partition == 1
 
 
-def test_every_choice_of_a_reservation_counts_as_one_that_needs_a_slot():
-    (decode, _), gateway = handoffs(1, num_free_seats=2), Gateway()
+def test_every_choice_of_a_reservation_counts_as_one_that_needs_a_cell():
+    (decode, _), gateway = handoffs(1, num_spare_slots=2), Gateway()
     reserve(decode, 1, gateway, n=3)
     reserve(decode, 2, gateway)
     assert what(gateway) == ["target"]

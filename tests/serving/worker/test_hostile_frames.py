@@ -132,7 +132,7 @@ class Gateway:
         worker, message = self.targeted()
         self.say(worker, message)
         run = message.run
-        grants = [link_pb2.Grant(slot=0, number=10**6)]
+        grants = [link_pb2.Grant(cell=0, number=10**6)]
         credits = link_pb2.Credits(handoff=run.request_id, target_epoch=run.target.epoch, grants=grants)
         return worker, Frame(credits=credits)
 

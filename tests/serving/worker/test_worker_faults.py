@@ -83,7 +83,7 @@ async def prefill(workers: dict[str, Process]) -> AsyncIterator[ScriptedPeer]:
 
 
 async def assert_as_it_began(worker: Process) -> None:
-    """Also the slots in quarantine, once that is over."""
+    """Also the cells in quarantine, once that is over."""
     assert worker.is_alive, worker.log()
     end_s = time.monotonic() + QUARANTINE_S + 10
     while held := await asyncio.to_thread(lambda: what_is_held(inspect(worker.address))):
@@ -92,7 +92,7 @@ async def assert_as_it_began(worker: Process) -> None:
 
 
 class Handoff:
-    """One that a test conducts step by step: `num_blocks` blocks, of which a worker grants two slots at a time."""
+    """One that a test conducts step by step: `num_blocks` blocks, of which a worker grants two cells at a time."""
 
     def __init__(self, peer: ScriptedPeer, writer: Writer, num_blocks: int = SLOTS_PER_HANDOFF, **run):
         self.peer, self.writer = peer, writer
@@ -113,16 +113,16 @@ class Handoff:
 
     async def publish(self, first: int, grants, damage: str = "") -> link_pb2.Manifest:
         """Write the next blocks; the manifest that says so."""
-        slots = [grant.slot for grant in grants]
-        expected = await self.writer.write(self.peer.welcome.endpoint, slots, damage)
+        cells = [grant.cell for grant in grants]
+        expected = await self.writer.write(self.peer.welcome.endpoint, cells, damage)
         return link_pb2.Manifest(
             handoff=self.id,
             writer_epoch=self.writer.epoch,
             target_epoch=self.target.epoch,
-            blocks=range(first, first + len(slots)),
+            blocks=range(first, first + len(cells)),
             grants=grants,
             checksums=expected,
-            is_last=first + len(slots) == self.num_blocks,
+            is_last=first + len(cells) == self.num_blocks,
         )
 
     async def start(self, last: link_pb2.Manifest, tokens: tuple[int, ...] = (5,)) -> None:
@@ -177,7 +177,7 @@ async def test_a_block_that_is_written_again_after_it_was_told_is_caught_or_was_
     handoff = Handoff(decode, writer)
     await handoff.reserve()
     manifest = await handoff.publish(0, handoff.target.grants)
-    await writer.write(decode.welcome.endpoint, [grant.slot for grant in handoff.target.grants])
+    await writer.write(decode.welcome.endpoint, [grant.cell for grant in handoff.target.grants])
     await handoff.start(manifest)
     assert (await handoff.fails()).cause == link_pb2.HANDOFF_CAUSE_CORRUPT
 
@@ -232,7 +232,7 @@ async def test_forged_cancels_drains_and_credits_change_nothing(decode, writer):
     forged = secrets.token_bytes(16)
     await decode.send(cancel=link_pb2.Cancel(request_id=forged, target_epoch=handoff.target.epoch))
     await decode.send(drained=link_pb2.Drained(handoff=handoff.id, writer_epoch=forged, target_epoch=forged))
-    await decode.send(credits=link_pb2.Credits(handoff=handoff.id, grants=[link_pb2.Grant(slot=7, number=1)]))
+    await decode.send(credits=link_pb2.Credits(handoff=handoff.id, grants=[link_pb2.Grant(cell=7, number=1)]))
     failed = await decode.expect("failed", handoff.id)
     assert (failed.code, failed.field) == (FAILED_PRECONDITION, "role")
     await handoff.start(await handoff.publish(0, handoff.target.grants))

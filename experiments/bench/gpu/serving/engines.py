@@ -24,8 +24,8 @@ from moonshard.serving.engine.programs import Drawn, Launched, Programs
 from moonshard.serving.engine.stage import Stage, StageModel
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 from moonshard.sharding.mesh import build_mesh
-from moonshard.sharding.place import ALONE
 from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import ALONE
 
 NEVER_S = 1e9
 
@@ -72,7 +72,7 @@ def build_pair(config: kimi.KimiConfig, loaded: Any, sizes: EngineSizes, backend
         layers=range(config.num_hidden_layers),
         weights=loaded,
         mesh=build_mesh(MeshShape()),
-        place=ALONE,
+        shard=ALONE,
         backend=backend,
     )
 

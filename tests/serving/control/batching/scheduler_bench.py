@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import block_names
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
-from moonshard.serving.control.batching.sequence import Phase, Sequence, Stay
+from moonshard.serving.control.batching.sequence import Occupancy, Phase, Sequence
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.control.request import FinishReason, Output, Request, Sampling, SequenceId, SlotId
 from tests.serving.fake_device import FakeDevice, true_output
@@ -210,15 +210,19 @@ class Bench:
 
     def check(self) -> None:
         """What holds after every transition."""
-        residents = self.residents
-        slots = [stay.slot for stay in residents]
+        occupancies = self.occupancies
+        slots = [occupancy.slot for occupancy in occupancies]
         assert len(slots) == len(set(slots))
-        joiners = [(lane.partition, joiner) for lane in self.scheduler._lanes for joiner in lane.joiners]
+        landed = [
+            (partition, landed_request)
+            for partition, home in enumerate(self.scheduler._partitions)
+            for landed_request in home.landed
+        ]
         holders: Holders = {}
-        for stay in residents:
-            self.note_holder(holders, stay.slot.partition, stay.blocks, stay.sequence)
-        for partition, joiner in joiners:
-            self.note_holder(holders, partition, joiner.blocks, joiner.leader)
+        for occupancy in occupancies:
+            self.note_holder(holders, occupancy.slot.partition, occupancy.blocks, occupancy.sequence)
+        for partition, landed_request in landed:
+            self.note_holder(holders, partition, landed_request.blocks, landed_request.leader)
         for reserved in self.reserved.values():
             for index, block in enumerate(reserved.held):
                 content = reserved.request.prompt[: (index + 1) * self.pool.block_size]
@@ -231,11 +235,17 @@ class Bench:
             assert len(contents) <= 1  # who shares a block has the same tokens up to its end
             assert len(owners) == 1 or None not in contents  # and all of them
         for partition in range(self.pool.num_partitions):
-            cut = [stay for stay in residents if stay.phase is Phase.PREFILL and stay.slot.partition == partition]
+            cut = [
+                occupancy
+                for occupancy in occupancies
+                if occupancy.phase is Phase.PREFILL and occupancy.slot.partition == partition
+            ]
             assert len(cut) <= 1
-        for partition, joiner in joiners:
-            running = [stay for stay in residents if stay.is_running and stay.slot.partition == partition]
-            assert all(stay.sequence.order < joiner.leader.order for stay in running)
+        for partition, landed_request in landed:
+            running = [
+                occupancy for occupancy in occupancies if occupancy.is_running and occupancy.slot.partition == partition
+            ]
+            assert all(occupancy.sequence.order < landed_request.leader.order for occupancy in running)
         self.check_conservation(holders, slots)
         self.check_what_is_in_flight()
         self.check_counters()
@@ -260,7 +270,7 @@ class Bench:
 
     def check_what_is_in_flight(self) -> None:
         """Slots and blocks of launched steps stay with the sequences that they were launched for."""
-        owners = {stay.slot: stay for stay in self.residents}
+        owners = {occupancy.slot: occupancy for occupancy in self.occupancies}
         for plan, _ in self.in_flight:
             for id, slot in used_slots(plan):
                 assert owners[slot].sequence.id == id
@@ -283,8 +293,8 @@ class Bench:
         return {(slot.partition, block) for plan in plans for slot, block in used_blocks(plan)}
 
     @property
-    def residents(self) -> list[Stay]:
-        return [stay for lane in self.scheduler._lanes for stay in lane.residents]
+    def occupancies(self) -> list[Occupancy]:
+        return [occupancy for partition in self.scheduler._partitions for occupancy in partition.slots]
 
     def check_end(self) -> None:
         """Everyone ended once, with the right tokens, and every pool is as it began."""

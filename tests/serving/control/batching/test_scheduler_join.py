@@ -165,7 +165,7 @@ def test_waiting_joiners_are_seated_in_the_order_of_their_arrival():
     assert scheduler.counts(0).free == 64
 
 
-def test_a_joiner_is_seated_only_in_the_partition_of_its_blocks():
+def test_a_joiner_has_slot_only_in_the_partition_of_its_blocks():
     scheduler = a_scheduler(num_partitions=2, slots_per_partition=1)
     for name, partition in (("a", 1), ("b", 1), ("c", 0)):
         join(scheduler, a_request(name, 20, max_tokens=2), partition=partition)
@@ -185,22 +185,22 @@ def test_a_joined_choice_without_room_comes_back_with_its_first_token():
     assert scheduler.counts(0).free == 64
 
 
-def test_free_seats_are_the_free_slots_that_joiners_leave_over():
+def test_spare_slots_are_the_free_slots_that_landed_requests_leave_over():
     scheduler = a_scheduler(slots_per_partition=2)
-    assert scheduler.num_free_seats(0) == 2
+    assert scheduler.num_spare_slots(0) == 2
     join(scheduler, a_request("a", 20, max_tokens=2))
     join(scheduler, a_request("b", 20, max_tokens=2, n=2), (5, 6))
-    assert scheduler.num_free_seats(0) == -1
+    assert scheduler.num_spare_slots(0) == -1
     plan = launch(scheduler)
-    assert scheduler.num_free_seats(0) == 0  # both leaders sit; the choice without a slot stands in the line
+    assert scheduler.num_spare_slots(0) == 0  # both leaders have slots; the choice without a slot stands in the line
     finish(scheduler, plan)
     list(steps(scheduler))
-    assert scheduler.num_free_seats(0) == 2
+    assert scheduler.num_spare_slots(0) == 2
 
 
-@pytest.mark.parametrize("is_seated", [False, True])
-def test_cancelling_a_joined_request_gives_its_blocks_back(is_seated: bool):
-    scheduler = a_scheduler(slots_per_partition=4 if is_seated else 1)
+@pytest.mark.parametrize("has_slot", [False, True])
+def test_cancelling_a_joined_request_gives_its_blocks_back(has_slot: bool):
+    scheduler = a_scheduler(slots_per_partition=4 if has_slot else 1)
     scheduler.add(a_request("a", 20, max_tokens=2), 0.0)
     finish(scheduler, launch(scheduler))
     join(scheduler, a_request("b", 20, n=2))
@@ -209,7 +209,7 @@ def test_cancelling_a_joined_request_gives_its_blocks_back(is_seated: bool):
     assert not scheduler.cancel(b"b")
     finish(scheduler, plan)
     assert not chunks(list(steps(scheduler)))
-    assert scheduler.counters().totals.wasted_tokens == (2 if is_seated else 0)
+    assert scheduler.counters().totals.wasted_tokens == (2 if has_slot else 0)
     assert scheduler.is_idle
     assert scheduler.counts(0).free == 64
     assert scheduler.num_sequences(0) == 0

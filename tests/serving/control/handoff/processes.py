@@ -1,6 +1,6 @@
 """The memory and processes of a modelled handoff, without the events that move them.
 
-Memory is modelled as bytes are: a slot or block holds two halves, each tagged with who wrote it (writer's epoch,
+Memory is modelled as bytes are: a cell or block holds two halves, each tagged with who wrote it (writer's epoch,
 handoff, block of the prompt), so that a write that arrives late or by half leaves a mixture. A checksum is the hash of
 both.
 """
@@ -49,7 +49,7 @@ class LateWrite:
 
     session: int
     partition: int
-    slot: int
+    cell: int
     content: Bytes
 
 
@@ -62,7 +62,7 @@ class PrefillProcess:
         self.pages: dict[tuple[int, int], Bytes] = {}
         self.staging: dict[tuple[int, int], Bytes] = {}
         self.tasks: dict[bytes, PrefillTask] = {}
-        self.stages: list[m.Stage] = []
+        self.stages: list[m.CopyIn] = []
         self.writes: list[WriteUnderWay] = []
 
 
@@ -76,16 +76,16 @@ class DecodeProcess:
             lease_s=LEASE_S,
             quarantine_s=QUARANTINE_S,
             retry_after_s=1.0,
-            max_slots_per_handoff=2,
+            max_cells_per_handoff=2,
         )
         self.side = DecodeSide(config, epoch, self.pool, self.slab)
         self.cached = tuple(self.pool.allocate(partition, 1) or () for partition in range(num_partitions))
         for partition, blocks in enumerate(self.cached):
             for block in blocks:
                 self.pool.keep(partition, block)
-        self.slots: dict[tuple[int, int], Bytes] = {}
+        self.cells: dict[tuple[int, int], Bytes] = {}
         self.pages: dict[tuple[int, int], Bytes] = {}
-        self.copies: list[m.Copy] = []
+        self.copies: list[m.CopyOut] = []
         self.private: dict[int, tuple[Bytes, ...]] = {}
         self.running: dict[bytes, m.Join] = {}
         self.granted: set[int] = set()
@@ -112,6 +112,6 @@ class Tally:
 def late_writes(under_way: WriteUnderWay) -> list[LateWrite]:
     target = under_way.write.target
     return [
-        LateWrite(int(target.session), target.partition, grant.slot, content)
+        LateWrite(int(target.session), target.partition, grant.cell, content)
         for grant, content in zip(under_way.write.grants, under_way.contents, strict=True)
     ]

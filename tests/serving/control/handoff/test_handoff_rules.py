@@ -8,7 +8,8 @@ from moonshard.serving.control.handoff.gateway import GatewaySide, Outcome, Send
 from moonshard.serving.control.handoff.messages import (
     Cancel,
     Cause,
-    Copy,
+    CopyIn,
+    CopyOut,
     Credits,
     Drained,
     Failed,
@@ -17,7 +18,6 @@ from moonshard.serving.control.handoff.messages import (
     Join,
     Manifest,
     Reserve,
-    Stage,
     Start,
     Target,
 )
@@ -26,7 +26,7 @@ from moonshard.serving.control.request import Request
 
 P_EPOCH, D_EPOCH = 1, 2
 HANDOFF = bytes(16)
-CONFIG = DecodeSideConfig(session="d", lease_s=20.0, quarantine_s=60.0, retry_after_s=1.0, max_slots_per_handoff=2)
+CONFIG = DecodeSideConfig(session="d", lease_s=20.0, quarantine_s=60.0, retry_after_s=1.0, max_cells_per_handoff=2)
 
 
 class Decode:
@@ -66,19 +66,19 @@ def test_a_manifest_of_another_epoch_is_nobodys():
         stray = replace(decode.start.last, **other)
         assert decode.side.landed(stray, 0.0) == ()
         assert decode.side.start(replace(decode.start, last=stray), 0.0) == ()
-    assert isinstance(decode.side.landed(decode.start.last, 0.0)[0], Copy)
+    assert isinstance(decode.side.landed(decode.start.last, 0.0)[0], CopyOut)
 
 
 def test_a_handoff_that_has_joined_is_not_reserved_again():
     decode = Decode()
     (copy,) = decode.side.start(decode.start, 0.0)
-    assert isinstance(copy, Copy)
+    assert isinstance(copy, CopyOut)
     assert isinstance(decode.side.verified(copy.ticket, True, 0.0)[-1], Join)
     assert decode.side.reserve(decode.reserve, 0, (), 0.0) is None
 
 
 def a_held_prompt() -> tuple[DecodeSide, BlockPool, Target, Start]:
-    """A decode side that holds both blocks of a prompt, and reserved for it without a free slot of the slab."""
+    """A decode side that holds both blocks of a prompt, and reserved for it without a free cell of the slab."""
     pool, slab = BlockPool(1, 4, 16), BlockPool(1, 1, 1)
     slab.lease(0, 1)
     held = pool.allocate(0, 2) or ()
@@ -134,7 +134,7 @@ def test_an_empty_manifest_completes_nothing_that_is_missing():
 def test_a_copy_of_a_reservation_given_up_does_not_serve_its_successor():
     decode = Decode()
     (copy,) = decode.side.start(decode.start, 0.0)
-    assert isinstance(copy, Copy)
+    assert isinstance(copy, CopyOut)
     decode.side.cancel(HANDOFF, 0.0)
     assert isinstance(decode.side.reserve(decode.reserve, 0, (), 0.0), Target)
     assert decode.side.verified(copy.ticket, True, 0.0) == ()
@@ -179,7 +179,7 @@ def publishing() -> tuple[PrefillSide, int]:
     side.run(TARGET, 0, 0.0)
     assert side.finished(HANDOFF, enumerate(blocks)) == ()
     (stage,) = side.credits(CREDITS)
-    assert isinstance(stage, Stage)
+    assert isinstance(stage, CopyIn)
     return side, stage.ticket
 
 

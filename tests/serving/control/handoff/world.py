@@ -203,10 +203,10 @@ class World:
         prefill = self.prefill
         for action in actions:
             match action:
-                case m.Stage():
+                case m.CopyIn():
                     prefill.stages.append(action)
                 case m.Write():
-                    contents = tuple(prefill.staging[action.partition, slot] for slot in action.slots)
+                    contents = tuple(prefill.staging[action.partition, cell] for cell in action.cells)
                     prefill.writes.append(WriteUnderWay(action, contents, self.now_s))
                 case m.Stop():
                     self.end_prefill(action.handoff)
@@ -217,7 +217,7 @@ class World:
         decode = self.decode
         for action in actions:
             match action:
-                case m.Copy():
+                case m.CopyOut():
                     decode.copies.append(action)
                 case m.Land():
                     contents = decode.private.pop(action.ticket)
@@ -288,8 +288,8 @@ class World:
         prefill = self.prefill
         if prefill.stages:
             stage = prefill.stages.pop(pick % len(prefill.stages))
-            for block, slot in stage.pairs:
-                prefill.staging[stage.partition, slot] = prefill.pages[stage.partition, block]
+            for block, cell in stage.pairs:
+                prefill.staging[stage.partition, cell] = prefill.pages[stage.partition, block]
             self.prefill_does(prefill.side.staged(stage.ticket))
 
     def write(self, pick: int) -> None:
@@ -319,18 +319,18 @@ class World:
     def land_late(self, pick: int) -> None:
         self.late = [late for late in self.late if late.session == self.decode.epoch]
         if self.late:
-            read_next = {(copy.partition, slot) for copy in self.decode.copies for slot in copy.slots}
-            worst = [late for late in self.late if (late.partition, late.slot) in read_next] or self.late
+            read_next = {(copy.partition, cell) for copy in self.decode.copies for cell in copy.cells}
+            worst = [late for late in self.late if (late.partition, late.cell) in read_next] or self.late
             late = worst[pick % len(worst)]
             self.arrive(late, num_halves=1 + pick % 2)
             self.tally.num_late += 1
 
     def arrive(self, late: LateWrite, num_halves: int = 2) -> None:
-        """Nothing fences a write: it reaches the slab of the session it was made for, whoever uses the slot now."""
+        """Nothing fences a write: it reaches the slab of the session it was made for, whoever uses the cell now."""
         if late.session == self.decode.epoch:
-            key = late.partition, late.slot
-            old = self.decode.slots.get(key, EMPTY)
-            self.decode.slots[key] = late.content if num_halves == 2 else (late.content[0], old[1])
+            key = late.partition, late.cell
+            old = self.decode.cells.get(key, EMPTY)
+            self.decode.cells[key] = late.content if num_halves == 2 else (late.content[0], old[1])
 
     # ---- the decode process works
 
@@ -339,7 +339,7 @@ class World:
         if not decode.copies:
             return
         copy = decode.copies.pop(pick % len(decode.copies))
-        private = tuple(decode.slots.get((copy.partition, slot), EMPTY) for slot in copy.slots)
+        private = tuple(decode.cells.get((copy.partition, cell), EMPTY) for cell in copy.cells)
         is_intact = tuple(checksum(content) for content in private) == copy.checksums
         self.tally.num_mismatches += not is_intact
         decode.private[copy.ticket] = private

@@ -14,9 +14,9 @@ from moonshard.serving.engine.compiled.lowering import StepRole, lower_stages
 from moonshard.serving.engine.compiled.preparation import digest_of
 from moonshard.serving.engine.stage import Blueprint, Stage
 from moonshard.serving.engine.steps import ProgramKey, Step, StepKind
-from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import Shard
 from tests.agreement import reference
 from tests.engine_room import uncompiled_programs
 from tests.sizes import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS
@@ -58,12 +58,12 @@ def test_xla_holds_exactly_what_the_budget_counts(mesh: MeshShape, role: StepRol
 
 
 def test_a_step_lowered_from_shapes_is_the_one_that_serves():
-    place = Place(mesh=MeshShape(expert=2, tensor=2, pipe=2), rules=DecodeRules())
-    programs = uncompiled_programs(place=place)
+    shard = Shard(mesh=MeshShape(expert=2, tensor=2, pipe=2), rules=DecodeRules())
+    programs = uncompiled_programs(shard=shard)
     for stage in programs.stages:
         sizes = {"blocks_per_partition": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
         params = kimi.declare(stage.model.config, stage.model.layers)
-        shapes_alone = weights.abstract(params, "float32", stage.model.mesh, place.rules)
+        shapes_alone = weights.abstract(params, "float32", stage.model.mesh, shard.rules)
         abstract = Blueprint(replace(stage.model, weights=shapes_alone), programs.shapes, **sizes)
         for key in stage.blueprint.keys:
             served = stage.blueprint.program(key).lower(*arrays_of(stage, key))
@@ -84,7 +84,7 @@ def test_on_one_device_workers_of_either_role_run_the_same_programs():
     """So that one finds in the store what another has left there."""
 
     def digests(rules: Rules) -> list[str]:
-        (stage,) = uncompiled_programs(place=Place(rules=rules)).stages
+        (stage,) = uncompiled_programs(shard=Shard(rules=rules)).stages
         return [digest_of(stage.blueprint, key) for key in stage.blueprint.keys]
 
     found = digests(PREFILL)
@@ -95,7 +95,7 @@ def test_on_one_device_workers_of_either_role_run_the_same_programs():
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(data=2, expert=2, tensor=2)], ids=str)
 def test_no_step_says_otherwise_where_state_lies(mesh: MeshShape):
     """A program that is compiled behind one step is the one that is asked for behind any other."""
-    programs = uncompiled_programs(place=Place(mesh=mesh))
+    programs = uncompiled_programs(shard=Shard(mesh=mesh))
 
     def placed() -> list[object]:
         return [leaf.sharding for leaf in jax.tree.leaves(programs.stages[0].state)]

@@ -25,9 +25,9 @@ from moonshard.serving.engine.programs import MIN_ASKED, Drawn, Programs
 from moonshard.serving.engine.stage import Blueprint
 from moonshard.serving.engine.steps import ProgramKey, Step, StepKind
 from moonshard.sharding.experts import place_experts
-from moonshard.sharding.place import Place
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules
 from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import Shard
 from tests.engine_room import Q_TILE, uncompiled_programs
 from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, NUM_BLOCKS, NUM_SLOTS
 
@@ -83,12 +83,12 @@ def test_what_one_has_compiled_another_finds_and_it_computes_the_same(store: Pro
 
 
 def test_on_a_mesh_of_several_stages_too(store: ProgramStore):
-    place = Place(mesh=MeshShape(tensor=2, pipe=2), rules=DecodeRules())
+    shard = Shard(mesh=MeshShape(tensor=2, pipe=2), rules=DecodeRules())
     keys = (*((kind, 0) for kind in (StepKind.DRAW, StepKind.NOTE, StepKind.LOAD)), (StepKind.LAND, 4))
-    num_programs = sum(one.key in keys for one in uncompiled_programs(place=place).needed)
+    num_programs = sum(one.key in keys for one in uncompiled_programs(shard=shard).needed)
     assert num_programs == 6
-    assert prepare(uncompiled_programs(place=place), store, keys)["compile"] == num_programs
-    assert prepare(uncompiled_programs(place=place), store, keys) == {"load": num_programs}
+    assert prepare(uncompiled_programs(shard=shard), store, keys)["compile"] == num_programs
+    assert prepare(uncompiled_programs(shard=shard), store, keys) == {"load": num_programs}
 
 
 def test_two_who_start_together_compile_each_program_once(store: ProgramStore):
@@ -146,7 +146,7 @@ def test_steps_take_the_largest_program_until_smaller_ones_are_there(store: Prog
 
 
 def test_a_bucket_is_there_once_every_stage_has_its_program():
-    programs = uncompiled_programs(place=Place(mesh=MeshShape(pipe=2), rules=DecodeRules()))
+    programs = uncompiled_programs(shard=Shard(mesh=MeshShape(pipe=2), rules=DecodeRules()))
     exports = [one for one in programs.others if one.key == (StepKind.EXPORT, 1)]
     assert [one.stage for one in exports] == [0, 1]
     programs.only_needed()
@@ -157,11 +157,11 @@ def test_a_bucket_is_there_once_every_stage_has_its_program():
 
 def test_behind_the_serving_what_is_stored_is_taken_and_what_is_asked_for_is_made(store: ProgramStore):
     programs, told, failed = (
-        uncompiled_programs(place=Place(mesh=MeshShape(tensor=2))),
+        uncompiled_programs(shard=Shard(mesh=MeshShape(tensor=2))),
         set[int](),
         list[BaseException](),
     )
-    prepare(uncompiled_programs(place=Place(mesh=MeshShape(tensor=2))), store, ((StepKind.EXPORT, 2),))
+    prepare(uncompiled_programs(shard=Shard(mesh=MeshShape(tensor=2))), store, ((StepKind.EXPORT, 2),))
     programs.only_needed()
     behind = Preparation(programs, store, Timings())
     thread = behind.start_behind(lambda: told.add(threading.get_ident()), failed.append)
@@ -211,7 +211,7 @@ def test_another_program_has_another_key(change, monkeypatch: pytest.MonkeyPatch
 def test_another_mesh_has_another_key():
     key = (StepKind.PREFILL, CHUNK_TOKENS)
     meshes = (MeshShape(), MeshShape(tensor=2), MeshShape(data=2), MeshShape(expert=2))
-    blueprints = [uncompiled_programs(place=Place(mesh=mesh)).stages[0].blueprint for mesh in meshes]
+    blueprints = [uncompiled_programs(shard=Shard(mesh=mesh)).stages[0].blueprint for mesh in meshes]
     assert len({digest_of(blueprint, key) for blueprint in blueprints}) == len(meshes)
 
 
@@ -220,7 +220,7 @@ def test_of_the_rules_what_they_cut_on_the_mesh_is_in_the_key(mesh: MeshShape, i
     """So that on one device prefill and decode share what is the same for both."""
     key = (StepKind.PREFILL, CHUNK_TOKENS)
     blueprints = [
-        uncompiled_programs("kimi_k2", place=Place(mesh=mesh, rules=rules)).stages[0].blueprint
+        uncompiled_programs("kimi_k2", shard=Shard(mesh=mesh, rules=rules)).stages[0].blueprint
         for rules in (PREFILL, DECODE)
     ]
     assert (digest_of(blueprints[0], key) == digest_of(blueprints[1], key)) is is_same

@@ -142,4 +142,4 @@ class DecodeLeg:
     def _grant(self, num_slots: int) -> list[link_pb2.Grant]:
         numbers = tuple(itertools.islice(self.numbers, num_slots))
         self.granted.update(numbers)
-        return [link_pb2.Grant(slot=number % self.script.num_grants, number=number) for number in numbers]
+        return [link_pb2.Grant(cell=number % self.script.num_grants, number=number) for number in numbers]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError, Unavailable
+from moonshard.serving.gateway.records.assignment import Assignment, Leg
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.placement import Leg, Placement
 from moonshard.serving.gateway.records.record import RequestRecord
 from moonshard.serving.gateway.records.stamps import Stamps
 from moonshard.serving.gateway.request import GenerationRequest, TokenPrompt
@@ -103,7 +103,7 @@ async def test_a_client_that_reads_late_gets_what_it_missed_in_one_delta(n: int)
 def test_what_comes_after_the_end_takes_no_time():
     """A stop string may end a choice while further tokens of it are here already."""
     record = RequestRecord(GatewayMetrics("m"), link_pb2.Run(prompt_tokens=[1], n=1), Stamps(received_ns=1))
-    record.sent(0, Placement(attempt_id=b"a", prefill=None, decode=Leg("w:1", b"e", 0)))
+    record.sent(0, Assignment(attempt_id=b"a", prefill=None, decode=Leg("w:1", b"e", 0)))
     record.arrived(
         Arrival(10, link_pb2.SequenceOutput(token_ids=[5])),
         pb.Delta(token_ids=[5], finish_reason=pb.FINISH_REASON_STOP),

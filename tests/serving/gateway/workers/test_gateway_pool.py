@@ -14,7 +14,7 @@ from moonshard.serving.control.routing.ttft import MIN_SAMPLES
 from moonshard.serving.gateway.workers import pool as pool_module
 from moonshard.serving.gateway.workers.link import WorkerLink
 from moonshard.serving.gateway.workers.pool import LinkPool
-from moonshard.serving.gateway.workers.session import Session
+from moonshard.serving.gateway.workers.session import WorkerSession
 from tests.dialling import own_key
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.fake_worker import FakeWorker
@@ -216,8 +216,8 @@ async def test_workers_may_differ_in_context_and_the_least_of_those_there_holds(
 
 async def test_what_was_said_of_a_handoff_comes_with_its_session_and_a_loss_before_its_requests_fail():
     worker = a_decode()
-    heard: list[tuple[Session, link_pb2.WorkerMessage]] = []
-    lost: list[tuple[Session, bool, bool]] = []
+    heard: list[tuple[WorkerSession, link_pb2.WorkerMessage]] = []
+    lost: list[tuple[WorkerSession, bool, bool]] = []
     async with pool_over(worker) as pool:
         pool.on_handoff = lambda session, message: heard.append((session, message))
         await pool.wait_ready()

@@ -10,7 +10,7 @@ from moonshard.serving.control.routing.policies import affinity
 from moonshard.serving.control.routing.router import Ask, Router
 from moonshard.serving.control.routing.sessions import Pins
 from moonshard.serving.gateway.workers.knowledge import TELL_PREFIXES, Knowledge, homes_of
-from moonshard.serving.gateway.workers.session import Session
+from moonshard.serving.gateway.workers.session import WorkerSession
 
 NAMES = [bytes([number]) * NAME_BYTES for number in range(6)]
 
@@ -20,7 +20,9 @@ class Told:
 
     def __init__(self, router: Router, *, epoch: int = 1, role: str = "both"):
         welcome = link_pb2.Welcome(epoch=epoch.to_bytes(16, "big"), role=role, num_partitions=2, block_size=64)
-        self.session = Session(address="a:1", welcome=welcome, on_handoff=lambda *_: None, on_prefixes=lambda *_: None)
+        self.session = WorkerSession(
+            address="a:1", welcome=welcome, on_handoff=lambda *_: None, on_prefixes=lambda *_: None
+        )
         self._said: list[link_pb2.GatewayMessage] = []
         self.homes = homes_of(self.session)
         self.router = router

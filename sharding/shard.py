@@ -18,7 +18,7 @@ HEADS = 2  # the dimension of queries [n, t, heads, f]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Shard:
     """A device of a mesh, under a table of rules. The default is a device on its own."""
 
     mesh: MeshShape = field(default_factory=MeshShape)
@@ -68,4 +68,4 @@ class Place:
         return jax.lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True) if axes else x
 
 
-ALONE = Place()
+ALONE = Shard()

@@ -18,7 +18,7 @@ class Leg:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class Assignment:
     """Where an attempt was sent. `prefill` is None where the worker that decodes prefills too: its KV does not move."""
 
     attempt_id: bytes
@@ -39,7 +39,7 @@ class Placement:
 class SentAttempt:
     """One that was sent and is over."""
 
-    placement: Placement
+    assignment: Assignment
     sent_ns: int
     ended_ns: int
     error: RequestError | None  # that ended it
