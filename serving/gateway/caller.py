@@ -1,7 +1,7 @@
-"""Who calls, and in which session: read off headers or metadata, whichever front they came through.
+"""Who calls, and under which affinity key: read off headers or metadata, whichever front they came through.
 
 Agents send their session's name under many headers; the first that is there counts. A name is opaque and may be
-anything, so it is hashed at once, with its tenant.
+anything, so it is hashed at once, with its tenant, and is an affinity key from then on.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import grpc
 
 from moonshard.rpc.status import InvalidArgument, Unauthenticated
 from moonshard.serving.config.tenants import DEFAULT, Tenant, Tenants, UnknownKey
-from moonshard.serving.control.routing.sessions import session_key
+from moonshard.serving.control.routing.pins import affinity_key
 
 SESSION_NAMES = (
     "x-session-affinity",  # Cloudflare, OpenCode and others
@@ -30,7 +30,7 @@ ANYBODY = Tenant(DEFAULT)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
     tenant: Tenant = ANYBODY
-    session: bytes | None = None  # hashed
+    affinity_key: bytes | None = None  # hashed
 
 
 def read_caller(tenants: Tenants, header: Callable[[str], str | None], *body_names: str | None) -> Caller:
@@ -44,7 +44,7 @@ def read_caller(tenants: Tenants, header: Callable[[str], str | None], *body_nam
     field, name = next(((field, name) for field, name in names if name), (None, None))
     if name is not None and len(name) > MAX_SESSION_CHARS:
         raise InvalidArgument(f"{field}: at most {MAX_SESSION_CHARS} characters, not {len(name)}", field=field)
-    return Caller(tenant=tenant, session=None if name is None else session_key(tenant.name, name))
+    return Caller(tenant=tenant, affinity_key=None if name is None else affinity_key(tenant.name, name))
 
 
 def check_key(tenants: Tenants, header: Callable[[str], str | None]) -> Tenant:

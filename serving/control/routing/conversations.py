@@ -1,10 +1,10 @@
 """Which prompt goes on which earlier one, and where that was sent: so that a router can count who will come again.
 
 Agents resend their whole context, and come back to where it is known. So a conversation is more than its first prompt:
-the home that gets it gets its later turns too, and holds its growing context. It is known by its session, or without
-one by the name of the last full block of its last prompt, which a longer prompt goes on from. First prompts that are
-alike in all full blocks are conversations of their own, told from one another by nobody: which of them a longer prompt
-goes on does not matter to how many there are. Bounded, and pure.
+the home that gets it gets its later turns too, and holds its growing context. It is known by its affinity key, or
+without one by the name of the last full block of its last prompt, which a longer prompt goes on from. First prompts
+that are alike in all full blocks are conversations of their own, told from one another by nobody: which of them a
+longer prompt goes on does not matter to how many there are. Bounded.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ MAX_CONVERSATIONS = 100_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class LastTurn:
     """The last one of a conversation: the number of the home that it was given to, and when."""
 
     key: bytes
@@ -28,33 +28,33 @@ class Conversations:
 
     def __init__(self, max_conversations: int = MAX_CONVERSATIONS) -> None:
         self._max_conversations = max_conversations
-        self._turns: OrderedDict[bytes, list[Turn]] = OrderedDict()
+        self._turns: OrderedDict[bytes, list[LastTurn]] = OrderedDict()
         self._num_turns = 0
 
     def __len__(self) -> int:
         return self._num_turns
 
-    def take(self, session: bytes | None, names: Sequence[bytes]) -> Turn | None:
+    def take(self, affinity_key: bytes | None, names: Sequence[bytes]) -> LastTurn | None:
         """The turn before a prompt with these blocks, no longer kept here; None where it is the first.
 
         Of several that it could go on from the one with the longest prompt, and of these the last.
         """
-        if session is not None:
-            key = session if session in self._turns else None
+        if affinity_key is not None:
+            key = affinity_key if affinity_key in self._turns else None
         else:
             key = next((name for name in reversed(names[:-1]) if name in self._turns), None)
         return None if key is None else self._pop(key, -1)
 
-    def put(self, session: bytes | None, names: Sequence[bytes], home: int, given_s: float) -> Turn | None:
-        """What is kept from now on; None where it cannot be told from others, without a session and a full block."""
-        key = session if session is not None else names[-1] if names else None
+    def put(self, affinity_key: bytes | None, names: Sequence[bytes], home: int, given_s: float) -> LastTurn | None:
+        """What is kept from now on; None where it cannot be told from others: no key and no full block."""
+        key = affinity_key if affinity_key is not None else names[-1] if names else None
         if key is None:
             return None
-        turn = Turn(key, home, given_s)
+        turn = LastTurn(key, home, given_s)
         self.put_back(turn)
         return turn
 
-    def put_back(self, turn: Turn) -> None:
+    def put_back(self, turn: LastTurn) -> None:
         """One that was taken, as the last again."""
         self._turns.setdefault(turn.key, []).append(turn)
         self._turns.move_to_end(turn.key)
@@ -63,7 +63,7 @@ class Conversations:
             oldest = next(iter(self._turns))
             self._pop(oldest, 0)
 
-    def drop(self, turn: Turn) -> bool:
+    def drop(self, turn: LastTurn) -> bool:
         """Whether it was still there: a later turn may have taken it."""
         turns = self._turns.get(turn.key, [])
         place = next((place for place in reversed(range(len(turns))) if turns[place] is turn), None)  # among the last
@@ -71,7 +71,7 @@ class Conversations:
             self._pop(turn.key, place)
         return place is not None
 
-    def _pop(self, key: bytes, place: int) -> Turn:
+    def _pop(self, key: bytes, place: int) -> LastTurn:
         turns = self._turns[key]
         turn = turns.pop(place)
         if not turns:

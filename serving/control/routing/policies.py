@@ -29,7 +29,7 @@ class Candidates:
     conversations: np.ndarray  # [n] float64: that were there last, those of a while ago less
     total_tokens: np.ndarray  # [n] int64: ever given to it: among equals the least
     last_choice: np.ndarray  # [n] int64: when it was chosen last, in decisions; below 0: never
-    pin: int | None  # the row where the session was last
+    pin: int | None  # the row where the affinity key was last
     is_first_turn: bool  # no earlier one of its conversation is known
     queue_weight: float  # what a token in the queue counts beside one to be computed
 
@@ -38,7 +38,7 @@ Policy = Callable[[Candidates], int]
 
 
 def cost(candidates: Candidates) -> int:
-    """Where the session was, unless that home is overloaded; else the least work before and for this request.
+    """Where the affinity key was, unless that home is overloaded; else the least work before and for this request.
 
     What is computed somewhere stays there, and so do its later turns. So a first turn counts more at a home that has
     more than its share of the conversations, and of what was computed lately, both taken together. Without that, where
@@ -54,7 +54,7 @@ def cost(candidates: Candidates) -> int:
 
 
 def affinity(candidates: Candidates) -> int:
-    """Where the session was, whatever the load; a new one goes where the fewest tokens are queued."""
+    """Where the affinity key was, whatever the load; a new one goes where the fewest tokens are queued."""
     return least_tokens(candidates) if candidates.pin is None else candidates.pin
 
 

@@ -3,8 +3,8 @@
 Pure: no I/O, and time is an argument. A reservation is made at the moment of decision, for every token the request may
 come to hold, and released exactly once: counting requests, or counting when a stream begins, sends a burst to one
 worker. A worker that reports its queue is believed, and what it has not seen yet is added: so several routers agree.
-A session is pinned when its request is sent: what was decided and then refused was served nowhere, and no home was
-given it. Until then the session's other requests follow it, as far as a pin is followed.
+An affinity key is pinned when its request is sent: what was decided and then refused was served nowhere, and no home
+was given it. Until then the key's other requests follow it, as far as a pin is followed.
 Left out: roles, since the caller names the homes to choose among, and how each is chosen (`routing.policies`).
 """
 
@@ -15,12 +15,12 @@ from typing import Literal
 
 import numpy as np
 
-from moonshard.serving.control.routing.conversations import Conversations, Turn
+from moonshard.serving.control.routing.conversations import Conversations, LastTurn
 from moonshard.serving.control.routing.loads import SILENT, Loads
 from moonshard.serving.control.routing.names import QUEUE_WEIGHT
+from moonshard.serving.control.routing.pins import Pins
 from moonshard.serving.control.routing.policies import Candidates, Policy, least_tokens
 from moonshard.serving.control.routing.prefix_index import BlockName, PrefixIndex
-from moonshard.serving.control.routing.sessions import Pins
 
 MAX_FLEETS = 8  # tuples of homes whose numbers are remembered
 Affinity = Literal["hit", "miss", "moved"]
@@ -43,7 +43,7 @@ class Ask:
     is_prefill: bool = False  # it ends with its prompt, so that what is known there is no work at all
     names: Sequence[BlockName] = ()  # of the prompt's full blocks
     block_size: int = 64
-    session: bytes | None = None  # as `routing.sessions.session_key` makes it
+    affinity_key: bytes | None = None  # as `routing.pins.affinity_key` makes it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +56,8 @@ class Reservation:
     num_left_tokens: int = 0  # of the prompt, to be computed there, or moved there
     num_known_tokens: int = 0  # of the prompt
     num_queued_tokens: int = 0  # there, before it
-    affinity: Affinity | None = None  # None: without a session
-    session: bytes | None = None
+    affinity: Affinity | None = None  # None: without an affinity key
+    affinity_key: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class _Given:
 
     decided_s: float
     is_prefill: bool
-    turn: Turn | None  # None: of a prompt that cannot be told from others
-    turn_before: Turn | None  # None: the conversation begins
+    turn: LastTurn | None  # None: of a prompt that cannot be told from others
+    turn_before: LastTurn | None  # None: the conversation begins
 
 
 class Router:
@@ -84,7 +84,7 @@ class Router:
         self._reservations: dict[int, Reservation] = {}
         self._unseen: set[int] = set()  # reservations that their workers do not report yet
         self._unsent: dict[int, _Given] = {}  # by reservation, whose request was not sent yet: what its home was given
-        self._coming: dict[bytes, Reservation] = {}  # by session: the last of these
+        self._coming: dict[bytes, Reservation] = {}  # by affinity key: the last of these
         self._next_number = 0
         self._fleets: deque[tuple[Sequence[Home], np.ndarray]] = deque(maxlen=MAX_FLEETS)
 
@@ -105,7 +105,7 @@ class Router:
         self._loads.decay(now_s)
         numbers = self._numbers_of(homes)
         known = self._known_tokens(numbers, ask)
-        pinned = None if ask.session is None else self._last_home(ask.session, now_s)
+        pinned = None if ask.affinity_key is None else self._last_home(ask.affinity_key, now_s)
         turn_before = self._go_on(ask)
         candidates = self._candidates(numbers, ask, known, pinned, is_first_turn=turn_before is None)
         row = policy(candidates)
@@ -118,7 +118,7 @@ class Router:
             num_known_tokens=num_known,
             num_queued_tokens=int(candidates.queued_tokens[row]),
             affinity=_affinity(ask, pinned, number),
-            session=ask.session,
+            affinity_key=ask.affinity_key,
         )
         self._take(number, reservation)
         turn = self._give_turn(number, ask)
@@ -126,11 +126,11 @@ class Router:
         return reservation
 
     def sent(self, reservation: Reservation, now_s: float) -> None:
-        """The request is on its way there, or its leg: from now on that is where its session was last."""
+        """The request is on its way there, or its leg: from now on that is where its affinity key was last."""
         self._unsent.pop(reservation.number, None)
-        if reservation.session is not None:
-            self._forget_coming(reservation.session, reservation)
-            self._pins.put(reservation.session, self._numbers[reservation.home], now_s)
+        if reservation.affinity_key is not None:
+            self._forget_coming(reservation.affinity_key, reservation)
+            self._pins.put(reservation.affinity_key, self._numbers[reservation.home], now_s)
 
     def seen(self, reservation: Reservation) -> None:
         """From its next report on, the worker counts this one itself."""
@@ -155,8 +155,8 @@ class Router:
         if (given := self._unsent.pop(reservation.number, None)) is not None:
             self._loads.take_back(number, reservation.num_left_tokens, given.decided_s)
             self._take_back_turn(given)
-            if reservation.session is not None:
-                self._forget_coming(reservation.session, reservation)
+            if reservation.affinity_key is not None:
+                self._forget_coming(reservation.affinity_key, reservation)
 
     def in_flight_tokens(self, home: Home) -> int:
         """Of the open reservations of a partition."""
@@ -178,15 +178,15 @@ class Router:
         """[n] of `homes`: `queued_tokens` of each, at one look."""
         return self._loads.queued(self._numbers_of(homes))
 
-    def _last_home(self, session: bytes, now_s: float) -> int | None:
+    def _last_home(self, key: bytes, now_s: float) -> int | None:
         """Where one of its requests is about to be sent, or was sent last."""
-        coming = self._coming.get(session)
-        return self._pins.find(session, now_s) if coming is None else self._numbers[coming.home]
+        coming = self._coming.get(key)
+        return self._pins.find(key, now_s) if coming is None else self._numbers[coming.home]
 
-    def _forget_coming(self, session: bytes, reservation: Reservation) -> None:
+    def _forget_coming(self, key: bytes, reservation: Reservation) -> None:
         """It was sent or given up, and is followed no more; a later one still is."""
-        if self._coming.get(session) is reservation:
-            del self._coming[session]
+        if self._coming.get(key) is reservation:
+            del self._coming[key]
 
     def _numbers_of(self, homes: Sequence[Home]) -> np.ndarray:
         """[n] int64. To hash a thousand homes takes longer than all else in a decision."""
@@ -222,15 +222,15 @@ class Router:
             queue_weight=self._queue_weight,
         )
 
-    def _go_on(self, ask: Ask) -> Turn | None:
+    def _go_on(self, ask: Ask) -> LastTurn | None:
         """The last turn of this prompt's conversation, which is nowhere until its new turn was given to a home."""
-        turn = self._conversations[ask.is_prefill].take(ask.session, ask.names)
+        turn = self._conversations[ask.is_prefill].take(ask.affinity_key, ask.names)
         if turn is not None:
             self._loads.leave(turn.home, turn.given_s)
         return turn
 
-    def _give_turn(self, number: int, ask: Ask) -> Turn | None:
-        turn = self._conversations[ask.is_prefill].put(ask.session, ask.names, number, self._loads.decayed_s)
+    def _give_turn(self, number: int, ask: Ask) -> LastTurn | None:
+        turn = self._conversations[ask.is_prefill].put(ask.affinity_key, ask.names, number, self._loads.decayed_s)
         if turn is not None:
             self._loads.come(turn.home, turn.given_s)
         return turn
@@ -249,8 +249,8 @@ class Router:
         self._reservations[reservation.number] = reservation
         self._unseen.add(reservation.number)
         loads, num_tokens = self._loads, reservation.num_tokens
-        if reservation.session is not None:
-            self._coming[reservation.session] = reservation
+        if reservation.affinity_key is not None:
+            self._coming[reservation.affinity_key] = reservation
         loads.in_flight[number] += num_tokens
         loads.unseen[number] += num_tokens
         loads.give(number, reservation.num_left_tokens)
@@ -264,6 +264,6 @@ def _row_of(number: int, numbers: np.ndarray) -> int | None:
 
 
 def _affinity(ask: Ask, pinned: int | None, number: int) -> Affinity | None:
-    if ask.session is None:
+    if ask.affinity_key is None:
         return None
     return "miss" if pinned is None else "hit" if pinned == number else "moved"

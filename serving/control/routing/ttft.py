@@ -25,12 +25,12 @@ class TtftModel:
     """Of all workers, each by itself."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, _Worker] = {}
-        self._all = _Worker()
+        self._workers: dict[str, _Samples] = {}
+        self._all = _Samples()
 
     def observe(self, worker: str, *, own_tokens: int, queued_tokens: int, ttft_s: float) -> None:
         """A first token came from there, after that time."""
-        for known in (self._workers.setdefault(worker, _Worker()), self._all):
+        for known in (self._workers.setdefault(worker, _Samples()), self._all):
             known.observe((1.0, own_tokens, queued_tokens), ttft_s)
 
     def predict_s(self, worker: str, *, own_tokens: int, queued_tokens: int) -> float | None:
@@ -45,7 +45,7 @@ class TtftModel:
         self._workers.pop(worker, None)
 
 
-class _Worker:
+class _Samples:
     """Its last samples, and what fits them."""
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ class BytesInFlight:
         self.num -= num_bytes
 
 
-class Share:
+class BytesShare:
     """One request's part of the bytes in flight: it grows as its body arrives, and is given back when all is over."""
 
     def __init__(self, of: BytesInFlight) -> None:
@@ -146,7 +146,7 @@ class Intake:
         self.bounds = bounds
         self._scans = Aside(MAX_SCANS, "scan")
 
-    async def checked(self, body: bytes, share: Share, num_contexts: int = 1) -> Contents:
+    async def checked(self, body: bytes, share: BytesShare, num_contexts: int = 1) -> Contents:
         """What is in it, which counts as in flight from now on. Raises as `Bounds.check_contents`, and Overloaded."""
         bounds = self.bounds()
         contents = await self._scans.run(len(body), contents_of, body, bounds.max_values(num_contexts))
@@ -156,12 +156,12 @@ class Intake:
 
     def admission(
         self, num_contexts: int = 1, bytes_per_text_byte: int = JSON_BYTES_PER_TEXT_BYTE
-    ) -> tuple[Share, Callable[[int], None]]:
+    ) -> tuple[BytesShare, Callable[[int], None]]:
         """A request's share, and what is to be told how many bytes of its body are known of, as they become more.
 
         The latter raises as `Bounds.check_bytes`, and Overloaded.
         """
-        share, bounds = Share(self.in_flight), self.bounds()
+        share, bounds = BytesShare(self.in_flight), self.bounds()
 
         def admit(num_bytes: int) -> None:
             bounds.check_bytes(num_bytes, num_contexts, bytes_per_text_byte)

@@ -105,7 +105,7 @@ class Attempts:
         run: link_pb2.Run,
         choices: Sequence[ChoiceStream],
         record: RequestRecord,
-        session: bytes | None = None,
+        affinity_key: bytes | None = None,
     ) -> AsyncGenerator[Sent | list[Arrival]]:
         """What is sent and what workers send back, until every choice has ended. Close it (`aclosing`) to cancel.
 
@@ -115,8 +115,8 @@ class Attempts:
         failures = Failures(max_attempts=self._routing.max_attempts)
         while True:
             with ExitStack() as held:
-                route = await self._decode_route(run, session, failures, held)
-                attempt = self._begin(run, choices, route, session, failures, held)
+                route = await self._decode_route(run, affinity_key, failures, held)
+                attempt = self._begin(run, choices, route, affinity_key, failures, held)
                 record.sent(route.worker_index, attempt.assignment())
                 held.callback(self._end, attempt, record)
                 is_first = not attempt.run.resumed
@@ -138,10 +138,10 @@ class Attempts:
                     record.retried()
 
     async def _decode_route(
-        self, run: link_pb2.Run, session: bytes | None, failures: Failures, held: ExitStack
+        self, run: link_pb2.Run, affinity_key: bytes | None, failures: Failures, held: ExitStack
     ) -> Route:
         """Where there is no worker, a request that lost its own waits a while for one; a new one does not."""
-        ask = self._ask(run, session, is_prefill=False)
+        ask = self._ask(run, affinity_key, is_prefill=False)
         clock = asyncio.get_running_loop()
         end_s = clock.time() + self._routing.failover_wait_s
         while True:
@@ -152,8 +152,8 @@ class Attempts:
                     raise
             await self._pool.wait_changed(max(0.0, end_s - clock.time()))
 
-    def _ask(self, run: link_pb2.Run, session: bytes | None, *, is_prefill: bool) -> Ask:
-        """What one leg asks of the router. Each leg of a session has a pin of its own."""
+    def _ask(self, run: link_pb2.Run, affinity_key: bytes | None, *, is_prefill: bool) -> Ask:
+        """What one leg asks of the router. Each leg of an affinity key has a pin of its own."""
         num_prompt, names = len(run.prompt_tokens), split_names(run.block_names)
         return Ask(
             num_tokens=num_prompt if is_prefill else num_prompt + run.n * run.max_tokens,
@@ -161,7 +161,7 @@ class Attempts:
             is_prefill=is_prefill,
             names=names,
             block_size=self._pool.block_size,
-            session=None if session is None else session + (b"p" if is_prefill else b"d"),
+            affinity_key=None if affinity_key is None else affinity_key + (b"p" if is_prefill else b"d"),
         )
 
     def _reserve_decode(self, ask: Ask, failures: Failures, held: ExitStack) -> Route:
@@ -180,13 +180,13 @@ class Attempts:
         run: link_pb2.Run,
         choices: Sequence[ChoiceStream],
         route: Route,
-        session: bytes | None,
+        affinity_key: bytes | None,
         failures: Failures,
         held: ExitStack,
     ) -> _Attempt:
         rest, going_on = rest_of(run, choices), tuple(choice for choice in choices if not choice.is_ended)
         prefill_leg = held.enter_context(ExitStack())
-        prefill = None if rest.resumed else self._prefill_route(rest, route, session, failures, prefill_leg)
+        prefill = None if rest.resumed else self._prefill_route(rest, route, affinity_key, failures, prefill_leg)
         rest.partition = route.partition
         if not failures.num_attempts:
             self._check_ttft(prefill or route, len(run.prompt_tokens))
@@ -229,14 +229,14 @@ class Attempts:
         )
 
     def _prefill_route(
-        self, run: link_pb2.Run, decode: Route, session: bytes | None, failures: Failures, leg: ExitStack
+        self, run: link_pb2.Run, decode: Route, affinity_key: bytes | None, failures: Failures, leg: ExitStack
     ) -> Route | None:
         """None where the worker that decodes should prefill too: by the rule for that, or since there is no other."""
         if decode.session.role == "both":
             return None
         num_prompt = len(run.prompt_tokens)
         if not self._place.is_here_anyway(num_prompt, decode) and failures.num_prefill < MAX_PREFILL_FAILURES:
-            route = self._reserve_prefill(self._ask(run, session, is_prefill=True), failures, leg)
+            route = self._reserve_prefill(self._ask(run, affinity_key, is_prefill=True), failures, leg)
             if route is not None and not self._place.is_here(num_prompt, decode, route):
                 return route
             leg.close()

@@ -41,10 +41,10 @@ OVERLOADED_RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Where a request's prompt is computed, and whether that is where its session was last."""
+    """Where a request's prompt is computed, and whether that is where its affinity key was last."""
 
     worker: str
-    affinity: Affinity | None  # None: it has no session
+    affinity: Affinity | None  # None: it has no affinity key
 
     def again(self, worker: str) -> "Routed":
         """It was lost there before its first token, and has gone to that one."""
@@ -58,7 +58,7 @@ class Routed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admission:
+class AdmittedRequest:
     """A request that was let in, and what it was measured against."""
 
     request: GenerationRequest
@@ -159,7 +159,7 @@ class Gateway:
         yield summary  # outside: closing the generator now is no cancellation
 
     @contextmanager
-    def _admitted(self, request: GenerationRequest) -> Iterator[Admission]:
+    def _admitted(self, request: GenerationRequest) -> Iterator[AdmittedRequest]:
         """Refuse at once what cannot be served, before any work is spent on it; else count it in during the block."""
         self.model.check_name(request.model)
         if self.is_draining:
@@ -173,7 +173,7 @@ class Gateway:
                 retry_after_s=OVERLOADED_RETRY_AFTER_S,
                 predicted_ttft_s=self.pool.least_ttft_s(),
             )
-        admission = Admission(request=request, limits=limits, number=next(self._numbers))
+        admission = AdmittedRequest(request=request, limits=limits, number=next(self._numbers))
         self._running.add(admission.number)
         self._waiting.add(admission.number)
         self._idle.clear()
@@ -187,7 +187,7 @@ class Gateway:
 
     async def _stream(
         self,
-        admission: Admission,
+        admission: AdmittedRequest,
         run: link_pb2.Run,
         forced: ForcedCall | None,
         record: RequestRecord,
@@ -207,7 +207,7 @@ class Gateway:
             for index in range(run.n)
         ]
         placed: Routed | None = None
-        async with aclosing(self._attempts.events(run, choices, record, request.caller.session)) as events:
+        async with aclosing(self._attempts.events(run, choices, record, request.caller.affinity_key)) as events:
             async for event in events:
                 if isinstance(event, Sent):
                     if placed is None:
@@ -225,7 +225,7 @@ class Gateway:
                 for told in _accept(choices, event, record, trace):
                     yield told
 
-    def _make_run(self, admission: Admission, prompt: Sequence[int], forced: ForcedCall | None) -> link_pb2.Run:
+    def _make_run(self, admission: AdmittedRequest, prompt: Sequence[int], forced: ForcedCall | None) -> link_pb2.Run:
         """What the request asks, without an id. To workers the beginning of a forced call is prompt.
 
         InvalidArgument where prompt and completion do not fit in the vocabulary and the context.

@@ -68,7 +68,7 @@ class Accounts:
                 request_id=request.request_id,
                 ended_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
                 tenant=caller.tenant.name,
-                session="" if caller.session is None else caller.session.hex(),
+                session="" if caller.affinity_key is None else caller.affinity_key.hex(),
                 model=self._metrics.model_name,
                 outcome=outcome,
                 usd=self._prices.usd(**tokens),

@@ -23,7 +23,7 @@ _PHASES = ("gateway_queue", "first_token", "decode", "finish")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Worker:
+class _SentTo:
     """Whom a request was sent to, and the metrics of its tokens: looked up once, used per token."""
 
     labels: tuple[str, str]
@@ -38,7 +38,7 @@ class RequestRecord:
     def __init__(self, metrics: GatewayMetrics, run: link_pb2.Run, stamps: Stamps, *, num_forced: int = 0) -> None:
         """`num_forced`: of the last prompt tokens, which are the beginning of each choice to whoever asked."""
         self._metrics = metrics
-        self._worker: _Worker | None = None  # until it is sent
+        self._worker: _SentTo | None = None  # until it is sent
         self.attempts: list[SentAttempt] = []  # those that are over
         self.assignment: Assignment | None = None  # of the last attempt, until it is sent
         self._attempt_sent_ns = 0
@@ -70,7 +70,7 @@ class RequestRecord:
         self.assignment, self._attempt_sent_ns, self._attempt_error = assignment, time.perf_counter_ns(), None
         self.stamps.sent(self._attempt_sent_ns)
         labels = (self._metrics.model_name, str(worker_index))
-        self._worker = _Worker(
+        self._worker = _SentTo(
             labels=labels,
             is_moving=not assignment.is_local_prefill,
             generation_tokens=self._metrics.generation_tokens.labels(*labels),
@@ -179,7 +179,7 @@ class RequestRecord:
         return tuple(reason or "abort" for reason in self._finish_reasons)
 
     @property
-    def _sent_to(self) -> "_Worker":
+    def _sent_to(self) -> "_SentTo":
         if self._worker is None:
             raise RuntimeError("nothing is known of a request that was not sent")
         return self._worker

@@ -66,7 +66,7 @@ class RequestTrace:
             *_attempt_id(self.record),
             model,
             _hash(caller.tenant.name),
-            None if caller.session is None else caller.session.hex(),
+            None if caller.affinity_key is None else caller.affinity_key.hex(),
             outcome,
             error,
             *_sizes(self._request, self.record),

@@ -8,9 +8,9 @@ from collections import deque
 
 from moonshard.kv.prefix import split_names
 from moonshard.rpc import link_pb2
+from moonshard.serving.control.routing.pins import Pins
 from moonshard.serving.control.routing.prefix_index import PrefixChange, PrefixSubscriber
 from moonshard.serving.control.routing.router import Home, Reservation, Router
-from moonshard.serving.control.routing.sessions import Pins
 from moonshard.serving.gateway.workers.session import WorkerSession
 
 TELL_PREFIXES = link_pb2.GatewayMessage(tell_prefixes=link_pb2.TellPrefixes())

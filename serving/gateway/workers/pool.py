@@ -18,9 +18,9 @@ import grpc
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable
 from moonshard.serving.control.routing.names import QUEUE_WEIGHT, PolicyName
+from moonshard.serving.control.routing.pins import Pins
 from moonshard.serving.control.routing.policies import policy_of
 from moonshard.serving.control.routing.router import Ask, Home, Reservation, Router
-from moonshard.serving.control.routing.sessions import Pins
 from moonshard.serving.control.routing.ttft import TtftModel
 from moonshard.serving.gateway.workers.knowledge import Knowledge, homes_of
 from moonshard.serving.gateway.workers.link import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
@@ -195,8 +195,8 @@ class LinkPool:
     def nothing_came(self, route: Route) -> None:
         """Of what was sent there, or was to be: a session that was to be there from then on is not."""
         kept = route.reservation
-        if kept.session is not None and kept.affinity != "hit":
-            self._pins.drop(kept.session, self._router.home_number(kept.home))
+        if kept.affinity_key is not None and kept.affinity != "hit":
+            self._pins.drop(kept.affinity_key, self._router.home_number(kept.home))
 
     def first_token(self, route: Route, num_prompt: int, ttft_s: float) -> None:
         """It came, that long after the request was sent."""

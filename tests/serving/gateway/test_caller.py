@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from moonshard.rpc.status import Unauthenticated
 from moonshard.serving.config.tenants import Tenant, Tenants, hash_key
-from moonshard.serving.control.routing.sessions import session_key
+from moonshard.serving.control.routing.pins import affinity_key
 from moonshard.serving.gateway.caller import SESSION_NAMES, read_caller
 from moonshard.serving.gateway.http.edge import header_of
 
@@ -24,15 +24,15 @@ def headers(**values: str) -> Callable[[str], str | None]:
 def test_the_first_name_that_is_there_counts_and_the_bodys_come_last():
     for index, name in enumerate(SESSION_NAMES):
         given = {later: later for later in SESSION_NAMES[index:]}
-        assert read_caller(OPEN, given.get, "cache key", "user").session == session_key("default", name)
-    assert read_caller(OPEN, headers(), None, "user").session == session_key("default", "user")
-    assert read_caller(OPEN, headers(), "cache key", "user").session == session_key("default", "cache key")
-    assert read_caller(OPEN, headers(x_session_affinity=""), None, None).session is None
+        assert read_caller(OPEN, given.get, "cache key", "user").affinity_key == affinity_key("default", name)
+    assert read_caller(OPEN, headers(), None, "user").affinity_key == affinity_key("default", "user")
+    assert read_caller(OPEN, headers(), "cache key", "user").affinity_key == affinity_key("default", "cache key")
+    assert read_caller(OPEN, headers(x_session_affinity=""), None, None).affinity_key is None
 
 
 @given(st.text(min_size=1) | st.just("x" * 10_240) | st.just("☃" * 4000))
 def test_a_session_of_any_name_is_a_short_hash_of_its_tenants_own(name: str):
-    keys = [read_caller(KEYS, headers(authorization=f"Bearer {key}"), name).session for key in ("one", "two")]
+    keys = [read_caller(KEYS, headers(authorization=f"Bearer {key}"), name).affinity_key for key in ("one", "two")]
     assert None not in keys
     assert [len(key or b"") for key in keys] == [16, 16]
     assert keys[0] != keys[1]
@@ -50,13 +50,13 @@ def test_a_name_means_the_same_in_a_header_as_in_a_body(name: str):
     raw = [(b"x-session-id", name.encode()), (b"authorization", b"Bearer " + name.encode())]
     header = header_of(Request({"type": "http", "headers": raw}))
     tenants = Tenants({hash_key(name): Tenant("a")})
-    assert read_caller(tenants, header).session == session_key("a", name)
+    assert read_caller(tenants, header).affinity_key == affinity_key("a", name)
     assert header("x-other") is None
 
 
 def test_a_header_that_is_no_utf8_is_some_name_too():
     header = header_of(Request({"type": "http", "headers": [(b"x-session-id", b"\xe9\xff")]}))
-    assert read_caller(OPEN, header).session == session_key("default", "\xe9\xff")
+    assert read_caller(OPEN, header).affinity_key == affinity_key("default", "\xe9\xff")
 
 
 def test_where_no_key_is_asked_for_any_is_let_in():

@@ -51,7 +51,7 @@ class HttpConfig(uvicorn.Config):
         self.connections = connections
 
 
-class Phase(Enum):
+class Awaited(Enum):
     """What a connection waits for."""
 
     HEAD = auto()  # a request's head, or the first byte of all
@@ -75,7 +75,7 @@ class FrontProtocol(HttpToolsProtocol):
         self.parser: Any = PlainParser(self, lambda: self.headers)
         self._timeouts = config.timeouts
         self._waiting = config.connections
-        self._phase: Phase | None = None
+        self._phase: Awaited | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_head = self._is_in_body = False
         self._num_head_bytes = self._num_body_bytes = 0
@@ -119,7 +119,7 @@ class FrontProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  # uvicorn's says None: close
         """Whether the connection stays open: for the answer to a request that is complete."""
-        if self._phase is not Phase.ANSWER or self._answering is None:
+        if self._phase is not Awaited.ANSWER or self._answering is None:
             return False
         self.cycle.keep_alive = False
         if self._probe is None:
@@ -163,7 +163,7 @@ class FrontProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """A request that is being answered is so to its end: what follows it is then not listened to."""
-        if self._phase is Phase.ANSWER:
+        if self._phase is Awaited.ANSWER:
             self._is_deaf = True
             self.cycle.keep_alive = False
         else:
@@ -185,29 +185,29 @@ class FrontProtocol(HttpToolsProtocol):
         phase = self._what_is_missing()
         if phase is self._phase or self.transport.is_closing():
             return
-        if self._probe is not None and phase is not Phase.ANSWER:
+        if self._probe is not None and phase is not Awaited.ANSWER:
             self._close()  # nothing more can come
             return
         self._phase, self._began_s = phase, self.loop.time()
         self._cancel_timer()
         match phase:
-            case Phase.ANSWER:
+            case Awaited.ANSWER:
                 self._wait_in(None)
-            case Phase.IDLE:  # uvicorn's own timer ends with any byte, be it a mere line end
+            case Awaited.IDLE:  # uvicorn's own timer ends with any byte, be it a mere line end
                 self._wait_in(self._waiting.idle)
                 self._wait(self._timeouts.keep_alive_s)
             case _:
                 self._wait_in(self._waiting.half_open)
-                delays_s = {Phase.HEAD: self._timeouts.head_s, Phase.BODY: self._timeouts.body_s}
+                delays_s = {Awaited.HEAD: self._timeouts.head_s, Awaited.BODY: self._timeouts.body_s}
                 self._wait(delays_s.get(phase, LINGER_S))
 
-    def _what_is_missing(self) -> Phase:
+    def _what_is_missing(self) -> Awaited:
         if self.cycle is not None and not self.cycle.response_complete:
             is_first = not self.pipeline  # else an earlier one is being answered
-            return Phase.BODY if self._is_in_body and is_first else Phase.ANSWER
+            return Awaited.BODY if self._is_in_body and is_first else Awaited.ANSWER
         if self._is_in_head or self.cycle is None:
-            return Phase.HEAD
-        return Phase.REST if self._is_in_body else Phase.IDLE
+            return Awaited.HEAD
+        return Awaited.REST if self._is_in_body else Awaited.IDLE
 
     def _wait_in(self, ours: Waiting | None) -> None:
         for waiting in (self._waiting.idle, self._waiting.half_open):
@@ -225,7 +225,7 @@ class FrontProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _time_over(self) -> None:
-        if self._phase is Phase.BODY and (more_s := self._more_time_s()) > 0:
+        if self._phase is Awaited.BODY and (more_s := self._more_time_s()) > 0:
             self._wait(more_s)
         else:
             self._end(RequestTimeout(f"the {'body' if self._is_in_body else 'head'} took too long to arrive"))
@@ -239,7 +239,7 @@ class FrontProtocol(HttpToolsProtocol):
 
     def _end(self, error: RequestError) -> None:
         """In words where a request has begun."""
-        if self._is_in_head or self._phase is Phase.BODY:
+        if self._is_in_head or self._phase is Awaited.BODY:
             self._refuse(error)
         else:
             self._close()
@@ -248,7 +248,7 @@ class FrontProtocol(HttpToolsProtocol):
         """Past the app, which may not know of the request."""
         if self.transport.is_closing():
             return
-        is_answered = self._phase is Phase.REST or (self._phase is Phase.BODY and self.cycle.response_started)
+        is_answered = self._phase is Awaited.REST or (self._phase is Awaited.BODY and self.cycle.response_started)
         if not is_answered:
             self.transport.write(_whole_response(error))
         self._close()

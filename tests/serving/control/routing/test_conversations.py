@@ -1,11 +1,11 @@
 """Which prompt goes on which earlier one."""
 
-from moonshard.serving.control.routing.conversations import Conversations, Turn
+from moonshard.serving.control.routing.conversations import Conversations, LastTurn
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 
 
-def home_of(turn: Turn | None) -> int | None:
+def home_of(turn: LastTurn | None) -> int | None:
     return None if turn is None else turn.home
 
 

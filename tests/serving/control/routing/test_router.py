@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.serving.control.routing import policies
+from moonshard.serving.control.routing.pins import Pins
 from moonshard.serving.control.routing.router import Ask, Home, Reservation, Router
-from moonshard.serving.control.routing.sessions import Pins
 
 BLOCK = 64
 
@@ -103,8 +103,8 @@ def test_tokens_in_flight_are_those_of_the_open_reservations_and_none_in_the_end
 ):
     router, held = Router(), list[Reservation]()
     for now_s, (num_tokens, then, which, policy) in enumerate(schedule):
-        session = None if which == 5 else bytes([which])
-        ask = Ask(num_tokens=num_tokens, num_prompt=num_tokens, session=session)
+        key = None if which == 5 else bytes([which])
+        ask = Ask(num_tokens=num_tokens, num_prompt=num_tokens, affinity_key=key)
         found = router.reserve(HOMES, ask, policy=policies.policy_of(policy), now_s=now_s)
         assert found is not None
         held.append(found)
@@ -266,7 +266,7 @@ def test_a_session_stays_where_it_is_unless_that_home_is_overloaded_or_away():
     outcomes = []
 
     def ask(among: list[Home]) -> Home:
-        reservation = router.reserve(among, prompt(4, session=key), policy=policies.cost, now_s=1.0)
+        reservation = router.reserve(among, prompt(4, affinity_key=key), policy=policies.cost, now_s=1.0)
         assert reservation is not None
         router.sent(reservation, now_s=1.0)
         router.release(reservation)
@@ -287,7 +287,7 @@ def test_a_request_that_is_never_sent_moves_no_session():
     router = Router(pins=Pins())
 
     def ask(among: list[Home], *, is_sent: bool) -> str | None:
-        reservation = router.reserve(among, prompt(4, session=b"session"), policy=policies.cost, now_s=1.0)
+        reservation = router.reserve(among, prompt(4, affinity_key=b"session"), policy=policies.cost, now_s=1.0)
         assert reservation is not None
         if is_sent:
             router.sent(reservation, now_s=1.0)
@@ -333,20 +333,20 @@ def test_a_conversation_that_was_decided_and_never_sent_is_nobodys():
 class _Kept:
     """The last turn of a conversation."""
 
-    session: bytes | None
+    affinity_key: bytes | None
     names: tuple[bytes, ...]
     worker: str
 
 
 def _go_on(kept: list[_Kept], turn: _Kept) -> None:
-    if turn.session is not None:
-        kept[:] = [one for one in kept if one.session != turn.session]
+    if turn.affinity_key is not None:
+        kept[:] = [one for one in kept if one.affinity_key != turn.affinity_key]
     else:
-        before = [one for one in kept if one.session is None and one.names == turn.names[: len(one.names)]]
+        before = [one for one in kept if one.affinity_key is None and one.names == turn.names[: len(one.names)]]
         before = [one for one in before if len(one.names) < len(turn.names)]
         if before:
             kept.remove(max(reversed(before), key=lambda one: len(one.names)))
-    if turn.session is not None or turn.names:
+    if turn.affinity_key is not None or turn.names:
         kept.append(turn)
 
 
@@ -362,15 +362,15 @@ def test_a_home_has_the_conversations_whose_last_turns_were_sent_to_it(asks: lis
     kept: list[_Kept] = []
     for conversation, num_blocks, worker, has_session, is_sent in asks:
         own = names(*(f"{conversation} {index}" for index in range(num_blocks)))
-        session = f"session {conversation}".encode() if has_session else None
-        ask = Ask(num_tokens=BLOCK, num_prompt=BLOCK, is_prefill=True, names=own, session=session)
+        key = f"session {conversation}".encode() if has_session else None
+        ask = Ask(num_tokens=BLOCK, num_prompt=BLOCK, is_prefill=True, names=own, affinity_key=key)
         reservation = router.reserve(homes(worker), ask, now_s=1.0)
         assert reservation is not None
         if not is_sent:
             router.release(reservation)
             continue
         router.sent(reservation, now_s=1.0)
-        _go_on(kept, _Kept(session, tuple(own), worker))
+        _go_on(kept, _Kept(key, tuple(own), worker))
     expected = Counter(one.worker for one in kept)
     loads = router._loads.conversations
     assert {worker: round(loads[router.home_number(Home(worker, 0))], 6) for worker in "ab"} == {
@@ -409,7 +409,7 @@ def test_how_long_a_completion_might_get_is_no_work_that_was_given_lately():
 
 def test_a_session_that_comes_twice_at_once_stays_together():
     router, everywhere = Router(pins=Pins()), homes("a", "b", "c")
-    asks = [prompt(1, session=b"session")] * 2 + [prompt(1, session=b"another")]
+    asks = [prompt(1, affinity_key=b"session")] * 2 + [prompt(1, affinity_key=b"another")]
     found = [router.reserve(everywhere, ask, policy=policies.affinity, now_s=1.0) for ask in asks]
     first, second, other = found
     assert first is not None
@@ -439,7 +439,7 @@ def test_every_policy_chooses_among_the_candidates_and_has_its_own_way():
             knows(router, Home("a", 0), 4)
         found = []
         for _ in range(6):
-            reservation = router.reserve(homes("a", "b", "c"), prompt(4, session=b"s"), policy=choose, now_s=0.0)
+            reservation = router.reserve(homes("a", "b", "c"), prompt(4, affinity_key=b"s"), policy=choose, now_s=0.0)
             assert reservation is not None
             router.sent(reservation, now_s=0.0)
             found.append(reservation.home.worker)

@@ -16,7 +16,7 @@ from moonshard.serving.cli import main
 from moonshard.serving.config.keys import ConfigError, GatewayConfig
 from moonshard.serving.config.reading import load_config
 from moonshard.serving.config.tenants import hash_key
-from moonshard.serving.control.routing.sessions import session_key
+from moonshard.serving.control.routing.pins import affinity_key
 from moonshard.serving.gateway.process import RunningGateway, serving
 from moonshard.serving.gateway.records.ledger import LedgerError, Row, read_ledger
 from tests.serving.gateway import fake_worker
@@ -246,7 +246,7 @@ async def test_rows_name_tenant_and_session(worker: FakeWorker, ledger: Path, ke
         await http.post("/v1/completions", json=ASKED, headers={"authorization": "Bearer three"})
     rows = list(read_ledger(ledger))
     assert [row.tenant for row in rows] == ["a", "b"]
-    assert [row.session for row in rows] == [session_key(tenant, "its name").hex() for tenant in ("a", "b")]
+    assert [row.session for row in rows] == [affinity_key(tenant, "its name").hex() for tenant in ("a", "b")]
 
 
 async def test_grpcs_clients_say_their_key_with_every_call(worker: FakeWorker, ledger: Path, keys: Path):
@@ -258,7 +258,7 @@ async def test_grpcs_clients_say_their_key_with_every_call(worker: FakeWorker, l
             with pytest.raises(Unauthenticated):
                 await stranger.tokenize("a b")
     (row,) = read_ledger(ledger)
-    assert (row.tenant, row.session) == ("b", session_key("b", "its name").hex())
+    assert (row.tenant, row.session) == ("b", affinity_key("b", "its name").hex())
 
 
 def test_a_key_that_no_metadata_can_carry_is_refused_without_being_told():

@@ -15,7 +15,7 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.config.keys import ConfigError, GatewayConfig, TraceConfig
 from moonshard.serving.config.tenants import hash_key
-from moonshard.serving.control.routing.sessions import session_key
+from moonshard.serving.control.routing.pins import affinity_key
 from moonshard.serving.gateway.process import RunningGateway, serving
 from moonshard.serving.observe.rows.parts import read_table
 from moonshard.serving.observe.rows.schema import PHASES, REQUESTS, TOKENS
@@ -272,7 +272,7 @@ async def test_tenants_and_sessions_are_told_apart_but_not_named(worker: FakeWor
         assert (await http.post("/v1/completions", json=ASKED)).status_code == 401
     found = requests_of(tmp_path)
     assert found["tenant"][0] == found["tenant"][2] != found["tenant"][1]
-    assert found["session"].to_list() == [session_key(f"team-{t}", "its name").hex() for t in "aba"]
+    assert found["session"].to_list() == [affinity_key(f"team-{t}", "its name").hex() for t in "aba"]
     assert not [v for row in found.iter_rows() for v in row if isinstance(v, str) and "team-" in v]
 
 

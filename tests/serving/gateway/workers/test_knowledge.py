@@ -6,9 +6,9 @@ import pytest
 
 from moonshard.kv.prefix import NAME_BYTES
 from moonshard.rpc import link_pb2
+from moonshard.serving.control.routing.pins import Pins
 from moonshard.serving.control.routing.policies import affinity
 from moonshard.serving.control.routing.router import Ask, Router
-from moonshard.serving.control.routing.sessions import Pins
 from moonshard.serving.gateway.workers.knowledge import TELL_PREFIXES, Knowledge, homes_of
 from moonshard.serving.gateway.workers.session import WorkerSession
 
@@ -141,7 +141,7 @@ async def test_another_process_at_the_address_begins_with_nothing(knowledge: Kno
 
 async def test_sessions_outlast_a_broken_link_and_no_process(knowledge: Knowledge, told: Told, router: Router):
     def ask() -> str | None:
-        reservation = router.reserve(told.homes, Ask(num_tokens=1, session=b"s"), policy=affinity, now_s=1.0)
+        reservation = router.reserve(told.homes, Ask(num_tokens=1, affinity_key=b"s"), policy=affinity, now_s=1.0)
         assert reservation is not None
         router.sent(reservation, now_s=1.0)
         router.release(reservation)

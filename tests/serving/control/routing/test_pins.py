@@ -5,7 +5,7 @@ import gc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.serving.control.routing.sessions import KEY_BYTES, Pins, session_key
+from moonshard.serving.control.routing.pins import KEY_BYTES, Pins, affinity_key
 
 
 @given(
@@ -65,9 +65,9 @@ def test_what_was_put_in_vain_is_dropped_but_not_what_came_after_it():
 
 @given(st.text(), st.text(), st.text(), st.text())
 def test_names_are_told_apart_by_tenant_and_are_never_kept_as_they_are(a: str, b: str, c: str, d: str):
-    assert (session_key(a, b) == session_key(c, d)) == ((a, b) == (c, d))
-    assert len(session_key(a, b * 1000)) == KEY_BYTES
+    assert (affinity_key(a, b) == affinity_key(c, d)) == ((a, b) == (c, d))
+    assert len(affinity_key(a, b * 1000)) == KEY_BYTES
 
 
 def test_a_name_of_any_characters_has_a_key():
-    assert len(session_key("", "\ud800 \x00 ☃")) == KEY_BYTES
+    assert len(affinity_key("", "\ud800 \x00 ☃")) == KEY_BYTES

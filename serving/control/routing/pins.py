@@ -1,10 +1,9 @@
-"""Where a session was served last: soft pins, so that its next turn finds what the last one left.
+"""Where requests with an affinity key were served last: soft pins, so that a next turn finds what the last one left.
 
-A session's name is opaque and comes from the client, so it is hashed before it is kept, and no more than so many are.
-A pin that is not used for a while ends, and all of a home whose process has ended. Pins are plain tuples of numbers: a
-hundred thousand of these are nothing to Python's collector, which would look through as many objects of a class again
-and again. Pure: time is an argument. Left out: whether a pin is followed
-(`routing.policies`), and which header named the session.
+An affinity key stands for what a client calls a session. The client's name for it is opaque, so it is hashed before it
+is kept, and no more than so many are. A pin that is not used for a while ends, and all of a home whose process has
+ended. Pins are plain tuples of numbers: a hundred thousand of these are nothing to Python's collector, which would look
+through as many objects of a class again and again. Whether a pin is followed is decided in `routing.policies`.
 """
 
 import hashlib
@@ -15,8 +14,8 @@ MAX_PINS = 100_000
 KEY_BYTES = 16
 
 
-def session_key(tenant: str, name: str) -> bytes:
-    """What stands for a session. Two tenants' sessions of one name are two."""
+def affinity_key(tenant: str, name: str) -> bytes:
+    """What stands for a client's session. Two tenants' sessions of one name are two."""
     tenant_bytes = tenant.encode()
     digest = hashlib.sha256(len(tenant_bytes).to_bytes(8, "little") + tenant_bytes + name.encode("utf-8", "replace"))
     return digest.digest()[:KEY_BYTES]
@@ -26,7 +25,7 @@ type _Pin = tuple[int, int, float]  # home, which process there, until when (s)
 
 
 class Pins:
-    """A home for each session that was used lately."""
+    """A home for each affinity key that was used lately."""
 
     def __init__(self, ttl_s: float = TTL_S, max_pins: int = MAX_PINS):
         self._ttl_s = ttl_s
@@ -53,7 +52,7 @@ class Pins:
             self._pins.popitem(last=False)
 
     def end(self, home: int) -> None:
-        """The process there has ended, and what its sessions left with it."""
+        """The process there has ended, and what was kept there with it."""
         self._num_ended[home] += 1
 
     def drop(self, key: bytes, home: int) -> None:
