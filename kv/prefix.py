@@ -30,7 +30,7 @@ def root_name(*parts: bytes) -> BlockName:
 def block_names(root: BlockName, tokens: Sequence[int] | np.ndarray, block_size: int) -> list[BlockName]:
     """The names of all full blocks of a sequence; of what follows a known block, with its name as the root."""
     packed = np.asarray(tokens, "<i4")
-    names, parent = [], root
+    names, parent = list[BlockName](), root
     for end in range(block_size, len(packed) + 1, block_size):
         parent = _hash((parent, packed[end - block_size : end].tobytes()))
         names.append(parent)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from moonshard.models.product import product
 from moonshard.models.pytree import pytree
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
@@ -52,9 +53,7 @@ def route(
     scale: float,
 ) -> Routing:
     """Each token's experts and their weights. The bias decides the choice, never the weight."""
-    logits = jnp.einsum(
-        "td,ed->te", x.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
+    logits = product("td,ed->te", x.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     scores = jax.nn.sigmoid(logits)
     choice, margin = scores + bias, jnp.full(x.shape[0], jnp.inf)
     if num_groups > 1:
@@ -96,11 +95,11 @@ def dense(
     """Every expert on every token, then the chosen ones summed. The reference."""
     gate_up = jax.lax.dynamic_index_in_dim(experts.gate_up, layer, keepdims=False)
     down = jax.lax.dynamic_index_in_dim(experts.down, layer, keepdims=False)
-    hidden = gated(jnp.einsum("td,egfd->tegf", x, gate_up))
+    hidden = gated(product("td,egfd->tegf", x, gate_up))
     combine = jnp.zeros((x.shape[0], down.shape[0]), jnp.float32)
     combine = combine.at[jnp.arange(x.shape[0])[:, None], routing.experts].add(routing.weights)
     combine = jnp.where(valid[:, None], combine, 0).astype(x.dtype)
-    return jnp.einsum("tef,edf->td", hidden * combine[..., None], down)
+    return product("tef,edf->td", hidden * combine[..., None], down)
 
 
 def blocks(
@@ -118,8 +117,8 @@ def blocks(
         tokens = jax.lax.dynamic_slice_in_dim(rows, index * block, block)
         gate_up = jax.lax.dynamic_slice(experts.gate_up, (layer, expert, 0, 0, 0), (1, 1, *experts.gate_up.shape[2:]))
         down = jax.lax.dynamic_slice(experts.down, (layer, expert, 0, 0), (1, 1, *experts.down.shape[2:]))
-        hidden = gated(jnp.einsum("td,gfd->tgf", tokens, gate_up[0, 0]))
-        result = jnp.einsum("tf,df->td", hidden, down[0, 0])
+        hidden = gated(product("td,gfd->tgf", tokens, gate_up[0, 0]))
+        result = product("tf,df->td", hidden, down[0, 0])
         return jax.lax.dynamic_update_slice_in_dim(rows, result, index * block, axis=0)
 
     rows = jax.lax.fori_loop(0, num_used, run, rows)

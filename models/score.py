@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.pages import Pages, allocate_pages
-from moonshard.models import kimi, moe, weights
-from moonshard.models.checkpoint import Checkpoint
+from moonshard.models import moe, weights
+from moonshard.models.model import Batch
+from moonshard.models.registry import open_model
 from moonshard.models.spec import ModelError, matmul_precision
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
@@ -53,19 +54,20 @@ class Scorer:
     """
 
     def __init__(self, folder: Path, dtype: str = "float32", backend: moe.Backend = moe.blocks):
-        checkpoint = Checkpoint.open(folder)
-        self.config = kimi.KimiConfig.of(checkpoint)
+        checkpoint, model = open_model(folder)
+        self.config = model.config
+        self._groups = model.kv_groups(dtype)
         self.fingerprint = checkpoint.fingerprint
         self._dtype = dtype
         self._mesh = build_mesh(MeshShape())
-        self._weights = weights.load(kimi.declare(self.config), checkpoint, dtype, self._mesh)
+        self._weights = weights.load(model.declare(), checkpoint, dtype, self._mesh)
         config, precision = self.config, matmul_precision(dtype)
 
         @jax.jit
         def run(loaded, pages, batch):
             with jax.default_matmul_precision(precision):
-                hidden, _, seen = kimi.forward(config, loaded, pages, batch, backend=backend, observe=True)
-                return kimi.unembed(loaded, hidden.reshape(-1, config.hidden_size)), seen
+                hidden, _, seen = model.forward(loaded, pages, batch, backend=backend, observe=True)
+                return model.unembed(loaded, hidden.reshape(-1, config.hidden_size)), seen
 
         self._run = run
 
@@ -82,12 +84,13 @@ class Scorer:
             router_margin=None if seen.router_margin is None else np.asarray(seen.router_margin)[:, :count],
         )
 
-    def _pages(self, batch: kimi.Batch) -> Pages:
+    def _pages(self, batch: Batch) -> Pages:
+        (group,) = self._groups
         return allocate_pages(
             batch.block_tables.shape[1],
-            self.config.num_hidden_layers,
+            group.num_layers,
             BLOCK_SIZE,
-            self.config.latent_size,
+            group.num_features,
             dtype=self._dtype,
             sharding=replicated(self._mesh),
         )
@@ -101,14 +104,14 @@ def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
             raise ModelError(f"tokens: {token} is outside the vocabulary of {vocab_size}")
 
 
-def _rows(tokens: Sequence[int]) -> kimi.Batch:
+def _rows(tokens: Sequence[int]) -> Batch:
     """One prompt as rows of `ROW_TOKENS` queries over one run of blocks."""
     num_rows = -(-len(tokens) // ROW_TOKENS)
     padded = np.zeros(num_rows * ROW_TOKENS, np.int32)
     padded[: len(tokens)] = tokens
     positions = np.where(np.arange(len(padded)) < len(tokens), np.arange(len(padded)), -1).astype(np.int32)
     blocks = np.arange(-(-len(padded) // BLOCK_SIZE), dtype=np.int32)
-    return kimi.Batch(
+    return Batch(
         tokens=jnp.asarray(padded.reshape(num_rows, -1)),
         positions=jnp.asarray(positions.reshape(num_rows, -1)),
         block_tables=jnp.asarray(np.tile(blocks, (num_rows, 1))),

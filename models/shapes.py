@@ -6,9 +6,9 @@ positions: none of these models can be served from here.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-WeightFormat = Literal["bf16", "fp8", "int4-experts"]
+from moonshard.models.spec import WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+WeightFormat = Literal["bf16", "fp8", "int4-experts"]  # how weights lie in a folder
+
 
 class ModelError(ValueError):
     """A model folder that cannot be served; the message names the field or tensor."""
@@ -28,6 +30,14 @@ class KvGroup:
     @property
     def bytes_per_token(self) -> int:
         return self.num_layers * self.num_features * (2 if self.dtype == "bfloat16" else 4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSize:
+    """What a step of a partition works on."""
+
+    num_tokens: int  # a chunk of a prompt, or the sequences that decode
+    num_logits: int  # of which the next token is drawn
 
 
 def matmul_precision(dtype: str) -> str:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages
 from moonshard.models import moe
-from moonshard.models.kimi import Batch
+from moonshard.models.model import Batch
+from moonshard.models.product import product
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
 QUERY_BLOCK = 128  # queries that share one rectangle of keys: smaller wastes calls, larger computes what the mask drops
@@ -100,7 +101,7 @@ def all_blocks(
     rows = x.at[token_of].get(mode="fill", fill_value=0).reshape(len(block_experts), TOKENS_PER_BLOCK, -1)
     gate_up = jax.lax.dynamic_index_in_dim(experts.gate_up, layer, keepdims=False)[block_experts]
     down = jax.lax.dynamic_index_in_dim(experts.down, layer, keepdims=False)[block_experts]
-    hidden = moe.gated(jnp.einsum("ntd,ngfd->ntgf", rows, gate_up))
-    results = jnp.einsum("ntf,ndf->ntd", hidden, down).reshape(num_rows, -1)
+    hidden = moe.gated(product("ntd,ngfd->ntgf", rows, gate_up))
+    results = product("ntf,ndf->ntd", hidden, down).reshape(num_rows, -1)
     chosen = results.at[places].get(mode="fill", fill_value=0).reshape(t, k, -1)
     return jnp.einsum("tkd,tk->td", chosen, routing.weights.astype(x.dtype))

@@ -116,7 +116,7 @@ def _stages(
 ) -> tuple[StageBudget, ...]:
     before, layers, after = _weights_on_a_device(model, mesh, rules)
     num_token_shards = mesh.tensor if rules.kv_tokens else 1
-    stages = []
+    stages = list[StageBudget]()
     for index, own in enumerate(stage_layers(model, mesh, rules)):
         weights = sum(layers[own.start : own.stop]) + before * (index == 0) + after * (index == mesh.pipe - 1)
         stages.append(

@@ -126,7 +126,7 @@ def _plan_group(index: int, source: GroupLayout, destination: GroupLayout, num_b
 
 def _pick_senders(candidates: list[list[int]], num_bytes: np.ndarray, num_bytes_sent: Counter[int]) -> np.ndarray:
     """One of each pair's replicas, the least busy; `num_bytes_sent` counts on across groups."""
-    picked = []
+    picked = list[int]()
     for owners, size in zip(candidates, num_bytes.tolist(), strict=True):
         owner = min(owners, key=num_bytes_sent.__getitem__)
         num_bytes_sent[owner] += size

@@ -9,7 +9,7 @@ Source: the logical-axis rules of T5X and MaxText.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 MeshAxis = Literal["data", "expert", "tensor"]
@@ -53,6 +53,11 @@ class DecodeRules(Rules):
 
 
 PREFILL, DECODE = Rules(), DecodeRules()
+
+
+def context_parallel(rules: Rules) -> Rules:
+    """The same with the tokens of a block cut over `tensor`, instead of every block whole on every device."""
+    return replace(rules, kv_tokens=("tensor",))
 
 
 def check_rules(rules: Rules) -> None:

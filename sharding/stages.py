@@ -40,7 +40,7 @@ def split_layers(
         ]
         heaviest = [found for found, _ in splits]
         starts.append([start for _, start in splits])
-    counts, stop = [], num_layers
+    counts, stop = list[int](), num_layers
     for column in reversed(starts):
         counts.append(stop - column[stop])
         stop = column[stop]

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.pages import allocate_pages
-from moonshard.models import kimi, moe, weights
-from moonshard.models.checkpoint import Checkpoint
+from moonshard.models import moe, weights
+from moonshard.models.kimi.family import Kimi
+from moonshard.models.model import Batch
+from moonshard.models.registry import open_model
 from moonshard.serving.control.request import Sampling
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
@@ -34,10 +36,11 @@ class Reference:
     """Logits of whole sequences under one checkpoint, in float32, every expert computed."""
 
     def __init__(self, folder: Path):
-        checkpoint = Checkpoint.open(folder)
-        self.config = kimi.KimiConfig.of(checkpoint)
+        checkpoint, model = open_model(folder)
+        assert isinstance(model, Kimi)
+        self.model, self.config = model, model.config
         self._mesh = build_mesh(MeshShape())
-        self.weights = weights.load(kimi.declare(self.config), checkpoint, "float32", self._mesh)
+        self.weights = weights.load(self.model.declare(), checkpoint, "float32", self._mesh)
         self._run = jax.jit(self._forward)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
@@ -50,16 +53,17 @@ class Reference:
         padded = np.zeros(rows * ROW, np.int32)
         padded[: len(tokens)] = tokens
         positions = np.where(np.arange(len(padded)) < len(tokens), np.arange(len(padded)), -1).astype(np.int32)
-        batch = kimi.Batch(
+        batch = Batch(
             tokens=jnp.asarray(padded.reshape(rows, ROW)),
             positions=jnp.asarray(positions.reshape(rows, ROW)),
             block_tables=jnp.asarray(np.tile(np.arange(rows, dtype=np.int32), (rows, 1))),
         )
+        (group,) = self.model.kv_groups("float32")
         pages = allocate_pages(
             rows,
-            self.config.num_hidden_layers,
+            group.num_layers,
             ROW,
-            self.config.latent_size,
+            group.num_features,
             dtype="float32",
             sharding=replicated(self._mesh),
         )
@@ -68,10 +72,12 @@ class Reference:
 
     def _forward(self, loaded, pages, batch):
         with jax.default_matmul_precision("highest"):
-            hidden, _, seen = kimi.forward(self.config, loaded, pages, batch, backend=moe.dense, observe=True)
+            hidden, _, seen = self.model.forward(loaded, pages, batch, backend=moe.dense, observe=True)
             assert seen is not None
             assert seen.router_margin is not None
-            return kimi.unembed(loaded, hidden.reshape(-1, self.config.hidden_size)), seen.router_margin.min(axis=0)
+            return self.model.unembed(loaded, hidden.reshape(-1, self.config.hidden_size)), seen.router_margin.min(
+                axis=0
+            )
 
 
 @cache

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.models import kimi, moe, weights
+from moonshard.models import moe, weights
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.plan import PrefillPlan
@@ -20,8 +20,8 @@ from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine, StepReport
-from moonshard.serving.engine.loading import buckets, split_stages
 from moonshard.serving.engine.programs import Programs, Wanted
+from moonshard.serving.engine.sizes import buckets, split_stages
 from moonshard.serving.engine.stage import Stage, StageModel
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh
@@ -75,7 +75,7 @@ def program_store() -> ProgramStore:
 
 def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", shard: Shard = ALONE) -> Programs:
     """For a test that launches few of them: each is compiled by its first launch."""
-    config = reference(name).config
+    model = reference(name).model
     # one bucket of each kind: what buckets do is seen on one device and with one model
     is_small = shard.mesh.num_devices > 1 or name != "kimi_k2"
     shapes = StepShapes(
@@ -89,11 +89,11 @@ def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", shard: Sh
         transfer_buckets=TRANSFER_BUCKETS,
     )
     stages = []
-    for index, layers in enumerate(split_stages(config, shard)):
+    for index, layers in enumerate(split_stages(model, shard)):
         mesh = build_mesh(shard.mesh, index)
-        loaded = weights.load(kimi.declare(config, layers), Checkpoint.open(FIXTURES / name), dtype, mesh, shard.rules)
-        model = StageModel(config=config, layers=layers, weights=loaded, mesh=mesh, shard=shard, backend=moe.blocks)
-        stages.append(Stage(model, shapes, blocks_per_partition=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype))
+        loaded = weights.load(model.declare(layers), Checkpoint.open(FIXTURES / name), dtype, mesh, shard.rules)
+        part = StageModel(model=model, layers=layers, weights=loaded, mesh=mesh, shard=shard, backend=moe.blocks)
+        stages.append(Stage(part, shapes, blocks_per_partition=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype))
     return Programs(shapes, stages)
 
 

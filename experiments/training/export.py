@@ -26,16 +26,16 @@ from moonshard.experiments.training.run.journal import RUN_FOLDER, TOLD, read_av
 from moonshard.experiments.training.run.recipe import RunFailed
 from moonshard.experiments.training.shape import IM_END
 from moonshard.experiments.training.texts.corpus import POCKET
-from moonshard.models import kimi
 from moonshard.models.checkpoint import CONFIG, WEIGHTS, write_checkpoint
-from moonshard.models.spec import ModelError, Param
+from moonshard.models.registry import model_of
+from moonshard.models.spec import ModelError
 from moonshard.models.weights import is_param
 
 GENERATION = "generation_config.json"
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 
 
-def tensors_of(params: kimi.Weights[Param], weights: kimi.Weights[np.ndarray]) -> dict[str, np.ndarray]:
+def tensors_of(params: Any, weights: Any) -> dict[str, np.ndarray]:
     """Every tensor under its name in a checkpoint, by writing through the view that loading reads through."""
     whole: dict[str, np.ndarray] = {}
     for param, leaf in zip(jax.tree.leaves(params, is_leaf=is_param), jax.tree.leaves(weights), strict=True):
@@ -57,7 +57,7 @@ def export(run: Path, out: Path) -> tuple[int, ...]:
     """
     shape = read_shape(run)
     try:
-        params, generation = kimi.declare(kimi.KimiConfig.from_hugging_face(shape)), generation_config(shape)
+        params, generation = model_of(shape).declare(), generation_config(shape)
     except KeyError as error:
         raise RunFailed(f"{run / TOLD}: damaged: there is no {error} in its shape") from error
     except ModelError as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,11 @@ from jaxtyping import Int
 
 from moonshard.experiments.training.greedy_blocks import BLOCK_SIZE, Blocks, Placed, num_blocks_of
 from moonshard.kv.pages import Pages, allocate_pages
-from moonshard.models import kimi, moe, weights
+from moonshard.models import moe, weights
+from moonshard.models.model import Batch, Model
+from moonshard.models.registry import open_model
 from moonshard.models.spec import ModelError, matmul_precision
-from moonshard.serving.engine.loading import backend_for, open_model
+from moonshard.serving.engine.loading import backend_for
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
@@ -27,32 +30,32 @@ NUM_ROWS = 16  # of a prefill step, each of up to BLOCK_SIZE queries
 NUM_SLOTS = 48  # sequences decoded together
 
 Drawn = tuple[Int[Array, "n"], Pages, Int[Array, "moe_layers e"]]  # of a step: tokens, pages, tokens of each expert
-Step = Callable[[kimi.Weights[Array], Pages, kimi.Batch, Int[np.ndarray, "n"]], Drawn]
+Step = Callable[[Any, Pages, Batch, Int[np.ndarray, "n"]], Drawn]
 
 
-def build_step(config: kimi.KimiConfig, backend: moe.Backend, precision: str) -> Step:
+def build_step(model: Model, backend: moe.Backend, precision: str) -> Step:
     """A jitted `greedy_step`. The pages that it is given are donated."""
 
     @partial(jax.jit, donate_argnums=1)
-    def step(loaded: kimi.Weights[Array], pages: Pages, batch: kimi.Batch, last: Int[Array, "n"]) -> Drawn:
+    def step(loaded: Any, pages: Pages, batch: Batch, last: Int[Array, "n"]) -> Drawn:
         with jax.default_matmul_precision(precision):
-            return greedy_step(config, backend, loaded, pages, batch, last)
+            return greedy_step(model, backend, loaded, pages, batch, last)
 
     return step
 
 
 def greedy_step(
-    config: kimi.KimiConfig,
+    model: Model,
     backend: moe.Backend,
-    loaded: kimi.Weights[Array],
+    loaded: Any,
     pages: Pages,
-    batch: kimi.Batch,
+    batch: Batch,
     last: Int[Array, "n"],
 ) -> Drawn:
     """The likeliest token after the one at `last` in each row."""
-    hidden, pages, seen = kimi.forward(config, loaded, pages, batch, backend=backend, observe=True)
-    tokens = kimi.unembed(loaded, hidden[jnp.arange(len(last)), last]).argmax(axis=-1)
-    loads = jnp.zeros(loads_shape(config), jnp.int32)
+    hidden, pages, seen = model.forward(loaded, pages, batch, backend=backend, observe=True)
+    tokens = model.unembed(loaded, hidden[jnp.arange(len(last)), last]).argmax(axis=-1)
+    loads = jnp.zeros(loads_shape(model), jnp.int32)
     if seen is not None and seen.experts is not None:
         loads = add_choices(loads, seen.experts, batch.positions)
     return tokens, pages, loads
@@ -66,9 +69,9 @@ def add_choices(
     return loads.at[layers, experts].add((positions.reshape(-1) >= 0)[:, None])
 
 
-def loads_shape(config: kimi.KimiConfig) -> tuple[int, int]:
+def loads_shape(model: Model) -> tuple[int, int]:
     """Layers with experts, experts."""
-    return config.num_moe_layers, config.n_routed_experts or 1
+    return model.config.num_moe_layers, model.config.n_routed_experts or 1
 
 
 class GreedyModel:
@@ -76,31 +79,31 @@ class GreedyModel:
 
     def __init__(self, folder: Path, dtype: str, max_context_tokens: int):
         """Raises CheckpointError or ModelError for a folder that cannot be used, also where its context is shorter."""
-        checkpoint, config = open_model(folder)
-        if config.max_position_embeddings < max_context_tokens:
-            raise ModelError(
-                f"{folder}: a context of {config.max_position_embeddings} tokens; the tasks take {max_context_tokens}"
-            )
+        checkpoint, model = open_model(folder)
+        longest = model.config.max_position_embeddings
+        if longest < max_context_tokens:
+            raise ModelError(f"{folder}: a context of {longest} tokens; the tasks take {max_context_tokens}")
         mesh = build_mesh(MeshShape())
-        params = kimi.declare(config)
+        params = model.declare()
         weights.check_shapes(params, checkpoint)
         self.fingerprint = checkpoint.fingerprint
         self.num_computed_tokens = 0  # of prompts
-        self.expert_loads = np.zeros(loads_shape(config), np.int64)
+        self.expert_loads = np.zeros(loads_shape(model), np.int64)
         self._max_tokens = max_context_tokens
         self._width = num_blocks_of(max_context_tokens)  # of a block table
         self._blocks = Blocks(NUM_SLOTS * self._width)
-        self._weights: kimi.Weights[Array] = weights.load(params, checkpoint, dtype, mesh)
+        self._weights: Any = weights.load(params, checkpoint, dtype, mesh)
+        (group,) = model.kv_groups(dtype)
         self._pages = allocate_pages(
             self._blocks.num_blocks,
-            config.num_hidden_layers,
+            group.num_layers,
             BLOCK_SIZE,
-            config.latent_size,
+            group.num_features,
             dtype=dtype,
             sharding=replicated(mesh),
         )
         backend = backend_for(mesh.devices.flat[0].platform)
-        self._step = build_step(config, backend, matmul_precision(dtype))
+        self._step = build_step(model, backend, matmul_precision(dtype))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Collection[int]
@@ -132,7 +135,7 @@ class GreedyModel:
         self._weights = replace(self._weights, sparse=replace(sparse, router=replace(router, bias=put)))
         self._blocks.forget()
 
-    def _sparse_and_router(self) -> tuple[kimi.Stack[Array], kimi.Router[Array]]:
+    def _sparse_and_router(self) -> tuple[Any, Any]:
         sparse = self._weights.sparse
         if sparse is None or sparse.router is None:
             raise ModelError("no layer has routed experts")
@@ -198,9 +201,7 @@ class GreedyModel:
         return np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros((num_rows, self._width), np.int32)
 
     def _launch(self, tokens: np.ndarray, positions: np.ndarray, tables: np.ndarray, last: np.ndarray) -> np.ndarray:
-        batch = kimi.Batch(
-            tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), block_tables=jnp.asarray(tables)
-        )
+        batch = Batch(tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), block_tables=jnp.asarray(tables))
         drawn, self._pages, loads = self._step(self._weights, self._pages, batch, last)
         self.expert_loads += np.asarray(loads)
         return np.asarray(drawn)

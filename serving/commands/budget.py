@@ -2,18 +2,22 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from moonshard.serving.config.keys import ConfigError
 from moonshard.sharding.budget import Budget, all_meshes, ranked
 from moonshard.sharding.budget import budget as budget_of
-from moonshard.sharding.rules import DECODE, PREFILL, Rules
+from moonshard.sharding.rules import DECODE, PREFILL, Rules, context_parallel
 from moonshard.sharding.shape import MeshShape
+
+if TYPE_CHECKING:  # jax takes a second to load, and a wrong option should not wait for it
+    from moonshard.models.model import Model
+    from moonshard.models.spec import WeightFormat
 
 GIB, MIB = 2**30, 2**20
 DEVICES = {  # MiB, as nvidia-smi tells them
@@ -58,16 +62,16 @@ def budget(
         raise ConfigError(["--lower: lowers for one mesh; name it with --mesh"])
     shapes = [_parse_mesh(mesh, num_devices)] if mesh else list(all_meshes(num_devices))
     _check_sizes(chunk_tokens, max_slots)
-    from moonshard.models.footprint import StepSize, context_parallel, pieces, workspace_bytes
+    from moonshard.models.spec import StepSize
 
-    config, native = _find_model(model)
+    config_json, served, native = _find_model(model)
     weight_format = native if weights == "native" else weights
-    whole = pieces(config, weight_format)
+    whole = served.pieces(weight_format)
 
     def workspace(mesh: MeshShape, rules: Rules) -> int:
         rows = max_slots // mesh.num_partitions or 1
         step = StepSize(num_tokens=chunk_tokens if role == "prefill" else rows, num_logits=rows)
-        return workspace_bytes(config, step, mesh, rules)
+        return served.workspace_bytes(step, mesh, rules)
 
     rules = PREFILL if role == "prefill" else DECODE
     found = ranked([budget_of(whole, shape, rules, device_bytes, workspace) for shape in shapes])
@@ -82,7 +86,9 @@ def budget(
         from moonshard.serving.commands.checks.lowering import lower_and_tell
         from moonshard.serving.engine.compiled.lowering_process import Job
 
-        job = Job(model=config, mesh=shapes[0], role=role, chunk_tokens=chunk_tokens, max_slots=max_slots)
+        job = Job(
+            config_json=dict(config_json), mesh=shapes[0], role=role, chunk_tokens=chunk_tokens, max_slots=max_slots
+        )
         exit_code, reports = lower_and_tell(job)
         records[0]["lowered"] = [asdict(report) for report in reports]
     if json_file is not None:
@@ -131,21 +137,21 @@ def _check_sizes(chunk_tokens: int, max_slots: int) -> None:
             raise ConfigError([f"{option} {value}: expected at least 1"])
 
 
-def _find_model(name: str) -> tuple[Any, Any]:
-    """The configuration of a known model or of a folder, and the format of its weights."""
+def _find_model(name: str) -> "tuple[Mapping[str, Any], Model, WeightFormat]":
+    """The config.json of a known model or of a folder, its model, and the format of its weights."""
     from moonshard.models.json_file import read_json_object
-    from moonshard.models.kimi import KimiConfig
+    from moonshard.models.registry import model_of
     from moonshard.models.shapes import KNOWN
     from moonshard.models.spec import ModelError
 
     if (known := KNOWN.get(name)) is not None:
-        return KimiConfig.from_hugging_face(known.config), known.native
+        return known.config, model_of(known.config), known.native
     folder = Path(name)
     if not folder.is_dir():
         raise ConfigError([f"--model {name}: neither a folder nor a known model ({', '.join(KNOWN)})"])
     raw = read_json_object(folder / "config.json", ModelError)
     try:
-        return KimiConfig.from_hugging_face(raw), "bf16"
+        return raw, model_of(raw), "bf16"
     except ModelError as error:
         raise ModelError(f"{folder}/{error}") from error
 

@@ -32,7 +32,7 @@ class Sampling:
     repetition_penalty: float = 1.0  # over prompt and output
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
     seed: int = 0  # 64 bits; noise is keyed by (seed, choice, absolute position)
 
     @property

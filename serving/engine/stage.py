@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, gather_blocks, scatter_blocks
-from moonshard.models import kimi, moe, sampling
+from moonshard.models import moe, sampling
+from moonshard.models.model import Batch, Model
 from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.models.spec import matmul_precision
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
@@ -48,7 +49,7 @@ class DeviceState(NamedTuple):
 class StageModel:
     """What a stage computes, and where. `weights` lie on the mesh as the rules of `shard` say."""
 
-    config: kimi.KimiConfig
+    model: Model
     layers: range
     weights: Any
     mesh: Mesh
@@ -62,40 +63,38 @@ class StageModel:
 
     @property
     def is_last(self) -> bool:
-        return self.layers.stop == self.config.num_hidden_layers
+        return self.layers.stop == self.model.config.num_hidden_layers
 
 
 class Blueprint:
     """A stage before anything is allocated: its programs, and the state that they take. Weights may be abstract."""
 
-    def __init__(
-        self, model: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str
-    ):
-        self.model = model
+    def __init__(self, part: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str):
+        self.part = part
         self.shapes = shapes
-        self.shards = BlockShards(model.mesh, model.shard, num_layers=len(model.layers), block_size=block_size)
-        self.by_partition = NamedSharding(model.mesh, BY_PARTITION)
+        self.shards = BlockShards(part.mesh, part.shard, num_layers=len(part.layers), block_size=block_size)
+        self.by_partition = NamedSharding(part.mesh, BY_PARTITION)
         self._num_blocks = shapes.num_partitions * blocks_per_partition
         self._block_size = block_size
         self._dtype = dtype
 
     def empty_state(self) -> DeviceState:
         """Allocates pages and slots."""
-        model, num_slots = self.model, self.shapes.num_partitions * self.shapes.slots_per_partition
-        (group,) = model.config.kv_groups(self._dtype)
-        vocab_size = model.config.vocab_size
+        part, num_slots = self.part, self.shapes.num_partitions * self.shapes.slots_per_partition
+        (group,) = part.model.kv_groups(self._dtype)
+        vocab_size = part.model.config.vocab_size
         pages = allocate_pages(
             self._num_blocks,
-            len(model.layers),
+            len(part.layers),
             self._block_size,
             group.num_features,
             dtype=self._dtype,
-            sharding=NamedSharding(model.mesh, self.shards.pages),
+            sharding=NamedSharding(part.mesh, self.shards.pages),
         )
         last_token = logits = slots = None
-        if model.is_first:
+        if part.is_first:
             last_token = jax.device_put(np.zeros(num_slots, np.int32), self.by_partition)
-        if model.is_last:
+        if part.is_last:
             logits = jax.device_put(np.zeros((num_slots, vocab_size), np.float32), self.by_partition)
             empty = sampling.empty_slots(num_slots, vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS)
             slots = jax.device_put(empty, self.by_partition)
@@ -112,8 +111,8 @@ class Blueprint:
         packed = self._cut(self.shapes.num_partitions, row)
         match kind:
             case StepKind.PREFILL | StepKind.DECODE:
-                hidden = () if self.model.is_first else (self._stream(kind, bucket),)
-                return (self.model.weights, state.pages, state.logits, state.last_token, packed, *hidden)
+                hidden = () if self.part.is_first else (self._stream(kind, bucket),)
+                return (self.part.weights, state.pages, state.logits, state.last_token, packed, *hidden)
             case StepKind.DRAW:
                 return (state.slots, state.last_token, state.logits, packed)
             case StepKind.NOTE:
@@ -154,17 +153,17 @@ class Blueprint:
         """The activations that come from the stage before."""
         tile = self.shapes.q_tile if kind is StepKind.PREFILL else 1
         rows = self.shapes.num_partitions * bucket // tile
-        return self._cut(rows, tile, self.model.config.hidden_size, dtype=self._dtype)
+        return self._cut(rows, tile, self.part.model.config.hidden_size, dtype=self._dtype)
 
     def _payload(self, bucket: int) -> jax.ShapeDtypeStruct:
         """Blocks of one partition, as `shards.spread` places them."""
-        (group,) = self.model.config.kv_groups(self._dtype)
-        shape = (bucket, len(self.model.layers), self._block_size, group.num_features)
+        (group,) = self.part.model.kv_groups(self._dtype)
+        shape = (bucket, len(self.part.layers), self._block_size, group.num_features)
         return self.shards.abstract_payload(shape, self._dtype)
 
     def _abstract_state(self) -> Any:
         def sharded(spec: PartitionSpec, part: Any) -> Any:
-            return jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(self.model.mesh, spec)), part)
+            return jax.tree.map(lambda leaf: _placed(leaf, NamedSharding(self.part.mesh, spec)), part)
 
         return jax.tree.map(sharded, self._specs, self._state_shapes)
 
@@ -175,8 +174,8 @@ class Blueprint:
     @property
     def _specs(self) -> Any:
         """How each part of the state is cut over the mesh: a `DeviceState` of partition specs."""
-        first = BY_PARTITION if self.model.is_first else None
-        last = BY_PARTITION if self.model.is_last else None
+        first = BY_PARTITION if self.part.is_first else None
+        last = BY_PARTITION if self.part.is_last else None
         specs: Any = (self.shards.pages, first, last, last)
         return DeviceState(*specs)
 
@@ -187,15 +186,15 @@ class Blueprint:
 
         Of the rules only what they cut on this mesh, so that workers of either role share what is the same for both.
         """
-        model, shard = self.model, self.model.shard
+        part, shard = self.part, self.part.shard
         cuts = tuple((field.name, shard.axes(field.name)) for field in dataclasses.fields(shard.rules))
         layout = self.shapes.layout(*key).fields
-        return (*key, model.config, model.layers, model.backend, model.placement, shard.mesh, cuts, layout, self._dtype)
+        return (*key, part.model, part.layers, part.backend, part.placement, shard.mesh, cuts, layout, self._dtype)
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
         """Every program that the stage runs."""
-        is_first, is_last = self.model.is_first, self.model.is_last
+        is_first, is_last = self.part.is_first, self.part.is_last
         own = [key for key in self.shapes.programs if key[0] is not StepKind.DRAW or is_last]
         own = [key for key in own if key[0] is not StepKind.LOAD or is_first or is_last]
         return (*own, (StepKind.NOTE, 0)) if is_first and not is_last else tuple(own)
@@ -230,18 +229,18 @@ class Blueprint:
 
     def _step_program(self, reading: "_Reading", layout: StepLayout) -> Any:
         """The model's own: it reads tokens and writes pages, and on the last stage logits."""
-        model, state = self.model, self._specs
-        body = functools.partial(_run, model, reading, layout, matmul_precision(self._dtype))
-        weights = jax.tree.map(lambda leaf: leaf.sharding.spec, model.weights)
-        hidden = () if model.is_first else (BY_PARTITION,)
+        part, state = self.part, self._specs
+        body = functools.partial(_run, part, reading, layout, matmul_precision(self._dtype))
+        weights = jax.tree.map(lambda leaf: leaf.sharding.spec, part.weights)
+        hidden = () if part.is_first else (BY_PARTITION,)
         given = (weights, state.pages, state.logits, state.last_token, BY_PARTITION, *hidden)
-        result = PartitionSpec() if model.is_last else BY_PARTITION
+        result = PartitionSpec() if part.is_last else BY_PARTITION
         return self._jitted(body, given, (state.pages, state.logits, result), donated=(1, 2))
 
     @property
     def _draw_tile(self) -> int:
         """A CPU draws row by row, so that a row pays for what it asks for itself; elsewhere rows are drawn at once."""
-        is_cpu = self.model.mesh.devices.flat[0].platform == "cpu"
+        is_cpu = self.part.mesh.devices.flat[0].platform == "cpu"
         return 1 if is_cpu else self.shapes.slots_per_partition
 
     def _jitted(
@@ -252,7 +251,7 @@ class Blueprint:
         jax may spell an equal placement otherwise, and it stands in what the persistent cache is asked for: a program
         would be another one for each program that can have run before it.
         """
-        mesh = self.model.mesh
+        mesh = self.part.mesh
         over = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
         return jax.jit(over, donate_argnums=donated, out_shardings=placed)
@@ -268,13 +267,11 @@ class Stage:
     A program that was not prepared is compiled by its first launch.
     """
 
-    def __init__(
-        self, model: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str
-    ):
+    def __init__(self, part: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str):
         self.blueprint = Blueprint(
-            model, shapes, blocks_per_partition=blocks_per_partition, block_size=block_size, dtype=dtype
+            part, shapes, blocks_per_partition=blocks_per_partition, block_size=block_size, dtype=dtype
         )
-        self.model = model
+        self.part = part
         self.shards = self.blueprint.shards
         self._by_partition = self.blueprint.by_partition
         self.state = self.blueprint.empty_state()
@@ -293,7 +290,7 @@ class Stage:
         """
         given = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
         state, program = self.state, self.programs[kind, bucket]
-        pages, logits, result = program(self.model.weights, state.pages, state.logits, state.last_token, packed, *given)
+        pages, logits, result = program(self.part.weights, state.pages, state.logits, state.last_token, packed, *given)
         self.state = state._replace(pages=pages, logits=logits)
         return result
 
@@ -337,7 +334,7 @@ _DRAW, _NOTE, _LOAD, _COPY = ((kind, 0) for kind in (StepKind.DRAW, StepKind.NOT
 
 
 def _run(
-    model: StageModel,
+    part: StageModel,
     reading: "_Reading",
     layout: StepLayout,
     precision: str,
@@ -352,39 +349,38 @@ def _run(
     a program are ready at once. On others the activations."""
     f = layout.unpack(packed[0])
     with jax.default_matmul_precision(precision):
-        out, pages, _ = kimi.forward(
-            model.config,
+        out, pages, _ = part.model.forward(
             weights,
             pages,
             reading.batch(last_token, f),
             hidden=hidden[0] if hidden else None,
-            backend=model.backend,
-            shard=model.shard,
-            placement=model.placement,
+            backend=part.backend,
+            shard=part.shard,
+            placement=part.placement,
         )
         if logits is None:
             return pages, None, out
         drawn_for = reading.drawn_for(out.reshape(-1, out.shape[-1]), f)
-        found = kimi.unembed(weights, drawn_for, model.shard)
+        found = part.model.unembed(weights, drawn_for, part.shard)
     return pages, jax.lax.dynamic_update_slice(logits, found, (0, 0)), jnp.int32(0)
 
 
 class _Reading(NamedTuple):
     """How a kind of step reads its fields: what it runs over, and which of the rows that come out are drawn for."""
 
-    batch: Callable[[jax.Array | None, Fields], kimi.Batch]
+    batch: Callable[[jax.Array | None, Fields], Batch]
     drawn_for: Callable[[jax.Array, Fields], jax.Array]
 
 
-def _prefill_batch(last_token: jax.Array | None, f: Fields) -> kimi.Batch:
+def _prefill_batch(last_token: jax.Array | None, f: Fields) -> Batch:
     del last_token
-    return kimi.Batch(tokens=f["tokens"], positions=f["positions"], block_tables=f["block_tables"])
+    return Batch(tokens=f["tokens"], positions=f["positions"], block_tables=f["block_tables"])
 
 
-def _decode_batch(last_token: jax.Array | None, f: Fields) -> kimi.Batch:
+def _decode_batch(last_token: jax.Array | None, f: Fields) -> Batch:
     slot = f["slot"]  # behind the first stage, which embeds, no token is looked at
     tokens = jnp.zeros_like(slot) if last_token is None else last_token.at[slot].get(mode="clip")
-    return kimi.Batch(tokens=tokens[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"])
+    return Batch(tokens=tokens[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"])
 
 
 _READINGS = {

@@ -12,7 +12,6 @@ import numpy as np
 
 from moonshard.kv import transfer
 from moonshard.kv.slab_shards import Region
-from moonshard.models.spec import KvGroup
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import FailedPrecondition, InvalidArgument
 from moonshard.sharding import reshard
@@ -24,13 +23,10 @@ from moonshard.sharding.layout import (
     ShardLayout,
     Span,
     Tile,
-    tile_group,
 )
-from moonshard.sharding.shard import ALONE, Shard
 
 MAX_SHARDS = 1024  # of a partition: what a plan takes grows with their square
 _SESSION = re.compile(r"[\x21-\x7e]{1,512}")
-LAYOUT_VERSION = 1  # of the pages' format: block-major, [layers, tokens, features] within a shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,46 +46,6 @@ class Endpoint:
         if found.size and not 0 <= found.min() <= found.max() < self.num_cells:
             raise ValueError(f"a slot is outside of a partition's {self.num_cells}")
         return found + partition * self.num_cells
-
-
-def slab_layout(
-    groups: Sequence[KvGroup], block_size: int, shard: Shard = ALONE, layers_per_stage: Sequence[int] | None = None
-) -> Layout:
-    """How a worker's slab holds blocks: an owner for each device of a partition, and no byte twice.
-
-    Context-parallel, an owner has the tokens that its pages have. Else every device needs the whole block: each
-    receives some of the layers, and they gather the rest from one another. Layers, because a layer's bytes lie
-    together.
-    """
-    num_owners = shard.mesh.tensor
-    is_token_cut = bool(shard.axes("kv_tokens"))
-    blocks = [
-        BlockShape(
-            name=group.name,
-            dtype=group.dtype,
-            itemsize_bytes=group.bytes_per_token // (group.num_layers * group.num_features),
-            block_size=block_size,
-            num_layers=group.num_layers,
-            num_features=group.num_features,
-        )
-        for group in groups
-    ]
-    groups_cut = (
-        tile_group(block, layers_per_stage=layers_per_stage, num_token_shards=num_owners)
-        if is_token_cut
-        else tile_group(block, layers_per_stage=_layers_per_owner(layers_per_stage or [block.num_layers], num_owners))
-        for block in blocks
-    )
-    return Layout(version=LAYOUT_VERSION, groups=tuple(groups_cut))
-
-
-def _layers_per_owner(layers_per_stage: Sequence[int], num_owners: int) -> list[int]:
-    """The layers of each stage in equal shares, the last of them smaller or absent, as `kv.block_shards` cuts them."""
-    found = []
-    for num_layers in layers_per_stage:
-        share = -(-num_layers // num_owners)
-        found += [min(share, num_layers - start) for start in range(0, num_layers, share)]
-    return found
 
 
 def plan_to(source: Endpoint, destination: Endpoint) -> reshard.Template:

@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 
 from moonshard.kv.pages import allocate_pages
-from moonshard.models import kimi, moe, weights
+from moonshard.models import moe, weights
+from moonshard.models.kimi.family import Kimi
+from moonshard.models.kimi.forward import forward, unembed
+from moonshard.models.kimi.weights import declare
+from moonshard.models.model import Batch
 from moonshard.models.score import Scorer, score
 from moonshard.models.spec import ModelError
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
@@ -84,15 +88,15 @@ def test_a_prompt_that_cannot_be_scored_is_refused_by_name():
 
 
 @cache
-def forward(name: str):
+def compiled_forward(name: str):
     model = reference(name)
 
     @jax.jit
     def run(loaded, pages, tokens, positions, tables):
         with jax.default_matmul_precision("highest"):
-            batch = kimi.Batch(tokens=tokens, positions=positions, block_tables=tables)
-            hidden, pages, _ = kimi.forward(model.config, loaded, pages, batch)
-            return kimi.unembed(loaded, hidden.reshape(-1, hidden.shape[-1])), pages
+            batch = Batch(tokens=tokens, positions=positions, block_tables=tables)
+            hidden, pages, _ = forward(model.config, loaded, pages, batch)
+            return unembed(loaded, hidden.reshape(-1, hidden.shape[-1])), pages
 
     return run
 
@@ -107,7 +111,7 @@ class Paged:
         shape = (NUM_BLOCKS, self.config.num_hidden_layers, BLOCK_SIZE, self.config.latent_size)
         self.pages = jnp.asarray(self.rng.normal(size=shape).astype(np.float32))
         self.table = self.rng.permutation(NUM_BLOCKS)[:8].astype(np.int32)
-        self._run = forward(name)
+        self._run = compiled_forward(name)
 
     def feed(self, ids, start: int, shape: tuple[int, int]) -> np.ndarray:
         """Logits of `ids` at positions from `start`, as rows of the given shape; what is left over is padding."""
@@ -162,7 +166,7 @@ def test_a_sequence_of_nan_does_not_reach_the_next_owner_of_its_blocks():
 def dense_only():
     """A random model without routers, so that a rounding cannot flip an expert: (config, weights in float32)."""
     config = replace(reference().config, first_k_dense_replace=reference().config.num_hidden_layers)
-    return config, weights.initialise(kimi.declare(config), 0, "float32", build_mesh(MeshShape()))
+    return config, weights.initialise(declare(config), 0, "float32", build_mesh(MeshShape()))
 
 
 def in_dtype(loaded, dtype: str):
@@ -176,11 +180,11 @@ def dense_only_logits(dtype: str, tokens: np.ndarray) -> np.ndarray:
 
     @jax.jit
     def run(loaded, pages, batch):
-        hidden, pages, _ = kimi.forward(config, loaded, pages, batch)
-        return kimi.unembed(loaded, hidden[0]), pages
+        hidden, pages, _ = forward(config, loaded, pages, batch)
+        return unembed(loaded, hidden[0]), pages
 
     positions, table = jnp.arange(len(tokens))[None], jnp.asarray([[1, 0]])
-    batch = kimi.Batch(tokens=jnp.asarray(tokens)[None], positions=positions, block_tables=table)
+    batch = Batch(tokens=jnp.asarray(tokens)[None], positions=positions, block_tables=table)
     logits, pages = run(in_dtype(loaded, dtype), pages, batch)
     assert pages.dtype == jnp.dtype(dtype)
     return np.asarray(logits)
@@ -207,8 +211,8 @@ def test_the_programs_serve_in_bfloat16():
     rounded = in_dtype(loaded, "bfloat16")
     mesh = build_mesh(MeshShape())
     layers = range(config.num_hidden_layers)
-    model = StageModel(config=config, layers=layers, weights=rounded, mesh=mesh, shard=ALONE, backend=moe.blocks)
-    stage = Stage(model, shapes, blocks_per_partition=2, block_size=32, dtype="bfloat16")
+    part = StageModel(model=Kimi(config), layers=layers, weights=rounded, mesh=mesh, shard=ALONE, backend=moe.blocks)
+    stage = Stage(part, shapes, blocks_per_partition=2, block_size=32, dtype="bfloat16")
     programs = Programs(shapes, [stage])
     encoder = StepEncoder(shapes)
     prompt = np.random.default_rng(0).integers(0, 2048, 20)

@@ -11,9 +11,14 @@ import pytest
 
 from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import allocate_pages
-from moonshard.models import kimi, moe, weights
+from moonshard.models import moe, weights
 from moonshard.models.checkpoint import Checkpoint
-from moonshard.serving.engine.loading import split_stages
+from moonshard.models.kimi.config import KimiConfig
+from moonshard.models.kimi.family import Kimi
+from moonshard.models.kimi.forward import forward, unembed
+from moonshard.models.kimi.weights import declare
+from moonshard.models.model import Batch
+from moonshard.serving.engine.sizes import split_stages
 from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.mesh import BY_PARTITION, build_mesh, partition_spec
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
@@ -22,7 +27,7 @@ from moonshard.sharding.shard import Shard
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
-CONFIG = kimi.KimiConfig.of(Checkpoint.open(FIXTURES / "kimi_k2"))
+CONFIG = KimiConfig.from_hugging_face(Checkpoint.open(FIXTURES / "kimi_k2").config)
 ROWS, TOKENS, BLOCK = 8, 16, 16
 CONTEXT_PARALLEL = Rules(kv_tokens=("tensor",))
 FORMS = [
@@ -57,12 +62,12 @@ FEW = [  # every axis, cut once as deep as there are devices and once beside the
 ALL = [pytest.param(*form, marks=[] if form in FEW else pytest.mark.slow) for form in FORMS]
 
 
-def a_batch(seed: int = 0) -> kimi.Batch:
+def a_batch(seed: int = 0) -> Batch:
     """Rows of their own block each, some of them partly or wholly padding."""
     random = np.random.default_rng(seed)
     lengths = np.array([16, 1, 16, 7, 0, 16, 3, 16])
     positions = np.where(np.arange(TOKENS) < lengths[:, None], np.arange(TOKENS), -1)
-    return kimi.Batch(
+    return Batch(
         tokens=jnp.asarray(random.integers(0, CONFIG.vocab_size, (ROWS, TOKENS)), jnp.int32),
         positions=jnp.asarray(positions, jnp.int32),
         block_tables=jnp.zeros((ROWS, 1), jnp.int32),
@@ -70,14 +75,14 @@ def a_batch(seed: int = 0) -> kimi.Batch:
 
 
 def run(
-    mesh: MeshShape, rules: Rules, batch: kimi.Batch, placement: ExpertPlacement | None = None
+    mesh: MeshShape, rules: Rules, batch: Batch, placement: ExpertPlacement | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits [rows, t, v] and pages [rows, layers, block, features], one block to a row."""
     per_partition = ROWS // mesh.num_partitions
     tables = np.tile(np.arange(per_partition, dtype=np.int32), mesh.num_partitions)[:, None]
     batch = replace(batch, block_tables=jnp.asarray(tables))
     shard, found, pages = Shard(mesh=mesh, rules=rules), None, []
-    for index, layers in enumerate(split_stages(CONFIG, shard)):
+    for index, layers in enumerate(split_stages(Kimi(CONFIG), shard)):
         found, own_pages = run_stage(shard, index, layers, batch, found, placement)
         pages.append(np.asarray(own_pages))
     return np.asarray(found), np.concatenate(pages, axis=1)
@@ -87,14 +92,14 @@ def run_stage(
     shard: Shard,
     index: int,
     layers: range,
-    batch: kimi.Batch,
+    batch: Batch,
     hidden: jax.Array | None,
     placement: ExpertPlacement | None,
 ) -> tuple[jax.Array, jax.Array]:
     """What the next stage takes, or the logits; and the stage's pages."""
     mesh, is_last = build_mesh(shard.mesh, index), layers.stop == CONFIG.num_hidden_layers
     own = None if placement is None else placement.of_layers(CONFIG.moe_layers(layers))
-    params = kimi.declare(CONFIG, layers, own)
+    params = declare(CONFIG, layers, own)
     loaded = weights.load(params, Checkpoint.open(FIXTURES / "kimi_k2"), "float32", mesh, shard.rules)
     specs = jax.tree.map(
         lambda param: partition_spec(mesh, param.axes, param.shape, shard.rules), params, is_leaf=weights.is_param
@@ -103,14 +108,14 @@ def run_stage(
     sharding = jax.sharding.NamedSharding(mesh, shards.pages)
     pages = allocate_pages(ROWS, len(layers), BLOCK, CONFIG.latent_size, dtype="float32", sharding=sharding)
 
-    def on_each_device(loaded: Any, pages: Any, batch: kimi.Batch, *hidden: Any) -> tuple[Any, Any]:
+    def on_each_device(loaded: Any, pages: Any, batch: Batch, *hidden: Any) -> tuple[Any, Any]:
         with jax.default_matmul_precision("highest"):
             given = hidden[0] if hidden else None
-            out, pages, _ = kimi.forward(
+            out, pages, _ = forward(
                 CONFIG, loaded, pages, batch, hidden=given, backend=moe.blocks, shard=shard, placement=own
             )
             if is_last:
-                logits = kimi.unembed(loaded, out.reshape(-1, out.shape[-1]), shard)
+                logits = unembed(loaded, out.reshape(-1, out.shape[-1]), shard)
                 out = logits.reshape(*batch.tokens.shape, -1)
             return out, pages
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moonshard.experiments.training.shape import HUGGING_FACE_CONFIG
-from moonshard.models.kimi import KimiConfig
+from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.shapes import KNOWN
 
 

@@ -7,14 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moonshard.models import kimi, moe, training
+from moonshard.models import moe, training
+from moonshard.models.kimi.config import KimiConfig
+from moonshard.models.kimi.forward import attend_paged, forward
+from moonshard.models.kimi.weights import declare
+from moonshard.models.model import Batch
 from moonshard.models.weights import initialise
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.experiments.training.rehearsal import SHAPE
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
-CONFIG = kimi.KimiConfig.from_hugging_face(SHAPE)
+CONFIG = KimiConfig.from_hugging_face(SHAPE)
 BLOCK_SIZE, RANK, SCALE = 16, 8, 0.3
 NUM_EXPERTS, EMBED, WIDTH, LAYERS = 4, 8, 12, 2
 RNG = np.random.default_rng(1)
@@ -30,7 +34,7 @@ def batch_of(num_rows, num_tokens):
     positions = np.tile(np.arange(num_tokens, dtype=np.int32), (num_rows, 1))
     tokens = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(num_rows, num_tokens), dtype=np.int32)
     tables = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
-    return kimi.Batch(tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), block_tables=jnp.asarray(tables))
+    return Batch(tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), block_tables=jnp.asarray(tables))
 
 
 def draw(num_rows, num_tokens, seed=0):
@@ -54,7 +58,7 @@ def attend(how, queries, features, pages, batch, **options):
 def test_causal_rows_are_what_pages_give(num_tokens, rows_at_once):
     (queries, features), batch = draw(3, num_tokens), batch_of(3, num_tokens)
     pages = np.zeros((batch.block_tables.size, 1, BLOCK_SIZE, 12), np.float32)
-    paged = attend(kimi.attend_paged, queries, features, pages, batch)
+    paged = attend(attend_paged, queries, features, pages, batch)
     causal = attend(training.attend_causal, queries, features, training.no_pages(), batch, rows_at_once=rows_at_once)
     np.testing.assert_allclose(causal, paged, atol=2e-5)
 
@@ -62,7 +66,7 @@ def test_causal_rows_are_what_pages_give(num_tokens, rows_at_once):
 def test_a_token_sees_what_stands_before_it_and_not_what_its_position_says():
     (queries, features), batch = draw(2, 200), batch_of(2, 200)
     clean = attend(training.attend_causal, queries, features, training.no_pages(), batch)
-    gapped = kimi.Batch(
+    gapped = Batch(
         tokens=batch.tokens,
         positions=jnp.asarray(np.asarray(batch.positions) * 37 - 500),
         block_tables=batch.block_tables,
@@ -131,13 +135,13 @@ def test_all_blocks_give_the_values_and_gradients_of_all_experts(num_tokens, ske
 
 @pytest.mark.slow
 def test_the_pass_that_trains_is_the_pass_that_serves():
-    weights = initialise(kimi.declare(CONFIG), 0, "float32", build_mesh(MeshShape()))
+    weights = initialise(declare(CONFIG), 0, "float32", build_mesh(MeshShape()))
     batch = batch_of(2, 140)
     pages = jnp.zeros((batch.block_tables.size, CONFIG.num_hidden_layers, BLOCK_SIZE, CONFIG.latent_size))
     with jax.default_matmul_precision("highest"):
-        served, _, _ = jax.jit(lambda w, p, b: kimi.forward(CONFIG, w, p, b))(weights, pages, batch)
+        served, _, _ = jax.jit(lambda w, p, b: forward(CONFIG, w, p, b))(weights, pages, batch)
         trained, _, _ = jax.jit(
-            lambda w, b: kimi.forward(
+            lambda w, b: forward(
                 CONFIG,
                 w,
                 training.no_pages(),

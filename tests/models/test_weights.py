@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from moonshard.kv.pages import allocate_pages
-from moonshard.models import kimi, weights
+from moonshard.models import weights
 from moonshard.models.checkpoint import Checkpoint, CheckpointError
+from moonshard.models.kimi.forward import forward, unembed
+from moonshard.models.kimi.weights import declare
+from moonshard.models.model import Batch
 from moonshard.models.spec import ModelError, Param
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.rules import MeshError
@@ -19,7 +22,7 @@ from tests.agreement import FIXTURES, LOGIT_TOLERANCE, reference
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 FOLDER = FIXTURES / "kimi_k2"
 CONFIG = reference().config
-PARAMS = kimi.declare(CONFIG)
+PARAMS = declare(CONFIG)
 ONE_DEVICE = MeshShape()
 
 
@@ -61,11 +64,11 @@ def test_a_sharded_forward_gives_the_logits_of_hugging_face(shape):
     @jax.jit
     def run(loaded, pages, batch):
         with jax.default_matmul_precision("highest"):
-            hidden, _, _ = kimi.forward(CONFIG, loaded, pages, batch)
-            return kimi.unembed(loaded, hidden[0])
+            hidden, _, _ = forward(CONFIG, loaded, pages, batch)
+            return unembed(loaded, hidden[0])
 
     ids = jnp.asarray(ref["ids1"], jnp.int32)[None]
-    batch = kimi.Batch(tokens=ids, positions=jnp.asarray(np.arange(ids.size)[None]), block_tables=jnp.asarray([[1, 0]]))
+    batch = Batch(tokens=ids, positions=jnp.asarray(np.arange(ids.size)[None]), block_tables=jnp.asarray([[1, 0]]))
     np.testing.assert_allclose(run(loaded, pages, batch), ref["logits1"], atol=LOGIT_TOLERANCE)
 
 
@@ -131,7 +134,7 @@ def test_a_tensor_of_another_shape_is_refused_by_name(name, how):
 
 
 def test_a_missing_tensor_is_refused_by_name():
-    deeper = kimi.declare(replace(CONFIG, num_hidden_layers=CONFIG.num_hidden_layers + 1))
+    deeper = declare(replace(CONFIG, num_hidden_layers=CONFIG.num_hidden_layers + 1))
     with pytest.raises(CheckpointError, match=r"no tensor 'model\.layers\.4\."):
         weights.check_shapes(deeper, Checkpoint.open(FOLDER))
 

@@ -7,19 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.models import kimi
-from moonshard.models.footprint import context_parallel, pieces
+from moonshard.models.kimi.config import KimiConfig
+from moonshard.models.kimi.footprint import pieces
+from moonshard.models.kimi.weights import declare
 from moonshard.models.shapes import KNOWN
 from moonshard.models.weights import abstract, is_param
 from moonshard.sharding.budget import Budget, ModelPieces, Piece, all_meshes, budget, ranked
 from moonshard.sharding.mesh import build_mesh
-from moonshard.sharding.rules import DECODE, PREFILL, Rules
+from moonshard.sharding.rules import DECODE, PREFILL, Rules, context_parallel
 from moonshard.sharding.shape import MeshShape
 
 pytestmark = pytest.mark.xdist_group("jax")
 GIB = 2**30
 H100_BYTES = 81_559 * 2**20
-K25 = pieces(kimi.KimiConfig.from_hugging_face(KNOWN["kimi-k2.5"].config), "int4-experts")
+K25 = pieces(KimiConfig.from_hugging_face(KNOWN["kimi-k2.5"].config), "int4-experts")
 
 
 def of(mesh: MeshShape, model: ModelPieces = K25, rules: Rules = DECODE, device_bytes: int = H100_BYTES) -> Budget:
@@ -77,15 +78,13 @@ def test_the_bytes_of_a_device_are_those_of_its_arrays(mesh: MeshShape, rules: R
     assert found.stages[0].weight_bytes == bytes_on_a_device(config, mesh, range(3), rules)
 
 
-def small(**changes: object) -> kimi.KimiConfig:
+def small(**changes: object) -> KimiConfig:
     sizes = {"hidden_size": 64, "moe_intermediate_size": 16, "vocab_size": 128, "intermediate_size": 96}
-    return kimi.KimiConfig.from_hugging_face(
-        {**KNOWN["moonlight-16b"].config, **sizes, "num_hidden_layers": 3, **changes}
-    )
+    return KimiConfig.from_hugging_face({**KNOWN["moonlight-16b"].config, **sizes, "num_hidden_layers": 3, **changes})
 
 
-def bytes_on_a_device(config: kimi.KimiConfig, mesh: MeshShape, layers: range, rules: Rules) -> int:
-    leaves = jax.tree.leaves(abstract(kimi.declare(config, layers), "bfloat16", build_mesh(mesh), rules))
+def bytes_on_a_device(config: KimiConfig, mesh: MeshShape, layers: range, rules: Rules) -> int:
+    leaves = jax.tree.leaves(abstract(declare(config, layers), "bfloat16", build_mesh(mesh), rules))
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -102,8 +101,8 @@ def test_a_table_that_is_tied_is_held_twice_only_by_stages_that_are_two(num_stag
 
 
 def test_every_parameter_is_counted_once():
-    config = kimi.KimiConfig.from_hugging_face(KNOWN["deepseek-v3"].config)
-    declared = sum(math.prod(param.shape) for param in jax.tree.leaves(kimi.declare(config), is_leaf=is_param))
+    config = KimiConfig.from_hugging_face(KNOWN["deepseek-v3"].config)
+    declared = sum(math.prod(param.shape) for param in jax.tree.leaves(declare(config), is_leaf=is_param))
     counted = pieces(config, "bf16")
     every = [*counted.first, *counted.last, *(piece for layer in counted.layers for piece in layer)]
     assert sum(math.prod(piece.shape) for piece in every) == declared

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.pages import allocate_pages
-from moonshard.models import kimi, moe, weights
-from moonshard.models.checkpoint import Checkpoint
+from moonshard.models import moe, weights
+from moonshard.models.model import Batch, Model
+from moonshard.models.registry import open_model
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
@@ -50,41 +51,41 @@ class MoeCase:
 
 def check_models(fixtures: Path, models: tuple[str, ...], backends: dict[str, moe.Backend]) -> Iterator[Check]:
     """Logits and greedy tokens of the recorded prompts, in float32, prefilled and decoded through pages."""
-    for model in models:
-        checkpoint = Checkpoint.open(fixtures / model)
-        config = kimi.KimiConfig.of(checkpoint)
-        loaded = weights.load(kimi.declare(config), checkpoint, "float32", build_mesh(MeshShape()))
-        with np.load(fixtures / model / "ref.npz") as recorded:
+    for fixture in models:
+        checkpoint, model = open_model(fixtures / fixture)
+        loaded = weights.load(model.declare(), checkpoint, "float32", build_mesh(MeshShape()))
+        with np.load(fixtures / fixture / "ref.npz") as recorded:
             for name, backend in backends.items():
-                error, num_wrong = _compare(config, loaded, recorded, backend)
-                yield Check(name=f"{model} logits, {name}", error=error, tolerance=LOGIT_TOLERANCE)
-                yield Check(name=f"{model} greedy tokens that differ, {name}", error=num_wrong, tolerance=0)
+                error, num_wrong = _compare(model, loaded, recorded, backend)
+                yield Check(name=f"{fixture} logits, {name}", error=error, tolerance=LOGIT_TOLERANCE)
+                yield Check(name=f"{fixture} greedy tokens that differ, {name}", error=num_wrong, tolerance=0)
 
 
-def _compare(config: kimi.KimiConfig, loaded: Any, recorded: Any, backend: moe.Backend) -> tuple[float, int]:
+def _compare(model: Model, loaded: Any, recorded: Any, backend: moe.Backend) -> tuple[float, int]:
     """The largest error of any logit, and how many of the greedy tokens differ."""
-    run = jax.jit(functools.partial(_logits, config, backend), donate_argnums=1)
+    run = jax.jit(functools.partial(_logits, model, backend), donate_argnums=1)
     errors, num_wrong = [], 0
     for prompt in range(3):
         ids, greedy = recorded[f"ids{prompt}"], recorded[f"greedy{prompt}"]
         fed = np.concatenate([ids, greedy[:-1]])
         expected = np.concatenate([recorded[f"logits{prompt}"], recorded[f"greedy_logits{prompt}"][1:]])
-        logits = _feed(config, loaded, run, fed)
+        logits = _feed(model, loaded, run, fed)
         errors.append(np.abs(logits - expected).max())
         num_wrong += int((logits[len(ids) - 1 :].argmax(axis=-1) != greedy).sum())
     return float(np.max(errors)), num_wrong
 
 
-def _logits(config: kimi.KimiConfig, backend: moe.Backend, loaded: Any, pages: jax.Array, batch: kimi.Batch) -> Any:
+def _logits(model: Model, backend: moe.Backend, loaded: Any, pages: jax.Array, batch: Batch) -> Any:
     with jax.default_matmul_precision("highest"):
-        hidden, pages, _ = kimi.forward(config, loaded, pages, batch, backend=backend)
-        return kimi.unembed(loaded, hidden.reshape(-1, hidden.shape[-1])), pages
+        hidden, pages, _ = model.forward(loaded, pages, batch, backend=backend)
+        return model.unembed(loaded, hidden.reshape(-1, hidden.shape[-1])), pages
 
 
-def _feed(config: kimi.KimiConfig, loaded: Any, run: Any, fed: np.ndarray) -> np.ndarray:
+def _feed(model: Model, loaded: Any, run: Any, fed: np.ndarray) -> np.ndarray:
     """All but the last few tokens as one padded chunk, the others one by one: logits [T, vocab]."""
     everywhere = replicated(build_mesh(MeshShape()))
-    shape = (NUM_BLOCKS, config.num_hidden_layers, BLOCK_SIZE, config.latent_size)
+    (group,) = model.kv_groups("float32")
+    shape = (NUM_BLOCKS, group.num_layers, BLOCK_SIZE, group.num_features)
     pages = allocate_pages(*shape, dtype="float32", sharding=everywhere)
     table = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32)
     count, size = len(fed) - DECODED, 128
@@ -99,8 +100,8 @@ def _feed(config: kimi.KimiConfig, loaded: Any, run: Any, fed: np.ndarray) -> np
     return np.concatenate(parts)
 
 
-def _one_row(tokens: np.ndarray, positions: np.ndarray, table: np.ndarray) -> kimi.Batch:
-    return kimi.Batch(
+def _one_row(tokens: np.ndarray, positions: np.ndarray, table: np.ndarray) -> Batch:
+    return Batch(
         tokens=jnp.asarray(tokens[None], jnp.int32),
         positions=jnp.asarray(positions[None], jnp.int32),
         block_tables=jnp.asarray(table[None], jnp.int32),

@@ -140,7 +140,7 @@ def _prepare(
     ceilings = measure_ceilings(scale.copy_bytes, scale.matmul_side, scale.effort)
     journal.report["ceilings"] = asdict(ceilings)
     journal.say(_spell_ceilings(ceilings))
-    loaded = jax.block_until_ready(draw_weights(scale.sizes.config, options.seed))
+    loaded = jax.block_until_ready(draw_weights(scale.sizes.model, options.seed))
     journal.say("drew the slice's weights")
     bench = Bench(sizes=scale.sizes, loaded=loaded, ceilings=ceilings, effort=scale.effort, seed=options.seed)
     checks = [check_full_width(bench, count, backends) for count in (1, scale.sizes.batches[-1])]
@@ -172,13 +172,13 @@ def _serve(
     """The part with engines, last: checks, then measures. False if a check failed."""
     if not journal.all_pass(check_recorded(options.fixtures, recorded_pair(options.fixtures, backend))):
         return False
-    pair = build_pair(bench.config, bench.loaded, plan.sizes, backend, DTYPE)
+    pair = build_pair(bench.model, bench.loaded, plan.sizes, backend, DTYPE)
     journal.say("compiled two engines' programs")
     if not journal.all_pass([check_alone(pair, plan.mix, options.seed)]):
         return False
     served = serve_arms(pair, plan, options.seed, journal.say)
     about = journal.report["environment"]
-    source = f"{about['device']}, jax {about['jax']}, {about['date']}, {bench.config.num_hidden_layers} layers"
+    source = f"{about['device']}, jax {about['jax']}, {about['date']}, {bench.model.config.num_hidden_layers} layers"
     journal.report.update(as_json(served, source))
     print_served(served)
     return True

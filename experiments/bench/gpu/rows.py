@@ -25,8 +25,9 @@ from moonshard.experiments.bench.gpu.slice import (
 from moonshard.experiments.bench.gpu.timing import Effort, Timing, measure
 from moonshard.experiments.bench.gpu.work import Ceilings, attention_work, routed_work, step_work
 from moonshard.kv.pages import Pages
-from moonshard.models import kimi, moe
+from moonshard.models import moe
 from moonshard.models.attention import latent_attention
+from moonshard.models.model import Batch, LatentModel
 
 BACKENDS_TOLERANCE = 2e-2  # of the norm, between two backends in bf16
 
@@ -55,27 +56,27 @@ class Bench:
     seed: int
 
     @property
-    def config(self) -> kimi.KimiConfig:
-        return self.sizes.config
+    def model(self) -> LatentModel:
+        return self.sizes.model
 
 
 def moe_rows(bench: Bench, num_tokens: int, backends: dict[str, moe.Backend]) -> Iterator[Row]:
     """One MoE layer's routed experts under uniform random routing: every backend on the same input."""
-    x, routing = draw_tokens(bench.config, num_tokens, bench.seed)
+    x, routing = draw_tokens(bench.model, num_tokens, bench.seed)
     hit = len(np.unique(np.asarray(routing.experts)))
-    work = routed_work(bench.config, num_tokens, hit, ITEM_BYTES)
+    work = routed_work(bench.model, num_tokens, hit, ITEM_BYTES)
     for name, backend in backends.items():
         yield Row(
             name=f"MoE layer, {num_tokens} tokens, {name}",
             timing=measure(moe_call(bench, backend, x, routing), bench.effort),
             floor_s=work.floor_s(bench.ceilings),
-            note=f"{hit} of {bench.config.n_routed_experts} experts",
+            note=f"{hit} of {bench.model.config.n_routed_experts} experts",
         )
 
 
 def check_full_width(bench: Bench, num_tokens: int, backends: dict[str, moe.Backend]) -> Check:
     """The first two backends on the last layer's real weights, whose offsets need more than 32 bits."""
-    x, routing = draw_tokens(bench.config, num_tokens, bench.seed + 1)
+    x, routing = draw_tokens(bench.model, num_tokens, bench.seed + 1)
     (one, first), (other, second) = tuple(backends.items())[:2]
     got, expected = (moe_call(bench, backend, x, routing)() for backend in (first, second))
     name = f"MoE at the slice's width, {num_tokens} tokens, {one} against {other}"
@@ -84,29 +85,29 @@ def check_full_width(bench: Bench, num_tokens: int, backends: dict[str, moe.Back
 
 def moe_call(bench: Bench, backend: moe.Backend, x: jax.Array, routing: moe.Routing) -> Callable[[], jax.Array]:
     run = jax.jit(backend)
-    valid, layer = jnp.ones(len(x), jnp.bool_), jnp.int32(bench.config.num_moe_layers - 1)
+    valid, layer = jnp.ones(len(x), jnp.bool_), jnp.int32(bench.model.config.num_moe_layers - 1)
     return lambda: run(x, routing, valid, bench.loaded.experts, layer)
 
 
-def draw_tokens(config: kimi.KimiConfig, num_tokens: int, seed: int) -> tuple[jax.Array, moe.Routing]:
+def draw_tokens(model: LatentModel, num_tokens: int, seed: int) -> tuple[jax.Array, moe.Routing]:
     first, second = jax.random.split(jax.random.key(seed))
-    x = jax.random.normal(first, (num_tokens, config.hidden_size), DTYPE)
-    return x, draw_routing(second, num_tokens, config.n_routed_experts, config.num_experts_per_tok)
+    x = jax.random.normal(first, (num_tokens, model.config.hidden_size), DTYPE)
+    return x, draw_routing(second, num_tokens, model.config.n_routed_experts, model.config.num_experts_per_tok)
 
 
 def attention_rows(bench: Bench, pages: Pages) -> Iterator[Row]:
     """One layer's attention over pages in decode, without its projections."""
-    config = bench.config
+    model = bench.model
     attend = jax.jit(
-        functools.partial(latent_attention, value_rank=config.kv_lora_rank, scale=kimi.softmax_scale(config))
+        functools.partial(latent_attention, value_rank=model.config.kv_lora_rank, scale=model.softmax_scale())
     )
     for batch in bench.sizes.batches:
-        shape = (batch, 1, config.num_attention_heads, config.latent_size)
+        shape = (batch, 1, model.config.num_attention_heads, model.config.latent_size)
         queries = jax.random.normal(jax.random.key(bench.seed), shape, DTYPE)
         for context in bench.sizes.context_tokens:
             step = decode_batch(bench.sizes, batch, context, bench.seed)
             call = functools.partial(attend, queries, pages, jnp.int32(0), step.block_tables, step.positions)
-            work = attention_work(config, [(context, context + 1)] * batch, ITEM_BYTES)
+            work = attention_work(model, [(context, context + 1)] * batch, ITEM_BYTES)
             yield Row(
                 name=f"attention, batch {batch}, context {context}",
                 timing=measure(call, bench.effort),
@@ -116,13 +117,13 @@ def attention_rows(bench: Bench, pages: Pages) -> Iterator[Row]:
 
 def step_rows(bench: Bench, pages: Pages, backend: moe.Backend) -> Iterator[Row]:
     """Whole steps of the slice: a prompt's chunk, then decoding at every batch and context. Uses up `pages`."""
-    config, sizes = bench.config, bench.sizes
-    layers = f"{config.num_hidden_layers} layers"
+    model, sizes = bench.model, bench.sizes
+    layers = f"{model.config.num_hidden_layers} layers"
     chunk = prefill_batch(sizes, bench.seed)
-    step = build_step(config, backend, last_only=True)
+    step = build_step(model, backend, last_only=True)
     row, pages = _step_row(bench, step, pages, chunk, [(0, sizes.prompt_tokens)], f"prefill, {layers}")
     yield row
-    step = build_step(config, backend, last_only=False)
+    step = build_step(model, backend, last_only=False)
     for batch in sizes.batches:
         for context in sizes.context_tokens:
             name = f"decode, {layers}, batch {batch}, context {context}"
@@ -132,7 +133,7 @@ def step_rows(bench: Bench, pages: Pages, backend: moe.Backend) -> Iterator[Row]
 
 
 def _step_row(
-    bench: Bench, step: Step, pages: Pages, batch: kimi.Batch, spans: list[tuple[int, int]], name: str
+    bench: Bench, step: Step, pages: Pages, batch: Batch, spans: list[tuple[int, int]], name: str
 ) -> tuple[Row, Pages]:
     hit = None
 
@@ -143,6 +144,6 @@ def _step_row(
 
     timing = measure(call, bench.effort)
     experts_hit = np.asarray(hit).tolist()
-    work = step_work(bench.config, spans, experts_hit, ITEM_BYTES)
+    work = step_work(bench.model, spans, experts_hit, ITEM_BYTES)
     note = f"{'+'.join(str(count) for count in experts_hit)} experts, {work.whole.num_bytes / 1e9:.1f} GB"
     return Row(name=name, timing=timing, floor_s=work.floor_s(bench.ceilings), note=note), pages

@@ -25,7 +25,7 @@ def full_scale(num_moe_layers: int) -> Scale:
     """34 GB of experts for each MoE layer, and 6 GB of everything else."""
     return Scale(
         sizes=SliceSizes(
-            config=kimi_k2_slice(num_moe_layers),
+            model=kimi_k2_slice(num_moe_layers),
             block_size=64,
             q_tile=32,
             prompt_tokens=2048,
@@ -47,8 +47,8 @@ def full_scale(num_moe_layers: int) -> Scale:
 
 def trial_scale(num_moe_layers: int) -> Scale:
     """A few kilobytes of everything: shows that the command works, and no speed."""
-    config = replace(
-        kimi_k2_slice(num_moe_layers),
+    model = kimi_k2_slice(
+        num_moe_layers,
         vocab_size=256,
         hidden_size=64,
         intermediate_size=96,
@@ -64,7 +64,7 @@ def trial_scale(num_moe_layers: int) -> Scale:
     )
     return Scale(
         sizes=SliceSizes(
-            config=config, block_size=16, q_tile=16, prompt_tokens=32, batches=(1, 2), context_tokens=(16, 40)
+            model=model, block_size=16, q_tile=16, prompt_tokens=32, batches=(1, 2), context_tokens=(16, 40)
         ),
         cases=(MoeCase(num_tokens=5, top_k=2, num_experts=4, embed=32, ffw=32),),
         effort=Effort(num_samples=2, calls_per_sample=1),

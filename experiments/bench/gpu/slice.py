@@ -14,19 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.pages import Pages, allocate_pages
-from moonshard.models import kimi, moe, weights
+from moonshard.models import moe, weights
+from moonshard.models.model import Batch, LatentModel, Observations
+from moonshard.models.registry import latent_model_of
+from moonshard.models.shapes import KNOWN
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
 DTYPE, ITEM_BYTES = "bfloat16", 2
-Step = Callable[[Any, Pages, kimi.Batch], tuple[jax.Array, jax.Array, Pages]]
+Step = Callable[[Any, Pages, Batch], tuple[jax.Array, jax.Array, Pages]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceSizes:
     """What is measured: layers, prompt, and decode steps at every batch and context."""
 
-    config: kimi.KimiConfig
+    model: LatentModel
     block_size: int
     q_tile: int  # queries per row of a prefill
     prompt_tokens: int
@@ -42,43 +45,26 @@ class SliceSizes:
         return max(self.batches) * self.blocks_per_sequence
 
 
-def kimi_k2_slice(num_moe_layers: int) -> kimi.KimiConfig:
-    """Kimi K2 with one dense layer and a few of its 60 MoE layers."""
-    return kimi.KimiConfig(
-        vocab_size=163840,
-        hidden_size=7168,
-        intermediate_size=18432,
-        moe_intermediate_size=2048,
-        num_hidden_layers=1 + num_moe_layers,
-        num_attention_heads=64,
-        kv_lora_rank=512,
-        q_lora_rank=1536,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=384,
-        n_shared_experts=1,
-        num_experts_per_tok=8,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.827,
-        first_k_dense_replace=1,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-6,
-        lora_norm_eps=1e-6,
-        rope_theta=50000.0,
-        rope_interleave=True,
-        yarn=kimi.Yarn(
-            factor=32.0, original_max_position_embeddings=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0
-        ),
-        attention_bias=False,
-        tie_word_embeddings=False,
-    )
+KIMI_K2 = {
+    **KNOWN["kimi-k2"].config,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 
 
-def draw_weights(config: kimi.KimiConfig, seed: int) -> kimi.Weights[jax.Array]:
-    declared = kimi.declare(config)
+def kimi_k2_slice(num_moe_layers: int, **changes: int) -> LatentModel:
+    """Kimi K2 with one dense layer and a few of its 60 MoE layers; `changes` to its config.json make it smaller."""
+    return latent_model_of({**KIMI_K2, "num_hidden_layers": 1 + num_moe_layers, **changes})
+
+
+def draw_weights(model: LatentModel, seed: int) -> Any:
+    declared = model.declare()
     if declared.experts is None:
         raise ValueError("a slice without MoE layers has nothing to measure")
     rest = weights.initialise(replace(declared, experts=None), seed, DTYPE, build_mesh(MeshShape()))
@@ -107,24 +93,24 @@ def _draw_stacked(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
 def draw_pages(sizes: SliceSizes, seed: int) -> Pages:
     """Every block holds random latents, so that a context need not be prefilled first."""
-    shape = (sizes.num_blocks, sizes.config.num_hidden_layers, sizes.block_size, sizes.config.latent_size)
+    shape = (sizes.num_blocks, sizes.model.config.num_hidden_layers, sizes.block_size, sizes.model.config.latent_size)
     empty = allocate_pages(*shape, dtype=DTYPE, sharding=replicated(build_mesh(MeshShape())))
     fill = jax.jit(lambda pages, key: jax.random.normal(key, pages.shape, pages.dtype), donate_argnums=0)
     return fill(empty, jax.random.key(seed))
 
 
-def decode_batch(sizes: SliceSizes, batch: int, context_tokens: int, seed: int) -> kimi.Batch:
+def decode_batch(sizes: SliceSizes, batch: int, context_tokens: int, seed: int) -> Batch:
     """One new token for each of `batch` sequences with that much behind them."""
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, sizes.config.vocab_size, (batch, 1))
+    tokens = rng.integers(0, sizes.model.config.vocab_size, (batch, 1))
     return _batch(tokens, np.full((batch, 1), context_tokens), _tables(sizes, batch, rng))
 
 
-def prefill_batch(sizes: SliceSizes, seed: int) -> kimi.Batch:
+def prefill_batch(sizes: SliceSizes, seed: int) -> Batch:
     """One fresh prompt as rows of `q_tile` queries."""
     rng = np.random.default_rng(seed)
     shape = (sizes.prompt_tokens // sizes.q_tile, sizes.q_tile)
-    tokens = rng.integers(0, sizes.config.vocab_size, shape)
+    tokens = rng.integers(0, sizes.model.config.vocab_size, shape)
     tables = np.repeat(_tables(sizes, 1, rng), shape[0], axis=0)
     return _batch(tokens, np.arange(sizes.prompt_tokens).reshape(shape), tables)
 
@@ -134,15 +120,15 @@ def _tables(sizes: SliceSizes, batch: int, rng: np.random.Generator) -> np.ndarr
     return rng.permutation(sizes.num_blocks)[: batch * count].reshape(batch, count)
 
 
-def _batch(tokens: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> kimi.Batch:
-    return kimi.Batch(
+def _batch(tokens: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> Batch:
+    return Batch(
         tokens=jnp.asarray(tokens, jnp.int32),
         positions=jnp.asarray(positions, jnp.int32),
         block_tables=jnp.asarray(tables, jnp.int32),
     )
 
 
-def build_step(config: kimi.KimiConfig, backend: moe.Backend, *, last_only: bool) -> Step:
+def build_step(model: LatentModel, backend: moe.Backend, *, last_only: bool) -> Step:
     """A jitted step: the likeliest next tokens, how many distinct experts each MoE layer hit, and the pages (donated).
 
     Args:
@@ -150,19 +136,19 @@ def build_step(config: kimi.KimiConfig, backend: moe.Backend, *, last_only: bool
     """
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def step(loaded: Any, pages: Pages, batch: kimi.Batch):
-        hidden, pages, seen = kimi.forward(config, loaded, pages, batch, backend=backend, observe=True)
+    def step(loaded: Any, pages: Pages, batch: Batch):
+        hidden, pages, seen = model.forward(loaded, pages, batch, backend=backend, observe=True)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        logits = kimi.unembed(loaded, rows[-1:] if last_only else rows)
-        return logits.argmax(axis=-1), _experts_hit(config, seen), pages
+        logits = model.unembed(loaded, rows[-1:] if last_only else rows)
+        return logits.argmax(axis=-1), _experts_hit(model, seen), pages
 
     return step
 
 
-def _experts_hit(config: kimi.KimiConfig, seen: kimi.Observations | None) -> jax.Array:
+def _experts_hit(model: LatentModel, seen: Observations | None) -> jax.Array:
     if seen is None or seen.experts is None:
         raise ValueError("a slice without MoE layers hits no experts")
-    is_hit = jax.nn.one_hot(seen.experts, config.n_routed_experts, dtype=jnp.bool_)
+    is_hit = jax.nn.one_hot(seen.experts, model.config.n_routed_experts, dtype=jnp.bool_)
     return is_hit.any(axis=(1, 2)).sum(axis=-1)
 
 

@@ -31,11 +31,11 @@ def neighbours(chosen: Tiles) -> Iterator[Tiles]:
 
 def sweep_rows(bench: Bench, num_tokens: int, *, interpret: bool) -> Iterator[Row]:
     """One row for every cut that the card takes; one that needs too much shared memory is named and left."""
-    config = bench.config
-    x, routing = draw_tokens(config, num_tokens, bench.seed)
+    model = bench.model
+    x, routing = draw_tokens(model, num_tokens, bench.seed)
     hit = len(np.unique(np.asarray(routing.experts)))
-    floor_s = routed_work(config, num_tokens, hit, ITEM_BYTES).floor_s(bench.ceilings)
-    for tiles in neighbours(tiles_for(num_tokens * config.num_experts_per_tok, config.n_routed_experts)):
+    floor_s = routed_work(model, num_tokens, hit, ITEM_BYTES).floor_s(bench.ceilings)
+    for tiles in neighbours(tiles_for(num_tokens * model.config.num_experts_per_tok, model.config.n_routed_experts)):
         backend = functools.partial(grouped, tiles=tiles, interpret=interpret)
         name = f"{num_tokens} tokens, {_spell(tiles)}"
         try:

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from moonshard.models import kimi, weights
+from moonshard.models import weights
+from moonshard.models.model import LatentModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +54,16 @@ class StepWork:
         return sum(part.floor_s(ceilings) for part in (self.routed, self.attention, self.rest))
 
 
-def routed_work(config: kimi.KimiConfig, num_tokens: int, num_experts_hit: int, item_bytes: int) -> Work:
+def routed_work(model: LatentModel, num_tokens: int, num_experts_hit: int, item_bytes: int) -> Work:
     """One layer's routed experts."""
-    expert_size = 3 * config.hidden_size * config.moe_intermediate_size
+    expert_size = 3 * model.config.hidden_size * model.config.moe_intermediate_size
     return Work(
         num_bytes=num_experts_hit * expert_size * item_bytes,
-        num_flops=2 * num_tokens * config.num_experts_per_tok * expert_size,
+        num_flops=2 * num_tokens * model.config.num_experts_per_tok * expert_size,
     )
 
 
-def attention_work(config: kimi.KimiConfig, spans: Iterable[tuple[int, int]], item_bytes: int) -> Work:
+def attention_work(model: LatentModel, spans: Iterable[tuple[int, int]], item_bytes: int) -> Work:
     """One layer's absorbed attention over cached latents, without projections.
 
     Args:
@@ -72,19 +73,19 @@ def attention_work(config: kimi.KimiConfig, spans: Iterable[tuple[int, int]], it
     for start, stop in spans:
         keys += stop
         pairs += sum(range(start + 1, stop + 1))
-    flops_per_pair = 2 * config.num_attention_heads * (config.latent_size + config.kv_lora_rank)
-    return Work(num_bytes=keys * config.latent_size * item_bytes, num_flops=pairs * flops_per_pair)
+    flops_per_pair = 2 * model.config.num_attention_heads * (model.config.latent_size + model.config.kv_lora_rank)
+    return Work(num_bytes=keys * model.config.latent_size * item_bytes, num_flops=pairs * flops_per_pair)
 
 
-def rest_work(config: kimi.KimiConfig, num_tokens: int, num_logits: int, item_bytes: int) -> Work:
+def rest_work(model: LatentModel, num_tokens: int, num_logits: int, item_bytes: int) -> Work:
     """Projections, dense layers, shared experts and routers for every token, and the head for the rows that need it."""
-    declared = kimi.declare(config)
-    layers, head = num_values((declared.dense, declared.sparse)), config.vocab_size * config.hidden_size
+    declared = model.declare()
+    layers, head = num_values((declared.dense, declared.sparse)), model.config.vocab_size * model.config.hidden_size
     return Work(num_bytes=(layers + head) * item_bytes, num_flops=2 * (num_tokens * layers + num_logits * head))
 
 
 def step_work(
-    config: kimi.KimiConfig,
+    model: LatentModel,
     spans: Sequence[tuple[int, int]],
     experts_hit: Sequence[int],
     item_bytes: int,
@@ -97,13 +98,13 @@ def step_work(
     num_tokens = sum(stop - start for start, stop in spans)
     routed = Work(num_bytes=0, num_flops=0)
     for hit in experts_hit:
-        routed += routed_work(config, num_tokens, hit, item_bytes)
-    one = attention_work(config, spans, item_bytes)
-    layers = config.num_hidden_layers
+        routed += routed_work(model, num_tokens, hit, item_bytes)
+    one = attention_work(model, spans, item_bytes)
+    layers = model.config.num_hidden_layers
     return StepWork(
         routed=routed,
         attention=Work(num_bytes=layers * one.num_bytes, num_flops=layers * one.num_flops),
-        rest=rest_work(config, num_tokens, len(spans), item_bytes),
+        rest=rest_work(model, num_tokens, len(spans), item_bytes),
     )
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from moonshard.experiments.bench.meshes.hlo import COLLECTIVES, Turn, read_program
 from moonshard.experiments.bench.meshes.tables import CASES, ROLES, WHERES, Case, Where, collective_name
 from moonshard.experiments.common.running.measurement import Measurement
+from moonshard.models.registry import open_model
 from moonshard.serving.config.keys import Config
 from moonshard.serving.engine.compiled.lowering import abstract_stages
-from moonshard.serving.engine.loading import choose_sizes, open_model, resolve_dtype
+from moonshard.serving.engine.sizes import choose_sizes, resolve_dtype
 from moonshard.serving.engine.stage import Blueprint, StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.shape import MeshShape
@@ -21,7 +22,7 @@ from moonshard.sharding.shard import Shard
 
 KEEP_LOOPS = {"xla_disable_hlo_passes": "simplify-while-loops"}
 NUM_BLOCKS = 16  # of a pool that nothing is written into
-LAYER_SCOPES = ("/attention/", "/feed_forward/")  # of `kimi.forward`: a loop with both is one over layers
+LAYER_SCOPES = ("/attention/", "/feed_forward/")  # of a model's forward pass: a loop with both is one over layers
 
 type Counts = dict[Where, Counter[str]]
 
@@ -40,7 +41,7 @@ class StepProgram:
         for stage in self.stages:
             lowered = stage.lower((self.kind, self.bucket))
             turn = read_program(lowered.compile(compiler_options=KEEP_LOOPS).as_text() or "")
-            of_stage = by_place(turn, stacks_of(stage.model))
+            of_stage = by_place(turn, stacks_of(stage.part))
             found = {
                 where: before + of_stage[where] if where == "outside" else before | of_stage[where]
                 for where, before in found.items()

@@ -16,10 +16,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moonshard.models import kimi
+from moonshard.models import model as models
 from moonshard.models.checkpoint import write_checkpoint
 
-POCKET = Path(kimi.__file__).parent / "pocket"
+POCKET = Path(models.__file__).parent / "pocket"
 VOCABULARY, DEVIATION, SEED = 8192, 0.04, 0
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

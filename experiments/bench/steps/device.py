@@ -55,7 +55,7 @@ def _measure(config: Config, job: Job) -> list[Measurement]:
 
 def _measure_writes(config: Config, model: "LoadedModel", plan: Plan) -> list[Measurement]:
     from moonshard.experiments.bench.steps.kv_write import measure_writes
-    from moonshard.serving.engine.loading import open_model
+    from moonshard.models.registry import open_model
     from moonshard.sharding.mesh import build_mesh, replicated
 
     _, kimi_config = open_model(config.model.path)

@@ -25,10 +25,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from moonshard.models import kimi
 from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.model import LatentModel
 from moonshard.models.weights import check_shapes, initialise, load
-from moonshard.sharding.arrays import Array
 from moonshard.sharding.mesh import replicated
 
 CONSTANT = 4.0  # the embeddings' feature 0; the others have unit variance: smaller ones drown in what layers add
@@ -56,10 +55,10 @@ class _Room:
     own: np.ndarray  # features that say which token this is
 
     @classmethod
-    def of(cls, config: kimi.KimiConfig) -> Self:
-        rank = config.kv_lora_rank
+    def of(cls, model: LatentModel) -> Self:
+        rank = model.config.kv_lora_rank
         bag, previous = 3 * rank // 8, rank // 4
-        return cls(bag=bag, previous=previous, said=bag, own=np.arange(1 + previous + bag, config.hidden_size))
+        return cls(bag=bag, previous=previous, said=bag, own=np.arange(1 + previous + bag, model.config.hidden_size))
 
     @property
     def previous_features(self) -> np.ndarray:
@@ -69,11 +68,11 @@ class _Room:
     def bag_features(self) -> np.ndarray:
         return np.arange(1 + self.previous, 1 + self.previous + self.bag)
 
-    def check(self, config: kimi.KimiConfig) -> None:
+    def check(self, model: LatentModel) -> None:
         """ValueError where the circuit does not fit."""
-        has_layers = config.num_dense_layers > 0 and config.num_moe_layers > 0
-        has_heads = config.num_attention_heads >= len(OFFSETS) and config.v_head_dim >= self.bag
-        has_queries = self.bag < config.qk_nope_head_dim <= self.bag + self.previous
+        has_layers = model.config.num_dense_layers > 0 and model.config.num_moe_layers > 0
+        has_heads = model.config.num_attention_heads >= len(OFFSETS) and model.config.v_head_dim >= self.bag
+        has_queries = self.bag < model.config.qk_nope_head_dim <= self.bag + self.previous
         if not (has_layers and has_heads and has_queries and len(self.own) >= self.bag):
             raise ValueError(
                 f"the circuit needs a dense and a sparse layer, {len(OFFSETS)} heads, v_head_dim from {self.bag}, "
@@ -82,9 +81,7 @@ class _Room:
             )
 
 
-def first_weights(
-    config: kimi.KimiConfig, seed: int, mesh: Mesh, alike: Sequence[tuple[int, int]] = ()
-) -> kimi.Weights[Array]:
+def first_weights(model: LatentModel, seed: int, mesh: Mesh, alike: Sequence[tuple[int, int]] = ()) -> Any:
     """Weights in float32, on every device.
 
     Args:
@@ -94,38 +91,38 @@ def first_weights(
     Raises:
         ValueError: the shape has no room for the circuit.
     """
-    room = _Room.of(config)
-    room.check(config)
-    weights = jax.device_get(initialise(kimi.declare(config), seed, "float32", mesh))
-    weights = _lay_in(config, room, jax.tree.map(np.array, weights), np.random.default_rng(seed), alike)
+    room = _Room.of(model)
+    room.check(model)
+    weights = jax.device_get(initialise(model.declare(), seed, "float32", mesh))
+    weights = _lay_in(model, room, jax.tree.map(np.array, weights), np.random.default_rng(seed), alike)
     return jax.device_put(weights, replicated(mesh))
 
 
-def folder_weights(config: kimi.KimiConfig, folder: Path, mesh: Mesh) -> kimi.Weights[Array]:
+def folder_weights(model: LatentModel, folder: Path, mesh: Mesh) -> Any:
     """A folder's weights in float32, on every device. CheckpointError where they are not of that shape."""
-    checkpoint, params = Checkpoint.open(folder), kimi.declare(config)
+    checkpoint, params = Checkpoint.open(folder), model.declare()
     check_shapes(params, checkpoint)
     return jax.device_put(load(params, checkpoint, "float32", mesh), replicated(mesh))
 
 
 def _lay_in(
-    config: kimi.KimiConfig,
+    model: LatentModel,
     room: _Room,
     weights: Any,
     random: np.random.Generator,
     alike: Sequence[tuple[int, int]],
-) -> kimi.Weights[Any]:
+) -> Any:
     _make_small(weights)
-    weights.embed[:] *= config.hidden_size**0.5
-    common = random.normal(size=config.hidden_size)
+    weights.embed[:] *= model.config.hidden_size**0.5
+    common = random.normal(size=model.config.hidden_size)
     for one, other in alike:
         weights.embed[other] = (1 - UNLIKE**2) ** 0.5 * weights.embed[one] + UNLIKE * common
     weights.embed[:, 0] = CONSTANT
     weights.embed[:, 1 : room.own[0]] = 0.0
-    seen, said = (_reading(random, room, width, config.hidden_size) for width in (room.bag, room.said))
-    _look_back(config, room, weights.dense.attention, seen)
-    _match(config, room, weights.sparse.attention, seen, said, random)
-    return replace(weights, head=weights.embed / config.hidden_size**0.5)
+    seen, said = (_reading(random, room, width, model.config.hidden_size) for width in (room.bag, room.said))
+    _look_back(model, room, weights.dense.attention, seen)
+    _match(model, room, weights.sparse.attention, seen, said, random)
+    return replace(weights, head=weights.embed / model.config.hidden_size**0.5)
 
 
 def _make_small(weights: Any) -> None:
@@ -146,13 +143,13 @@ def _orthogonal(random: np.random.Generator, num_rows: int, num_columns: int) ->
     return np.linalg.qr(random.normal(size=(num_rows, num_columns)))[0].astype(np.float32)
 
 
-def _look_back(config: kimi.KimiConfig, room: _Room, layer: Any, seen: np.ndarray) -> None:
+def _look_back(model: LatentModel, room: _Room, layer: Any, seen: np.ndarray) -> None:
     """Each head of the first layer attends to the token so many places before and writes its sketch."""
-    rank, nope = config.kv_lora_rank, config.qk_nope_head_dim
-    frequencies, _ = kimi.rotary_frequencies(config)
+    rank, nope = model.config.kv_lora_rank, model.config.qk_nope_head_dim
+    frequencies, _ = model.rotary_frequencies()
     pairs = min(NUM_SHARP_PAIRS, len(frequencies))
-    first, second = _pairs(config, pairs)
-    gain = (SHARPNESS / kimi.softmax_scale(config)) ** 0.5 / _constant(config)
+    first, second = _pairs(model, pairs)
+    gain = (SHARPNESS / model.softmax_scale()) ** 0.5 / _constant(model)
     layer.kv_a[0, : room.bag] = seen
     layer.kv_a[0, rank:] = 0.0
     layer.kv_a[0, rank + first, 0] = gain
@@ -165,16 +162,16 @@ def _look_back(config: kimi.KimiConfig, room: _Room, layer: Any, seen: np.ndarra
         layer.q_b[0, head, nope + second, 0] = gain * np.sin(angles)
         layer.v_up[0, head, : room.bag] = np.eye(room.bag, rank)
         layer.out[0, 1 : room.own[0], head] = 0.0
-        layer.out[0, room.bag_features, head] = IN_BAG * np.eye(room.bag, config.v_head_dim)
+        layer.out[0, room.bag_features, head] = IN_BAG * np.eye(room.bag, model.config.v_head_dim)
         layer.out[0, room.own, head] *= SMALL_ATTENTION
-    layer.out[0, room.previous_features, 0] = np.eye(room.previous, config.v_head_dim)
+    layer.out[0, room.previous_features, 0] = np.eye(room.previous, model.config.v_head_dim)
 
 
 def _match(
-    config: kimi.KimiConfig, room: _Room, layer: Any, seen: np.ndarray, said: np.ndarray, random: np.random.Generator
+    model: LatentModel, room: _Room, layer: Any, seen: np.ndarray, said: np.ndarray, random: np.random.Generator
 ) -> None:
     """Heads of the second layer attend to tokens before which stood what stands here, and write those tokens."""
-    rank, nope, bag = config.kv_lora_rank, config.qk_nope_head_dim, room.bag
+    rank, nope, bag = model.config.kv_lora_rank, model.config.qk_nope_head_dim, room.bag
     previous, value = slice(bag, bag + room.previous), slice(bag + room.previous, bag + room.previous + room.said)
     layer.kv_a[0, : value.start] = 0.0
     layer.kv_a[0, np.arange(bag), room.bag_features] = 1.0
@@ -193,28 +190,30 @@ def _match(
         layer.v_up[0, head, : room.said, value] = np.eye(room.said)
         layer.out[0, :, head] = 0.0
         layer.out[0, :, head, : room.said] = LOUDNESS * said.T
-    _prefer_the_last(config, layer, NUM_MATCHING_HEADS - 1)
+    _prefer_the_last(model, layer, NUM_MATCHING_HEADS - 1)
 
 
-def _prefer_the_last(config: kimi.KimiConfig, layer: Any, head: int) -> None:
+def _prefer_the_last(model: LatentModel, layer: Any, head: int) -> None:
     """Among equal matches, so that "the team of" goes on with who was asked about, not with any line of the list."""
-    first, second = (each[len(each) // 3 :][:NUM_SLOW_PAIRS] for each in _pairs(config, config.qk_rope_head_dim // 2))
-    gain = (RECENCY / kimi.softmax_scale(config)) ** 0.5 / _constant(config)
+    first, second = (
+        each[len(each) // 3 :][:NUM_SLOW_PAIRS] for each in _pairs(model, model.config.qk_rope_head_dim // 2)
+    )
+    gain = (RECENCY / model.softmax_scale()) ** 0.5 / _constant(model)
     for rotary in (first, second):
-        layer.kv_a[0, config.kv_lora_rank + rotary] = 0.0
-        layer.q_b[0, head, config.qk_nope_head_dim + rotary] = 0.0
-    layer.kv_a[0, config.kv_lora_rank + first, 0] = gain
-    layer.q_b[0, head, config.qk_nope_head_dim + first, 0] = gain
+        layer.kv_a[0, model.config.kv_lora_rank + rotary] = 0.0
+        layer.q_b[0, head, model.config.qk_nope_head_dim + rotary] = 0.0
+    layer.kv_a[0, model.config.kv_lora_rank + first, 0] = gain
+    layer.q_b[0, head, model.config.qk_nope_head_dim + first, 0] = gain
 
 
-def _constant(config: kimi.KimiConfig) -> float:
+def _constant(model: LatentModel) -> float:
     """Feature 0 as a layer reads it, after the norm."""
-    return CONSTANT / (1 + CONSTANT**2 / config.hidden_size) ** 0.5
+    return CONSTANT / (1 + CONSTANT**2 / model.config.hidden_size) ** 0.5
 
 
-def _pairs(config: kimi.KimiConfig, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(model: LatentModel, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Where the two features of each of the first rotations lie among the rotary ones."""
     places = np.arange(count)
-    if config.rope_interleave:
+    if model.config.rope_interleave:
         return 2 * places, 2 * places + 1
-    return places, places + config.qk_rope_head_dim // 2
+    return places, places + model.config.qk_rope_head_dim // 2

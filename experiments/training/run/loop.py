@@ -24,7 +24,8 @@ from moonshard.experiments.training.run.journal import Journal, tell
 from moonshard.experiments.training.run.progress import Taken, accuracy_line, accuracy_records, line, summarise
 from moonshard.experiments.training.run.recipe import Lessons, Recipe, Rows, RunFailed
 from moonshard.experiments.training.run.step import TrainState, Weights, build_predict, build_step, first_state, place
-from moonshard.models.kimi import KimiConfig
+from moonshard.models.model import LatentModel
+from moonshard.models.registry import latent_model_of
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
@@ -67,9 +68,9 @@ def train(
     """
     with claim(folder):
         tell(folder, recipe, shape)
-        config, mesh = KimiConfig.from_hugging_face(shape), build_mesh(MeshShape(data=jax.device_count()))
+        model, mesh = latent_model_of(shape), build_mesh(MeshShape(data=jax.device_count()))
         checkpoints = Checkpoints(folder / CHECKPOINTS, kept=recipe.averaged)
-        state = _resume(first_state(recipe, config, mesh, lessons.alike()), checkpoints, mesh, say)
+        state = _resume(first_state(recipe, model, mesh, lessons.alike()), checkpoints, mesh, say)
         first = int(state.step)
         if lost := [step for step in recipe.averaged if step <= first and not checkpoints.has(step)]:
             raise RunFailed(f"{folder}: step {lost[0]}, which is to be averaged, has no checkpoint any more")
@@ -79,11 +80,11 @@ def train(
             rhythm=rhythm,
             journal=Journal(folder, first),
             checkpoints=checkpoints,
-            predict=build_predict(recipe, config, mesh),
+            predict=build_predict(recipe, model, mesh),
             held_out=lessons.held_out(),
             say=say,
         )
-        with _steps(recipe, config, lessons, mesh, state) as steps:
+        with _steps(recipe, model, lessons, mesh, state) as steps:
             for step, state, taken in steps:
                 is_end = step == recipe.num_steps or is_stopping()
                 duties.after(step, state, taken, is_end=is_end)
@@ -147,13 +148,13 @@ def _parts(state: TrainState) -> dict[str, Any]:
 
 @contextmanager
 def _steps(
-    recipe: Recipe, config: KimiConfig, lessons: Lessons, mesh: Mesh, state: TrainState
+    recipe: Recipe, model: LatentModel, lessons: Lessons, mesh: Mesh, state: TrainState
 ) -> Generator[Iterator[tuple[int, TrainState, Taken]]]:
     """The steps that are left, each taken when it is asked for: how many are done, the state, what it took.
 
     A state is taken over by the next step.
     """
-    program = build_step(recipe, config, mesh)
+    program = build_step(recipe, model, mesh)
     first = int(state.step)
 
     def each(rows_of_steps: Iterator[Rows], state: TrainState) -> Iterator[tuple[int, TrainState, Taken]]:

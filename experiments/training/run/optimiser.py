@@ -15,7 +15,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from moonshard.experiments.training.run.recipe import DECAY_SHARE, Recipe, Restart
-from moonshard.models import kimi
+from moonshard.models.model import Model
 from moonshard.models.spec import Param
 from moonshard.models.weights import is_param
 
@@ -38,7 +38,7 @@ MATRICES = {
 }
 
 
-def matrices(params: kimi.Weights[Param]) -> kimi.Weights[MuonDimensionNumbers | None]:
+def matrices(params: Any) -> Any:
     """Which axes of each leaf make a matrix; None: none do (norms), or it is a table or a gate, left to AdamW."""
 
     def dimensions(path: tuple[Any, ...], _: Param) -> MuonDimensionNumbers | None:
@@ -47,19 +47,19 @@ def matrices(params: kimi.Weights[Param]) -> kimi.Weights[MuonDimensionNumbers |
     return jax.tree_util.tree_map_with_path(dimensions, params, is_leaf=is_param)
 
 
-def build_optimiser(recipe: Recipe, config: kimi.KimiConfig) -> optax.GradientTransformation:
+def build_optimiser(recipe: Recipe, model: Model) -> optax.GradientTransformation:
     """Clips, then updates; only matrices decay.
 
     Its update of the router's bias is discarded; `step._balance` moves the bias. Gates go slowest: faster ones outrun
     the bias that balances them. Checkpoints know the state by its place in this chain.
     """
-    params = kimi.declare(config)
+    params = model.declare()
     update = _muon(recipe, params) if recipe.optimiser == "muon" else _adamw(recipe, params)
     slow_gates = optax.masked(optax.scale(GATE_SLOWNESS), _named(params, {GATE}))
     return optax.chain(optax.clip_by_global_norm(recipe.max_gradient_norm), update, slow_gates)
 
 
-def _muon(recipe: Recipe, params: kimi.Weights[Param]) -> optax.GradientTransformation:
+def _muon(recipe: Recipe, params: Any) -> optax.GradientTransformation:
     """Muon for matrices, AdamW for the rest."""
     dimensions: Any = matrices(params)
     return muon(
@@ -73,13 +73,13 @@ def _muon(recipe: Recipe, params: kimi.Weights[Param]) -> optax.GradientTransfor
     )
 
 
-def _adamw(recipe: Recipe, params: kimi.Weights[Param]) -> optax.GradientTransformation:
+def _adamw(recipe: Recipe, params: Any) -> optax.GradientTransformation:
     """AdamW for everything."""
     is_matrix = _named(params, MATRICES)
     return optax.adamw(learning_rate(recipe), b1=ADAM_B1, b2=ADAM_B2, weight_decay=recipe.weight_decay, mask=is_matrix)
 
 
-def _named(params: kimi.Weights[Param], names: Container[str]) -> Any:
+def _named(params: Any, names: Container[str]) -> Any:
     """True for each leaf that has one of the names."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name in names, params, is_leaf=is_param)
 

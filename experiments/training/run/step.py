@@ -20,13 +20,14 @@ from moonshard.experiments.training.run.beginning import first_weights, folder_w
 from moonshard.experiments.training.run.optimiser import balance_speed, build_optimiser, learning_rate
 from moonshard.experiments.training.run.recipe import ANSWER_WEIGHT, Recipe, Rows
 from moonshard.experiments.training.texts.corpus import POCKET
-from moonshard.models import kimi, training
+from moonshard.models import training
+from moonshard.models.model import Batch, LatentModel, Observations
 from moonshard.models.pytree import pytree
 from moonshard.models.weights import is_param
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.mesh import replicated
 
-Weights = kimi.Weights[Array]
+Weights = Any
 PER_DEVICE = PartitionSpec("data")
 EVERYWHERE = PartitionSpec()
 
@@ -67,18 +68,16 @@ class Report:
     learning_rate: Float[Array, ""]
 
 
-def first_state(
-    recipe: Recipe, config: kimi.KimiConfig, mesh: Mesh, alike: Sequence[tuple[int, int]] = ()
-) -> TrainState:
+def first_state(recipe: Recipe, model: LatentModel, mesh: Mesh, alike: Sequence[tuple[int, int]] = ()) -> TrainState:
     """The first weights, as the recipe says, and nothing moved yet.
 
     CheckpointError or ModelError where it begins with a folder's weights and that cannot be read.
     """
     if recipe.begins == "embedded":
-        weights = folder_weights(config, POCKET, mesh)
+        weights = folder_weights(model, POCKET, mesh)
     else:
-        weights = first_weights(config, recipe.seed, mesh, alike)
-    optimiser = jax.jit(build_optimiser(recipe, config).init, out_shardings=replicated(mesh))(weights)
+        weights = first_weights(model, recipe.seed, mesh, alike)
+    optimiser = jax.jit(build_optimiser(recipe, model).init, out_shardings=replicated(mesh))(weights)
     return TrainState(weights=weights, optimiser=optimiser, step=jax.device_put(jnp.int32(0), replicated(mesh)))
 
 
@@ -94,11 +93,11 @@ def place(rows: Rows, mesh: Mesh) -> Lesson:
 
 
 def build_step(
-    recipe: Recipe, config: kimi.KimiConfig, mesh: Mesh
+    recipe: Recipe, model: LatentModel, mesh: Mesh
 ) -> Callable[[TrainState, Lesson], tuple[TrainState, Report]]:
     """The step as a program; it takes over the state it is given."""
-    optimiser, rate, speed = build_optimiser(recipe, config), learning_rate(recipe), balance_speed(recipe)
-    differentiate = jax.value_and_grad(functools.partial(_loss, recipe, config), has_aux=True)
+    optimiser, rate, speed = build_optimiser(recipe, model), learning_rate(recipe), balance_speed(recipe)
+    differentiate = jax.value_and_grad(functools.partial(_loss, recipe, model), has_aux=True)
 
     def on_each_device(weights: Weights, lesson: Lesson) -> tuple[Sums, Weights]:
         (_, sums), gradient = differentiate(weights, lesson)
@@ -122,11 +121,11 @@ def build_step(
     return step
 
 
-def build_predict(recipe: Recipe, config: kimi.KimiConfig, mesh: Mesh) -> Callable[[Weights, Rows], np.ndarray]:
+def build_predict(recipe: Recipe, model: LatentModel, mesh: Mesh) -> Callable[[Weights, Rows], np.ndarray]:
     """The likeliest next token everywhere, given the true ones before it: [n, t] int32, on the host."""
 
     def on_each_device(weights: Weights, lesson: Lesson) -> Int[Array, "n t"]:
-        logits, _ = _logits(recipe, config, weights, lesson)
+        logits, _ = _logits(recipe, model, weights, lesson)
         return logits.argmax(axis=-1).reshape(lesson.positions.shape)
 
     program = jax.jit(
@@ -141,8 +140,8 @@ def build_predict(recipe: Recipe, config: kimi.KimiConfig, mesh: Mesh) -> Callab
     return predict
 
 
-def _loss(recipe: Recipe, config: kimi.KimiConfig, weights: Weights, lesson: Lesson) -> tuple[Array, Sums]:
-    logits, loads = _logits(recipe, config, weights, lesson)
+def _loss(recipe: Recipe, model: LatentModel, weights: Weights, lesson: Lesson) -> tuple[Array, Sums]:
+    logits, loads = _logits(recipe, model, weights, lesson)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, lesson.tokens[:, 1:].reshape(-1))
     token_weights = lesson.weights.reshape(-1)
     is_answer = (token_weights >= ANSWER_WEIGHT).astype(jnp.float32)
@@ -157,20 +156,19 @@ def _loss(recipe: Recipe, config: kimi.KimiConfig, weights: Weights, lesson: Les
 
 
 def _logits(
-    recipe: Recipe, config: kimi.KimiConfig, weights: Weights, lesson: Lesson
+    recipe: Recipe, model: LatentModel, weights: Weights, lesson: Lesson
 ) -> tuple[Float[Array, "tokens v"], Float[Array, "l e"]]:
     """Logits of all tokens in float32, and how many real tokens went to each expert."""
     weights = jax.tree.map(
-        lambda param, leaf: leaf.astype(param.dtype or recipe.dtype), kimi.declare(config), weights, is_leaf=is_param
+        lambda param, leaf: leaf.astype(param.dtype or recipe.dtype), model.declare(), weights, is_leaf=is_param
     )
     is_real = jnp.flip(jnp.cumsum(jnp.flip(lesson.weights, axis=1), axis=1), axis=1) > 0  # padding is at the end
-    batch = kimi.Batch(
+    batch = Batch(
         tokens=lesson.tokens[:, :-1],
         positions=jnp.where(is_real, lesson.positions, -1),
         block_tables=jnp.zeros((len(lesson.tokens), 0), jnp.int32),
     )
-    hidden, _, seen = kimi.forward(
-        config,
+    hidden, _, seen = model.forward(
         weights,
         training.no_pages(),
         batch,
@@ -179,13 +177,13 @@ def _logits(
         observe=True,
         unrolled=True,
     )
-    return kimi.unembed(weights, hidden.reshape(-1, hidden.shape[-1])), _loads(config, seen, is_real)
+    return model.unembed(weights, hidden.reshape(-1, hidden.shape[-1])), _loads(model, seen, is_real)
 
 
-def _loads(config: kimi.KimiConfig, seen: kimi.Observations | None, is_real: Array) -> Float[Array, "l e"]:
+def _loads(model: LatentModel, seen: Observations | None, is_real: Array) -> Float[Array, "l e"]:
     if seen is None or seen.experts is None:
-        return jnp.zeros((0, config.n_routed_experts))
-    chosen = jax.nn.one_hot(seen.experts, config.n_routed_experts).sum(axis=2)  # [l tokens e]
+        return jnp.zeros((0, model.config.n_routed_experts))
+    chosen = jax.nn.one_hot(seen.experts, model.config.n_routed_experts).sum(axis=2)  # [l tokens e]
     return (chosen * is_real.reshape(-1)[:, None]).sum(axis=1)
 
 

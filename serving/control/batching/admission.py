@@ -201,7 +201,7 @@ class Admission:
         """Those with room share the leader's full blocks of the prompt and own its tail; the others come back."""
         num_prompt = len(leader.sequence.request.prompt)
         shared = leader.blocks[: num_prompt // self._pool.block_size]
-        followers = []
+        followers = list[Occupancy]()
         for sequence in sequences:
             num_blocks = self._pool.num_blocks_for(num_prompt)
             occupancy = self._slots.enter(sequence, num_blocks, shared) if self._may_enter(sequence) else None

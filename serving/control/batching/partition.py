@@ -46,11 +46,11 @@ class PartitionConfig:
 class Prefills:
     """A partition's part of a prefill step."""
 
-    chunks: list[PrefillChunk] = field(default_factory=list)
-    occupancies: list[Occupancy] = field(default_factory=list)  # that the step uses
-    drawing: list[Occupancy] = field(default_factory=list)
-    forks: list[tuple[Occupancy, Occupancy]] = field(default_factory=list)
-    completed: set[int] = field(default_factory=set)  # blocks, by this very step
+    chunks: list[PrefillChunk] = field(default_factory=list[PrefillChunk])
+    occupancies: list[Occupancy] = field(default_factory=list[Occupancy])  # that the step uses
+    drawing: list[Occupancy] = field(default_factory=list[Occupancy])
+    forks: list[tuple[Occupancy, Occupancy]] = field(default_factory=list[tuple[Occupancy, Occupancy]])
+    completed: set[int] = field(default_factory=set[int])  # blocks, by this very step
 
 
 class Partition:
@@ -78,7 +78,7 @@ class Partition:
     def ready_to_decode(self) -> list[Occupancy]:
         """Those with a block for their next token, oldest first; makes room by preemption."""
         is_starved = False  # an older one already waits: no need to look again
-        ready = []
+        ready = list[Occupancy]()
         for occupancy in self.slots:
             if not occupancy.can_decode:
                 continue

@@ -133,7 +133,7 @@ class WaitingLine:
 
     def expire(self, now_s: float) -> list[tuple[bytes, QueueTimeout]]:
         """Takes out the requests that waited too long for their first admission. Whoever once ran never expires."""
-        expired = []
+        expired = list[tuple[bytes, QueueTimeout]]()
         while self._queue and now_s - self._queue[0].added_s > self._queue_timeout_s:
             request_id = self._queue.popleft().accepted.request.id
             expired.append((request_id, QueueTimeout(retry_after_s=self._queue_timeout_s)))

@@ -55,9 +55,9 @@ class Sequence:
 
     id: SequenceId
     accepted: Accepted
-    generated: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list[int])
     num_cached_tokens: int | None = None  # when it was first admitted; None before
-    _names: list[BlockName] = field(default_factory=list)
+    _names: list[BlockName] = field(default_factory=list[BlockName])
 
     @property
     def request(self) -> Request:

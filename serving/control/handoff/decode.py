@@ -53,7 +53,7 @@ class _Reservation:
     own_blocks: tuple[int, ...]
     lease_end_s: float
     missing: set[int]  # blocks of the prompt that have not landed
-    granted: dict[int, int] = field(default_factory=dict)  # cell -> number of its grant, not yet named by a manifest
+    granted: dict[int, int] = field(default_factory=dict[int, int])  # cell -> grant's number, until a manifest names it
     num_copying: int = 0
     tokens: tuple[int, ...] | None = None  # set by Start
 

@@ -41,7 +41,7 @@ class _Run:
     grants: deque[Grant]
     grants_seen: set[int]
     num_left: int  # blocks that are not written
-    queue: deque[tuple[int, int]] = field(default_factory=deque)  # (index within the prompt, block), each retained
+    queue: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])  # (index in the prompt, block), retained
     num_publishing: int = 0
     is_aborted: bool = False
     is_tainted: bool = False  # a write of it failed

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 import moonshard.kv.pages
-import moonshard.models.kimi
+import moonshard.models.model
 import moonshard.sharding.mesh
 from moonshard.serving.engine import stage as stage_module
 from moonshard.serving.engine.stage import Blueprint
@@ -70,8 +70,8 @@ def source_files() -> list[Path]:
 
     A folder is taken whole, since a file that is not imported today may be tomorrow.
     """
-    folders = (moonshard.kv.pages, moonshard.models.kimi, moonshard.sharding.mesh)
-    files = [path for module in folders for path in Path(str(module.__file__)).parent.glob("*.py")]
+    folders = (moonshard.kv.pages, moonshard.models.model, moonshard.sharding.mesh)
+    files = [path for module in folders for path in Path(str(module.__file__)).parent.rglob("*.py")]
     own = Path(str(stage_module.__file__)).parents[1]
     names = ("control/request", "engine/stage", "engine/steps", "engine/compiled/preparation", "engine/compiled/digest")
     files += [own / f"{name}.py" for name in names]

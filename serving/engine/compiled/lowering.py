@@ -12,16 +12,11 @@ from typing import Literal
 
 import jax
 
-from moonshard.models import kimi, weights
-from moonshard.models.footprint import pieces
+from moonshard.models import weights
+from moonshard.models.model import Model
 from moonshard.serving.config.keys import Config, rules_of
-from moonshard.serving.engine.loading import (
-    DEFAULT_MAX_CONTEXT_TOKENS,
-    backend_for,
-    shard_of,
-    split_stages,
-    step_shapes,
-)
+from moonshard.serving.engine.loading import backend_for
+from moonshard.serving.engine.sizes import DEFAULT_MAX_CONTEXT_TOKENS, shard_of, split_stages, step_shapes
 from moonshard.serving.engine.stage import Blueprint, StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.budget import StageBudget, budget
@@ -52,32 +47,32 @@ class LoweredStage:
     counted: StepBytes  # by the budget
 
 
-def abstract_stages(model: kimi.KimiConfig, shard: Shard, dtype: str) -> Iterator[StageModel]:
+def abstract_stages(model: Model, shard: Shard, dtype: str) -> Iterator[StageModel]:
     """The stages of a worker, with shapes for weights. MeshError as `lower_stages`."""
     for index, layers in enumerate(split_stages(model, shard)):
         mesh = build_mesh(shard.mesh, index)
         yield StageModel(
-            config=model,
+            model=model,
             layers=layers,
-            weights=weights.abstract(kimi.declare(model, layers), dtype, mesh, shard.rules),
+            weights=weights.abstract(model.declare(layers), dtype, mesh, shard.rules),
             mesh=mesh,
             shard=shard,
             backend=backend_for(mesh.devices.flat[0].platform),
         )
 
 
-def lower_stages(config: Config, model: kimi.KimiConfig, role: StepRole) -> Iterator[LoweredStage]:
+def lower_stages(config: Config, model: Model, role: StepRole) -> Iterator[LoweredStage]:
     """The largest step of a role, stage by stage, of a worker with room for its longest context in every slot.
 
     Raises:
         MeshError: the model cannot be cut so, or there are too few devices.
     """
     shard = shard_of(config, role)
-    shapes = step_shapes(config, min(model.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS), role)
+    shapes = step_shapes(config, min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS), role)
     is_prefill = role == "prefill"
     kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
     num_blocks, block_size = shapes.slots_per_partition * shapes.blocks_per_sequence, config.kv.block_size
-    budgets = budget(pieces(model, "bf16"), shard.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
+    budgets = budget(model.pieces("bf16"), shard.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
     for stage, its_budget in zip(abstract_stages(model, shard, DTYPE), budgets, strict=True):
         blueprint = Blueprint(stage, shapes, blocks_per_partition=num_blocks, block_size=block_size, dtype=DTYPE)
         program = blueprint.lower((kind, sizes[-1]))
@@ -91,9 +86,9 @@ def _count(
 ) -> StepBytes:
     """What all arrays of the step take on a device: weights, pages, logits, packed step, activations."""
     slots = shapes.slots_per_partition
-    stream = bucket * stage.config.hidden_size * ITEM_BYTES  # from stage to stage
+    stream = bucket * stage.model.config.hidden_size * ITEM_BYTES  # from stage to stage
     inputs = slots * INT_BYTES if stage.is_first and kind is StepKind.DECODE else 0
-    logits = slots * stage.config.vocab_size * LOGIT_BYTES if stage.is_last else 0
+    logits = slots * stage.model.config.vocab_size * LOGIT_BYTES if stage.is_last else 0
     step = shapes.layout(kind, bucket).size * INT_BYTES
     given = step + inputs + (0 if stage.is_first else stream)
     return StepBytes(

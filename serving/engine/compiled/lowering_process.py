@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import msgspec
 
-from moonshard.models.kimi import KimiConfig
+from moonshard.models.registry import model_of
 from moonshard.serving.config.keys import Config, DecodeConfig, ModelConfig, PrefillConfig
 from moonshard.serving.engine.compiled.lowering import StepBytes, StepRole, lower_stages
 from moonshard.sharding.shape import MeshShape
@@ -34,7 +35,7 @@ class LoweringFailed(RuntimeError):
 class Job:
     """Which step to lower: the largest of a role."""
 
-    model: KimiConfig
+    config_json: dict[str, Any]  # the model's
     mesh: MeshShape
     role: StepRole
     chunk_tokens: int
@@ -111,7 +112,7 @@ def _with_virtual_devices(num_devices: int, environ: Mapping[str, str]) -> dict[
 def main(argument: str) -> None:
     job = msgspec.json.decode(argument, type=Job)
     lowered, started = [], time.perf_counter()
-    for stage in lower_stages(job.config(), job.model, job.role):
+    for stage in lower_stages(job.config(), model_of(job.config_json), job.role):
         ended = time.perf_counter()
         report = StageReport(
             num_layers=stage.num_layers, num_blocks=stage.num_blocks, counted=stage.counted, lower_s=ended - started

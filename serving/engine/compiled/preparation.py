@@ -175,7 +175,7 @@ class Preparation:
             return None
         with self._timings.phase("load", _name(key)):
             given = jax.tree.structure((blueprint.arguments(key), {}))
-            devices = blueprint.model.mesh.devices.flatten().tolist()
+            devices = blueprint.part.mesh.devices.flatten().tolist()
             try:
                 return serialize_executable.deserialize_and_load(
                     body, given, blueprint.result_tree(key), execution_devices=devices

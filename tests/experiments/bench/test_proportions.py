@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moonshard.experiments.bench.peers import proportions
-from moonshard.models import kimi, weights
-from moonshard.serving.engine.loading import open_model
+from moonshard.models import weights
+from moonshard.models.registry import open_model
 
 COMMAND = (sys.executable, "-m", "moonshard.experiments.bench.peers.proportions")
 
@@ -18,8 +18,9 @@ COMMAND = (sys.executable, "-m", "moonshard.experiments.bench.peers.proportions"
 def test_the_folder_is_a_whole_model_and_is_not_written_over(tmp_path: Path):
     subprocess.run((*COMMAND, tmp_path), check=True, timeout=120)
     checkpoint, model = open_model(tmp_path)
-    weights.check_shapes(kimi.declare(model), checkpoint)
-    assert (model.hidden_size, model.num_hidden_layers, model.n_routed_experts) == (512, 8, 32)
+    config = model.config
+    weights.check_shapes(model.declare(), checkpoint)
+    assert (config.hidden_size, config.num_hidden_layers, config.n_routed_experts) == (512, 8, 32)
     again = subprocess.run((*COMMAND, tmp_path), check=False, capture_output=True, text=True, timeout=120)
     assert again.returncode == 1
     assert "the folder already holds weights" in again.stderr

@@ -10,8 +10,8 @@ import numpy as np
 from moonshard.experiments.training.export import GENERATION, generation_config, tensors_of
 from moonshard.experiments.training.shape import HUGGING_FACE_CONFIG
 from moonshard.experiments.training.texts.corpus import POCKET
-from moonshard.models import kimi
 from moonshard.models.checkpoint import write_checkpoint
+from moonshard.models.registry import model_of
 from moonshard.models.weights import is_param
 
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja")
@@ -32,7 +32,7 @@ SHAPE = HUGGING_FACE_CONFIG | {
 
 
 def write_random_pocket(folder: Path, seed: int = 0) -> Path:
-    params = kimi.declare(kimi.KimiConfig.from_hugging_face(SHAPE))
+    params = model_of(SHAPE).declare()
     random = np.random.default_rng(seed)
     drawn = jax.tree.map(lambda param: random.normal(size=param.shape), params, is_leaf=is_param)
     folder.mkdir(parents=True)

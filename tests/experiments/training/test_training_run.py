@@ -19,8 +19,8 @@ from moonshard.experiments.training.folder import claim
 from moonshard.experiments.training.run import loop
 from moonshard.experiments.training.run.journal import METRICS, Journal, tell
 from moonshard.experiments.training.run.recipe import RunFailed
-from moonshard.models import kimi
 from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.registry import model_of
 from tests.experiments.training.rehearsal import RECIPE, SHAPE
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -82,7 +82,7 @@ def losses(folder: Path) -> dict[int, float]:
 def tensors(folder: Path, out: Path) -> dict[str, np.ndarray]:
     assert export(folder, out) == (RECIPE.num_steps,)
     opened = Checkpoint.open(out)
-    kimi.KimiConfig.of(opened)
+    model_of(opened.config)
     return {name: opened.tensor(name).astype(np.float32) for name in opened.names}
 
 

@@ -10,14 +10,14 @@ import pytest
 from moonshard.experiments.training.run.optimiser import balance_speed, learning_rate, matrices
 from moonshard.experiments.training.run.recipe import Recipe, Restart, Rows, Stage
 from moonshard.experiments.training.run.step import Report, TrainState, build_predict, build_step, first_state, place
-from moonshard.models import kimi
+from moonshard.models.registry import latent_model_of
 from moonshard.models.weights import is_param
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.experiments.training.rehearsal import RECIPE, SHAPE, Repeats
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
-CONFIG = kimi.KimiConfig.from_hugging_face(SHAPE)
+MODEL = latent_model_of(SHAPE)
 PADDING = 2  # tokens at the end of each of the rehearsal's rows
 ADAMW = replace(RECIPE, optimiser="adamw")  # Newton-Schulz and Adam's first step magnify rounding: moments are compared
 
@@ -25,10 +25,10 @@ ADAMW = replace(RECIPE, optimiser="adamw")  # Newton-Schulz and Adam's first ste
 def take_step(rows: Rows, recipe: Recipe = RECIPE, num_devices: int = 1) -> tuple[TrainState, TrainState, Report]:
     """The first state, the one after a step, and what the step reports; on the host."""
     mesh = build_mesh(MeshShape(data=num_devices))
-    state = first_state(recipe, CONFIG, mesh)
+    state = first_state(recipe, MODEL, mesh)
     before = jax.device_get(state)
     with jax.default_matmul_precision("highest"):
-        after, report = build_step(recipe, CONFIG, mesh)(state, place(rows, mesh))
+        after, report = build_step(recipe, MODEL, mesh)(state, place(rows, mesh))
     return before, jax.device_get(after), jax.device_get(report)
 
 
@@ -83,9 +83,9 @@ def test_rows_that_do_not_divide_by_the_devices_make_the_step_that_one_device_wo
 def test_rows_that_do_not_divide_by_the_devices_are_predicted_as_on_one(three_rows):
     def predict(num_devices: int) -> np.ndarray:
         mesh = build_mesh(MeshShape(data=num_devices))
-        weights = first_state(RECIPE, CONFIG, mesh).weights
+        weights = first_state(RECIPE, MODEL, mesh).weights
         with jax.default_matmul_precision("highest"):
-            return build_predict(RECIPE, CONFIG, mesh)(weights, three_rows)
+            return build_predict(RECIPE, MODEL, mesh)(weights, three_rows)
 
     one = predict(1)
     assert one.shape == three_rows.positions.shape
@@ -96,8 +96,8 @@ def test_rows_that_do_not_divide_by_the_devices_are_predicted_as_on_one(three_ro
 def test_loads_count_each_choice_of_a_real_token_once(rows, stepped):
     num_real = rows.tokens[:, :-1].size - PADDING * len(rows.tokens)
     loads = stepped[2].sums.loads
-    np.testing.assert_allclose(loads.sum(axis=1), num_real * CONFIG.num_experts_per_tok)
-    assert (loads > 0).sum() > CONFIG.num_experts_per_tok
+    np.testing.assert_allclose(loads.sum(axis=1), num_real * MODEL.config.num_experts_per_tok)
+    assert (loads > 0).sum() > MODEL.config.num_experts_per_tok
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_loss_is_of_answers_and_context_counts_by_its_weight(rows, stepped):
 @pytest.mark.slow
 def test_every_matrix_of_the_checkpoint_gets_an_orthogonal_update_of_its_own():
     recipe = replace(RECIPE, weight_decay=0.0, num_warmup_steps=1, max_gradient_norm=1e9)
-    params = kimi.declare(CONFIG)
+    params = MODEL.declare()
     before, after, _ = take_step(Repeats().rows(Stage(name="wide", num_tokens=64, num_rows=16, num_steps=1), 0), recipe)
     moved = jax.tree.map(lambda new, old: (new - old) / recipe.learning_rate, after.weights, before.weights)
     names = set()
@@ -160,7 +160,7 @@ def test_gates_go_a_fifth_as_far_as_tables(stepped):
 
 
 def test_every_leaf_is_a_matrix_a_table_a_norm_or_a_gate():
-    params, dimensions = kimi.declare(CONFIG), matrices(kimi.declare(CONFIG))
+    params, dimensions = MODEL.declare(), matrices(MODEL.declare())
     left = {
         path[-1].name
         for path, _ in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)[0]

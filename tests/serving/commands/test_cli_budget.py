@@ -1,14 +1,12 @@
 """`moonshard budget`, as a user runs it: a table and a file of figures, and a named fault for what cannot be meant."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moonshard.models.checkpoint import Checkpoint
-from moonshard.models.kimi import KimiConfig
 from moonshard.serving.cli import main
 from moonshard.serving.commands.checks.lowering import lower_and_tell
 from moonshard.serving.engine.compiled.lowering_process import Job
@@ -93,8 +91,8 @@ def test_what_is_lowered_and_compiled_agrees_with_the_budget(capsys, tmp_path: P
 
 
 def test_a_compilation_that_takes_too_long_is_given_up_and_what_was_lowered_is_told(capsys):
-    config = KimiConfig.of(Checkpoint.open(FOLDER))
-    job = Job(model=config, mesh=MeshShape(), role="decode", chunk_tokens=64, max_slots=2, compile_limit_s=0.006)
+    config = dict(Checkpoint.open(FOLDER).config)
+    job = Job(config_json=config, mesh=MeshShape(), role="decode", chunk_tokens=64, max_slots=2, compile_limit_s=0.006)
     exit_code, reports = lower_and_tell(job)
     assert exit_code == 0
     assert [report.compiled for report in reports] == [None]
@@ -102,8 +100,8 @@ def test_a_compilation_that_takes_too_long_is_given_up_and_what_was_lowered_is_t
 
 
 def test_a_process_that_breaks_is_told_from_one_that_is_given_up(capfd):
-    config = replace(KimiConfig.of(Checkpoint.open(FOLDER)), num_attention_heads=3)
-    job = Job(model=config, mesh=MeshShape(tensor=2), role="decode", chunk_tokens=64, max_slots=2)
+    config = {**Checkpoint.open(FOLDER).config, "num_attention_heads": 3}
+    job = Job(config_json=config, mesh=MeshShape(tensor=2), role="decode", chunk_tokens=64, max_slots=2)
     assert lower_and_tell(job) == (1, [])
     assert "MeshError" in (told := capfd.readouterr().err)
     assert "moonshard: lowering ended with exit code 1" in told

@@ -12,18 +12,14 @@ from hypothesis import strategies as st
 
 from moonshard.models.checkpoint import CheckpointError
 from moonshard.models.expert_loads import read_loads, write_loads
+from moonshard.models.kimi.family import Kimi
+from moonshard.models.registry import open_model
 from moonshard.models.score import score
 from moonshard.models.spec import ModelError
 from moonshard.serving.config.keys import Config, ConfigError, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
-from moonshard.serving.engine import loading
-from moonshard.serving.engine.loading import (
-    DEFAULT_MAX_CONTEXT_TOKENS,
-    Q_TILE,
-    buckets,
-    load_model,
-    open_model,
-    resolve_dtype,
-)
+from moonshard.serving.engine import loading, memory, sizes
+from moonshard.serving.engine.loading import load_model
+from moonshard.serving.engine.sizes import DEFAULT_MAX_CONTEXT_TOKENS, Q_TILE, buckets, resolve_dtype
 from moonshard.sharding.experts import place_experts
 from moonshard.sharding.rules import DecodeRules, MeshError
 from moonshard.sharding.shape import MeshShape
@@ -46,7 +42,8 @@ def config(*, max_context_tokens: int | None = None, num_blocks: int | None = 64
 
 def size(asked: Config, **changes):
     _, model = open_model(asked.model.path)
-    return loading.choose_sizes(asked, replace(model, **changes), "float32")
+    assert isinstance(model, Kimi)
+    return sizes.choose_sizes(asked, Kimi(replace(model.config, **changes)), "float32")
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 3, 16, 32]))
@@ -82,7 +79,7 @@ def test_partitions_share_the_slots_and_have_a_pool_each():
 
 
 def test_a_pool_beyond_the_memory_there_is_is_refused_with_all_its_partitions(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(sizes, "free_memory_bytes", lambda: 2**30)
     meshes = DecodeConfig(max_slots=6, mesh=MeshShape(expert=2))
     block_bytes = 49152  # 64 tokens of the tiny model in float32
     fitting = 2**30 // block_bytes // 2
@@ -97,7 +94,7 @@ def test_the_memory_of_a_machine_holds_every_device_s_copy_of_a_block(monkeypatc
         return DecodeConfig(max_slots=6, mesh=MeshShape(data=2, tensor=2), **options)
 
     block_bytes = 49152
-    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 2 * 8 * block_bytes)
+    monkeypatch.setattr(sizes, "free_memory_bytes", lambda: 2 * 8 * block_bytes)
     assert size(config(num_blocks=None, decode=on()))[1].blocks_per_partition == 2
     assert size(config(num_blocks=None, decode=on(rules=BY_TOKENS)))[1].blocks_per_partition == 4
     assert size(config(num_blocks=4, decode=on()))[1].blocks_per_partition == 4
@@ -147,21 +144,21 @@ def test_a_context_longer_than_the_pool_is_refused_before_any_weight_is_read(mon
 
 def test_without_a_number_the_pool_takes_half_of_the_free_memory(monkeypatch):
     tokens_bytes = 4 * (32 + 16) * 4  # layers, features, float32
-    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 2 * 7 * BLOCK_SIZE * tokens_bytes + 1)
+    monkeypatch.setattr(sizes, "free_memory_bytes", lambda: 2 * 7 * BLOCK_SIZE * tokens_bytes + 1)
     assert size(config(num_blocks=None))[1].blocks_per_partition == 7
     halved = DecodeConfig(mesh=MeshShape(expert=2))
     assert size(config(num_blocks=None, decode=halved))[1].blocks_per_partition == 3
-    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 1 << 50)
+    monkeypatch.setattr(sizes, "free_memory_bytes", lambda: 1 << 50)
     assert size(config(num_blocks=None))[1].blocks_per_partition == 16 * 8192 // BLOCK_SIZE  # every slot full
     many = DecodeConfig(max_slots=512)
-    most = loading.MAX_AUTO_POOL_BYTES // (BLOCK_SIZE * tokens_bytes)
+    most = memory.MAX_AUTO_POOL_BYTES // (BLOCK_SIZE * tokens_bytes)
     assert size(config(num_blocks=None, decode=many))[1].blocks_per_partition == most
-    monkeypatch.setattr(loading, "free_memory_bytes", lambda: 0)
+    monkeypatch.setattr(sizes, "free_memory_bytes", lambda: 0)
     assert size(config(num_blocks=None, decode=halved))[1].blocks_per_partition == 1
 
 
 def test_the_machine_tells_its_free_memory():
-    assert 1 << 20 < loading.free_memory_bytes() < 1 << 50
+    assert 1 << 20 < memory.free_memory_bytes() < 1 << 50
 
 
 def test_auto_is_float32_on_cpu_and_a_named_dtype_is_kept():
@@ -182,20 +179,21 @@ def test_a_start_that_cannot_succeed_fails_with_one_message():
 
 def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path):
     checkpoint, model = open_model(FOLDER)
-    random = np.random.default_rng(0).pareto(1.0, (model.num_moe_layers, model.n_routed_experts))
+    assert isinstance(model, Kimi)
+    random = np.random.default_rng(0).pareto(1.0, (model.config.num_moe_layers, model.config.n_routed_experts))
     write_loads(tmp_path / "loads.json", random, checkpoint.fingerprint)
     loads = read_loads(tmp_path / "loads.json", checkpoint.fingerprint, random.shape)
     mesh = MeshShape(expert=2, pipe=2)
     decode = DecodeConfig(max_slots=2, mesh=mesh, expert_loads=tmp_path / "loads.json", redundant_experts=4)
     asked = replace(config(decode=decode), prefill=PrefillConfig(chunk_tokens=32))
-    expected = place_experts(loads, model.n_routed_experts + 4, 2).expert_of
+    expected = place_experts(loads, model.config.n_routed_experts + 4, 2).expert_of
     loaded = load_model(asked, "both", lambda text: None, prepares="none")
-    stages = [stage.model for stage in loaded.programs.stages]
+    stages = [stage.part for stage in loaded.programs.stages]
     assert len(stages) == 2
     placed = np.concatenate([np.asarray(stage.weights.experts.down) for stage in stages])
     for layer, experts in enumerate(expected):
         for place, expert in enumerate(experts):
-            name = f"model.layers.{layer + model.num_dense_layers}.mlp.experts.{expert}.down_proj.weight"
+            name = f"model.layers.{layer + model.config.num_dense_layers}.mlp.experts.{expert}.down_proj.weight"
             assert (placed[layer, place] == checkpoint.tensor(name)).all()
     refused = replace(asked, decode=replace(asked.decode, redundant_experts=3))
     with pytest.raises(MeshError, match=r"^decode\.redundant_experts = 3: 19 places on 2 devices for 16 experts"):

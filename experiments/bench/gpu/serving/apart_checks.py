@@ -20,8 +20,8 @@ from moonshard.experiments.bench.gpu.serving.apart import Apart, Together
 from moonshard.experiments.bench.gpu.serving.clients import Build, serve, serve_alone
 from moonshard.experiments.bench.gpu.serving.engines import EngineSizes, Pair, build_pair
 from moonshard.experiments.bench.gpu.serving.mix import APART, Mix, arms, draw_requests, num_alike
-from moonshard.models import kimi, moe, weights
-from moonshard.models.checkpoint import Checkpoint
+from moonshard.models import moe, weights
+from moonshard.models.registry import open_model
 from moonshard.serving.control.request import Request, Sampling
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
@@ -43,10 +43,9 @@ OF_EACH_KIND = 2  # requests that the slice is asked
 
 def recorded_pair(fixtures: Path, backend: moe.Backend) -> Pair:
     """The recorded model in float32, compiled."""
-    checkpoint = Checkpoint.open(fixtures / MODEL)
-    config = kimi.KimiConfig.of(checkpoint)
-    loaded = weights.load(kimi.declare(config), checkpoint, "float32", build_mesh(MeshShape()))
-    return build_pair(config, loaded, RECORDED_SIZES, backend, "float32")
+    checkpoint, model = open_model(fixtures / MODEL)
+    loaded = weights.load(model.declare(), checkpoint, "float32", build_mesh(MeshShape()))
+    return build_pair(model, loaded, RECORDED_SIZES, backend, "float32")
 
 
 def check_recorded(fixtures: Path, pair: Pair) -> Iterator[Check]:

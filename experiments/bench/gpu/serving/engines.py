@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.models import kimi, moe
+from moonshard.models import moe
+from moonshard.models.model import Model
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.engine.device import Executor, StepDone
@@ -65,11 +66,11 @@ class Pair:
     vocab_size: int
 
 
-def build_pair(config: kimi.KimiConfig, loaded: Any, sizes: EngineSizes, backend: moe.Backend, dtype: str) -> Pair:
+def build_pair(model: Model, loaded: Any, sizes: EngineSizes, backend: moe.Backend, dtype: str) -> Pair:
     """Compiles both. The weights `loaded`, which lie on a mesh of one device, are shared; each has pages of its own."""
-    model = StageModel(
-        config=config,
-        layers=range(config.num_hidden_layers),
+    part = StageModel(
+        model=model,
+        layers=range(model.config.num_hidden_layers),
         weights=loaded,
         mesh=build_mesh(MeshShape()),
         shard=ALONE,
@@ -79,11 +80,11 @@ def build_pair(config: kimi.KimiConfig, loaded: Any, sizes: EngineSizes, backend
     def compiled(prefills: bool) -> Programs:
         shapes = sizes.shapes(prefills=prefills)
         pages = {"blocks_per_partition": sizes.num_blocks, "block_size": sizes.block_size}
-        programs = Programs(shapes, [Stage(model, shapes, **pages, dtype=dtype)])
+        programs = Programs(shapes, [Stage(part, shapes, **pages, dtype=dtype)])
         programs.compile()
         return programs
 
-    pair = Pair(sizes=sizes, first=compiled(True), second=compiled(False), vocab_size=config.vocab_size)
+    pair = Pair(sizes=sizes, first=compiled(True), second=compiled(False), vocab_size=model.config.vocab_size)
     _compile_the_way(pair)
     return pair
 

@@ -27,7 +27,7 @@ from moonshard.experiments.bench.gpu.work import (
     step_work,
 )
 from moonshard.experiments.reading.step_model import StepModel
-from moonshard.models import kimi, moe, moe_grouped
+from moonshard.models import moe, moe_grouped
 
 pytestmark = pytest.mark.xdist_group("jax")
 ROOT = Path(__file__).parents[4]
@@ -177,7 +177,7 @@ def test_a_backend_that_uses_another_layer_does_not_pass():
 
 
 def test_kimi_k2_has_a_trillion_parameters_and_88_megabytes_per_expert():
-    assert num_values(kimi.declare(K2)) == pytest.approx(1.026e12, rel=1e-3)
+    assert num_values(K2.declare()) == pytest.approx(1.026e12, rel=1e-3)
     assert routed_work(K2, 1, 1, 2).num_bytes == 3 * 7168 * 2048 * 2
     assert routed_work(K2, 5, 3, 2).num_flops == 2 * 5 * 8 * 3 * 7168 * 2048
 
@@ -191,11 +191,11 @@ def test_attention_counts_every_visible_key_of_every_query(spans):
 
 
 def test_a_decode_steps_floor_is_its_parts_one_after_another():
-    config = kimi_k2_slice(2)
-    work = step_work(config, [(1024, 1025)] * 16, [109, 111], 2)
+    model = kimi_k2_slice(2)
+    work = step_work(model, [(1024, 1025)] * 16, [109, 111], 2)
     ceilings = Ceilings(copy_bytes_per_s=4e12, matmul_flops_per_s=8e14)
     experts = 220 * 3 * 7168 * 2048 * 2
-    outside = (num_values(kimi.declare(config)) - 2 * 384 * 3 * 7168 * 2048 - 163840 * 7168 - 7168) * 2
+    outside = (num_values(model.declare()) - 2 * 384 * 3 * 7168 * 2048 - 163840 * 7168 - 7168) * 2
     assert work.routed.num_bytes == experts
     assert work.rest.num_bytes == outside
     assert work.floor_s(ceilings) == pytest.approx(work.whole.num_bytes / 4e12, rel=1e-12)  # all of it waits for memory
@@ -237,7 +237,7 @@ def test_a_prompts_rows_hold_every_position_once():
 
 @pytest.mark.slow
 def test_every_expert_is_drawn_anew_and_none_is_left_at_zero():
-    config = TRIAL.sizes.config
+    config = TRIAL.sizes.model
     drawn = draw_weights(config, seed=5).experts
     assert drawn is not None
     for leaf in (drawn.gate_up, drawn.down):

@@ -104,9 +104,9 @@ def test_what_fails_an_engine_ends_the_run(monkeypatch):
 def test_the_slice_alone_gives_the_same_tokens_from_both_and_they_hang_on_its_kv(monkeypatch):
     """Its weights are on the device once, however many engines there are."""
     scale = quick(trial_scale(1))
-    loaded = draw_weights(scale.sizes.config, seed=3)
+    loaded = draw_weights(scale.sizes.model, seed=3)
     num_before = num_like(loaded.experts)
-    pair = build_pair(scale.sizes.config, loaded, scale.serving.sizes, moe.blocks, DTYPE)
+    pair = build_pair(scale.sizes.model, loaded, scale.serving.sizes, moe.blocks, DTYPE)
     assert num_like(loaded.experts) == num_before
     assert check_alone(pair, scale.serving.mix, seed=5).passed
     lose_what_lands(monkeypatch)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from moonshard.models import kimi, weights
+from moonshard.models import weights
 from moonshard.serving.config.keys import Config, DecodeConfig, ModelConfig, PrefillConfig
 from moonshard.serving.engine.compiled.lowering import StepRole, lower_stages
 from moonshard.serving.engine.compiled.preparation import digest_of
@@ -48,7 +48,7 @@ def test_xla_holds_exactly_what_the_budget_counts(mesh: MeshShape, role: StepRol
         prefill=PrefillConfig(mesh=mesh, max_slots=4, chunk_tokens=64),
         decode=DecodeConfig(mesh=mesh, max_slots=4, rules=rules),
     )
-    for stage in lower_stages(config, reference().config, role):
+    for stage in lower_stages(config, reference().model, role):
         found = stage.program.compile().memory_analysis()
         assert found is not None
         assert found.argument_size_in_bytes == stage.counted.arguments
@@ -62,9 +62,9 @@ def test_a_step_lowered_from_shapes_is_the_one_that_serves():
     programs = uncompiled_programs(shard=shard)
     for stage in programs.stages:
         sizes = {"blocks_per_partition": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
-        params = kimi.declare(stage.model.config, stage.model.layers)
-        shapes_alone = weights.abstract(params, "float32", stage.model.mesh, shard.rules)
-        abstract = Blueprint(replace(stage.model, weights=shapes_alone), programs.shapes, **sizes)
+        params = stage.part.model.declare(stage.part.layers)
+        shapes_alone = weights.abstract(params, "float32", stage.part.mesh, shard.rules)
+        abstract = Blueprint(replace(stage.part, weights=shapes_alone), programs.shapes, **sizes)
         for key in stage.blueprint.keys:
             served = stage.blueprint.program(key).lower(*arrays_of(stage, key))
             assert abstract.lower(key).as_text() == served.as_text(), key

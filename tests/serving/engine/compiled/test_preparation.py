@@ -187,7 +187,7 @@ CHANGES = {
         b, model=replace(b.model, config=replace(b.model.config, routed_scaling_factor=2.0))
     ),
     "backend": lambda b: _like(b, model=replace(b.model, backend=print)),
-    "layers": lambda b: _like(b, model=replace(b.model, layers=range(len(b.model.layers) - 1))),
+    "layers": lambda b: _like(b, part=replace(b.part, layers=range(len(b.part.layers) - 1))),
     "where experts lie": lambda b: _like(
         b, model=replace(b.model, placement=place_experts(np.ones((3, 16)), num_places=16, num_devices=1))
     ),
@@ -196,7 +196,7 @@ CHANGES = {
 
 def _like(blueprint: Blueprint, **changes) -> Blueprint:
     sizes = {"blocks_per_partition": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
-    made = {"model": blueprint.model, "shapes": blueprint.shapes, **sizes} | changes
+    made = {"part": blueprint.part, "shapes": blueprint.shapes, **sizes} | changes
     return Blueprint(made.pop("model"), made.pop("shapes"), **made)
 
 

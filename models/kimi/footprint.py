@@ -2,19 +2,18 @@
 
 Weights are counted exactly, in the formats in which they lie on the hub: bf16, FP8 by blocks of 128 x 128 with a
 float32 scale, INT4 experts by groups of 32 with a bf16 scale. What a step needs besides is an estimate: the largest
-arrays that are alive together, as the forward pass in `models.kimi` makes them.
+arrays that are alive together, as the forward pass in `models.kimi.forward` makes them.
 """
 
 import math
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from moonshard.models import kimi
 from moonshard.models.attention import KEYS_PER_STEP
-from moonshard.models.shapes import WeightFormat
-from moonshard.models.spec import Param
+from moonshard.models.kimi.config import KimiConfig
+from moonshard.models.kimi.weights import declare
+from moonshard.models.spec import Param, StepSize, WeightFormat
 from moonshard.models.weights import is_param
 from moonshard.sharding.budget import ModelPieces, Piece
 from moonshard.sharding.rules import Rules
@@ -26,9 +25,9 @@ INT4_BITS = 4 + 16 / 32
 BYTES = 2  # of a bf16 activation
 
 
-def pieces(config: kimi.KimiConfig, weight_format: WeightFormat) -> ModelPieces:
+def pieces(config: KimiConfig, weight_format: WeightFormat) -> ModelPieces:
     """Every declared weight, the stacked layers apart."""
-    weights = kimi.declare(config)
+    weights = declare(config)
     layers: list[tuple[Piece, ...]] = []
     for stack, experts in ((weights.dense, None), (weights.sparse, weights.experts)):
         if stack is not None:
@@ -44,15 +43,7 @@ def pieces(config: kimi.KimiConfig, weight_format: WeightFormat) -> ModelPieces:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSize:
-    """What a step of a partition works on."""
-
-    num_tokens: int  # a chunk of a prompt, or the sequences that decode
-    num_logits: int  # of which the next token is drawn
-
-
-def workspace_bytes(config: kimi.KimiConfig, step: StepSize, mesh: MeshShape, rules: Rules) -> int:
+def workspace_bytes(config: KimiConfig, step: StepSize, mesh: MeshShape, rules: Rules) -> int:
     """Of one device in bf16, besides weights and pages: the residual stream and the largest of what comes and goes."""
     tensor = {name: mesh.tensor if "tensor" in rules.of(name) else 1 for name in ("heads", "ffw", "vocab")}
     residual = 3 * step.num_tokens * config.hidden_size * BYTES  # itself, normed, and what a layer adds
@@ -64,7 +55,7 @@ def workspace_bytes(config: kimi.KimiConfig, step: StepSize, mesh: MeshShape, ru
     )
 
 
-def _attention_bytes(config: kimi.KimiConfig, num_tokens: int, num_heads: int) -> int:
+def _attention_bytes(config: KimiConfig, num_tokens: int, num_heads: int) -> int:
     per_head = (
         (config.qk_head_dim + config.latent_size + config.v_head_dim) * BYTES  # queries, absorbed ones, values
         + config.kv_lora_rank * (4 + BYTES)  # weighted latents, summed in float32
@@ -73,7 +64,7 @@ def _attention_bytes(config: kimi.KimiConfig, num_tokens: int, num_heads: int) -
     return num_tokens * num_heads * per_head
 
 
-def _experts_bytes(config: kimi.KimiConfig, num_tokens: int, mesh: MeshShape, rules: Rules) -> int:
+def _experts_bytes(config: KimiConfig, num_tokens: int, mesh: MeshShape, rules: Rules) -> int:
     """Rows that a device's experts work on where the router is even, with what comes in and goes out."""
     num_owners = mesh.tensor if "tensor" in rules.experts else 1
     width = config.moe_intermediate_size // (mesh.tensor if "tensor" in rules.expert_ffw else 1)
@@ -104,8 +95,3 @@ def _whole(params: Any) -> tuple[Piece, ...]:
     return tuple(
         Piece(axes=param.axes, shape=param.shape, bits=BF16_BITS) for param in jax.tree.leaves(params, is_leaf=is_param)
     )
-
-
-def context_parallel(rules: Rules) -> Rules:
-    """The same with the tokens of a block cut over `tensor`, instead of the latent whole on every device."""
-    return replace(rules, kv_tokens=("tensor",))

@@ -1,0 +1,233 @@
+"""The forward pass of Kimi K2 and DeepSeek-V3: layer, stack, model, read top to bottom.
+
+One pure function, `forward`, serves prompts and decoding over paged latents, of all layers or of a stage's; `unembed`
+makes logits of what it returns. Layers of a kind are stacked and scanned; routed experts stay outside the scan.
+Einsum alphabet: b batch, n row, t query position, s key position, d embed, h heads, k head_dim, r lora rank, e experts,
+f ffw, v vocab.
+Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.1; Kimi K2 (arXiv 2507.20534); numerics as in Hugging Face
+transformers' DeepseekV3ForCausalLM.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moonshard.kv.pages import Pages, TokenCut, write_tokens
+from moonshard.models import moe
+from moonshard.models.attention import latent_attention, merge_over, partial_attention
+from moonshard.models.expert_copies import to_copies
+from moonshard.models.kimi.config import KimiConfig
+from moonshard.models.kimi.rotary import rotary_frequencies, rotate, softmax_scale
+from moonshard.models.kimi.weights import Attention, Mlp, Stack, Weights
+from moonshard.models.model import Attend, Batch, Observations
+from moonshard.models.moe_exchange import exchanged
+from moonshard.models.product import product
+from moonshard.sharding.arrays import Array, Bool, Float, Int
+from moonshard.sharding.experts import ExpertPlacement
+from moonshard.sharding.shard import ALONE, Shard
+
+
+def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "*b d"]:
+    wide = x.astype(jnp.float32)
+    normal = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * normal.astype(x.dtype)
+
+
+def attend_paged(
+    queries: Float[Array, "n t h f"],
+    features: Float[Array, "n t f"],
+    pages: Pages,
+    layer: Int[Array, ""],
+    batch: Batch,
+    *,
+    value_rank: int,
+    scale: float,
+    shard: Shard = ALONE,
+) -> tuple[Float[Array, "n t h r"], Pages]:
+    """Writes the tokens' latents, then attends over everything written."""
+    tables, positions = batch.block_tables, batch.positions
+    cut = TokenCut(part=shard.part("kv_tokens"), num_parts=shard.num_parts("kv_tokens"))
+    pages = write_tokens(pages, layer, tables, positions, features, cut)
+    if cut.num_parts == 1:
+        return latent_attention(queries, pages, layer, tables, positions, value_rank=value_rank, scale=scale), pages
+    partial = partial_attention(
+        shard.gather_heads(queries), pages, layer, tables, positions, value_rank=value_rank, scale=scale, cut=cut
+    )
+    return merge_over(shard, partial).astype(queries.dtype), pages
+
+
+def _attend(
+    config: KimiConfig,
+    w: Attention[Array],
+    x: Float[Array, "n t d"],
+    pages: Pages,
+    layer: Int[Array, ""],
+    batch: Batch,
+    rotary: tuple[Array, Array],
+    attend: Attend,
+    shard: Shard,
+) -> tuple[Float[Array, "n t d"], Pages]:
+    cos, sin = rotary
+    r, nope = config.kv_lora_rank, config.qk_nope_head_dim
+    x = rms_norm(x, w.norm, config.rms_norm_eps)
+    queries = _queries(config, w, x)
+    q_rope = rotate(queries[..., nope:], cos[:, :, None], sin[:, :, None], config.rope_interleave)
+    q_latent = product("nthk,hkr->nthr", queries[..., :nope], w.k_up)
+    kv = product("ntd,rd->ntr", x, w.kv_a) + (w.kv_a_bias if w.kv_a_bias is not None else 0)
+    latent = rms_norm(kv[..., :r], w.kv_a_norm, config.lora_norm_eps)
+    k_rope = rotate(kv[..., r:], cos, sin, config.rope_interleave)
+    features = jnp.concatenate([latent, k_rope], axis=-1)
+    queries = jnp.concatenate([q_latent, q_rope], axis=-1)
+    mixed, pages = attend(queries, features, pages, layer, batch, value_rank=r, scale=softmax_scale(config))
+    values = product("nthr,hvr->nthv", mixed, w.v_up)
+    out = shard.sum(product("nthv,dhv->ntd", values, w.out), shard.axes("heads"))
+    return out + (w.out_bias if w.out_bias is not None else 0), pages
+
+
+def _queries(config: KimiConfig, w: Attention[Array], x: Float[Array, "n t d"]) -> Float[Array, "n t h k"]:
+    if w.q_a is not None and w.q_a_norm is not None:
+        x = product("ntd,rd->ntr", x, w.q_a) + (w.q_a_bias if w.q_a_bias is not None else 0)
+        x = rms_norm(x, w.q_a_norm, config.lora_norm_eps)
+    return product("ntr,hkr->nthk", x, w.q_b)
+
+
+def _mlp(w: Mlp[Array], x: Float[Array, "n t d"]) -> Float[Array, "n t d"]:
+    return product("ntf,df->ntd", moe.gated(product("ntd,gfd->ntgf", x, w.gate_up)), w.down)
+
+
+def _feed_forward(
+    config: KimiConfig,
+    w: Stack[Array],
+    experts: moe.Experts[Array] | None,
+    x: Float[Array, "n t d"],
+    layer: Int[Array, ""],
+    valid: Bool[Array, "n t"],
+    backend: moe.Backend,
+    shard: Shard,
+) -> tuple[Float[Array, "n t d"], moe.Routing | None]:
+    """Dense MLP, or routed plus shared experts. `layer` counts within the stack."""
+    x = rms_norm(x, w.mlp_norm, config.rms_norm_eps)
+    out = _mlp(w.mlp, x) if w.mlp is not None else jnp.zeros_like(x)
+    if w.router is None or experts is None:
+        return shard.sum(out, shard.axes("ffw")), None
+    flat = x.reshape(-1, x.shape[-1])
+    routing = moe.route(
+        flat,
+        w.router.gate,
+        w.router.bias,
+        top_k=config.num_experts_per_tok,
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        normalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+    routed = backend(flat, routing, valid.reshape(-1), experts, layer)
+    return _add_partial(shard, out, routed.reshape(x.shape)), routing
+
+
+def _add_partial(shard: Shard, shared: Float[Array, "n t d"], routed: Float[Array, "n t d"]) -> Float[Array, "n t d"]:
+    """Shared and routed experts; each is a partial sum where `tensor` cuts it. One all-reduce where it cuts both."""
+    over_shared = shard.axes("ffw")
+    cuts_routed = "tensor" in (*shard.axes("experts"), *shard.axes("expert_ffw"))
+    if cuts_routed and over_shared == ("tensor",):
+        return shard.sum(shared + routed, over_shared)
+    return shard.sum(shared, over_shared) + (shard.sum(routed, ("tensor",)) if cuts_routed else routed)
+
+
+def forward(
+    config: KimiConfig,
+    weights: Weights[Array],
+    pages: Pages,
+    batch: Batch,
+    *,
+    hidden: Float[Array, "n t d"] | None = None,
+    backend: moe.Backend = moe.blocks,
+    attend: Attend | None = None,
+    shard: Shard = ALONE,
+    placement: ExpertPlacement | None = None,
+    observe: bool = False,
+    unrolled: bool = False,
+) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
+    """Runs all layers of these weights over a batch of rows, writing their latents into the pages.
+
+    Args:
+        hidden: the residual stream from the stage before; None on the first stage, which embeds the tokens.
+        shard: what the device that runs this must know of its mesh; weights, pages and rows are its own parts of them.
+        placement: the one that these weights were declared with.
+        unrolled: layers one after the other instead of in a loop. A gradient then copies nothing into stacks and out
+            of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.
+
+    Returns:
+        The residual stream, on the last stage after the final norm; the pages; the observations if asked for.
+    """
+    valid = batch.positions >= 0
+    attend = attend or functools.partial(attend_paged, shard=shard)
+    backend = exchanged(backend, shard)
+    if placement is not None:
+        backend = to_copies(backend, placement, shard)
+    frequencies, factor = rotary_frequencies(config)
+    angles = batch.positions.astype(jnp.float32)[:, :, None] * frequencies
+    rotary = (jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+
+    def scan_stack(x, pages, stack: Stack[Array], experts: moe.Experts[Array] | None, first: int):
+        def step(carry, inputs):
+            x, pages = carry
+            w, index = inputs
+            with jax.named_scope("attention"):
+                attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary, attend, shard)
+            x = x + attended
+            with jax.named_scope("feed_forward"):
+                added, routing = _feed_forward(config, w, experts, x, index, valid, backend, shard)
+            x = x + added
+            return (x, pages), (x, routing) if observe else (None, None)
+
+        num_layers = stack.mlp_norm.shape[0]
+        (x, pages), (streams, routing) = jax.lax.scan(
+            step, (x, pages), (stack, jnp.arange(num_layers)), unroll=num_layers if unrolled else 1
+        )
+        return x, pages, streams, routing
+
+    if hidden is None:
+        assert weights.embed is not None  # of the first stage
+        hidden = _embed(weights.embed, batch.tokens, shard)
+    x = hidden
+    seen: list[Any] = [x[None]]
+    routing = None
+    if weights.dense is not None:
+        x, pages, streams, _ = scan_stack(x, pages, weights.dense, None, 0)
+        seen.append(streams)
+    if weights.sparse is not None:
+        num_dense = 0 if weights.dense is None else weights.dense.mlp_norm.shape[0]
+        x, pages, streams, routing = scan_stack(x, pages, weights.sparse, weights.experts, num_dense)
+        seen.append(streams)
+    if weights.norm is not None:
+        x = rms_norm(x, weights.norm, config.rms_norm_eps)
+    return x, pages, _observations(seen, routing) if observe else None
+
+
+def _observations(hidden: list[Array], routing: moe.Routing | None) -> Observations:
+    return Observations(
+        hidden=jnp.concatenate(hidden),
+        experts=None if routing is None else routing.experts,
+        router_margin=None if routing is None else routing.margin,
+    )
+
+
+def _embed(table: Float[Array, "v d"], tokens: Int[Array, "n t"], shard: Shard) -> Float[Array, "n t d"]:
+    """Each device looks up the tokens whose rows of the table it has, and adds 0 for the others."""
+    axes = shard.axes("vocab")
+    if not axes:
+        return table[tokens]
+    own = tokens - shard.part("vocab") * len(table)
+    is_own = (own >= 0) & (own < len(table))
+    found = table.at[jnp.where(is_own, own, len(table))].get(mode="fill", fill_value=0)
+    return shard.sum(found, axes)
+
+
+def unembed(weights: Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE) -> Float[Array, "b v"]:
+    """Logits in float32."""
+    head = weights.embed if weights.head is None else weights.head
+    assert head is not None  # of the last stage
+    return shard.gather(product("bd,vd->bv", hidden, head, accumulate=jnp.float32), "vocab")

@@ -1,0 +1,183 @@
+"""What the rest of the house knows of a model: a value that declares weights and KV groups, runs, and counts bytes.
+
+`models.registry` gives it; nobody outside `models` names a family or a class of one. A family is a folder beside this
+file (`kimi`) with one class that has these methods.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from moonshard.kv.pages import Pages
+from moonshard.models import moe
+from moonshard.models.pytree import pytree
+from moonshard.models.spec import KvGroup, StepSize, WeightFormat
+from moonshard.sharding.arrays import Array, Float, Int
+from moonshard.sharding.budget import ModelPieces
+from moonshard.sharding.experts import ExpertPlacement
+from moonshard.sharding.rules import Rules
+from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import ALONE, Shard
+
+
+@pytree
+class Batch:
+    """Rows of tokens of one sequence each: tiles of prompts, or decode slots.
+
+    `positions` below 0 are padding. A row's tokens are consecutive, and rows of one sequence may share a step: every
+    row sees what all rows write.
+    """
+
+    tokens: Int[Array, "n t"]
+    positions: Int[Array, "n t"]
+    block_tables: Int[Array, "n m"]
+
+
+@pytree
+class Observations:
+    """What a numerics question asks of a forward pass."""
+
+    hidden: Float[Array, "layers_and_embed n t d"]  # embeddings, then the residual stream after each layer
+    experts: Int[Array, "moe_layers tokens k"] | None
+    router_margin: Float[Array, "moe_layers tokens"] | None
+
+
+@runtime_checkable
+class Attend(Protocol):
+    """How absorbed queries meet keys: over pages when serving; `models.training` has the one that is differentiated."""
+
+    def __call__(
+        self,
+        queries: Float[Array, "n t h f"],
+        features: Float[Array, "n t f"],
+        pages: Pages,
+        layer: Int[Array, ""],
+        batch: Batch,
+        *,
+        value_rank: int,
+        scale: float,
+    ) -> tuple[Float[Array, "n t h r"], Pages]: ...
+
+
+class ModelConfig(Protocol):
+    """The sizes that every family has, under Hugging Face's names. Hashable: it stands in the keys of programs."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def n_routed_experts(self) -> int: ...
+    @property
+    def num_moe_layers(self) -> int:
+        """0 where no layer routes."""
+        ...
+
+    def moe_layers(self, layers: range) -> slice:
+        """Which of all MoE layers are among these layers of the model."""
+        ...
+
+
+class Model(Protocol):
+    """A model as a value. Weights are trees of the family's own: `Param` where declared, arrays where loaded."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def declare(self, layers: range | None = None, placement: ExpertPlacement | None = None) -> Any:
+        """A tree of `Param`, each once, of these layers; of all by default.
+
+        `placement` covers the MoE layers among them. Without one, each expert is there once, and they lie in order.
+        """
+        ...
+
+    def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
+        """The kinds of cache that its layers keep."""
+        ...
+
+    def forward(
+        self,
+        weights: Any,
+        pages: Pages,
+        batch: Batch,
+        *,
+        hidden: Float[Array, "n t d"] | None = None,
+        backend: moe.Backend = moe.blocks,
+        attend: Attend | None = None,
+        shard: Shard = ALONE,
+        placement: ExpertPlacement | None = None,
+        observe: bool = False,
+        unrolled: bool = False,
+    ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
+        """Runs all layers of these weights over a batch of rows, writing what they cache into the pages.
+
+        Args:
+            hidden: the residual stream from the stage before; None on the first stage, which embeds the tokens.
+            shard: what the device that runs this must know of its mesh; weights, pages and rows are its parts of them.
+            placement: the one that these weights were declared with.
+            unrolled: layers one after the other instead of in a loop. A gradient then copies nothing into stacks and
+                out of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.
+
+        Returns:
+            The residual stream, on the last stage after the final norm; the pages; the observations if asked for.
+        """
+        ...
+
+    def unembed(self, weights: Any, hidden: Float[Array, "b d"], shard: Shard = ALONE) -> Float[Array, "b v"]:
+        """Logits in float32, of the last stage's weights."""
+        ...
+
+    def pieces(self, weight_format: WeightFormat) -> ModelPieces:
+        """What it takes, weight by weight, for the budget of a mesh."""
+        ...
+
+    def workspace_bytes(self, step: StepSize, mesh: MeshShape, rules: Rules) -> int:
+        """Of one device in bf16, besides weights and pages: an estimate."""
+        ...
+
+
+class LatentConfig(ModelConfig, Protocol):
+    """Of a model with latent attention (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1) and mixtures of experts."""
+
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_nope_head_dim(self) -> int: ...
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def latent_size(self) -> int:
+        """Values cached per token and layer."""
+        ...
+
+    @property
+    def num_dense_layers(self) -> int: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def num_experts_per_tok(self) -> int: ...
+    @property
+    def rope_interleave(self) -> bool: ...
+
+
+class LatentModel(Model, Protocol):
+    """What measurements of latent attention, and training, ask besides."""
+
+    @property
+    def config(self) -> LatentConfig: ...
+
+    def rotary_frequencies(self) -> tuple[np.ndarray, float]:
+        """Inverse frequencies [rope / 2] in float32, and the factor on cos and sin."""
+        ...
+
+    def softmax_scale(self) -> float:
+        """Of the scores, before the softmax."""
+        ...

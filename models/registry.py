@@ -1,0 +1,49 @@
+"""Which family a folder is of: the one place that names them.
+
+A new model is a folder beside `kimi` with a class that has `models.model.Model`'s methods, and a line here.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.config_reader import ConfigReader
+from moonshard.models.kimi.config import KimiConfig
+from moonshard.models.kimi.family import MODEL_TYPES, Kimi
+from moonshard.models.model import LatentModel, Model
+from moonshard.models.spec import ModelError
+
+LATENT: dict[str, Callable[[Mapping[str, Any]], LatentModel]] = {
+    model_type: lambda raw: Kimi(KimiConfig.from_hugging_face(raw)) for model_type in MODEL_TYPES
+}
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Model]] = LATENT  # by config.json's model_type
+
+
+def model_of(raw: Mapping[str, Any]) -> Model:
+    """The model that a config.json describes.
+
+    Raises:
+        ModelError: `config.json: ` and the field that is missing, ill-typed or unsupported.
+    """
+    ConfigReader(raw).require("model_type", set(FAMILIES))
+    return FAMILIES[raw["model_type"]](raw)
+
+
+def latent_model_of(raw: Mapping[str, Any]) -> LatentModel:
+    """As `model_of`, of a family with latent attention."""
+    ConfigReader(raw).require("model_type", set(LATENT))
+    return LATENT[raw["model_type"]](raw)
+
+
+def open_model(folder: Path) -> tuple[Checkpoint, Model]:
+    """A folder's tensors and its model.
+
+    Raises:
+        CheckpointError, ModelError: with the path of what is wrong.
+    """
+    checkpoint = Checkpoint.open(folder)
+    try:
+        return checkpoint, model_of(checkpoint.config)
+    except ModelError as error:
+        raise ModelError(f"{checkpoint.folder}/{error}") from error

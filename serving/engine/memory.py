@@ -1,0 +1,23 @@
+"""How much memory is free: of the devices, and of the machine."""
+
+from pathlib import Path
+
+import jax
+
+MAX_AUTO_POOL_BYTES = 1 << 30  # on CPU, where the pool shares memory with everything else
+
+
+def free_device_bytes(num_devices: int) -> int | None:
+    """Of the device with least. None for devices that live in the machine's memory."""
+    found = [device.memory_stats() for device in jax.devices()[:num_devices]]
+    free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in found if stats and "bytes_limit" in stats]
+    return min(free, default=None)
+
+
+def free_memory_bytes() -> int:
+    """What the kernel would give without swapping (`MemAvailable` of proc(5))."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return 2 * MAX_AUTO_POOL_BYTES

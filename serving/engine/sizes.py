@@ -1,0 +1,178 @@
+"""The sizes of a worker: its mesh and stages, the buckets of its programs, its slots, and its pool of blocks.
+
+From a configuration, a model and the memory there is; nothing is allocated. What does not fit is refused here, by the
+key that says so, and not by whoever allocates it.
+"""
+
+from dataclasses import dataclass
+
+import jax
+
+from moonshard.models.model import Model
+from moonshard.models.spec import ModelError
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, mesh_of, rules_of
+from moonshard.serving.engine.memory import MAX_AUTO_POOL_BYTES, free_device_bytes, free_memory_bytes
+from moonshard.serving.engine.steps import StepShapes
+from moonshard.sharding.budget import stage_layers
+from moonshard.sharding.rules import MeshError
+from moonshard.sharding.shard import Shard
+
+DEFAULT_MAX_CONTEXT_TOKENS = 8192
+HARMLESS_SLOT_BYTES = 1 << 26  # of so few nothing is asked
+SLOT_BYTES_PER_TOKEN = 9  # of a slot's rows: logits, counts, and whether the prompt has it
+Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded to a multiple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolShape:
+    """How many slots and blocks a worker has, and in how many partitions."""
+
+    num_partitions: int
+    slots_per_partition: int
+    blocks_per_partition: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_partitions * self.slots_per_partition
+
+
+def shard_of(config: Config, role: WorkerRole) -> Shard:
+    """The mesh of a role, under its table of rules."""
+    return Shard(mesh=mesh_of(config, role), rules=rules_of(config, role))
+
+
+def split_stages(model: Model, shard: Shard) -> tuple[range, ...]:
+    """The layers of each stage. MeshError where there are more stages than layers."""
+    try:
+        return stage_layers(model.pieces("bf16"), shard.mesh, shard.rules)
+    except MeshError:
+        raise
+    except ValueError as error:
+        raise MeshError(f"mesh.pipe = {shard.mesh.pipe}: {error}") from error
+
+
+def resolve_dtype(name: str) -> str:
+    """`auto` is float32 on CPU, where bfloat16 products are slower, and bfloat16 elsewhere."""
+    if name != "auto":
+        return name
+    return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+
+
+def choose_sizes(config: Config, model: Model, dtype: str, role: WorkerRole = "both") -> tuple[StepShapes, PoolShape]:
+    """The pool, and the context that it and the model allow.
+
+    Raises:
+        ModelError: the configured context is longer than the model's or than the pool.
+        ConfigError: the pool is larger than the memory there is.
+    """
+    shard, block_size = shard_of(config, role), config.kv.block_size
+    (group,) = model.kv_groups(dtype)
+    block = _BlockBytes.of(model, group.bytes_per_token * block_size, shard)
+    if config.kv.num_blocks is not None:
+        _check_pool_fits(config.kv.num_blocks, shard, block)
+    _check_slots_fit(config, model, role)
+    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, shard, block, role)
+    pool_tokens = num_blocks * block_size
+    wanted = config.model.max_context_tokens
+    longest = model.config.max_position_embeddings
+    for limit, what in ((longest, "max_position_embeddings"), (pool_tokens, "the KV pool")):
+        if wanted is not None and wanted > limit:
+            raise ModelError(f"model.max_context_tokens = {wanted} is more than {what} of {limit} tokens")
+    context = wanted or min(longest, DEFAULT_MAX_CONTEXT_TOKENS, pool_tokens)
+    shapes = step_shapes(config, context, role)
+    pool = PoolShape(
+        num_partitions=shapes.num_partitions,
+        slots_per_partition=shapes.slots_per_partition,
+        blocks_per_partition=num_blocks,
+    )
+    return shapes, pool
+
+
+def step_shapes(config: Config, context_tokens: int, role: WorkerRole) -> StepShapes:
+    """The sizes of a worker's programs, for sequences of up to `context_tokens`."""
+    partitions = mesh_of(config, role).num_partitions
+    max_slots = config.prefill.max_slots if role == "prefill" else config.decode.max_slots
+    slots_per_partition = max_slots // partitions
+    return StepShapes(
+        num_partitions=partitions,
+        slots_per_partition=slots_per_partition,
+        blocks_per_sequence=-(-context_tokens // config.kv.block_size),
+        max_context_tokens=context_tokens,
+        q_tile=Q_TILE,
+        prefill_buckets=buckets(config.prefill.chunk_tokens, Q_TILE),
+        decode_buckets=() if role == "prefill" else buckets(slots_per_partition),
+        transfer_buckets=() if role == "both" else buckets(max(1, config.prefill.chunk_tokens // config.kv.block_size)),
+    )
+
+
+def buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
+    """Powers of two times `smallest`, and last `largest`, rounded up to a multiple of `smallest`."""
+    largest = -(-largest // smallest) * smallest
+    sizes = [smallest]
+    while sizes[-1] * 2 < largest:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, largest) if largest > smallest else (smallest,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BlockBytes:
+    """What one block of a partition takes."""
+
+    everywhere: int  # on all its devices together, which hold it whole each, or context-parallel a part each
+    on_a_device: int  # on one of the stage with most layers
+
+    @classmethod
+    def of(cls, model: Model, whole: int, shard: Shard) -> "_BlockBytes":
+        """`whole` as one device has it that has all layers. MeshError where the model cannot be cut so."""
+        num_parts = shard.num_parts("kv_tokens")
+        num_layers = max(map(len, split_stages(model, shard)))
+        return cls(
+            everywhere=whole * shard.mesh.tensor // num_parts,
+            on_a_device=whole * num_layers // model.config.num_hidden_layers // num_parts,
+        )
+
+
+def _auto_blocks(config: Config, model: Model, shard: Shard, block: _BlockBytes, role: WorkerRole) -> int:
+    """Of each partition, in half of the free memory: a device's, or the machine's up to `MAX_AUTO_POOL_BYTES`.
+
+    Of the machine's no more than all slots could fill with the longest context: the kernel takes half a second to give
+    a GiB, which a small model's start would wait for.
+    """
+    device_bytes = free_device_bytes(shard.mesh.num_devices)
+    if device_bytes is not None:
+        return max(1, device_bytes // 2 // block.on_a_device)
+    half_bytes = min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2)
+    context = config.model.max_context_tokens or min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
+    shapes = step_shapes(config, context, role)
+    fillable = shapes.slots_per_partition * shapes.blocks_per_sequence
+    return max(1, min(fillable, half_bytes // (block.everywhere * shard.mesh.num_partitions)))
+
+
+def _check_slots_fit(config: Config, model: Model, role: WorkerRole) -> None:
+    """ConfigError where the rows of the vocabulary's length that each slot has are more than the memory there is."""
+    own, key = (config.prefill, "prefill") if role == "prefill" else (config.decode, "decode")
+    needed = own.max_slots * model.config.vocab_size * SLOT_BYTES_PER_TOKEN
+    device_bytes = free_device_bytes(own.mesh.num_devices)
+    free_bytes = free_memory_bytes() if device_bytes is None else device_bytes * own.mesh.num_devices
+    if needed > max(free_bytes, HARMLESS_SLOT_BYTES):
+        what = f"{own.max_slots} slots of a vocabulary of {model.config.vocab_size} tokens"
+        took = f"take {needed / 1024**3:.2f} GiB, and {free_bytes / 1024**3:.2f} GiB are available"
+        raise ConfigError([f"{key}.max_slots: {what} {took}"])
+
+
+def _check_pool_fits(num_blocks: int, shard: Shard, block: _BlockBytes) -> None:
+    """ConfigError where it cannot: the allocation itself would fail in XLA's words, or be promised and then killed."""
+    device_bytes, partitions = free_device_bytes(shard.mesh.num_devices), shard.mesh.num_partitions
+    if device_bytes is None:
+        needed, free_bytes = num_blocks * partitions * block.everywhere, free_memory_bytes()
+        what = f"{block.everywhere} bytes for each of {partitions} partitions"
+    else:
+        needed, free_bytes = num_blocks * block.on_a_device, device_bytes
+        what = f"{block.on_a_device} bytes on a device"
+    if needed > free_bytes:
+        raise ConfigError(
+            [
+                f"kv.num_blocks: {num_blocks} blocks of {what} "
+                f"take {needed / 1024**3:.2f} GiB, and {free_bytes / 1024**3:.2f} GiB are available"
+            ]
+        )
