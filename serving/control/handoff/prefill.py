@@ -41,7 +41,8 @@ class _Run:
     grants: deque[Grant]
     grants_seen: set[int]
     num_left: int  # blocks that are not written
-    queue: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])  # (index in the prompt, block), retained
+    # (index in the prompt, block), each block retained
+    queue: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     num_publishing: int = 0
     is_aborted: bool = False
     is_tainted: bool = False  # a write of it failed
