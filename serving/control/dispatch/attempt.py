@@ -3,17 +3,27 @@
 from dataclasses import dataclass
 
 from moonshard.serving.control.dispatch.prefill_place import DecodeHome
-from moonshard.serving.control.routing.router import Reservation
+from moonshard.serving.control.routing.router import Home, Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptLeg:
+    """A part of an attempt, and the process that it was given to."""
+
+    reservation: Reservation
+    epoch: int
+
+    @property
+    def home(self) -> Home:
+        return self.reservation.home
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Attempt:
     """Made and changed by the dispatcher alone."""
 
-    decode: Reservation
-    decode_epoch: int
-    prefill: Reservation | None  # None: the worker that decodes prefills too
-    prefill_epoch: int | None
+    decode: AttemptLeg
+    prefill: AttemptLeg | None  # None: the worker that decodes prefills too
     is_local_prefill: bool  # by the rule for that, or as there is no other: a worker that leaves prompts to others
     is_resumed: bool
     begun_s: float
@@ -21,14 +31,19 @@ class Attempt:
     is_prefilling: bool = True  # or its KV is not moved yet
 
     @property
-    def prompt(self) -> Reservation:
+    def prompt(self) -> AttemptLeg:
         """Where its prompt is computed."""
         return self.prefill or self.decode
 
     @property
     def decode_home(self) -> DecodeHome:
-        return self.decode_epoch, self.decode.home.partition
+        return self.decode.epoch, self.decode.home.partition
+
+    @property
+    def num_left_tokens(self) -> int:
+        """Of its prompt, that are not known where it decodes."""
+        return self.decode.reservation.num_left_tokens
 
     @property
     def num_prompt(self) -> int:
-        return self.decode.num_known_tokens + self.decode.num_left_tokens
+        return self.decode.reservation.num_known_tokens + self.decode.reservation.num_left_tokens

@@ -16,7 +16,7 @@ it over. An attempt that goes on from tokens that the client has is prefilled wh
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from moonshard.serving.control.dispatch.attempt import Attempt
+from moonshard.serving.control.dispatch.attempt import Attempt, AttemptLeg
 from moonshard.serving.control.dispatch.prefill_place import PrefillPlace, PrefillRule
 from moonshard.serving.control.dispatch.retries import Failure, Retries
 from moonshard.serving.control.routing.fleet import DECODE_ROLES, PREFILL_ROLES, Fleet, Member
@@ -111,14 +111,14 @@ class Dispatcher:
             return NoWorker() if end_s is None else Wait(end_s)
         retries.wait_end_s = None
         attempt = self._attempt(demand, retries, decode, now_s, is_resumed=is_resumed)
-        if not retries.num_failed and (late := self._too_late(attempt.prompt, now_s)) is not None:
+        if not retries.num_failed and (late := self._too_late(attempt.prompt.reservation, now_s)) is not None:
             self.end(attempt)
             return late
         return attempt
 
-    def sent(self, leg: Reservation, now_s: float) -> None:
+    def sent(self, leg: AttemptLeg, now_s: float) -> None:
         """A leg of an attempt has just been sent to its worker."""
-        self.router.sent(leg, now_s)
+        self.router.sent(leg.reservation, now_s)
 
     def first_token(self, attempt: Attempt, now_s: float, *, cached_tokens: int, prefill_ms: float | None) -> None:
         """The first output of an attempt is here; whoever predicts learns from it.
@@ -130,14 +130,14 @@ class Dispatcher:
             self.prefill_over(attempt)
         if attempt.is_resumed:
             return
-        self.forecast.observe(attempt.prompt, now_s - attempt.begun_s)
+        self.forecast.observe(attempt.prompt.reservation, now_s - attempt.begun_s)
         if prefill_ms is not None:
             num_tokens = attempt.num_prompt - min(cached_tokens, attempt.num_prompt - 1)
             self._place.prefilled(num_tokens, prefill_ms, is_here=attempt.prefill is None)
 
     def moved(self, attempt: Attempt, exposed_ms: float) -> None:
         """Its KV is where it is decoded, that long after its first token."""
-        self._place.moved(attempt.decode.num_left_tokens, exposed_ms)
+        self._place.moved(attempt.num_left_tokens, exposed_ms)
 
     def prefill_over(self, attempt: Attempt) -> None:
         """Its prompt takes up nobody any more. Nothing happens the second time."""
@@ -145,9 +145,9 @@ class Dispatcher:
             return
         attempt.is_prefilling = False
         if attempt.prefill is not None:
-            self.router.release(attempt.prefill)
+            self.router.release(attempt.prefill.reservation)
         elif attempt.is_local_prefill:
-            self._place.end_here(attempt.decode_home, attempt.decode.num_left_tokens)
+            self._place.end_here(attempt.decode_home, attempt.num_left_tokens)
 
     def failed(
         self, attempt: Attempt, retries: Retries, failure: Failure, *, retry_after_s: float | None = None
@@ -156,18 +156,18 @@ class Dispatcher:
         if not attempt.has_begun and not attempt.is_resumed:
             for leg in (attempt.decode, attempt.prefill):
                 if leg is not None:
-                    self.router.nothing_came(leg)
+                    self.router.nothing_came(leg.reservation)
         return retries.failed(
             failure,
-            decode_epoch=attempt.decode_epoch,
-            prefill_epoch=attempt.prefill_epoch,
+            decode_epoch=attempt.decode.epoch,
+            prefill_epoch=None if attempt.prefill is None else attempt.prefill.epoch,
             retry_after_s=retry_after_s,
         )
 
     def end(self, attempt: Attempt) -> None:
         """It is over, however it ended. Once for each attempt."""
         self.prefill_over(attempt)
-        self.router.release(attempt.decode)
+        self.router.release(attempt.decode.reservation)
 
     def least_ttft_s(self, now_s: float) -> float | None:
         """Of the shortest prompt, sent to where it would be soonest, a moment ago; None while nothing is known."""
@@ -204,39 +204,35 @@ class Dispatcher:
             affinity_key=None if key is None else key + (b"p" if is_prefill else b"d"),
         )
 
-    def _prefill_leg(
-        self, demand: Demand, retries: Retries, decode: Reservation, member: Member, now_s: float
-    ) -> Reservation | None:
-        """None where `member`, which decodes, should prefill too: by the rule for that, or as there is no other."""
-        if not retries.may_prefill_elsewhere or self._place.is_here_anyway(decode):
-            return None
-        found = self._reserve_prefill(demand, retries, now_s)
-        if found is None:
-            return None
-        home, load = (member.epoch, decode.home.partition), self.fleet.load_at(member.address)
-        if self._place.is_here(decode, found, home=home, load=load):
-            self.router.release(found)
-            return None
-        return found
-
     def _attempt(
-        self, demand: Demand, retries: Retries, decode: Reservation, now_s: float, *, is_resumed: bool
+        self, demand: Demand, retries: Retries, reservation: Reservation, now_s: float, *, is_resumed: bool
     ) -> Attempt:
-        member = self.fleet.member_at(decode.home.worker)
-        may_move = member.role != "both" and not is_resumed
-        prefill = self._prefill_leg(demand, retries, decode, member, now_s) if may_move else None
+        member = self.fleet.member_at(reservation.home.worker)
+        decode, may_move = AttemptLeg(reservation, member.epoch), member.role != "both" and not is_resumed
+        prefill = self._prefill_leg(demand, retries, decode, now_s) if may_move else None
         attempt = Attempt(
             decode=decode,
-            decode_epoch=member.epoch,
             prefill=prefill,
-            prefill_epoch=None if prefill is None else self.fleet.member_at(prefill.home.worker).epoch,
             is_local_prefill=may_move and prefill is None,
             is_resumed=is_resumed,
             begun_s=now_s,
         )
         if attempt.is_local_prefill:
-            self._place.begin_here(attempt.decode_home, decode.num_left_tokens)
+            self._place.begin_here(attempt.decode_home, attempt.num_left_tokens)
         return attempt
+
+    def _prefill_leg(self, demand: Demand, retries: Retries, decode: AttemptLeg, now_s: float) -> AttemptLeg | None:
+        """None where the worker that decodes should prefill too: by the rule for that, or as there is no other."""
+        if not retries.may_prefill_elsewhere or self._place.is_here_anyway(decode.reservation):
+            return None
+        found = self._reserve_prefill(demand, retries, now_s)
+        if found is None:
+            return None
+        home, load = (decode.epoch, decode.home.partition), self.fleet.load_at(decode.home.worker)
+        if self._place.is_here(decode.reservation, found, home=home, load=load):
+            self.router.release(found)
+            return None
+        return AttemptLeg(found, self.fleet.member_at(found.home.worker).epoch)
 
     def _too_late(self, prompt: Reservation, now_s: float) -> TooLate | None:
         return self._bound.refusal(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from moonshard.serving.control.dispatch.prefill_place import PrefillRule
 from moonshard.serving.control.dispatch.retries import LegFailure, Retries
 from moonshard.serving.control.handoff.messages import Cause
 from moonshard.serving.control.routing.fleet import Fleet, MemberLoad
+from moonshard.serving.control.routing.forecast import LEAST_TTFT_S
 from moonshard.serving.control.routing.policies import cost
 from moonshard.serving.control.routing.router import Home, Router
 from moonshard.serving.control.routing.ttft import MIN_SAMPLES
@@ -91,7 +93,7 @@ def test_a_prompt_is_computed_elsewhere_where_its_worker_leaves_it_to_others_and
     attempt = dispatcher.begin(demand, retries, 0.0, is_resumed=is_resumed)
     assert isinstance(attempt, Attempt)
     assert (attempt.prefill is not None, attempt.is_local_prefill) == (is_moved, is_local)
-    assert attempt.decode.num_tokens == 48
+    assert attempt.decode.reservation.num_tokens == 48
     assert attempt.prompt.home.worker in (PREFILLS if is_moved else DECODES)
     assert sum(in_flight(dispatcher)) == 48 + (40 if is_moved else 0)
     dispatcher.end(attempt)
@@ -106,7 +108,7 @@ def test_a_request_goes_to_whoever_has_not_failed_it_and_rather_there_again_than
     epochs = []
     for _ in range(3):
         attempt = begun(dispatcher, retries, demand)
-        epochs.append(attempt.decode_epoch)
+        epochs.append(attempt.decode.epoch)
         dispatcher.end(attempt)
         assert dispatcher.failed(attempt, retries, LegFailure.WORKER_GONE)
     assert set(epochs[:2]) == {1, 2}
@@ -131,7 +133,7 @@ def test_after_two_prefills_that_failed_the_decode_worker_prefills(retries: Retr
     prefills = []
     for _ in range(3):
         attempt = begun(dispatcher, retries, demand)
-        prefills.append(attempt.prefill_epoch)
+        prefills.append(attempt.prefill and attempt.prefill.epoch)
         dispatcher.end(attempt)
         assert dispatcher.failed(attempt, retries, Cause.PREFILL_GONE)
     assert (set(prefills[:2]), prefills[2]) == ({101, 102}, None)
@@ -205,7 +207,7 @@ def test_each_leg_of_an_affinity_key_has_a_pin_of_its_own_and_what_came_to_nothi
         if is_lost:
             dispatcher.failed(attempt, Retries(max_attempts=2), LegFailure.WORKER_GONE)
         dispatcher.end(attempt)
-        return [leg.affinity for leg in legs]
+        return [leg.reservation.affinity for leg in legs]
 
     assert [ask(is_lost=True), ask(), ask(), ask(is_lost=True), ask()] == [
         ["miss", "miss"],
@@ -225,7 +227,7 @@ def test_pins_outlast_a_broken_link_and_no_process(retries: Retries):
         attempt = begun(dispatcher, retries, demand)
         dispatcher.sent(attempt.decode, 0.0)
         dispatcher.end(attempt)
-        return attempt.decode.affinity
+        return attempt.decode.reservation.affinity
 
     assert [ask(), ask()] == ["miss", "hit"]
     found = []
@@ -266,6 +268,30 @@ def test_by_cost_a_burst_is_shared_between_both_places_though_no_report_tells_of
     assert not dispatcher._place._begun_tokens
 
 
+def test_the_least_time_to_a_first_token_is_that_of_the_soonest_home_and_is_looked_up_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    dispatcher = a_dispatcher()
+    join(dispatcher, (*DECODES, PREFILLS[0]))
+    assert dispatcher.least_ttft_s(0.0) is None
+    for address, seconds in zip((*DECODES, PREFILLS[0]), (0.5, 0.25, 4.0), strict=True):
+        for _ in range(MIN_SAMPLES):
+            dispatcher.forecast.model.observe(address, own_tokens=1, queued_tokens=0, ttft_s=seconds)
+    num_looks, look = 0, dispatcher.router.queues
+
+    def queues(homes: Sequence[Home]) -> np.ndarray:
+        nonlocal num_looks
+        num_looks += 1
+        return look(homes)
+
+    monkeypatch.setattr(dispatcher.router, "queues", queues)
+    assert dispatcher.least_ttft_s(LEAST_TTFT_S) == pytest.approx(0.25)
+    dispatcher.fleet.report(DECODES[1], MemberLoad(is_draining=True))
+    assert all(dispatcher.least_ttft_s(1.5 * LEAST_TTFT_S) == pytest.approx(0.25) for _ in range(100))
+    assert num_looks == 1
+    assert dispatcher.least_ttft_s(2 * LEAST_TTFT_S) == pytest.approx(0.5)
+
+
 FAILURES = (*Cause, *LegFailure)
 
 
@@ -285,7 +311,7 @@ def test_whatever_happens_every_token_is_given_back_and_no_request_is_tried_for_
         if isinstance(answer, Attempt):
             running.append((answer, retries))
             other = {address for address in there if address in DECODES} - {answer.decode.home.worker}
-            if answer.decode_epoch in retries.failed_epochs:
+            if answer.decode.epoch in retries.failed_epochs:
                 assert all(dispatcher.fleet.member_at(address).epoch in retries.failed_epochs for address in other)
         else:
             answers.append(answer)
