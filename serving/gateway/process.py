@@ -45,6 +45,7 @@ from moonshard.serving.gateway.http.strangers import Strangers
 from moonshard.serving.gateway.intake.bounds import Bounds, Intake
 from moonshard.serving.gateway.openai.unknown import UnknownFields
 from moonshard.serving.gateway.pipeline.generation import DRAINING_RETRY_AFTER_S, Gateway
+from moonshard.serving.gateway.pipeline.handoffs import Handoffs
 from moonshard.serving.gateway.pipeline.model import ServedModel, load_served_model
 from moonshard.serving.gateway.records.accounts import Accounts, LedgerCollector
 from moonshard.serving.gateway.records.ledger import Ledger
@@ -53,7 +54,9 @@ from moonshard.serving.gateway.records.rates import TokenRates
 from moonshard.serving.gateway.records.rows import LostRowMetrics, RequestTraces
 from moonshard.serving.gateway.records.spans import LostSpanMetrics, RequestSpans
 from moonshard.serving.gateway.records.worker_metrics import StepObserver, WorkerCollector
-from moonshard.serving.gateway.workers.pool import LinkPool
+from moonshard.serving.gateway.workers.dispatching import dispatcher_of
+from moonshard.serving.gateway.workers.knowledge import Knowledge
+from moonshard.serving.gateway.workers.pool import LinkPool, PoolEvents
 from moonshard.serving.observe.rows.recorder import Recorder, recording
 from moonshard.serving.observe.rows.schema import REQUESTS, STARTS, TOKENS
 from moonshard.serving.observe.spans.context import Sampling
@@ -141,17 +144,19 @@ async def _serving(
     tenants = load_tenants(config.gateway.keys)
     key = cluster_key(config, os.environ)
     metrics = GatewayMetrics(model.name)
-    pool = _link_pool(config, key, metrics)
+    knowledge = Knowledge(dispatcher_of(worker_addresses(config), config.routing))
+    handoffs = Handoffs(knowledge, lease_s=config.kv.lease_s)
+    pool = _link_pool(config, key, metrics, knowledge, handoffs)
     gateway = Gateway(
         model,
         pool,
+        handoffs,
         metrics,
         _accounts(config, metrics, ledger),
         _traces(config, metrics, recorder, export),
         salts=Salts(key.salts),
         max_queued_requests=config.gateway.max_queued_requests,
-        routing=config.routing,
-        lease_s=config.kv.lease_s,
+        max_attempts=config.routing.max_attempts,
     )
     intake = _intake(config.gateway, gateway)
     front = HttpFront(
@@ -290,15 +295,16 @@ def _grpc_server(config: GatewayConfig, gateway: Gateway, intake: Intake, tenant
     )
 
 
-def _link_pool(config: Config, key: ClusterKey, metrics: GatewayMetrics) -> LinkPool:
+def _link_pool(
+    config: Config, key: ClusterKey, metrics: GatewayMetrics, knowledge: Knowledge, handoffs: Handoffs
+) -> LinkPool:
     pool = LinkPool(
         worker_addresses(config),
-        on_load=StepObserver(metrics),
+        knowledge,
+        PoolEvents(on_load=StepObserver(metrics), on_handoff=handoffs.receive, on_lost=handoffs.lost),
         silence_s=config.gateway.worker_silence_s,
         key=key.proofs,
         credentials=link_credentials(config),
-        policy=config.routing.policy,
-        queue_weight=config.routing.queue_weight,
     )
     metrics.registry.register(WorkerCollector(pool, metrics.model_name))
     return pool

@@ -132,6 +132,15 @@ class Router:
             self._forget_coming(reservation.affinity_key, reservation)
             self._pins.put(reservation.affinity_key, self._numbers[reservation.home], now_s)
 
+    def nothing_came(self, reservation: Reservation) -> None:
+        """Of what was sent there, or was to be: an affinity key that was to be there from then on is not."""
+        if reservation.affinity_key is not None and reservation.affinity != "hit":
+            self._pins.drop(reservation.affinity_key, self.home_number(reservation.home))
+
+    def process_ended(self, home: Home) -> None:
+        """Another process is there, or will be: what was pinned there is nowhere."""
+        self._pins.end(self.home_number(home))
+
     def seen(self, reservation: Reservation) -> None:
         """From its next report on, the worker counts this one itself."""
         if reservation.number in self._unseen:

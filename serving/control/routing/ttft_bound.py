@@ -1,7 +1,8 @@
-"""Which requests are refused since their first token would come late, and when they are to come back. Pure."""
+"""Which requests are refused since their first token would come late, and when they are to come back."""
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from typing import Literal
 
 AUTO_WAIT_S = 2.0  # why: experiments/studies/overload/README.md
@@ -9,8 +10,19 @@ AUTO_STRETCH = 4.0  # of a prompt's own time: on a slow machine a few others bef
 LATELY_S = 5.0
 MAX_RETRY_AFTER_S = 60.0
 
+type TtftSlo = float | Literal["auto"] | None
 
-def ttft_limit_s(slo_s: float | Literal["auto"] | None, alone_s: float) -> float:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TooLate:
+    """Why a request is refused."""
+
+    predicted_s: float  # its time to first token
+    limit_s: float
+    retry_after_s: float
+
+
+def ttft_limit_s(slo_s: TtftSlo, alone_s: float) -> float:
     """The longest predicted TTFT, in seconds, at which a request is taken; inf where there is no bound.
 
     `alone_s`: what its TTFT would be with nothing queued.
@@ -40,3 +52,26 @@ class Refusals:
         num_before = len(self._refused_s)
         self._refused_s.append(now_s)
         return min(MAX_RETRY_AFTER_S, max(1.0, excess_s + num_before * alone_s))
+
+
+class TtftBound:
+    """The bound of one gateway. `slo_s` is as `ttft_limit_s` has it."""
+
+    def __init__(self, slo_s: TtftSlo) -> None:
+        self._slo_s: TtftSlo = slo_s
+        self._refusals = Refusals()
+
+    def refusal(
+        self, now_s: float, *, predicted_s: float | None, alone_s: float | None, num_queued_tokens: int
+    ) -> TooLate | None:
+        """None for a request that is taken: also while nothing can be predicted.
+
+        Never where nothing is queued: what it takes then is the least it can take, and how it is learned.
+        """
+        if predicted_s is None or alone_s is None or not num_queued_tokens:
+            return None
+        limit_s = ttft_limit_s(self._slo_s, alone_s)
+        if predicted_s <= limit_s:
+            return None
+        retry_after_s = self._refusals.retry_after_s(now_s, excess_s=predicted_s - limit_s, alone_s=alone_s)
+        return TooLate(predicted_s=predicted_s, limit_s=limit_s, retry_after_s=retry_after_s)

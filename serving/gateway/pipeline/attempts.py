@@ -2,35 +2,36 @@
 
 What the client is sent does not show it. A request without a token is begun anew; one that has tokens goes on from them
 on a worker that decodes, which prefills prompt and tokens itself. The seed travels with the request and noise is keyed
-by position, so that every token is the one it would have been. What may be tried again is `failures`'.
+by position, so that every token is the one it would have been. The dispatcher decides where an attempt runs and whether
+there is another (`control.dispatch`); here it is sent, listened to and ended.
 """
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moonshard.kv.prefix import split_names
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import REQUEST_ID_BYTES
-from moonshard.rpc.status import Overloaded, RequestError, Unavailable
-from moonshard.serving.config.keys import RoutingConfig
-from moonshard.serving.control.routing.router import Affinity, Ask
-from moonshard.serving.control.routing.ttft_bound import Refusals, ttft_limit_s
-from moonshard.serving.gateway.failures import Failures, final_error
+from moonshard.rpc.status import Overloaded, RequestError
+from moonshard.serving.control.dispatch.attempt import Attempt
+from moonshard.serving.control.dispatch.dispatcher import Demand, NoRoom, NoWorker, Refusal, Wait
+from moonshard.serving.control.dispatch.retries import Retries
+from moonshard.serving.control.handoff.messages import Cause
+from moonshard.serving.control.routing.router import Affinity, Home
+from moonshard.serving.control.routing.ttft_bound import TooLate
+from moonshard.serving.gateway.failures import HandoffFailed, failure_of, final_error
 from moonshard.serving.gateway.pipeline.choice import ChoiceStream
 from moonshard.serving.gateway.pipeline.handoffs import Handoff, Handoffs
-from moonshard.serving.gateway.pipeline.prefill_place import PrefillPlace
 from moonshard.serving.gateway.records.assignment import Assignment, Leg
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
 from moonshard.serving.gateway.records.record import RequestRecord
 from moonshard.serving.gateway.records.spans import mark_attempt
 from moonshard.serving.gateway.workers.inbox import Arrival, Inbox
-from moonshard.serving.gateway.workers.pool import LinkPool, Route
-
-MAX_PREFILL_FAILURES = 2  # then the decode worker prefills
+from moonshard.serving.gateway.workers.pool import LinkPool
+from moonshard.serving.gateway.workers.session import WorkerSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +43,15 @@ class Sent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Attempt:
+class _UnderWay:
     """What one attempt was sent as, and where. `choices` are those that had not ended before it."""
 
+    attempt: Attempt
     run: link_pb2.Run
     choices: tuple[ChoiceStream, ...]
+    session: WorkerSession  # with the worker that decodes it
     inbox: Inbox
-    route: Route
-    prefill_leg: ExitStack  # what is held until its prompt is computed
-    prefill: Route | None = None
-    handoff: Handoff | None = None
-    begun_s: float = field(default_factory=time.perf_counter)
+    handoff: Handoff | None
 
     @property
     def is_over(self) -> bool:
@@ -61,19 +60,6 @@ class _Attempt:
     @property
     def is_worker_done(self) -> bool:
         return all(choice.is_worker_done for choice in self.choices)
-
-    @property
-    def prefill_epoch(self) -> int | None:
-        return None if self.prefill is None else self.prefill.session.epoch
-
-    @property
-    def prompt_route(self) -> Route:
-        """Where its prompt is computed."""
-        return self.prefill or self.route
-
-    def assignment(self) -> Assignment:
-        prefill = None if self.prefill is None else _leg_of(self.prefill)
-        return Assignment(attempt_id=self.run.request_id, prefill=prefill, decode=_leg_of(self.route))
 
     async def arrivals(self) -> list[Arrival]:
         """All that has come, at least one. Raises the error that ends the attempt."""
@@ -88,17 +74,17 @@ class Attempts:
         pool: LinkPool,
         handoffs: Handoffs,
         metrics: GatewayMetrics,
-        routing: RoutingConfig,
         *,
+        max_attempts: int,
         may_retry: Callable[[], bool],
     ) -> None:
         self._pool = pool
+        self._knowledge = pool.knowledge
+        self._dispatcher = pool.knowledge.dispatcher
         self._handoffs = handoffs
         self._metrics = metrics
-        self._routing = routing
-        self._place = PrefillPlace(routing)
+        self._max_attempts = max_attempts
         self._may_retry = may_retry
-        self._refusals = Refusals()
 
     async def events(
         self,
@@ -112,184 +98,123 @@ class Attempts:
         Arrivals are given together where they came faster than they were asked for. The caller feeds each to `choices`
         before it asks for more. Raises RequestError where the request can go on nowhere.
         """
-        failures = Failures(max_attempts=self._routing.max_attempts)
+        demand, retries = _demand(run, affinity_key), Retries(max_attempts=self._max_attempts)
         while True:
             with ExitStack() as held:
-                route = await self._decode_route(run, affinity_key, failures, held)
-                attempt = self._begin(run, choices, route, affinity_key, failures, held)
-                record.sent(route.worker_index, attempt.assignment())
-                held.callback(self._end, attempt, record)
-                is_first = not attempt.run.resumed
+                attempt = await self._dispatch(demand, retries, choices)
+                held.callback(self._dispatcher.end, attempt)
+                under_way = self._send(attempt, rest_of(run, choices), choices)
+                record.sent(self._pool.index_of(attempt.decode.home.worker), self._assignment(under_way))
+                held.callback(self._end, under_way, record)
                 try:
-                    where = attempt.prompt_route
-                    yield Sent(where.session.address, where.reservation.affinity)
-                    while not attempt.is_over:
-                        arrivals = await attempt.arrivals()
-                        if is_first:
-                            self._prefilled(attempt, arrivals[0])
-                            is_first = False
+                    yield Sent(attempt.prompt.home.worker, attempt.prompt.reservation.affinity)
+                    while not under_way.is_over:
+                        arrivals = await under_way.arrivals()
+                        if not attempt.has_begun:
+                            self._begun(attempt, arrivals[0])
                         yield arrivals
                     return
                 except RequestError as error:
                     record.attempt_failed(error)
-                    if is_first:
-                        self._nothing_came(attempt)
-                    self._failed(attempt, error, failures)
+                    self._failed(attempt, retries, error)
                     record.retried()
 
-    async def _decode_route(
-        self, run: link_pb2.Run, affinity_key: bytes | None, failures: Failures, held: ExitStack
-    ) -> Route:
-        """Where there is no worker, a request that lost its own waits a while for one; a new one does not."""
-        ask = self._ask(run, affinity_key, is_prefill=False)
-        clock = asyncio.get_running_loop()
-        end_s = clock.time() + self._routing.failover_wait_s
+    async def _dispatch(self, demand: Demand, retries: Retries, choices: Sequence[ChoiceStream]) -> Attempt:
+        """Raises RequestError where the request is refused."""
+        is_resumed = any(choice.token_ids for choice in choices)
         while True:
-            try:
-                return self._reserve_decode(ask, failures, held)
-            except Unavailable:
-                if not failures.num_attempts or clock.time() >= end_s:
-                    raise
-            await self._pool.wait_changed(max(0.0, end_s - clock.time()))
+            now_s = time.monotonic()
+            match self._dispatcher.begin(demand, retries, now_s, is_resumed=is_resumed):
+                case Attempt() as attempt:
+                    return attempt
+                case Wait(end_s):
+                    await self._pool.wait_changed(end_s - now_s)
+                case refusal:
+                    raise self._refused(refusal)
 
-    def _ask(self, run: link_pb2.Run, affinity_key: bytes | None, *, is_prefill: bool) -> Ask:
-        """What one leg asks of the router. Each leg of an affinity key has a pin of its own."""
-        num_prompt, names = len(run.prompt_tokens), split_names(run.block_names)
-        return Ask(
-            num_tokens=num_prompt if is_prefill else num_prompt + run.n * run.max_tokens,
-            num_prompt=num_prompt,
-            is_prefill=is_prefill,
-            names=names,
-            block_size=self._pool.block_size,
-            affinity_key=None if affinity_key is None else affinity_key + (b"p" if is_prefill else b"d"),
-        )
+    def _refused(self, refusal: Refusal) -> RequestError:
+        match refusal:
+            case NoWorker():
+                return self._pool.unavailable()
+            case NoRoom(retry_after_s):
+                return final_error(HandoffFailed(Cause.OVERLOADED, retry_after_s=retry_after_s))
+            case TooLate(predicted_s=predicted_s, limit_s=limit_s, retry_after_s=retry_after_s):
+                self._metrics.slo_rejections.inc()
+                return Overloaded(
+                    f"the first token would take {predicted_s:.1f} s, more than {limit_s:.1f} s (routing.ttft_slo_s)",
+                    retry_after_s=retry_after_s,
+                    predicted_ttft_s=predicted_s,
+                )
 
-    def _reserve_decode(self, ask: Ask, failures: Failures, held: ExitStack) -> Route:
-        """A worker that failed this request is better than none, but for one that has no room."""
-        try:
-            return held.enter_context(self._pool.reserve_decode(ask, exclude=failures.epochs))
-        except Unavailable:
-            if failures.overloaded is not None:
-                raise final_error(failures.overloaded) from None
-            if not failures.epochs:
-                raise
-        return held.enter_context(self._pool.reserve_decode(ask))
-
-    def _begin(
-        self,
-        run: link_pb2.Run,
-        choices: Sequence[ChoiceStream],
-        route: Route,
-        affinity_key: bytes | None,
-        failures: Failures,
-        held: ExitStack,
-    ) -> _Attempt:
-        rest, going_on = rest_of(run, choices), tuple(choice for choice in choices if not choice.is_ended)
-        prefill_leg = held.enter_context(ExitStack())
-        prefill = None if rest.resumed else self._prefill_route(rest, route, affinity_key, failures, prefill_leg)
-        rest.partition = route.partition
-        if not failures.num_attempts:
-            self._check_ttft(prefill or route, len(run.prompt_tokens))
-        if prefill is None:
-            inbox = route.session.run(rest)
-            self._pool.sent(route)
-            return _Attempt(run=rest, choices=going_on, inbox=inbox, route=route, prefill_leg=prefill_leg)
-        self._metrics.handoffs.labels(*self._labels(route)).inc()
-        handoff = self._handoffs.begin(rest, prefill=prefill, decode=route.session, prefill_leg=prefill_leg)
-        self._pool.sent(route)
-        return _Attempt(
-            run=rest,
-            choices=going_on,
-            inbox=handoff.inbox,
-            route=route,
-            prefill_leg=prefill_leg,
-            prefill=prefill,
-            handoff=handoff,
-        )
-
-    def _check_ttft(self, route: Route, num_prompt: int) -> None:
-        """Raises Overloaded where the first token would come later than was promised.
-
-        Never where nothing is queued: what it takes then is the least it can take, and how it is learned.
-        """
-        predicted_s = self._pool.predict_ttft_s(route, num_prompt)
-        alone_s = self._pool.predict_ttft_s(route, num_prompt, is_alone=True)
-        if predicted_s is None or alone_s is None or not route.reservation.num_queued_tokens:
-            return
-        limit_s = ttft_limit_s(self._routing.ttft_slo_s, alone_s)
-        if predicted_s <= limit_s:
-            return
-        self._metrics.slo_rejections.inc()
-        raise Overloaded(
-            f"the first token would take {predicted_s:.1f} s, more than {limit_s:.1f} s (routing.ttft_slo_s)",
-            retry_after_s=self._refusals.retry_after_s(
-                time.monotonic(), excess_s=predicted_s - limit_s, alone_s=alone_s
-            ),
-            predicted_ttft_s=predicted_s,
-        )
-
-    def _prefill_route(
-        self, run: link_pb2.Run, decode: Route, affinity_key: bytes | None, failures: Failures, leg: ExitStack
-    ) -> Route | None:
-        """None where the worker that decodes should prefill too: by the rule for that, or since there is no other."""
-        if decode.session.role == "both":
-            return None
-        num_prompt = len(run.prompt_tokens)
-        if not self._place.is_here_anyway(num_prompt, decode) and failures.num_prefill < MAX_PREFILL_FAILURES:
-            route = self._reserve_prefill(self._ask(run, affinity_key, is_prefill=True), failures, leg)
-            if route is not None and not self._place.is_here(num_prompt, decode, route):
-                return route
-            leg.close()
-        leg.enter_context(self._place.prefilling_here(num_prompt, decode))
-        self._metrics.local_prefills.labels(*self._labels(decode)).inc()
-        return None
-
-    def _reserve_prefill(self, ask: Ask, failures: Failures, leg: ExitStack) -> Route | None:
-        """A worker that failed this request is better than none."""
-        route = leg.enter_context(self._pool.reserve_prefill(ask, exclude=failures.epochs))
-        return route or leg.enter_context(self._pool.reserve_prefill(ask))
-
-    def _prefilled(self, attempt: _Attempt, first: Arrival) -> None:
-        """Its first token came: whoever predicts learns from it."""
+    def _send(self, attempt: Attempt, rest: link_pb2.Run, choices: Sequence[ChoiceStream]) -> _UnderWay:
+        rest.partition = attempt.decode.home.partition
+        session, handoff = self._knowledge.session_at(attempt.decode.home.worker), None
         if attempt.prefill is None:
-            attempt.prefill_leg.close()
-        self._pool.first_token(
-            attempt.prompt_route, len(attempt.run.prompt_tokens), time.perf_counter() - attempt.begun_s
+            if attempt.is_local_prefill:
+                self._metrics.local_prefills.labels(*self._labels(attempt)).inc()
+            inbox = session.run(rest)
+        else:
+            self._metrics.handoffs.labels(*self._labels(attempt)).inc()
+            handoff = self._handoffs.begin(rest, attempt, attempt.prefill, decode=session)
+            inbox = handoff.inbox
+        self._knowledge.sent(session, attempt.decode)
+        going_on = tuple(choice for choice in choices if not choice.is_ended)
+        return _UnderWay(attempt=attempt, run=rest, choices=going_on, session=session, inbox=inbox, handoff=handoff)
+
+    def _begun(self, attempt: Attempt, first: Arrival) -> None:
+        """Its first token came."""
+        phases = first.output.phases if first.output.HasField("phases") else None
+        self._dispatcher.first_token(
+            attempt,
+            time.monotonic(),
+            cached_tokens=first.output.cached_tokens,
+            prefill_ms=None if phases is None else phases.prefill_ms,
         )
-        if first.output.HasField("phases"):
-            self._place.prefilled(len(attempt.run.prompt_tokens), first.output, is_here=attempt.prefill is None)
 
-    def _nothing_came(self, attempt: _Attempt) -> None:
-        for leg in (attempt.route, attempt.prefill):
-            if leg is not None:
-                self._pool.nothing_came(leg)
-
-    def _failed(self, attempt: _Attempt, error: RequestError, failures: Failures) -> None:
+    def _failed(self, attempt: Attempt, retries: Retries, error: RequestError) -> None:
         """Raises where the request ends with it."""
-        if not self._may_retry():
+        failure = failure_of(error)
+        is_over = not self._dispatcher.failed(attempt, retries, failure, retry_after_s=error.retry_after_s)
+        if is_over or not self._may_retry():
             raise final_error(error)
-        cause = failures.add(error, decode_epoch=attempt.route.session.epoch, prefill_epoch=attempt.prefill_epoch)
-        self._metrics.retries.labels(*self._labels(attempt.route), cause).inc()
+        self._metrics.retries.labels(*self._labels(attempt), failure.name.lower()).inc()
 
-    def _end(self, attempt: _Attempt, record: RequestRecord) -> None:
+    def _end(self, under_way: _UnderWay, record: RequestRecord) -> None:
         record.attempt_ended()
-        session, handoff = attempt.route.session, attempt.handoff
+        session, handoff = under_way.session, under_way.handoff
         if handoff is None:
-            session.close(attempt.run.request_id, cancel=not attempt.is_worker_done)
+            session.close(under_way.run.request_id, cancel=not under_way.is_worker_done)
             return
         if handoff.reserved_ms is not None:
             record.reserved(handoff.reserved_ms)
         if handoff.transfer is not None:
             record.moved(handoff.transfer, handoff.transferred_ns)
-            self._place.moved(len(attempt.run.prompt_tokens), attempt.route, handoff.transfer)
-        self._handoffs.end(handoff, decode=session, is_finished=attempt.is_worker_done)
+            self._dispatcher.moved(under_way.attempt, handoff.transfer.exposed_ms)
+        self._handoffs.end(handoff, decode=session, is_finished=under_way.is_worker_done)
 
-    def _labels(self, route: Route) -> tuple[str, str]:
-        return self._metrics.model_name, str(route.worker_index)
+    def _assignment(self, under_way: _UnderWay) -> Assignment:
+        """As it is recorded."""
+        attempt = under_way.attempt
+        return Assignment(
+            attempt_id=under_way.run.request_id,
+            prefill=None if attempt.prefill is None else self._leg(attempt.prefill.home),
+            decode=self._leg(attempt.decode.home),
+        )
+
+    def _leg(self, home: Home) -> Leg:
+        return Leg(home.worker, self._knowledge.session_at(home.worker).welcome.epoch, home.partition)
+
+    def _labels(self, attempt: Attempt) -> tuple[str, str]:
+        return self._metrics.model_name, str(self._pool.index_of(attempt.decode.home.worker))
 
 
-def _leg_of(route: Route) -> Leg:
-    return Leg(route.session.address, route.session.welcome.epoch, route.partition)
+def _demand(run: link_pb2.Run, affinity_key: bytes | None) -> Demand:
+    return Demand(
+        num_prompt=len(run.prompt_tokens),
+        max_new_tokens=run.n * run.max_tokens,
+        names=split_names(run.block_names),
+        affinity_key=affinity_key,
+    )
 
 
 def rest_of(run: link_pb2.Run, choices: Sequence[ChoiceStream]) -> link_pb2.Run:

@@ -7,6 +7,7 @@ one error. Where it runs, and runs on when a worker is lost, is `attempts`'.
 import asyncio
 import itertools
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from moonshard.kv.prefix import block_names, root_name
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InternalError, Overloaded, Unavailable
-from moonshard.serving.config.keys import RoutingConfig
 from moonshard.serving.config.tenants import Salts
+from moonshard.serving.control.routing.fleet import ModelLimits
 from moonshard.serving.control.routing.router import Affinity
 from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.pipeline.attempts import Attempts, Sent
@@ -30,7 +31,7 @@ from moonshard.serving.gateway.records.rows import RequestTrace, RequestTraces
 from moonshard.serving.gateway.records.stamps import Stamps
 from moonshard.serving.gateway.request import GenerationRequest, check_parameters, check_token_ids, stop_tokens
 from moonshard.serving.gateway.workers.inbox import Arrival
-from moonshard.serving.gateway.workers.pool import LinkPool, ModelLimits
+from moonshard.serving.gateway.workers.pool import LinkPool
 from moonshard.serving.observe.spans.context import TraceContext, read_context
 
 type Event = Routed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
@@ -67,24 +68,24 @@ class AdmittedRequest:
 
 
 class Gateway:
-    """Serves one model over a pool of workers. `lease_s`: how long a handoff may take before it decodes."""
+    """Serves one model over a pool of workers."""
 
     def __init__(
         self,
         model: ServedModel,
         pool: LinkPool,
+        handoffs: Handoffs,
         metrics: GatewayMetrics,
         accounts: Accounts,
         traces: RequestTraces,
         *,
         salts: Salts,
         max_queued_requests: int,
-        routing: RoutingConfig,
-        lease_s: float,
+        max_attempts: int,
     ) -> None:
         self.model = model
         self.pool = pool
-        self.handoffs = Handoffs(pool, lease_s=lease_s)
+        self.handoffs = handoffs
         self.aside = Aside()
         self.is_draining = False
         self._metrics = metrics
@@ -92,7 +93,9 @@ class Gateway:
         self._traces = traces
         self._salts = salts
         self._max_queued_requests = max_queued_requests
-        self._attempts = Attempts(pool, self.handoffs, metrics, routing, may_retry=lambda: not self.is_draining)
+        self._attempts = Attempts(
+            pool, handoffs, metrics, max_attempts=max_attempts, may_retry=lambda: not self.is_draining
+        )
         self._numbers = itertools.count()
         self._running: set[int] = set()
         self._waiting: set[int] = set()  # of the running: those without a first token
@@ -171,7 +174,7 @@ class Gateway:
             raise Overloaded(
                 f"{len(self._waiting)} requests are waiting",
                 retry_after_s=OVERLOADED_RETRY_AFTER_S,
-                predicted_ttft_s=self.pool.least_ttft_s(),
+                predicted_ttft_s=self.pool.knowledge.dispatcher.least_ttft_s(time.monotonic()),
             )
         admission = AdmittedRequest(request=request, limits=limits, number=next(self._numbers))
         self._running.add(admission.number)

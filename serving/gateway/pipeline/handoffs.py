@@ -2,18 +2,18 @@
 
 Workers' messages become its verbs, its actions become messages; what concerns the client goes into the request's inbox
 (P's first tokens as arrivals, the end of a handoff as `HandoffFailed`). Left out: which workers take part and what
-follows a failure, which is `attempts`'.
+follows a failure, which the dispatcher decides.
 """
 
 import asyncio
 import math
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError, Unavailable, error_from_code
+from moonshard.serving.control.dispatch.attempt import Attempt, AttemptLeg
 from moonshard.serving.control.handoff import messages as m
 from moonshard.serving.control.handoff.gateway import (
     Deliver,
@@ -26,7 +26,7 @@ from moonshard.serving.control.handoff.gateway import (
 from moonshard.serving.control.request import Request
 from moonshard.serving.gateway.failures import HandoffFailed
 from moonshard.serving.gateway.workers.inbox import Arrival, Inbox
-from moonshard.serving.gateway.workers.pool import LinkPool, Route
+from moonshard.serving.gateway.workers.knowledge import Knowledge
 from moonshard.serving.gateway.workers.session import WorkerSession
 from moonshard.serving.wire import handoffs as handoff_wire
 
@@ -35,15 +35,14 @@ TICK_S = 0.25
 
 @dataclass(kw_only=True, slots=True)
 class Handoff:
-    """One handoff under way. `prefill_leg` is closed once it is prefilled, or over."""
+    """One handoff under way: what an attempt with a prefill leg is to its gateway."""
 
     run: link_pb2.Run
     endpoint: link_pb2.KvEndpoint  # of the decode worker
-    decode_epoch: int
+    attempt: Attempt
+    prefill: AttemptLeg
     lease_end_s: float  # by then decode has been started
     inbox: Inbox
-    prefill_leg: ExitStack
-    prefill: Route
     reserved_ms: float | None = None  # what its reservation waited for room; None until there is
     has_first_tokens: bool = False
     transfer: link_pb2.TransferPhases | None = None  # once its last chunk is here
@@ -57,22 +56,21 @@ class Handoff:
 
 
 class Handoffs:
-    """All handoffs of one gateway. Takes the pool's `on_handoff` and `on_lost`: make it before the links run."""
+    """All handoffs of one gateway. `receive` and `lost` are for the links to call."""
 
-    def __init__(self, pool: LinkPool, *, lease_s: float) -> None:
-        self._pool = pool
+    def __init__(self, knowledge: Knowledge, *, lease_s: float) -> None:
+        self._knowledge = knowledge
+        self._dispatcher = knowledge.dispatcher
         self._lease_s = lease_s
         self._side = GatewaySide()
         self._handoffs: dict[bytes, Handoff] = {}
         self._ticking: asyncio.TimerHandle | None = None
-        pool.on_handoff = self.receive
-        pool.on_lost = self.lost
 
     @property
     def num_handoffs(self) -> int:
         return len(self._handoffs)
 
-    def begin(self, run: link_pb2.Run, *, prefill: Route, decode: WorkerSession, prefill_leg: ExitStack) -> Handoff:
+    def begin(self, run: link_pb2.Run, attempt: Attempt, prefill: AttemptLeg, *, decode: WorkerSession) -> Handoff:
         """Reserve on `decode`, in the run's partition; the run's id becomes the handoff's.
 
         Everything that happens to the request comes through the inbox. Its caller calls `end` exactly once.
@@ -81,11 +79,10 @@ class Handoffs:
         handoff = Handoff(
             run=run,
             endpoint=decode.welcome.endpoint,
-            decode_epoch=decode.epoch,
+            attempt=attempt,
+            prefill=prefill,
             lease_end_s=now_s + self._lease_s,
             inbox=decode.open(run.request_id),
-            prefill_leg=prefill_leg,
-            prefill=prefill,
         )
         self._handoffs[run.request_id] = handoff
         reserve = m.Reserve(
@@ -93,7 +90,7 @@ class Handoffs:
             # The side looks at no token of it: they travel in `run`, uncopied.
             request=Request(id=run.request_id, prompt=(), max_tokens=run.max_tokens, n=run.n),
             block_hashes=(),
-            writer_epoch=prefill.session.epoch,
+            writer_epoch=prefill.epoch,
             deadline_s=math.inf,  # a request may decode for ever; what comes before has the lease
         )
         self._execute(self._side.begin(reserve, decode.epoch, now_s))
@@ -108,7 +105,7 @@ class Handoffs:
         else:
             self._execute(self._side.cancel(handoff_id))
         self._handoffs.pop(handoff_id, None)
-        handoff.prefill_leg.close()
+        self._dispatcher.prefill_over(handoff.attempt)
         decode.close(handoff_id, cancel=False)
 
     # ---- what the links say
@@ -192,11 +189,11 @@ class Handoffs:
 
     def _send(self, epoch: int, message: m.ToPrefill | m.ToDecode) -> None:
         """Dropped when that worker is gone: what it held is gone with it."""
-        session = self._pool.session_of(epoch)
+        session = self._knowledge.session_of(epoch)
         if session is not None and (gateway_message := self._message(message)) is not None:
             session.send(gateway_message)
             if isinstance(message, m.Run):
-                self._pool.sent(self._handoffs[message.target.handoff].prefill)
+                self._knowledge.sent(session, self._handoffs[message.target.handoff].prefill)
 
     def _message(self, message: m.ToPrefill | m.ToDecode) -> link_pb2.GatewayMessage | None:
         match message:
@@ -206,7 +203,7 @@ class Handoffs:
                 return link_pb2.GatewayMessage(reserve=reserve)
             case m.Run(target=target):
                 handoff = self._handoffs[target.handoff]
-                run = handoff_wire.run_message(handoff.run, target, handoff.endpoint, handoff.prefill.partition)
+                run = handoff_wire.run_message(handoff.run, target, handoff.endpoint, handoff.prefill.home.partition)
                 return link_pb2.GatewayMessage(run=run)
             case m.Manifest():
                 return link_pb2.GatewayMessage(landed=handoff_wire.manifest_message(message))
@@ -223,7 +220,7 @@ class Handoffs:
         handoff = self._handoffs.get(handoff_id)
         if handoff is None:
             return
-        handoff.prefill_leg.close()
+        self._dispatcher.prefill_over(handoff.attempt)
         if cause is not None:
             handoff.inbox.put_nowait(HandoffFailed(cause, retry_after_s=handoff.retry_after_s))
 
@@ -231,10 +228,9 @@ class Handoffs:
         if (handoff := self._handoffs.get(handoff_id)) is not None:
             handoff.inbox.put_nowait(item)
 
-    @staticmethod
-    def _close_prefill_leg(handoff: Handoff) -> None:
+    def _close_prefill_leg(self, handoff: Handoff) -> None:
         if handoff.is_prefilled:
-            handoff.prefill_leg.close()
+            self._dispatcher.prefill_over(handoff.attempt)
 
     def _tick_later(self) -> None:
         if self._ticking is None and self._handoffs:
@@ -245,6 +241,6 @@ class Handoffs:
         now_s = time.monotonic()
         for handoff_id, handoff in tuple(self._handoffs.items()):
             if handoff.lease_end_s <= now_s and not handoff.is_prefilled:
-                overdue = m.Failed(handoff=handoff_id, epoch=handoff.decode_epoch, cause=m.Cause.LEASE)
+                overdue = m.Failed(handoff=handoff_id, epoch=handoff.attempt.decode.epoch, cause=m.Cause.LEASE)
                 self._execute(self._side.failed(overdue))
         self._tick_later()

@@ -12,9 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moonshard.rpc.link_pb2 import KvTransfer, WorkerLoad
+from moonshard.serving.control.routing.fleet import PREFILL_ROLES
 from moonshard.serving.gateway.records.metrics import LABELS, GatewayMetrics
 from moonshard.serving.gateway.workers.link import WorkerLink
-from moonshard.serving.gateway.workers.pool import PREFILL_ROLES, LinkPool
+from moonshard.serving.gateway.workers.pool import LinkPool
 
 _COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
     "compilations": (

@@ -1,93 +1,138 @@
-"""What a gateway's router is told of its workers: which blocks they know, how much they have to do, which are new.
+"""What a gateway's control plane is told of its workers: who is there, which blocks they know, what they have to do.
 
-Stands between the links, which bring messages, and the router, which knows none. A worker counts what it was sent; what
-was sent after its last report is not in that report, and the router adds it. Left out: decisions.
+Between the links, which bring messages, and the dispatcher, which knows none. A worker counts what it was sent; what
+was sent after its last report is not in that report, and the router adds it. Nothing is decided here.
 """
 
+import time
 from collections import deque
+from dataclasses import dataclass, field
 
 from moonshard.kv.prefix import split_names
 from moonshard.rpc import link_pb2
-from moonshard.serving.control.routing.pins import Pins
+from moonshard.rpc.status import FailedPrecondition
+from moonshard.serving.control.dispatch.attempt import AttemptLeg
+from moonshard.serving.control.dispatch.dispatcher import Dispatcher
+from moonshard.serving.control.routing.fleet import Member, MemberLoad
 from moonshard.serving.control.routing.prefix_index import PrefixChange, PrefixSubscriber
-from moonshard.serving.control.routing.router import Home, Reservation, Router
+from moonshard.serving.control.routing.router import Home, Reservation
 from moonshard.serving.gateway.workers.session import WorkerSession
 
 TELL_PREFIXES = link_pb2.GatewayMessage(tell_prefixes=link_pb2.TellPrefixes())
 
 
-def homes_of(session: WorkerSession) -> list[Home]:
-    """One for each partition of a worker."""
-    return [Home(session.address, partition) for partition in range(session.welcome.num_partitions)]
+def member_of(address: str, welcome: link_pb2.Welcome) -> Member:
+    return Member(
+        address=address,
+        epoch=int.from_bytes(welcome.epoch, "big"),
+        role=welcome.role,
+        num_partitions=welcome.num_partitions,
+        fingerprint=welcome.fingerprint,
+        dtype=welcome.dtype,
+        vocab_size=welcome.vocab_size,
+        block_size=welcome.block_size,
+        max_context_tokens=welcome.max_context_tokens,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Heard:
+    """Of one session."""
+
+    homes: tuple[Home, ...]
+    prefixes: PrefixSubscriber
+    unseen: deque[tuple[int, Reservation]] = field(default_factory=deque)  # and the number of its message
+    is_asked: bool = True  # for a snapshot, which is on its way
 
 
 class Knowledge:
     """Of all workers of one gateway."""
 
-    def __init__(self, router: Router, pins: Pins):
-        self._router = router
-        self._pins = pins
-        self._epochs: dict[str, int] = {}  # by address: the last one there
-        self._subscribers: dict[WorkerSession, PrefixSubscriber] = {}
-        self._asked: set[WorkerSession] = set()  # for a snapshot, which is on its way
-        self._unseen: dict[WorkerSession, deque[tuple[int, Reservation]]] = {}
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self._router = dispatcher.router
+        self._heard: dict[WorkerSession, _Heard] = {}
+        self._by_epoch: dict[int, WorkerSession] = {}
+
+    def session_of(self, epoch: int) -> WorkerSession | None:
+        """The session with that process, if there is one now."""
+        return self._by_epoch.get(epoch)
+
+    def session_at(self, address: str) -> WorkerSession:
+        """KeyError where no worker is there."""
+        return self._by_epoch[self.dispatcher.fleet.member_at(address).epoch]
+
+    def knows(self, name: bytes) -> bool:
+        """Whether some worker has said that it has this block."""
+        return bool(self._router.index.num_known([name]))
+
+    def misfit(self, address: str, welcome: link_pb2.Welcome) -> FailedPrecondition | None:
+        """Why this worker cannot be one of those that are there."""
+        misfit = self.dispatcher.fleet.misfit(member_of(address, welcome))
+        return None if misfit is None else FailedPrecondition(misfit.message, field=misfit.field)
 
     def begin(self, session: WorkerSession) -> None:
-        """A worker is there: ask what it knows. No session was with it if it is another process than the last one."""
-        homes = tuple(self._router.home_number(home) for home in homes_of(session))
-        if self._epochs.get(session.address, session.epoch) != session.epoch:
-            for home in homes:
-                self._pins.end(home)
-        self._epochs[session.address] = session.epoch
-        self._subscribers[session] = PrefixSubscriber(self._router.index, homes)
-        self._unseen[session] = deque()
-        self._asked.add(session)
+        """A worker is there, and fits: ask what it knows."""
+        member = member_of(session.address, session.welcome)
+        self.dispatcher.join(member)
+        self._by_epoch[member.epoch] = session
+        homes = member.homes
+        numbers = tuple(self._router.home_number(home) for home in homes)
+        self._heard[session] = _Heard(homes=homes, prefixes=PrefixSubscriber(self._router.index, numbers))
         session.send(TELL_PREFIXES)
 
     def end(self, session: WorkerSession) -> None:
         """It is lost: what it knew may be gone, and it reports nothing."""
-        if (heard := self._subscribers.pop(session, None)) is not None:
-            heard.gone()
-        self._unseen.pop(session, None)
-        self._asked.discard(session)
-        for home in homes_of(session):
-            self._router.silent(home)
+        if (heard := self._heard.pop(session, None)) is None:
+            return
+        heard.prefixes.gone()
+        del self._by_epoch[session.epoch]
+        self.dispatcher.leave(session.address)
 
     def prefixes(self, session: WorkerSession, message: link_pb2.WorkerMessage) -> None:
         """After a gap everything is asked for anew; what is malformed is a gap."""
-        heard = self._subscribers.get(session)
+        heard = self._heard.get(session)
         if heard is None:
             return
         if message.WhichOneof("message") == "prefix_snapshot":
             snapshot = message.prefix_snapshot
-            pairs = zip(heard.homes, snapshot.names, strict=False)
+            pairs = zip(heard.prefixes.homes, snapshot.names, strict=False)
             names = ((home, name) for home, joined in pairs for name in split_names(joined))
-            heard.snapshot(session.epoch, snapshot.next_number, names)
-            self._asked.discard(session)
-        elif not self._take_events(heard, session.epoch, message.prefix_events) and session not in self._asked:
-            self._asked.add(session)
+            heard.prefixes.snapshot(session.epoch, snapshot.next_number, names)
+            heard.is_asked = False
+        elif not _take_events(heard.prefixes, session.epoch, message.prefix_events) and not heard.is_asked:
+            heard.is_asked = True
             session.send(TELL_PREFIXES)
 
-    def _take_events(self, heard: PrefixSubscriber, epoch: int, events: link_pb2.PrefixEvents) -> bool:
-        names = split_names(events.names)
-        is_sound = len(names) == len(events.partitions) == len(events.is_known)
-        if not is_sound or any(partition >= len(heard.homes) for partition in events.partitions):
-            return False
-        rows = zip(events.partitions, names, events.is_known, strict=True)
-        said = [PrefixChange(heard.homes[partition], name, is_known) for partition, name, is_known in rows]
-        return heard.events(epoch, events.first_number, said)
+    def sent(self, session: WorkerSession, leg: AttemptLeg) -> None:
+        """A leg of an attempt has just been sent there."""
+        self.dispatcher.sent(leg, time.monotonic())
+        if (heard := self._heard.get(session)) is not None:
+            heard.unseen.append((session.num_sent, leg.reservation))
 
-    def sent(self, session: WorkerSession, reservation: Reservation) -> None:
-        """The request of this reservation has just been sent, or its leg."""
-        if (unseen := self._unseen.get(session)) is not None:
-            unseen.append((session.num_sent, reservation))
+    def loaded(self, session: WorkerSession) -> bool:
+        """A report came: of each partition, what is to be prefilled and, where it decodes, what is held or to come.
 
-    def loaded(self, session: WorkerSession) -> None:
-        """A report came: of each partition, what is to be prefilled and, where it decodes, what is held or to come."""
-        load, unseen = session.load, self._unseen.get(session)
-        while unseen and unseen[0][0] <= load.num_seen:
-            self._router.seen(unseen.popleft()[1])
-        held = load.active_tokens if session.role != "prefill" else [0] * len(load.queued_tokens)
-        homes, reserved = homes_of(session), load.reserved_tokens or [0] * len(held)
-        for home, queued, active, coming in zip(homes, load.queued_tokens, held, reserved, strict=False):
+        Whether the worker can be routed to from now on, or no longer.
+        """
+        load, heard = session.load, self._heard[session]
+        while heard.unseen and heard.unseen[0][0] <= load.num_seen:
+            self._router.seen(heard.unseen.popleft()[1])
+        queued_tokens = tuple(load.queued_tokens)
+        held = load.active_tokens if session.role != "prefill" else [0] * len(queued_tokens)
+        reserved = load.reserved_tokens or [0] * len(held)
+        for home, queued, active, coming in zip(heard.homes, queued_tokens, held, reserved, strict=False):
             self._router.report(home, queued + active + coming)
+        said = MemberLoad(is_draining=load.draining, queued_tokens=queued_tokens, num_running=load.num_running)
+        return self.dispatcher.fleet.report(session.address, said)
+
+
+def _take_events(prefixes: PrefixSubscriber, epoch: int, events: link_pb2.PrefixEvents) -> bool:
+    """False where some are missing, or malformed."""
+    names = split_names(events.names)
+    is_sound = len(names) == len(events.partitions) == len(events.is_known)
+    if not is_sound or any(partition >= len(prefixes.homes) for partition in events.partitions):
+        return False
+    rows = zip(events.partitions, names, events.is_known, strict=True)
+    said = [PrefixChange(prefixes.homes[partition], name, is_known) for partition, name, is_known in rows]
+    return prefixes.events(epoch, events.first_number, said)

@@ -54,7 +54,7 @@ class LinkConfig:
 class LinkEvents:
     """What a link asks and tells. None of these may block."""
 
-    accept: Callable[[link_pb2.Welcome], FailedPrecondition | None]  # what does not fit
+    accept: Callable[[str, link_pb2.Welcome], FailedPrecondition | None]  # what does not fit of the one there
     on_change: Callable[["WorkerLink"], None]  # `session` is another one, or none
     on_load: Callable[["WorkerLink"], None]  # after each message of the worker
     on_handoff: Callable[[WorkerSession, link_pb2.WorkerMessage], None]
@@ -129,7 +129,7 @@ class WorkerLink:
                 f"speaks protocol_version {welcome.protocol_version}, this gateway {PROTOCOL_VERSION}",
                 field="protocol_version",
             )
-        return self._events.accept(welcome)
+        return self._events.accept(self.address, welcome)
 
     def _begin(self, welcome: link_pb2.Welcome) -> WorkerSession:
         self.num_restarts += self._worker_epoch not in (b"", welcome.epoch)

@@ -9,8 +9,10 @@ import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import Unavailable
-from moonshard.serving.control.routing.router import Ask
-from moonshard.serving.gateway.workers.pool import LinkPool
+from moonshard.serving.config.keys import RoutingConfig
+from moonshard.serving.gateway.workers.dispatching import dispatcher_of
+from moonshard.serving.gateway.workers.knowledge import Knowledge
+from moonshard.serving.gateway.workers.pool import LinkPool, PoolEvents
 from tests.dialling import own_key
 from tests.serving.gateway import fake_process
 from tests.serving.gateway.fake_worker import expected_tokens
@@ -37,11 +39,13 @@ async def test_a_stopped_process_is_found_and_what_it_says_later_changes_nothing
     process: tuple[asyncio.subprocess.Process, int],
 ):
     worker, port = process
-    pool = LinkPool([f"127.0.0.1:{port}"], on_load=lambda _index, _load: None, silence_s=1.0, key=own_key().proofs)
+    address = f"127.0.0.1:{port}"
+    knowledge = Knowledge(dispatcher_of([address], RoutingConfig()))
+    events = PoolEvents(on_load=lambda *_: None, on_handoff=lambda *_: None, on_lost=lambda *_: None)
+    pool = LinkPool([address], knowledge, events, silence_s=1.0, key=own_key().proofs)
     async with asyncio.timeout(60), pool.running():
         await pool.wait_ready()
-        with pool.reserve_decode(Ask(num_tokens=1)) as route:
-            session = route.session
+        session = knowledge.session_at(address)
         worker.send_signal(signal.SIGSTOP)
         inbox = session.run(a_run(b"1" * 16, 1_000))
         with pytest.raises(Unavailable):
@@ -49,12 +53,12 @@ async def test_a_stopped_process_is_found_and_what_it_says_later_changes_nothing
         assert (session.is_lost, pool.is_ready, worker.returncode) == (True, False, None)
         worker.send_signal(signal.SIGCONT)
         await pool.wait_ready()
-        with pool.reserve_decode(Ask(num_tokens=1)) as route:
-            assert route.session is not session
-            assert route.session.epoch == session.epoch
-            later = route.session.run(a_run(b"2" * 16, 20))
-            tokens: list[int] = []
-            while len(tokens) < 20:
-                tokens += [token for arrival in await later.take() for token in arrival.output.token_ids]
+        again = knowledge.session_at(address)
+        assert again is not session
+        assert again.epoch == session.epoch
+        later = again.run(a_run(b"2" * 16, 20))
+        tokens: list[int] = []
+        while len(tokens) < 20:
+            tokens += [token for arrival in await later.take() for token in arrival.output.token_ids]
         assert tokens == expected_tokens([1, 2], 20)
         assert inbox.empty()

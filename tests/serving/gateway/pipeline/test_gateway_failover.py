@@ -89,7 +89,7 @@ async def test_decode_needs_no_prefill_worker_that_has_done_its_part():
         asking = asyncio.create_task(ask(running, "grpc"))
         await decode.script.points.reached("step 0")
         prefill.die()
-        while running.gateway.pool.has_prefill:
+        while running.gateway.pool.knowledge.dispatcher.fleet.has_prefill:
             await running.gateway.pool.wait_changed(1)
         decode.script.points.release()
         assert (await asking).tokens == EXPECTED[:2]

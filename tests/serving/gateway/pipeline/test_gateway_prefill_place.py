@@ -52,7 +52,7 @@ async def test_a_prompt_that_decode_knows_is_prefilled_there(
         )
         names = block_names(root, PROMPT, BLOCK_SIZE)  # of 32 tokens of its 40
         await decode.say(link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(names=[b"".join(names)])))
-        await until(lambda: running.gateway.pool.knows(names[-1]))
+        await until(lambda: running.gateway.pool.knowledge.knows(names[-1]))
         await complete(running)
         assert (len(decode.runs), len(prefill.runs)) == ((1, 0) if is_local else (0, 1))
 

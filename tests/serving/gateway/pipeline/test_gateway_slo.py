@@ -12,11 +12,11 @@ import pytest
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import Overloaded
 from moonshard.serving.config.keys import GatewayConfig, RoutingConfig
-from moonshard.serving.control.routing.ttft import MIN_SAMPLES
+from moonshard.serving.control.routing.forecast import LEAST_TTFT_S
+from moonshard.serving.control.routing.ttft import MIN_SAMPLES, TtftModel
 from moonshard.serving.control.routing.ttft_bound import AUTO_STRETCH, AUTO_WAIT_S
 from moonshard.serving.gateway.process import RunningGateway, serving
 from moonshard.serving.gateway.records.ledger import read_ledger
-from moonshard.serving.gateway.workers.pool import LEAST_TTFT_S
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker
@@ -54,12 +54,16 @@ async def running(
             yield running
 
 
+def model_of(running: RunningGateway) -> TtftModel:
+    return running.gateway.pool.knowledge.dispatcher.forecast.model
+
+
 def teach(running: RunningGateway, ttft_s: float) -> None:
     """As if every prompt so far had taken that long."""
     (link,) = running.gateway.pool.links
-    running.gateway.pool._ttft.forget(link.address)
+    model_of(running).forget(link.address)
     for number in range(MIN_SAMPLES):
-        running.gateway.pool._ttft.observe(link.address, own_tokens=1 + number % 3, queued_tokens=0, ttft_s=ttft_s)
+        model_of(running).observe(link.address, own_tokens=1 + number % 3, queued_tokens=0, ttft_s=ttft_s)
 
 
 async def learn(http: httpx.AsyncClient) -> None:
@@ -119,9 +123,9 @@ async def test_what_is_refused_leaves_no_row_no_tokens_and_no_session_behind(
 def teach_queue(running: RunningGateway, *, alone_s: float, queued_token_s: float) -> None:
     """As if every token queued before a prompt had taken so long."""
     (link,) = running.gateway.pool.links
-    running.gateway.pool._ttft.forget(link.address)
+    model_of(running).forget(link.address)
     for queued in range(MIN_SAMPLES):
-        running.gateway.pool._ttft.observe(
+        model_of(running).observe(
             link.address, own_tokens=3, queued_tokens=queued, ttft_s=alone_s + queued * queued_token_s
         )
 

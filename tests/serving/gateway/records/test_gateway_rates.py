@@ -13,6 +13,7 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import Overloaded
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.config.tenants import Tenant, hash_key
+from moonshard.serving.control.routing.ttft_bound import TooLate
 from moonshard.serving.gateway.records.accounts import PromptHold
 from moonshard.serving.gateway.records.rates import TokenRates
 from tests.serving.gateway.fake_worker import FakeWorker
@@ -169,7 +170,7 @@ async def test_a_prompt_that_no_worker_was_sent_uses_up_nothing(worker: FakeWork
     body = {"model": "kimi", "prompt": [1] * 10, "max_tokens": 1}
     async with front_of(worker, config) as (running, http):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(running.gateway._attempts, "_check_ttft", refuse)
+            patch.setattr(running.gateway.pool.knowledge.dispatcher, "begin", refuse)
             for _ in range(5):
                 assert (await http.post("/v1/completions", json=body, headers=one)).status_code == 429
         assert not worker.runs
@@ -216,8 +217,8 @@ async def test_prompts_on_their_way_count_and_so_do_those_whose_clients_left(wor
     assert len(worker.runs) == 2
 
 
-def refuse(*_: object) -> None:
-    raise Overloaded("the first token would take long", retry_after_s=1.0)
+def refuse(*_: object, **__: object) -> TooLate:
+    return TooLate(predicted_s=9.0, limit_s=1.0, retry_after_s=1.0)
 
 
 def test_whatever_a_worker_says_a_prompt_is_given_back_once():

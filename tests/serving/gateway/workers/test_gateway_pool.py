@@ -1,19 +1,22 @@
 """Which workers are there, whether they agree, and which of them takes a request or a leg of one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import Unavailable
-from moonshard.serving.control.routing.router import Ask, Home
-from moonshard.serving.control.routing.ttft import MIN_SAMPLES
-from moonshard.serving.gateway.workers import pool as pool_module
+from moonshard.serving.config.keys import RoutingConfig
+from moonshard.serving.control.dispatch.attempt import Attempt
+from moonshard.serving.control.dispatch.dispatcher import Demand, NoWorker
+from moonshard.serving.control.dispatch.retries import Retries
+from moonshard.serving.gateway.workers.dispatching import dispatcher_of
+from moonshard.serving.gateway.workers.knowledge import Knowledge
 from moonshard.serving.gateway.workers.link import WorkerLink
-from moonshard.serving.gateway.workers.pool import LinkPool
+from moonshard.serving.gateway.workers.pool import LinkPool, PoolEvents
 from moonshard.serving.gateway.workers.session import WorkerSession
 from tests.dialling import own_key
 from tests.serving.gateway import fake_worker
@@ -21,15 +24,22 @@ from tests.serving.gateway.fake_worker import FakeWorker
 from tests.serving.gateway.workers.fleet import until
 
 SILENCE_S = 10.0
+DEMAND = Demand(num_prompt=7, max_new_tokens=3)
+
+
+NOBODY = PoolEvents(on_load=lambda *_: None, on_handoff=lambda *_: None, on_lost=lambda *_: None)
 
 
 @asynccontextmanager
-async def pool_over(*workers: FakeWorker, silence_s: float = SILENCE_S) -> AsyncIterator[LinkPool]:
+async def pool_over(
+    *workers: FakeWorker, silence_s: float = SILENCE_S, events: PoolEvents = NOBODY
+) -> AsyncIterator[LinkPool]:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(asyncio.timeout(60))
         ports = [await stack.enter_async_context(fake_worker.serving(worker)) for worker in workers]
         addresses = [f"127.0.0.1:{port}" for port in ports]
-        pool = LinkPool(addresses, on_load=lambda _index, _load: None, silence_s=silence_s, key=own_key().proofs)
+        knowledge = Knowledge(dispatcher_of(addresses, RoutingConfig(local_prefill="static")))
+        pool = LinkPool(addresses, knowledge, events, silence_s=silence_s, key=own_key().proofs)
         yield await stack.enter_async_context(pool.running())
 
 
@@ -50,52 +60,70 @@ def epoch_of(worker: FakeWorker) -> int:
     return int.from_bytes(worker.welcome.epoch, "big")
 
 
+@contextmanager
+def dispatched(pool: LinkPool, *failed: FakeWorker) -> Iterator[Attempt]:
+    """An attempt at a request that these workers have failed."""
+    dispatcher = pool.knowledge.dispatcher
+    retries = Retries(max_attempts=9, failed_epochs={epoch_of(worker) for worker in failed})
+    attempt = dispatcher.begin(DEMAND, retries, 0.0)
+    assert isinstance(attempt, Attempt)
+    try:
+        yield attempt
+    finally:
+        dispatcher.end(attempt)
+
+
+def refusal(pool: LinkPool) -> str:
+    """What a request is told that is not dispatched."""
+    assert pool.knowledge.dispatcher.begin(DEMAND, Retries(max_attempts=9), 0.0) == NoWorker()
+    return str(pool.unavailable())
+
+
 async def test_each_leg_goes_to_a_worker_of_its_role():
-    prefills, decodes = [a_prefill(b"p" * 16), a_prefill(b"q" * 16)], [a_decode(), FakeWorker()]
+    prefills, decodes = [a_prefill(b"p" * 16), a_prefill(b"q" * 16)], [a_decode(b"d" * 16), a_decode(b"e" * 16)]
     async with pool_over(*prefills, *decodes) as pool:
         await until_there(pool, 4)
         for _ in range(4):
-            with pool.reserve_decode(Ask(num_tokens=10)) as decode, pool.reserve_prefill(Ask(num_tokens=10)) as prefill:
-                assert decode.session.epoch in {epoch_of(worker) for worker in decodes}
-                assert prefill is not None
-                assert prefill.session.epoch in {epoch_of(worker) for worker in prefills}
-                assert pool.session_of(prefill.session.epoch) is prefill.session
-        assert pool.session_of(17) is None
+            with dispatched(pool) as attempt:
+                assert attempt.decode.epoch in {epoch_of(worker) for worker in decodes}
+                assert attempt.prefill is not None
+                assert attempt.prefill.epoch in {epoch_of(worker) for worker in prefills}
+                session = pool.knowledge.session_at(attempt.prefill.home.worker)
+                assert session.epoch == attempt.prefill.epoch
+                assert pool.knowledge.session_of(session.epoch) is session
+        assert pool.knowledge.session_of(17) is None
 
 
 async def test_a_worker_that_only_prefills_makes_nobody_ready():
     prefill, decode = a_prefill(), a_decode()
     async with pool_over(prefill, decode) as pool:
         await until_there(pool, 2)
-        assert (pool.is_ready, pool.has_prefill) == (True, True)
+        fleet = pool.knowledge.dispatcher.fleet
+        assert (pool.is_ready, fleet.has_prefill) == (True, True)
         decode.die()
         await pool.wait_not_ready()
-        assert pool.has_prefill
-        with pytest.raises(Unavailable, match="only prefills"), pool.reserve_decode(Ask(num_tokens=1)):
-            pass
+        assert fleet.has_prefill
+        assert "only prefills" in refusal(pool)
 
 
-async def test_without_a_prefill_worker_there_is_no_route_for_one():
-    async with pool_over(FakeWorker()) as pool:
+async def test_without_a_prefill_worker_there_is_no_leg_for_one():
+    async with pool_over(a_decode()) as pool:
         await pool.wait_ready()
-        assert not pool.has_prefill
-        with pool.reserve_prefill(Ask(num_tokens=1)) as route:
-            assert route is None
+        assert not pool.knowledge.dispatcher.fleet.has_prefill
+        with dispatched(pool) as attempt:
+            assert attempt.prefill is None
 
 
-async def test_workers_that_failed_a_request_are_left_out_and_said_so():
+async def test_workers_that_failed_a_request_are_left_out():
     first, second = a_decode(b"1" * 16), a_decode(b"2" * 16)
     async with pool_over(first, second) as pool:
         await until_there(pool, 2)
         for _ in range(3):
-            with pool.reserve_decode(Ask(num_tokens=1), exclude={epoch_of(first)}) as route:
-                assert route.session.epoch == epoch_of(second)
-        both = {epoch_of(first), epoch_of(second)}
-        with pytest.raises(Unavailable, match=r"failed this request.*failed this request"):
-            pool.reserve_decode(Ask(num_tokens=1), exclude=both).__enter__()
+            with dispatched(pool, first) as attempt:
+                assert attempt.decode.epoch == epoch_of(second)
 
 
-async def test_tokens_are_held_while_the_leg_runs_and_given_back_once_however_it_ends():
+async def test_tokens_are_held_while_the_legs_run_and_given_back_once_however_they_end():
     async with pool_over(a_prefill(), a_decode()) as pool:
         await until_there(pool, 2)
 
@@ -103,7 +131,7 @@ async def test_tokens_are_held_while_the_leg_runs_and_given_back_once_however_it
             return [pool.in_flight_tokens(link.address) for link in pool.links]
 
         try:
-            with pool.reserve_decode(Ask(num_tokens=10)), pool.reserve_prefill(Ask(num_tokens=7)):
+            with dispatched(pool):
                 assert held() == [7, 10]
                 raise Unavailable("lost")
         except Unavailable:
@@ -118,8 +146,7 @@ async def test_draining_is_a_change_that_a_waiter_sees_and_a_heartbeat_is_none()
         worker.send_load(draining=True)
         assert await pool.wait_changed(10)
         assert not pool.is_ready
-        with pytest.raises(Unavailable, match="draining"), pool.reserve_decode(Ask(num_tokens=1)):
-            pass
+        assert "draining" in refusal(pool)
         worker.send_load(draining=False)
         assert await pool.wait_changed(10)
         assert pool.is_ready
@@ -135,28 +162,30 @@ class Walked(tuple[WorkerLink, ...]):
         return super().__iter__()
 
 
-async def test_neither_a_message_nor_a_request_looks_at_all_links_and_only_a_change_does():
+async def test_neither_a_message_nor_a_request_nor_a_change_looks_at_all_links():
     told, other = a_decode(b"1" * 16), a_decode(b"2" * 16)
     async with pool_over(told, other) as pool:
         await until_there(pool, 2)
         pool.links = links = Walked(pool.links)
-        session = pool.session_of(epoch_of(told))
+        knowledge = pool.knowledge
+        session = knowledge.session_of(epoch_of(told))
         assert session is not None
         links.num_walks, num_received = 0, session.num_received
         for _ in range(5):
             told.send_load(draining=False)
         await until(lambda: session.num_received >= num_received + 5)
-        with pool.reserve_decode(Ask(num_tokens=1)):
-            assert pool.session_of(epoch_of(other)) is not None
+        with dispatched(pool):
+            assert knowledge.session_of(epoch_of(other)) is not None
             assert pool.limits is not None
-            assert pool.block_size == fake_worker.BLOCK_SIZE
-            assert pool.least_ttft_s() is None  # nothing was seen of them
-        assert links.num_walks == 0
+            assert pool.limits.block_size == fake_worker.BLOCK_SIZE
+            assert knowledge.dispatcher.least_ttft_s(0.0) is None  # nothing was seen of them
         told.send_load(draining=True)
         assert await pool.wait_changed(10)
+        with dispatched(pool) as attempt:
+            assert attempt.decode.epoch == epoch_of(other)
+        assert links.num_walks == 0
+        assert "ready" in pool.worker_states().values()
         assert links.num_walks > 0
-        with pool.reserve_decode(Ask(num_tokens=1)) as route:
-            assert route.session.epoch == epoch_of(other)
 
 
 async def test_a_worker_that_comes_back_is_found_by_its_new_epoch_alone():
@@ -168,38 +197,8 @@ async def test_a_worker_that_comes_back_is_found_by_its_new_epoch_alone():
         assert pool.limits is None
         worker.revive(epoch=b"2" * 16)
         await pool.wait_ready()
-        assert pool.session_of(int.from_bytes(b"1" * 16, "big")) is None
-        assert pool.session_of(int.from_bytes(b"2" * 16, "big")) is pool.links[0].session
-
-
-async def test_the_least_time_to_a_first_token_is_that_of_the_soonest_home_and_is_looked_up_seldom(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    workers = [a_decode(b"1" * 16), a_decode(b"2" * 16), a_prefill()]
-    async with pool_over(*workers) as pool:
-        await until_there(pool, 3)
-        assert pool.least_ttft_s() is None
-        addresses = [link.address for link in pool.links]
-        for address, seconds in zip(addresses, (0.5, 0.25, 4.0), strict=True):
-            for _ in range(MIN_SAMPLES):
-                pool._ttft.observe(address, own_tokens=1, queued_tokens=0, ttft_s=seconds)
-        num_looks, look = 0, pool._router.queues
-
-        def queues(homes: Sequence[Home]) -> np.ndarray:
-            nonlocal num_looks
-            num_looks += 1
-            return look(homes)
-
-        monkeypatch.setattr(pool._router, "queues", queues)
-        monkeypatch.setattr(pool_module, "LEAST_TTFT_S", 0)
-        assert pool.least_ttft_s() == pytest.approx(0.25)
-        workers[1].send_load(draining=True)
-        await pool.wait_changed(10)
-        assert pool.least_ttft_s() == pytest.approx(0.5)
-        monkeypatch.setattr(pool_module, "LEAST_TTFT_S", 60)
-        num_looks = 0
-        assert {pool.least_ttft_s() for _ in range(100)} == {pool.least_ttft_s()}
-        assert num_looks == 0
+        assert pool.knowledge.session_of(int.from_bytes(b"1" * 16, "big")) is None
+        assert pool.knowledge.session_of(int.from_bytes(b"2" * 16, "big")) is pool.links[0].session
 
 
 async def test_workers_may_differ_in_context_and_the_least_of_those_there_holds():
@@ -218,13 +217,16 @@ async def test_what_was_said_of_a_handoff_comes_with_its_session_and_a_loss_befo
     worker = a_decode()
     heard: list[tuple[WorkerSession, link_pb2.WorkerMessage]] = []
     lost: list[tuple[WorkerSession, bool, bool]] = []
-    async with pool_over(worker) as pool:
-        pool.on_handoff = lambda session, message: heard.append((session, message))
+    events = replace(
+        NOBODY,
+        on_handoff=lambda session, message: heard.append((session, message)),
+        on_lost=lambda session: lost.append((session, session.is_lost, session.inboxes[b"r" * 16].empty())),
+    )
+    async with pool_over(worker, events=events) as pool:
         await pool.wait_ready()
-        with pool.reserve_decode(Ask(num_tokens=1)) as route:
-            session = route.session
+        session = pool.knowledge.session_of(epoch_of(worker))
+        assert session is not None
         inbox = session.open(b"r" * 16)
-        pool.on_lost = lambda session: lost.append((session, session.is_lost, inbox.empty()))
         run = link_pb2.Run(request_id=b"r" * 16, prompt_tokens=[1], n=1, max_tokens=2)
         reserve = link_pb2.Reserve(run=run, writer_epoch=b"p" * 16, deadline_s=5)
         session.send(link_pb2.GatewayMessage(reserve=reserve))
@@ -235,14 +237,14 @@ async def test_what_was_said_of_a_handoff_comes_with_its_session_and_a_loss_befo
         with pytest.raises(Unavailable):
             await inbox.take()
         assert lost == [(session, True, True)]
-        assert pool.session_of(session.epoch) is None
+        assert pool.knowledge.session_of(session.epoch) is None
 
 
 async def test_a_worker_that_falls_silent_is_lost_and_one_with_nothing_to_do_is_not():
     silent, idle = FakeWorker(epoch=b"1" * 16), FakeWorker(epoch=b"2" * 16)
     async with pool_over(silent, idle, silence_s=1.5) as pool:
         await until_there(pool, 2)
-        session = pool.session_of(epoch_of(silent))
+        session = pool.knowledge.session_of(epoch_of(silent))
         assert session is not None
         inbox = session.open(b"r" * 16)
         silent.fall_silent()

@@ -232,7 +232,7 @@ async def test_a_prompt_goes_where_its_beginning_is_known(
     names = block_names(root, PROMPT, BLOCK_SIZE)
     knowing = workers[1]
     await knowing.say(link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(names=[b"".join(names)])))
-    while not running.gateway.pool.knows(names[0]):
+    while not running.gateway.pool.knowledge.knows(names[0]):
         await running.gateway.pool.wait_changed(0.05)
     for _ in range(3):
         await complete(http, [*PROMPT, 5])

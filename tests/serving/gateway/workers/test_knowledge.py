@@ -6,10 +6,13 @@ import pytest
 
 from moonshard.kv.prefix import NAME_BYTES
 from moonshard.rpc import link_pb2
-from moonshard.serving.control.routing.pins import Pins
+from moonshard.serving.control.dispatch.attempt import AttemptLeg
+from moonshard.serving.control.dispatch.dispatcher import Dispatcher, DispatchRules
+from moonshard.serving.control.dispatch.prefill_place import PrefillRule
+from moonshard.serving.control.routing.fleet import Fleet
 from moonshard.serving.control.routing.policies import affinity
 from moonshard.serving.control.routing.router import Ask, Router
-from moonshard.serving.gateway.workers.knowledge import TELL_PREFIXES, Knowledge, homes_of
+from moonshard.serving.gateway.workers.knowledge import TELL_PREFIXES, Knowledge, member_of
 from moonshard.serving.gateway.workers.session import WorkerSession
 
 NAMES = [bytes([number]) * NAME_BYTES for number in range(6)]
@@ -24,7 +27,7 @@ class Told:
             address="a:1", welcome=welcome, on_handoff=lambda *_: None, on_prefixes=lambda *_: None
         )
         self._said: list[link_pb2.GatewayMessage] = []
-        self.homes = homes_of(self.session)
+        self.homes = member_of(self.session.address, welcome).homes
         self.router = router
 
     @property
@@ -41,13 +44,15 @@ class Told:
 
 
 @pytest.fixture
-async def pins() -> Pins:
-    return Pins()
+async def dispatcher() -> Dispatcher:
+    return Dispatcher(
+        Fleet(["a:1"]), Router(), DispatchRules(failover_wait_s=0.0, ttft_slo_s=None, prefill=PrefillRule()), affinity
+    )
 
 
 @pytest.fixture
-async def router(pins: Pins) -> Router:
-    return Router(pins=pins)
+async def router(dispatcher: Dispatcher) -> Router:
+    return dispatcher.router
 
 
 @pytest.fixture
@@ -56,8 +61,8 @@ async def told(router: Router) -> Told:
 
 
 @pytest.fixture
-async def knowledge(router: Router, told: Told, pins: Pins) -> Knowledge:
-    knowledge = Knowledge(router, pins)
+async def knowledge(dispatcher: Dispatcher, told: Told) -> Knowledge:
+    knowledge = Knowledge(dispatcher)
     knowledge.begin(told.session)
     assert told.said == [TELL_PREFIXES]
     knowledge.prefixes(told.session, snapshot(0, NAMES[:2], ()))
@@ -179,7 +184,7 @@ async def test_what_was_sent_is_added_to_a_report_that_does_not_count_it_yet(
     reservation = router.reserve(told.homes[:1], Ask(num_tokens=100))
     assert reservation is not None
     told.session.num_sent += 1
-    knowledge.sent(told.session, reservation)
+    knowledge.sent(told.session, AttemptLeg(reservation, told.session.epoch))
     report(0, 0)
     assert router.queued_tokens(told.homes[0]) == 100
     report(1, 60)

@@ -1,0 +1,165 @@
+"""The workers that are there, whether they agree with one another, and which of them takes a leg of a request.
+
+Workers must serve the same checkpoint in the same dtype and blocks: otherwise a request's tokens would depend on where
+it ran, and its KV could not move. The first to be there sets the measure. One that drains stays, but gets nothing new.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moonshard.serving.control.routing.router import Home
+
+PREFILL_ROLES = frozenset({"prefill"})
+DECODE_ROLES = frozenset({"both", "decode"})
+_AGREED = ("fingerprint", "dtype", "vocab_size", "block_size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelLimits:
+    """What the workers agree on, and the least of what each can hold."""
+
+    fingerprint: str
+    dtype: str
+    vocab_size: int
+    block_size: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A worker's process, as it says itself when it comes. `role` may be none of ours: then it is a misfit."""
+
+    address: str
+    epoch: int
+    role: str
+    num_partitions: int
+    fingerprint: str
+    dtype: str
+    vocab_size: int
+    block_size: int
+    max_context_tokens: int
+
+    @property
+    def homes(self) -> tuple[Home, ...]:
+        """One for each of its partitions."""
+        return tuple(Home(self.address, partition) for partition in range(self.num_partitions))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberLoad:
+    """What a worker reported last, as far as it matters here."""
+
+    is_draining: bool = False
+    queued_tokens: Sequence[int] = ()  # to be prefilled, by partition; empty before the first report
+    num_running: int = 0  # sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Why a worker cannot be one of these."""
+
+    field: str
+    message: str
+
+
+class Fleet:
+    """Changed by `join`, `leave` and `report`; what each request asks is kept ready from one change to the next.
+
+    `addresses` are where workers may be, in the order in which they stand among equals.
+    """
+
+    def __init__(self, addresses: Iterable[str]) -> None:
+        self._order = {address: number for number, address in enumerate(addresses)}
+        self.limits: ModelLimits | None = None  # while no worker is there
+        self._members: dict[str, Member] = {}  # by address
+        self._loads: dict[str, MemberLoad] = {}  # likewise
+        self._by_epoch: dict[int, Member] = {}
+        self._routable: Mapping[str, Member] = {}  # by address: those that do not drain
+        self._homes: dict[frozenset[str], tuple[Home, ...]] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be served: a worker that decodes can prefill too."""
+        return any(member.role in DECODE_ROLES for member in self._routable.values())
+
+    @property
+    def has_prefill(self) -> bool:
+        return any(member.role in PREFILL_ROLES for member in self._routable.values())
+
+    @property
+    def block_size(self) -> int:
+        """Of the workers that are there; 1 where there is none."""
+        return 1 if self.limits is None else self.limits.block_size
+
+    def misfit(self, member: Member) -> Misfit | None:
+        """None where it may join. One process at two addresses would be two workers to requests, one to a handoff."""
+        if member.role not in PREFILL_ROLES | DECODE_ROLES:
+            return Misfit("role", f"not routed to, role {member.role!r} is none")
+        if self.limits is None:
+            return None
+        for name in _AGREED:
+            found, wanted = getattr(member, name), getattr(self.limits, name)
+            if found != wanted:
+                return Misfit(name, f"not routed to, {name} is {found!r} where the other workers have {wanted!r}")
+        if (double := self._by_epoch.get(member.epoch)) is not None:
+            return Misfit("epoch", f"not routed to, the same process as at {double.address}")
+        return None
+
+    def join(self, member: Member) -> None:
+        """One that fits is there."""
+        self._members[member.address] = self._by_epoch[member.epoch] = member
+        self._loads[member.address] = MemberLoad()
+        self._change()
+
+    def leave(self, address: str) -> None:
+        """KeyError where none is there."""
+        del self._by_epoch[self._members.pop(address).epoch]
+        del self._loads[address]
+        self._change()
+
+    def report(self, address: str, load: MemberLoad) -> bool:
+        """Comes with every message of a worker. Whether it can be routed to from now on, or no longer."""
+        was_draining = self._loads[address].is_draining
+        self._loads[address] = load
+        if load.is_draining is was_draining:
+            return False
+        self._change()
+        return True
+
+    def member_at(self, address: str) -> Member:
+        """KeyError where none is there."""
+        return self._members[address]
+
+    def load_at(self, address: str) -> MemberLoad:
+        """KeyError where none is there."""
+        return self._loads[address]
+
+    def homes(self, roles: frozenset[str], *, exclude: Collection[int] = ()) -> tuple[Home, ...]:
+        """Of the workers of these roles that can be routed to, but for those of these epochs.
+
+        The same object as long as they are the same: the router looks up a tuple's numbers once.
+        """
+        if exclude:
+            return _homes_of(m for m in self._routable.values() if m.role in roles and m.epoch not in exclude)
+        if roles not in self._homes:
+            self._homes[roles] = _homes_of(m for m in self._routable.values() if m.role in roles)
+        return self._homes[roles]
+
+    def _change(self) -> None:
+        members = sorted(self._members.values(), key=lambda member: self._order[member.address])
+        self.limits = _limits_of(members)
+        self._routable = {member.address: member for member in members if not self._loads[member.address].is_draining}
+        self._homes.clear()
+
+
+def _homes_of(members: Iterable[Member]) -> tuple[Home, ...]:
+    return tuple(home for member in members for home in member.homes)
+
+
+def _limits_of(members: Sequence[Member]) -> ModelLimits | None:
+    if not members:
+        return None
+    return ModelLimits(
+        **{name: getattr(members[0], name) for name in _AGREED},
+        max_context_tokens=min(member.max_context_tokens for member in members),
+    )
