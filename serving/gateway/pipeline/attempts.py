@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from moonshard.kv.prefix import split_names
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import REQUEST_ID_BYTES
-from moonshard.rpc.status import Overloaded, RequestError, Unavailable
+from moonshard.rpc.status import RequestError, Unavailable
 from moonshard.serving.config.keys import RoutingConfig
 from moonshard.serving.control.routing.router import Affinity, Ask
 from moonshard.serving.control.routing.ttft_bound import Refusals, ttft_limit_s
@@ -23,10 +23,17 @@ from moonshard.serving.gateway.failures import Failures, final_error
 from moonshard.serving.gateway.pipeline.choice import ChoiceStream
 from moonshard.serving.gateway.pipeline.handoffs import Handoff, Handoffs
 from moonshard.serving.gateway.pipeline.prefill_place import PrefillPlace
-from moonshard.serving.gateway.records.assignment import Assignment, Leg
-from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.record import RequestRecord
+from moonshard.serving.gateway.records.events import (
+    Assignment,
+    AttemptEnded,
+    AttemptFailed,
+    AttemptSent,
+    Leg,
+    RequestRetried,
+)
+from moonshard.serving.gateway.records.log import RequestLog
 from moonshard.serving.gateway.records.spans import mark_attempt
+from moonshard.serving.gateway.refusals import LimitReached
 from moonshard.serving.gateway.workers.inbox import Arrival, Inbox
 from moonshard.serving.gateway.workers.pool import LinkPool, Route
 
@@ -71,9 +78,14 @@ class _Attempt:
         """Where its prompt is computed."""
         return self.prefill or self.route
 
-    def assignment(self) -> Assignment:
+    def sent(self) -> AttemptSent:
         prefill = None if self.prefill is None else _leg_of(self.prefill)
-        return Assignment(attempt_id=self.run.request_id, prefill=prefill, decode=_leg_of(self.route))
+        is_whole = self.route.session.role == "both"
+        return AttemptSent(
+            worker_index=self.route.worker_index,
+            assignment=Assignment(attempt_id=self.run.request_id, prefill=prefill, decode=_leg_of(self.route)),
+            is_prefill_at_decode=prefill is None and not is_whole and not self.run.resumed,
+        )
 
     async def arrivals(self) -> list[Arrival]:
         """All that has come, at least one. Raises the error that ends the attempt."""
@@ -87,14 +99,12 @@ class Attempts:
         self,
         pool: LinkPool,
         handoffs: Handoffs,
-        metrics: GatewayMetrics,
         routing: RoutingConfig,
         *,
         may_retry: Callable[[], bool],
     ) -> None:
         self._pool = pool
         self._handoffs = handoffs
-        self._metrics = metrics
         self._routing = routing
         self._place = PrefillPlace(routing)
         self._may_retry = may_retry
@@ -104,7 +114,7 @@ class Attempts:
         self,
         run: link_pb2.Run,
         choices: Sequence[ChoiceStream],
-        record: RequestRecord,
+        log: RequestLog,
         affinity_key: bytes | None = None,
     ) -> AsyncGenerator[Sent | list[Arrival]]:
         """What is sent and what workers send back, until every choice has ended. Close it (`aclosing`) to cancel.
@@ -116,9 +126,9 @@ class Attempts:
         while True:
             with ExitStack() as held:
                 route = await self._decode_route(run, affinity_key, failures, held)
-                attempt = self._begin(run, choices, route, affinity_key, failures, held)
-                record.sent(route.worker_index, attempt.assignment())
-                held.callback(self._end, attempt, record)
+                attempt = self._begin(run, choices, route, affinity_key, failures, held, log)
+                log.append(attempt.sent())
+                held.callback(self._end, attempt, log)
                 is_first = not attempt.run.resumed
                 try:
                     where = attempt.prompt_route
@@ -131,11 +141,10 @@ class Attempts:
                         yield arrivals
                     return
                 except RequestError as error:
-                    record.attempt_failed(error)
+                    log.append(AttemptFailed.of(error))
                     if is_first:
                         self._nothing_came(attempt)
-                    self._failed(attempt, error, failures)
-                    record.retried()
+                    log.append(RequestRetried(self._failed(attempt, error, failures)))
 
     async def _decode_route(
         self, run: link_pb2.Run, affinity_key: bytes | None, failures: Failures, held: ExitStack
@@ -183,6 +192,7 @@ class Attempts:
         affinity_key: bytes | None,
         failures: Failures,
         held: ExitStack,
+        log: RequestLog,
     ) -> _Attempt:
         rest, going_on = rest_of(run, choices), tuple(choice for choice in choices if not choice.is_ended)
         prefill_leg = held.enter_context(ExitStack())
@@ -194,8 +204,7 @@ class Attempts:
             inbox = route.session.run(rest)
             self._pool.sent(route)
             return _Attempt(run=rest, choices=going_on, inbox=inbox, route=route, prefill_leg=prefill_leg)
-        self._metrics.handoffs.labels(*self._labels(route)).inc()
-        handoff = self._handoffs.begin(rest, prefill=prefill, decode=route.session, prefill_leg=prefill_leg)
+        handoff = self._handoffs.begin(rest, log, prefill=prefill, decode=route.session, prefill_leg=prefill_leg)
         self._pool.sent(route)
         return _Attempt(
             run=rest,
@@ -219,8 +228,8 @@ class Attempts:
         limit_s = ttft_limit_s(self._routing.ttft_slo_s, alone_s)
         if predicted_s <= limit_s:
             return
-        self._metrics.slo_rejections.inc()
-        raise Overloaded(
+        raise LimitReached(
+            "ttft_slo",
             f"the first token would take {predicted_s:.1f} s, more than {limit_s:.1f} s (routing.ttft_slo_s)",
             retry_after_s=self._refusals.retry_after_s(
                 time.monotonic(), excess_s=predicted_s - limit_s, alone_s=alone_s
@@ -241,7 +250,6 @@ class Attempts:
                 return route
             leg.close()
         leg.enter_context(self._place.prefilling_here(num_prompt, decode))
-        self._metrics.local_prefills.labels(*self._labels(decode)).inc()
         return None
 
     def _reserve_prefill(self, ask: Ask, failures: Failures, leg: ExitStack) -> Route | None:
@@ -264,28 +272,21 @@ class Attempts:
             if leg is not None:
                 self._pool.nothing_came(leg)
 
-    def _failed(self, attempt: _Attempt, error: RequestError, failures: Failures) -> None:
-        """Raises where the request ends with it."""
+    def _failed(self, attempt: _Attempt, error: RequestError, failures: Failures) -> str:
+        """Its cause in a word. Raises where the request ends with it."""
         if not self._may_retry():
             raise final_error(error)
-        cause = failures.add(error, decode_epoch=attempt.route.session.epoch, prefill_epoch=attempt.prefill_epoch)
-        self._metrics.retries.labels(*self._labels(attempt.route), cause).inc()
+        return failures.add(error, decode_epoch=attempt.route.session.epoch, prefill_epoch=attempt.prefill_epoch)
 
-    def _end(self, attempt: _Attempt, record: RequestRecord) -> None:
-        record.attempt_ended()
+    def _end(self, attempt: _Attempt, log: RequestLog) -> None:
+        log.append(AttemptEnded())
         session, handoff = attempt.route.session, attempt.handoff
         if handoff is None:
             session.close(attempt.run.request_id, cancel=not attempt.is_worker_done)
             return
-        if handoff.reserved_ms is not None:
-            record.reserved(handoff.reserved_ms)
         if handoff.transfer is not None:
-            record.moved(handoff.transfer, handoff.transferred_ns)
             self._place.moved(len(attempt.run.prompt_tokens), attempt.route, handoff.transfer)
         self._handoffs.end(handoff, decode=session, is_finished=attempt.is_worker_done)
-
-    def _labels(self, route: Route) -> tuple[str, str]:
-        return self._metrics.model_name, str(route.worker_index)
 
 
 def _leg_of(route: Route) -> Leg:
