@@ -10,9 +10,9 @@ from typing import Annotated
 import tyro
 
 from moonshard.serving.config.keys import ConfigError
-from moonshard.serving.gateway.records.ledger import LedgerError, Row, read_ledger
+from moonshard.serving.gateway.records.ledger import LedgerError, LedgerRow, read_ledger
 
-GROUPS: Mapping[str, Callable[[Row], str]] = {
+GROUPS: Mapping[str, Callable[[LedgerRow], str]] = {
     "tenant": lambda row: row.tenant,
     "session": lambda row: row.session,
     "day": lambda row: row.day,
@@ -31,7 +31,7 @@ class Sum:
     completion_tokens: int = 0
     usd: float = 0.0
 
-    def add(self, row: Row) -> None:
+    def add(self, row: LedgerRow) -> None:
         self.requests += 1
         self.prompt_tokens += row.prompt_tokens
         self.cached_tokens += row.cached_tokens
@@ -70,14 +70,14 @@ def ledger(
     return 0
 
 
-def sum_by(names: Iterable[str], rows: Iterable[Row]) -> dict[tuple[str, ...], Sum]:
+def sum_by(names: Iterable[str], rows: Iterable[LedgerRow]) -> dict[tuple[str, ...], Sum]:
     groups, sums = [GROUPS[name] for name in names], dict[tuple[str, ...], Sum]()
     for row in rows:
         sums.setdefault(tuple(group(row) for group in groups), Sum()).add(row)
     return sums
 
 
-def _rows(file: Path) -> Iterable[Row]:
+def _rows(file: Path) -> Iterable[LedgerRow]:
     try:
         yield from read_ledger(file)
     except OSError as error:

@@ -47,19 +47,16 @@ from moonshard.serving.gateway.openai.unknown import UnknownFields
 from moonshard.serving.gateway.pipeline.generation import DRAINING_RETRY_AFTER_S, Gateway
 from moonshard.serving.gateway.pipeline.handoffs import Handoffs
 from moonshard.serving.gateway.pipeline.model import ServedModel, load_served_model
-from moonshard.serving.gateway.records.accounts import Accounts, LedgerCollector
 from moonshard.serving.gateway.records.ledger import Ledger
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
 from moonshard.serving.gateway.records.rates import TokenRates
-from moonshard.serving.gateway.records.rows import LostRowMetrics, RequestTraces
-from moonshard.serving.gateway.records.spans import LostSpanMetrics, RequestSpans
+from moonshard.serving.gateway.records.readers import request_logs
 from moonshard.serving.gateway.records.worker_metrics import StepObserver, WorkerCollector
 from moonshard.serving.gateway.workers.dispatching import dispatcher_of
 from moonshard.serving.gateway.workers.knowledge import Knowledge
 from moonshard.serving.gateway.workers.pool import LinkPool, PoolEvents
 from moonshard.serving.observe.rows.recorder import Recorder, recording
 from moonshard.serving.observe.rows.schema import REQUESTS, STARTS, TOKENS
-from moonshard.serving.observe.spans.context import Sampling
 from moonshard.serving.observe.spans.export import SpanExport, exporting
 
 logger = logging.getLogger(__name__)
@@ -147,13 +144,14 @@ async def _serving(
     knowledge = Knowledge(dispatcher_of(worker_addresses(config), config.routing))
     handoffs = Handoffs(knowledge, lease_s=config.kv.lease_s)
     pool = _link_pool(config, key, metrics, knowledge, handoffs)
+    num_tokens = config.gateway.tenant_tokens_per_minute
+    rates = None if num_tokens is None else TokenRates(num_tokens)
     gateway = Gateway(
         model,
         pool,
         handoffs,
-        metrics,
-        _accounts(config, metrics, ledger),
-        _traces(config, metrics, recorder, export),
+        request_logs(config, metrics, ledger=ledger, rates=rates, recorder=recorder, export=export),
+        rates,
         salts=Salts(key.salts),
         max_queued_requests=config.gateway.max_queued_requests,
         max_attempts=config.routing.max_attempts,
@@ -308,31 +306,6 @@ def _link_pool(
     )
     metrics.registry.register(WorkerCollector(pool, metrics.model_name))
     return pool
-
-
-def _accounts(config: Config, metrics: GatewayMetrics, ledger: Ledger | None) -> Accounts:
-    if ledger is not None:
-        metrics.registry.register(LedgerCollector(ledger))
-    num_tokens = config.gateway.tenant_tokens_per_minute
-    rates = None if num_tokens is None else TokenRates(num_tokens)
-    return Accounts(metrics, config.prices, ledger=ledger, rates=rates)
-
-
-def _traces(
-    config: Config, metrics: GatewayMetrics, recorder: Recorder | None, export: SpanExport | None
-) -> RequestTraces:
-    if recorder is not None:
-        metrics.registry.register(LostRowMetrics(recorder))
-    spans = None if export is None else _spans(config, metrics, export)
-    return RequestTraces(metrics.model_name, recorder, spans, has_tokens=config.trace.tokens)
-
-
-def _spans(config: Config, metrics: GatewayMetrics, export: SpanExport) -> RequestSpans:
-    metrics.registry.register(LostSpanMetrics(export))
-    telemetry = config.telemetry
-    ratio = 1.0 if telemetry.sampled_ratio is None else telemetry.sampled_ratio
-    sampling = Sampling(ratio, is_parent_based=telemetry.parent_based is not False)
-    return RequestSpans(export, sampling, model=metrics.model_name, host=config.gateway.host)
 
 
 @contextlib.asynccontextmanager

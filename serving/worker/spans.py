@@ -14,7 +14,7 @@ from moonshard.serving.engine.clocks import Phases
 from moonshard.serving.engine.engine import Emitted
 from moonshard.serving.observe.spans.context import TraceContext, parse_context
 from moonshard.serving.observe.spans.export import SpanExport
-from moonshard.serving.observe.spans.span import CANCELLED, Span, Value, error_of, outcome_attributes
+from moonshard.serving.observe.spans.span import CANCELLED, Attribute, EndedSpan, error_of, outcome_attributes
 
 FAILED = "internal"  # an outcome: the status that clients are told where a worker failed
 
@@ -26,7 +26,7 @@ class _Part:
     parent: TraceContext
     context: TraceContext
     begun_ns: int
-    attributes: dict[str, Value]
+    attributes: dict[str, Attribute]
     phases: list[tuple[str, int, int]] = field(default_factory=list)  # name, begin and end
     waited_from_ns: int  # since when it waits for its first step: its arrival, or its join
     decoding_from_ns: int = 0
@@ -103,7 +103,7 @@ class WorkerSpans:
         if self._decodes and 0 < part.decoding_from_ns < decoded_ns:
             part.phases.append(("decode", part.decoding_from_ns, decoded_ns))
         for name, begun_ns, ended_ns in part.phases:
-            span = Span(
+            span = EndedSpan(
                 name=name,
                 kind="internal",
                 context=part.context.child(),
@@ -112,7 +112,7 @@ class WorkerSpans:
                 ended_ns=ended_ns,
             )
             self._export.append(span)
-        whole = Span(
+        whole = EndedSpan(
             name=self._name,
             kind="server",
             context=part.context,

@@ -12,16 +12,23 @@ from tempfile import TemporaryDirectory
 
 from moonshard.experiments.common.grid import Grid, number
 from moonshard.experiments.common.running.measurement import Measurement, Plan
+from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.serving.control.plan import DecodePlan, DecodeRow
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.engine.device import StepDone
 from moonshard.serving.engine.steps import StepKind
-from moonshard.serving.gateway.records.assignment import Assignment, Leg
-from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.record import RequestRecord
-from moonshard.serving.gateway.records.rows import RequestTraces
-from moonshard.serving.gateway.records.stamps import Stamps
+from moonshard.serving.gateway.records.events import (
+    Assignment,
+    AttemptEnded,
+    AttemptSent,
+    FirstDelivered,
+    Leg,
+    RequestTokenized,
+    TokensArrived,
+)
+from moonshard.serving.gateway.records.log import RequestLogs
+from moonshard.serving.gateway.records.rows import RecordedRequests
 from moonshard.serving.gateway.request import GenerationRequest, TokenPrompt
 from moonshard.serving.observe.rows.parts import read_table
 from moonshard.serving.observe.rows.recorder import Recorder
@@ -132,18 +139,18 @@ def _record_steps(recorder: Recorder, num_streams: int) -> None:
 
 def _record_requests(recorder: Recorder | None) -> None:
     """Requests that have had all their tokens."""
-    traces = RequestTraces("kimi", recorder, None)
-    now_ns = time.perf_counter_ns()
-    request = GenerationRequest(request_id="cmpl-0123456789abcdef", received_ns=now_ns, prompt=TokenPrompt([1] * 128))
-    stamps = Stamps(
-        received_ns=now_ns, sent_ns=now_ns, first_attempt_ns=now_ns, first_arrival_ns=now_ns,
-        first_delivered_ns=now_ns, last_arrival_ns=now_ns, has_decoded=True,
-    )  # fmt: skip
-    run = link_pb2.Run(prompt_tokens=[1] * 128, max_tokens=128, n=1)
-    record = RequestRecord(GatewayMetrics("kimi"), run, stamps)
-    record.assignment = Assignment(
+    logs = RequestLogs(() if recorder is None else (RecordedRequests("kimi", recorder).reader,))
+    request = GenerationRequest(
+        request_id="cmpl-0123456789abcdef", received_ns=time.perf_counter_ns(), prompt=TokenPrompt([1] * 128)
+    )
+    assignment = Assignment(
         attempt_id=bytes(16), prefill=None, decode=Leg(worker="127.0.0.1:50051", epoch=bytes(16), partition=0)
     )
+    output, delta = link_pb2.SequenceOutput(token_ids=[1]), pb.Delta(token_ids=[1])
     for _ in range(NUM_ROWS):
-        with traces.entry(request, stamps) as trace:
-            trace.tokenized(run, record)
+        with logs.opened(request) as log:
+            log.append(RequestTokenized(num_prompt_tokens=128, max_tokens=128, num_choices=1))
+            log.append(AttemptSent(worker_index=0, assignment=assignment))
+            log.append(TokensArrived(time.perf_counter_ns(), output, delta))
+            log.append(FirstDelivered())
+            log.append(AttemptEnded())

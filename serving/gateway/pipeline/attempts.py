@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from moonshard.kv.prefix import split_names
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import REQUEST_ID_BYTES
-from moonshard.rpc.status import Overloaded, RequestError
+from moonshard.rpc.status import RequestError
 from moonshard.serving.control.dispatch.attempt import Attempt
 from moonshard.serving.control.dispatch.dispatcher import Demand, NoRoom, NoWorker, Refusal, Wait
 from moonshard.serving.control.dispatch.retries import Retries
@@ -25,10 +25,17 @@ from moonshard.serving.control.routing.ttft_bound import TooLate
 from moonshard.serving.gateway.failures import HandoffFailed, failure_of, final_error
 from moonshard.serving.gateway.pipeline.choice import ChoiceStream
 from moonshard.serving.gateway.pipeline.handoffs import Handoff, Handoffs
-from moonshard.serving.gateway.records.assignment import Assignment, Leg
-from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.record import RequestRecord
+from moonshard.serving.gateway.records.events import (
+    Assignment,
+    AttemptEnded,
+    AttemptFailed,
+    AttemptSent,
+    Leg,
+    RequestRetried,
+)
+from moonshard.serving.gateway.records.log import RequestLog
 from moonshard.serving.gateway.records.spans import mark_attempt
+from moonshard.serving.gateway.refusals import LimitReached
 from moonshard.serving.gateway.workers.inbox import Arrival, Inbox
 from moonshard.serving.gateway.workers.pool import LinkPool
 from moonshard.serving.gateway.workers.session import WorkerSession
@@ -73,7 +80,6 @@ class Attempts:
         self,
         pool: LinkPool,
         handoffs: Handoffs,
-        metrics: GatewayMetrics,
         *,
         max_attempts: int,
         may_retry: Callable[[], bool],
@@ -82,7 +88,6 @@ class Attempts:
         self._knowledge = pool.knowledge
         self._dispatcher = pool.knowledge.dispatcher
         self._handoffs = handoffs
-        self._metrics = metrics
         self._max_attempts = max_attempts
         self._may_retry = may_retry
 
@@ -90,7 +95,7 @@ class Attempts:
         self,
         run: link_pb2.Run,
         choices: Sequence[ChoiceStream],
-        record: RequestRecord,
+        log: RequestLog,
         affinity_key: bytes | None = None,
     ) -> AsyncGenerator[Sent | list[Arrival]]:
         """What is sent and what workers send back, until every choice has ended. Close it (`aclosing`) to cancel.
@@ -103,9 +108,9 @@ class Attempts:
             with ExitStack() as held:
                 attempt = await self._dispatch(demand, retries, choices)
                 held.callback(self._dispatcher.end, attempt)
-                under_way = self._send(attempt, rest_of(run, choices), choices)
-                record.sent(self._pool.index_of(attempt.decode.home.worker), self._assignment(under_way))
-                held.callback(self._end, under_way, record)
+                under_way = self._send(attempt, rest_of(run, choices), choices, log)
+                log.append(self._sent(under_way))
+                held.callback(self._end, under_way, log)
                 try:
                     yield Sent(attempt.prompt.home.worker, attempt.prompt.reservation.affinity)
                     while not under_way.is_over:
@@ -115,9 +120,8 @@ class Attempts:
                         yield arrivals
                     return
                 except RequestError as error:
-                    record.attempt_failed(error)
-                    self._failed(attempt, retries, error)
-                    record.retried()
+                    log.append(AttemptFailed.of(error))
+                    log.append(RequestRetried(self._failed(attempt, retries, error)))
 
     async def _dispatch(self, demand: Demand, retries: Retries, choices: Sequence[ChoiceStream]) -> Attempt:
         """Raises RequestError where the request is refused."""
@@ -139,23 +143,22 @@ class Attempts:
             case NoRoom(retry_after_s):
                 return final_error(HandoffFailed(Cause.OVERLOADED, retry_after_s=retry_after_s))
             case TooLate(predicted_s=predicted_s, limit_s=limit_s, retry_after_s=retry_after_s):
-                self._metrics.slo_rejections.inc()
-                return Overloaded(
+                return LimitReached(
+                    "ttft_slo",
                     f"the first token would take {predicted_s:.1f} s, more than {limit_s:.1f} s (routing.ttft_slo_s)",
                     retry_after_s=retry_after_s,
                     predicted_ttft_s=predicted_s,
                 )
 
-    def _send(self, attempt: Attempt, rest: link_pb2.Run, choices: Sequence[ChoiceStream]) -> _UnderWay:
+    def _send(
+        self, attempt: Attempt, rest: link_pb2.Run, choices: Sequence[ChoiceStream], log: RequestLog
+    ) -> _UnderWay:
         rest.partition = attempt.decode.home.partition
         session, handoff = self._knowledge.session_at(attempt.decode.home.worker), None
         if attempt.prefill is None:
-            if attempt.is_local_prefill:
-                self._metrics.local_prefills.labels(*self._labels(attempt)).inc()
             inbox = session.run(rest)
         else:
-            self._metrics.handoffs.labels(*self._labels(attempt)).inc()
-            handoff = self._handoffs.begin(rest, attempt, attempt.prefill, decode=session)
+            handoff = self._handoffs.begin(rest, log, attempt, attempt.prefill, decode=session)
             inbox = handoff.inbox
         self._knowledge.sent(session, attempt.decode)
         going_on = tuple(choice for choice in choices if not choice.is_ended)
@@ -171,41 +174,40 @@ class Attempts:
             prefill_ms=None if phases is None else phases.prefill_ms,
         )
 
-    def _failed(self, attempt: Attempt, retries: Retries, error: RequestError) -> None:
-        """Raises where the request ends with it."""
+    def _failed(self, attempt: Attempt, retries: Retries, error: RequestError) -> str:
+        """Its cause in a word. Raises where the request ends with it."""
         failure = failure_of(error)
         is_over = not self._dispatcher.failed(attempt, retries, failure, retry_after_s=error.retry_after_s)
         if is_over or not self._may_retry():
             raise final_error(error)
-        self._metrics.retries.labels(*self._labels(attempt), failure.name.lower()).inc()
+        return failure.name.lower()
 
-    def _end(self, under_way: _UnderWay, record: RequestRecord) -> None:
-        record.attempt_ended()
+    def _end(self, under_way: _UnderWay, log: RequestLog) -> None:
+        log.append(AttemptEnded())
         session, handoff = under_way.session, under_way.handoff
         if handoff is None:
             session.close(under_way.run.request_id, cancel=not under_way.is_worker_done)
             return
-        if handoff.reserved_ms is not None:
-            record.reserved(handoff.reserved_ms)
         if handoff.transfer is not None:
-            record.moved(handoff.transfer, handoff.transferred_ns)
             self._dispatcher.moved(under_way.attempt, handoff.transfer.exposed_ms)
         self._handoffs.end(handoff, decode=session, is_finished=under_way.is_worker_done)
 
-    def _assignment(self, under_way: _UnderWay) -> Assignment:
+    def _sent(self, under_way: _UnderWay) -> AttemptSent:
         """As it is recorded."""
         attempt = under_way.attempt
-        return Assignment(
+        assignment = Assignment(
             attempt_id=under_way.run.request_id,
             prefill=None if attempt.prefill is None else self._leg(attempt.prefill.home),
             decode=self._leg(attempt.decode.home),
         )
+        return AttemptSent(
+            worker_index=self._pool.index_of(attempt.decode.home.worker),
+            assignment=assignment,
+            is_prefill_at_decode=attempt.is_local_prefill,
+        )
 
     def _leg(self, home: Home) -> Leg:
         return Leg(home.worker, self._knowledge.session_at(home.worker).welcome.epoch, home.partition)
-
-    def _labels(self, attempt: Attempt) -> tuple[str, str]:
-        return self._metrics.model_name, str(self._pool.index_of(attempt.decode.home.worker))
 
 
 def _demand(run: link_pb2.Run, affinity_key: bytes | None) -> Demand:

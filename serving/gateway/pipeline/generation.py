@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from moonshard.kv.prefix import block_names, root_name
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
-from moonshard.rpc.status import InternalError, Overloaded, Unavailable
+from moonshard.rpc.status import InternalError, Unavailable
 from moonshard.serving.config.tenants import Salts
 from moonshard.serving.control.routing.fleet import ModelLimits
 from moonshard.serving.control.routing.router import Affinity
@@ -24,17 +24,17 @@ from moonshard.serving.gateway.pipeline.attempts import Attempts, Sent
 from moonshard.serving.gateway.pipeline.choice import CallsMade, ChoiceStream, ForcedCall, joined
 from moonshard.serving.gateway.pipeline.handoffs import Handoffs
 from moonshard.serving.gateway.pipeline.model import PromptLimit, ServedModel
-from moonshard.serving.gateway.records.accounts import Accounts, PromptHold
-from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.record import RequestRecord
-from moonshard.serving.gateway.records.rows import RequestTrace, RequestTraces
-from moonshard.serving.gateway.records.stamps import Stamps
+from moonshard.serving.gateway.records.events import FirstDelivered, RequestTokenized, TokensArrived
+from moonshard.serving.gateway.records.log import RequestLog, RequestLogs
+from moonshard.serving.gateway.records.rates import TokenRates
+from moonshard.serving.gateway.records.spans import mark
+from moonshard.serving.gateway.refusals import LimitReached
 from moonshard.serving.gateway.request import GenerationRequest, check_parameters, check_token_ids, stop_tokens
 from moonshard.serving.gateway.workers.inbox import Arrival
 from moonshard.serving.gateway.workers.pool import LinkPool
 from moonshard.serving.observe.spans.context import TraceContext, read_context
 
-type Event = Routed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
+type GenerationEvent = Routed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
 
 DRAINING_RETRY_AFTER_S = 5.0
 OVERLOADED_RETRY_AFTER_S = 1.0
@@ -75,9 +75,8 @@ class Gateway:
         model: ServedModel,
         pool: LinkPool,
         handoffs: Handoffs,
-        metrics: GatewayMetrics,
-        accounts: Accounts,
-        traces: RequestTraces,
+        logs: RequestLogs,
+        rates: TokenRates | None,
         *,
         salts: Salts,
         max_queued_requests: int,
@@ -88,14 +87,11 @@ class Gateway:
         self.handoffs = handoffs
         self.aside = Aside()
         self.is_draining = False
-        self._metrics = metrics
-        self._accounts = accounts
-        self._traces = traces
+        self._logs = logs
+        self._rates = rates
         self._salts = salts
         self._max_queued_requests = max_queued_requests
-        self._attempts = Attempts(
-            pool, handoffs, metrics, max_attempts=max_attempts, may_retry=lambda: not self.is_draining
-        )
+        self._attempts = Attempts(pool, handoffs, max_attempts=max_attempts, may_retry=lambda: not self.is_draining)
         self._numbers = itertools.count()
         self._running: set[int] = set()
         self._waiting: set[int] = set()  # of the running: those without a first token
@@ -121,45 +117,45 @@ class Gateway:
 
     def parent_of(self, headers: Callable[[str], Sequence[str]]) -> TraceContext | None:
         """The client's span, by all values of a header; None where there is none, or no spans are wanted."""
-        return read_context(headers) if self._traces.has_spans else None
+        return read_context(headers) if self._logs.has_spans else None
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent]:
         """Routed and TokenIds (the prompt), then CallsMade and Deltas, then one Summary.
 
         Routed again for each time that its worker is lost before the first token.
         Close it (`aclosing`) to cancel.
         Raises RequestError, before the first event for what is wrong with the request itself.
         """
-        stamps = Stamps(received_ns=request.received_ns)
-        with (
-            self._metrics.outcome(),
-            self._traces.entry(request, stamps) as trace,
-            self._admitted(request) as admission,
-        ):
+        with self._logs.opened(request) as log, self._admitted(request) as admission:
             prompt = await self.model.tokenize(request, PromptLimit.to_generate(admission.limits.max_context_tokens))
             forced = self.model.forced_call(request)
             run = await self.aside.run(len(prompt), self._make_run, admission, prompt, forced)
-            record = RequestRecord(
-                self._metrics, run, stamps, num_forced=0 if forced is None else len(forced.token_ids)
+            mark(run, log.context)
+            num_forced = 0 if forced is None else len(forced.token_ids)
+            log.append(
+                RequestTokenized(
+                    num_prompt_tokens=len(prompt),
+                    max_tokens=run.max_tokens + num_forced,
+                    num_choices=run.n,
+                    num_forced_tokens=num_forced,
+                )
             )
-            trace.tokenized(run, record)
-            self._accounts.admit(request.caller.tenant, len(prompt))
-            with record, self._accounts.entry(request, record) as hold:
-                async with aclosing(self._stream(admission, run, forced, record, hold, trace)) as events:
-                    async for event in events:
-                        yield event
-                        if isinstance(event, pb.Delta) and stamps.delivered():
-                            record.first_token()
-                timing = stamps.timing()
-                record.finished(timing)
-            summary = pb.Summary(
-                request_id=request.request_id,
-                model=self.model.name,
-                usage=record.usage(),
-                timing=timing,
-                seed=run.sampling.seed,
-            )
-        yield summary  # outside: closing the generator now is no cancellation
+            if self._rates is not None:
+                self._rates.admit(request.caller.tenant.name, len(prompt))
+            is_delivered = False
+            async with aclosing(self._stream(admission, run, forced, log)) as events:
+                async for event in events:
+                    yield event
+                    if not is_delivered and isinstance(event, pb.Delta):
+                        is_delivered = True
+                        log.append(FirstDelivered())
+        yield pb.Summary(  # outside: closing the generator now is no cancellation
+            request_id=request.request_id,
+            model=self.model.name,
+            usage=log.usage(),
+            timing=log.timing,
+            seed=run.sampling.seed,
+        )
 
     @contextmanager
     def _admitted(self, request: GenerationRequest) -> Iterator[AdmittedRequest]:
@@ -170,8 +166,8 @@ class Gateway:
         limits = self.limits()
         check_parameters(request, vocab_size=limits.vocab_size, has_tokenizer=self.model.tokenizer is not None)
         if len(self._waiting) >= self._max_queued_requests:
-            self._metrics.queue_rejections.inc()
-            raise Overloaded(
+            raise LimitReached(
+                "max_queued_requests",
                 f"{len(self._waiting)} requests are waiting",
                 retry_after_s=OVERLOADED_RETRY_AFTER_S,
                 predicted_ttft_s=self.pool.knowledge.dispatcher.least_ttft_s(time.monotonic()),
@@ -189,13 +185,7 @@ class Gateway:
                 self._idle.set()
 
     async def _stream(
-        self,
-        admission: AdmittedRequest,
-        run: link_pb2.Run,
-        forced: ForcedCall | None,
-        record: RequestRecord,
-        hold: PromptHold,
-        trace: RequestTrace,
+        self, admission: AdmittedRequest, run: link_pb2.Run, forced: ForcedCall | None, log: RequestLog
     ) -> AsyncGenerator[Routed | pb.TokenIds | CallsMade | pb.Delta]:
         """The prompt as soon as it was sent; then deltas until every choice has ended."""
         model, request = self.model, admission.request
@@ -210,22 +200,20 @@ class Gateway:
             for index in range(run.n)
         ]
         placed: Routed | None = None
-        async with aclosing(self._attempts.events(run, choices, record, request.caller.affinity_key)) as events:
+        async with aclosing(self._attempts.events(run, choices, log, request.caller.affinity_key)) as events:
             async for event in events:
                 if isinstance(event, Sent):
                     if placed is None:
-                        hold.sent()
                         placed = Routed(event.worker, event.affinity)
                         yield placed
-                        yield pb.TokenIds(ids=run.prompt_tokens[: record.num_prompt])
-                    elif not record.has_begun:
+                        yield pb.TokenIds(ids=run.prompt_tokens[: log.tokenized.num_prompt_tokens])
+                    elif not log.has_begun:
                         placed = placed.again(event.worker)
                         yield placed
                     continue
-                if not record.has_begun:
-                    hold.computed()
+                if not log.has_begun:
                     self._waiting.discard(admission.number)
-                for told in _accept(choices, event, record, trace):
+                for told in _accept(choices, event, log):
                     yield told
 
     def _make_run(self, admission: AdmittedRequest, prompt: Sequence[int], forced: ForcedCall | None) -> link_pb2.Run:
@@ -293,9 +281,7 @@ def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: 
     return allowed
 
 
-def _accept(
-    choices: list[ChoiceStream], arrivals: list[Arrival], record: RequestRecord, trace: RequestTrace
-) -> Iterator[CallsMade | pb.Delta]:
+def _accept(choices: list[ChoiceStream], arrivals: list[Arrival], log: RequestLog) -> Iterator[CallsMade | pb.Delta]:
     """What the client is told of what arrived together: of each choice one Delta, or one for each of its calls."""
     deltas: dict[int, pb.Delta] = {}
     for arrival in arrivals:
@@ -304,10 +290,9 @@ def _accept(
             yield from deltas.values()  # they are counted already
             raise InternalError(f"the worker answered for choice {index} of {len(choices)}")
         delta = choices[index].accept(arrival.output)
-        record.arrived(arrival, delta)
+        log.append(TokensArrived(arrival.arrived_ns, arrival.output, delta))
         if delta is None:
             continue
-        trace.arrived(arrival.arrived_ns, delta)
         if (made := choices[index].take_calls()) is not None:
             if (before := deltas.pop(index, None)) is not None:
                 yield before

@@ -25,6 +25,8 @@ from moonshard.serving.control.handoff.gateway import (
 )
 from moonshard.serving.control.request import Request
 from moonshard.serving.gateway.failures import HandoffFailed
+from moonshard.serving.gateway.records.events import AttemptMoved, AttemptReserved
+from moonshard.serving.gateway.records.log import RequestLog
 from moonshard.serving.gateway.workers.inbox import Arrival, Inbox
 from moonshard.serving.gateway.workers.knowledge import Knowledge
 from moonshard.serving.gateway.workers.session import WorkerSession
@@ -38,15 +40,14 @@ class Handoff:
     """One handoff under way: what an attempt with a prefill leg is to its gateway."""
 
     run: link_pb2.Run
+    log: RequestLog
     endpoint: link_pb2.KvEndpoint  # of the decode worker
     attempt: Attempt
     prefill: AttemptLeg
     lease_end_s: float  # by then decode has been started
     inbox: Inbox
-    reserved_ms: float | None = None  # what its reservation waited for room; None until there is
     has_first_tokens: bool = False
     transfer: link_pb2.TransferPhases | None = None  # once its last chunk is here
-    transferred_ns: int = 0  # likewise: when that was
     retry_after_s: float = 0.0  # as a worker without room said
 
     @property
@@ -70,7 +71,9 @@ class Handoffs:
     def num_handoffs(self) -> int:
         return len(self._handoffs)
 
-    def begin(self, run: link_pb2.Run, attempt: Attempt, prefill: AttemptLeg, *, decode: WorkerSession) -> Handoff:
+    def begin(
+        self, run: link_pb2.Run, log: RequestLog, attempt: Attempt, prefill: AttemptLeg, *, decode: WorkerSession
+    ) -> Handoff:
         """Reserve on `decode`, in the run's partition; the run's id becomes the handoff's.
 
         Everything that happens to the request comes through the inbox. Its caller calls `end` exactly once.
@@ -78,6 +81,7 @@ class Handoffs:
         now_s = time.monotonic()
         handoff = Handoff(
             run=run,
+            log=log,
             endpoint=decode.welcome.endpoint,
             attempt=attempt,
             prefill=prefill,
@@ -132,14 +136,15 @@ class Handoffs:
 
     def _target(self, target: link_pb2.Target) -> None:
         if (handoff := self._handoffs.get(target.handoff)) is not None:
-            handoff.reserved_ms = target.queue_ms
+            handoff.log.append(AttemptReserved(target.queue_ms))
         self._execute(self._side.target(handoff_wire.target_from(target)))
 
     def _chunk(self, chunk: link_pb2.Manifest) -> None:
         self._execute(self._side.chunk(handoff_wire.manifest_from(chunk)))
         handoff = self._handoffs.get(chunk.handoff)
         if handoff is not None and chunk.is_last:
-            handoff.transfer, handoff.transferred_ns = chunk.phases, time.perf_counter_ns()
+            handoff.transfer = chunk.phases
+            handoff.log.append(AttemptMoved(chunk.phases))
             self._close_prefill_leg(handoff)
 
     def _first_tokens(self, first: link_pb2.FirstTokens) -> None:

@@ -1,99 +1,97 @@
 """What each request used, for whoever pays: its row in the ledger, and its tokens against its tenant's rate.
 
 A request has an account once it was sent to a worker, however it ends then; what this gateway refused used nothing, and
-has none. Tokens are those that the metrics count, so that ledger, metrics and answers add up to the same. Left out: how
-a row is written (`records.ledger`), and how a rate is kept (`rates`).
+has none. Tokens are those that the metrics count, so that ledger, metrics and answers add up to the same. How a row is
+written is `ledger`'s, and how a rate is kept `rates`'.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonshard.rpc import inference_pb2 as pb
-from moonshard.rpc.status import Overloaded
 from moonshard.serving.config.prices import Prices
 from moonshard.serving.config.tenants import Tenant
-from moonshard.serving.gateway.records.ledger import Ledger, Row
-from moonshard.serving.gateway.records.metrics import GatewayMetrics, outcome_of
+from moonshard.serving.gateway.records.events import AttemptSent, LogEvent, RequestEnded, TokensArrived
+from moonshard.serving.gateway.records.ledger import Ledger, LedgerRow
+from moonshard.serving.gateway.records.log import Reader, RequestLog
 from moonshard.serving.gateway.records.rates import TokenRates
-from moonshard.serving.gateway.records.record import RequestRecord
-from moonshard.serving.gateway.request import GenerationRequest
+from moonshard.serving.observe.spans.span import CANCELLED
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Accounts:
-    """Of one gateway. Without a ledger nothing is written; without rates nobody is refused."""
+    """Of one gateway. Without a ledger nothing is written; without rates nobody's tokens are counted."""
 
-    def __init__(
-        self, metrics: GatewayMetrics, prices: Prices, *, ledger: Ledger | None, rates: TokenRates | None
-    ) -> None:
-        self._metrics = metrics
-        self._prices = prices
-        self._ledger = ledger
-        self._rates = rates
+    model: str
+    prices: Prices
+    ledger: Ledger | None
+    rates: TokenRates | None
 
-    def admit(self, tenant: Tenant, num_prompt: int) -> None:
-        """Overloaded where the tenant has used up its tokens."""
-        try:
-            if self._rates is not None:
-                self._rates.admit(tenant.name, num_prompt)
-        except Overloaded:
-            self._metrics.rate_rejections.inc()
-            raise
+    def reader(self, log: RequestLog) -> Reader | None:
+        return None if self.ledger is None and self.rates is None else RequestAccount(self, log)
 
-    @contextmanager
-    def entry(self, request: GenerationRequest, record: RequestRecord) -> Iterator["PromptHold"]:
-        """The block is the request's time on workers. Sent to one, it is accounted for once, however it ends."""
-        outcome, hold = "", PromptHold(self._rates, request.caller.tenant, record.num_prompt)
-        try:
-            yield hold
-            outcome = record.finish_reason
-        except BaseException as error:
-            outcome = outcome_of(error)
-            raise
-        finally:
-            hold.close(is_refused=outcome != "cancelled")
-            if record.is_sent:
-                self._close(request, record.usage(), outcome)
 
-    def _close(self, request: GenerationRequest, usage: pb.Usage, outcome: str) -> None:
-        caller = request.caller
-        if self._rates is not None:
-            self._rates.used(caller.tenant.name, usage.completion_tokens)
-        if self._ledger is not None:
+class RequestAccount:
+    """A reader of one log."""
+
+    def __init__(self, accounts: Accounts, log: RequestLog) -> None:
+        self._accounts = accounts
+        self._log = log
+        self._hold: PromptHold | None = None  # until it is sent
+
+    def __call__(self, event: LogEvent) -> None:
+        match event:
+            case TokensArrived():
+                if self._hold is not None:
+                    self._hold.computed()
+            case AttemptSent():
+                if self._hold is None:
+                    self._hold = PromptHold(
+                        self._accounts.rates, self._log.request.caller.tenant, self._log.tokenized.num_prompt_tokens
+                    )
+            case RequestEnded():
+                if self._hold is not None:
+                    self._hold.close(is_refused=event.outcome != CANCELLED)
+                    self._close(event)
+            case _:
+                pass
+
+    def _close(self, ended: RequestEnded) -> None:
+        accounts, caller, usage = self._accounts, self._log.request.caller, self._log.usage()
+        if accounts.rates is not None:
+            accounts.rates.used(caller.tenant.name, usage.completion_tokens)
+        if accounts.ledger is not None:
             tokens = {name: getattr(usage, name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
-            row = Row(
-                request_id=request.request_id,
+            row = LedgerRow(
+                request_id=self._log.request.request_id,
                 ended_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
                 tenant=caller.tenant.name,
                 session="" if caller.affinity_key is None else caller.affinity_key.hex(),
-                model=self._metrics.model_name,
-                outcome=outcome,
-                usd=self._prices.usd(**tokens),
+                model=accounts.model,
+                outcome=self._log.finish_reason if ended.is_complete else ended.outcome,
+                usd=accounts.prices.usd(**tokens),
                 **tokens,
             )
-            self._ledger.add(row)
+            accounts.ledger.add(row)
 
 
 class PromptHold:
-    """One prompt's tokens against its tenant's rate: not held, then held, then used or given back, once."""
+    """One prompt's tokens against its tenant's rate: held from the beginning, then used or given back, once."""
 
     def __init__(self, rates: TokenRates | None, tenant: Tenant, num_prompt: int) -> None:
+        """It was admitted, and is on its way to a worker."""
         self._rates = rates
         self._tenant = tenant.name
         self._num_prompt = num_prompt
-        self._is_held = False
-
-    def sent(self) -> None:
-        """It was admitted, and is on its way to a worker."""
-        if self._rates is not None:
-            self._rates.hold(self._tenant, self._num_prompt)
-            self._is_held = True
+        self._is_held = rates is not None
+        if rates is not None:
+            rates.hold(self._tenant, num_prompt)
 
     def computed(self) -> None:
-        """Its first output has come."""
+        """An output has come."""
         self._settle(is_used=True)
 
     def close(self, *, is_refused: bool) -> None:

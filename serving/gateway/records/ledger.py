@@ -35,7 +35,7 @@ class LedgerError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class LedgerRow:
     """Of one request. `outcome` is the finish reason of its first choice, `cancelled`, or the code of its error."""
 
     request_id: str
@@ -61,7 +61,7 @@ class Ledger:
         """OSError where the file cannot be opened; LedgerError where another process has it, or it is no ledger."""
         self._path = path
         self._file = _open(path)
-        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._rows: queue.SimpleQueue[LedgerRow | None] = queue.SimpleQueue()
         self._pending: deque[bytes] = deque()
         self._whole_bytes: int | None = None  # of the file, where the row behind them was cut off and is still there
         self._is_failing = False
@@ -85,7 +85,7 @@ class Ledger:
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, row: Row) -> None:
+    def add(self, row: LedgerRow) -> None:
         """Never blocks. One thread adds."""
         while self.num_pending >= MAX_PENDING_ROWS:
             try:
@@ -214,9 +214,9 @@ def _claim(file: int, path: Path) -> None:
     os.ftruncate(file, size - len(torn))
 
 
-def read_ledger(path: Path) -> Iterator[Row]:
+def read_ledger(path: Path) -> Iterator[LedgerRow]:
     """The rows of a file, also while it is written to. LedgerError for a line that is no row."""
-    names = {field.name for field in fields(Row)}
+    names = {field.name for field in fields(LedgerRow)}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
@@ -225,6 +225,6 @@ def read_ledger(path: Path) -> Iterator[Row]:
                 raw: Any = json.loads(line)
                 if not isinstance(raw, dict) or raw.keys() != names:
                     raise LedgerError("not a row of a ledger")
-                yield msgspec.convert(raw, Row)
+                yield msgspec.convert(raw, LedgerRow)
             except (ValueError, RecursionError, msgspec.ValidationError) as error:
                 raise LedgerError(f"{path}, line {number}: {error}") from error

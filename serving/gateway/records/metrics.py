@@ -2,17 +2,16 @@
 
 A registry of its own, so that two gateways in one process do not share counts. Names, labels and bucket bounds of the
 `vllm:` metrics are vLLM's, so that existing boards and autoscalers read them unchanged; `engine` is the worker's index.
-What workers report of themselves is in `worker_metrics`.
+What is counted of a request, and when, is in `request_metrics`; what workers report of themselves in `worker_metrics`.
 """
 
-import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
 
-from moonshard.rpc.status import RequestError
+from moonshard.serving.gateway.refusals import Limit
 
 LABELS = ("model_name", "engine")
 TTFT_BUCKETS_S = (
@@ -71,7 +70,7 @@ HELP = {
 }
 
 
-class Registry(CollectorRegistry):
+class GatewayRegistry(CollectorRegistry):
     """Without the `_created` samples, which in Prometheus' text format are gauges of their own that nobody reads."""
 
     def collect(self) -> Iterator[Metric]:
@@ -85,7 +84,7 @@ class GatewayMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
-        self.registry = Registry()
+        self.registry = GatewayRegistry()
         self.ttft_s = self._histogram("vllm:time_to_first_token_seconds", TTFT_BUCKETS_S)
         self.inter_token_s = self._histogram("vllm:inter_token_latency_seconds", TPOT_BUCKETS_S)
         self.time_per_output_token_s = self._histogram("vllm:request_time_per_output_token_seconds", TPOT_BUCKETS_S)
@@ -117,31 +116,10 @@ class GatewayMetrics:
         self.http_requests = self._counter("moonshard_http_requests", labels=("route", "status"))
         self.unknown_fields = self._counter("moonshard_unknown_fields", labels=())
         rejections = self._counter("vllm:admission_rejections", labels=("model_name", "reason"))
-        self.queue_rejections = rejections.labels(model_name, "max_queued_requests")
-        self.slo_rejections = rejections.labels(model_name, "ttft_slo")
-        self.rate_rejections = rejections.labels(model_name, "tenant_tokens_per_minute")
-
-    @contextmanager
-    def outcome(self) -> Iterator[None]:
-        """Count how the request that is the block ended."""
-        outcome = "completed"
-        try:
-            yield
-        except BaseException as error:
-            outcome = outcome_of(error)
-            raise
-        finally:
-            self.outcomes.labels(outcome).inc()
+        self.rejections = {limit: rejections.labels(model_name, limit) for limit in get_args(Limit.__value__)}
 
     def _histogram(self, name: str, buckets: tuple[float, ...], *more_labels: str) -> Histogram:
         return Histogram(name, HELP[name], (*LABELS, *more_labels), buckets=buckets, registry=self.registry)
 
     def _counter(self, name: str, *more_labels: str, labels: tuple[str, ...] = LABELS) -> Counter:
         return Counter(name, HELP[name], (*labels, *more_labels), registry=self.registry)
-
-
-def outcome_of(error: BaseException) -> str:
-    """How a request ended that has no finish reason."""
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return "cancelled"
-    return error.code.name.lower() if isinstance(error, RequestError) else "internal_error"

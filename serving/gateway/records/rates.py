@@ -11,10 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from moonshard.rpc.status import Overloaded
 from moonshard.serving.control.sliding_window import SlidingWindow
+from moonshard.serving.gateway.refusals import Limit, LimitReached
 
 WINDOW_S = 60
+LIMIT: Limit = "tenant_tokens_per_minute"
 
 
 class TokenRates:
@@ -30,14 +31,17 @@ class TokenRates:
         self._held = Counter[str]()  # of prompts that were sent, and of which nothing is known yet
 
     def admit(self, tenant: str, num_tokens: int) -> None:
-        """Raises Overloaded where there is no room for a prompt, without a delay where no wait makes any."""
+        """Raises LimitReached where there is no room for a prompt, without a delay where no wait makes any."""
         limit, window_s = self._limit, self._window.window_s
         if num_tokens > limit:
-            raise Overloaded(f"{num_tokens} tokens are more than {limit} in {window_s} s, which is the tenant's rate")
+            raise LimitReached(
+                LIMIT, f"{num_tokens} tokens are more than {limit} in {window_s} s, which is the tenant's rate"
+            )
         owed, needed = self._pay(tenant), self._held[tenant] + num_tokens
         if owed or needed > self._room(tenant):
             wait_s = self._window.wait_s(tenant, max(0, limit - owed - needed), self._clock_s())
-            raise Overloaded(
+            raise LimitReached(
+                LIMIT,
                 f"with this prompt's {num_tokens} tokens the tenant would have more than its {limit} in {window_s} s",
                 retry_after_s=wait_s,
             )

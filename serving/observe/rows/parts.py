@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moonshard.serving.observe.rows.schema import VERSION, Column, Kind, Row, Table, Value
+from moonshard.serving.observe.rows.schema import VERSION, Column, ColumnKind, Row, Table, Value
 
 if TYPE_CHECKING:
     import polars as pl
@@ -155,7 +155,7 @@ def _fits(column: Column, values: list[Value]) -> bool:
     return True
 
 
-def _dtypes() -> Mapping[Kind, Any]:
+def _dtypes() -> Mapping[ColumnKind, Any]:
     import polars as pl
 
     return {"text": pl.String, "int": pl.Int64, "float": pl.Float64, "bool": pl.Boolean, "ints": pl.List(pl.Int64)}

@@ -28,10 +28,10 @@ CLOSE_TIMEOUT_S = 5.0  # at the process's end, for what is not written yet
 type Columns = list[list[Value]]
 
 
-class Rows:
+class UnwrittenRows:
     """One table's rows that are not written yet. Any thread may append."""
 
-    def __init__(self, table: Table, max_rows: int, on_full: "queue.SimpleQueue[Rows | None]") -> None:
+    def __init__(self, table: Table, max_rows: int, on_full: "queue.SimpleQueue[UnwrittenRows | None]") -> None:
         self.table = table
         self.num_lost = 0
         self._max_rows = max_rows
@@ -86,8 +86,8 @@ class Recorder:
     def __init__(self, path: Path, tables: Sequence[Table], *, max_rows: int, max_age_s: float, max_bytes: int) -> None:
         self._path = path
         self._max_age_s = max_age_s
-        self._full: queue.SimpleQueue[Rows | None] = queue.SimpleQueue()  # those with a full part; None: the end
-        self._rows = {table.name: Rows(table, max_rows, self._full) for table in tables}
+        self._full = queue.SimpleQueue[UnwrittenRows | None]()  # those with a full part; None: the end
+        self._rows = {table.name: UnwrittenRows(table, max_rows, self._full) for table in tables}
         self._origin = this_process()
         self._prefix = f"{self._origin.host}-{self._origin.pid}-{time.time_ns() // 1_000_000}"
         self._numbers = itertools.count()
@@ -105,7 +105,7 @@ class Recorder:
         """Rows that are in no part and never will be."""
         return self._num_unwritten + sum(rows.num_lost for rows in self._rows.values())
 
-    def rows(self, table: Table) -> Rows:
+    def rows(self, table: Table) -> UnwrittenRows:
         """Where to append."""
         return self._rows[table.name]
 
@@ -154,7 +154,7 @@ class Recorder:
             if (columns := rows.take_young()) is not None:
                 self._write(rows, columns)
 
-    def _write(self, rows: Rows, columns: Columns) -> None:
+    def _write(self, rows: UnwrittenRows, columns: Columns) -> None:
         if self._is_given_up:
             return  # they are counted
         self._num_writing = num_rows = len(columns[0])

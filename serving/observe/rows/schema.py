@@ -7,7 +7,7 @@ are of `time.perf_counter_ns`, which on Linux is CLOCK_MONOTONIC: one clock for 
 from dataclasses import dataclass
 from typing import Literal
 
-type Kind = Literal["text", "int", "float", "bool", "ints"]
+type ColumnKind = Literal["text", "int", "float", "bool", "ints"]
 type Value = str | int | float | bool | tuple[int, ...] | None
 type Row = tuple[Value, ...]
 
@@ -19,7 +19,7 @@ class Column:
     """`unit`: "clock ns" for a stamp, "ns" or "ms" for a duration, "tokens" or "blocks" for so many, or none."""
 
     name: str
-    kind: Kind
+    kind: ColumnKind
     unit: str = ""
     is_optional: bool = False  # may be null
 
@@ -36,7 +36,7 @@ class Table:
         return self.columns + ORIGIN
 
 
-def _optional(name: str, kind: Kind, unit: str = "") -> Column:
+def _optional(name: str, kind: ColumnKind, unit: str = "") -> Column:
     return Column(name, kind, unit, is_optional=True)
 
 

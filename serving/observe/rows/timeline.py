@@ -15,7 +15,7 @@ from typing import Any
 from moonshard.serving.observe.rows.schema import PHASES
 
 type Record = Mapping[str, Any]
-type Event = dict[str, Any]
+type TimelineEvent = dict[str, Any]
 
 _GATEWAYS, _PREFILL, _TRANSFERS, _DECODE = range(4)  # the order of the processes
 _DEVICE, _HOST = 1, 2  # rows of a worker
@@ -72,7 +72,7 @@ class _Tracks:
         order = _PREFILL if row["role"] == "prefill" else _DECODE
         return self.number(order, f"{row['role']} {row['worker']} {row['epoch'][:8]}")
 
-    def names(self) -> Iterator[Event]:
+    def names(self) -> Iterator[TimelineEvent]:
         for (order, name), number in sorted(self._numbers.items()):
             yield {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": order}}
@@ -81,7 +81,7 @@ class _Tracks:
                     yield {"ph": "M", "name": "thread_name", "pid": number, "tid": thread, "args": {"name": title}}
 
 
-def _request_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[Event]:
+def _request_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[TimelineEvent]:
     """In the order in which they nest: a reader takes events of one moment as they come."""
     pid, start_ns = tracks.gateway(row), clocks.unix_ns(row, row["received_ns"])
     arguments = {name: row[name] for name in _ARGUMENTS if row[name] is not None}
@@ -100,7 +100,7 @@ def _request_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[E
         yield from _slice(tracks.transfers(), identity, f"transfer {row['request_id']}", begin_ns, end_ns)
 
 
-def _step_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[Event]:
+def _step_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[TimelineEvent]:
     pid, done_ns = tracks.worker(row), clocks.unix_ns(row, row["done_ns"])
     arguments = {name: row[name] for name in _STEP_ARGUMENTS} | {"partitions": list(row["partitions"])}
     launched_ns = clocks.unix_ns(row, row["launched_ns"])
@@ -120,7 +120,7 @@ def _step_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[Even
         }
 
 
-def _slice(pid: int, identity: str, name: str, start_ns: int, end_ns: int) -> tuple[Event, Event]:
+def _slice(pid: int, identity: str, name: str, start_ns: int, end_ns: int) -> tuple[TimelineEvent, TimelineEvent]:
     """Its begin and its end: those of one process's identity nest, and those of others may overlap them."""
     common = {"name": name, "cat": "request", "id2": {"local": identity}, "pid": pid, "tid": pid}
     return common | {"ph": "b", "ts": start_ns}, common | {"ph": "e", "ts": end_ns}

@@ -76,7 +76,7 @@ def _state(text: str) -> str:
     return ",".join(members) if is_valid else ""
 
 
-class Sampling:
+class TraceSampling:
     """Which requests have spans. A trace's own id decides, as in OpenTelemetry's SDKs, so that services agree."""
 
     def __init__(self, ratio: float, *, is_parent_based: bool = True) -> None:

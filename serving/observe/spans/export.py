@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from moonshard.serving.config.keys import TelemetryConfig
-from moonshard.serving.observe.spans.span import Span
+from moonshard.serving.observe.spans.span import EndedSpan
 
 logger = logging.getLogger(__name__)
 PERIOD_S = 1.0  # a span waits no longer to be sent, while the collector keeps up
@@ -27,7 +27,7 @@ ABORT_TIMEOUT_S = 0.5  # then, for what is being sent to be given up
 class Exporter(Protocol):
     """Sends to one collector. Called on one thread, but for `close`."""
 
-    def export(self, spans: Sequence[Span]) -> str | None:
+    def export(self, spans: Sequence[EndedSpan]) -> str | None:
         """None, or why they are lost: it has tried as often as it should."""
         ...
 
@@ -42,7 +42,7 @@ class SpanExport:
     def __init__(self, open_exporter: Callable[[], Exporter], target: str) -> None:
         self._open_exporter = open_exporter
         self._target = target
-        self._waiting: deque[Span] = deque()
+        self._waiting: deque[EndedSpan] = deque()
         self._is_closing = False
         self._is_given_up = False
         self._is_failing = False  # the last batch was lost
@@ -56,7 +56,7 @@ class SpanExport:
         """Spans that no collector has, nor ever will."""
         return self._num_overflown + self._num_unsent
 
-    def append(self, span: Span) -> None:
+    def append(self, span: EndedSpan) -> None:
         """Never waits. On one thread only: the event loop's."""
         if len(self._waiting) >= MAX_WAITING_SPANS or self._is_closing:
             self._num_overflown += 1
@@ -93,7 +93,7 @@ class SpanExport:
             self._note(len(batch), self._send(batch))
             time.sleep(0)  # whoever serves waits for one batch's encoding, never for all
 
-    def _send(self, batch: Sequence[Span]) -> str | None:
+    def _send(self, batch: Sequence[EndedSpan]) -> str | None:
         try:
             return self._exporter.export(batch)
         except Exception as error:  # whatever it was: a span is never worth a request

@@ -19,11 +19,11 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from moonshard.serving.config.keys import TelemetryConfig
 from moonshard.serving.observe.rows.origin import unix_offset_ns
 from moonshard.serving.observe.spans.context import TraceContext
-from moonshard.serving.observe.spans.span import Kind, Span
+from moonshard.serving.observe.spans.span import EndedSpan, SpanKindName
 
 SERVICE_NAME = "moonshard"
 TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
-_KINDS: Mapping[Kind, SpanKind] = {
+_KINDS: Mapping[SpanKindName, SpanKind] = {
     "server": SpanKind.SERVER,
     "client": SpanKind.CLIENT,
     "internal": SpanKind.INTERNAL,
@@ -69,7 +69,7 @@ class OtlpExporter:
         loggers.addHandler(self._words)
         loggers.propagate = False
 
-    def export(self, spans: Sequence[Span]) -> str | None:
+    def export(self, spans: Sequence[EndedSpan]) -> str | None:
         """The offset to the time of day is read for each batch: that of a long-lived process is corrected meanwhile."""
         self._words.is_new_batch, offset_ns = True, unix_offset_ns()
         result = self._exporter.export([_readable(span, offset_ns, self._resource) for span in spans])
@@ -85,7 +85,7 @@ def traces_url(endpoint: str) -> str:
     return base if base.endswith(TRACES_PATH) else base + TRACES_PATH
 
 
-def _readable(span: Span, offset_ns: int, resource: Resource) -> ReadableSpan:
+def _readable(span: EndedSpan, offset_ns: int, resource: Resource) -> ReadableSpan:
     return ReadableSpan(
         name=span.name,
         context=_context(span.context, is_remote=False),

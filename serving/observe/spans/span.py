@@ -9,30 +9,30 @@ from typing import Literal
 
 from moonshard.serving.observe.spans.context import TraceContext
 
-type Value = str | int | float | bool | tuple[str, ...]
-type Kind = Literal["server", "client", "internal"]
+type Attribute = str | int | float | bool | tuple[str, ...]
+type SpanKindName = Literal["server", "client", "internal"]
 CANCELLED = "cancelled"  # an outcome that is nobody's fault
 MAX_NAME_CHARS = 512  # of what a client calls something
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class EndedSpan:
     """`error`: its type in a word, which is no text of a client's; None where it did not fail."""
 
     name: str
-    kind: Kind
+    kind: SpanKindName
     context: TraceContext
     parent: TraceContext | None
     begun_ns: int  # perf_counter_ns
     ended_ns: int
-    attributes: Mapping[str, Value] = field(default_factory=dict)
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
     events: tuple[tuple[str, int], ...] = ()  # name and stamp
     error: str | None = None
 
 
-def outcome_attributes(outcome: str | None) -> dict[str, Value]:
+def outcome_attributes(outcome: str | None) -> dict[str, Attribute]:
     """Of what ended otherwise than it should; None: it did not."""
-    attributes: dict[str, Value] = {} if outcome is None else {"moonshard.outcome": outcome}
+    attributes: dict[str, Attribute] = {} if outcome is None else {"moonshard.outcome": outcome}
     if (error := error_of(outcome)) is not None:
         attributes["error.type"] = error
     return attributes

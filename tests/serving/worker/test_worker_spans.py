@@ -10,7 +10,7 @@ import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.serving.observe.spans.export import SpanExport
-from moonshard.serving.observe.spans.span import Span
+from moonshard.serving.observe.spans.span import EndedSpan
 from moonshard.serving.worker.spans import WorkerSpans
 from tests.engine_room import long_text
 from tests.serving.pd.pd_pair import Pair, run, running
@@ -22,9 +22,9 @@ TOLD: dict[str, Any] = {"traceparent": f"00-{TRACE}-{ATTEMPT}-01", "tracestate":
 
 class Sink:
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[EndedSpan] = []
 
-    def export(self, spans: Sequence[Span]) -> str | None:
+    def export(self, spans: Sequence[EndedSpan]) -> str | None:
         self.spans += spans
         return None
 
@@ -40,11 +40,11 @@ class Traced:
     sinks: tuple[Sink, Sink]
 
     @property
-    def prefill(self) -> list[Span]:
+    def prefill(self) -> list[EndedSpan]:
         return self.sinks[0].spans
 
     @property
-    def decode(self) -> list[Span]:
+    def decode(self) -> list[EndedSpan]:
         return self.sinks[1].spans
 
 
@@ -63,11 +63,11 @@ async def traced(**options) -> AsyncIterator[Traced]:
         assert export.num_lost == 0
 
 
-def parts(spans: list[Span]) -> list[Span]:
+def parts(spans: list[EndedSpan]) -> list[EndedSpan]:
     return [span for span in spans if span.kind == "server"]
 
 
-def phases(spans: list[Span], part: Span) -> list[str]:
+def phases(spans: list[EndedSpan], part: EndedSpan) -> list[str]:
     """Their names, in the order in which they began; all within the part, and of its trace."""
     found = [span for span in spans if span.parent == part.context]
     for span in found:
@@ -76,7 +76,7 @@ def phases(spans: list[Span], part: Span) -> list[str]:
     return [span.name for span in sorted(found, key=lambda span: (span.begun_ns, span.ended_ns))]
 
 
-def outcome(part: Span) -> tuple[object, str | None]:
+def outcome(part: EndedSpan) -> tuple[object, str | None]:
     return part.attributes.get("moonshard.outcome"), part.error
 
 
@@ -85,7 +85,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def assert_ours(part: Span, asked: link_pb2.Run) -> None:
+def assert_ours(part: EndedSpan, asked: link_pb2.Run) -> None:
     assert part.parent is not None
     assert (part.parent.trace_id.hex(), part.parent.span_id.hex()) == (TRACE, ATTEMPT)
     assert part.context.trace_id == part.parent.trace_id

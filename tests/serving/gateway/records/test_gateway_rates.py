@@ -223,12 +223,11 @@ def refuse(*_: object, **__: object) -> TooLate:
 
 def test_whatever_a_worker_says_a_prompt_is_given_back_once():
     rates = TokenRates(100, LONG_S)
-    refused, held = (PromptHold(rates, Tenant("a"), 60) for _ in range(2))
-    refused.sent()
+    refused = PromptHold(rates, Tenant("a"), 60)
     refused.close(is_refused=True)
     refused.computed()
     refused.close(is_refused=False)
-    held.sent()
+    PromptHold(rates, Tenant("a"), 60)
     rates.admit("a", 40)
     with pytest.raises(Overloaded):
         rates.admit("a", 41)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from moonshard.serving.config.prices import Prices
 from moonshard.serving.gateway.records import ledger as module
-from moonshard.serving.gateway.records.ledger import Ledger, LedgerError, Row, read_ledger
+from moonshard.serving.gateway.records.ledger import Ledger, LedgerError, LedgerRow, read_ledger
 
-ROW = Row(
+ROW = LedgerRow(
     request_id="r0",
     ended_at="2026-11-22T10:00:00Z",
     tenant="a",
@@ -31,11 +31,11 @@ ROW = Row(
 )
 
 
-def rows(count: int) -> list[Row]:
+def rows(count: int) -> list[LedgerRow]:
     return [replace(ROW, request_id=f"r{number}") for number in range(count)]
 
 
-def write(path: Path, added: list[Row]) -> Ledger:
+def write(path: Path, added: list[LedgerRow]) -> Ledger:
     ledger = Ledger(path)
     ledger.start()
     for row in added:

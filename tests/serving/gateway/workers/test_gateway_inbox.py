@@ -9,10 +9,6 @@ from hypothesis import strategies as st
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError, Unavailable
-from moonshard.serving.gateway.records.assignment import Assignment, Leg
-from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.record import RequestRecord
-from moonshard.serving.gateway.records.stamps import Stamps
 from moonshard.serving.gateway.request import GenerationRequest, TokenPrompt
 from moonshard.serving.gateway.workers.inbox import Arrival, Inbox
 from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
@@ -98,19 +94,6 @@ async def test_a_client_that_reads_late_gets_what_it_missed_in_one_delta(n: int)
         assert [delta.finish_reason for delta in told] == [0, pb.FINISH_REASON_LENGTH]
     (summary,) = (event for event in rest if isinstance(event, pb.Summary))
     assert summary.usage.completion_tokens == n * NUM_TOKENS
-
-
-def test_what_comes_after_the_end_takes_no_time():
-    """A stop string may end a choice while further tokens of it are here already."""
-    record = RequestRecord(GatewayMetrics("m"), link_pb2.Run(prompt_tokens=[1], n=1), Stamps(received_ns=1))
-    record.sent(0, Assignment(attempt_id=b"a", prefill=None, decode=Leg("w:1", b"e", 0)))
-    record.arrived(
-        Arrival(10, link_pb2.SequenceOutput(token_ids=[5])),
-        pb.Delta(token_ids=[5], finish_reason=pb.FINISH_REASON_STOP),
-    )
-    record.arrived(Arrival(1000, link_pb2.SequenceOutput(token_ids=[6])), None)
-    assert (record.stamps.last_arrival_ns, record.stamps.first_two_ns) == (10, (10,))
-    assert record.usage().completion_tokens == 1
 
 
 async def _next_delta(events) -> pb.Delta:

@@ -17,13 +17,13 @@ from moonshard.serving.observe.rows.schema import (
     TOKENS,
     VERSION,
     Column,
-    Kind,
+    ColumnKind,
     Row,
     Table,
     Value,
 )
 
-_VALUES: dict[Kind, st.SearchStrategy] = {
+_VALUES: dict[ColumnKind, st.SearchStrategy] = {
     "text": st.text(st.characters(exclude_categories=["Cs"])),
     "int": st.integers(-(2**63), 2**63 - 1),
     "float": st.floats(allow_nan=False),

@@ -17,16 +17,16 @@ from moonshard.serving.observe.spans import export as export_module
 from moonshard.serving.observe.spans.context import TraceContext
 from moonshard.serving.observe.spans.export import BATCH_SPANS, MAX_WAITING_SPANS, SpanExport, exporting
 from moonshard.serving.observe.spans.otlp import traces_url
-from moonshard.serving.observe.spans.span import Span
+from moonshard.serving.observe.spans.span import EndedSpan
 from tests.serving.observe.spans.collector import ROOT, Collector, grpc_collector, http_collector
 
 BOUND_S = export_module.FLUSH_TIMEOUT_S + export_module.ABORT_TIMEOUT_S + 1.0
 _numbers = itertools.count(1)
 
 
-def span(**fields: Any) -> Span:
+def span(**fields: Any) -> EndedSpan:
     now_ns = time.perf_counter_ns()
-    made = Span(
+    made = EndedSpan(
         name="a span",
         kind="internal",
         context=TraceContext(b"t" * 16, next(_numbers).to_bytes(8), 1, "a=1,b=2"),
@@ -45,13 +45,13 @@ class Sink:
     """An exporter that keeps spans, and stands still or fails when it is told to."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[EndedSpan] = []
         self.batches: list[int] = []
         self.trouble: str | Exception | None = None
         self.may_go_on = Event()
         self.may_go_on.set()
 
-    def export(self, spans: Sequence[Span]) -> str | None:
+    def export(self, spans: Sequence[EndedSpan]) -> str | None:
         self.may_go_on.wait(20)
         if isinstance(self.trouble, Exception):
             raise self.trouble

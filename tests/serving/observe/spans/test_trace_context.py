@@ -2,7 +2,7 @@
 
 import pytest
 
-from moonshard.serving.observe.spans.context import Sampling, TraceContext, parse_context, read_context, with_span
+from moonshard.serving.observe.spans.context import TraceContext, TraceSampling, parse_context, read_context, with_span
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
@@ -86,9 +86,9 @@ def test_another_span_of_a_trace():
 @pytest.mark.parametrize("flags", [0, 1, 2, 3])
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_whoever_began_a_trace_decides_unless_told_otherwise(ratio: float, flags: int):
-    followed = Sampling(ratio).begin(context(flags))
+    followed = TraceSampling(ratio).begin(context(flags))
     assert followed.flags == flags
-    own = Sampling(ratio, is_parent_based=False).begin(context(flags))
+    own = TraceSampling(ratio, is_parent_based=False).begin(context(flags))
     assert own.flags == flags & 2 | int(ratio)
     for made in (followed, own):
         assert (made.trace_id, made.state) == (bytes.fromhex(TRACE), "vendor=1")
@@ -96,10 +96,10 @@ def test_whoever_began_a_trace_decides_unless_told_otherwise(ratio: float, flags
 
 
 def test_a_share_of_the_traces_that_begin_here_is_sampled_by_their_ids():
-    begun = [Sampling(0.25).begin(None) for _ in range(4000)]
+    begun = [TraceSampling(0.25).begin(None) for _ in range(4000)]
     assert len({made.trace_id for made in begun}) == len({made.span_id for made in begun}) == 4000
     assert 800 < sum(made.is_sampled for made in begun) < 1200
     for made in begun:
         assert made.is_sampled == (int.from_bytes(made.trace_id[8:]) < 2**62)
-    assert not any(Sampling(0.0).begin(None).is_sampled for _ in range(100))
-    assert all(Sampling(1.0).begin(None).is_sampled for _ in range(100))
+    assert not any(TraceSampling(0.0).begin(None).is_sampled for _ in range(100))
+    assert all(TraceSampling(1.0).begin(None).is_sampled for _ in range(100))

@@ -1,0 +1,139 @@
+"""The log of one request: what happened to it, in order. Metrics, rows, spans and accounts are read from it.
+
+The pipeline appends each event in one place and tells nobody else. A reader is called with every event as it is
+appended, for what users watch while a request runs; the last one is `RequestEnded`, when all the rest can be read from
+the log. Outputs are as many as tokens: the log keeps the first one, and what they come to (`outputs`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+from moonshard.rpc import inference_pb2 as pb
+from moonshard.serving.gateway.records.events import (
+    AttemptSent,
+    LogEvent,
+    RequestEnded,
+    RequestReceived,
+    RequestTokenized,
+    TokensArrived,
+)
+from moonshard.serving.gateway.records.outputs import Outputs
+from moonshard.serving.gateway.records.times import RequestTimes
+from moonshard.serving.gateway.request import GenerationRequest
+from moonshard.serving.observe.spans.context import TraceContext, TraceSampling
+
+type Reader = Callable[[LogEvent], None]
+type OpenReader = Callable[["RequestLog"], Reader | None]  # None: it has no interest in this request
+
+
+class RequestLog:
+    """`context` is the request's span, None where it has none: nobody is told of one then."""
+
+    def __init__(
+        self, request: GenerationRequest, readers: Sequence[OpenReader] = (), context: TraceContext | None = None
+    ) -> None:
+        self.request = request
+        self.context = context
+        self.events: list[LogEvent] = [RequestReceived(at_ns=request.received_ns)]
+        self.outputs = Outputs()
+        self._readers = [reader for open_reader in readers if (reader := open_reader(self)) is not None]
+
+    def append(self, event: LogEvent) -> None:
+        """Readers find it in the log already."""
+        if isinstance(event, TokensArrived):
+            if event.delta is not None and not self.outputs.first_ns:
+                self.events.append(event)
+            self.outputs.add(event)
+        else:
+            self.events.append(event)
+        for read in self._readers:
+            read(event)
+        if isinstance(event, RequestEnded):
+            self._readers.clear()  # they hold the log: without them nothing refers back to it, and it is freed at once
+
+    def last[E](self, kind: type[E]) -> E | None:
+        """The last event of a kind; of outputs, the only one that is kept."""
+        return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether any worker got it, be it one that turned it down."""
+        return self.last(AttemptSent) is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has come back: its prompt was computed."""
+        return self.outputs.first_ns > 0
+
+    @cached_property
+    def tokenized(self) -> RequestTokenized:
+        """RuntimeError before it is."""
+        if (event := self.last(RequestTokenized)) is None:
+            raise RuntimeError("nothing is known of a request that was not tokenised")
+        return event
+
+    @cached_property
+    def times(self) -> RequestTimes:
+        """Of a request that has ended."""
+        if not isinstance(self.events[-1], RequestEnded):
+            raise RuntimeError("the request has not ended")
+        return RequestTimes.of(self.events, self.outputs)
+
+    @cached_property
+    def timing(self) -> pb.Timing:
+        """Of a request that has had all its tokens."""
+        return self.times.timing()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, as that worker found that computed it; whoever goes on elsewhere finds more."""
+        return min(self.tokenized.num_prompt_tokens - 1, self.outputs.cached_tokens)
+
+    def usage(self) -> pb.Usage:
+        """What has been counted so far: before the first output nothing, not even the prompt."""
+        if not self.has_begun:
+            return pb.Usage()
+        return pb.Usage(
+            prompt_tokens=self.tokenized.num_prompt_tokens,
+            completion_tokens=self.outputs.num_tokens,
+            cached_tokens=self.num_cached_tokens,
+        )
+
+    @property
+    def finish_reason(self) -> str:
+        """Of the first choice; empty until it has ended."""
+        return self.outputs.choices[0].finish_reason
+
+    @property
+    def finish_reasons(self) -> tuple[str, ...]:
+        """Of each choice, of a request that is over: `abort` of one that was cut short, as in the metrics."""
+        choices = range(self.tokenized.num_choices)
+        return tuple(self.outputs.choices[choice].finish_reason or "abort" for choice in choices)
+
+
+class RequestLogs:
+    """Of one gateway: a log for each request, with those who read it. Without `sampling` there are no spans."""
+
+    def __init__(self, readers: Sequence[OpenReader], sampling: TraceSampling | None = None) -> None:
+        self._readers = readers
+        self._sampling = sampling
+
+    @property
+    def has_spans(self) -> bool:
+        return self._sampling is not None
+
+    @contextmanager
+    def opened(self, request: GenerationRequest) -> Iterator[RequestLog]:
+        """The block is the request's time here; however it ends, the log says so once."""
+        log = RequestLog(request, self._readers, self._context(request))
+        try:
+            yield log
+        except BaseException as error:
+            log.append(RequestEnded.by(error))
+            raise
+        log.append(RequestEnded())
+
+    def _context(self, request: GenerationRequest) -> TraceContext | None:
+        context = None if self._sampling is None else self._sampling.begin(request.parent)
+        return context if context is not None and context.is_sampled else None
