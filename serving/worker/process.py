@@ -26,7 +26,7 @@ from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.loading import LoadedModel, load_model
 from moonshard.serving.observe.rows.recorder import Recorder, recording
 from moonshard.serving.observe.rows.schema import STARTS, STEPS
-from moonshard.serving.observe.rows.steps import RecordedSteps
+from moonshard.serving.observe.rows.steps import NO_STEPS, RecordedSteps
 from moonshard.serving.observe.spans.export import exporting
 from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.transfer.transports import KvTransports
@@ -81,7 +81,7 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
             recording(config.trace, STEPS, STARTS) as recorder,  # written before anybody waits for a collector
         ):
             spans = WorkerSpans(export, role=role)
-            recorded = None if recorder is None else _recorded_steps(recorder, address)
+            recorded = NO_STEPS if recorder is None else _recorded_steps(recorder, address)
             worker = await _load(config, role, transports, server.port, recorded, spans, status, stop, start)
             if worker is None:
                 return 0
@@ -126,7 +126,7 @@ async def _load(
     role: WorkerRole,
     transports: KvTransports,
     port: int,
-    recorded: RecordedSteps | None,
+    recorded: RecordedSteps,
     spans: WorkerSpans,
     status: Status,
     stop: asyncio.Event,
@@ -153,7 +153,7 @@ async def _load(
         model, plane = await asyncio.to_thread(load)
     except _Stopped:
         return None
-    worker = Worker(config, role, model, compilations, plane, recorded, spans)
+    worker = Worker(config, role, model, compilations, plane, spans=spans, recorded=recorded)
     compilations.mark_serving()
     return worker
 
