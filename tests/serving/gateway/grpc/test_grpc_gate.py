@@ -18,7 +18,8 @@ from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.gateway.grpc.front import SERVICE
 from moonshard.serving.gateway.grpc.gate import MAX_FIELDS
 from moonshard.serving.gateway.intake.bounds import MAX_OTHER_VALUES
-from moonshard.serving.gateway.process import HURRIED_TIMEOUT_S, RunningGateway
+from moonshard.serving.gateway.fronts import HURRIED_TIMEOUT_S
+from moonshard.serving.gateway.process import RunningGateway
 from moonshard.serving.gateway.request import GenerationRequest
 from tests.rpc import raw_grpc
 from tests.rpc.raw_grpc import field
