@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from moonshard.rpc.addresses import host_port
 from moonshard.serving.config.prices import Prices
 from moonshard.serving.control.routing.names import QUEUE_WEIGHT, PolicyName
 from moonshard.sharding.rules import DecodeRules, Rules
@@ -280,5 +281,4 @@ def roles_of(config: Config) -> tuple[WorkerRole, ...]:
 
 def default_worker_addresses(config: Config) -> tuple[str, ...]:
     """Where a gateway looks for workers that nobody has named: one of each role, at `worker.host`."""
-    host = f"[{config.worker.host}]" if ":" in config.worker.host else config.worker.host
-    return tuple(f"{host}:{port_of(config, role)}" for role in roles_of(config))
+    return tuple(host_port(config.worker.host, port_of(config, role)) for role in roles_of(config))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from moonshard.rpc.addresses import host_port
 from moonshard.rpc.server import MAX_CONNECTIONS, BoundServer
 from moonshard.rpc.status import Unavailable
 from moonshard.serving.config.cluster_key import ClusterKey, cluster_key
@@ -191,7 +192,7 @@ async def _serving(
             gateway=gateway,
             grpc_server=grpc_server,
             http=f"http://{_http_address(config, listener)}",
-            grpc=f"{_host(config)}:{grpc_server.port}",
+            grpc=host_port(config.gateway.host, grpc_server.port),
             recorder=recorder,
         )
 
@@ -206,12 +207,8 @@ def _warn_of_open_access_or_no_tokenizer(config: Config, model: ServedModel) -> 
         logger.warning("%s has no tokenizer: prompts are token ids, and so are answers", config.model.path)
 
 
-def _host(config: Config) -> str:
-    return f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
-
-
 def _http_address(config: Config, listener: socket.socket) -> str:
-    return f"{_host(config)}:{listener.getsockname()[1]}"
+    return host_port(config.gateway.host, listener.getsockname()[1])
 
 
 def worker_addresses(config: Config) -> tuple[str, ...]:

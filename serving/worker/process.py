@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from moonshard.kv.listening import listening_ports
 from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.addresses import host_port
 from moonshard.rpc.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import Config, WorkerRole, port_of
@@ -70,7 +71,7 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
     transports = KvTransports(config, key)
     ready: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
     async with _listening(config, role, transports, key, ready) as server:
-        address = _address(config.worker.host, server.port)
+        address = host_port(config.worker.host, server.port)
         life.status("listening", {"address": address})
         async with (
             exporting(config.telemetry, role=role, instance=address) as export,
@@ -179,10 +180,6 @@ def _openness(config: Config, role: WorkerRole, port: int) -> dict[str, object]:
 
 def _recorded_steps(recorder: Recorder, address: str) -> RecordedSteps:
     return RecordedSteps(recorder.rows(STEPS).append, address, lambda: recorder.num_lost)
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
