@@ -148,7 +148,7 @@ class KvConfig:
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64  # tokens
     num_blocks: Positive | None = None  # per partition; auto: what memory allows
     prefix_cache: bool = True  # blocks are found again by what they hold, until they are needed for something else
-    transport: Literal["mooncake", "grpc"] = "mooncake"
+    transport: Literal["mooncake", "grpc"] = "mooncake"  # how KV goes from prefill to decode workers
     slab_bytes: Large = 256 * 1024 * 1024  # of each worker's own: KV lands in it, or is staged in it
     slots_per_handoff: Positive | None = None  # auto: a quarter of the slab's slots, at least 1
     lease_s: Seconds = 60.0  # after which a reservation that nobody has used ends
