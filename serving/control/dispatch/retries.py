@@ -29,7 +29,7 @@ class Retries:
     """Of one request. A worker is known by its epoch: restarted, it is another."""
 
     max_attempts: int
-    failed_epochs: set[int] = field(default_factory=set)  # of workers that failed it
+    failed_epochs: set[int] = field(default_factory=set[int])  # of workers that failed it
     num_failed: int = 0  # attempts
     num_prefill_failed: int = 0  # of these: where the prefill worker may be to blame
     no_room_retry_after_s: float | None = None  # the last failure was of a decode worker without room, that said so
