@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from moonshard.rpc.addresses import host_port
 from moonshard.rpc.door import Door
 from moonshard.rpc.open_services import OpenServices
 from moonshard.rpc.tls import TlsFiles, server_credentials
@@ -110,7 +111,7 @@ def build_server(
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = host_port(host, port)
     credentials = None if tls is None else server_credentials(tls)
     try:
         if credentials is None:

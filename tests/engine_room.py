@@ -19,7 +19,8 @@ from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.encoder import StepEncoder
-from moonshard.serving.engine.engine import Engine, StepReport
+from moonshard.serving.engine.engine import Engine
+from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.programs import Programs, Wanted
 from moonshard.serving.engine.sizes import buckets, split_stages
 from moonshard.serving.engine.stage import Stage, StageModel
@@ -28,6 +29,7 @@ from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shard import ALONE, Shard
 from tests.agreement import FIXTURES, reference
 from tests.compiled import compiled_once
+from tests.listeners import Listeners
 from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS
 
 Q_TILE = 32
@@ -188,9 +190,7 @@ def an_engine(
         scheduler=Scheduler(config, blocks),
         executor=executor,
         encoder=StepEncoder(executor.shapes),
-        on_step=on_step,
-        on_expired=lambda request_id, error: None,
-        on_prefill=on_prefill,
+        events=Listeners(on_step=on_step, on_prefill=on_prefill),
         num_stages=num_stages,
     )
 

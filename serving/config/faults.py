@@ -140,8 +140,6 @@ def _telemetry_faults(telemetry: TelemetryConfig) -> list[str]:
 
 def _handoff_faults(config: Config) -> list[str]:
     faults = []
-    if config.kv.transport == "inproc":
-        faults.append("kv.transport: inproc joins the workers of one process only; use mooncake or grpc")
     if config.kv.lease_s <= config.gateway.queue_timeout_s:
         faults.append(
             f"kv.lease_s: {config.kv.lease_s:g} includes the wait for a decode worker, and must be more than "

@@ -147,7 +147,7 @@ class KvConfig:
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64  # tokens
     num_blocks: Positive | None = None  # per partition; auto: what memory allows
     prefix_cache: bool = True  # blocks are found again by what they hold, until they are needed for something else
-    transport: Literal["mooncake", "grpc", "inproc"] = "mooncake"  # inproc: for tests
+    transport: Literal["mooncake", "grpc"] = "mooncake"  # how KV goes from prefill to decode workers
     slab_bytes: Large = 256 * 1024 * 1024  # of each worker's own: KV lands in it, or is staged in it
     slots_per_handoff: Positive | None = None  # auto: a quarter of the slab's slots, at least 1
     lease_s: Seconds = 60.0  # after which a reservation that nobody has used ends
@@ -276,9 +276,3 @@ def kv_host_of(config: Config) -> str:
 def roles_of(config: Config) -> tuple[WorkerRole, ...]:
     """Of the workers that the mode asks for."""
     return ("both",) if config.mode == "aggregated" else ("prefill", "decode")
-
-
-def default_worker_addresses(config: Config) -> tuple[str, ...]:
-    """Where a gateway looks for workers that nobody has named: one of each role, at `worker.host`."""
-    host = f"[{config.worker.host}]" if ":" in config.worker.host else config.worker.host
-    return tuple(f"{host}:{port_of(config, role)}" for role in roles_of(config))

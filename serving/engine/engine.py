@@ -8,41 +8,23 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from moonshard.serving.control.batching.counters import Counters
-from moonshard.serving.control.batching.queue import QueueTimeout
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, Delivered, LoadPlan, Plan, PrefillPlan, Sampled
-from moonshard.serving.control.request import Output, Request, SequenceId
-from moonshard.serving.engine.clocks import Phases, RequestClocks
+from moonshard.serving.control.request import Request, SequenceId
+from moonshard.serving.engine.clocks import RequestClocks
 from moonshard.serving.engine.device import DeviceThread, Executor, StepDone
 from moonshard.serving.engine.encoder import StepEncoder
+from moonshard.serving.engine.events import Emitted, EngineEvents, StepReport
 from moonshard.serving.engine.exchange import BlockExchange
 from moonshard.serving.engine.pace import Pace
 from moonshard.serving.engine.programs import Drawn
 from moonshard.serving.engine.steps import StepKind
 
 EXPIRY_PERIOD_S = 0.25
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Emitted:
-    """An output, with the phases it closed: on a sequence's first token and on its last."""
-
-    output: Output
-    phases: Phases | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """What one step produced, and which requests ended with it."""
-
-    number: int
-    emitted: tuple[Emitted, ...]
-    ended: tuple[bytes, ...]
 
 
 class Engine:
@@ -54,26 +36,12 @@ class Engine:
         scheduler: Scheduler,
         executor: Executor,
         encoder: StepEncoder,
-        on_step: Callable[[StepReport], None],
-        on_expired: Callable[[bytes, QueueTimeout], None],
-        before_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
-        on_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
-        on_done: Callable[[StepDone, Plan | None], None] | None = None,
+        events: EngineEvents,
         num_stages: int = 1,
     ):
-        """`on_prefill` is called when a prefill step was launched: an export made in it runs right behind that step.
-
-        `before_prefill` likewise when it is about to be: an export made in it runs before that step. Both may call
-        `export`, and nothing else of the engine. `on_done` is told of every step that is done, last of all: with its
-        plan, or None for an export and a land.
-        """
         self._scheduler = scheduler
         self._encoder = encoder
-        self._on_step = on_step
-        self._on_expired = on_expired
-        self._before_prefill = before_prefill
-        self._on_prefill = on_prefill
-        self._on_done = on_done
+        self._events = events
         self._loop = asyncio.get_running_loop()
         self._device = DeviceThread(
             executor,
@@ -84,6 +52,7 @@ class Engine:
         self._exchange = BlockExchange(encoder, self._device.submit)
         self._clocks = RequestClocks()
         self._num_computing = 0  # prefill and decode steps in flight
+        self._is_launching = False
         self._pace = Pace(num_stages)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -200,16 +169,26 @@ class Engine:
             self._note_idle()
 
     def _launch(self) -> None:
-        while self._num_computing < self._pace.max_in_flight and (plan := self._scheduler.schedule()) is not None:
-            self._plans[plan.number] = plan
-            self._num_computing += isinstance(plan, PrefillPlan | DecodePlan)
-            self._clocks.note_launch(plan, time.perf_counter_ns())
-            if isinstance(plan, PrefillPlan):
-                self._before_prefill(plan)
-                self._device.submit(self._encoder.encode(plan))
-                self._on_prefill(plan)
-            else:
-                self._device.submit(self._encoder.encode(plan))
+        """As much as may be in flight. Asked for by a listener to a launch, it goes on when that one is done."""
+        if self._is_launching:
+            return
+        self._is_launching = True
+        try:
+            while self._num_computing < self._pace.max_in_flight and (plan := self._scheduler.schedule()) is not None:
+                self._submit(plan)
+        finally:
+            self._is_launching = False
+
+    def _submit(self, plan: Plan) -> None:
+        self._plans[plan.number] = plan
+        self._num_computing += isinstance(plan, PrefillPlan | DecodePlan)
+        self._clocks.note_launch(plan, time.perf_counter_ns())
+        if isinstance(plan, PrefillPlan):
+            self._events.before_prefill(plan)
+            self._device.submit(self._encoder.encode(plan))
+            self._events.on_prefill(plan)
+        else:
+            self._device.submit(self._encoder.encode(plan))
 
     def _complete(self, done: StepDone) -> None:
         if self._exchange.owns(done.number):
@@ -222,8 +201,7 @@ class Engine:
         self._pace.skip(done)
         self._exchange.complete(done)
         self._launch()  # blocks may have come back with it
-        if self._on_done is not None:
-            self._on_done(done, None)
+        self._events.on_done(done, None)
 
     def _complete_plan(self, done: StepDone) -> None:
         plan = self._plans.pop(done.number)
@@ -235,20 +213,19 @@ class Engine:
         self._drop_expired()
         self._launch()  # first, so that the device has work while the outputs are sent
         self._emit(done, delivered)
-        if self._on_done is not None:
-            self._on_done(done, plan)
+        self._events.on_done(done, plan)
 
     def _emit(self, done: StepDone, delivered: Delivered) -> None:
         if delivered.outputs:
             emitted = tuple(Emitted(output=o, phases=self._clocks.phases(o, done.done_ns)) for o in delivered.outputs)
-            self._on_step(StepReport(number=done.number, emitted=emitted, ended=delivered.ended))
+            self._events.on_step(StepReport(number=done.number, emitted=emitted, ended=delivered.ended))
         for request_id in delivered.ended:
             self._clocks.forget(request_id)
 
     def _drop_expired(self) -> None:
         for request_id, error in self._scheduler.expire(time.perf_counter()):
             self._clocks.forget(request_id)
-            self._on_expired(request_id, error)
+            self._events.on_expired(request_id, error)
 
     def _expire(self) -> None:
         """Also while no step completes."""

@@ -1,44 +1,43 @@
-"""The gateway process: both fronts over one pipeline, from the first bind to the end of the drain.
+"""The gateway as a process: both fronts over one pipeline, living as `deploy.life` says.
 
-Ports are bound before anything else, so that a start that cannot succeed fails at once. SIGTERM and SIGINT drain: first
-everyone who asks is told (`/ready`, gRPC health), then running requests finish, then the fronts close.
+Ports are bound before anything else, so that a start that cannot succeed fails at once. Signals drain once both fronts
+are open: first everyone who asks is told (`/ready`, gRPC health), then running requests finish, then the fronts close.
 """
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
-import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import uvicorn
-from starlette.types import ASGIApp
-
-from moonshard.rpc.inference_pb2_grpc import add_InferenceServicer_to_server
-from moonshard.rpc.receive_limiter import ReceiveLimiter
-from moonshard.rpc.server import MAX_CONNECTIONS, BoundServer, PortInUse, build_server
+from moonshard.rpc.addresses import host_port
+from moonshard.rpc.server import MAX_CONNECTIONS, BoundServer
 from moonshard.rpc.status import Unavailable
+from moonshard.serving.config.addresses import default_worker_addresses
 from moonshard.serving.config.cluster_key import ClusterKey, cluster_key
-from moonshard.serving.config.keys import Config, ConfigError, GatewayConfig, default_worker_addresses
+from moonshard.serving.config.keys import Config, ConfigError, GatewayConfig
 from moonshard.serving.config.loopback import is_loopback
-from moonshard.serving.config.tenants import Salts, Tenants, load_tenants
+from moonshard.serving.config.tenants import Salts, load_tenants
 from moonshard.serving.config.tls import link_credentials
 from moonshard.serving.deploy.heap import keep_for_life, unmap_large_blocks_once_freed
-from moonshard.serving.deploy.startup import Start, tell_start
+from moonshard.serving.deploy.life import Life, stop_signals
+from moonshard.serving.deploy.startup import Start
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.gateway.aside import SWITCH_INTERVAL_S
-from moonshard.serving.gateway.grpc.front import JSON_NAMES, NUM_CONTEXTS, SERVICE, InferenceService
-from moonshard.serving.gateway.grpc.gate import GrpcGate
+from moonshard.serving.gateway.fronts import (
+    CLOSE_TIMEOUT_S,
+    bind_http,
+    grpc_front,
+    serving_grpc,
+    serving_http,
+)
 from moonshard.serving.gateway.http.connections.open_files import allow_connections
-from moonshard.serving.gateway.http.connections.protocol import HttpConfig, Timeouts
-from moonshard.serving.gateway.http.connections.waiting import Connections, Waiting
 from moonshard.serving.gateway.http.event_stream import KEEP_ALIVE_S
 from moonshard.serving.gateway.http.front import HttpFront
 from moonshard.serving.gateway.http.strangers import Strangers
@@ -61,26 +60,6 @@ from moonshard.serving.observe.spans.export import SpanExport, exporting
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 2.0  # for responses whose request has ended, and for clients that do not read them
-UNREAD_BYTES = 1 << 16  # of a gRPC message before it is received
-MAX_MESSAGE_BYTES = 16 << 20  # of a gRPC message: all streams wait while it is joined, 1 to 2 ms for each MB
-HURRIED_TIMEOUT_S = 0.1  # for a gRPC message to arrive where too many are on their way
-BACKLOG = 2048
-# A client whose machine is gone tells nobody: after a minute of silence it is lost. Not all systems have all names.
-KEEP_ALIVE_PROBES = {
-    "TCP_KEEPIDLE": 30,
-    "TCP_KEEPINTVL": 10,
-    "TCP_KEEPCNT": 3,
-}
-
-
-class UnsignalledServer(uvicorn.Server):
-    """uvicorn, leaving signals to the process: it would close at once instead of draining."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningGateway:
@@ -93,24 +72,68 @@ class RunningGateway:
     recorder: Recorder | None
 
 
+@dataclass(frozen=True, slots=True)
+class ServedGateway:
+    """A gateway as what lives: ready while its workers can serve. It fails by no fault of its own process."""
+
+    running: RunningGateway
+    timings: Timings
+    begun_s: float  # by the timings' clock: since when it waits for workers
+
+    async def failure(self) -> BaseException:
+        return await asyncio.get_running_loop().create_future()
+
+    async def set_serving(self, is_serving: bool) -> None:
+        await self.running.grpc_server.set_serving(is_serving)
+
+    async def wait_ready(self) -> None:
+        await self.running.gateway.pool.wait_ready()
+
+    async def wait_not_ready(self) -> None:
+        await self.running.gateway.pool.wait_not_ready()
+
+    def on_ready(self) -> Mapping[str, object]:
+        self.timings.note("workers", self.begun_s)
+        return {}
+
+    def on_told(self) -> None:
+        pass
+
+    def begin_drain(self) -> None:
+        self.running.gateway.is_draining = True
+
+    async def wait_idle(self) -> None:
+        await self.running.gateway.wait_idle()
+
+    async def cut_off(self) -> None:
+        """What runs ends with Unavailable."""
+        gateway = self.running.gateway
+        gateway.pool.fail_all(Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(gateway.wait_idle(), CLOSE_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Its fronts close with the block that opened them."""
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
 async def run_gateway(config: Config, *, status: Status, start: Start) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. PortInUse, OSError or the model folder's errors if it cannot."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     unmap_large_blocks_once_freed()
     allow_connections(config.gateway.max_idle_connections + config.gateway.max_half_open_connections + MAX_CONNECTIONS)
-    stopped, opening_s = asyncio.Event(), start.timings.now_s
+    opening_s = start.timings.now_s
     async with serving(config) as running:
         start.timings.note("fronts", opening_s)
-        with _set_on_signal(stopped):
+        with stop_signals() as stop:
             keep_for_life()
             status("listening", {"http": running.http, "grpc": running.grpc})
-            health = asyncio.create_task(_follow_readiness(running, status, start.timings))
-            await stopped.wait()
-            health.cancel()
-            await asyncio.gather(health, return_exceptions=True)
-            status("draining", {})
-            await drain(running, config.gateway.drain_timeout_s)
-    return 0
+            drain_timeout_s = config.gateway.drain_timeout_s
+            life = Life(role="gateway", status=status, start=start, stop=stop, drain_timeout_s=drain_timeout_s)
+            served = ServedGateway(running, start.timings, start.timings.now_s)
+            return await life.live(served, name=running.http, recorder=running.recorder)
 
 
 @contextlib.asynccontextmanager
@@ -167,13 +190,13 @@ async def _serving(
         strangers=_strangers(config.gateway, listener),
         keep_alive_s=keep_alive_s,
     )
-    grpc_server = _grpc_server(config.gateway, gateway, intake, tenants)
-    async with pool.running(), _serving_grpc(grpc_server), _serving_http(config.gateway, front.app, listener):
+    grpc_server = grpc_front(config.gateway, gateway, intake, tenants)
+    async with pool.running(), serving_grpc(grpc_server), serving_http(config.gateway, front.app, listener):
         yield RunningGateway(
             gateway=gateway,
             grpc_server=grpc_server,
             http=f"http://{_http_address(config, listener)}",
-            grpc=f"{_host(config)}:{grpc_server.port}",
+            grpc=host_port(config.gateway.host, grpc_server.port),
             recorder=recorder,
         )
 
@@ -188,78 +211,12 @@ def _warn_of_open_access_or_no_tokenizer(config: Config, model: ServedModel) -> 
         logger.warning("%s has no tokenizer: prompts are token ids, and so are answers", config.model.path)
 
 
-def _host(config: Config) -> str:
-    return f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
-
-
 def _http_address(config: Config, listener: socket.socket) -> str:
-    return f"{_host(config)}:{listener.getsockname()[1]}"
-
-
-def bind_http(host: str, port: int) -> socket.socket:
-    """A listening socket. PortInUse, or OSError for a host that is not this machine's."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        _probe_silent_clients(listener)
-        return listener
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(host, port) from error
-        raise
-
-
-def _probe_silent_clients(listener: socket.socket) -> None:
-    """Of the connections that it accepts."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEP_ALIVE_PROBES.items():
-        if hasattr(socket, name):
-            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return host_port(config.gateway.host, listener.getsockname()[1])
 
 
 def worker_addresses(config: Config) -> tuple[str, ...]:
     return config.gateway.workers or default_worker_addresses(config)
-
-
-async def drain(running: RunningGateway, timeout_s: float) -> None:
-    """No new requests; the running ones finish, or end with Unavailable when the time is over."""
-    gateway = running.gateway
-    gateway.is_draining = True
-    await running.grpc_server.set_serving(False)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(gateway.wait_idle(), timeout_s)
-        return
-    gateway.pool.fail_all(Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S))
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(gateway.wait_idle(), CLOSE_TIMEOUT_S)
-
-
-async def _follow_readiness(running: RunningGateway, status: Status, timings: Timings) -> None:
-    """gRPC health says what `/ready` says; `ready` is reported the first time."""
-    pool, waiting_s = running.gateway.pool, timings.now_s
-    await pool.wait_ready()
-    timings.note("workers", waiting_s)
-    await running.grpc_server.set_serving(True)
-    tell_start(timings, status, running.recorder, process=running.http, role="gateway")
-    status("ready", {})
-    while True:
-        await pool.wait_not_ready()
-        await running.grpc_server.set_serving(False)
-        await pool.wait_ready()
-        await running.grpc_server.set_serving(True)
-
-
-@contextlib.contextmanager
-def _set_on_signal(event: asyncio.Event) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, event.set)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
 
 
 def _intake(config: GatewayConfig, gateway: Gateway) -> Intake:
@@ -274,23 +231,6 @@ def _intake(config: GatewayConfig, gateway: Gateway) -> Intake:
         )
 
     return Intake(config.max_bytes_in_flight, bounds)
-
-
-def _grpc_server(config: GatewayConfig, gateway: Gateway, intake: Intake, tenants: Tenants) -> BoundServer:
-    service = InferenceService(gateway, version=version("moonshard"), tenants=tenants)
-    max_message_bytes = min(config.max_body_bytes, MAX_MESSAGE_BYTES)
-    max_patient = max(1, config.max_bytes_in_flight // max_message_bytes)
-    limiter = ReceiveLimiter(max_patient, timeout_s=config.body_timeout_s, hurried_timeout_s=HURRIED_TIMEOUT_S)
-    gate = GrpcGate(SERVICE, intake, tenants, limiter, gateway.aside, num_contexts=NUM_CONTEXTS, json_names=JSON_NAMES)
-    return build_server(
-        host=config.host,
-        port=config.grpc_port,
-        add_servicers=[lambda server: add_InferenceServicer_to_server(service, server)],
-        service_names=[SERVICE.full_name],
-        max_message_bytes=max_message_bytes,
-        max_unread_bytes=UNREAD_BYTES,
-        interceptors=(gate,),
-    )
 
 
 def _link_pool(
@@ -323,43 +263,6 @@ async def _ledger_at(path: Path | None) -> AsyncIterator[Ledger | None]:
         yield ledger
     finally:
         await asyncio.to_thread(ledger.close)
-
-
-@contextlib.asynccontextmanager
-async def _serving_grpc(server: BoundServer) -> AsyncIterator[None]:
-    await server.start()
-    try:
-        yield
-    finally:
-        await server.stop(CLOSE_TIMEOUT_S)
-
-
-@contextlib.asynccontextmanager
-async def _serving_http(config: GatewayConfig, app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
-    server = UnsignalledServer(_http_config(config, app))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await serving
-
-
-def _http_config(config: GatewayConfig, app: ASGIApp) -> HttpConfig:
-    return HttpConfig(
-        app,
-        timeouts=Timeouts(keep_alive_s=config.keep_alive_s, head_s=config.head_timeout_s, body_s=config.body_timeout_s),
-        connections=Connections(
-            idle=Waiting(config.max_idle_connections), half_open=Waiting(config.max_half_open_connections)
-        ),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=config.keep_alive_s,
-        timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
-    )
 
 
 def _strangers(config: GatewayConfig, listener: socket.socket) -> Strangers:

@@ -22,7 +22,8 @@ from moonshard.serving.control.request import (
     Request,
     Sampling,
 )
-from moonshard.serving.engine.engine import Emitted, Phases
+from moonshard.serving.engine.clocks import Phases
+from moonshard.serving.engine.events import Emitted
 
 MAX_ROOT_BYTES = 64
 MAX_BIAS = 100.0  # this and the next are what the public API allows

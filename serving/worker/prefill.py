@@ -23,7 +23,8 @@ from moonshard.serving.control.handoff import messages as m
 from moonshard.serving.control.handoff.prefill import PrefillSide
 from moonshard.serving.control.plan import PrefillChunk, PrefillPlan
 from moonshard.serving.control.request import FinishReason, Request
-from moonshard.serving.engine.engine import Emitted, Engine
+from moonshard.serving.engine.engine import Engine
+from moonshard.serving.engine.events import Emitted
 from moonshard.serving.observe.spans.span import CANCELLED
 from moonshard.serving.transfer.endpoint import Endpoint, endpoint_from, plan_to
 from moonshard.serving.transfer.plane import KvPlane

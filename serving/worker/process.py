@@ -1,32 +1,37 @@
-"""The life of a worker process: listen, load, serve, drain.
+"""A worker as a process: it listens, loads its model, and lives as `deploy.life` says.
 
 The port opens at once, so that whoever started the worker knows its address; health turns SERVING when all is there
-that a request needs. Programs that make small steps faster are prepared behind that. SIGTERM and SIGINT drain: no new
-requests, running ones finish, exit with 0. A fault on the device ends the process with 1, since what the device then
-holds is unknown; so does a fault in the engine's own bookkeeping.
+that a request needs. Programs that make small steps faster are prepared behind that. A signal while it loads ends it
+with 0. A fault on the device ends the process with 1, since what the device then holds is unknown; so does a fault in
+the engine's own bookkeeping.
 """
 
 import asyncio
+import contextlib
+import functools
 import logging
 import os
-import signal
 import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 
 from moonshard.kv.listening import listening_ports
 from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.addresses import host_port
 from moonshard.rpc.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import Config, WorkerRole, port_of
 from moonshard.serving.config.tls import server_tls
 from moonshard.serving.deploy.heap import keep_for_life
-from moonshard.serving.deploy.startup import Start, tell_start
+from moonshard.serving.deploy.life import Life, stop_signals
+from moonshard.serving.deploy.startup import Start
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.loading import LoadedModel, load_model
 from moonshard.serving.observe.rows.recorder import Recorder, recording
 from moonshard.serving.observe.rows.schema import STARTS, STEPS
-from moonshard.serving.observe.rows.steps import RecordedSteps
+from moonshard.serving.observe.rows.steps import NO_STEPS, RecordedSteps
 from moonshard.serving.observe.spans.export import exporting
 from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.transfer.transports import KvTransports
@@ -55,11 +60,49 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
         PortInUse, CheckpointError, ModelError, MeshError, TransportUnavailable, ConfigError: before it serves.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    stop = _stop_on_signals()
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[Worker] = loop.create_future()
+    with stop_signals() as stop:
+        drain_timeout_s = config.gateway.drain_timeout_s
+        life = Life(role=role, status=status, start=start, stop=stop, drain_timeout_s=drain_timeout_s)
+        return await _run(config, role, life)
+
+
+async def _run(config: Config, role: WorkerRole, life: Life) -> int:
     key = cluster_key(config, os.environ).proofs
     transports = KvTransports(config, key)
+    ready: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+    async with _listening(config, role, transports, key, ready) as server:
+        address = host_port(config.worker.host, server.port)
+        life.status("listening", {"address": address})
+        async with (
+            exporting(config.telemetry, role=role, instance=address) as export,
+            recording(config.trace, STEPS, STARTS) as recorder,  # written before anybody waits for a collector
+        ):
+            loaded = await _load(config, role, lambda model: transports.open_plane(model, server.port), life)
+            if loaded is None:
+                return 0
+            worker = Worker(
+                config,
+                role,
+                loaded.model,
+                loaded.compilations,
+                loaded.plane,
+                spans=WorkerSpans(export, role=role),
+                recorded=NO_STEPS if recorder is None else _recorded_steps(recorder, address),
+            )
+            loaded.compilations.mark_serving()
+            keep_for_life()
+            worker.start()
+            ready.set_result(worker)
+            openness = functools.partial(_openness, config, role, server.port)
+            served = ServedWorker(worker, server, drain_timeout_s=life.drain_timeout_s, openness=openness)
+            return await life.live(served, name=address, recorder=recorder)
+
+
+@contextlib.asynccontextmanager
+async def _listening(
+    config: Config, role: WorkerRole, transports: KvTransports, key: bytes, ready: asyncio.Future[Worker]
+) -> AsyncIterator[BoundServer]:
+    """The port is open within the block; links wait there for `ready`."""
     server = build_server(
         host=config.worker.host,
         port=port_of(config, role),
@@ -73,29 +116,58 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
         max_message_bytes=MAX_LINK_MESSAGE_BYTES,
     )
     await server.start()
-    address = _address(config.worker.host, server.port)
-    status("listening", {"address": address})
     try:
-        async with (
-            exporting(config.telemetry, role=role, instance=address) as export,
-            recording(config.trace, STEPS, STARTS) as recorder,  # written before anybody waits for a collector
-        ):
-            spans = WorkerSpans(export, role=role)
-            recorded = None if recorder is None else _recorded_steps(recorder, address)
-            worker = await _load(config, role, transports, server.port, recorded, spans, status, stop, start)
-            if worker is None:
-                return 0
-            keep_for_life()
-            worker.start()
-            ready.set_result(worker)
-            await server.set_serving(True)
-            tell_start(start.timings, status, recorder, process=address, role=role)
-            status("ready", _openness(config, role, server.port))
-            worker.start_behind()
-            return await _serve(worker, server, stop, status, config.gateway.drain_timeout_s)
+        yield server
     finally:
         ready.cancel()
         await server.stop(STOP_GRACE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWorker:
+    """A worker behind its open port, as what lives: ready from the first, until its engine fails."""
+
+    worker: Worker
+    server: BoundServer
+    drain_timeout_s: float
+    openness: Callable[[], Mapping[str, object]] = dict  # what stands open, told with `ready`
+
+    async def failure(self) -> BaseException:
+        await asyncio.wait({self.worker.engine.failed})
+        error = self.worker.engine.failed.exception()
+        return error if error is not None else AssertionError("an engine that ended")
+
+    async def set_serving(self, is_serving: bool) -> None:
+        await self.server.set_serving(is_serving)
+
+    async def wait_ready(self) -> None:
+        pass
+
+    async def wait_not_ready(self) -> None:
+        await asyncio.Event().wait()
+
+    def on_ready(self) -> Mapping[str, object]:
+        return self.openness()
+
+    def on_told(self) -> None:
+        self.worker.start_behind()
+
+    def begin_drain(self) -> None:
+        self.worker.begin_drain()
+
+    async def wait_idle(self) -> None:
+        await self.worker.wait_idle()
+
+    async def cut_off(self) -> None:
+        """By its end."""
+        logger.warning("requests were still running after %g s and are cancelled", self.drain_timeout_s)
+
+    async def close(self) -> None:
+        await self.worker.close()
+
+    def fail(self, error: BaseException) -> None:
+        logger.error("the engine failed", exc_info=error)
+        self.worker.fail()
 
 
 def _openness(config: Config, role: WorkerRole, port: int) -> dict[str, object]:
@@ -110,77 +182,35 @@ def _recorded_steps(recorder: Recorder, address: str) -> RecordedSteps:
     return RecordedSteps(recorder.rows(STEPS).append, address, lambda: recorder.num_lost)
 
 
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _stop_on_signals() -> asyncio.Event:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    model: LoadedModel
+    plane: KvPlane | None
+    compilations: CompilationCounter
 
 
 async def _load(
-    config: Config,
-    role: WorkerRole,
-    transports: KvTransports,
-    port: int,
-    recorded: RecordedSteps | None,
-    spans: WorkerSpans,
-    status: Status,
-    stop: asyncio.Event,
-    start: Start,
-) -> Worker | None:
-    """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
-    loop = asyncio.get_running_loop()
+    config: Config, role: WorkerRole, open_plane: Callable[[LoadedModel], KvPlane], life: Life
+) -> _Loaded | None:
+    """On a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
+    loop, start = asyncio.get_running_loop(), life.start
     compilations = CompilationCounter()
     compilations.start()
 
     def progress(message: str) -> None:
-        if stop.is_set():
+        if life.stop.is_set():
             raise _Stopped  # a thread can only be asked to end
-        loop.call_soon_threadsafe(status, "progress", {"message": message})
+        loop.call_soon_threadsafe(life.status, "progress", {"message": message})
 
     def load() -> tuple[LoadedModel, KvPlane | None]:
         store = None if start.programs is None else ProgramStore(start.programs)
         prepares = config.worker.prepare
         model = load_model(config, role, progress, timings=start.timings, store=store, prepares=prepares)
         with start.timings.phase("kv plane"):
-            return model, None if role == "both" else transports.open_plane(model, port)
+            return model, None if role == "both" else open_plane(model)
 
     try:
         model, plane = await asyncio.to_thread(load)
     except _Stopped:
         return None
-    worker = Worker(config, role, model, compilations, plane, recorded, spans)
-    compilations.mark_serving()
-    return worker
-
-
-async def _serve(
-    worker: Worker, server: BoundServer, stop: asyncio.Event, status: Status, drain_timeout_s: float
-) -> int:
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({stopping, worker.engine.failed}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not worker.engine.failed.done():
-        status("draining", {})
-        await server.set_serving(False)
-        worker.begin_drain()
-        await _drain(worker, drain_timeout_s)
-    if worker.engine.failed.done():
-        logger.error("the engine failed", exc_info=worker.engine.failed.exception())
-        worker.fail()
-        return 1
-    await worker.close()
-    return 0
-
-
-async def _drain(worker: Worker, timeout_s: float) -> None:
-    """Until nothing runs any more, the engine fails, or the time is over."""
-    idle = asyncio.create_task(worker.wait_idle())
-    done, _ = await asyncio.wait({idle, worker.engine.failed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    idle.cancel()
-    if not done:
-        logger.warning("requests were still running after %g s and are cancelled", timeout_s)
+    return _Loaded(model, plane, compilations)

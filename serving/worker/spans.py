@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from moonshard.rpc import link_pb2
 from moonshard.serving.engine.clocks import Phases
-from moonshard.serving.engine.engine import Emitted
+from moonshard.serving.engine.events import Emitted
 from moonshard.serving.observe.spans.context import TraceContext, parse_context
 from moonshard.serving.observe.spans.export import SpanExport
 from moonshard.serving.observe.spans.span import CANCELLED, Attribute, EndedSpan, error_of, outcome_attributes

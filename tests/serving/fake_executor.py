@@ -1,17 +1,17 @@
 """An engine over a device that computes nothing: for faults, orders and callbacks, where tokens do not matter."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
-from moonshard.serving.control.plan import Plan, PrefillPlan
-from moonshard.serving.engine.device import StepDone
 from moonshard.serving.engine.encoder import StepEncoder
-from moonshard.serving.engine.engine import Engine, StepReport
+from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.programs import Drawn, Launched
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
+from tests.listeners import Listeners
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, CONTEXT_TOKENS, TILE = 16, 8, 2, 64, 16
 
@@ -50,11 +50,10 @@ class FakeExecutor:
 
 def an_engine(
     executor: FakeExecutor,
-    on_step: Callable[[StepReport], None] = lambda report: None,
-    on_prefill: Callable[[PrefillPlan], None] = lambda plan: None,
     pool: BlockPool | None = None,
-    on_done: Callable[[StepDone, Plan | None], None] | None = None,
+    **listeners: Any,
 ) -> Engine:
+    """`listeners` are fields of `Listeners`."""
     shapes = StepShapes(
         slots_per_partition=NUM_SLOTS,
         blocks_per_sequence=CONTEXT_TOKENS // BLOCK_SIZE,
@@ -76,8 +75,5 @@ def an_engine(
         scheduler=Scheduler(config, pool or BlockPool(1, NUM_BLOCKS, BLOCK_SIZE)),
         executor=executor,
         encoder=StepEncoder(shapes),
-        on_step=on_step,
-        on_expired=lambda request_id, error: None,
-        on_prefill=on_prefill,
-        on_done=on_done,
+        events=Listeners(**listeners),
     )

@@ -17,6 +17,7 @@ from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.request import Request, Sampling
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
+from moonshard.serving.engine.events import NoEvents
 from moonshard.serving.engine.loading import LoadedModel
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
 from moonshard.serving.engine.steps import Step, StepKind
@@ -94,8 +95,7 @@ async def _run_batch(config: Config, model: LoadedModel, batch: int, plan: Plan,
         scheduler=Scheduler(model.scheduler_config(config), model.block_pool()),
         executor=stamped,
         encoder=StepEncoder(model.shapes),
-        on_step=lambda report: None,
-        on_expired=lambda request_id, error: None,
+        events=NoEvents(),
     )
     engine.start()
     for _ in range(batch):

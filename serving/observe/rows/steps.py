@@ -24,8 +24,18 @@ class RecordedSteps:
     worker: str
     num_lost: Callable[[], int] = lambda: 0
 
-    def trace(self, *, epoch: bytes, role: str) -> "StepTrace":
+    def trace(self, *, epoch: bytes, role: str) -> Callable[[StepDone, Plan | None], None]:
         return StepTrace(self.append, (self.worker, epoch.hex(), role))
+
+
+class UnrecordedSteps(RecordedSteps):
+    """Where nothing is recorded: nobody makes a row."""
+
+    def trace(self, *, epoch: bytes, role: str) -> Callable[[StepDone, Plan | None], None]:
+        return lambda done, plan: None
+
+
+NO_STEPS = UnrecordedSteps(append=lambda row: None, worker="")
 
 
 class StepTrace:

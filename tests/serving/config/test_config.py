@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from moonshard.serving.config.addresses import default_worker_addresses
 from moonshard.serving.config.keys import (
     EMBEDDED_MODEL_NAME,
     Config,
     ConfigError,
     TlsConfig,
-    default_worker_addresses,
     embedded_model_path,
 )
 from moonshard.serving.config.listing import listed_keys
@@ -170,8 +170,8 @@ def test_all_faults_are_reported_together(tmp_path: Path):
         ("kv.ports=[0, 17000]", "kv.ports: expected `int` >= 1 - at `$[0]`, got [0, 17000]"),
         ("kv.allow_unauthenticated=1", "kv.allow_unauthenticated: expected `bool`, got 1"),
         ("kv.network_fence=' '", "kv.network_fence: expected `str` matching regex '\\\\S', got ' '"),
-        ("kv.transport=rdma", "kv.transport: expected one of mooncake, grpc, inproc, got 'rdma'"),
-        ("kv.transport=inproc", "kv.transport: inproc joins the workers of one process only; use mooncake or grpc"),
+        ("kv.transport=rdma", "kv.transport: expected one of mooncake, grpc, got 'rdma'"),
+        ("kv.transport=inproc", "kv.transport: expected one of mooncake, grpc, got 'inproc'"),
         ("tls.cert=''", "tls.cert: expected a path, got ''"),
         ("tls.cert=/nowhere/x.pem", "tls.cert: /nowhere/x.pem: No such file or directory"),
         ("tls.ca=/", "tls.ca: /: Is a directory"),
@@ -189,7 +189,7 @@ def test_slots_that_the_partitions_cannot_share_are_refused(role: str):
 
 
 @pytest.mark.parametrize(
-    "override", ["prefill.mesh={data=3}", "prefill.port=50072", "kv.transport=inproc", "worker.host=0.0.0.0"]
+    "override", ["prefill.mesh={data=3}", "prefill.port=50072", "kv.lease_s=30", "worker.host=0.0.0.0"]
 )
 def test_what_only_prefill_workers_need_binds_no_aggregated_deployment(override: str):
     assert load_config(None, ["mode=aggregated", override]).mode == "aggregated"

@@ -9,7 +9,8 @@ import pytest
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.plan import PrefillPlan
 from moonshard.serving.control.request import Request
-from moonshard.serving.engine.engine import Engine, StepReport
+from moonshard.serving.engine.engine import Engine
+from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.pace import MIN_IN_FLIGHT
 from moonshard.serving.engine.steps import StepKind
 from tests.serving.fake_executor import BLOCK_SIZE, NUM_BLOCKS, TILE, FakeExecutor, an_engine

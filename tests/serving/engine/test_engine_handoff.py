@@ -10,7 +10,8 @@ import pytest
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.plan import PrefillPlan
 from moonshard.serving.control.request import Request, Sampling, SequenceId
-from moonshard.serving.engine.engine import Phases, StepReport
+from moonshard.serving.engine.clocks import Phases
+from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.steps import NOWHERE, Step, StepKind
 from tests.agreement import assert_drawn_from, reference
 from tests.engine_room import (

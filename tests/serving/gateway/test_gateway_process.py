@@ -16,7 +16,8 @@ import pytest
 
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.server import PortInUse
-from moonshard.serving.config.keys import GatewayConfig, default_worker_addresses
+from moonshard.serving.config.addresses import default_worker_addresses
+from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.deploy.startup import Start
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.gateway.pipeline.model import ServedModel

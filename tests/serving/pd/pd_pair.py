@@ -32,6 +32,10 @@ from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.loading import LoadedModel, load_model
 from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.wire import handoffs as handoff_wire
+from moonshard.serving.worker.decode import DecodeHandoffs
+from moonshard.serving.worker.prefill import PrefillHandoffs
+from moonshard.serving.worker.roles.decode import DecodeRole
+from moonshard.serving.worker.roles.prefill import PrefillRole
 from moonshard.serving.worker.spans import WorkerSpans
 from moonshard.serving.worker.worker import Worker
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
@@ -280,7 +284,7 @@ async def running(
     **kv: object,
 ) -> AsyncIterator[Pair]:
     """A pair that serves; afterwards every pool and slab must be as it began."""
-    prefill_spans, decode_spans = spans or (None, None)
+    prefill_spans, decode_spans = spans or (WorkerSpans(), WorkerSpans())
     network = InprocNetwork()
     make = transports or (lambda: (InprocTransport(network), InprocTransport(network)))
     prefill_end, decode_end = make()
@@ -307,7 +311,7 @@ def _worker(
     transport: Transport,
     num_slab_cells: int,
     model: LoadedModel,
-    spans: WorkerSpans | None,
+    spans: WorkerSpans,
 ) -> Worker:
     """`num_slab_cells` are each partition's."""
     plane = KvPlane(
@@ -319,6 +323,21 @@ def _worker(
         num_partitions=model.pool.num_partitions,
     )
     return Worker(config, role, model, CompilationCounter(), plane, spans=spans)
+
+
+def prefill_handoffs(worker: Worker) -> PrefillHandoffs:
+    assert isinstance(worker.role, PrefillRole)
+    return worker.role.handoffs
+
+
+def decode_handoffs(worker: Worker) -> DecodeHandoffs:
+    assert isinstance(worker.role, DecodeRole)
+    return worker.role.handoffs
+
+
+def kv_plane(worker: Worker) -> KvPlane:
+    assert isinstance(worker.role, PrefillRole | DecodeRole)
+    return worker.role._plane
 
 
 async def until_as_it_began(worker: Worker) -> None:

@@ -9,7 +9,7 @@ from moonshard.serving.control.handoff import messages as m
 from moonshard.serving.control.request import Sampling
 from tests.agreement import assert_drawn_from, reference
 from tests.engine_room import long_text
-from tests.serving.pd.pd_pair import run, running, until_as_it_began
+from tests.serving.pd.pd_pair import decode_handoffs, run, running, until_as_it_began
 from tests.sizes import BLOCK_SIZE, NUM_SLOTS
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -77,8 +77,7 @@ async def test_first_tokens_do_not_wait_for_the_transfer():
 
 async def test_a_crowd_is_prefilled_no_faster_than_slots_come_free_and_none_waits_for_the_clock():
     async with running(num_slab_cells=64) as pair:
-        decode = pair.decode._decode
-        assert decode is not None
+        decode = decode_handoffs(pair.decode)
         decode.tick = lambda: None
         most = 0
 
@@ -98,8 +97,7 @@ async def test_a_crowd_is_prefilled_no_faster_than_slots_come_free_and_none_wait
 
 async def test_the_next_is_prefilled_as_soon_as_the_one_ahead_of_its_slot_has_it():
     async with running(num_slab_cells=64) as pair:
-        decode = pair.decode._decode
-        assert decode is not None
+        decode = decode_handoffs(pair.decode)
         decode.tick = lambda: None
         prompt = long_text(40)
         stop = (await pair.ask(run(prompt, 20))).tokens[0][-1]  # it ends while its next step is under way

@@ -13,7 +13,7 @@ from moonshard.sharding.rules import DecodeRules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import assert_drawn_from, assert_same_tokens, reference
 from tests.engine_room import long_text
-from tests.serving.pd.pd_pair import Answer, Meshes, Pair, run, running, until_as_it_began
+from tests.serving.pd.pd_pair import Answer, Meshes, Pair, prefill_handoffs, run, running, until_as_it_began
 from tests.sizes import BLOCK_SIZE
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -133,8 +133,7 @@ async def test_what_prefill_knows_goes_out_before_the_rest_is_computed(monkeypat
 async def test_what_another_prompt_computes_in_the_same_step_goes_out_after_it(monkeypatch: pytest.MonkeyPatch):
     async with running(short_share=0.0) as pair:  # so that both twins wait until the busy one is over
         plans: list[PrefillPlan] = []
-        prefill = pair.prefill._prefill
-        assert prefill is not None
+        prefill = prefill_handoffs(pair.prefill)
         launching = prefill.launching
         monkeypatch.setattr(prefill, "launching", lambda plan: (plans.append(plan), launching(plan))[1])
         prompt = long_text(17, seed=11)

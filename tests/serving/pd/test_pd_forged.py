@@ -8,7 +8,7 @@ import pytest
 from moonshard.rpc import link_pb2
 from moonshard.serving.control.handoff import messages as m
 from tests.engine_room import long_text
-from tests.serving.pd.pd_pair import Pair, run, running
+from tests.serving.pd.pd_pair import Pair, prefill_handoffs, run, running
 from tests.sizes import BLOCK_SIZE
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.timeout(120)]
@@ -178,8 +178,7 @@ async def test_a_request_under_the_id_of_a_reservation_ends_the_handoff_alone():
 
 async def test_pieces_of_handoffs_given_up_leave_no_checksums():
     async with running() as pair:
-        handoffs = pair.prefill._prefill
-        assert handoffs is not None
+        handoffs = prefill_handoffs(pair.prefill)
         for _ in range(10):
             each = run(long_text(100), 8)
             answer = pair.begin(each)

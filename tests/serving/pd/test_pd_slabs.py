@@ -9,15 +9,13 @@ import pytest
 from moonshard.kv.transfer import ChecksumMismatch, Transport
 from moonshard.serving.worker.worker import Worker
 from tests.engine_room import long_text
-from tests.serving.pd.pd_pair import Pair, run, running, until_as_it_began
+from tests.serving.pd.pd_pair import Pair, kv_plane, run, running, until_as_it_began
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.timeout(120)]
 
 
 def holds_nothing(worker: Worker) -> bool:
-    plane = worker._plane
-    assert plane is not None
-    return not plane._slab.bytes.any()
+    return not kv_plane(worker)._slab.bytes.any()
 
 
 async def assert_nothing_is_left(pair: Pair) -> None:
@@ -28,8 +26,7 @@ async def assert_nothing_is_left(pair: Pair) -> None:
 
 async def test_after_a_handoff_neither_slab_holds_any_of_it():
     async with running() as pair:
-        plane, written = pair.decode._plane, list[bool]()
-        assert plane is not None
+        plane, written = kv_plane(pair.decode), list[bool]()
         copy_out = plane.copy_out
 
         async def seen(partition: int, cells: Sequence[int], expected: Sequence[int]) -> np.ndarray | ChecksumMismatch:
@@ -68,9 +65,7 @@ async def test_after_writes_that_failed_and_blocks_that_were_damaged_neither_sla
         pair.to_decode = damage
         assert (await pair.ask(run(long_text(100), 8))).cause is not None
         pair.to_decode = pair.decode.receive
-        plane = pair.decode._plane
-        assert plane is not None
-        transport: Transport = plane._transport
+        transport: Transport = kv_plane(pair.decode)._transport
         transport.close()
         assert (await pair.ask(run(long_text(100, seed=1), 8))).cause is not None
         await assert_nothing_is_left(pair)

@@ -19,6 +19,7 @@ from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.loading import LoadedModel, load_model
 from moonshard.serving.worker import link_service
 from moonshard.serving.worker.link_service import LinkServicer, LinkSession
+from moonshard.serving.worker.spans import WorkerSpans
 from moonshard.serving.worker.worker import Worker
 from tests.agreement import FIXTURES, assert_drawn_from, reference
 from tests.compiled import compiled_once
@@ -51,7 +52,7 @@ def model() -> LoadedModel:
 @contextlib.asynccontextmanager
 async def serving(**gateway) -> AsyncIterator[tuple[Worker, str]]:
     """The worker, and where it listens."""
-    worker = Worker(config(**gateway), "both", model(), CompilationCounter(), None)
+    worker = Worker(config(**gateway), "both", model(), CompilationCounter(), None, spans=WorkerSpans())
     worker.start()
     ready: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
     ready.set_result(worker)

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
-from moonshard.serving.worker.process import _serve
+from moonshard.serving.deploy.life import Life
+from moonshard.serving.deploy.startup import Start
+from moonshard.serving.deploy.timings import Timings
+from moonshard.serving.worker.process import ServedWorker
 
 
 class FakeEngine:
@@ -17,7 +20,7 @@ class FakeEngine:
 
 class FakeServer:
     def __init__(self):
-        self.is_serving = True
+        self.is_serving = False
 
     async def set_serving(self, is_serving: bool) -> None:
         self.is_serving = is_serving
@@ -33,6 +36,10 @@ class FakeWorker:
         self.asked_for_idle = asyncio.Event()
         self.is_closed = False
         self.has_failed = False
+        self.is_told = asyncio.Event()
+
+    def start_behind(self) -> None:
+        self.is_told.set()
 
     def begin_drain(self) -> None:
         self.is_draining = True
@@ -49,15 +56,26 @@ class FakeWorker:
 
 
 class Process:
-    """`_serve` on its way."""
+    """Its life on its way."""
 
     def __init__(self, drain_timeout_s: float = 30.0):
         self.worker, self.server, self.stop = FakeWorker(), FakeServer(), asyncio.Event()
         worker: Any = self.worker
         server: Any = self.server
         self.events: list[str] = []
-        serving = _serve(worker, server, self.stop, lambda event, _fields: self.events.append(event), drain_timeout_s)
-        self.exit_code = asyncio.create_task(serving)
+        life = Life(
+            role="both",
+            status=lambda event, _fields: self.events.append(event),
+            start=Start(timings=Timings()),
+            stop=self.stop,
+            drain_timeout_s=drain_timeout_s,
+        )
+        living = life.live(ServedWorker(worker, server, drain_timeout_s), name="here", recorder=None)
+        self.exit_code = asyncio.create_task(living)
+
+    async def until_ready(self) -> None:
+        await self.worker.is_told.wait()
+        self.events.clear()
 
     async def drain(self) -> None:
         self.stop.set()
@@ -66,6 +84,8 @@ class Process:
 
 async def test_a_drain_refuses_what_is_new_waits_for_what_runs_and_ends_with_0():
     process = Process()
+    await process.until_ready()
+    assert process.server.is_serving
     await process.drain()
     assert process.worker.is_draining
     assert process.events == ["draining"]
@@ -85,6 +105,7 @@ async def test_a_drain_that_takes_too_long_is_cut_off(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("is_draining", [False, True])
 async def test_a_fault_ends_the_process_at_once_with_1_also_in_a_drain(is_draining: bool):
     process = Process()
+    await process.until_ready()
     if is_draining:
         await process.drain()
     process.worker.engine.failed.set_exception(RuntimeError("no device"))

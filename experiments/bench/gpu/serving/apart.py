@@ -23,7 +23,8 @@ from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.control.request import Request
 from moonshard.serving.engine.device import StepDone
-from moonshard.serving.engine.engine import Engine, StepReport
+from moonshard.serving.engine.engine import Engine
+from moonshard.serving.engine.events import StepReport
 
 type OnDone = Callable[[StepDone, Plan | None], None]
 
@@ -31,7 +32,7 @@ type OnDone = Callable[[StepDone, Plan | None], None]
 class Together:
     """One engine prefills and decodes, in turn."""
 
-    def __init__(self, pair: Pair, chunk_tokens: int, hear: Hear, on_done: OnDone | None):
+    def __init__(self, pair: Pair, chunk_tokens: int, hear: Hear, on_done: OnDone):
         pool = BlockPool(1, pair.sizes.num_blocks, pair.sizes.block_size)
         told = Listeners(on_step=hear, on_done=on_done)
         self._engine = build_engine(pair.first, pair.first.shapes, pool, chunk_tokens=chunk_tokens, told=told)
@@ -66,7 +67,7 @@ class Apart:
         pair: Pair,
         chunk_tokens: int,
         hear: Hear,
-        on_done: OnDone | None,
+        on_done: OnDone,
         num_prefill_blocks: int | None = None,
     ):
         sizes, way = pair.sizes, Way()

@@ -18,7 +18,7 @@ import numpy as np
 from moonshard.experiments.bench.gpu.checks import Check
 from moonshard.experiments.bench.gpu.serving.apart import Apart, Together
 from moonshard.experiments.bench.gpu.serving.clients import Build, serve, serve_alone
-from moonshard.experiments.bench.gpu.serving.engines import EngineSizes, Pair, build_pair
+from moonshard.experiments.bench.gpu.serving.engines import EngineSizes, Pair, build_pair, ignore
 from moonshard.experiments.bench.gpu.serving.mix import APART, Mix, arms, draw_requests, num_alike
 from moonshard.models import moe, weights
 from moonshard.models.registry import open_model
@@ -52,8 +52,8 @@ def check_recorded(fixtures: Path, pair: Pair) -> Iterator[Check]:
     """All recorded prompts at once, to one engine and to two: answers that are not the recorded greedy tokens."""
     asked, chunk = _recorded(fixtures / MODEL / "ref.npz"), pair.sizes.chunk_tokens[-1]
     builds: dict[str, Build] = {
-        "one engine": lambda hear: Together(pair, chunk, hear, None),
-        "two engines": lambda hear: Apart(pair, chunk, hear, None, num_prefill_blocks=NUM_PREFILL_BLOCKS),
+        "one engine": lambda hear: Together(pair, chunk, hear, ignore),
+        "two engines": lambda hear: Apart(pair, chunk, hear, ignore, num_prefill_blocks=NUM_PREFILL_BLOCKS),
     }
     for name, build in builds.items():
         yield Check(name=f"{MODEL}, {name}: wrong answers", error=_num_wrong(build, asked), tolerance=0)
@@ -64,8 +64,8 @@ def check_alone(pair: Pair, mix: Mix, seed: int) -> Check:
     few = replace(mix, num_requests=(OF_EACH_KIND,) * len(mix.num_requests))
     requests = draw_requests(few, pair.vocab_size, Random(f"{seed} alone"))
     built = arms(pair)
-    both = built[f"both, chunks of {pair.sizes.chunk_tokens[-1]}"](None)
-    one, two = (asyncio.run(serve_alone(build, requests)) for build in (both, built[APART](None)))
+    both = built[f"both, chunks of {pair.sizes.chunk_tokens[-1]}"](ignore)
+    one, two = (asyncio.run(serve_alone(build, requests)) for build in (both, built[APART](ignore)))
     name = "the slice alone, requests whose tokens differ between one engine and two"
     return Check(name=name, error=len(requests) - num_alike(one, two), tolerance=0)
 

@@ -12,7 +12,8 @@ from itertools import pairwise
 from typing import Protocol
 
 from moonshard.serving.control.request import Request
-from moonshard.serving.engine.engine import Engine, StepReport
+from moonshard.serving.engine.engine import Engine
+from moonshard.serving.engine.events import StepReport
 
 MAX_RUN_S = 300.0  # of requests that are served in seconds: beyond it one is lost
 type Hear = Callable[[StepReport], None]

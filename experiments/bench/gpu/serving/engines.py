@@ -16,11 +16,13 @@ import numpy as np
 from moonshard.kv.blocks import BlockPool
 from moonshard.models import moe
 from moonshard.models.model import Model
+from moonshard.serving.control.batching.queue import QueueTimeout
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.engine.device import Executor, StepDone
 from moonshard.serving.engine.encoder import StepEncoder
-from moonshard.serving.engine.engine import Engine, StepReport
+from moonshard.serving.engine.engine import Engine
+from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
 from moonshard.serving.engine.stage import Stage, StageModel
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
@@ -147,13 +149,19 @@ def _compile_the_way(pair: Pair) -> None:
         receiver.fetch(receiver.launch(land))
 
 
+def ignore(*_told: object) -> None:
+    """An event that nobody listens to."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listeners:
-    """What is told of an engine."""
+    """Who is told of an engine's events."""
 
     on_step: Callable[[StepReport], None]
-    on_prefill: Callable[[PrefillPlan], None] = lambda plan: None
-    on_done: Callable[[StepDone, Plan | None], None] | None = None
+    on_done: Callable[[StepDone, Plan | None], None] = ignore
+    before_prefill: Callable[[PrefillPlan], None] = ignore
+    on_prefill: Callable[[PrefillPlan], None] = ignore
+    on_expired: Callable[[bytes, QueueTimeout], None] = ignore
 
 
 def build_engine(
@@ -173,8 +181,5 @@ def build_engine(
         scheduler=Scheduler(config, pool),
         executor=executor,
         encoder=StepEncoder(shapes),
-        on_step=told.on_step,
-        on_expired=lambda request_id, error: None,
-        on_prefill=told.on_prefill,
-        on_done=told.on_done,
+        events=told,
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from moonshard.experiments.bench.gpu.serving.apart import Apart, OnDone, Together
 from moonshard.experiments.bench.gpu.serving.clients import Build, Heard, serve
-from moonshard.experiments.bench.gpu.serving.engines import EngineSizes, Pair
+from moonshard.experiments.bench.gpu.serving.engines import EngineSizes, Pair, ignore
 from moonshard.experiments.bench.gpu.serving.steps import StepRows
 from moonshard.experiments.workload.arrivals import arrivals
 from moonshard.serving.control.request import Request, Sampling
@@ -102,26 +102,26 @@ def draw_arrivals(requests: Sequence[Request], rate_per_s: float, random: Random
     return list(zip(arrivals(rate_per_s, 1.0, len(requests), random), requests, strict=True))
 
 
-def arms(pair: Pair) -> dict[str, Callable[[OnDone | None], Build]]:
+def arms(pair: Pair) -> dict[str, Callable[[OnDone], Build]]:
     """By name, each as something that builds it on the running event loop; `APART` is the last."""
-    found: dict[str, Callable[[OnDone | None], Build]] = {
+    found: dict[str, Callable[[OnDone], Build]] = {
         f"both, chunks of {chunk}": functools.partial(_both, pair, chunk) for chunk in pair.sizes.chunk_tokens
     }
     return {**found, APART: functools.partial(_apart, pair, pair.sizes.chunk_tokens[-1])}
 
 
-def _both(pair: Pair, chunk_tokens: int, on_done: OnDone | None) -> Build:
+def _both(pair: Pair, chunk_tokens: int, on_done: OnDone) -> Build:
     return lambda hear: Together(pair, chunk_tokens, hear, on_done)
 
 
-def _apart(pair: Pair, chunk_tokens: int, on_done: OnDone | None) -> Build:
+def _apart(pair: Pair, chunk_tokens: int, on_done: OnDone) -> Build:
     return lambda hear: Apart(pair, chunk_tokens, hear, on_done)
 
 
 def measure_capacity(pair: Pair, mix: Mix, seed: int) -> float:
     """Requests a second of one engine with its largest chunks that has all of them from the start. Warms it up, too."""
     requests = draw_requests(mix, pair.vocab_size, Random(f"{seed} capacity"))
-    build = arms(pair)[f"both, chunks of {pair.sizes.chunk_tokens[-1]}"](None)
+    build = arms(pair)[f"both, chunks of {pair.sizes.chunk_tokens[-1]}"](ignore)
     start_ns = time.perf_counter_ns()
     heard = asyncio.run(serve(build, [(0.0, request) for request in requests]))
     return len(heard) / ((max(one.arrivals_ns[-1] for one in heard) - start_ns) / 1e9)

@@ -12,7 +12,7 @@ from moonshard.experiments.bench.gpu.serving import clients as gpu_clients
 from moonshard.experiments.bench.gpu.serving.apart import Apart
 from moonshard.experiments.bench.gpu.serving.apart_checks import check_alone, check_recorded, recorded_pair
 from moonshard.experiments.bench.gpu.serving.clients import Stuck, serve
-from moonshard.experiments.bench.gpu.serving.engines import Receiver, build_pair
+from moonshard.experiments.bench.gpu.serving.engines import Receiver, build_pair, ignore
 from moonshard.experiments.bench.gpu.serving.mix import (
     APART,
     Mix,
@@ -88,7 +88,7 @@ def test_a_handoff_that_never_lands_is_told(monkeypatch):
     monkeypatch.setattr(gpu_clients, "MAX_RUN_S", 0.5)
     requests = draw_requests(MIX, recorded().vocab_size, Random(1))
     with pytest.raises(Stuck, match="7 of 7 requests"):
-        asyncio.run(serve(arms(recorded())[APART](None), [(0.0, request) for request in requests]))
+        asyncio.run(serve(arms(recorded())[APART](ignore), [(0.0, request) for request in requests]))
 
 
 def test_what_fails_an_engine_ends_the_run(monkeypatch):

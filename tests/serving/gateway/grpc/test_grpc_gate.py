@@ -15,10 +15,11 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.open_services import MAX_BYTES as OPEN_BYTES
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError, TooLarge, Unauthenticated, from_rpc_error
 from moonshard.serving.config.keys import GatewayConfig
+from moonshard.serving.gateway.fronts import HURRIED_TIMEOUT_S
 from moonshard.serving.gateway.grpc.front import SERVICE
 from moonshard.serving.gateway.grpc.gate import MAX_FIELDS
 from moonshard.serving.gateway.intake.bounds import MAX_OTHER_VALUES
-from moonshard.serving.gateway.process import HURRIED_TIMEOUT_S, RunningGateway
+from moonshard.serving.gateway.process import RunningGateway
 from moonshard.serving.gateway.request import GenerationRequest
 from tests.rpc import raw_grpc
 from tests.rpc.raw_grpc import field

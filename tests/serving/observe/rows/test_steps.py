@@ -10,7 +10,7 @@ import pytest
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.engine.device import StepDone
-from moonshard.serving.engine.engine import StepReport
+from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.steps import StepKind
 from moonshard.serving.observe.rows.parts import read_table
 from moonshard.serving.observe.rows.recorder import Recorder

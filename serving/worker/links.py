@@ -1,0 +1,138 @@
+"""A worker's open links: each message of a gateway finds the role's verb for it, and each output finds its link.
+
+Knows nothing of gRPC streams, which are `link_service`'s.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from moonshard.rpc import link_pb2
+from moonshard.rpc.status import InvalidArgument, NotFound, RequestError, Unavailable
+from moonshard.serving.control.batching.queue import Rejected
+from moonshard.serving.wire import requests as wire
+from moonshard.serving.wire.handoffs import epoch_from
+from moonshard.serving.wire.link import Link, request_id_of
+from moonshard.serving.worker.prefix_feed import PrefixFeed
+from moonshard.serving.worker.roles.role import Outputs, Role
+from moonshard.serving.worker.spans import WorkerSpans
+
+MAX_REFUSAL_CHARS = 256  # of what a gateway says that the log repeats
+
+logger = logging.getLogger(__name__)
+
+
+class LinkFault(InvalidArgument):
+    """Said by no gateway, and about no request: the link ends."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """What is kept of an open link."""
+
+    feed: PrefixFeed
+    num_seen: int = 0  # Run and Reserve messages
+
+
+class Links:
+    """`new_feed` makes what tells one link of the prefix cache."""
+
+    def __init__(self, role: Role, spans: WorkerSpans, new_feed: Callable[[], PrefixFeed]):
+        self._role = role
+        self._spans = spans
+        self._new_feed = new_feed
+        self._open: dict[Link, _Open] = {}
+        self._refusal: str | None = None  # the last one
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self._open)
+
+    def open(self, link: Link) -> None:
+        self._open[link] = _Open(self._new_feed())
+
+    def close(self, link: Link) -> None:
+        self._open.pop(link, None)
+
+    def num_seen(self, link: Link) -> int:
+        """How many Run and Reserve messages came over it."""
+        return self._open[link].num_seen
+
+    def receive(self, message: link_pb2.GatewayMessage, link: Link) -> None:
+        """Do what a gateway says, or end the request that it names with an error.
+
+        Raises:
+            InvalidArgument: it is nothing that a gateway says, or is about no request that could be answered.
+        """
+        request_id = request_id_of(message)
+        try:
+            self._do(message, request_id, link)
+        except LinkFault:
+            raise
+        except Rejected as error:
+            self._turn_down(request_id, wire.rejection(error), link)
+        except RequestError as error:
+            if not isinstance(error, InvalidArgument | NotFound | Unavailable):
+                logger.warning("%s: %s", message.WhichOneof("message"), error.message)
+            self._turn_down(request_id, error, link)
+
+    def _do(self, message: link_pb2.GatewayMessage, request_id: bytes, link: Link) -> None:
+        role = self._role
+        match message.WhichOneof("message"):
+            case "run":
+                self._open[link].num_seen += 1
+                run = role.run_for if message.run.HasField("target") else role.run
+                run(message.run, link)
+            case "reserve":
+                self._open[link].num_seen += 1
+                role.reserve(message.reserve, link)
+            case "landed":
+                role.landed(message.landed, link)
+            case "start":
+                role.start(message.start, link)
+            case "drained":
+                role.drained(message.drained, link)
+            case "credits":
+                role.credits(message.credits, link)
+            case "cancel":
+                role.cancel(request_id, _target_epoch(message.cancel), link)
+            case "tell_prefixes":
+                link.send(self._open[link].feed.snapshot())
+            case "refused":
+                self._refused(message.refused.message)
+            case _:
+                raise LinkFault("hello was said, or nothing that this worker knows", field="message")
+
+    def _turn_down(self, request_id: bytes, error: RequestError, link: Link) -> None:
+        """A fault in what is said of it ends whatever there is of it: no output follows."""
+        self._spans.end(request_id, error.code.name.lower())
+        if isinstance(error, InvalidArgument):
+            self._role.give_up(request_id, link)
+        link.send(wire.failed(request_id, error))
+
+    def _refused(self, reason: str) -> None:
+        """Log why a gateway does not route here: once, for it knocks again every second."""
+        reason = "".join(char if char.isprintable() else " " for char in reason[:MAX_REFUSAL_CHARS])
+        if reason != self._refusal:
+            logger.warning("a gateway refuses this worker: %s", reason)
+        self._refusal = reason
+
+    def send_outputs(self, step: int, by_link: Outputs, load: link_pb2.WorkerLoad) -> None:
+        """One message per link, whatever the number of its requests."""
+        for link, outputs in by_link.items():
+            output = link_pb2.StepOutput(step=step, outputs=outputs, load=load)
+            output.load.num_seen = self._open[link].num_seen
+            link.send(link_pb2.WorkerMessage(step=output))
+
+    def tell_prefixes(self) -> None:
+        """Every tick and not with every step: what a router knows may be that old."""
+        for link, known in self._open.items():
+            while (news := known.feed.news()) is not None:
+                link.send(news)
+
+
+def _target_epoch(cancel: link_pb2.Cancel) -> int:
+    """0 where none is said: of a request that is no handoff. LinkFault: a cancel is not answered."""
+    try:
+        return epoch_from(cancel.target_epoch, "target_epoch") if cancel.target_epoch else 0
+    except InvalidArgument as error:
+        raise LinkFault(error.message, field=error.field) from error

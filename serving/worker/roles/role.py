@@ -1,0 +1,134 @@
+"""The verbs that every role of a worker has. What a role does not do is refused here, with the same words for all."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.rpc import link_pb2
+from moonshard.rpc.status import FailedPrecondition, Unavailable
+from moonshard.serving.config.keys import WorkerRole
+from moonshard.serving.control.batching.scheduler import Scheduler
+from moonshard.serving.control.plan import PrefillPlan
+from moonshard.serving.engine.engine import Engine
+from moonshard.serving.engine.events import StepReport
+from moonshard.serving.transfer.endpoint import Endpoint
+from moonshard.serving.wire.link import Link
+from moonshard.serving.wire.requests import Limits
+from moonshard.serving.worker.spans import WorkerSpans
+
+type Outputs = dict[Link, list[link_pb2.SequenceOutput]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What every role works with."""
+
+    engine: Engine
+    scheduler: Scheduler
+    pool: BlockPool
+    spans: WorkerSpans
+    limits: Limits
+    epoch: int  # the worker's
+
+
+class Role(ABC):
+    """One worker's. All on the event loop.
+
+    The verbs of gateways raise RequestError about the request that the message names, and Rejected where the scheduler
+    turns it down. Those of the engine are `EngineEvents`, but for the outputs, which the worker sends.
+    """
+
+    name: ClassVar[WorkerRole]
+    is_draining = False
+
+    def check_open(self) -> None:
+        if self.is_draining:
+            raise Unavailable("this worker is shutting down", retry_after_s=1.0)
+
+    def _publishes_no_kv(self) -> FailedPrecondition:
+        return FailedPrecondition(f"a worker of role {self.name} publishes no KV", field="role")
+
+    def _takes_no_kv(self) -> FailedPrecondition:
+        return FailedPrecondition(f"a worker of role {self.name} takes no KV", field="role")
+
+    # ---- what a gateway asks
+
+    def run(self, run: link_pb2.Run, link: Link) -> None:
+        """Serve a request here to its last token."""
+        self.check_open()
+        reason = f"a worker of role {self.name} does not decode; its runs have a target"
+        raise FailedPrecondition(reason, field="role")
+
+    def run_for(self, run: link_pb2.Run, link: Link) -> None:
+        """Prefill for the worker that the run's target is of."""
+        raise self._publishes_no_kv()
+
+    def credits(self, credits: link_pb2.Credits, link: Link) -> None:
+        raise self._publishes_no_kv()
+
+    def reserve(self, reserve: link_pb2.Reserve, link: Link) -> None:
+        raise self._takes_no_kv()
+
+    def landed(self, manifest: link_pb2.Manifest, link: Link) -> None:
+        raise self._takes_no_kv()
+
+    def start(self, start: link_pb2.Start, link: Link) -> None:
+        raise self._takes_no_kv()
+
+    def drained(self, drained: link_pb2.Drained, link: Link) -> None:
+        raise self._takes_no_kv()
+
+    @abstractmethod
+    def cancel(self, request_id: bytes, target_epoch: int, link: Link) -> None:
+        """End a request that came over this link, or a leg of a handoff; any other is left alone."""
+
+    @abstractmethod
+    def give_up(self, request_id: bytes, link: Link) -> None:
+        """End what there is of a request that came over this link and is faulty; nothing is said of it."""
+
+    @abstractmethod
+    def close_link(self, link: Link) -> None:
+        """End all that came over it."""
+
+    # ---- what the engine says
+
+    def before_prefill(self, plan: PrefillPlan) -> None:  # noqa: B027  # no role must
+        """Nothing is published."""
+
+    def on_prefill(self, plan: PrefillPlan) -> None:  # noqa: B027  # no role must
+        """Nothing is published."""
+
+    @abstractmethod
+    def outputs(self, report: StepReport) -> Outputs:
+        """What is to be sent of a step, and nothing of what a handoff keeps."""
+
+    @abstractmethod
+    def turned_down(self, request_id: bytes, message: link_pb2.WorkerMessage) -> None:
+        """A request is gone that waited too long for its first step: `message` says so to whoever asked for it."""
+
+    # ---- its handoffs, where it has any
+
+    def tick(self) -> None:  # noqa: B027  # no role must
+        """Every tick of the worker's clock."""
+
+    @property
+    def num_handoffs(self) -> int:
+        return 0
+
+    def reserved_tokens(self, partition: int) -> int:
+        """Between a Reserve and its first step: nobody else counts it, for its gateway no longer does."""
+        del partition
+        return 0
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Where KV for this worker is written to."""
+        return None
+
+    def kv_transfer(self) -> link_pb2.KvTransfer | None:
+        """How the KV plane is, where there is one."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  # no role must
+        """Blocks; called on a thread, when the engine has ended."""
