@@ -7,6 +7,7 @@ Left out: what the rows displace from caches, and rows of tokens (`trace.tokens`
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,7 +28,9 @@ from moonshard.serving.gateway.records.events import (
     RequestTokenized,
     TokensArrived,
 )
-from moonshard.serving.gateway.records.log import RequestLogs
+from moonshard.serving.gateway.records.log import OpenReader, RequestLogs
+from moonshard.serving.gateway.records.metrics import GatewayMetrics
+from moonshard.serving.gateway.records.request_metrics import RequestMetrics
 from moonshard.serving.gateway.records.rows import RecordedRequests
 from moonshard.serving.gateway.request import GenerationRequest, TokenPrompt
 from moonshard.serving.observe.rows.parts import read_table
@@ -138,8 +141,11 @@ def _record_steps(recorder: Recorder, num_streams: int) -> None:
 
 
 def _record_requests(recorder: Recorder | None) -> None:
-    """Requests that have had all their tokens."""
-    logs = RequestLogs(() if recorder is None else (RecordedRequests("kimi", recorder).reader,))
+    """Requests that have had all their tokens. They are counted also where nothing is recorded."""
+    readers: list[OpenReader] = [partial(RequestMetrics, GatewayMetrics("kimi"))]
+    if recorder is not None:
+        readers.append(RecordedRequests("kimi", recorder).reader)
+    logs = RequestLogs(readers)
     request = GenerationRequest(
         request_id="cmpl-0123456789abcdef", received_ns=time.perf_counter_ns(), prompt=TokenPrompt([1] * 128)
     )

@@ -54,7 +54,10 @@ class RequestLog:
 
     def last[E](self, kind: type[E]) -> E | None:
         """The last event of a kind; of outputs, the only one that is kept."""
-        return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
+        for event in reversed(self.events):
+            if isinstance(event, kind):
+                return event
+        return None
 
     @property
     def is_sent(self) -> bool:
