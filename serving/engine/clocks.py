@@ -1,7 +1,7 @@
 """Where each request's time went on this worker: stamps of one process's clock, and the durations between them.
 
-Apart from the engine, which says what happens and when it is told. A request comes in one of two ways: it is submitted,
-waits and is prefilled here; or it joins with KV that landed and tokens drawn elsewhere.
+The engine says what happens, and when. A request comes in one of two ways: it is submitted, waits and is prefilled
+here; or it joins with KV that landed and tokens drawn elsewhere.
 """
 
 from collections.abc import Iterable

@@ -2,8 +2,8 @@
 
 One span per request, or per leg of a handoff, from its arrival to its end here, and below it one per phase: queue,
 prefill and transfer; or reserve, land, join and decode. They are made from the durations that phases have anyway, when
-these are known. A phase that a request was cut off in is no span, but for decode. Left out: who is sampled, which the
-gateway decides; a request that nobody wants spans of has no traceparent, and costs a look.
+these are known. A phase that a request was cut off in is no span, but for decode. The gateway decides who is sampled:
+a request that nobody wants spans of has no traceparent, and costs a look.
 """
 
 import time

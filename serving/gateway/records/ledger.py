@@ -3,8 +3,7 @@
 A row is a line of JSON, written whole or not at all: what a full disk cut off is taken back, and the row waits for the
 next try. A file that was moved away or deleted is begun anew. So the sum over the file never counts anything twice,
 and a reader need not know who wrote it. Writing happens on a thread of its own, since a disk may be slow. One process
-writes a file, and holds its lock; several gateways have a file each. Left out: who the tenant is, and which requests
-get a row.
+writes a file, and holds its lock; several gateways have a file each. Which requests get a row is `accounts`'.
 """
 
 import fcntl

@@ -4,7 +4,7 @@ A prompt is refused where the window has no room for it and for those that are o
 has computed it. How long a completion gets is known only afterwards: its tokens are owed, and paid before the tenant's
 next prompt. So a tenant gets no more than its rate in the long run, and a prompt that is refused, for this or for
 anything else, here or by a worker, uses up nothing. Time is this process's own and not the day's: whoever sets the
-machine's clock lets nobody through and locks nobody out. Left out: rates that several gateways share.
+machine's clock lets nobody through and locks nobody out. Each gateway counts for itself.
 """
 
 import time

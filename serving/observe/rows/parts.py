@@ -2,7 +2,7 @@
 
 A part gets its name when the kernel has all of it, so that a reader never sees half a file and a killed process leaves
 at most a `.tmp` that nobody reads. The disk is not waited for: a machine that loses its power may leave a part that is
-not whole, which a reader refuses by its name. Left out: when a part is written, and by which thread.
+not whole, which a reader refuses by its name. When a part is written, and by which thread, is `recorder`'s.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The tables that a server records, and every column of them; `experiments/SCHEMA.md` says what each column means.
 
-Apart from who fills them and from how they are written: a row is a tuple in the order of the columns named here. Stamps
-are of `time.perf_counter_ns`, which on Linux is CLOCK_MONOTONIC: one clock for all processes of a host, since its boot.
+A row is a tuple in the order of the columns named here. Stamps are of `time.perf_counter_ns`, which on Linux is
+CLOCK_MONOTONIC: one clock for all processes of a host, since its boot.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Spans of one process on their way to a collector: handed over without waiting, sent by a thread.
 
 A collector that is slow, dead or gone costs memory for so many spans, and then spans, which are counted; nothing else
-waits for it. A process that is killed loses those of the last second. Left out: what is sent, and how (`otlp`).
+waits for it. A process that is killed loses those of the last second. What is sent, and how, is `otlp`'s.
 """
 
 import asyncio
