@@ -14,7 +14,7 @@ from moonshard.serving.engine.clocks import Phases
 from moonshard.serving.engine.events import Emitted
 from moonshard.serving.observe.spans.context import TraceContext, parse_context
 from moonshard.serving.observe.spans.export import SpanExport
-from moonshard.serving.observe.spans.span import CANCELLED, Attribute, EndedSpan, error_of, outcome_attributes
+from moonshard.serving.observe.spans.span import CANCELLED, EndedSpan, SpanValue, error_of, outcome_attributes
 
 FAILED = "internal"  # an outcome: the status that clients are told where a worker failed
 
@@ -26,7 +26,7 @@ class _Part:
     parent: TraceContext
     context: TraceContext
     begun_ns: int
-    attributes: dict[str, Attribute]
+    attributes: dict[str, SpanValue]
     phases: list[tuple[str, int, int]] = field(default_factory=list)  # name, begin and end
     waited_from_ns: int  # since when it waits for its first step: its arrival, or its join
     decoding_from_ns: int = 0

@@ -2,7 +2,7 @@
 
 The pipeline appends each event in one place and tells nobody else. A reader is called with every event as it is
 appended, for what users watch while a request runs; the last one is `RequestEnded`, when all the rest can be read from
-the log. Outputs are as many as tokens: the log keeps the first one, and what they come to (`outputs`).
+the log. OutputTally are as many as tokens: the log keeps the first one, and what they come to (`outputs`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from moonshard.serving.gateway.records.events import (
     RequestTokenized,
     TokensArrived,
 )
-from moonshard.serving.gateway.records.outputs import Outputs
+from moonshard.serving.gateway.records.outputs import OutputTally
 from moonshard.serving.gateway.records.times import RequestTimes
 from moonshard.serving.gateway.request import GenerationRequest
 from moonshard.serving.observe.spans.context import TraceContext, TraceSampling
@@ -36,7 +36,7 @@ class RequestLog:
         self.request = request
         self.context = context
         self.events: list[LogEvent] = [RequestReceived(at_ns=request.received_ns)]
-        self.outputs = Outputs()
+        self.outputs = OutputTally()
         self._readers = [reader for open_reader in readers if (reader := open_reader(self)) is not None]
 
     def append(self, event: LogEvent) -> None:

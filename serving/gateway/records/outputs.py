@@ -22,7 +22,7 @@ class ChoiceOutputs:
 
 
 @dataclass(slots=True)
-class Outputs:
+class OutputTally:
     """Of all choices. What came after the end of its choice is no part of the answer, nor its time."""
 
     first_ns: int = 0

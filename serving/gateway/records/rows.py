@@ -21,7 +21,7 @@ from moonshard.serving.gateway.records.events import (
 from moonshard.serving.gateway.records.log import RequestLog
 from moonshard.serving.gateway.records.times import RequestTimes
 from moonshard.serving.observe.rows.recorder import Recorder, UnwrittenRows
-from moonshard.serving.observe.rows.schema import REQUESTS, TOKENS, Row
+from moonshard.serving.observe.rows.schema import REQUESTS, TOKENS, TableRow
 from moonshard.serving.observe.spans.span import bounded, fitting
 
 MAX_ERROR_CHARS = 500
@@ -65,7 +65,7 @@ class RequestRows:
         for index in range(choice.num_tokens - choice.num_new_tokens, choice.num_tokens):
             tokens.append((self._name, delta.choice, index, arrived.at_ns))
 
-    def _row(self, ended: RequestEnded) -> Row:
+    def _row(self, ended: RequestEnded) -> TableRow:
         """What is not known when it ends is null."""
         log, caller, sent = self._log, self._log.request.caller, self._log.last(AttemptSent)
         return (
@@ -104,7 +104,7 @@ def _hash(name: str) -> str:
     return hashlib.sha256(b"moonshard trace\0" + name.encode()).hexdigest()[:16]
 
 
-def _sizes(log: RequestLog) -> Row:
+def _sizes(log: RequestLog) -> TableRow:
     """finish_reason to num_retries; cached tokens are known with the first output only.
 
     What a client asked is checked by the time that it is tokenised.
@@ -124,7 +124,7 @@ def _sizes(log: RequestLog) -> Row:
     )
 
 
-def _places(sent: AttemptSent | None) -> Row:
+def _places(sent: AttemptSent | None) -> TableRow:
     """Of the last attempt."""
     if sent is None:
         return (None,) * 7
@@ -132,17 +132,17 @@ def _places(sent: AttemptSent | None) -> Row:
     return *_leg(assignment.prompt_leg), *_leg(assignment.decode), assignment.is_local_prefill
 
 
-def _leg(leg: Leg) -> Row:
+def _leg(leg: Leg) -> TableRow:
     return leg.worker, leg.epoch.hex(), leg.partition
 
 
-def _times(times: RequestTimes) -> Row:
+def _times(times: RequestTimes) -> TableRow:
     """received_ns to lost_ns."""
     lost_ns = times.lost_ns if times.sent_ns else None
     return times.received_ns, times.ttft_ns, times.e2e_ns, *times.phases_ns, lost_ns
 
 
-def _worker_times(times: RequestTimes) -> Row:
+def _worker_times(times: RequestTimes) -> TableRow:
     """decode_queue_ms to join_ms: null where no worker said so."""
     if not times.outputs.first_ns:
         return (None,) * 11

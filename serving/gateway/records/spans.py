@@ -26,7 +26,7 @@ from moonshard.serving.gateway.records.times import RequestTimes
 from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest
 from moonshard.serving.observe.spans.context import SPAN_ID_BYTES, TraceContext, with_span
 from moonshard.serving.observe.spans.export import SpanExport
-from moonshard.serving.observe.spans.span import Attribute, EndedSpan, bounded, error_of, fitting, outcome_attributes
+from moonshard.serving.observe.spans.span import EndedSpan, SpanValue, bounded, error_of, fitting, outcome_attributes
 
 PROVIDER = "moonshard"
 _ASKED = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
@@ -160,7 +160,7 @@ def mark_attempt(run: link_pb2.Run) -> None:
         run.traceparent = with_span(run.traceparent, run.request_id[:SPAN_ID_BYTES])
 
 
-def _asked(request: GenerationRequest) -> dict[str, Attribute]:
+def _asked(request: GenerationRequest) -> dict[str, SpanValue]:
     """What the client said, but for text, and for numbers that no span can hold."""
     asked = {name: getattr(request, name) for name in _ASKED}
     asked["choice.count"] = None if request.n == 1 else request.n
@@ -168,12 +168,12 @@ def _asked(request: GenerationRequest) -> dict[str, Attribute]:
     return {f"gen_ai.request.{name}": value for name, value in said.items() if value is not None}
 
 
-def _sizes(log: RequestLog) -> dict[str, Attribute]:
+def _sizes(log: RequestLog) -> dict[str, SpanValue]:
     """Of a prompt that was tokenised; what was cached is known with the first output."""
     if (tokenized := log.last(RequestTokenized)) is None:
         return {}
     usage = log.usage()
-    sizes: dict[str, Attribute] = {
+    sizes: dict[str, SpanValue] = {
         "gen_ai.request.max_tokens": tokenized.max_tokens,
         "gen_ai.usage.input_tokens": tokenized.num_prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
@@ -186,9 +186,9 @@ def _sizes(log: RequestLog) -> dict[str, Attribute]:
     return sizes
 
 
-def _times(times: RequestTimes) -> dict[str, Attribute]:
+def _times(times: RequestTimes) -> dict[str, SpanValue]:
     """In seconds under names of others, in milliseconds under our own."""
-    told: dict[str, Attribute] = {"gen_ai.latency.e2e": times.e2e_ns / 1e9}
+    told: dict[str, SpanValue] = {"gen_ai.latency.e2e": times.e2e_ns / 1e9}
     if times.sent_ns:
         told["moonshard.gateway_queue_ms"] = (times.sent_ns - times.received_ns) / 1e6
     if times.ttft_ns is not None:

@@ -20,14 +20,14 @@ from moonshard.serving.gateway.records.events import (
     RequestRetried,
     TokensArrived,
 )
-from moonshard.serving.gateway.records.outputs import Outputs
+from moonshard.serving.gateway.records.outputs import OutputTally
 
 
 @dataclass(kw_only=True, slots=True)
 class RequestTimes:
     """Of a request that has ended, read from its log; a stamp of what did not happen is 0."""
 
-    outputs: Outputs
+    outputs: OutputTally
     received_ns: int = 0
     sent_ns: int = 0  # the first time: what was lost with a worker is part of the wait
     first_attempt_ns: int = 0  # when the attempt was sent that gave the first token, or was to
@@ -40,7 +40,7 @@ class RequestTimes:
     is_complete: bool = False  # it has had all its tokens
 
     @classmethod
-    def of(cls, events: Sequence[LogEvent], outputs: Outputs) -> "RequestTimes":
+    def of(cls, events: Sequence[LogEvent], outputs: OutputTally) -> "RequestTimes":
         times, has_begun = cls(outputs=outputs), False
         for event in events:
             has_begun = has_begun or isinstance(event, TokensArrived)

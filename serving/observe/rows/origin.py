@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moonshard.serving.observe.rows.schema import VERSION, Row
+from moonshard.serving.observe.rows.schema import VERSION, TableRow
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -22,7 +22,7 @@ class Origin:
     clock: str
     pid: int
 
-    def row(self) -> Row:
+    def row(self) -> TableRow:
         """The columns `schema.ORIGIN`, as of now."""
         return (self.host, self.clock, self.pid, unix_offset_ns(), VERSION)
 

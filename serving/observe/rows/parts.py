@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moonshard.serving.observe.rows.schema import VERSION, Column, ColumnKind, Row, Table, Value
+from moonshard.serving.observe.rows.schema import VERSION, Column, ColumnKind, Table, TableRow, Value
 
 if TYPE_CHECKING:
     import polars as pl
@@ -37,7 +37,7 @@ def load_polars() -> None:
     import polars as _  # noqa: F401
 
 
-def encode_part(table: Table, columns: Sequence[list[Value]], origin: Row) -> bytes:
+def encode_part(table: Table, columns: Sequence[list[Value]], origin: TableRow) -> bytes:
     """A Parquet file of these columns, with `origin` in each row.
 
     Python's lock is given up after each column: whoever serves waits for one column's conversion, never for a part's.

@@ -19,7 +19,7 @@ from pathlib import Path
 from moonshard.serving.config.keys import ConfigError, TraceConfig
 from moonshard.serving.observe.rows.origin import this_process
 from moonshard.serving.observe.rows.parts import check_writable, encode_part, load_polars, without_unfit, write_part
-from moonshard.serving.observe.rows.schema import Row, Table, Value
+from moonshard.serving.observe.rows.schema import Table, TableRow, Value
 
 logger = logging.getLogger(__name__)
 MAX_WAITING_PARTS = 8  # full ones of one table; more are lost
@@ -45,7 +45,7 @@ class UnwrittenRows:
         with self._lock:
             return len(self._columns[0]) + sum(len(columns[0]) for columns in self._full)
 
-    def append(self, row: Row) -> None:
+    def append(self, row: TableRow) -> None:
         """Never waits for the disk."""
         with self._lock:
             for add, value in zip(self._adds, row, strict=True):

@@ -9,7 +9,7 @@ from typing import Literal
 
 type ColumnKind = Literal["text", "int", "float", "bool", "ints"]
 type Value = str | int | float | bool | tuple[int, ...] | None
-type Row = tuple[Value, ...]
+type TableRow = tuple[Value, ...]
 
 VERSION = 1  # of all tables together: another one for every change that is more than a new column
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan
 from moonshard.serving.engine.device import StepDone
-from moonshard.serving.observe.rows.schema import Row
+from moonshard.serving.observe.rows.schema import TableRow
 
 # What a step was for: partitions, batch, tokens, context tokens, blocks. A plain tuple, for it is made with each step.
 type _Work = tuple[tuple[int, ...], int, int, int, int]
@@ -20,7 +20,7 @@ type _Work = tuple[tuple[int, ...], int, int, int, int]
 class RecordedSteps:
     """Where a worker's steps are recorded, under which address, and how many rows of it are lost."""
 
-    append: Callable[[Row], None]
+    append: Callable[[TableRow], None]
     worker: str
     num_lost: Callable[[], int] = lambda: 0
 
@@ -41,7 +41,7 @@ NO_STEPS = UnrecordedSteps(append=lambda row: None, worker="")
 class StepTrace:
     """Of one worker; `append` takes its rows. Called on the event loop, in the order in which steps end."""
 
-    def __init__(self, append: Callable[[Row], None], worker: tuple[str, str, str]) -> None:
+    def __init__(self, append: Callable[[TableRow], None], worker: tuple[str, str, str]) -> None:
         """`worker`: its address, epoch and role."""
         self._append = append
         self._worker = worker

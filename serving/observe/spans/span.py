@@ -9,7 +9,7 @@ from typing import Literal
 
 from moonshard.serving.observe.spans.context import TraceContext
 
-type Attribute = str | int | float | bool | tuple[str, ...]
+type SpanValue = str | int | float | bool | tuple[str, ...]
 type SpanKindName = Literal["server", "client", "internal"]
 CANCELLED = "cancelled"  # an outcome that is nobody's fault
 MAX_NAME_CHARS = 512  # of what a client calls something
@@ -25,14 +25,14 @@ class EndedSpan:
     parent: TraceContext | None
     begun_ns: int  # perf_counter_ns
     ended_ns: int
-    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+    attributes: Mapping[str, SpanValue] = field(default_factory=dict)
     events: tuple[tuple[str, int], ...] = ()  # name and stamp
     error: str | None = None
 
 
-def outcome_attributes(outcome: str | None) -> dict[str, Attribute]:
+def outcome_attributes(outcome: str | None) -> dict[str, SpanValue]:
     """Of what ended otherwise than it should; None: it did not."""
-    attributes: dict[str, Attribute] = {} if outcome is None else {"moonshard.outcome": outcome}
+    attributes: dict[str, SpanValue] = {} if outcome is None else {"moonshard.outcome": outcome}
     if (error := error_of(outcome)) is not None:
         attributes["error.type"] = error
     return attributes

@@ -14,7 +14,7 @@ from moonshard.experiments.common.step_regression import COEFFICIENTS, KINDS, Ki
 from moonshard.serving.control.plan import Plan
 from moonshard.serving.engine.device import StepDone
 from moonshard.serving.engine.steps import StepKind
-from moonshard.serving.observe.rows.schema import STEPS, Row
+from moonshard.serving.observe.rows.schema import STEPS, TableRow
 from moonshard.serving.observe.rows.steps import StepTrace
 
 COLUMNS = {column.name: index for index, column in enumerate(STEPS.columns)}
@@ -25,7 +25,7 @@ class StepRows:
     """Rows of the table `steps`, whose `worker` is the arm."""
 
     def __init__(self) -> None:
-        self._rows: list[Row] = []
+        self._rows: list[TableRow] = []
 
     def of_run(self, arm: str) -> OnDone:
         """What all engines of one run tell of their steps: one trace, as they have one device."""

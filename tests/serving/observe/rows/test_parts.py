@@ -18,8 +18,8 @@ from moonshard.serving.observe.rows.schema import (
     VERSION,
     Column,
     ColumnKind,
-    Row,
     Table,
+    TableRow,
     Value,
 )
 
@@ -32,7 +32,7 @@ _VALUES: dict[ColumnKind, st.SearchStrategy] = {
 }
 
 
-def rows_of(table: Table) -> st.SearchStrategy[list[Row]]:
+def rows_of(table: Table) -> st.SearchStrategy[list[TableRow]]:
     cells = (_VALUES[c.kind] | st.none() if c.is_optional else _VALUES[c.kind] for c in table.columns)
     return st.lists(st.tuples(*cells), max_size=5)
 
@@ -41,7 +41,7 @@ def rows_of(table: Table) -> st.SearchStrategy[list[Row]]:
 def test_rows_come_back_as_they_were(table: Table, tmp_path_factory: pytest.TempPathFactory):
     @settings(max_examples=30, deadline=None)
     @given(rows=rows_of(table))
-    def check(rows: list[Row]):
+    def check(rows: list[TableRow]):
         folder = tmp_path_factory.mktemp("recording")
         columns: list[list[Value]] = [[row[index] for row in rows] for index in range(len(table.columns))]
         origin = this_process().row()
@@ -72,7 +72,7 @@ def test_a_part_that_is_deleted_while_the_others_are_read_is_no_fault(tmp_path: 
     assert read_table(tmp_path, TOKENS)["index"].to_list() == [1]
 
 
-def versioned(version: int) -> Row:
+def versioned(version: int) -> TableRow:
     return (*this_process().row()[:-1], version)
 
 

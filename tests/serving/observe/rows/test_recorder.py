@@ -18,12 +18,12 @@ from moonshard.serving.observe.rows import recorder as module
 from moonshard.serving.observe.rows.origin import this_process, unix_offset_ns
 from moonshard.serving.observe.rows.parts import read_table, write_part
 from moonshard.serving.observe.rows.recorder import Recorder, recording
-from moonshard.serving.observe.rows.schema import TOKENS, Row, Table
+from moonshard.serving.observe.rows.schema import TOKENS, Table, TableRow
 
 A_LONG_TIME_S = 1000.0
 
 
-def token(index: int) -> Row:
+def token(index: int) -> TableRow:
     return ("a request", 0, index, time.perf_counter_ns())
 
 
@@ -164,7 +164,7 @@ async def test_a_folder_that_cannot_be_written_to_ends_the_start(tmp_path: Path)
 
 def test_a_row_that_no_column_can_hold_is_lost_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     recorder = a_recorder(tmp_path, max_rows=100)
-    unfit: list[Row] = [("a", 0, 2**63, 0), ("\ud800", 0, 0, 0), ("a", "b", 0, 0), ("a", 0, 0, -(2**63) - 1)]
+    unfit: list[TableRow] = [("a", 0, 2**63, 0), ("\ud800", 0, 0, 0), ("a", "b", 0, 0), ("a", 0, 0, -(2**63) - 1)]
     for index in range(50):
         recorder.rows(TOKENS).append(token(index))
         if index % 10 == 0 and unfit:

@@ -14,7 +14,7 @@ from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.steps import StepKind
 from moonshard.serving.observe.rows.parts import read_table
 from moonshard.serving.observe.rows.recorder import Recorder
-from moonshard.serving.observe.rows.schema import STEPS, Row
+from moonshard.serving.observe.rows.schema import STEPS, TableRow
 from moonshard.serving.observe.rows.steps import RecordedSteps
 from moonshard.serving.observe.rows.timeline import timeline
 from tests.serving.fake_executor import BLOCK_SIZE, TILE, FakeExecutor, an_engine
@@ -25,7 +25,7 @@ WORKER = "127.0.0.1:1"
 REQUEST = Request(id=b"r" * 16, prompt=tuple(range(20)), max_tokens=4)
 
 
-def as_dict(row: Row) -> dict:
+def as_dict(row: TableRow) -> dict:
     return dict(zip(NAMES, row, strict=True))
 
 
@@ -46,7 +46,7 @@ def done(kind: StepKind = StepKind.DECODE, *, launched_ns: int, done_ns: int) ->
 
 
 def told(plan: Plan | None, *steps: StepDone) -> list[dict]:
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     trace = RecordedSteps(rows.append, WORKER).trace(epoch=b"\x01\x02", role="decode")
     for step in steps:
         trace(step, plan)
@@ -121,7 +121,7 @@ async def test_every_step_of_an_engine_is_a_row_in_its_order(tmp_path: Path):
 @pytest.mark.parametrize("is_recorded", [False, True])
 async def test_an_engine_that_is_not_recorded_gives_the_same(is_recorded: bool):
     reports: list[StepReport] = []
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     trace = RecordedSteps(rows.append, WORKER).trace(epoch=b"e", role="both") if is_recorded else None
     engine = an_engine(FakeExecutor(), on_step=reports.append, on_done=trace)
     engine.start()
