@@ -1,7 +1,6 @@
 """What goes between the two workers of a handoff passes through the gateway as it came, known to it or not."""
 
 import asyncio
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,12 +37,14 @@ class Relay:
     def __init__(self) -> None:
         self.prefill, self.decode = Worker(PREFILL), Worker(DECODE)
         workers = {worker.epoch: worker for worker in (self.prefill, self.decode)}
-        pool: Any = SimpleNamespace(session_of=workers.get, sent=lambda _route: None)
-        self.handoffs = Handoffs(pool, lease_s=30.0)
+        dispatcher = SimpleNamespace(prefill_over=lambda _attempt: None)
+        known: Any = SimpleNamespace(session_of=workers.get, sent=lambda _session, _leg: None, dispatcher=dispatcher)
+        self.handoffs = Handoffs(known, lease_s=30.0)
         run = link_pb2.Run(request_id=HANDOFF, prompt_tokens=[1, 2], n=1, max_tokens=8)
-        route: Any = SimpleNamespace(session=self.prefill, partition=1)
+        leg: Any = SimpleNamespace(epoch=self.prefill.epoch, home=SimpleNamespace(partition=1))
+        attempt: Any = SimpleNamespace()
         decode: Any = self.decode
-        self.handoffs.begin(run, prefill=route, decode=decode, prefill_leg=ExitStack())
+        self.handoffs.begin(run, attempt, leg, decode=decode)
         self.decode.sent.clear()
 
     def hear(self, worker: Worker, **message: Any) -> None:
