@@ -44,7 +44,8 @@ class Relay:
         leg: Any = SimpleNamespace(epoch=self.prefill.epoch, home=SimpleNamespace(partition=1))
         attempt: Any = SimpleNamespace()
         decode: Any = self.decode
-        self.handoffs.begin(run, attempt, leg, decode=decode)
+        log: Any = SimpleNamespace(append=lambda _event: None)
+        self.handoffs.begin(run, log, attempt, leg, decode=decode)
         self.decode.sent.clear()
 
     def hear(self, worker: Worker, **message: Any) -> None:
