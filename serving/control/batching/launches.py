@@ -13,13 +13,22 @@ from moonshard.serving.control.batching.sequence import Occupancy
 from moonshard.serving.control.plan import Plan
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Whom a step draws for, and how many tokens that gives at least and at most."""
+
+    occupancy: Occupancy
+    least: int = 1
+    most: int = 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A plan, the occupancies it uses, those it draws a token for, and blocks that are held for it alone."""
+    """A plan, the occupancies it uses, what it draws, and blocks that are held for it alone."""
 
     plan: Plan
     occupancies: tuple[Occupancy, ...]
-    drawing: tuple[Occupancy, ...] = ()
+    draws: tuple[Draw, ...] = ()
     borrowed: tuple[tuple[int, int], ...] = ()  # (partition, block)
 
 
@@ -46,17 +55,20 @@ class Launches:
         self,
         plan: Plan,
         occupancies: Sequence[Occupancy],
-        drawing: Sequence[Occupancy] = (),
+        draws: Sequence[Draw] = (),
         borrowed: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """From now on the occupancies keep what they hold, until the step has completed.
+        """From now on the occupancies keep what they hold, until the step has completed, and expect what it draws.
 
         References to `borrowed` blocks go over to the step, and are released by whoever completes it.
         """
         for occupancy in occupancies:
             occupancy.num_in_flight += 1
+        for draw in draws:
+            draw.occupancy.num_pending += draw.most
+            draw.occupancy.num_unsure += draw.most - draw.least
         self._outbox.append(
-            Launch(plan=plan, occupancies=tuple(occupancies), drawing=tuple(drawing), borrowed=tuple(borrowed))
+            Launch(plan=plan, occupancies=tuple(occupancies), draws=tuple(draws), borrowed=tuple(borrowed))
         )
 
     def hand_out(self) -> Plan | None:
