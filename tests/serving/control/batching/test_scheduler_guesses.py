@@ -149,6 +149,38 @@ def test_nobody_is_preempted_for_a_guess():
     assert scheduler.counters().totals.num_preemptions == 0
 
 
+def test_nobody_is_preempted_for_one_whose_result_is_awaited():
+    """`a` fills its only block if every guess is right, and needs another one only then."""
+    scheduler = decoding(num_prompts=(BLOCK_SIZE - Q_LEN, 2), num_blocks=2)
+    plan = launch_decode(scheduler)
+    assert scheduler.counts(0).free == 0
+    assert scheduler.schedule() is None
+    assert scheduler.counters().totals.num_preemptions == 0
+    emit(scheduler, plan, 1, 2, 3, 4)
+    assert names(launch_decode(scheduler)) == ["a"]
+    assert scheduler.counters().totals.num_preemptions == 1
+
+
+def test_nobody_enters_with_the_block_that_one_whose_result_is_awaited_may_need():
+    scheduler = decoding(num_prompts=(BLOCK_SIZE - Q_LEN,), num_blocks=2)
+    plan = launch_decode(scheduler)
+    scheduler.add(a_request("b", 2), 0.0)
+    assert scheduler.schedule() is None
+    emit(scheduler, plan, 1, 2, 3, 4)
+    assert places(launch_decode(scheduler)) == [(BLOCK_SIZE, Q_LEN)]
+
+
+def test_a_block_that_a_row_may_have_to_write_again_is_not_known_to_the_cache():
+    scheduler = a_scheduler(q_len=Q_LEN, has_prefix_cache=True)
+    scheduler.add(a_request("a", BLOCK_SIZE - 1), 0.0)
+    prefill, plan = launch(scheduler), launch_decode(scheduler)
+    names_of = scheduler._accepted[b"a"].leader.names
+    finish(scheduler, prefill)  # all tokens of the first block are known now, and the last one's KV is on its way
+    assert scheduler.cache.match(0, names_of(1, BLOCK_SIZE)) == ()
+    emit(scheduler, plan, 1)
+    assert scheduler.cache.match(0, names_of(1, BLOCK_SIZE)) == plan.rows[0].block_table[:1]
+
+
 def test_a_block_is_known_to_the_cache_only_once_its_tokens_are_emitted():
     scheduler = decoding(num_prompts=(BLOCK_SIZE - 2,), has_prefix_cache=True)
     plan = launch_decode(scheduler)  # writes beyond the end of its first block
