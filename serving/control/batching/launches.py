@@ -8,14 +8,14 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moonshard.serving.control.batching.sequence import Occupancy
 from moonshard.serving.control.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Whom a step draws for, and how many tokens that gives at least and at most."""
+class Draw(NamedTuple):
+    """Whom a step draws for, and how many tokens that gives at least and at most. Made for every token."""
 
     occupancy: Occupancy
     least: int = 1
@@ -64,9 +64,9 @@ class Launches:
         """
         for occupancy in occupancies:
             occupancy.num_in_flight += 1
-        for draw in draws:
-            draw.occupancy.num_pending += draw.most
-            draw.occupancy.num_unsure += draw.most - draw.least
+        for occupancy, least, most in draws:
+            occupancy.num_pending += most
+            occupancy.num_unsure += most - least
         self._outbox.append(
             Launch(plan=plan, occupancies=tuple(occupancies), draws=tuple(draws), borrowed=tuple(borrowed))
         )

@@ -16,7 +16,7 @@ from moonshard.serving.control.batching.launches import Launches
 from moonshard.serving.control.batching.queue import WaitingLine
 from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase
 from moonshard.serving.control.batching.slots import Slots
-from moonshard.serving.control.plan import DecodeRow, PrefillChunk
+from moonshard.serving.control.plan import PrefillChunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +94,15 @@ class Partition:
                 is_starved = True
         return ready
 
-    def row(self, occupancy: Occupancy) -> DecodeRow:
-        """Of one that is ready: as many positions as it may have tokens left, and as have blocks without preemption."""
-        return occupancy.row(self.slots.grow(occupancy, min(self._config.q_len, occupancy.num_undrawn)))
+    def draw_range(self, occupancy: Occupancy) -> tuple[int, int]:
+        """How many tokens the next row of one that is ready draws, at least and at most.
+
+        Exactly one where no row guesses. Else it has as many positions as it may have tokens left, and as have blocks
+        without preemption.
+        """
+        if self._config.q_len == 1:
+            return 1, 1
+        return 0, self.slots.grow(occupancy, min(self._config.q_len, occupancy.num_undrawn))
 
     def fill_prefill(self) -> Prefills:
         """Spend this partition's budget of a step: the unfinished prefill first, then whoever can be admitted."""

@@ -194,12 +194,13 @@ class Scheduler:
         ready = self._next_microbatch(ready)
         if not ready:
             return
-        rows = tuple(self._partition_of(occupancy).row(occupancy) for occupancy in ready)
-        least = 1 if self.config.q_len == 1 else 0
-        draws = [Draw(occupancy, least, row.q_len) for occupancy, row in zip(ready, rows, strict=True)]
-        self._launches.push(DecodePlan(number=self._launches.next_number(), rows=rows), ready, draws)
-        for occupancy, row in zip(ready, rows, strict=True):
-            occupancy.num_computed += row.q_len
+        draws, rows = [], []
+        for occupancy in ready:
+            least, most = self._partition_of(occupancy).draw_range(occupancy)
+            draws.append(Draw(occupancy, least, most))
+            rows.append(occupancy.row(most))
+            occupancy.num_computed += most
+        self._launches.push(DecodePlan(number=self._launches.next_number(), rows=tuple(rows)), ready, draws)
         self._is_decode_next = False
 
     def _next_microbatch(self, ready: list[Occupancy]) -> list[Occupancy]:
@@ -264,15 +265,16 @@ class Scheduler:
 
     def _deliver(self, draw: Draw, sampled: Sampled) -> Output | None:
         """Hand on the tokens up to the one that ends the sequence; None where there are none, or it has ended since."""
-        occupancy, sequence, num_tokens = draw.occupancy, draw.occupancy.sequence, len(sampled.tokens)
-        if not draw.least <= num_tokens <= draw.most:
-            raise ValueError(f"{num_tokens} tokens of a draw that gives {draw.least} to {draw.most}")
-        occupancy.num_pending -= draw.most
-        occupancy.num_unsure -= draw.most - draw.least
-        occupancy.num_computed -= draw.most - num_tokens  # the next row begins behind what was emitted
+        (occupancy, least, most), num_tokens = draw, len(sampled.tokens)
+        if not least <= num_tokens <= most:
+            raise ValueError(f"{num_tokens} tokens of a draw that gives {least} to {most}")
+        occupancy.num_pending -= most
+        occupancy.num_unsure -= most - least
+        occupancy.num_computed -= most - num_tokens  # the next row begins behind what was emitted
         if occupancy.phase is Phase.ENDED:
             self._totals.wasted_tokens += num_tokens
             return None
+        sequence = occupancy.sequence
         is_first = not sequence.generated
         num_taken, finish = sequence.append(sampled.tokens)
         self._totals.wasted_tokens += num_tokens - num_taken

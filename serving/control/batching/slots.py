@@ -84,11 +84,11 @@ class Slots:
         """Make room for the KV of the next `q_len` tokens, as far as blocks are free; for how many of them there is."""
         block_size = self._pool.block_size
         room = len(occupancy.blocks) * block_size - occupancy.num_computed
-        if room < q_len:
-            num_more = min(self._pool.num_blocks_for(q_len - room), self.num_free_blocks)
-            occupancy.blocks += self._pool.allocate(self.partition, num_more) or ()
-            room += num_more * block_size
-        return min(q_len, room)
+        if room >= q_len:
+            return q_len
+        num_more = min(self._pool.num_blocks_for(q_len - room), self.num_free_blocks)
+        occupancy.blocks += self._pool.allocate(self.partition, num_more) or ()
+        return min(q_len, room + num_more * block_size)
 
     def is_draining(self) -> bool:
         """Whether some occupancy ends as soon as its launched steps have completed."""
