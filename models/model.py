@@ -59,6 +59,7 @@ class Attend(Protocol):
     ) -> tuple[Float[Array, "n t h r"], Pages]: ...
 
 
+@runtime_checkable
 class ModelConfig(Protocol):
     """The sizes that every family has, under Hugging Face's names. Hashable: it stands in the keys of programs."""
 
@@ -82,6 +83,7 @@ class ModelConfig(Protocol):
         ...
 
 
+@runtime_checkable
 class Model(Protocol):
     """A model as a value. Weights are trees of the family's own: `Param` where declared, arrays where loaded."""
 
@@ -140,6 +142,7 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
 class LatentConfig(ModelConfig, Protocol):
     """Of a model with latent attention (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1) and mixtures of experts."""
 
@@ -168,6 +171,7 @@ class LatentConfig(ModelConfig, Protocol):
     def rope_interleave(self) -> bool: ...
 
 
+@runtime_checkable
 class LatentModel(Model, Protocol):
     """What measurements of latent attention, and training, ask besides."""
 

@@ -73,16 +73,21 @@ class CopyPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRow:
-    """One token of one sequence. The input token is the last sampled or loaded into the slot; the host may not know it.
+    """The next tokens of one sequence. The input token is the last sampled or loaded into the slot; the host may not
+    know it.
 
-    `position` is the input token's: as many tokens precede it in the blocks. Its KV is written there, and the token at
-    `position + 1` is drawn.
+    `position` is the input token's: as many tokens precede it in the blocks. KV is written at `q_len` positions from
+    there on, the input token's and those of the `q_len - 1` tokens that were guessed to follow it; the step emits at
+    most `q_len` tokens, the first of them at `position + 1`. Of what was written, what the emitted tokens do not
+    confirm means nothing: the next row of the sequence begins behind the last but one of its tokens, and writes there
+    again.
     """
 
     sequence: SequenceId
     request: Request
     slot: SlotId
     position: int
+    q_len: int = 1
     block_table: tuple[int, ...]
 
 
@@ -97,10 +102,13 @@ type Plan = LoadPlan | PrefillPlan | CopyPlan | DecodePlan
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token that a step drew for one sequence."""
+    """The tokens that a step emitted for one sequence, in order: one from a prefill, at most `q_len` from a row.
 
-    token: int
-    logprobs: Logprobs | None = None
+    `logprobs` has one for each of them, or is empty.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 type Results = Mapping[SequenceId, Sampled]

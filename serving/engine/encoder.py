@@ -134,6 +134,8 @@ class StepEncoder:
         # preempted, a sequence may come back to its row in another slot
         fields["slot"][index] = fields["sample_slot"][index] = row.slot.index
         fields["positions"][index] = row.position
+        if self._shapes.q_len > 1:
+            fields["q_len"][index] = row.q_len
         _write_position(fields, index, row.request, row.position + 1)
 
     def _clear_row(self, partition: int, index: int) -> None:

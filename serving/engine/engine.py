@@ -14,7 +14,7 @@ import numpy as np
 from moonshard.serving.control.batching.counters import Counters
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, Delivered, LoadPlan, Plan, PrefillPlan, Sampled
-from moonshard.serving.control.request import Request, SequenceId
+from moonshard.serving.control.request import Logprobs, Request, SequenceId
 from moonshard.serving.engine.clocks import RequestClocks
 from moonshard.serving.engine.device import DeviceThread, Executor, StepDone
 from moonshard.serving.engine.encoder import StepEncoder
@@ -251,10 +251,14 @@ def _results(plan: Plan, drawn: Drawn) -> dict[SequenceId, Sampled]:
             owners = [(sequence, chunk.request) for chunk in chunks for sequence, _ in chunk.samples]
         case LoadPlan() | CopyPlan():
             owners = []
-    return {sequence: _sampled(drawn, row, request) for row, (sequence, request) in enumerate(owners)}
+    tokens, counts = drawn.tokens.tolist(), drawn.num_emitted.tolist()
+    return {
+        sequence: Sampled(tuple(tokens[row][: counts[row]]), _logprobs(drawn, row, request.num_logprobs))
+        for row, (sequence, request) in enumerate(owners)
+    }
 
 
-def _sampled(drawn: Drawn, row: int, request: Request) -> Sampled:
-    num_top = request.num_logprobs
-    logprobs = None if num_top is None else drawn.logprobs_of(row, num_top)
-    return Sampled(token=int(drawn.tokens[row]), logprobs=logprobs)
+def _logprobs(drawn: Drawn, row: int, num_top: int | None) -> tuple[Logprobs, ...]:
+    if num_top is None:
+        return ()
+    return tuple(drawn.logprobs_of(row, index, num_top) for index in range(drawn.num_emitted[row]))

@@ -40,16 +40,21 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A step's tokens on the host, in the order in which its plan names who draws."""
+    """A step's tokens on the host, in the order in which its plan names who draws.
 
-    tokens: np.ndarray  # [rows] int32
-    logprobs: np.ndarray  # [rows] f32
-    top_ids: np.ndarray  # [rows, top] int32
-    top_logprobs: np.ndarray  # [rows, top] f32
+    Of a row's `q_len` tokens the first `num_emitted` are the sequence's; the rest means nothing.
+    """
 
-    def logprobs_of(self, row: int, num_top: int) -> Logprobs:
-        top = zip(self.top_ids[row, :num_top].tolist(), self.top_logprobs[row, :num_top].tolist(), strict=True)
-        return Logprobs(chosen=float(self.logprobs[row]), top=tuple(top))
+    num_emitted: np.ndarray  # [rows] int32
+    tokens: np.ndarray  # [rows, q_len] int32
+    logprobs: np.ndarray  # [rows, q_len] f32
+    top_ids: np.ndarray  # [rows, q_len, top] int32
+    top_logprobs: np.ndarray  # [rows, q_len, top] f32
+
+    def logprobs_of(self, row: int, index: int, num_top: int) -> Logprobs:
+        """Of the `index`-th token of a row."""
+        ids, values = self.top_ids[row, index, :num_top].tolist(), self.top_logprobs[row, index, :num_top].tolist()
+        return Logprobs(chosen=float(self.logprobs[row, index]), top=tuple(zip(ids, values, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +231,13 @@ class Programs:
 
 
 def _drawn(packed: np.ndarray) -> Drawn:
+    """Of a stage's draws, which give each row one token."""
     top = (packed.shape[1] - 2) // 2
+    packed = packed[:, None]
     return Drawn(
-        tokens=packed[:, 0],
-        logprobs=np.ascontiguousarray(packed[:, 1]).view(np.float32),
-        top_ids=packed[:, 2 : 2 + top],
-        top_logprobs=np.ascontiguousarray(packed[:, 2 + top :]).view(np.float32),
+        num_emitted=np.ones(len(packed), np.int32),
+        tokens=packed[..., 0],
+        logprobs=np.ascontiguousarray(packed[..., 1]).view(np.float32),
+        top_ids=packed[..., 2 : 2 + top],
+        top_logprobs=np.ascontiguousarray(packed[..., 2 + top :]).view(np.float32),
     )

@@ -67,9 +67,14 @@ class StageModel:
 
 
 class Blueprint:
-    """A stage before anything is allocated: its programs, and the state that they take. Weights may be abstract."""
+    """A stage before anything is allocated: its programs, and the state that they take. Weights may be abstract.
+
+    Its decode programs compute one position of a row, and emit one token: ValueError for shapes with more.
+    """
 
     def __init__(self, part: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str):
+        if shapes.q_len != 1:
+            raise ValueError(f"decode programs have rows of 1 position, not {shapes.q_len}")
         self.part = part
         self.shapes = shapes
         self.shards = BlockShards(part.mesh, part.shard, num_layers=len(part.layers), block_size=block_size)

@@ -109,6 +109,7 @@ class StepShapes:
     blocks_per_sequence: int
     max_context_tokens: int
     q_tile: int  # queries per row of a prefill: a row belongs to one sequence
+    q_len: int = 1  # positions per row of a decode, at most
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
     decode_buckets: tuple[int, ...]  # rows, ascending to slots_per_partition; empty for a worker that only prefills
     transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
@@ -161,11 +162,14 @@ class StepShapes:
         )
 
     def _decode(self, rows: int) -> StepLayout:
+        """Where every row has one position, nothing says so."""
+        q_len = (Field("q_len", (rows,)),) if self.q_len > 1 else ()
         return StepLayout(
             (
                 Field("slot", (rows,), neutral=self.slots_per_partition),  # slots_per_partition: padding
                 Field("positions", (rows,), neutral=-1),  # of the input token; below 0: padding
                 Field("block_tables", (rows, self.blocks_per_sequence)),
+                *q_len,
             )
         )
 

@@ -5,7 +5,7 @@ Apart from `wire.requests`, which translates requests and their outputs, because
 the length of ids, columns that do not pair up. Left out: where KV is written to (`transfer.endpoint`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from moonshard.kv.prefix import NAME_BYTES
 from moonshard.rpc import link_pb2
@@ -24,6 +24,13 @@ def epoch_from(epoch: bytes, field: str = "epoch") -> int:
     if len(epoch) != EPOCH_BYTES:
         raise InvalidArgument(f"an epoch has {EPOCH_BYTES} bytes, not {len(epoch)}", field=field)
     return int.from_bytes(epoch, "big")
+
+
+def handoff_from(handoff: bytes) -> bytes:
+    """Raises InvalidArgument for an id of another size."""
+    if len(handoff) != REQUEST_ID_BYTES:
+        raise InvalidArgument(f"a handoff's id has {REQUEST_ID_BYTES} bytes, not {len(handoff)}", field="handoff")
+    return handoff
 
 
 def is_duration(seconds: float) -> bool:
@@ -65,7 +72,7 @@ def reserve_from(reserve: link_pb2.Reserve, request: Request, block_size: int) -
 
 
 def run_message(
-    run: link_pb2.Run, target: m.Target, endpoint: link_pb2.KvEndpoint, partition: int | None = None
+    run: link_pb2.Run, target: link_pb2.Target, endpoint: link_pb2.KvEndpoint, partition: int | None = None
 ) -> link_pb2.Run:
     """A copy of `run` for the prefill worker, in that worker's partition; None: it chooses one."""
     prefill = link_pb2.Run()
@@ -73,17 +80,17 @@ def run_message(
     prefill.ClearField("partition")
     if partition is not None:
         prefill.partition = partition
-    prefill.target.CopyFrom(target_message(target))
+    prefill.target.CopyFrom(target)
     prefill.endpoint.CopyFrom(endpoint)
     return prefill
 
 
-def start_message(start: m.Start) -> link_pb2.Start:
-    return link_pb2.Start(handoff=start.handoff, token_ids=start.tokens, last=manifest_message(start.last))
+def start_message(handoff: bytes, tokens: Sequence[int], last: link_pb2.Manifest) -> link_pb2.Start:
+    return link_pb2.Start(handoff=handoff, token_ids=tokens, last=last)
 
 
-def start_from(start: link_pb2.Start) -> m.Start:
-    return m.Start(handoff=_handoff(start.handoff), tokens=tuple(start.token_ids), last=manifest_from(start.last))
+def start_from(start: link_pb2.Start) -> m.Start[m.Manifest]:
+    return m.Start(handoff=handoff_from(start.handoff), tokens=tuple(start.token_ids), last=manifest_from(start.last))
 
 
 def cancel_message(cancel: m.Cancel) -> link_pb2.Cancel:
@@ -111,7 +118,7 @@ def target_message(target: m.Target, *, queue_ms: float = 0.0) -> link_pb2.Targe
 
 def target_from(target: link_pb2.Target) -> m.Target:
     return m.Target(
-        handoff=_handoff(target.handoff),
+        handoff=handoff_from(target.handoff),
         epoch=epoch_from(target.epoch),
         writer_epoch=epoch_from(target.writer_epoch, "writer_epoch"),
         session=target.session,
@@ -133,7 +140,7 @@ def credits_message(credits: m.Credits) -> link_pb2.Credits:
 
 def credits_from(credits: link_pb2.Credits) -> m.Credits:
     return m.Credits(
-        handoff=_handoff(credits.handoff),
+        handoff=handoff_from(credits.handoff),
         target_epoch=epoch_from(credits.target_epoch, "target_epoch"),
         grants=_grants(credits.grants),
     )
@@ -155,11 +162,15 @@ def manifest_message(manifest: m.Manifest, phases: link_pb2.TransferPhases | Non
     )
 
 
-def manifest_from(manifest: link_pb2.Manifest) -> m.Manifest:
+def check_columns(manifest: link_pb2.Manifest) -> None:
     if not len(manifest.blocks) == len(manifest.grants) == len(manifest.checksums):
         raise InvalidArgument("blocks, grants and checksums of a manifest do not pair up", field="blocks")
+
+
+def manifest_from(manifest: link_pb2.Manifest) -> m.Manifest:
+    check_columns(manifest)
     return m.Manifest(
-        handoff=_handoff(manifest.handoff),
+        handoff=handoff_from(manifest.handoff),
         writer_epoch=epoch_from(manifest.writer_epoch, "writer_epoch"),
         target_epoch=epoch_from(manifest.target_epoch, "target_epoch"),
         blocks=tuple(manifest.blocks),
@@ -184,7 +195,7 @@ def first_tokens_from(first: link_pb2.FirstTokens) -> m.FirstTokens:
     if any(len(output.token_ids) != 1 for output in first.outputs):
         raise InvalidArgument("each choice has one first token", field="outputs")
     return m.FirstTokens(
-        handoff=_handoff(first.handoff),
+        handoff=handoff_from(first.handoff),
         writer_epoch=epoch_from(first.writer_epoch, "writer_epoch"),
         target_epoch=epoch_from(first.target_epoch, "target_epoch"),
         tokens=tuple(output.token_ids[0] for output in first.outputs),
@@ -202,7 +213,7 @@ def drained_message(drained: m.Drained) -> link_pb2.Drained:
 
 def drained_from(drained: link_pb2.Drained) -> m.Drained:
     return m.Drained(
-        handoff=_handoff(drained.handoff),
+        handoff=handoff_from(drained.handoff),
         writer_epoch=epoch_from(drained.writer_epoch, "writer_epoch"),
         target_epoch=epoch_from(drained.target_epoch, "target_epoch"),
     )
@@ -228,9 +239,3 @@ def _grant_messages(grants: tuple[m.Grant, ...]) -> list[link_pb2.Grant]:
 
 def _grants(grants: Iterable[link_pb2.Grant]) -> tuple[m.Grant, ...]:
     return tuple(m.Grant(grant.cell, grant.number) for grant in grants)
-
-
-def _handoff(handoff: bytes) -> bytes:
-    if len(handoff) != REQUEST_ID_BYTES:
-        raise InvalidArgument(f"a handoff's id has {REQUEST_ID_BYTES} bytes, not {len(handoff)}", field="handoff")
-    return handoff

@@ -225,7 +225,7 @@ def test_the_programs_serve_in_bfloat16():
     assert isinstance(first, Drawn)
     assert isinstance(second, Drawn)
     assert stage.state.pages.dtype == jnp.bfloat16
-    drawn = [int(first.tokens[0]), int(second.tokens[0])]
+    drawn = [int(first.tokens[0, 0]), int(second.tokens[0, 0])]
     exact = dense_only_logits("float32", np.asarray([*prompt, drawn[0], *[0] * 27]))[19:21]
     for token, logits in zip(drawn, exact, strict=True):
         assert logits[token] > logits.max() - 4 * BF16_TOLERANCE * logits.std()

@@ -2,12 +2,13 @@
 
 It draws tokens from (seed, choice, absolute position) alone, so that the right output of a request is known without
 running it, and it keeps the contents of every block. A stale block, a wrong fork, a slot handed on too early or a
-position off by one shows as contents that are not the sequence's own tokens. Left out: time; a plan has run when `run`
-returns.
+position off by one shows as contents that are not the sequence's own tokens. How many tokens a row of a decode step
+emits is the script's; of its guesses those that are not emitted are wrong, and stay in the blocks. A plan has run when
+`run` returns.
 """
 
 import zlib
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from moonshard.serving.control.plan import (
     CopyPlan,
@@ -23,6 +24,7 @@ from moonshard.serving.control.plan import (
 from moonshard.serving.control.request import FinishReason, Request, SequenceId, SlotId
 
 VOCAB_SIZE = 12
+WRONG = -1  # a guess that the model does not confirm
 
 
 def truth(request: Request, choice: int, position: int) -> int:
@@ -51,8 +53,9 @@ def true_output(request: Request, choice: int) -> tuple[list[int], FinishReason]
 class FakeDevice:
     """Runs plans at once, in launch order, and refuses any that would read or write something wrong."""
 
-    def __init__(self, block_size: int):
+    def __init__(self, block_size: int, num_emitted: Callable[[DecodeRow], int] = lambda row: 1):
         self.block_size = block_size
+        self.num_emitted = num_emitted
         self.pages: dict[tuple[int, int], list[int | None]] = {}
         self.last_token: dict[SlotId, tuple[SequenceId, int]] = {}
         self.history: dict[SlotId, list[int]] = {}  # of the slots' last load
@@ -80,14 +83,19 @@ class FakeDevice:
         for position, token in enumerate(chunk.tokens, start=chunk.start):
             self.write(chunk, position, token)
         self.check_kv(chunk, end)
-        return {id: self.draw(chunk.request, id, slot, end) for id, slot in chunk.samples}
+        return {id: Sampled((self.draw(chunk.request, id, slot, end),)) for id, slot in chunk.samples}
 
     def decode(self, row: DecodeRow) -> Sampled:
         owner, token = self.last_token[row.slot]
         assert owner == row.sequence
+        num_emitted, next_position = self.num_emitted(row), row.position + 1
         self.write(row, row.position, token)
-        self.check_kv(row, row.position + 1)
-        return self.draw(row.request, row.sequence, row.slot, row.position + 1)
+        for position in range(next_position, row.position + row.q_len):
+            is_right = position < row.position + num_emitted
+            self.write(row, position, truth(row.request, row.sequence.choice, position) if is_right else WRONG)
+        self.check_kv(row, row.position + max(1, num_emitted))
+        positions = range(next_position, next_position + num_emitted)
+        return Sampled(tuple(self.draw(row.request, row.sequence, row.slot, position) for position in positions))
 
     def land(
         self, request: Request, partition: int, block_table: tuple[int, ...], num_held: int, due: Set[tuple[int, int]]
@@ -114,10 +122,10 @@ class FakeDevice:
         held = [token for b in item.block_table[:num_blocks] for token in self.pages[item.slot.partition, b]]
         assert held[:num_tokens] == true_tokens(item.request, item.sequence.choice, num_tokens)
 
-    def draw(self, request: Request, id: SequenceId, slot: SlotId, position: int) -> Sampled:
+    def draw(self, request: Request, id: SequenceId, slot: SlotId, position: int) -> int:
         token = truth(request, id.choice, position)
         if needs_slot_state(request):
             assert self.history[slot] == true_tokens(request, id.choice, position)
             self.history[slot].append(token)
         self.last_token[slot] = (id, token)
-        return Sampled(token)
+        return token

@@ -1,6 +1,7 @@
 """An engine over a device that computes nothing: for faults, orders and callbacks, where tokens do not matter."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,19 @@ BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, CONTEXT_TOKENS, TILE = 16, 8, 2, 64, 16
 class FakeExecutor:
     """Draws token 7 for every row of every step, and exports each block as its own number.
 
-    `launched` are the steps in their order. `fetch` is called with each step's number, and may block or raise.
+    `launched` are the steps in their order. `fetch` is called with each step's number, and may block or raise. How many
+    tokens the rows of a decode step emit, one after another and at most `q_len`, `num_emitted` says.
     """
 
-    def __init__(self, fetch: Callable[[int], None] = lambda number: None):
+    def __init__(
+        self,
+        fetch: Callable[[int], None] = lambda number: None,
+        q_len: int = 1,
+        num_emitted: Iterator[int] | None = None,
+    ):
         self._fetch = fetch
+        self.q_len = q_len
+        self._num_emitted = num_emitted or itertools.repeat(1)
         self.launched: list[Step] = []
 
     @property
@@ -40,12 +49,32 @@ class FakeExecutor:
         match step.kind:
             case StepKind.EXPORT:
                 return step.metadata[0].astype(np.float32).reshape(-1, 1, 1, 1)
-            case StepKind.PREFILL | StepKind.DECODE:
-                empty = np.zeros((NUM_SLOTS, 0))
-                tokens = np.full(NUM_SLOTS, 7)
-                return Drawn(tokens, np.zeros(NUM_SLOTS), empty.astype(np.int32), empty)
+            case StepKind.PREFILL:
+                return self._draw([1] * len(step.draws))
+            case StepKind.DECODE:
+                fields = some_shapes(self.q_len).layout(step.kind, step.bucket).views(step.metadata)
+                q_lens = fields["q_len"][0].tolist() if self.q_len > 1 else [1] * len(step.draws)
+                return self._draw([min(q_lens[row], next(self._num_emitted)) for row in step.draws])
             case _:
                 return None
+
+    def _draw(self, num_emitted: list[int]) -> Drawn:
+        shape = (len(num_emitted), self.q_len)
+        tokens, empty = np.full(shape, 7, np.int32), np.zeros((*shape, 0))
+        return Drawn(np.array(num_emitted, np.int32), tokens, np.zeros(shape), empty.astype(np.int32), empty)
+
+
+def some_shapes(q_len: int = 1) -> StepShapes:
+    return StepShapes(
+        slots_per_partition=NUM_SLOTS,
+        blocks_per_sequence=CONTEXT_TOKENS // BLOCK_SIZE,
+        max_context_tokens=CONTEXT_TOKENS,
+        q_tile=TILE,
+        q_len=q_len,
+        prefill_buckets=(TILE,),
+        decode_buckets=(1, NUM_SLOTS),
+        transfer_buckets=(1, 4),
+    )
 
 
 def an_engine(
@@ -54,19 +83,11 @@ def an_engine(
     **listeners: Any,
 ) -> Engine:
     """`listeners` are fields of `Listeners`."""
-    shapes = StepShapes(
-        slots_per_partition=NUM_SLOTS,
-        blocks_per_sequence=CONTEXT_TOKENS // BLOCK_SIZE,
-        max_context_tokens=CONTEXT_TOKENS,
-        q_tile=TILE,
-        prefill_buckets=(TILE,),
-        decode_buckets=(1, NUM_SLOTS),
-        transfer_buckets=(1, 4),
-    )
     config = SchedulerConfig(
         slots_per_partition=NUM_SLOTS,
         chunk_tokens=TILE,
         q_tile=TILE,
+        q_len=executor.q_len,
         max_context_tokens=CONTEXT_TOKENS,
         max_queued_requests=8,
         queue_timeout_s=10.0,
@@ -74,6 +95,6 @@ def an_engine(
     return Engine(
         scheduler=Scheduler(config, pool or BlockPool(1, NUM_BLOCKS, BLOCK_SIZE)),
         executor=executor,
-        encoder=StepEncoder(shapes),
+        encoder=StepEncoder(some_shapes(executor.q_len)),
         events=Listeners(**listeners),
     )

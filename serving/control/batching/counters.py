@@ -7,7 +7,9 @@ from moonshard.serving.control.plan import DecodePlan, Plan, PrefillPlan
 
 @dataclass(kw_only=True, slots=True)
 class Totals:
-    """Counts since the start. Steps and their tokens are counted at launch, wasted tokens when they arrive."""
+    """Counts since the start. Steps and the positions that they compute are counted at launch, wasted tokens when they
+    arrive.
+    """
 
     num_preemptions: int = 0
     num_prefill_steps: int = 0
@@ -15,7 +17,7 @@ class Totals:
     prefill_tokens: int = 0
     cached_tokens: int = 0  # that need not be prefilled, of sequences when they were first admitted
     decode_tokens: int = 0
-    wasted_tokens: int = 0  # drawn for a sequence that had ended
+    wasted_tokens: int = 0  # emitted for a sequence that had ended, or behind the token that ended it
 
     def count_launch(self, plan: Plan) -> None:
         if isinstance(plan, PrefillPlan):
@@ -23,7 +25,7 @@ class Totals:
             self.prefill_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
         elif isinstance(plan, DecodePlan):
             self.num_decode_steps += 1
-            self.decode_tokens += len(plan.rows)
+            self.decode_tokens += sum(row.q_len for row in plan.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,4 +39,4 @@ class Counters:
     num_running: int
     num_waiting: int
     queued_tokens: tuple[int, ...]  # by partition: still to be prefilled for what has been accepted
-    active_tokens: tuple[int, ...]  # by partition: known or drawn, of running sequences
+    active_tokens: tuple[int, ...]  # by partition: known, or on their way at most, of running sequences

@@ -8,18 +8,27 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moonshard.serving.control.batching.sequence import Occupancy
 from moonshard.serving.control.plan import Plan
 
 
+class Draw(NamedTuple):
+    """Whom a step draws for, and how many tokens that gives at least and at most. Made for every token."""
+
+    occupancy: Occupancy
+    least: int = 1
+    most: int = 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A plan, the occupancies it uses, those it draws a token for, and blocks that are held for it alone."""
+    """A plan, the occupancies it uses, what it draws, and blocks that are held for it alone."""
 
     plan: Plan
     occupancies: tuple[Occupancy, ...]
-    drawing: tuple[Occupancy, ...] = ()
+    draws: tuple[Draw, ...] = ()
     borrowed: tuple[tuple[int, int], ...] = ()  # (partition, block)
 
 
@@ -46,17 +55,20 @@ class Launches:
         self,
         plan: Plan,
         occupancies: Sequence[Occupancy],
-        drawing: Sequence[Occupancy] = (),
+        draws: Sequence[Draw] = (),
         borrowed: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """From now on the occupancies keep what they hold, until the step has completed.
+        """From now on the occupancies keep what they hold, until the step has completed, and expect what it draws.
 
         References to `borrowed` blocks go over to the step, and are released by whoever completes it.
         """
         for occupancy in occupancies:
             occupancy.num_in_flight += 1
+        for occupancy, least, most in draws:
+            occupancy.num_pending += most
+            occupancy.num_unsure += most - least
         self._outbox.append(
-            Launch(plan=plan, occupancies=tuple(occupancies), drawing=tuple(drawing), borrowed=tuple(borrowed))
+            Launch(plan=plan, occupancies=tuple(occupancies), draws=tuple(draws), borrowed=tuple(borrowed))
         )
 
     def hand_out(self) -> Plan | None:

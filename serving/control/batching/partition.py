@@ -31,11 +31,12 @@ class PartitionConfig:
     short_share: float = 0.5
     q_tile: int = 1
     max_prefill_sequences: int = 8
+    q_len: int = 1  # positions that a row of a decode step computes, at most
     queue_timeout_s: float
 
     def __post_init__(self) -> None:
-        if min(self.slots_per_partition, self.q_tile, self.max_prefill_sequences) < 1:
-            raise ValueError("slots, tile and sequences of a prefill step are at least 1")
+        if min(self.slots_per_partition, self.q_tile, self.max_prefill_sequences, self.q_len) < 1:
+            raise ValueError("slots, tile, sequences of a prefill step and positions of a decode row are at least 1")
         if self.chunk_tokens < 1 or self.chunk_tokens % self.q_tile:
             raise ValueError(f"chunk_tokens {self.chunk_tokens} is not a multiple of q_tile {self.q_tile}")
         if not 0 <= self.short_share < 1:
@@ -76,17 +77,32 @@ class Partition:
     # ---- what a step holds
 
     def ready_to_decode(self) -> list[Occupancy]:
-        """Those with a block for their next token, oldest first; makes room by preemption."""
+        """Those with a block for their next token, oldest first; makes room by preemption.
+
+        Who waits for a result takes a free block that it may need behind that, before anyone enters.
+        """
         is_starved = False  # an older one already waits: no need to look again
         ready = list[Occupancy]()
         for occupancy in self.slots:
             if not occupancy.can_decode:
+                if occupancy.may_go_on:
+                    self.slots.grow(occupancy)
                 continue
             if self.slots.grow(occupancy) or (not is_starved and self._make_room(occupancy)):
                 ready.append(occupancy)
             else:
                 is_starved = True
         return ready
+
+    def draw_range(self, occupancy: Occupancy) -> tuple[int, int]:
+        """How many tokens the next row of one that is ready draws, at least and at most.
+
+        Exactly one where no row guesses. Else it has as many positions as it may have tokens left, and as have blocks
+        without preemption.
+        """
+        if self._config.q_len == 1:
+            return 1, 1
+        return 0, self.slots.grow(occupancy, min(self._config.q_len, occupancy.num_undrawn))
 
     def fill_prefill(self) -> Prefills:
         """Spend this partition's budget of a step: the unfinished prefill first, then whoever can be admitted."""
@@ -183,7 +199,7 @@ class Partition:
 
     @property
     def active_tokens(self) -> int:
-        """Known or drawn, of running sequences."""
+        """Known, or on their way at most, of running sequences."""
         return sum(occupancy.sequence.num_tokens + occupancy.num_pending for occupancy in self.slots.running())
 
     @property

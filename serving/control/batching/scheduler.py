@@ -13,11 +13,19 @@ the device feeds each drawn token to the next step itself. Everything follows fr
 - In each partition one prefill at a time is unfinished: at most one sequence is cut by the end of a step's budget.
 - What a launched step uses stays held until that step has completed, whatever happened meanwhile.
 
+Where `q_len` is above 1, a row of a decode step guesses at tokens, and emits from none to `q_len` of them: only the
+result tells where the sequence's next row begins. So the rows of a microbatch wait for its last step's result, and more
+than one microbatch lets steps overlap all the same. Blocks are taken for all the positions that a row may write, but
+nobody is preempted for a guess: a row that finds no block has fewer positions. Behind the result the position goes back
+to what was emitted; blocks stay, to be written again.
+
 Blocks that others hold, leased to handoffs in progress, are only fewer to grow into: where they alone are in the way,
 `schedule` has nothing to run until they come back. Left out: token values, sampling, stop strings, routing, and the
 clock, which is an argument.
 Sources: Orca (OSDI 2022), PagedAttention (arXiv:2309.06180), Sarathi-Serve (arXiv:2403.02310); that short prompts pass
-long ones, vLLM's partial prefills (pull request 10235).
+long ones, vLLM's partial prefills (pull request 10235); drafts, speculative decoding (arXiv:2211.17192) and EAGLE-3
+(arXiv:2503.01840). vLLM (pull request 24799) and SGLang (pull request 11398) launch ahead of a draft's result too: they
+keep the true lengths on the device and let the host count too many until it hears of them.
 """
 
 import itertools
@@ -28,11 +36,11 @@ from moonshard.kv.blocks import BlockPool, PartitionCounts
 from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.control.batching.counters import Counters, Totals
 from moonshard.serving.control.batching.landed import LandedRequest
-from moonshard.serving.control.batching.launches import Launches
+from moonshard.serving.control.batching.launches import Draw, Launches
 from moonshard.serving.control.batching.partition import Partition, PartitionConfig
 from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, check_fits, check_resumed
 from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase, finish_reason
-from moonshard.serving.control.plan import DecodePlan, Delivered, Plan, PrefillPlan, Results, Sampled
+from moonshard.serving.control.plan import DecodePlan, DecodeRow, Delivered, Plan, PrefillPlan, Results, Sampled
 from moonshard.serving.control.request import Output, Request
 
 
@@ -186,22 +194,35 @@ class Scheduler:
         ready = self._next_microbatch(ready)
         if not ready:
             return
-        rows = tuple(occupancy.row() for occupancy in ready)
+        draws, rows = list[Draw](), list[DecodeRow]()
         for occupancy in ready:
-            occupancy.num_computed += 1
-            occupancy.num_pending += 1
-        self._launches.push(DecodePlan(number=self._launches.next_number(), rows=rows), ready, drawing=ready)
+            least, most = self._partition_of(occupancy).draw_range(occupancy)
+            draws.append(Draw(occupancy, least, most))
+            rows.append(occupancy.row(most))
+            occupancy.num_computed += most
+        self._launches.push(DecodePlan(number=self._launches.next_number(), rows=tuple(rows)), ready, draws)
         self._is_decode_next = False
 
     def _next_microbatch(self, ready: list[Occupancy]) -> list[Occupancy]:
-        """Those of the next microbatch that has any: its step runs in the stages that the one before has left."""
-        count = self.config.num_microbatches
-        for microbatch in range(self._microbatch + 1, self._microbatch + 1 + count):
-            found = [occupancy for occupancy in ready if occupancy.slot.index % count == microbatch % count]
-            if found:
-                self._microbatch = microbatch % count
+        """Those of the next microbatch that has any: its step runs in the stages that the one before has left.
+
+        One with rows whose result is awaited is passed over, that they stay together with those that are ready now.
+        """
+        count, awaited = self.config.num_microbatches, self._awaited_microbatches()
+        for number in range(self._microbatch + 1, self._microbatch + 1 + count):
+            microbatch = number % count
+            found = [occupancy for occupancy in ready if occupancy.slot.index % count == microbatch]
+            if found and microbatch not in awaited:
+                self._microbatch = microbatch
                 return found
         return []
+
+    def _awaited_microbatches(self) -> set[int]:
+        """Those with rows of which only the result tells where they go on."""
+        if self.config.q_len == 1:
+            return set()
+        occupancies = [occupancy for partition in self._partitions for occupancy in partition.slots]
+        return {each.slot.index % self.config.num_microbatches for each in occupancies if each.num_unsure}
 
     def _launch_prefill(self) -> bool:
         parts = [partition.fill_prefill() for partition in self._partitions]
@@ -210,13 +231,10 @@ class Scheduler:
             return False
         drawing = [occupancy for part in parts for occupancy in part.drawing]
         plan = PrefillPlan(number=self._launches.next_number(), chunks=chunks)
-        self._launches.push(plan, [occupancy for part in parts for occupancy in part.occupancies], drawing)
+        occupancies = [occupancy for part in parts for occupancy in part.occupancies]
+        self._launches.push(plan, occupancies, [Draw(occupancy) for occupancy in drawing])
         for occupancy in drawing:
-            occupancy.phase, occupancy.num_computed, occupancy.num_pending = (
-                Phase.DECODE,
-                occupancy.sequence.num_tokens,
-                1,
-            )
+            occupancy.phase, occupancy.num_computed = Phase.DECODE, occupancy.sequence.num_tokens
         for partition, part in zip(self._partitions, parts, strict=True):
             partition.admission.copy_tails(part.forks)
         self._is_decode_next = True
@@ -225,17 +243,18 @@ class Scheduler:
     # ---- steps complete
 
     def complete(self, number: int, results: Results) -> Delivered:
-        """Take the results of the oldest step in flight, one for each sequence it drew a token for.
+        """Take the results of the oldest step in flight, one for each sequence it drew for.
 
-        Raises ValueError for any other step: completing out of order would release what a step still uses.
+        Raises ValueError for any other step: completing out of order would release what a step still uses. And for
+        fewer or more tokens than its plan allows.
         """
         launch = self._launches.complete(number)
         for partition, block in launch.borrowed:
             self._pool.release(partition, (block,))
         outputs = [
             output
-            for occupancy in launch.drawing
-            if (output := self._deliver(occupancy, results[occupancy.sequence.id])) is not None
+            for draw in launch.draws
+            if (output := self._deliver(draw, results[draw.occupancy.sequence.id])) is not None
         ]
         for occupancy in launch.occupancies:
             occupancy.num_in_flight -= 1
@@ -244,24 +263,32 @@ class Scheduler:
         ended = tuple(request_id for request_id in finished if request_id not in self._accepted)
         return Delivered(outputs=tuple(outputs), ended=ended)
 
-    def _deliver(self, occupancy: Occupancy, sampled: Sampled) -> Output | None:
-        """Hand on one token; None where the sequence has ended since it was drawn."""
-        occupancy.num_pending -= 1
+    def _deliver(self, draw: Draw, sampled: Sampled) -> Output | None:
+        """Hand on the tokens up to the one that ends the sequence; None where there are none, or it has ended since."""
+        (occupancy, least, most), num_tokens = draw, len(sampled.tokens)
+        if not least <= num_tokens <= most:
+            raise ValueError(f"{num_tokens} tokens of a draw that gives {least} to {most}")
+        occupancy.num_pending -= most
+        occupancy.num_unsure -= most - least
+        occupancy.num_computed -= most - num_tokens  # the next row begins behind what was emitted
         if occupancy.phase is Phase.ENDED:
-            self._totals.wasted_tokens += 1
+            self._totals.wasted_tokens += num_tokens
             return None
-        finish = occupancy.sequence.append(sampled.token)
+        sequence = occupancy.sequence
+        is_first = not sequence.generated
+        num_taken, finish = sequence.append(sampled.tokens)
+        self._totals.wasted_tokens += num_tokens - num_taken
         self._partition_of(occupancy).slots.note(occupancy)
         if finish is not None:
             self._finish(occupancy)
-        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-        is_first = len(occupancy.sequence.generated) == 1
+        if not num_taken:
+            return None
         return Output(
-            sequence=occupancy.sequence.id,
-            token_ids=(sampled.token,),
-            logprobs=logprobs,
+            sequence=sequence.id,
+            token_ids=sampled.tokens[:num_taken],
+            logprobs=sampled.logprobs[:num_taken],
             finish=finish,
-            num_cached_tokens=(occupancy.sequence.num_cached_tokens or 0) if is_first else 0,
+            num_cached_tokens=(sequence.num_cached_tokens or 0) if is_first else 0,
         )
 
     def _finish(self, occupancy: Occupancy) -> None:

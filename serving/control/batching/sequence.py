@@ -89,10 +89,13 @@ class Sequence:
             self._names += block_names(parent, rest, block_size)
         return self._names[:num_blocks]
 
-    def append(self, token: int) -> FinishReason | None:
-        """Take a token; says whether it was the last."""
-        self.generated.append(token)
-        return finish_reason(self.request, token, len(self.generated))
+    def append(self, tokens: tuple[int, ...]) -> tuple[int, FinishReason | None]:
+        """Take tokens up to the one that ends the choice; how many were taken, and why it ended if it did."""
+        for num_taken, token in enumerate(tokens, start=1):
+            self.generated.append(token)
+            if (finish := finish_reason(self.request, token, len(self.generated))) is not None:
+                return num_taken, finish
+        return len(tokens), None
 
 
 class Phase(enum.Enum):
@@ -112,8 +115,9 @@ class Occupancy:
     slot: SlotId
     blocks: tuple[int, ...]
     phase: Phase = Phase.PREFILL
-    num_computed: int = 0  # tokens whose KV is written once every launched step has run
-    num_pending: int = 0  # tokens drawn by launched steps that the host has not seen
+    num_computed: int = 0  # tokens whose KV is written once every launched step has run, `num_unsure` of them perhaps
+    num_pending: int = 0  # tokens that launched steps draw, at most, and the host has not seen
+    num_unsure: int = 0  # of the pending ones, those that may not come
     num_in_flight: int = 0  # launched steps that use the slot or the blocks
     num_noted: int = 0  # blocks whose names the cache was told
 
@@ -123,8 +127,13 @@ class Occupancy:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether launched steps draw the last token that may be drawn."""
-        return len(self.sequence.generated) + self.num_pending >= self.sequence.request.max_tokens
+        """Whether launched steps draw the last token that may be drawn, whatever they give."""
+        return self.num_undrawn + self.num_unsure <= 0
+
+    @property
+    def num_undrawn(self) -> int:
+        """Tokens that may still be drawn behind all those that are pending."""
+        return self.sequence.request.max_tokens - len(self.sequence.generated) - self.num_pending
 
     @property
     def num_left(self) -> int:
@@ -133,7 +142,13 @@ class Occupancy:
 
     @property
     def can_decode(self) -> bool:
-        return self.phase is Phase.DECODE and not self.is_exhausted
+        """Whether there is a next token to draw, and its position is known."""
+        return self.phase is Phase.DECODE and not self.num_unsure and self.num_undrawn > 0
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether only a result tells if, and where, there is a next token to draw."""
+        return self.phase is Phase.DECODE and self.num_unsure > 0 and self.num_undrawn > 0
 
     @property
     def is_draining(self) -> bool:
@@ -143,7 +158,7 @@ class Occupancy:
     @property
     def num_complete_tokens(self) -> int:
         """Whose KV is written once every launched step has run, and which the host knows."""
-        return min(self.num_computed, self.sequence.num_tokens)
+        return min(self.num_computed - self.num_unsure, self.sequence.num_tokens)
 
     def load(self, number: int) -> LoadPlan:
         sequence = self.sequence
@@ -162,11 +177,12 @@ class Occupancy:
             samples=tuple((sampler.sequence.id, sampler.slot) for sampler in samplers),
         )
 
-    def row(self) -> DecodeRow:
+    def row(self, q_len: int) -> DecodeRow:
         return DecodeRow(
             sequence=self.sequence.id,
             request=self.sequence.request,
             slot=self.slot,
             position=self.num_computed,
+            q_len=q_len,
             block_table=self.blocks,
         )

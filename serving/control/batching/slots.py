@@ -80,13 +80,15 @@ class Slots:
         self._cache.renew(self.partition, occupancy.sequence.names(occupancy.num_noted, self._pool.block_size))
         heapq.heappush(self._free_slots, occupancy.slot.index)
 
-    def grow(self, occupancy: Occupancy) -> bool:
-        """Make sure that the next token's KV has a block; False where none is free."""
-        if occupancy.num_computed < len(occupancy.blocks) * self._pool.block_size:
-            return True
-        fresh = self._pool.allocate(self.partition, 1)
-        occupancy.blocks += fresh or ()
-        return fresh is not None
+    def grow(self, occupancy: Occupancy, q_len: int = 1) -> int:
+        """Make room for the KV of the next `q_len` tokens, as far as blocks are free; for how many of them there is."""
+        block_size = self._pool.block_size
+        room = len(occupancy.blocks) * block_size - occupancy.num_computed
+        if room >= q_len:
+            return q_len
+        num_more = min(self._pool.num_blocks_for(q_len - room), self.num_free_blocks)
+        occupancy.blocks += self._pool.allocate(self.partition, num_more) or ()
+        return min(q_len, room + num_more * block_size)
 
     def is_draining(self) -> bool:
         """Whether some occupancy ends as soon as its launched steps have completed."""

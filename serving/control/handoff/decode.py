@@ -186,7 +186,7 @@ class DecodeSide:
         land = Land(ticket=ticket, partition=partition, blocks=blocks)
         return (land, *self._credit(reservation, len(manifest.grants)), *self._join(reservation))
 
-    def start(self, start: Start, now_s: float) -> tuple[DecodeAction, ...]:
+    def start(self, start: Start[Manifest], now_s: float) -> tuple[DecodeAction, ...]:
         """The first tokens, and the manifest that completes the prompt."""
         reservation = self._reservations.get(start.handoff)
         if reservation is None or reservation.tokens is not None or not reservation.accepts(start.last):

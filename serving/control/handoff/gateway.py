@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from moonshard.serving.control.handoff.messages import (
     Cancel,
     Cause,
-    Credits,
+    CreditsHeader,
     Drained,
     Failed,
     Finished,
     FirstTokens,
-    Manifest,
+    ManifestHeader,
     Overloaded,
     Reserve,
     Run,
     Start,
-    Target,
+    TargetHeader,
     ToDecode,
     ToPrefill,
 )
@@ -68,7 +68,7 @@ class _Legs:
     deadline_end_s: float
     is_running: bool = False  # Run was sent
     first_tokens: FirstTokens | None = None
-    last: Manifest | None = None
+    last: ManifestHeader | None = None
 
     @property
     def is_started(self) -> bool:
@@ -97,7 +97,7 @@ class GatewaySide:
 
     # ---- what D says
 
-    def target(self, target: Target) -> tuple[GatewayAction, ...]:
+    def target(self, target: TargetHeader) -> tuple[GatewayAction, ...]:
         legs = self._legs.get(target.handoff)
         if legs is None:
             # No Run was sent for it, or its legs were cancelled before: either way this P will not write.
@@ -113,7 +113,7 @@ class GatewaySide:
         legs = self._legs.get(overloaded.handoff)
         return () if legs is None or legs.is_running else self._end(legs, Cause.OVERLOADED)
 
-    def credits(self, credits: Credits) -> tuple[GatewayAction, ...]:
+    def credits(self, credits: CreditsHeader) -> tuple[GatewayAction, ...]:
         legs = self._legs.get(credits.handoff)
         return () if legs is None else (SendPrefill(legs.prefill_epoch, credits),)
 
@@ -126,7 +126,7 @@ class GatewaySide:
 
     # ---- what P says
 
-    def chunk(self, manifest: Manifest) -> tuple[GatewayAction, ...]:
+    def chunk(self, manifest: ManifestHeader) -> tuple[GatewayAction, ...]:
         """Pass it on as Landed; the last travels with Start."""
         legs = self._legs.get(manifest.handoff)
         if legs is None:
@@ -208,7 +208,7 @@ def _start(legs: _Legs) -> tuple[GatewayAction, ...]:
     )
 
 
-def _cancel_stray(message: Manifest | FirstTokens) -> tuple[GatewayAction, ...]:
+def _cancel_stray(message: ManifestHeader | FirstTokens) -> tuple[GatewayAction, ...]:
     """P works for a handoff that is over."""
     cancel = Cancel(handoff=message.handoff, target_epoch=message.target_epoch)
     return (SendPrefill(message.writer_epoch, cancel),)

@@ -9,6 +9,7 @@ told by what it says. Times are durations. Left out: the tokens of decode, whose
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 from moonshard.serving.control.request import Request
 
@@ -60,6 +61,17 @@ class Target:
     lease_s: float
 
 
+class TargetHeader(Protocol):
+    """What the gateway reads of a Target, which goes on to P as it came."""
+
+    @property
+    def handoff(self) -> bytes: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def writer_epoch(self) -> int: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overloaded:
     """D to gateway, instead of a Target: nothing was reserved."""
@@ -73,7 +85,7 @@ class Run:
     """Gateway to P."""
 
     request: Request
-    target: Target
+    target: TargetHeader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +105,19 @@ class Manifest:
     is_last: bool
 
 
+class ManifestHeader(Protocol):
+    """What the gateway reads of a Manifest, which goes on to D as it came."""
+
+    @property
+    def handoff(self) -> bytes: ...
+    @property
+    def writer_epoch(self) -> int: ...
+    @property
+    def target_epoch(self) -> int: ...
+    @property
+    def is_last(self) -> bool: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credits:
     """D to gateway and on to P: further cells to write into."""
@@ -100,6 +125,13 @@ class Credits:
     handoff: bytes
     target_epoch: int
     grants: tuple[Grant, ...]
+
+
+class CreditsHeader(Protocol):
+    """What the gateway reads of Credits, which go on to P as they came."""
+
+    @property
+    def handoff(self) -> bytes: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,12 +146,12 @@ class FirstTokens:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """Gateway to D: everything was published, decode from here."""
+class Start[Last: ManifestHeader]:
+    """Gateway to D: everything was published, decode from here. `last` is a Manifest for D."""
 
     handoff: bytes
     tokens: tuple[int, ...]
-    last: Manifest
+    last: Last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,8 +255,8 @@ class Leave:
     handoff: bytes
 
 
-type ToPrefill = Run | Credits | Cancel
-type ToDecode = Reserve | Manifest | Start | Cancel | Drained
+type ToPrefill = Run | CreditsHeader | Cancel
+type ToDecode = Reserve | ManifestHeader | Start[ManifestHeader] | Cancel | Drained
 type FromPrefill = Manifest | FirstTokens | Drained | Failed
 type FromDecode = Target | Overloaded | Credits | Failed | Finished
 type PrefillAction = FromPrefill | CopyIn | Write | Stop

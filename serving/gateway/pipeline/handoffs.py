@@ -31,6 +31,14 @@ from moonshard.serving.gateway.workers.inbox import Arrival, Inbox
 from moonshard.serving.gateway.workers.knowledge import Knowledge
 from moonshard.serving.gateway.workers.session import WorkerSession
 from moonshard.serving.wire import handoffs as handoff_wire
+from moonshard.serving.wire.relayed import (
+    RelayedCredits,
+    RelayedManifest,
+    RelayedTarget,
+    relayed_credits,
+    relayed_manifest,
+    relayed_target,
+)
 
 TICK_S = 0.25
 
@@ -119,7 +127,7 @@ class Handoffs:
             case "target":
                 self._target(message.target)
             case "credits":
-                self._execute(self._side.credits(handoff_wire.credits_from(message.credits)))
+                self._execute(self._side.credits(relayed_credits(message.credits)))
             case "chunk":
                 self._chunk(message.chunk)
             case "first_tokens":
@@ -137,10 +145,10 @@ class Handoffs:
     def _target(self, target: link_pb2.Target) -> None:
         if (handoff := self._handoffs.get(target.handoff)) is not None:
             handoff.log.append(AttemptReserved(target.queue_ms))
-        self._execute(self._side.target(handoff_wire.target_from(target)))
+        self._execute(self._side.target(relayed_target(target)))
 
     def _chunk(self, chunk: link_pb2.Manifest) -> None:
-        self._execute(self._side.chunk(handoff_wire.manifest_from(chunk)))
+        self._execute(self._side.chunk(relayed_manifest(chunk)))
         handoff = self._handoffs.get(chunk.handoff)
         if handoff is not None and chunk.is_last:
             handoff.transfer = chunk.phases
@@ -195,31 +203,33 @@ class Handoffs:
     def _send(self, epoch: int, message: m.ToPrefill | m.ToDecode) -> None:
         """Dropped when that worker is gone: what it held is gone with it."""
         session = self._knowledge.session_of(epoch)
-        if session is not None and (gateway_message := self._message(message)) is not None:
-            session.send(gateway_message)
+        if session is not None:
+            session.send(self._message(message))
             if isinstance(message, m.Run):
                 self._knowledge.sent(session, self._handoffs[message.target.handoff].prefill)
 
-    def _message(self, message: m.ToPrefill | m.ToDecode) -> link_pb2.GatewayMessage | None:
+    def _message(self, message: m.ToPrefill | m.ToDecode) -> link_pb2.GatewayMessage:
         match message:
             case m.Reserve(handoff=handoff_id):
                 leased = replace(message, deadline_s=self._lease_s)
                 reserve = handoff_wire.reserve_message(leased, self._handoffs[handoff_id].run)
                 return link_pb2.GatewayMessage(reserve=reserve)
-            case m.Run(target=target):
-                handoff = self._handoffs[target.handoff]
+            case m.Run(target=RelayedTarget(handoff=handoff_id, message=target)):
+                handoff = self._handoffs[handoff_id]
                 run = handoff_wire.run_message(handoff.run, target, handoff.endpoint, handoff.prefill.home.partition)
                 return link_pb2.GatewayMessage(run=run)
-            case m.Manifest():
-                return link_pb2.GatewayMessage(landed=handoff_wire.manifest_message(message))
-            case m.Start():
-                return link_pb2.GatewayMessage(start=handoff_wire.start_message(message))
-            case m.Credits():
-                return link_pb2.GatewayMessage(credits=handoff_wire.credits_message(message))
+            case RelayedManifest(message=manifest):
+                return link_pb2.GatewayMessage(landed=manifest)
+            case m.Start(handoff=handoff_id, tokens=tokens, last=RelayedManifest(message=last)):
+                return link_pb2.GatewayMessage(start=handoff_wire.start_message(handoff_id, tokens, last))
+            case RelayedCredits(message=credits):
+                return link_pb2.GatewayMessage(credits=credits)
             case m.Cancel():
                 return link_pb2.GatewayMessage(cancel=handoff_wire.cancel_message(message))
             case m.Drained():
                 return link_pb2.GatewayMessage(drained=handoff_wire.drained_message(message))
+            case _:
+                raise ValueError(f"relayed is what came over a link, not {message!r}")
 
     def _over(self, handoff_id: bytes, cause: m.Cause | None) -> None:
         handoff = self._handoffs.get(handoff_id)

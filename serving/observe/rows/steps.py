@@ -73,9 +73,9 @@ class StepTrace:
 def _work_of(done: StepDone, plan: Plan | None) -> _Work:
     match plan:
         case DecodePlan(rows=rows):
-            num_rows = len(rows)
-            num_context = sum([row.position for row in rows]) + num_rows
-            return _distinct({row.slot.partition for row in rows}), num_rows, num_rows, num_context, 0
+            num_tokens = sum([row.q_len for row in rows])
+            num_context = sum([row.position for row in rows]) + num_tokens
+            return _distinct({row.slot.partition for row in rows}), len(rows), num_tokens, num_context, 0
         case PrefillPlan(chunks=chunks):
             num_tokens = sum(len(chunk.tokens) for chunk in chunks)
             num_context = sum(chunk.start for chunk in chunks) + num_tokens

@@ -1,5 +1,7 @@
 """Plans become rows: every number lands in its field, and a row holds nothing of whoever had it before."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -131,6 +133,14 @@ def test_a_decode_step_takes_the_smallest_bucket_that_holds_each_partition_s_row
     for partition in range(2):
         for padding in range(-(-(num_rows - partition) // 2), bucket):
             assert_empty(fields_of(step), padding, partition)
+
+
+def test_rows_say_how_many_positions_they_have_where_these_can_be_several():
+    shapes = replace(SHAPES, q_len=4)
+    rows = tuple(replace(row(request(), SlotId(0, n)), q_len=q_len) for n, q_len in enumerate([4, 1]))
+    step = StepEncoder(shapes).encode(DecodePlan(number=0, rows=rows))
+    assert shapes.layout(step.kind, step.bucket).views(step.metadata)["q_len"].tolist() == [[4, 1], [0, 0]]
+    assert "q_len" not in {field.name for field in SHAPES.layout(StepKind.DECODE, 2).fields}
 
 
 def test_partitions_keep_their_slots_and_blocks_apart(encoder):

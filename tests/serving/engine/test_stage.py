@@ -42,7 +42,7 @@ def test_draws_become_inputs_of_their_slots_and_none_beyond_the_number_of_rows(e
     draws["sample_slot"][0], draws["num_rows"][0] = [3, 1, 0, 2], 2
     drawn = executor.fetch(executor.launch(Step(-1, StepKind.DECODE, NUM_SLOTS, packed, sampling, draws=(0, 1))))
     assert isinstance(drawn, Drawn)
-    assert last_tokens(executor) == [40, drawn.tokens[1], 42, drawn.tokens[0]]
+    assert last_tokens(executor) == [40, *drawn.tokens[1], 42, *drawn.tokens[0]]
 
 
 def test_a_prefill_that_draws_nothing_is_waited_for_and_changes_no_slot(executor: Programs):

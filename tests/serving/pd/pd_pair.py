@@ -32,6 +32,14 @@ from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.loading import LoadedModel, load_model
 from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.wire import handoffs as handoff_wire
+from moonshard.serving.wire.relayed import (
+    RelayedCredits,
+    RelayedManifest,
+    RelayedTarget,
+    relayed_credits,
+    relayed_manifest,
+    relayed_target,
+)
 from moonshard.serving.worker.decode import DecodeHandoffs
 from moonshard.serving.worker.prefill import PrefillHandoffs
 from moonshard.serving.worker.roles.decode import DecodeRole
@@ -206,17 +214,16 @@ class Pair:
         match message:
             case m.Reserve():
                 return wrap(reserve=handoff_wire.reserve_message(message, self._runs[message.handoff]))
-            case m.Run():
+            case m.Run(target=RelayedTarget(handoff=handoff, message=target)):
                 endpoint = self.decode.welcome().endpoint
-                run = self._runs[message.request.id]
-                partition = self._prefill_partitions[run.request_id]
-                return wrap(run=handoff_wire.run_message(run, message.target, endpoint, partition))
-            case m.Manifest():
-                return wrap(landed=handoff_wire.manifest_message(message))
-            case m.Start():
-                return wrap(start=handoff_wire.start_message(message))
-            case m.Credits():
-                return wrap(credits=handoff_wire.credits_message(message))
+                partition = self._prefill_partitions[handoff]
+                return wrap(run=handoff_wire.run_message(self._runs[handoff], target, endpoint, partition))
+            case RelayedManifest(message=manifest):
+                return wrap(landed=manifest)
+            case m.Start(handoff=handoff, tokens=tokens, last=RelayedManifest(message=last)):
+                return wrap(start=handoff_wire.start_message(handoff, tokens, last))
+            case RelayedCredits(message=credits):
+                return wrap(credits=credits)
             case m.Drained():
                 return wrap(drained=handoff_wire.drained_message(message))
             case m.Cancel():
@@ -226,11 +233,11 @@ class Pair:
     def _receive(self, message: link_pb2.WorkerMessage) -> None:
         match message.WhichOneof("message"):
             case "target":
-                self._act(self.side.target(handoff_wire.target_from(message.target)))
+                self._act(self.side.target(relayed_target(message.target)))
             case "credits":
-                self._act(self.side.credits(handoff_wire.credits_from(message.credits)))
+                self._act(self.side.credits(relayed_credits(message.credits)))
             case "chunk":
-                manifest = handoff_wire.manifest_from(message.chunk)
+                manifest = relayed_manifest(message.chunk)
                 if manifest.is_last and manifest.handoff in self.answers:
                     answer = self.answers[manifest.handoff]
                     answer.first_tokens_came_before_last_chunk = bool(answer.tokens)

@@ -1,15 +1,16 @@
 """A scheduler with its fake device and its clients: launches, delays and completes steps, and checks what must hold."""
 
 import itertools
+import random
 from collections import Counter, deque
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import block_names
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.batching.sequence import Occupancy, Phase, Sequence
-from moonshard.serving.control.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan, Sampled
+from moonshard.serving.control.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.control.request import FinishReason, Output, Request, Sampling, SequenceId, SlotId
 from tests.serving.fake_device import FakeDevice, true_output
 
@@ -33,7 +34,9 @@ class Bench:
     def __init__(self, config: SchedulerConfig, pool: BlockPool):
         self.config, self.pool = config, pool
         self.scheduler = Scheduler(config, pool)
-        self.device = FakeDevice(pool.block_size)
+        self.device = FakeDevice(pool.block_size, self.num_emitted)
+        self.emissions = random.Random(0)
+        self.num_emissions: Counter[int] = Counter()  # rows of several positions, by the tokens they emitted
         self.in_flight: deque[tuple[Plan, Mapping[SequenceId, Sampled]]] = deque()
         self.requests: dict[bytes, Request] = {}
         self.outputs: dict[SequenceId, list[int]] = {}
@@ -51,8 +54,9 @@ class Bench:
         self.num_join_loads = 0  # more than joined requests where choices were forked
         self.num_joined_prefills = 0  # of joined requests that gave way, or of choices without room
         self.num_waits_for_leases = 0
-        self.num_wasted = 0  # tokens that were drawn for whoever had ended
+        self.num_wasted = 0  # tokens that were drawn for whoever had ended, or behind the one that ended it
         self.num_wasted_uncut = 0  # of these, for requests that nobody cut short
+        self.num_behind_the_last = 0  # of these, that came together with the one that ended the sequence
         self.num_plans = 0
         self.now_s = 0.0
 
@@ -145,6 +149,14 @@ class Bench:
         self.in_flight.append((plan, self.device.run(plan)))
         return True
 
+    def num_emitted(self, row: DecodeRow) -> int:
+        """Any number that the row allows: exactly one where no row guesses."""
+        if self.config.q_len == 1:
+            return 1
+        num_emitted = self.emissions.randint(0, row.q_len)
+        self.num_emissions[num_emitted] += row.q_len > 1
+        return num_emitted
+
     def check_plan(self, plan: Plan) -> None:
         slots = [slot for _, slot in used_slots(plan)]
         assert len(slots) == len(set(slots))
@@ -160,29 +172,42 @@ class Bench:
             self.num_forks += sum(max(0, len(chunk.samples) - 1) for chunk in plan.chunks)
             self.num_joined_prefills += sum(chunk.sequence.request_id in self.joined for chunk in plan.chunks)
         elif isinstance(plan, DecodePlan):
-            assert len({row.slot.index % self.config.num_microbatches for row in plan.rows}) == 1
+            self.check_rows(plan)
         elif isinstance(plan, LoadPlan):
             self.num_join_loads += plan.sequence.request_id in self.joined and len(plan.history) == plan.num_prompt + 1
+
+    def check_rows(self, plan: DecodePlan) -> None:
+        """One microbatch; where rows guess, one whose last step is over, so that every row's position is known."""
+        (microbatch,) = {row.slot.index % self.config.num_microbatches for row in plan.rows}
+        assert all(1 <= row.q_len <= self.config.q_len for row in plan.rows)
+        if self.config.q_len > 1:
+            in_flight = [row for plan, _ in self.in_flight if isinstance(plan, DecodePlan) for row in plan.rows]
+            assert microbatch not in {row.slot.index % self.config.num_microbatches for row in in_flight}
+            assert not {row.sequence for row in plan.rows} & {row.sequence for row in in_flight}
 
     def complete(self) -> None:
         plan, results = self.in_flight.popleft()
         delivered = self.scheduler.complete(plan.number, results)
         for output in delivered.outputs:
             self.take(output)
-        self.count_wasted(results.keys() - {output.sequence for output in delivered.outputs})
+        self.count_wasted(results, {output.sequence: len(output.token_ids) for output in delivered.outputs})
         self.ended.update(delivered.ended)
         for request_id in delivered.ended:
             assert all(SequenceId(request_id, choice) in self.finished for choice in range(self.requests[request_id].n))
 
-    def count_wasted(self, sequences: Set[SequenceId]) -> None:
+    def count_wasted(self, results: Mapping[SequenceId, Sampled], num_taken: Mapping[SequenceId, int]) -> None:
         """A token that is not delivered was drawn for a sequence that is over, and is counted."""
-        assert all(id in self.finished or id.request_id in self.cut_short for id in sequences)
-        self.num_wasted += len(sequences)
-        self.num_wasted_uncut += sum(id.request_id not in self.cut_short for id in sequences)
+        for id, sampled in results.items():
+            num_lost = len(sampled.tokens) - num_taken.get(id, 0)
+            assert not num_lost or id in self.finished or id.request_id in self.cut_short
+            self.num_wasted += num_lost
+            self.num_wasted_uncut += num_lost if id.request_id not in self.cut_short else 0
+            self.num_behind_the_last += num_lost if id in num_taken else 0
         assert self.scheduler.counters().totals.wasted_tokens == self.num_wasted
 
     def take(self, output: Output) -> None:
         id = output.sequence
+        assert output.token_ids
         assert id not in self.finished
         assert not self.ended[id.request_id]
         tokens = self.outputs.setdefault(id, [])
@@ -336,6 +361,7 @@ def a_bench(
     q_tile: int = 4,
     num_microbatches: int = 1,
     short_share: float = 0.5,
+    q_len: int = 1,
 ) -> Bench:
     config = SchedulerConfig(
         slots_per_partition=slots,
@@ -344,6 +370,7 @@ def a_bench(
         q_tile=q_tile,
         max_prefill_sequences=3,
         num_microbatches=min(num_microbatches, slots),
+        q_len=q_len,
         max_context_tokens=num_blocks * block_size,
         max_queued_requests=1000,
         queue_timeout_s=30.0,

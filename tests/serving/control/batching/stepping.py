@@ -71,7 +71,7 @@ def drawn(plan: Plan) -> list[SequenceId]:
 
 
 def finish(scheduler: Scheduler, plan: Plan, token: int = 7) -> Delivered:
-    return scheduler.complete(plan.number, {id: Sampled(token) for id in drawn(plan)})
+    return scheduler.complete(plan.number, {id: Sampled((token,)) for id in drawn(plan)})
 
 
 def launch(scheduler: Scheduler) -> Plan:

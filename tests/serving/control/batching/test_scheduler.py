@@ -153,7 +153,7 @@ def test_log_probabilities_come_back_with_their_token():
     scheduler.add(a_request("a", 10), 0.0)
     plan = launch(scheduler)
     logprobs = Logprobs(-0.5, ((7, -0.5),))
-    delivered = scheduler.complete(plan.number, {SequenceId(b"a", 0): Sampled(7, logprobs)})
+    delivered = scheduler.complete(plan.number, {SequenceId(b"a", 0): Sampled((7,), (logprobs,))})
     assert delivered.outputs[0].logprobs == (logprobs,)
 
 
@@ -211,7 +211,8 @@ def test_the_request_ends_with_its_last_choice():
     scheduler = a_scheduler()
     scheduler.add(a_request("a", 16, max_tokens=2, n=2), 0.0)
     prefill = launch(scheduler)
-    delivered = scheduler.complete(prefill.number, {drawn(prefill)[0]: Sampled(STOP), drawn(prefill)[1]: Sampled(7)})
+    results = {drawn(prefill)[0]: Sampled((STOP,)), drawn(prefill)[1]: Sampled((7,))}
+    delivered = scheduler.complete(prefill.number, results)
     assert delivered.ended == ()
     decode = launch(scheduler)
     assert names(decode) == ["a"]

@@ -39,6 +39,7 @@ class Schedules(RuleBasedStateMachine):
         q_tile=st.sampled_from([1, 2, 4]),
         num_microbatches=st.sampled_from([1, 1, 2, 3]),
         short_share=st.sampled_from([0.0, 0.5, 0.75]),
+        q_len=st.sampled_from([1, 1, 2, 4]),
     )
     def start(self, num_partitions: int, num_blocks: int, depth: int, **kinds: Any):
         self.bench = a_bench(num_partitions, num_blocks, **kinds)
@@ -125,6 +126,7 @@ class Schedules(RuleBasedStateMachine):
         totals = self.bench.scheduler.counters().totals
         event(f"preempted: {totals.num_preemptions > 0}, forked: {self.bench.num_forks > 0}")
         event(f"wasted: {totals.wasted_tokens > 0}, cached: {totals.cached_tokens > 0}")
+        event(f"guessed: {self.bench.num_emissions.total() > 0}, cut: {self.bench.num_behind_the_last > 0}")
         event(f"joined: {self.bench.num_join_loads > 0}, prefilled again: {self.bench.num_joined_prefills > 0}")
 
 
@@ -227,7 +229,8 @@ def test_a_request_may_join_behind_blocks_that_a_decided_step_has_yet_to_write()
 @pytest.mark.parametrize("num_partitions", [1, 4])
 @pytest.mark.parametrize("seed", range(100))
 def test_many_long_runs_over_small_pools_give_the_right_tokens(num_partitions: int, seed: int, has_handoffs: bool):
-    bench = a_bench(num_partitions, 3 + seed % 12, slots=1 + seed % 5, num_microbatches=1 + seed % 3)
+    shape = {"slots": 1 + seed % 5, "num_microbatches": 1 + seed % 3, "q_len": (1, 4, 2)[seed % 7 % 3]}
+    bench = a_bench(num_partitions, 3 + seed % 12, **shape)
     drive(bench, random.Random(1000 + seed), 1 + seed % 3, num_requests=100, has_handoffs=has_handoffs)
 
 

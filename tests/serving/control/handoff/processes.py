@@ -30,7 +30,7 @@ def checksum(content: Bytes) -> int:
 class PrefillTask:
     """A prompt being prefilled: its blocks are taken when it first runs."""
 
-    run: m.Run
+    target: m.Target
     partition: int
     blocks: tuple[int, ...] = ()
     num_done: int = 0

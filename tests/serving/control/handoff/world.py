@@ -136,10 +136,10 @@ class World:
     def at_prefill(self, message: object) -> tuple[m.PrefillAction, ...]:
         side = self.prefill.side
         match message:
-            case m.Run():
+            case m.Run(target=m.Target() as target):
                 partition = next(self.ids) % self.num_partitions
-                if side.run(message.target, partition, self.now_s):
-                    self.prefill.tasks[message.target.handoff] = PrefillTask(message, partition)
+                if side.run(target, partition, self.now_s):
+                    self.prefill.tasks[target.handoff] = PrefillTask(target, partition)
                 return ()
             case m.Credits():
                 return side.credits(message)
@@ -156,8 +156,9 @@ class World:
                 self.reserve(message)
             case m.Manifest():
                 self.decode_does(side.landed(message, self.now_s))
-            case m.Start():
-                self.decode_does(side.start(message, self.now_s))
+            case m.Start(last=m.Manifest() as last):
+                start = m.Start(handoff=message.handoff, tokens=message.tokens, last=last)
+                self.decode_does(side.start(start, self.now_s))
             case m.Cancel():
                 self.decode_does(side.cancel(message.handoff, self.now_s))
             case m.Drained():
@@ -259,7 +260,7 @@ class World:
         if not prefill.tasks:
             return
         task = list(prefill.tasks.values())[pick % len(prefill.tasks)]
-        target = task.run.target
+        target = task.target
         task.blocks = task.blocks or prefill.pool.allocate(task.partition, target.num_blocks) or ()
         if not task.blocks:
             return
