@@ -5,7 +5,6 @@ one error. Where it runs, and runs on when a worker is lost, is `attempts`'.
 """
 
 import asyncio
-import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InternalError, Unavailable
 from moonshard.serving.config.tenants import Salts
+from moonshard.serving.control.dispatch.queue_bound import QueueBound, QueueFull
 from moonshard.serving.control.routing.fleet import ModelLimits
 from moonshard.serving.control.routing.router import Affinity
 from moonshard.serving.gateway.aside import Aside
@@ -90,11 +90,8 @@ class Gateway:
         self._logs = logs
         self._rates = rates
         self._salts = salts
-        self._max_queued_requests = max_queued_requests
+        self._queue = QueueBound(max_queued_requests)
         self._attempts = Attempts(pool, handoffs, max_attempts=max_attempts, may_retry=lambda: not self.is_draining)
-        self._numbers = itertools.count()
-        self._running: set[int] = set()
-        self._waiting: set[int] = set()  # of the running: those without a first token
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -104,7 +101,7 @@ class Gateway:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return self._queue.num_running
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -165,23 +162,20 @@ class Gateway:
             raise Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S)
         limits = self.limits()
         check_parameters(request, vocab_size=limits.vocab_size, has_tokenizer=self.model.tokenizer is not None)
-        if len(self._waiting) >= self._max_queued_requests:
+        number = self._queue.enter()
+        if isinstance(number, QueueFull):
             raise LimitReached(
                 "max_queued_requests",
-                f"{len(self._waiting)} requests are waiting",
+                f"{number.num_waiting} requests are waiting",
                 retry_after_s=OVERLOADED_RETRY_AFTER_S,
                 predicted_ttft_s=self.pool.knowledge.dispatcher.least_ttft_s(time.monotonic()),
             )
-        admission = AdmittedRequest(request=request, limits=limits, number=next(self._numbers))
-        self._running.add(admission.number)
-        self._waiting.add(admission.number)
         self._idle.clear()
         try:
-            yield admission
+            yield AdmittedRequest(request=request, limits=limits, number=number)
         finally:
-            self._waiting.discard(admission.number)
-            self._running.discard(admission.number)
-            if not self._running:
+            self._queue.leave(number)
+            if not self._queue.num_running:
                 self._idle.set()
 
     async def _stream(
@@ -212,7 +206,7 @@ class Gateway:
                         yield placed
                     continue
                 if not log.has_begun:
-                    self._waiting.discard(admission.number)
+                    self._queue.begun(admission.number)
                 for told in _accept(choices, event, log):
                     yield told
 
