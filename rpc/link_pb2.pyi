@@ -17,7 +17,6 @@ class HandoffCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HANDOFF_CAUSE_LEASE: _ClassVar[HandoffCause]
     HANDOFF_CAUSE_PREFILL_GONE: _ClassVar[HandoffCause]
     HANDOFF_CAUSE_DECODE_GONE: _ClassVar[HandoffCause]
-    HANDOFF_CAUSE_DEADLINE: _ClassVar[HandoffCause]
     HANDOFF_CAUSE_CANCELLED: _ClassVar[HandoffCause]
 HANDOFF_CAUSE_UNSPECIFIED: HandoffCause
 HANDOFF_CAUSE_OVERLOADED: HandoffCause
@@ -26,7 +25,6 @@ HANDOFF_CAUSE_WRITE_FAILED: HandoffCause
 HANDOFF_CAUSE_LEASE: HandoffCause
 HANDOFF_CAUSE_PREFILL_GONE: HandoffCause
 HANDOFF_CAUSE_DECODE_GONE: HandoffCause
-HANDOFF_CAUSE_DEADLINE: HandoffCause
 HANDOFF_CAUSE_CANCELLED: HandoffCause
 
 class KvWrite(_message.Message):
@@ -138,16 +136,14 @@ class Cancel(_message.Message):
     def __init__(self, request_id: _Optional[bytes] = ..., target_epoch: _Optional[bytes] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("run", "writer_epoch", "deadline_s", "block_hashes")
+    __slots__ = ("run", "writer_epoch", "lease_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
     WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     run: Run
     writer_epoch: bytes
-    deadline_s: float
-    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ..., writer_epoch: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    lease_s: float
+    def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ..., writer_epoch: _Optional[bytes] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("cell", "number")

@@ -64,22 +64,6 @@ class Engine:
         self._device.start()
         self._expire()
 
-    def check(self, request: Request, partition: int | None = None) -> None:
-        """Raises NeverFits where `submit` would; keeps nothing."""
-        self._scheduler.check(request, partition)
-
-    def num_sequences(self, partition: int) -> int:
-        """How many sequences of a partition may need a block for their next token."""
-        return self._scheduler.num_sequences(partition)
-
-    def num_spare_slots(self, partition: int) -> int:
-        """How many slots of a partition are free and not for those who have joined; below 0 where these lack some."""
-        return self._scheduler.num_spare_slots(partition)
-
-    def num_blocks_due(self, partition: int) -> int:
-        """How many blocks the next of those who wait for admission there needs."""
-        return self._scheduler.num_blocks_due(partition)
-
     def submit(
         self,
         request: Request,

@@ -3,7 +3,7 @@
 What may be tried again is decided in `control.dispatch.retries`.
 """
 
-from moonshard.rpc.status import Cancelled, DeadlineExceeded, Overloaded, RequestError, Unavailable
+from moonshard.rpc.status import Cancelled, Overloaded, RequestError, Unavailable
 from moonshard.serving.control.dispatch.retries import Failure, LegFailure
 from moonshard.serving.control.handoff.messages import Cause
 
@@ -32,8 +32,6 @@ def final_error(error: RequestError) -> RequestError:
     match error.cause:
         case Cause.OVERLOADED:
             return Overloaded("no decode worker has room", retry_after_s=error.retry_after_s)
-        case Cause.DEADLINE:
-            return DeadlineExceeded("the handoff between the workers took too long")
         case Cause.CANCELLED:
             return Cancelled("the request was cancelled")
         case _:

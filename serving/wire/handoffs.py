@@ -7,12 +7,10 @@ the length of ids, columns that do not pair up. Left out: where KV is written to
 
 from collections.abc import Iterable, Sequence
 
-from moonshard.kv.prefix import NAME_BYTES
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import EPOCH_BYTES, REQUEST_ID_BYTES
 from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.control.handoff import messages as m
-from moonshard.serving.control.request import Request
 
 MAX_DURATION_S = 86_400.0
 
@@ -50,24 +48,18 @@ def reserve_message(reserve: m.Reserve, run: link_pb2.Run) -> link_pb2.Reserve:
     return link_pb2.Reserve(
         run=run,
         writer_epoch=epoch_bytes(reserve.writer_epoch),
-        deadline_s=reserve.deadline_s,
-        block_hashes=reserve.block_hashes,
+        lease_s=reserve.lease_s,
     )
 
 
-def reserve_from(reserve: link_pb2.Reserve, request: Request, block_size: int) -> m.Reserve:
-    """Raises InvalidArgument naming the field."""
-    if not is_duration(reserve.deadline_s):
-        raise InvalidArgument(f"a deadline of {reserve.deadline_s:g} s is none", field="deadline_s")
-    hashes = reserve.block_hashes
-    if len(hashes) > len(request.prompt) // block_size or any(len(name) != NAME_BYTES for name in hashes):
-        raise InvalidArgument(f"block_hashes are at most one of {NAME_BYTES} bytes a full block", field="block_hashes")
+def reserve_from(reserve: link_pb2.Reserve) -> m.Reserve:
+    """Raises InvalidArgument naming the field. The id of its run was checked."""
+    if not is_duration(reserve.lease_s):
+        raise InvalidArgument(f"a lease of {reserve.lease_s:g} s is none", field="lease_s")
     return m.Reserve(
-        handoff=request.id,
-        request=request,
-        block_hashes=tuple(reserve.block_hashes),
+        handoff=reserve.run.request_id,
         writer_epoch=epoch_from(reserve.writer_epoch, "writer_epoch"),
-        deadline_s=reserve.deadline_s,
+        lease_s=reserve.lease_s,
     )
 
 

@@ -7,13 +7,12 @@ room, and those that wait with their KV, for a slot alone (`landed`).
 """
 
 from bisect import insort
-from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from heapq import merge
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.batching.sequence import Accepted, Sequence, finish_reason
+from moonshard.serving.control.fifo import Fifo
 from moonshard.serving.control.request import Request
 
 
@@ -71,19 +70,13 @@ def check_resumed(request: Request, resumed: Mapping[int, tuple[int, ...]]) -> N
             raise NeverFits("resumed", f"choice {choice} ends within its {len(tokens)} tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    accepted: Accepted
-    added_s: float
-
-
 class WaitingLine:
     """The order in which the sequences of a partition are admitted."""
 
     def __init__(self, queue_timeout_s: float):
         self._queue_timeout_s = queue_timeout_s
         self._returning: list[Sequence] = []  # oldest first
-        self._queue: deque[_Queued] = deque()  # whose leader was never admitted, oldest first
+        self._queue = Fifo[Accepted](queue_timeout_s)  # whose leader was never admitted, oldest first
 
     @property
     def num_tokens(self) -> int:
@@ -91,8 +84,7 @@ class WaitingLine:
 
         Choices that will be forked need none.
         """
-        accepted = [queued.accepted for queued in self._queue]
-        queued = sum(len(each.request.prompt) - each.num_known_tokens for each in accepted)
+        queued = sum(len(accepted.request.prompt) - accepted.num_known_tokens for accepted in self._queue)
         return queued + sum(sequence.num_tokens for sequence in self._returning)
 
     @property
@@ -102,17 +94,17 @@ class WaitingLine:
 
     def head_wait_s(self, now_s: float) -> float:
         """How long the first of those who were never admitted has waited; 0 where there is none."""
-        return now_s - self._queue[0].added_s if self._queue else 0.0
+        return self._queue.head_wait_s(now_s)
 
     def append(self, accepted: Accepted, now_s: float) -> None:
-        self._queue.append(_Queued(accepted, now_s))
+        self._queue.append(accepted, now_s)
 
     def come_back(self, sequence: Sequence) -> None:
         insort(self._returning, sequence, key=lambda sequence: sequence.order)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Who may be admitted, the oldest first: of a request never admitted, the leader."""
-        leaders = (queued.accepted.leader for queued in self._queue)
+        leaders = (accepted.leader for accepted in self._queue)
         return merge(self._returning, leaders, key=lambda sequence: sequence.order)
 
     def head(self) -> Sequence | None:
@@ -124,17 +116,14 @@ class WaitingLine:
         if sequence in self._returning:
             self._returning.remove(sequence)
         else:
-            self._queue.remove(next(queued for queued in self._queue if queued.accepted is sequence.accepted))
+            self._queue.remove(sequence.accepted)
 
     def remove(self, accepted: Accepted) -> None:
         """Everything of one request, which need not be here."""
-        self._queue = deque(queued for queued in self._queue if queued.accepted is not accepted)
+        self._queue.remove(accepted)
         self._returning = [sequence for sequence in self._returning if sequence.accepted is not accepted]
 
     def expire(self, now_s: float) -> list[tuple[bytes, QueueTimeout]]:
         """Takes out the requests that waited too long for their first admission. Whoever once ran never expires."""
-        expired = list[tuple[bytes, QueueTimeout]]()
-        while self._queue and now_s - self._queue[0].added_s > self._queue_timeout_s:
-            request_id = self._queue.popleft().accepted.request.id
-            expired.append((request_id, QueueTimeout(retry_after_s=self._queue_timeout_s)))
-        return expired
+        error = QueueTimeout(retry_after_s=self._queue_timeout_s)
+        return [(accepted.request.id, error) for accepted in self._queue.expire(now_s)]

@@ -40,6 +40,7 @@ from moonshard.serving.control.batching.launches import Draw, Launches
 from moonshard.serving.control.batching.partition import Partition, PartitionConfig
 from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, check_fits, check_resumed
 from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase, finish_reason
+from moonshard.serving.control.fifo import is_full
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, Delivered, Plan, PrefillPlan, Results, Sampled
 from moonshard.serving.control.request import Output, Request
 
@@ -122,9 +123,8 @@ class Scheduler:
 
     def _check_room(self, partition: Partition, now_s: float) -> None:
         """Raises QueueFull. The head's wait so far is the best guess at how long a place in this queue takes."""
-        share = -(-self.config.max_queued_requests // len(self._partitions))
-        num_queued = sum(partition.waiting.num_queued for partition in self._partitions)
-        if num_queued >= self.config.max_queued_requests and partition.waiting.num_queued >= share:
+        num_queued = [each.waiting.num_queued for each in self._partitions]
+        if is_full(num_queued, self._partitions.index(partition), self.config.max_queued_requests):
             raise QueueFull(retry_after_s=max(1.0, partition.waiting.head_wait_s(now_s)))
 
     def join(self, request: Request, partition: int, block_table: tuple[int, ...], tokens: tuple[int, ...]) -> bool:

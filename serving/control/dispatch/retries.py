@@ -1,7 +1,7 @@
 """What failed one request so far, and what follows: to whom it should not go again, and when it is over.
 
 A worker that is gone, a transfer that failed or a decode worker without room is no fault of the request, which may go
-on elsewhere. What a worker says of the request itself is final, and so is its deadline.
+on elsewhere. What a worker says of the request itself is final.
 """
 
 import enum
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from moonshard.serving.control.handoff.messages import Cause
 
 MAX_PREFILL_FAILURES = 2  # then the decode worker prefills
-_FINAL = (Cause.DEADLINE, Cause.CANCELLED)
 _SPARES_PREFILL = (Cause.OVERLOADED, Cause.DECODE_GONE)
 
 
@@ -69,4 +68,4 @@ class Retries:
 
 
 def is_retryable(failure: Failure) -> bool:
-    return failure is not LegFailure.REFUSED and failure not in _FINAL
+    return failure not in (LegFailure.REFUSED, Cause.CANCELLED)

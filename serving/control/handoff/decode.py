@@ -26,14 +26,13 @@ from moonshard.serving.control.handoff.messages import (
     Grant,
     Join,
     Land,
-    Leave,
     Manifest,
-    Overloaded,
     Reserve,
     Start,
     Target,
 )
 from moonshard.serving.control.handoff.quarantine import OnRestore, Quarantine, keep
+from moonshard.serving.control.request import Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +40,13 @@ class DecodeSideConfig:
     session: str  # where the slab is written to; never reused by a later epoch
     lease_s: float
     quarantine_s: float
-    retry_after_s: float
     max_cells_per_handoff: int
 
 
 @dataclass(kw_only=True, slots=True)
 class _Reservation:
     reserve: Reserve
+    request: Request
     target: Target
     held_blocks: tuple[int, ...]
     own_blocks: tuple[int, ...]
@@ -56,6 +55,7 @@ class _Reservation:
     granted: dict[int, int] = field(default_factory=dict[int, int])  # cell -> grant's number, until a manifest names it
     num_copying: int = 0
     tokens: tuple[int, ...] | None = None  # set by Start
+    started_s: float = 0.0  # likewise
 
     @property
     def block_table(self) -> tuple[int, ...]:
@@ -104,32 +104,41 @@ class DecodeSide:
     def num_choices_reserved(self, partition: int) -> int:
         """How many sequences may join there of what is reserved now."""
         reservations = (r for r in self._reservations.values() if r.target.partition == partition)
-        return sum(r.reserve.request.n for r in reservations)
+        return sum(r.request.n for r in reservations)
 
     def num_tokens_reserved(self, partition: int) -> int:
         """Of the prompts whose KV is to come there."""
         reservations = (r for r in self._reservations.values() if r.target.partition == partition)
-        return sum(len(r.reserve.request.prompt) for r in reservations)
+        return sum(len(r.request.prompt) for r in reservations)
 
     def knows(self, handoff: bytes) -> bool:
         """Whether it is reserved or has joined."""
         return handoff in self._reservations or handoff in self._joined
 
+    def has_joined(self, handoff: bytes) -> bool:
+        return handoff in self._joined
+
+    def target_of(self, handoff: bytes) -> Target | None:
+        """Of what is reserved and has not joined."""
+        reservation = self._reservations.get(handoff)
+        return None if reservation is None else reservation.target
+
     # ---- the verbs of a handoff
 
     def reserve(
-        self, reserve: Reserve, partition: int, held_blocks: tuple[int, ...], now_s: float
-    ) -> Target | Overloaded | None:
-        """Hold the blocks of the whole prompt, and a cell at least if any is to move; or nothing.
+        self, reserve: Reserve, request: Request, partition: int, held_blocks: tuple[int, ...], now_s: float
+    ) -> Target | None:
+        """Hold the blocks of the whole prompt, and a cell at least if any is to move.
 
         `held_blocks` are kept blocks that begin the prompt, used or free. Where they are all of it, the last manifest
-        names none. None for a handoff that has joined; asked twice, it answers with the same target.
+        names none. None, and nothing is held, where blocks or cells are lacking, or it has joined; asked twice, it
+        answers with the same target.
         """
         if reserve.handoff in self._joined:
             return None
         if reserve.handoff in self._reservations:
             return self._reservations[reserve.handoff].target
-        num_blocks = self._pool.num_blocks_for(len(reserve.request.prompt))
+        num_blocks = self._pool.num_blocks_for(len(request.prompt))
         held = held_blocks[:num_blocks]
         num_missing = num_blocks - len(held)
         self._pool.hold(partition, held)
@@ -137,12 +146,13 @@ class DecodeSide:
         own = self._pool.lease(partition, num_missing) if has_cell else None
         if own is None:
             self._pool.release(partition, held[::-1])
-            return Overloaded(handoff=reserve.handoff, retry_after_s=self.config.retry_after_s)
+            return None
         grants = self._grant(partition, min(num_missing, self.config.max_cells_per_handoff))
-        lease_s = min(self.config.lease_s, reserve.deadline_s)
+        lease_s = min(self.config.lease_s, reserve.lease_s)
         target = self._target(reserve, partition, num_blocks, len(held), grants, lease_s)
         self._reservations[reserve.handoff] = _Reservation(
             reserve=reserve,
+            request=request,
             target=target,
             held_blocks=held,
             own_blocks=own,
@@ -191,7 +201,7 @@ class DecodeSide:
         reservation = self._reservations.get(start.handoff)
         if reservation is None or reservation.tokens is not None or not reservation.accepts(start.last):
             return ()
-        reservation.tokens = start.tokens
+        reservation.tokens, reservation.started_s = start.tokens, now_s
         if not (reservation.missing or start.last.blocks):
             return self._join(reservation)
         return self.landed(start.last, now_s)
@@ -202,23 +212,14 @@ class DecodeSide:
 
     # ---- giving up
 
-    def cancel(self, handoff: bytes, now_s: float) -> tuple[DecodeAction, ...]:
-        if handoff in self._joined:
-            return (Leave(handoff=handoff),)
+    def cancel(self, handoff: bytes, now_s: float) -> None:
+        """A request that has joined is the scheduler's to end."""
         reservation = self._reservations.get(handoff)
         if reservation is not None:
             self._give_up(reservation, now_s)
-        return ()
 
     def drained(self, handoff: bytes, writer_epoch: int) -> None:
         self._quarantine.drained(handoff, writer_epoch)
-
-    def peer_gone(self, writer_epoch: int, now_s: float) -> tuple[DecodeAction, ...]:
-        """A prefill process is gone. What was started needs it no more."""
-        self._quarantine.writer_gone(writer_epoch, now_s)
-        orphans = [r for r in self._reservations.values() if r.reserve.writer_epoch == writer_epoch]
-        failed = [self._fail(r, Cause.PREFILL_GONE, now_s) for r in orphans if r.tokens is None]
-        return tuple(itertools.chain.from_iterable(failed))
 
     def expire(self, now_s: float) -> tuple[DecodeAction, ...]:
         self._quarantine.expire(now_s)
@@ -271,10 +272,11 @@ class DecodeSide:
         return (
             Join(
                 handoff=handoff,
-                request=reservation.reserve.request,
+                request=reservation.request,
                 partition=partition,
                 block_table=reservation.block_table,
                 tokens=reservation.tokens,
+                started_s=reservation.started_s,
             ),
         )
 

@@ -1,9 +1,9 @@
 """The gateway's side of handoffs: the two legs of a request, tied so that neither outlives the other.
 
 A pure state machine with one verb per message. It carries the metadata between P and D and decides three things: when
-decode starts (first tokens and last manifest are both here), who is told when a leg fails (both, at once), and the one
-outcome. Whoever speaks of a handoff that is over is told to cancel. Left out: retries, which the caller decides from
-the outcome, with a new handoff; and the choice of P and D.
+decode starts (first tokens and last manifest are both here, before the lease ends), who is told when a leg fails (both,
+at once), and the one outcome. Whoever speaks of a handoff that is over is told to cancel. The requests themselves go by
+another way. What follows a failure is for the caller to decide from the outcome; another attempt is another handoff.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,6 @@ from moonshard.serving.control.handoff.messages import (
     ToDecode,
     ToPrefill,
 )
-from moonshard.serving.control.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +61,9 @@ type GatewayAction = SendPrefill | SendDecode | Deliver | Outcome
 @dataclass(kw_only=True, slots=True)
 class _Legs:
     handoff: bytes
-    request: Request
     prefill_epoch: int
     decode_epoch: int
-    deadline_end_s: float
+    lease_end_s: float
     is_running: bool = False  # Run was sent
     first_tokens: FirstTokens | None = None
     last: ManifestHeader | None = None
@@ -88,10 +86,9 @@ class GatewaySide:
     def begin(self, reserve: Reserve, decode_epoch: int, now_s: float) -> tuple[GatewayAction, ...]:
         self._legs[reserve.handoff] = _Legs(
             handoff=reserve.handoff,
-            request=reserve.request,
             prefill_epoch=reserve.writer_epoch,
             decode_epoch=decode_epoch,
-            deadline_end_s=now_s + reserve.deadline_s,
+            lease_end_s=now_s + reserve.lease_s,
         )
         return (SendDecode(decode_epoch, reserve),)
 
@@ -107,7 +104,7 @@ class GatewaySide:
         if legs.is_running or target.epoch != legs.decode_epoch:
             return ()
         legs.is_running = True
-        return (SendPrefill(legs.prefill_epoch, Run(request=legs.request, target=target)),)
+        return (SendPrefill(legs.prefill_epoch, Run(target=target)),)
 
     def overloaded(self, overloaded: Overloaded) -> tuple[GatewayAction, ...]:
         legs = self._legs.get(overloaded.handoff)
@@ -177,10 +174,11 @@ class GatewaySide:
         return tuple(actions)
 
     def expire(self, now_s: float) -> tuple[GatewayAction, ...]:
+        """What was not started in time. A request that decodes may do so for ever."""
         actions: list[GatewayAction] = []
         for legs in tuple(self._legs.values()):
-            if legs.deadline_end_s <= now_s:
-                actions += self._end(legs, Cause.DEADLINE)
+            if legs.lease_end_s <= now_s and not legs.is_started:
+                actions += self._end(legs, Cause.LEASE)
         return tuple(actions)
 
     def _end(self, legs: _Legs, cause: Cause | None) -> tuple[GatewayAction, ...]:

@@ -23,7 +23,6 @@ class Cause(enum.Enum):
     LEASE = "the reservation's lease ended"
     PREFILL_GONE = "the prefill process is gone"
     DECODE_GONE = "the decode process is gone"
-    DEADLINE = "the request's deadline passed"
     CANCELLED = "the client left"
 
 
@@ -37,13 +36,11 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserve:
-    """Gateway to D. `deadline_s` counts from its arrival."""
+    """Gateway to D, with the request itself. D counts the lease from its Target, the gateway from this."""
 
     handoff: bytes
-    request: Request
-    block_hashes: tuple[bytes, ...]
     writer_epoch: int  # of the prefill process that will write
-    deadline_s: float
+    lease_s: float  # by then decode has been started
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +79,8 @@ class Overloaded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Gateway to P."""
+    """Gateway to P, with the request itself."""
 
-    request: Request
     target: TargetHeader
 
 
@@ -246,13 +242,7 @@ class Join:
     partition: int
     block_table: tuple[int, ...]
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Leave:
-    """D: take a request that has joined out of the batch."""
-
-    handoff: bytes
+    started_s: float  # when Start came
 
 
 type ToPrefill = Run | CreditsHeader | Cancel
@@ -260,4 +250,4 @@ type ToDecode = Reserve | ManifestHeader | Start[ManifestHeader] | Cancel | Drai
 type FromPrefill = Manifest | FirstTokens | Drained | Failed
 type FromDecode = Target | Overloaded | Credits | Failed | Finished
 type PrefillAction = FromPrefill | CopyIn | Write | Stop
-type DecodeAction = Credits | Failed | CopyOut | Land | Join | Leave
+type DecodeAction = Credits | Failed | CopyOut | Land | Join

@@ -169,11 +169,6 @@ class PrefillSide:
             return ()
         return (Drained(handoff=handoff, writer_epoch=self.epoch, target_epoch=target_epoch),)
 
-    def peer_gone(self, target_epoch: int) -> tuple[PrefillAction, ...]:
-        """A decode process is gone."""
-        orphans = [run for run in self._runs.values() if run.target.epoch == target_epoch]
-        return tuple(itertools.chain.from_iterable(self._fail(run, Cause.DECODE_GONE) for run in orphans))
-
     def expire(self, now_s: float) -> tuple[PrefillAction, ...]:
         self._quarantine.expire(now_s)
         overdue = [run for run in self._runs.values() if run.lease_end_s <= now_s]

@@ -1,9 +1,9 @@
 """Slab cells that a transfer given up may still touch, and when they may be used again.
 
 Shared by both sides: D's cells may still be written, P's may still be read. They come back as soon as the writer says
-that nothing of the handoff is under way, and otherwise `quarantine_s` after they were given up or after the writer's
-process was seen to be gone, whichever is later. Nothing fences a remote write, so that time proves nothing: safety
-rests on checking a private copy, and quarantine only spares needless mismatches.
+that nothing of the handoff is under way, and otherwise `quarantine_s` after they were given up. Nothing fences a remote
+write, so that time proves nothing: safety rests on checking a private copy, and quarantine only spares needless
+mismatches.
 """
 
 from collections.abc import Callable
@@ -53,11 +53,6 @@ class Quarantine:
     def drained(self, handoff: bytes, writer_epoch: int) -> None:
         """The writer itself says so; another process under the same address cannot."""
         self._restore([h for h in self._held if h.handoff == handoff and h.writer_epoch == writer_epoch])
-
-    def writer_gone(self, writer_epoch: int, now_s: float) -> None:
-        for held in self._held:
-            if held.writer_epoch == writer_epoch:
-                held.until_s = now_s + self._quarantine_s
 
     def expire(self, now_s: float) -> None:
         self._restore([held for held in self._held if held.until_s <= now_s])

@@ -6,10 +6,9 @@ follows a failure, which the dispatcher decides.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError, Unavailable, error_from_code
@@ -23,7 +22,6 @@ from moonshard.serving.control.handoff.gateway import (
     SendDecode,
     SendPrefill,
 )
-from moonshard.serving.control.request import Request
 from moonshard.serving.gateway.failures import HandoffFailed
 from moonshard.serving.gateway.records.events import AttemptMoved, AttemptReserved
 from moonshard.serving.gateway.records.log import RequestLog
@@ -52,7 +50,6 @@ class Handoff:
     endpoint: link_pb2.KvEndpoint  # of the decode worker
     attempt: Attempt
     prefill: AttemptLeg
-    lease_end_s: float  # by then decode has been started
     inbox: Inbox
     has_first_tokens: bool = False
     transfer: link_pb2.TransferPhases | None = None  # once its last chunk is here
@@ -86,26 +83,17 @@ class Handoffs:
 
         Everything that happens to the request comes through the inbox. Its caller calls `end` exactly once.
         """
-        now_s = time.monotonic()
         handoff = Handoff(
             run=run,
             log=log,
             endpoint=decode.welcome.endpoint,
             attempt=attempt,
             prefill=prefill,
-            lease_end_s=now_s + self._lease_s,
             inbox=decode.open(run.request_id),
         )
         self._handoffs[run.request_id] = handoff
-        reserve = m.Reserve(
-            handoff=run.request_id,
-            # The side looks at no token of it: they travel in `run`, uncopied.
-            request=Request(id=run.request_id, prompt=(), max_tokens=run.max_tokens, n=run.n),
-            block_hashes=(),
-            writer_epoch=prefill.epoch,
-            deadline_s=math.inf,  # a request may decode for ever; what comes before has the lease
-        )
-        self._execute(self._side.begin(reserve, decode.epoch, now_s))
+        reserve = m.Reserve(handoff=run.request_id, writer_epoch=prefill.epoch, lease_s=self._lease_s)
+        self._execute(self._side.begin(reserve, decode.epoch, time.monotonic()))
         self._tick_later()
         return handoff
 
@@ -211,8 +199,7 @@ class Handoffs:
     def _message(self, message: m.ToPrefill | m.ToDecode) -> link_pb2.GatewayMessage:
         match message:
             case m.Reserve(handoff=handoff_id):
-                leased = replace(message, deadline_s=self._lease_s)
-                reserve = handoff_wire.reserve_message(leased, self._handoffs[handoff_id].run)
+                reserve = handoff_wire.reserve_message(message, self._handoffs[handoff_id].run)
                 return link_pb2.GatewayMessage(reserve=reserve)
             case m.Run(target=RelayedTarget(handoff=handoff_id, message=target)):
                 handoff = self._handoffs[handoff_id]
@@ -253,9 +240,5 @@ class Handoffs:
 
     def _tick(self) -> None:
         self._ticking = None
-        now_s = time.monotonic()
-        for handoff_id, handoff in tuple(self._handoffs.items()):
-            if handoff.lease_end_s <= now_s and not handoff.is_prefilled:
-                overdue = m.Failed(handoff=handoff_id, epoch=handoff.attempt.decode.epoch, cause=m.Cause.LEASE)
-                self._execute(self._side.failed(overdue))
+        self._execute(self._side.expire(time.monotonic()))
         self._tick_later()

@@ -37,6 +37,7 @@ class DecodeRole(Role):
         self.handoffs = DecodeHandoffs(
             handoff_config(config, plane.endpoint.num_cells),
             engine=parts.engine,
+            batch=parts.scheduler,
             pool=parts.pool,
             cache=parts.scheduler.cache,
             plane=plane,

@@ -27,7 +27,6 @@ from moonshard.serving.control.handoff.gateway import (
     SendDecode,
     SendPrefill,
 )
-from moonshard.serving.control.request import Request
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.loading import LoadedModel, load_model
 from moonshard.serving.transfer.plane import KvPlane
@@ -160,16 +159,14 @@ class Pair:
     def link(self, worker: Worker) -> _WorkerLink:
         return self._links[id(worker)]
 
-    def begin(self, run: link_pb2.Run, deadline_s: float = LEASE_S, prefill_partition: int | None = None) -> Answer:
+    def begin(self, run: link_pb2.Run, lease_s: float = LEASE_S, prefill_partition: int | None = None) -> Answer:
         """Decodes in the run's partition. Where none is named for a worker, it chooses."""
         answer = self._expect(run)
         self._prefill_partitions[run.request_id] = prefill_partition
         reserve = m.Reserve(
             handoff=run.request_id,
-            request=Request(id=run.request_id, prompt=tuple(run.prompt_tokens), max_tokens=run.max_tokens),
-            block_hashes=(),
             writer_epoch=handoff_wire.epoch_from(self.prefill.epoch),
-            deadline_s=deadline_s,
+            lease_s=lease_s,
         )
         self._act(self.side.begin(reserve, handoff_wire.epoch_from(self.decode.epoch), time.perf_counter()))
         return answer

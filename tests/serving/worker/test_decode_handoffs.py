@@ -1,9 +1,7 @@
-"""Where and when a decode worker reserves, with an engine of which nothing is asked but how many run there."""
+"""What a decode worker says of its reservations on the wire, with an engine of which nothing is asked."""
 
 import time
 from typing import Any, cast
-
-import pytest
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.inproc import InprocNetwork, InprocTransport
@@ -23,12 +21,14 @@ BLOCK_SIZE = 16
 GROUP = KvGroup(name="kv", kind="full", num_layers=1, num_features=2, dtype="float32")
 
 
-class QuietEngine:
+class Quiet:
+    """The engine and its scheduler."""
+
     def __init__(self, num_spare_slots: int):
         self.spare_slots = num_spare_slots
         self.num_running = 0
 
-    def check(self, request: Request, partition: int | None) -> None:
+    def check(self, request: Request, partition: int | None = None) -> None:
         pass
 
     def num_sequences(self, partition: int) -> int:
@@ -54,7 +54,7 @@ class Gateway:
 
 def handoffs(
     num_partitions: int = NUM_PARTITIONS, num_spare_slots: int = NUM_SPARE_SLOTS, queue_timeout_s: float = 20.0
-) -> tuple[DecodeHandoffs, QuietEngine]:
+) -> tuple[DecodeHandoffs, Quiet]:
     layout = slab_layout([GROUP], BLOCK_SIZE)
     slab = Slab(2 * NUM_PARTITIONS, GROUP.bytes_per_token * BLOCK_SIZE)
     plane = KvPlane(
@@ -68,11 +68,12 @@ def handoffs(
     config = DecodeHandoffConfig(
         lease_s=20.0, quarantine_s=60.0, max_cells_per_handoff=2, max_queued=4, queue_timeout_s=queue_timeout_s
     )
-    engine = QuietEngine(num_spare_slots)
+    engine = Quiet(num_spare_slots)
     pool = BlockPool(num_partitions, 4, BLOCK_SIZE)
     decode = DecodeHandoffs(
         config,
         engine=cast(Any, engine),
+        batch=engine,
         pool=pool,
         cache=PrefixCache(pool),
         plane=plane,
@@ -87,22 +88,12 @@ def handoffs(
 def reserve(handoffs: DecodeHandoffs, number: int, gateway: Gateway, n: int = 1, partition: int | None = None) -> None:
     request = Request(id=bytes([number]) * 16, prompt=(0,), max_tokens=1, n=n)
     handoffs.reserve(
-        link_pb2.Reserve(deadline_s=20.0, writer_epoch=b"p" * 16, run=link_pb2.Run(partition=partition)),
+        link_pb2.Reserve(
+            lease_s=20.0, writer_epoch=b"p" * 16, run=link_pb2.Run(request_id=request.id, partition=partition)
+        ),
         request,
         gateway,
     )
-
-
-def test_a_partition_whose_cells_are_in_quarantine_is_passed_over_for_one_that_has_some():
-    (decode, _), gateway = handoffs(), Gateway()
-    for partition in range(NUM_PARTITIONS - 1):
-        decode.slab.quarantine(partition, decode.slab.lease(partition, 2) or ())
-    reserve(decode, 1, gateway)
-    (said,) = gateway.heard
-    assert said.target.partition == NUM_PARTITIONS - 1
-    reserve(decode, 2, gateway)
-    reserve(decode, 3, gateway)  # the control: now no partition has a cell
-    assert len(gateway.heard) == 2
 
 
 def test_a_target_says_how_long_its_reservation_waited_for_room():
@@ -133,51 +124,27 @@ def test_of_those_without_a_cell_one_is_reserved_for_and_the_others_are_refused_
     assert all(message.failed.retry_after_s for message in gateway.heard[1:])
 
 
-def test_who_waits_is_reserved_for_as_cells_come_free():
-    (decode, engine), gateway = handoffs(1, num_spare_slots=0), Gateway()
-    for number in range(4):
-        reserve(decode, number, gateway)
-    for num_free in range(4):
-        engine.spare_slots = num_free
-        decode.admit()
-        assert what(gateway) == ["target"] * (1 + num_free)
-
-
-def test_a_partition_whose_line_is_as_long_as_may_be_stops_nobody_in_another():
-    (decode, _), gateway = handoffs(), Gateway()
-    for number in range(2 + 4):  # two cells, and all that may wait
-        reserve(decode, number, gateway, partition=0)
-    reserve(decode, 6, gateway, partition=0)
-    assert what(gateway) == ["target"] * 2 + ["failed"]
-    reserve(decode, 7, gateway, partition=1)
-    assert gateway.heard[-1].target.partition == 1
-
-
-def test_every_choice_of_a_reservation_counts_as_one_that_needs_a_cell():
-    (decode, _), gateway = handoffs(1, num_spare_slots=2), Gateway()
-    reserve(decode, 1, gateway, n=3)
-    reserve(decode, 2, gateway)
-    assert what(gateway) == ["target"]
-    decode.cancel(bytes([1]) * 16, gateway)
-    assert what(gateway) == ["target"] * 2
-
-
-@pytest.mark.parametrize("num_held", [0, 1, 2])
-def test_what_is_known_needs_no_room_where_others_hold_it_too(num_held: int):
-    """Of 4 blocks the prompt takes 3, which leaves 1 to grow into: known blocks that are free are taken like others."""
-    (decode, engine), gateway, names = handoffs(1), Gateway(), (b"n0".ljust(16), b"n1".ljust(16))
-    blocks = decode._pool.allocate(0, 2) or ()
-    for block, name in zip(blocks, names, strict=True):
-        decode._cache.note(0, block, name)
-    decode._pool.release(0, blocks[num_held:][::-1])
-    engine.num_running = 2
-    request = Request(id=b"r" * 16, prompt=(0,) * 3 * BLOCK_SIZE, max_tokens=1, block_names=names)
-    decode.reserve(link_pb2.Reserve(deadline_s=20.0, writer_epoch=b"p" * 16), request, gateway)
-    assert what(gateway) == []
-    engine.num_running = 1
-    decode.admit()
-    assert what(gateway) == ["target"]
-    assert gateway.heard[0].target.num_blocks_held == 2
+def test_what_is_said_over_another_link_is_answered_and_changes_nothing():
+    (decode, _), gateway, other = handoffs(), Gateway(), Gateway()
+    reserve(decode, 1, gateway)
+    target = gateway.heard[0].target
+    last = link_pb2.Manifest(
+        handoff=target.handoff,
+        writer_epoch=target.writer_epoch,
+        target_epoch=target.epoch,
+        blocks=[0],
+        grants=target.grants[:1],
+        checksums=[0],
+        is_last=True,
+    )
+    decode.landed(last, other)
+    decode.start(link_pb2.Start(handoff=target.handoff, token_ids=[7], last=last), other)
+    assert [(said.failed.code, said.failed.field) for said in other.heard] == [(5, "handoff")] * 2
+    decode.cancel(target.handoff, other)
+    decode.close_link(other)
+    assert decode.num_handoffs == 1
+    decode.close_link(gateway)
+    assert decode.num_handoffs == 0
 
 
 def what(gateway: Gateway) -> list[str | None]:

@@ -87,7 +87,7 @@ class Gateway:
     def reserve(self) -> tuple[Worker, Frame]:
         each = _a_run()
         self._handoffs.append(each.request_id)
-        reserve = link_pb2.Reserve(run=each, writer_epoch=self.pair.prefill.epoch, deadline_s=30.0)
+        reserve = link_pb2.Reserve(run=each, writer_epoch=self.pair.prefill.epoch, lease_s=30.0)
         return self.pair.decode, Frame(reserve=reserve)
 
     def _reserved(self) -> tuple[link_pb2.Run, link_pb2.Target]:

@@ -103,12 +103,12 @@ class Handoff:
         self._run = run_of(self.id, self.prompt, **run)
         self.target = link_pb2.Target()
 
-    async def reserve(self, deadline_s: float = LEASE_S) -> None:
-        await self.ask(deadline_s)
+    async def reserve(self, lease_s: float = LEASE_S) -> None:
+        await self.ask(lease_s)
         self.target = await self.peer.expect("target", self.id)
 
-    async def ask(self, deadline_s: float = LEASE_S) -> None:
-        reserve = link_pb2.Reserve(run=self._run, writer_epoch=self.writer.epoch, deadline_s=deadline_s)
+    async def ask(self, lease_s: float = LEASE_S) -> None:
+        reserve = link_pb2.Reserve(run=self._run, writer_epoch=self.writer.epoch, lease_s=lease_s)
         await self.peer.send(reserve=reserve)
 
     async def publish(self, first: int, grants, damage: str = "") -> link_pb2.Manifest:
@@ -209,7 +209,7 @@ async def test_reservations_wait_while_the_slab_is_full_and_go_on_when_it_is_not
 
 async def test_a_lease_that_runs_out_ends_the_handoff_and_what_comes_later_is_not_found(decode, writer):
     handoff = Handoff(decode, writer)
-    await handoff.reserve(deadline_s=0.2)
+    await handoff.reserve(lease_s=0.2)
     assert handoff.target.lease_s == pytest.approx(0.2)
     assert (await handoff.fails()).cause == link_pb2.HANDOFF_CAUSE_LEASE
     await decode.send(landed=await handoff.publish(0, handoff.target.grants))

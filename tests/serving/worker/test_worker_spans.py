@@ -199,7 +199,7 @@ async def test_a_reservation_without_a_prefill_ends_with_its_lease():
     asked = run(long_text(40), 10, **TOLD)
     async with traced(lease_s=0.3) as done:
         done.pair.to_prefill = lambda message, link: None
-        answer = done.pair.begin(asked, deadline_s=0.3)
+        answer = done.pair.begin(asked, lease_s=0.3)
         await answer.is_over.wait()
     (decode,) = parts(done.decode)
     assert outcome(decode) == ("lease", "lease")

@@ -27,7 +27,7 @@ def test_a_request_avoids_whoever_may_be_to_blame_and_nobody_else(failure: Cause
     assert retries.num_prefill_failed == (PREFILL in failed_epochs)
 
 
-@pytest.mark.parametrize("failure", [LegFailure.REFUSED, Cause.DEADLINE, Cause.CANCELLED])
+@pytest.mark.parametrize("failure", [LegFailure.REFUSED, Cause.CANCELLED])
 def test_what_is_the_requests_own_is_final(failure: Cause | LegFailure):
     assert not is_retryable(failure)
     assert not Retries(max_attempts=9).failed(failure, decode_epoch=DECODE, prefill_epoch=None)

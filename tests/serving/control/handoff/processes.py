@@ -9,14 +9,24 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from moonshard.kv.blocks import BlockPool
+from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.control.handoff import messages as m
 from moonshard.serving.control.handoff.decode import DecodeSide, DecodeSideConfig
 from moonshard.serving.control.handoff.prefill import PrefillSide
+from moonshard.serving.control.handoff.reservations import Reservations, ReservationsConfig
+from moonshard.serving.control.request import Request
 
 BLOCK_SIZE = 2
 LEASE_S = 20.0
 QUARANTINE_S = 2.0  # short: safety must not rest on it
 WRITE_TIMEOUT_S = 30.0
+QUEUE_TIMEOUT_S = 6.0
+MAX_QUEUED = 3
+NUM_SLOTS = 2  # of each partition of a decode process
+GATEWAY = "gateway"
+CACHED_NAME = b"cached".ljust(
+    16
+)  # of the block that a decode process holds in each partition, with which prompts begin
 type Half = Hashable
 type Bytes = tuple[Half, Half]
 EMPTY: Bytes = ("empty", "empty")
@@ -67,6 +77,8 @@ class PrefillProcess:
 
 
 class DecodeProcess:
+    """It is its own scheduler: whoever has joined runs, in a slot or not, until it leaves."""
+
     def __init__(self, epoch: int, num_partitions: int):
         self.epoch = epoch
         self.pool = BlockPool(num_partitions, 8, BLOCK_SIZE)
@@ -75,21 +87,43 @@ class DecodeProcess:
             session=str(epoch),
             lease_s=LEASE_S,
             quarantine_s=QUARANTINE_S,
-            retry_after_s=1.0,
             max_cells_per_handoff=2,
         )
         self.side = DecodeSide(config, epoch, self.pool, self.slab)
+        cache = PrefixCache(self.pool)
+        self.reservations = Reservations[str](
+            ReservationsConfig(max_queued=MAX_QUEUED, queue_timeout_s=QUEUE_TIMEOUT_S),
+            self.side,
+            pool=self.pool,
+            slab=self.slab,
+            cache=cache,
+            batch=self,
+        )
         self.cached = tuple(self.pool.allocate(partition, 1) or () for partition in range(num_partitions))
         for partition, blocks in enumerate(self.cached):
             for block in blocks:
-                self.pool.keep(partition, block)
+                cache.note(partition, block, CACHED_NAME)
         self.cells: dict[tuple[int, int], Bytes] = {}
         self.pages: dict[tuple[int, int], Bytes] = {}
         self.copies: list[m.CopyOut] = []
         self.private: dict[int, tuple[Bytes, ...]] = {}
         self.running: dict[bytes, m.Join] = {}
         self.granted: set[int] = set()
-        self.writers: dict[bytes, int] = {}  # as last reserved
+        self.writers: dict[bytes, int] = {}  # as asked
+        self.waiting: tuple[list[bytes], ...] = tuple([] for _ in range(num_partitions))  # for room, as they asked
+
+    def check(self, request: Request, partition: int | None = None) -> None:
+        del request, partition
+
+    def num_spare_slots(self, partition: int) -> int:
+        return NUM_SLOTS - self.num_sequences(partition)
+
+    def num_sequences(self, partition: int) -> int:
+        return sum(join.partition == partition for join in self.running.values())
+
+    def num_blocks_due(self, partition: int) -> int:
+        del partition
+        return 0
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Rules of a handoff that only a rare schedule would break, each on its own."""
 
+import itertools
 from dataclasses import replace
 
 from moonshard.kv.blocks import BlockPool
@@ -26,7 +27,8 @@ from moonshard.serving.control.request import Request
 
 P_EPOCH, D_EPOCH = 1, 2
 HANDOFF = bytes(16)
-CONFIG = DecodeSideConfig(session="d", lease_s=20.0, quarantine_s=60.0, retry_after_s=1.0, max_cells_per_handoff=2)
+RESERVE = Reserve(handoff=HANDOFF, writer_epoch=P_EPOCH, lease_s=100.0)
+CONFIG = DecodeSideConfig(session="d", lease_s=20.0, quarantine_s=60.0, max_cells_per_handoff=2)
 
 
 class Decode:
@@ -35,13 +37,12 @@ class Decode:
     def __init__(self) -> None:
         self.slab = BlockPool(1, 4, 1)
         self.side = DecodeSide(CONFIG, D_EPOCH, BlockPool(1, 4, 16), self.slab)
-        request = Request(id=HANDOFF, prompt=(0,), max_tokens=1)
-        self.reserve = Reserve(
-            handoff=HANDOFF, request=request, block_hashes=(), writer_epoch=P_EPOCH, deadline_s=100.0
-        )
-        target = self.side.reserve(self.reserve, 0, (), now_s=0.0)
+        target = self.reserve()
         assert isinstance(target, Target)
         self.start = Start(handoff=HANDOFF, tokens=(7,), last=manifest(target))
+
+    def reserve(self) -> Target | None:
+        return self.side.reserve(RESERVE, Request(id=HANDOFF, prompt=(0,), max_tokens=1), 0, (), now_s=0.0)
 
     @property
     def num_quarantined(self) -> int:
@@ -74,7 +75,7 @@ def test_a_handoff_that_has_joined_is_not_reserved_again():
     (copy,) = decode.side.start(decode.start, 0.0)
     assert isinstance(copy, CopyOut)
     assert isinstance(decode.side.verified(copy.ticket, True, 0.0)[-1], Join)
-    assert decode.side.reserve(decode.reserve, 0, (), 0.0) is None
+    assert decode.reserve() is None
 
 
 def a_held_prompt() -> tuple[DecodeSide, BlockPool, Target, Start]:
@@ -87,8 +88,7 @@ def a_held_prompt() -> tuple[DecodeSide, BlockPool, Target, Start]:
     pool.release(0, held[::-1])
     side = DecodeSide(CONFIG, D_EPOCH, pool, slab)
     request = Request(id=HANDOFF, prompt=(0,) * 32, max_tokens=2)
-    reserve = Reserve(handoff=HANDOFF, request=request, block_hashes=(), writer_epoch=P_EPOCH, deadline_s=100.0)
-    target = side.reserve(reserve, 0, held, now_s=0.0)
+    target = side.reserve(RESERVE, request, 0, held, now_s=0.0)
     assert isinstance(target, Target)
     assert (target.num_blocks, target.num_blocks_held, target.grants) == (2, 2, ())
     last = replace(manifest(target), blocks=(), checksums=())
@@ -136,19 +136,18 @@ def test_a_copy_of_a_reservation_given_up_does_not_serve_its_successor():
     (copy,) = decode.side.start(decode.start, 0.0)
     assert isinstance(copy, CopyOut)
     decode.side.cancel(HANDOFF, 0.0)
-    assert isinstance(decode.side.reserve(decode.reserve, 0, (), 0.0), Target)
+    assert isinstance(decode.reserve(), Target)
     assert decode.side.verified(copy.ticket, True, 0.0) == ()
 
 
-def test_quarantine_ends_only_by_the_writers_own_word_or_a_while_after_it_is_gone():
+def test_quarantine_ends_only_by_the_writers_own_word_or_a_while_after_it_was_given_up():
     decode = Decode()
     decode.side.cancel(HANDOFF, 0.0)
     decode.side.drained(HANDOFF, writer_epoch=9)
     assert decode.num_quarantined == 1
-    decode.side.peer_gone(P_EPOCH, 50.0)
-    decode.side.expire(109.0)
+    decode.side.expire(59.0)
     assert decode.num_quarantined == 1
-    decode.side.expire(110.0)
+    decode.side.expire(60.0)
     assert decode.num_quarantined == 0
     spoken = Decode()
     spoken.side.cancel(HANDOFF, 0.0)
@@ -207,7 +206,7 @@ def test_a_writer_whose_write_failed_is_never_drained_before_the_quarantine_ends
 
 def test_a_failed_leg_cancels_both_and_ends_the_request_once():
     gateway = GatewaySide()
-    gateway.begin(Decode().reserve, D_EPOCH, 0.0)
+    gateway.begin(RESERVE, D_EPOCH, 0.0)
     gateway.target(TARGET)
     stray = FirstTokens(handoff=HANDOFF, writer_epoch=9, target_epoch=D_EPOCH, tokens=(1,))
     assert gateway.first_tokens(stray) == ()
@@ -218,3 +217,19 @@ def test_a_failed_leg_cancels_both_and_ends_the_request_once():
         Outcome(HANDOFF, Cause.CORRUPT),
     }
     assert gateway.failed(Failed(handoff=HANDOFF, epoch=P_EPOCH, cause=Cause.CORRUPT)) == ()
+
+
+def test_what_is_not_started_when_its_lease_ends_is_over_and_what_decodes_goes_on():
+    for has_first_tokens, has_last in itertools.product((False, True), repeat=2):
+        gateway = GatewaySide()
+        gateway.begin(RESERVE, D_EPOCH, 0.0)
+        gateway.target(TARGET)
+        if has_first_tokens:
+            gateway.first_tokens(FirstTokens(handoff=HANDOFF, writer_epoch=P_EPOCH, target_epoch=D_EPOCH, tokens=(1,)))
+        if has_last:
+            gateway.chunk(manifest(TARGET))
+        assert gateway.expire(99.0) == ()
+        is_started = has_first_tokens and has_last
+        outcomes = [action for action in gateway.expire(100.0) if isinstance(action, Outcome)]
+        assert outcomes == ([] if is_started else [Outcome(HANDOFF, Cause.LEASE)])
+        assert gateway.num_handoffs == is_started

@@ -5,9 +5,11 @@ Every choice follows from `pick`, so that a schedule is its seed. What must hold
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 from moonshard.kv.blocks import PartitionCounts
 from moonshard.serving.control.handoff import messages as m
+from moonshard.serving.control.handoff import reservations as r
 from moonshard.serving.control.handoff.gateway import (
     Deliver,
     GatewayAction,
@@ -19,7 +21,9 @@ from moonshard.serving.control.handoff.gateway import (
 from moonshard.serving.control.request import Request
 from tests.serving.control.handoff.processes import (
     BLOCK_SIZE,
+    CACHED_NAME,
     EMPTY,
+    GATEWAY,
     WRITE_TIMEOUT_S,
     DecodeProcess,
     LateWrite,
@@ -47,7 +51,7 @@ class World:
         self.late: list[LateWrite] = []
         self.outcomes: dict[bytes, m.Cause | None] = {}
         self.delivered: dict[bytes, tuple[int, ...]] = {}
-        self.begun: dict[bytes, m.Reserve] = {}
+        self.begun: dict[bytes, Request] = {}
         self.tally = Tally()
         calm = (
             [self.begin, self.end_decode]
@@ -68,14 +72,9 @@ class World:
     def begin(self, pick: int) -> None:
         handoff = next(self.ids).to_bytes(16)
         request = Request(id=handoff, prompt=(0,) * (1 + pick % (5 * BLOCK_SIZE)), max_tokens=8)
-        reserve = m.Reserve(
-            handoff=handoff,
-            request=request,
-            block_hashes=(),
-            writer_epoch=self.prefill.epoch,
-            deadline_s=10_000.0 if self.is_calm else 25.0,
-        )
-        self.begun[handoff] = reserve
+        lease_s = 10_000.0 if self.is_calm else 25.0
+        reserve = m.Reserve(handoff=handoff, writer_epoch=self.prefill.epoch, lease_s=lease_s)
+        self.begun[handoff] = request
         self.gateway_does(self.gateway.begin(reserve, self.decode.epoch, self.now_s))
 
     def leave_client(self, pick: int) -> None:
@@ -145,39 +144,34 @@ class World:
                 return side.credits(message)
             case m.Cancel():
                 return side.cancel(message.handoff, message.target_epoch)
-            case int():
-                return side.peer_gone(message)
         raise AssertionError(message)
 
     def at_decode(self, message: object) -> None:
-        side = self.decode.side
+        reservations = self.decode.reservations
         match message:
             case m.Reserve():
                 self.reserve(message)
             case m.Manifest():
-                self.decode_does(side.landed(message, self.now_s))
+                self.decode_does(reservations.landed(message, GATEWAY, self.now_s))
             case m.Start(last=m.Manifest() as last):
                 start = m.Start(handoff=message.handoff, tokens=message.tokens, last=last)
-                self.decode_does(side.start(start, self.now_s))
+                self.decode_does(reservations.start(start, GATEWAY, self.now_s))
+            case m.Cancel() if message.handoff in self.decode.running:
+                self.leave(message.handoff)
             case m.Cancel():
-                self.decode_does(side.cancel(message.handoff, self.now_s))
+                self.decode_does(reservations.cancel(message.handoff, GATEWAY, self.now_s))
             case m.Drained():
-                side.drained(message.handoff, message.writer_epoch)
-            case int():
-                self.decode_does(side.peer_gone(message, self.now_s))
+                self.decode_does(reservations.drained(message.handoff, message.writer_epoch, self.now_s))
             case _:
                 raise AssertionError(message)
 
     def reserve(self, message: m.Reserve) -> None:
-        decode = self.decode
-        partition = message.handoff[-1] % self.num_partitions
-        num_before = decode.side.num_reservations
-        answer = decode.side.reserve(message, partition, decode.cached[partition], self.now_s)
-        if isinstance(answer, m.Target) and decode.side.num_reservations > num_before:
-            decode.writers[message.handoff] = message.writer_epoch
-            self.check_grants(answer.grants)
-        if answer is not None:
-            self.network.append(Packet(("D", "G"), None, answer))
+        partition, waiting = message.handoff[-1] % self.num_partitions, self.decode.waiting
+        if not self.decode.side.knows(message.handoff) and message.handoff not in waiting[partition]:
+            waiting[partition].append(message.handoff)
+        self.decode.writers[message.handoff] = message.writer_epoch
+        named = replace(self.begun[message.handoff], block_names=(CACHED_NAME,))
+        self.decode_does(self.decode.reservations.reserve(message, named, partition, GATEWAY, self.now_s))
 
     # ---- what the sides ask
 
@@ -214,25 +208,49 @@ class World:
                 case _:
                     self.network.append(Packet(("P", "G"), None, action))
 
-    def decode_does(self, actions: tuple[m.DecodeAction, ...]) -> None:
+    def decode_does(self, actions: r.Actions[str]) -> None:
         decode = self.decode
         for action in actions:
             match action:
+                case r.Reserved():
+                    self.reserved(action.target)
+                case r.Tell():
+                    self.tell(action.message)
+                case r.GivenUp():
+                    self.wait_no_more(action.handoff)
+                case r.Enter():
+                    self.join(action.join)
+                case r.CameBack():
+                    self.decode_does(decode.reservations.admit(self.now_s))
+                case r.NotHere():
+                    pass  # a message that came late
                 case m.CopyOut():
                     decode.copies.append(action)
                 case m.Land():
                     contents = decode.private.pop(action.ticket)
                     for block, content in zip(action.blocks, contents, strict=True):
                         decode.pages[action.partition, block] = content
-                case m.Join():
-                    self.join(action)
-                case m.Leave():
-                    self.leave(action.handoff)
-                case m.Credits():
-                    self.check_grants(action.grants)
-                    self.network.append(Packet(("D", "G"), None, action))
-                case m.Failed():
-                    self.network.append(Packet(("D", "G"), None, action))
+
+    def reserved(self, target: m.Target) -> None:
+        """First come, first served; of one that is asked for twice the same is said again."""
+        waiting = self.decode.waiting[target.partition]
+        if target.handoff in waiting:
+            assert waiting[0] == target.handoff, "reserved out of turn"
+            waiting.pop(0)
+            self.check_grants(target.grants)
+        self.network.append(Packet(("D", "G"), None, target))
+
+    def tell(self, message: m.Overloaded | m.Credits | m.Failed) -> None:
+        if isinstance(message, m.Credits):
+            self.check_grants(message.grants)
+        elif isinstance(message, m.Overloaded):
+            self.wait_no_more(message.handoff)
+        self.network.append(Packet(("D", "G"), None, message))
+
+    def wait_no_more(self, handoff: bytes) -> None:
+        for waiting in self.decode.waiting:
+            if handoff in waiting:
+                waiting.remove(handoff)
 
     def join(self, join: m.Join) -> None:
         """The heart of it: what is decoded from is, whole, what the reserved writer computed for this handoff."""
@@ -250,7 +268,7 @@ class World:
     def leave(self, handoff: bytes) -> None:
         join = self.decode.running.pop(handoff)
         self.decode.pool.release(join.partition, join.block_table)
-        self.decode.side.left(handoff)
+        self.decode_does(self.decode.reservations.left(handoff, self.now_s))
 
     # ---- the prefill process works
 
@@ -344,7 +362,7 @@ class World:
         is_intact = tuple(checksum(content) for content in private) == copy.checksums
         self.tally.num_mismatches += not is_intact
         decode.private[copy.ticket] = private
-        self.decode_does(decode.side.verified(copy.ticket, is_intact, self.now_s))
+        self.decode_does(decode.reservations.verified(copy.ticket, is_intact, self.now_s))
 
     def end_decode(self, pick: int) -> None:
         decode = self.decode
@@ -362,14 +380,14 @@ class World:
         for under_way in self.prefill.writes:
             self.late += late_writes(under_way)
         self.prefill = PrefillProcess(next(self.epochs), self.num_partitions)
-        self.network += [Packet(("P", "G"), None, gone), Packet(("P", "D"), self.decode.epoch, gone)]
+        self.network.append(Packet(("P", "G"), None, gone))
 
     def kill_decode(self, pick: int) -> None:
         if pick % 4:
             return
         gone = self.decode.epoch
         self.decode = DecodeProcess(next(self.epochs), self.num_partitions)
-        self.network += [Packet(("D", "G"), None, gone), Packet(("D", "P"), self.prefill.epoch, gone)]
+        self.network.append(Packet(("D", "G"), None, gone))
 
     def tick(self, pick: int) -> None:
         self.advance(float(pick % 9))
@@ -381,7 +399,7 @@ class World:
                 next(i for i, w in enumerate(self.prefill.writes) if self.now_s - w.began_s > WRITE_TIMEOUT_S)
             )
         self.prefill_does(self.prefill.side.expire(self.now_s))
-        self.decode_does(self.decode.side.expire(self.now_s))
+        self.decode_does(self.decode.reservations.expire(self.now_s))
         self.gateway_does(self.gateway.expire(self.now_s))
 
     def wind_down(self, is_network_dead: bool) -> None:
@@ -394,6 +412,8 @@ class World:
             self.network.clear()
             self.finish_work()
             self.advance(10_000.0)
+        for epoch in range(max(self.prefill.epoch, self.decode.epoch) + 1):  # who is silent for so long is lost
+            self.gateway_does(self.gateway.peer_gone(epoch))
 
     def finish_work(self) -> None:
         for pick in range(10):
@@ -414,10 +434,18 @@ class World:
         for pool in process_pools:
             for partition in range(self.num_partitions):
                 assert pool.counts(partition).total == pool.blocks_per_partition
+        for partition in range(self.num_partitions):
+            num_ahead = self.decode.side.num_choices_reserved(partition) - self.decode.num_spare_slots(partition)
+            assert num_ahead <= 1, "two come ahead of their slots"
 
     def check_all_is_over(self) -> None:
         assert self.outcomes.keys() == self.begun.keys(), "a request without an outcome"
-        assert (self.gateway.num_handoffs, self.prefill.side.num_runs, self.decode.side.num_reservations) == (0, 0, 0)
+        assert (self.gateway.num_handoffs, self.prefill.side.num_runs, self.decode.reservations.num_handoffs) == (
+            0,
+            0,
+            0,
+        )
+        assert not any(self.decode.waiting)
         for pool, num_used in (
             (self.prefill.pool, 0),
             (self.prefill.slab, 0),

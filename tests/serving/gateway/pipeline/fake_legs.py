@@ -106,7 +106,7 @@ class DecodeLeg:
             num_blocks=num_blocks,
             num_blocks_held=num_held,
             grants=self._grant(min(self.script.num_grants, len(self.missing))),
-            lease_s=self.reserve.deadline_s,
+            lease_s=self.reserve.lease_s,
             queue_ms=self.script.reserve_queue_ms,
         )
         self.send(link_pb2.WorkerMessage(target=target))

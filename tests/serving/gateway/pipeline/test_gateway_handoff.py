@@ -57,7 +57,7 @@ async def test_the_tokens_are_those_of_one_worker(
     assert run.request_id == reserve.run.request_id == start.handoff
     assert run.endpoint == decode.welcome.endpoint
     assert reserve.writer_epoch == prefill.welcome.epoch
-    assert reserve.deadline_s == 60.0
+    assert reserve.lease_s == 60.0
     assert list(start.token_ids) == [tokens[0] for tokens in EXPECTED]
     assert decode.runs == []
     await running.gateway.wait_idle()

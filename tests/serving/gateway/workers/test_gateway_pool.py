@@ -228,7 +228,7 @@ async def test_what_was_said_of_a_handoff_comes_with_its_session_and_a_loss_befo
         assert session is not None
         inbox = session.open(b"r" * 16)
         run = link_pb2.Run(request_id=b"r" * 16, prompt_tokens=[1], n=1, max_tokens=2)
-        reserve = link_pb2.Reserve(run=run, writer_epoch=b"p" * 16, deadline_s=5)
+        reserve = link_pb2.Reserve(run=run, writer_epoch=b"p" * 16, lease_s=5)
         session.send(link_pb2.GatewayMessage(reserve=reserve))
         while not heard:
             await pool.wait_changed(0.05)

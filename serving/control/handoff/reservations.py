@@ -1,0 +1,325 @@
+"""The reservations of a decode worker: who waits for room in which partition, and for whom there is some now.
+
+A pure state machine around `decode`, with one verb for each thing that a gateway, the scheduler, the device or the
+clock may bring. Its process translates messages into verbs and does what is returned, in that order. Rules:
+
+- First come, first served within a partition; one that is full stops nobody elsewhere. Who waits too long is refused.
+- At most one request comes ahead of its slot, so that none stands empty for a whole handoff, and so that those whom the
+  scheduler itself has waiting do not take every slot before one can be reserved for.
+- A block to grow into stays free for each sequence that runs there, and what the next in the scheduler's own queue
+  needs. Else those would be preempted for newcomers, and be overtaken for ever when they come back.
+- A reservation is its owner's, whoever asked for it (a link to a gateway), until it has joined. What others say of it
+  changes nothing, and they are told that there is none.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.kv.prefix import PrefixCache
+from moonshard.serving.control.batching.queue import NeverFits
+from moonshard.serving.control.fifo import Fifo, is_full
+from moonshard.serving.control.handoff.decode import DecodeSide
+from moonshard.serving.control.handoff.messages import (
+    CopyOut,
+    Credits,
+    DecodeAction,
+    Failed,
+    Join,
+    Land,
+    Manifest,
+    Overloaded,
+    Reserve,
+    Start,
+    Target,
+)
+from moonshard.serving.control.request import Request
+
+
+class Batch(Protocol):
+    """What the scheduler says of its partitions."""
+
+    def check(self, request: Request, partition: int | None = None) -> None:
+        """Raises Rejected where the request could never join, however much room there is."""
+        ...
+
+    def num_spare_slots(self, partition: int) -> int:
+        """Free slots, less those that requests which have joined still lack."""
+        ...
+
+    def num_sequences(self, partition: int) -> int:
+        """How many may need a block for their next token."""
+        ...
+
+    def num_blocks_due(self, partition: int) -> int:
+        """What the next in the scheduler's own queue needs."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReservationsConfig:
+    max_queued: int  # that wait for room; an equal share is each partition's, however many others have
+    queue_timeout_s: float
+    retry_after_s: float = 1.0  # told to whom is refused
+
+
+# ---- what is asked of the process, besides to copy and to land
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved[Owner: Hashable]:
+    """Tell the owner where its KV goes. It has waited for room since `arrived_s`."""
+
+    owner: Owner
+    target: Target
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tell[Owner: Hashable]:
+    """After Overloaded and Failed there is no such reservation any more."""
+
+    owner: Owner
+    message: Overloaded | Credits | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class NotHere[Owner: Hashable]:
+    """Tell whoever spoke of it that there is no such handoff, so that one who did by mistake hears of it."""
+
+    owner: Owner
+    handoff: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Its owner wants a reservation no more."""
+
+    handoff: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Enter[Owner: Hashable]:
+    """Let the scheduler take it. Where it does, its owner hears of its tokens; where it refuses, call `turned_down`."""
+
+    owner: Owner
+    join: Join
+
+
+@dataclass(frozen=True, slots=True)
+class CameBack:
+    """Blocks or cells may have: let the scheduler launch, whose own queue comes first, and then call `admit`."""
+
+
+type ReservationAction[Owner: Hashable] = (
+    Reserved[Owner] | Tell[Owner] | NotHere[Owner] | GivenUp | Enter[Owner] | CameBack | CopyOut | Land
+)
+type Actions[Owner: Hashable] = tuple[ReservationAction[Owner], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Waiting[Owner: Hashable]:
+    """A reservation without room yet."""
+
+    reserve: Reserve
+    request: Request
+    owner: Owner
+    arrived_s: float
+
+
+class Reservations[Owner: Hashable]:
+    """Of one worker. `cache` knows which blocks begin a prompt and need not move."""
+
+    def __init__(
+        self,
+        config: ReservationsConfig,
+        side: DecodeSide,
+        *,
+        pool: BlockPool,
+        slab: BlockPool,
+        cache: PrefixCache,
+        batch: Batch,
+    ):
+        self._config = config
+        self._side = side
+        self._pool = pool
+        self._slab = slab
+        self._cache = cache
+        self._batch = batch
+        self._waiting = tuple(Fifo[_Waiting[Owner]](config.queue_timeout_s) for _ in range(pool.num_partitions))
+        self._owners: dict[bytes, Owner] = {}  # of what is reserved and has not joined
+
+    @property
+    def num_handoffs(self) -> int:
+        """Those that wait, and those that are reserved and have not joined."""
+        return sum(map(len, self._waiting)) + len(self._owners)
+
+    def num_tokens(self, partition: int) -> int:
+        """Of prompts that are to come there, those that wait for room included."""
+        waiting = sum(len(waiting.request.prompt) for waiting in self._waiting[partition])
+        return waiting + self._side.num_tokens_reserved(partition)
+
+    # ---- what the gateway says
+
+    def reserve(
+        self, reserve: Reserve, request: Request, partition: int | None, owner: Owner, now_s: float
+    ) -> Actions[Owner]:
+        """Wait for room there; None: where there is some now, or else where the fewest wait.
+
+        Asked twice, it waits once and answers with the same target, and not at all where it has joined already.
+
+        Raises:
+            Rejected: the request can never be served here, or another has one of its id; nothing is kept.
+        """
+        if self._side.has_joined(reserve.handoff):
+            return ()
+        if self._is_of_another(reserve.handoff, owner):
+            raise NeverFits("id", "a request with this id is being served")
+        if (target := self._side.target_of(reserve.handoff)) is not None:
+            return (Reserved(owner, target, now_s),)
+        if self._waiting_owners(reserve.handoff):
+            return ()
+        self._batch.check(request, partition)
+        if partition is None:
+            partition = self._roomiest(request)
+        if is_full([len(queue) for queue in self._waiting], partition, self._config.max_queued):
+            return (self._refuse(reserve.handoff, owner),)
+        waiting = _Waiting(reserve=reserve, request=request, owner=owner, arrived_s=now_s)
+        self._waiting[partition].append(waiting, now_s)
+        return self.admit(now_s)
+
+    def landed(self, manifest: Manifest, owner: Owner, now_s: float) -> Actions[Owner]:
+        if not self._is_known(manifest.handoff, owner):
+            return (NotHere(owner, manifest.handoff),)
+        return self._addressed(self._side.landed(manifest, now_s))
+
+    def start(self, start: Start, owner: Owner, now_s: float) -> Actions[Owner]:
+        if not self._is_known(start.handoff, owner):
+            return (NotHere(owner, start.handoff),)
+        return self._addressed(self._side.start(start, now_s))
+
+    def drained(self, handoff: bytes, writer_epoch: int, now_s: float) -> Actions[Owner]:
+        self._side.drained(handoff, writer_epoch)
+        return self.admit(now_s)
+
+    def cancel(self, handoff: bytes, owner: Owner, now_s: float) -> Actions[Owner]:
+        """Give up what is its owner's. One that has joined is the scheduler's."""
+        given_up = self._give_up(handoff, owner, now_s)
+        return (*given_up, CameBack()) if given_up else ()
+
+    def close(self, owner: Owner, now_s: float) -> Actions[Owner]:
+        """Give up everything of an owner, who is gone."""
+        waiting = [waiting.reserve.handoff for queue in self._waiting for waiting in queue if waiting.owner == owner]
+        reserved = [handoff for handoff, owned_by in self._owners.items() if owned_by == owner]
+        given_up = [given_up for handoff in waiting + reserved for given_up in self._give_up(handoff, owner, now_s)]
+        return (*given_up, CameBack()) if given_up else ()
+
+    # ---- what the worker says
+
+    def verified(self, ticket: int, is_intact: bool, now_s: float) -> Actions[Owner]:
+        """The cells of a CopyOut were copied out, and the copy was compared with its checksums."""
+        return (*self._addressed(self._side.verified(ticket, is_intact, now_s)), CameBack())
+
+    def turned_down(self, join: Join) -> None:
+        """The scheduler did not take it, and nothing of it: its blocks come back."""
+        self._pool.release(join.partition, join.block_table[::-1])
+        self._side.left(join.handoff)
+
+    def left(self, handoff: bytes, now_s: float) -> Actions[Owner]:
+        """A request that had joined has ended."""
+        self._side.left(handoff)
+        return self.admit(now_s)
+
+    def admit(self, now_s: float) -> Actions[Owner]:
+        """Reserve for those who wait, in their order within each partition, as far as there is room."""
+        reserved: list[Reserved[Owner]] = []
+        for partition, queue in enumerate(self._waiting):
+            while (head := queue.head()) is not None and (answer := self._admit(head, partition, now_s)) is not None:
+                queue.take_head()
+                reserved.append(answer)
+        return tuple(reserved)
+
+    def expire(self, now_s: float) -> Actions[Owner]:
+        late = [waiting for queue in self._waiting for waiting in queue.expire(now_s)]
+        refused = (self._refuse(waiting.reserve.handoff, waiting.owner) for waiting in late)
+        return (*refused, *self._addressed(self._side.expire(now_s)), CameBack())
+
+    # ---- whose it is
+
+    def _is_known(self, handoff: bytes, owner: Owner) -> bool:
+        """Of one that has joined nothing is heard any more, but it is no stranger's either."""
+        return self._owners.get(handoff, owner) == owner and self._side.knows(handoff)
+
+    def _is_of_another(self, handoff: bytes, owner: Owner) -> bool:
+        owners = *self._waiting_owners(handoff), self._owners.get(handoff, owner)
+        return any(owned_by != owner for owned_by in owners)
+
+    def _waiting_owners(self, handoff: bytes) -> list[Owner]:
+        """At most one."""
+        return [waiting.owner for queue in self._waiting for waiting in queue if waiting.reserve.handoff == handoff]
+
+    def _give_up(self, handoff: bytes, owner: Owner, now_s: float) -> list[GivenUp]:
+        for queue in self._waiting:
+            for waiting in tuple(queue):
+                if waiting.reserve.handoff == handoff and waiting.owner == owner:
+                    queue.remove(waiting)
+                    return [GivenUp(handoff)]
+        if handoff not in self._owners or self._owners[handoff] != owner:
+            return []
+        del self._owners[handoff]
+        self._side.cancel(handoff, now_s)
+        return [GivenUp(handoff)]
+
+    def _addressed(self, actions: tuple[DecodeAction, ...]) -> Actions[Owner]:
+        """What the side asks, with whom it concerns. What has failed or joins is nobody's here from now on."""
+        addressed: list[ReservationAction[Owner]] = []
+        for action in actions:
+            match action:
+                case Credits():
+                    addressed.append(Tell(self._owners[action.handoff], action))
+                case Failed():
+                    addressed.append(Tell(self._owners.pop(action.handoff), action))
+                case Join():
+                    addressed.append(Enter(self._owners.pop(action.handoff), action))
+                case _:
+                    addressed.append(action)
+        return tuple(addressed)
+
+    # ---- room
+
+    def _admit(self, waiting: _Waiting[Owner], partition: int, now_s: float) -> Reserved[Owner] | None:
+        if not (self._has_place(partition) and self._has_blocks(waiting.request, partition)):
+            return None
+        found = self._found(waiting.request, partition)
+        target = self._side.reserve(waiting.reserve, waiting.request, partition, found, now_s)
+        if target is None:
+            return None
+        self._owners[target.handoff] = waiting.owner
+        return Reserved(waiting.owner, target, waiting.arrived_s)
+
+    def _found(self, request: Request, partition: int) -> tuple[int, ...]:
+        """Blocks that begin the prompt and need not move."""
+        return self._cache.match(partition, request.block_names)
+
+    def _roomiest(self, request: Request) -> int:
+        def room(partition: int) -> tuple[bool, int, int, int]:
+            is_now = self._has_place(partition) and self._has_blocks(request, partition)
+            num_found = len(self._found(request, partition))
+            return is_now, num_found, -len(self._waiting[partition]), self._pool.num_free(partition)
+
+        return max(range(self._pool.num_partitions), key=room)
+
+    def _has_place(self, partition: int) -> bool:
+        """Whether KV can land there, and at most one would then wait for a slot: who waits with KV waits for ever."""
+        num_spare = self._batch.num_spare_slots(partition) - self._side.num_choices_reserved(partition)
+        return num_spare >= 0 and self._slab.num_free(partition) > 0
+
+    def _has_blocks(self, request: Request, partition: int) -> bool:
+        found = self._found(request, partition)
+        num_shared = len(found) - self._pool.num_free_of(partition, found)
+        num_spare = self._pool.num_free(partition) - self._pool.num_blocks_for(len(request.prompt)) + num_shared
+        return num_spare >= self._batch.num_sequences(partition) + self._batch.num_blocks_due(partition)
+
+    def _refuse(self, handoff: bytes, owner: Owner) -> Tell[Owner]:
+        return Tell(owner, Overloaded(handoff=handoff, retry_after_s=self._config.retry_after_s))
