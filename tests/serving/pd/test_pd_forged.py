@@ -182,7 +182,7 @@ async def test_pieces_of_handoffs_given_up_leave_no_checksums():
         for _ in range(10):
             each = run(long_text(100), 8)
             answer = pair.begin(each)
-            await until(lambda: bool(handoffs._side._publishing))
+            await until(lambda: handoffs.slab.counts(0).leased > 0)
             pair.cancel(each)
             await answer.is_over.wait()
         await pair.prefill.wait_idle()
