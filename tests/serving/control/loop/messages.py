@@ -1,0 +1,79 @@
+"""What the loop's gateway and workers say besides a handoff's own messages; each stands for one on the Link."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moonshard.kv.prefix import BlockName, PrefixEvent
+from moonshard.serving.control.batching.queue import Rejected
+from moonshard.serving.control.handoff import messages as m
+from moonshard.serving.control.request import Output, Request
+
+# ---- gateway to workers
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Prefill and decode there; `resumed`: only these choices, after these tokens."""
+
+    request: Request
+    partition: int
+    resumed: Mapping[int, tuple[int, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Reserve or Run, with the request that travels beside it."""
+
+    message: m.Reserve | m.Run
+    request: Request
+    partition: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Of a request that was submitted, or has joined."""
+
+    request_id: bytes
+
+
+type ToWorker = Submit | Leg | End | m.Manifest | m.Start | m.Credits | m.Cancel | m.Drained
+
+# ---- workers to the gateway
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    epoch: int
+    known: tuple[tuple[BlockName, ...], ...]  # by partition
+    next_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """By partition: tokens to be prefilled, held or to come. `num_seen` counts Submit and Leg."""
+
+    num_seen: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What prefixes are known, or no more."""
+
+    events: tuple[PrefixEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedDown:
+    """The last word about a request."""
+
+    request_id: bytes
+    error: Rejected
+
+
+type FromWorker = Welcome | Step | Report | News | TurnedDown | m.FromPrefill | m.FromDecode
