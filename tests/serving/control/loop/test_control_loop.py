@@ -10,7 +10,7 @@ from moonshard.serving.control.handoff.decode import DecodeSide
 from moonshard.serving.control.handoff.messages import Cause
 from moonshard.serving.control.handoff.prefill import PrefillSide
 from moonshard.serving.control.handoff.reservations import Reservations
-from moonshard.serving.control.routing.router import Router
+from moonshard.serving.control.routing.router import Reservation, Router
 from tests.serving.control.loop.deployment import Deployment, Faults, Traffic
 
 DEATHS = (
@@ -104,7 +104,7 @@ def lose_staging_cells(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_tokens_of_what_failed(patch: pytest.MonkeyPatch) -> None:
-    def release(self: Router, reservation: object) -> None:
+    def release(self: Router, reservation: Reservation) -> None:
         if num_released[0] % 10:
             really(self, reservation)
         num_released[0] += 1
