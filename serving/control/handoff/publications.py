@@ -61,7 +61,7 @@ class _Leg[Owner: Hashable]:
     arrived_s: float
     partition: int | None = None  # of this worker, once a step for it was launched or is about to be
     num_finished: int = 0  # blocks whose KV launched steps complete
-    first: dict[int, Output] = field(default_factory=dict)  # by choice
+    first: dict[int, Output] = field(default_factory=dict[int, Output])  # by choice
     is_told: bool = False  # the first tokens were
     is_published: bool = False
     is_given_up: bool = False

@@ -56,6 +56,11 @@ class Bench:
         assert isinstance(write, Write)
         return self.publications.written(write.ticket, tuple(0 for _ in write.cells))
 
+    def allocate(self, num_blocks: int) -> tuple[int, ...]:
+        blocks = self.pool.allocate(0, num_blocks)
+        assert blocks is not None
+        return blocks
+
     @property
     def is_slab_free(self) -> bool:
         return self.slab.counts(0).free == self.slab.blocks_per_partition
@@ -95,7 +100,7 @@ def told(actions: tuple[PublicationAction[str], ...]) -> list[object]:
 
 def test_blocks_are_copied_behind_the_step_that_completes_them_and_a_partly_filled_one_waits():
     bench = Bench()
-    request, blocks = bench.begin(1, 3), bench.pool.allocate(0, 3) or ()
+    request, blocks = bench.begin(1, 3), bench.allocate(3)
     assert copied(bench.step(a_chunk(request, blocks, 0, 6))) == [blocks[0]]
     assert copied(bench.step(a_chunk(request, blocks, 6, 12))) == [*blocks[1:]]
 
@@ -103,7 +108,7 @@ def test_blocks_are_copied_behind_the_step_that_completes_them_and_a_partly_fill
 def test_what_earlier_steps_wrote_is_copied_before_the_step_and_what_this_one_writes_behind_it():
     bench = Bench()
     first, second = bench.begin(1, 2), bench.begin(2, 3)
-    blocks = bench.pool.allocate(0, 4) or ()
+    blocks = bench.allocate(4)
     shared = (*blocks[:2], blocks[2])
     plan = PrefillPlan(number=0, chunks=(a_chunk(first, shared[:2], 4, 8), a_chunk(second, shared, 8, 12)))
     before = bench.publications.launching(plan, 0.0)
@@ -114,7 +119,7 @@ def test_what_earlier_steps_wrote_is_copied_before_the_step_and_what_this_one_wr
 def test_the_first_tokens_of_all_choices_are_told_together_and_a_cut_one_has_not_ended():
     bench = Bench()
     request = bench.begin(1, 1, n=2)
-    bench.step(a_chunk(request, bench.pool.allocate(0, 1) or (), 0, 4))
+    bench.step(a_chunk(request, bench.allocate(1), 0, 4))
     assert bench.publications.emitted(an_output(request, 0)) == ()
     (first,) = told(bench.publications.emitted(an_output(request, 1)))
     assert isinstance(first, FirstTokens)
@@ -125,7 +130,7 @@ def test_first_tokens_that_end_the_request_say_so():
     for finish, max_tokens in ((FinishReason.STOP, 8), (FinishReason.LENGTH, 1)):
         bench = Bench()
         request = bench.begin(1, 1, max_tokens=max_tokens)
-        bench.step(a_chunk(request, bench.pool.allocate(0, 1) or (), 0, 4))
+        bench.step(a_chunk(request, bench.allocate(1), 0, 4))
         (first,) = told(bench.publications.emitted(an_output(request, finish=finish)))
         assert isinstance(first, FirstTokens)
         assert first.is_finished
@@ -135,7 +140,7 @@ def test_a_handoff_is_over_when_all_was_published_and_told_in_either_order():
     for is_told_first in (False, True):
         bench = Bench()
         request = bench.begin(1, 1)
-        (copy,) = bench.step(a_chunk(request, bench.pool.allocate(0, 1) or (), 0, 4))
+        (copy,) = bench.step(a_chunk(request, bench.allocate(1), 0, 4))
         assert isinstance(copy, CopyIn)
         actions = [bench.publications.emitted(an_output(request))] if is_told_first else []
         actions.append(bench.publish(copy))
@@ -152,7 +157,7 @@ def test_a_handoff_is_over_when_all_was_published_and_told_in_either_order():
 def test_what_is_given_up_stops_its_prefill_and_tells_no_first_tokens():
     bench = Bench()
     request = bench.begin(1, 2)
-    (copy,) = bench.step(a_chunk(request, bench.pool.allocate(0, 2) or (), 0, 4))
+    (copy,) = bench.step(a_chunk(request, bench.allocate(2), 0, 4))
     assert isinstance(copy, CopyIn)
     assert bench.publications.cancel(request.id, D_EPOCH, "link") == (Stop(handoff=request.id),)
     assert bench.publications.emitted(an_output(request)) == ()
@@ -183,7 +188,7 @@ def test_what_another_says_of_a_handoff_changes_nothing():
 def test_a_lease_counts_from_the_run_and_not_from_the_first_step():
     bench = Bench()
     request = bench.begin(1, 2)
-    bench.step(a_chunk(request, bench.pool.allocate(0, 2) or (), 0, 4), now_s=15.0)
+    bench.step(a_chunk(request, bench.allocate(2), 0, 4), now_s=15.0)
     assert told(bench.publications.expire(LEASE_S - 0.1)) == []
     failed = Failed(handoff=request.id, epoch=P_EPOCH, cause=Cause.LEASE)
     assert failed in told(bench.publications.expire(LEASE_S))
@@ -193,7 +198,7 @@ def test_of_all_that_expires_at_once_none_is_published_further():
     """Stopping one lets the engine launch another's next step, which must not be published then."""
     bench = Bench()
     requests = [bench.begin(number, 2) for number in (1, 2)]
-    tables = [bench.pool.allocate(0, 2) or () for _ in requests]
+    tables = [bench.allocate(2) for _ in requests]
     bench.step(*(a_chunk(request, table, 0, 4) for request, table in zip(requests, tables, strict=True)))
     bench.publications.expire(LEASE_S)
     assert bench.step(*(a_chunk(r, t, 4, 8) for r, t in zip(requests, tables, strict=True))) == ()

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 
 from moonshard.kv.prefix import block_names
 from moonshard.serving.control.batching.scheduler import SchedulerConfig
-from moonshard.serving.control.request import FinishReason, Request, Sampling
+from moonshard.serving.control.dispatch.dispatcher import DispatchRules
+from moonshard.serving.control.dispatch.prefill_place import PrefillRule
+from moonshard.serving.control.request import Request, Sampling
 from tests.serving.control.loop.events import Events
-from tests.serving.control.loop.gateway import Asked, Gateway, Refused
+from tests.serving.control.loop.gateway import Gateway
 from tests.serving.control.loop.messages import FromWorker, ToWorker, Welcome
 from tests.serving.control.loop.workers import DecodeWorker, PrefillWorker, Times, Worker, WorkerConfig
 from tests.serving.fake_device import VOCAB_SIZE
@@ -22,6 +24,8 @@ BLOCK_SIZE = 8
 LEASE_S = 3600.0  # nothing may need it to end: no message is lost here
 LIMIT_S = 600.0
 ROOT = bytes(16)
+BY_COST = DispatchRules(failover_wait_s=2.0, ttft_slo_s=0.25, prefill=PrefillRule())
+BY_LENGTH = replace(BY_COST, prefill=PrefillRule(kind="static", max_left_tokens=8, min_known_share=0.9))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +65,15 @@ WORKER = WorkerConfig(
 
 
 class Deployment:
-    def __init__(self, seed: int, *, num_prefill: int = 2, num_decode: int = 3, faults: Faults):
+    def __init__(
+        self,
+        seed: int,
+        *,
+        num_prefill: int = 2,
+        num_decode: int = 3,
+        faults: Faults,
+        rules: DispatchRules = BY_COST,
+    ):
         self.events = Events()
         self.draw = random.Random(seed)
         self.faults = faults
@@ -72,10 +84,10 @@ class Deployment:
         self.gateway = Gateway(
             self.events,
             random.Random(seed + 1),
-            block_size=BLOCK_SIZE,
+            tuple(names),
+            rules,
             lease_s=LEASE_S,
-            roles={name: "prefill" if name.startswith("p") else "decode" for name in names},
-            num_partitions=WORKER.num_partitions,
+            prefill_ms=lambda num_tokens: 1e3 * (self.times.step_s + self.times.token_s * num_tokens),
         )
         self._epochs = itertools.count(1)
         self._arrived_s: dict[tuple[str, str, int], float] = {}
@@ -117,7 +129,7 @@ class Deployment:
     def _at_gateway(self, name: str, epoch: int, message: FromWorker) -> None:
         if isinstance(message, Welcome):
             if self.workers[name].epoch == epoch and self.workers[name].is_alive:
-                self.gateway.linked(name, message, lambda message: self._to_worker(name, epoch, message))
+                self.gateway.linked(message, lambda message: self._to_worker(name, epoch, message))
         else:
             self.gateway.hear(name, epoch, message)
 
@@ -165,10 +177,7 @@ class Deployment:
 
     @property
     def ends(self) -> Counter[str]:
-        kinds = Counter[str]()
-        for asked in self.gateway.asked:
-            kinds[_kind(asked)] += 1
-        return kinds
+        return Counter(asked.kind for asked in self.gateway.asked)
 
     def happened(self, what: str) -> int:
         return sum(entry[1] == what for entry in self.events.log)
@@ -176,13 +185,7 @@ class Deployment:
     def check(self) -> None:
         """Each ended once, with its own tokens or a typed refusal, and all is as it was at the beginning."""
         for asked in self.gateway.asked:
-            asked.check_end()
-        self.gateway.check_as_begun()
+            assert asked.ended is not None
+        self.gateway.check_as_begun({name: worker.member for name, worker in self.workers.items()})
         for worker in self.workers.values():
             worker.check_as_begun()
-
-
-def _kind(asked: Asked) -> str:
-    if isinstance(asked.ended, Refused):
-        return asked.ended.kind
-    return "finished" if isinstance(asked.ended, FinishReason) else "cancelled"

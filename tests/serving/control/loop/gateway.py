@@ -1,15 +1,18 @@
-"""The gateway of the loop: router, TTFT model and bound, and the gateway's side of handoffs, with clients before it.
+"""The gateway of the loop: the dispatcher and the gateway's side of handoffs, between clients and workers.
 
-It does what the real one does around the same objects: an attempt at a request holds tokens on the routes it was sent
-along, and is gone on with elsewhere when it fails. What the client is told is checked as it is told.
+It does what the real one's shells do around the same objects, and nothing else.
 """
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.batching.sequence import finish_reason
+from moonshard.serving.control.dispatch.attempt import Attempt, AttemptLeg
+from moonshard.serving.control.dispatch.dispatcher import Demand, Dispatcher, DispatchRules, Wait
+from moonshard.serving.control.dispatch.retries import Failure, LegFailure, Retries
 from moonshard.serving.control.handoff import messages as m
 from moonshard.serving.control.handoff.gateway import (
     Deliver,
@@ -19,12 +22,12 @@ from moonshard.serving.control.handoff.gateway import (
     SendDecode,
     SendPrefill,
 )
-from moonshard.serving.control.request import FinishReason, Output, Request
-from moonshard.serving.control.routing.policies import Policy, cost
+from moonshard.serving.control.request import Output, Request
+from moonshard.serving.control.routing.fleet import Fleet, Member, MemberLoad
+from moonshard.serving.control.routing.policies import policy_of
 from moonshard.serving.control.routing.prefix_index import PrefixChange, PrefixSubscriber
-from moonshard.serving.control.routing.router import Ask, Home, Reservation, Router
-from moonshard.serving.control.routing.ttft import TtftModel
-from moonshard.serving.control.routing.ttft_bound import Refusals, ttft_limit_s
+from moonshard.serving.control.routing.router import Reservation, Router
+from tests.serving.control.loop.clients import Asked, Cancelled, Ended, GivenUp
 from tests.serving.control.loop.events import Events
 from tests.serving.control.loop.messages import (
     End,
@@ -41,119 +44,53 @@ from tests.serving.control.loop.messages import (
 from tests.serving.fake_device import true_output
 
 MAX_ATTEMPTS = 6
-MAX_PREFILL_FAILURES = 2
-FAILOVER_WAIT_S = 2.0
-PATIENCE_S = 0.05
 TICK_S = 0.25
-BLAMES_DECODE_ALONE = (m.Cause.OVERLOADED, m.Cause.DECODE_GONE)
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Typed: what a client is told instead of (more) tokens."""
-
-    kind: str  # ttft | queue | no_room | no_worker | attempts
-    retry_after_s: float = 1.0
-
-
-class Cancelled:
-    """The client left."""
-
-
-type Ended = FinishReason | Refused | type[Cancelled]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Route:
-    worker: str
-    epoch: int
-    reservation: Reservation
+class UnderWay:
+    """An attempt, and what has come of it. Its id is the handoff's where there is one."""
 
-    @property
-    def partition(self) -> int:
-        return self.reservation.home.partition
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class Attempt:
     id: bytes
-    begun_s: float
-    decode: Route
-    prefill: Route | None
-    has_output: bool = False
-
-    @property
-    def prompt_route(self) -> Route:
-        return self.prefill or self.decode
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class Asked:
-    """A request as a client sees it, and what was tried for it."""
-
-    number: int
-    request: Request
-    affinity_key: bytes | None
-    right: tuple[tuple[list[int], FinishReason], ...]  # what each choice must come to
-    tokens: tuple[list[int], ...]
-    finish: dict[int, FinishReason] = field(default_factory=dict)
-    attempt: Attempt | None = None
-    num_attempts: int = 0
-    num_prefill_failures: int = 0
-    failed_epochs: set[int] = field(default_factory=set)
-    was_overloaded: bool = False  # its last attempt
-    wait_end_s: float = 0.0
-    ended: Ended | None = None
-
-    def check_so_far(self) -> None:
-        for (right, _), tokens in zip(self.right, self.tokens, strict=True):
-            assert tokens == right[: len(tokens)], "a token that is another's"
-
-    def check_end(self) -> None:
-        """All of its tokens, or a typed end."""
-        self.check_so_far()
-        if isinstance(self.ended, FinishReason):
-            assert [(self.tokens[c], self.finish[c]) for c in range(self.request.n)] == list(self.right)
-        else:
-            assert isinstance(self.ended, Refused) or self.ended is Cancelled
+    asked: Asked
+    attempt: Attempt
+    has_first_tokens: bool = False
+    has_last: bool = False  # manifest
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Session:
     """A worker's process, as long as the gateway has a link to it."""
 
-    name: str
-    role: str
-    epoch: int
-    homes: tuple[Home, ...]
+    member: Member
     send: Callable[[ToWorker], None]
-    subscriber: PrefixSubscriber
+    prefixes: PrefixSubscriber
     num_sent: int = 0
     unseen: deque[tuple[int, Reservation]] = field(default_factory=deque)
 
 
 class Gateway:
+    """`prefill_ms` says how long so many tokens take, as workers would report it."""
+
     def __init__(
         self,
         events: Events,
         draw: random.Random,
+        addresses: tuple[str, ...],
+        rules: DispatchRules,
         *,
-        block_size: int,
         lease_s: float,
-        roles: Mapping[str, str],
-        num_partitions: int,
-        policy: Policy = cost,
+        prefill_ms: Callable[[int], float],
     ):
-        self.events, self.draw = events, draw
-        self.block_size, self.lease_s, self.policy = block_size, lease_s, policy
-        self.router, self.side = Router(), GatewaySide()
-        self.ttft, self.refusals = TtftModel(), Refusals()
         self.asked: list[Asked] = []
         self.num_open = 0
-        self._roles = roles
-        self._homes = {name: tuple(Home(name, partition) for partition in range(num_partitions)) for name in roles}
-        self._sessions: dict[str, Session] = {}
-        self._of_attempt: dict[bytes, Asked] = {}
+        self.router, self.side = Router(), GatewaySide()
+        self.dispatcher = Dispatcher(Fleet(addresses), self.router, rules, policy_of("cost"))
+        self._events, self._draw = events, draw
+        self._lease_s, self._prefill_ms = lease_s, prefill_ms
+        self._sessions: dict[str, Session] = {}  # by address
+        self._under_way: dict[bytes, UnderWay] = {}
+        self._waiting: dict[int, Asked] = {}  # for a worker
         events.after(TICK_S, self._tick)
 
     # ---- clients
@@ -164,6 +101,7 @@ class Gateway:
             request=request,
             affinity_key=affinity_key,
             right=tuple(true_output(request, choice) for choice in range(request.n)),
+            retries=Retries(max_attempts=MAX_ATTEMPTS),
             tokens=tuple([] for _ in range(request.n)),
         )
         self.asked.append(asked)
@@ -173,248 +111,183 @@ class Gateway:
 
     def leave(self, asked: Asked) -> None:
         """Its client is gone."""
-        if asked.ended is None:
-            self._drop_attempt(asked)
-            self._end(asked, Cancelled)
+        if asked.ended is not None:
+            return
+        for under_way in tuple(self._under_way.values()):
+            if under_way.asked is asked:
+                self._stop(under_way)
+        self._end(asked, Cancelled())
 
     def _end(self, asked: Asked, ended: Ended) -> None:
-        assert asked.ended is None, "ended twice"
-        assert asked.attempt is None
-        asked.ended = ended
+        asked.end(ended)
+        self._waiting.pop(asked.number, None)
         self.num_open -= 1
-        said = ended.kind if isinstance(ended, Refused) else getattr(ended, "value", "cancelled")
-        self.events.note("ended", asked.number, said, tuple(map(tuple, asked.tokens)))
+        self._events.note("ended", asked.number, asked.kind, tuple(map(tuple, asked.tokens)))
 
     # ---- attempts
 
     def _try(self, asked: Asked) -> None:
-        decode = self._route(asked, "decode", asked.failed_epochs)
-        if decode is None and asked.was_overloaded:
-            self._end(asked, Refused("no_room"))
-            return
-        decode = decode or self._route(asked, "decode", ())
-        if decode is None:
-            self._wait_for_worker(asked)
-            return
-        resumed = self._resumed(asked)
-        prefill = None
-        if resumed is None and asked.num_prefill_failures < MAX_PREFILL_FAILURES:
-            prefill = self._route(asked, "prefill", asked.failed_epochs) or self._route(asked, "prefill", ())
-        attempt = Attempt(id=self.draw.randbytes(16), begun_s=self.events.now_s, decode=decode, prefill=prefill)
-        if not asked.num_attempts and (refused := self._refusal(asked, attempt.prompt_route)) is not None:
-            self._release(attempt)
-            self._end(asked, refused)
-            return
-        asked.attempt = attempt
-        asked.num_attempts += 1
-        self._of_attempt[attempt.id] = asked
-        self.events.note("attempt", asked.number, decode.worker, None if prefill is None else prefill.worker)
-        if prefill is None:
-            self._send(decode.epoch, Submit(self._request_of(asked, attempt), decode.partition, resumed))
-        else:
-            reserve = m.Reserve(handoff=attempt.id, writer_epoch=prefill.epoch, lease_s=self.lease_s)
-            self._do(self.side.begin(reserve, decode.epoch, self.events.now_s))
-        self._sent(decode)
-
-    def _wait_for_worker(self, asked: Asked) -> None:
-        """One that lost its own waits a while for another; a new one does not."""
-        now_s = self.events.now_s
-        if not asked.num_attempts or now_s >= (asked.wait_end_s or now_s + 1):
-            self._end(asked, Refused("no_worker"))
-            return
-        asked.wait_end_s = asked.wait_end_s or now_s + FAILOVER_WAIT_S
-        self.events.after(PATIENCE_S, self._try_again, asked)
+        now_s, request = self._events.now_s, asked.request
+        demand = Demand(
+            num_prompt=len(request.prompt),
+            max_new_tokens=request.n * request.max_tokens,
+            names=request.block_names,
+            affinity_key=asked.affinity_key,
+        )
+        match self.dispatcher.begin(demand, asked.retries, now_s, is_resumed=any(asked.tokens)):
+            case Attempt() as attempt:
+                self._waiting.pop(asked.number, None)
+                self._begin(asked, attempt)
+            case Wait(end_s):
+                self._waiting[asked.number] = asked
+                self._events.at(end_s, self._try_again, asked)
+            case refusal:
+                self._end(asked, refusal)
 
     def _try_again(self, asked: Asked) -> None:
-        if asked.ended is None and asked.attempt is None:
+        """Where it still waits: the workers have changed, or it has waited long enough."""
+        if asked.number in self._waiting:
             self._try(asked)
 
-    def _resumed(self, asked: Asked) -> dict[int, tuple[int, ...]] | None:
-        if not any(asked.tokens):
-            return None
-        return {c: tuple(tokens) for c, tokens in enumerate(asked.tokens) if c not in asked.finish}
+    def _begin(self, asked: Asked, attempt: Attempt) -> None:
+        under_way = UnderWay(id=self._draw.randbytes(16), asked=asked, attempt=attempt)
+        self._under_way[under_way.id] = under_way
+        prefill, decode = attempt.prefill, attempt.decode
+        self._events.note("attempt", asked.number, decode.home.worker, None if prefill is None else prefill.home.worker)
+        if prefill is None:
+            resumed = {c: tuple(tokens) for c, tokens in enumerate(asked.tokens) if c not in asked.finish}
+            request, partition = self._request_of(under_way), decode.home.partition
+            self._send(decode.epoch, Submit(request, partition, resumed if attempt.is_resumed else None))
+        else:
+            reserve = m.Reserve(handoff=under_way.id, writer_epoch=prefill.epoch, lease_s=self._lease_s)
+            self._do(self.side.begin(reserve, decode.epoch, self._events.now_s))
+        self._sent(decode)
 
-    def _request_of(self, asked: Asked, attempt: Attempt) -> Request:
-        return replace(asked.request, id=attempt.id)
+    def _request_of(self, under_way: UnderWay) -> Request:
+        return replace(under_way.asked.request, id=under_way.id)
 
-    def _route(self, asked: Asked, role: str, exclude: Iterable[int]) -> Route | None:
-        request, excluded = asked.request, set(exclude)
-        sessions = [s for s in self._sessions.values() if s.role == role and s.epoch not in excluded]
-        homes = tuple(home for session in sessions for home in session.homes)
-        num_prompt = len(request.prompt)
-        ask = Ask(
-            num_tokens=num_prompt if role == "prefill" else num_prompt + request.n * request.max_tokens,
-            num_prompt=num_prompt,
-            is_prefill=role == "prefill",
-            names=request.block_names,
-            block_size=self.block_size,
-            affinity_key=None if asked.affinity_key is None else asked.affinity_key + role[:1].encode(),
-        )
-        reservation = self.router.reserve(homes, ask, policy=self.policy, now_s=self.events.now_s)
-        if reservation is None:
-            return None
-        worker = reservation.home.worker
-        return Route(worker=worker, epoch=self._sessions[worker].epoch, reservation=reservation)
+    def _sent(self, leg: AttemptLeg) -> None:
+        self.dispatcher.sent(leg, self._events.now_s)
+        if (session := self._session_of(leg.epoch)) is not None:
+            session.unseen.append((session.num_sent, leg.reservation))
 
-    def _refusal(self, asked: Asked, route: Route) -> Refused | None:
-        """Where its first token would come later than was promised."""
-        kept, num_prompt = route.reservation, len(asked.request.prompt)
-        own_tokens, queued_tokens = num_prompt - kept.num_known_tokens, kept.num_queued_tokens
-        predicted_s = self.ttft.predict_s(route.worker, own_tokens=own_tokens, queued_tokens=queued_tokens)
-        alone_s = self.ttft.predict_s(route.worker, own_tokens=own_tokens, queued_tokens=0)
-        if predicted_s is None or alone_s is None or not queued_tokens:
-            return None
-        excess_s = predicted_s - ttft_limit_s(0.25, alone_s)
-        if excess_s <= 0:
-            return None
-        retry_after_s = self.refusals.retry_after_s(self.events.now_s, excess_s=excess_s, alone_s=alone_s)
-        return Refused("ttft", retry_after_s)
+    def _close(self, under_way: UnderWay) -> None:
+        del self._under_way[under_way.id]
+        self.dispatcher.end(under_way.attempt)
 
-    def _sent(self, route: Route) -> None:
-        """It is on its way there: from now on that is where its session was last."""
-        self.router.sent(route.reservation, self.events.now_s)
-        if (session := self._session_of(route.epoch)) is not None:
-            session.unseen.append((session.num_sent, route.reservation))
-
-    def _release(self, attempt: Attempt) -> None:
-        for route in (attempt.decode, attempt.prefill):
-            if route is not None:
-                self.router.release(route.reservation)
-
-    def _close(self, asked: Asked) -> Attempt:
-        attempt, asked.attempt = asked.attempt, None
-        assert attempt is not None
-        del self._of_attempt[attempt.id]
-        self._release(attempt)
-        return attempt
-
-    def _drop_attempt(self, asked: Asked) -> None:
+    def _stop(self, under_way: UnderWay) -> None:
         """Both legs are told, or the one worker that serves it."""
-        if (attempt := asked.attempt) is None:
-            return
-        self._close(asked)
-        if attempt.prefill is None:
-            self._send(attempt.decode.epoch, End(attempt.id))
+        self._close(under_way)
+        if under_way.attempt.prefill is None:
+            self._send(under_way.attempt.decode.epoch, End(under_way.id))
         else:
-            self._do(self.side.cancel(attempt.id))
+            self._do(self.side.cancel(under_way.id))
 
-    def _failed(self, asked: Asked, cause: m.Cause | None) -> None:
-        """None: the one worker that served it is gone."""
-        attempt = self._close(asked)
-        self.events.note("failed", asked.number, "worker gone" if cause is None else cause.name)
-        asked.was_overloaded = cause is m.Cause.OVERLOADED
-        if cause is not m.Cause.PREFILL_GONE:
-            asked.failed_epochs.add(attempt.decode.epoch)
-        if cause is not None and cause not in BLAMES_DECODE_ALONE:
-            asked.num_prefill_failures += 1
-            if attempt.prefill is not None:
-                asked.failed_epochs.add(attempt.prefill.epoch)
-        if asked.num_attempts >= MAX_ATTEMPTS:
-            self._end(asked, Refused("attempts"))
-        else:
-            asked.wait_end_s = 0.0
+    def _failed(self, under_way: UnderWay, failure: Failure, error: Rejected | None = None) -> None:
+        asked = under_way.asked
+        self._events.note("failed", asked.number, failure.name)
+        may_retry = self.dispatcher.failed(under_way.attempt, asked.retries, failure, retry_after_s=1.0)
+        self._stop(under_way)
+        if may_retry:
             self._try(asked)
+        else:
+            self._end(asked, error or GivenUp(failure))
 
     # ---- tokens
 
-    def _take(self, asked: Asked, choice: int, tokens: tuple[int, ...]) -> None:
-        assert choice not in asked.finish, "a token after the last one"
-        asked.tokens[choice].extend(tokens)
-        asked.check_so_far()
-        reason = finish_reason(asked.request, tokens[-1], len(asked.tokens[choice]))
-        if reason is not None:
-            asked.finish[choice] = reason
-        attempt = asked.attempt
-        if attempt is not None and not attempt.has_output:
-            attempt.has_output = True
-            self._learn(asked, attempt)
+    def _take(self, under_way: UnderWay, choice: int, tokens: tuple[int, ...], num_cached_tokens: int) -> None:
+        if not under_way.attempt.has_begun:
+            num_left = under_way.attempt.num_prompt - num_cached_tokens
+            self.dispatcher.first_token(
+                under_way.attempt,
+                self._events.now_s,
+                cached_tokens=num_cached_tokens,
+                prefill_ms=self._prefill_ms(num_left),
+            )
+        asked = under_way.asked
+        for token in tokens:
+            asked.take(choice, token, finish_reason(asked.request, token, len(asked.tokens[choice]) + 1))
 
-    def _learn(self, asked: Asked, attempt: Attempt) -> None:
-        kept = attempt.prompt_route.reservation
-        self.ttft.observe(
-            attempt.prompt_route.worker,
-            own_tokens=len(asked.request.prompt) - kept.num_known_tokens,
-            queued_tokens=kept.num_queued_tokens,
-            ttft_s=self.events.now_s - attempt.begun_s,
-        )
-
-    def _outputs(self, session: Session, outputs: tuple[Output, ...]) -> None:
+    def _outputs(self, outputs: tuple[Output, ...], epoch: int) -> None:
         for output in outputs:
-            asked = self._of_attempt.get(output.sequence.request_id)
-            if asked is None:
+            under_way = self._under_way.get(output.sequence.request_id)
+            if under_way is None:
                 continue  # of an attempt that is over
-            self._take(asked, output.sequence.choice, output.token_ids)
-            assert asked.finish.get(output.sequence.choice) == output.finish
-            if len(asked.finish) == asked.request.n:
-                self._finish(asked, session.epoch)
+            asked, choice = under_way.asked, output.sequence.choice
+            self._take(under_way, choice, output.token_ids, output.num_cached_tokens)
+            assert asked.finish.get(choice) == output.finish
+            if asked.is_complete:
+                self._finish(under_way, epoch)
 
-    def _finish(self, asked: Asked, epoch: int) -> None:
-        attempt = self._close(asked)
-        if attempt.prefill is not None:
-            self._do(self.side.finished(m.Finished(handoff=attempt.id, epoch=epoch)))
-        self._end(asked, asked.finish[0])
+    def _finish(self, under_way: UnderWay, epoch: int) -> None:
+        self._close(under_way)
+        if under_way.attempt.prefill is not None:
+            self._do(self.side.finished(m.Finished(handoff=under_way.id, epoch=epoch)))
+        self._end(under_way.asked, under_way.asked.finish[0])
 
     # ---- links
 
-    def linked(self, name: str, welcome: Welcome, send: Callable[[ToWorker], None]) -> None:
-        homes = self._homes[name]
-        numbers = tuple(self.router.home_number(home) for home in homes)
-        subscriber = PrefixSubscriber(self.router.index, numbers)
-        known = ((number, block) for number, names in zip(numbers, welcome.known, strict=True) for block in names)
-        subscriber.snapshot(welcome.epoch, welcome.next_number, known)
-        self._sessions[name] = Session(
-            name=name, role=self._roles[name], epoch=welcome.epoch, homes=homes, send=send, subscriber=subscriber
-        )
+    def linked(self, welcome: Welcome, send: Callable[[ToWorker], None]) -> None:
+        member = welcome.member
+        assert self.dispatcher.fleet.misfit(member) is None
+        self.dispatcher.join(member)
+        numbers = tuple(self.router.home_number(home) for home in member.homes)
+        prefixes = PrefixSubscriber(self.router.index, numbers)
+        known = ((number, name) for number, names in zip(numbers, welcome.known, strict=True) for name in names)
+        prefixes.snapshot(member.epoch, welcome.next_number, known)
+        self._sessions[member.address] = Session(member=member, send=send, prefixes=prefixes)
+        self._changed()
 
-    def lost(self, name: str) -> None:
+    def lost(self, address: str) -> None:
         """The link to a worker broke: what it held is gone with it."""
-        session = self._sessions.pop(name, None)
+        session = self._sessions.pop(address, None)
         if session is None:
             return
-        session.subscriber.gone()
-        self.ttft.forget(name)
-        for home in session.homes:
-            self.router.silent(home)
-        self.events.note("lost", name)
-        self._do(self.side.peer_gone(session.epoch))
-        for asked in tuple(self._of_attempt.values()):
-            attempt = asked.attempt
-            if attempt is not None and attempt.prefill is None and attempt.decode.epoch == session.epoch:
-                self._failed(asked, None)
+        self._events.note("lost", address)
+        session.prefixes.gone()
+        self.dispatcher.leave(address)
+        self._do(self.side.peer_gone(session.member.epoch))
+        for under_way in tuple(self._under_way.values()):
+            attempt = under_way.attempt
+            if attempt.prefill is None and attempt.decode.epoch == session.member.epoch:
+                self._failed(under_way, LegFailure.WORKER_GONE)
+        self._changed()
 
-    def hear(self, name: str, epoch: int, message: FromWorker) -> None:
-        session = self._sessions.get(name)
-        if session is None or session.epoch != epoch:
+    def _changed(self) -> None:
+        for asked in tuple(self._waiting.values()):
+            self._try_again(asked)
+
+    def hear(self, address: str, epoch: int, message: FromWorker) -> None:
+        session = self._sessions.get(address)
+        if session is None or session.member.epoch != epoch:
             return  # of a link that is broken
         match message:
             case Step(outputs):
-                self._outputs(session, outputs)
+                self._outputs(outputs, epoch)
             case Report():
                 self._report(session, message)
             case News(events):
-                changes = [PrefixChange(self._number(session, e.partition), e.name, e.is_known) for e in events]
-                assert session.subscriber.events(epoch, events[0].number, changes)
-            case TurnedDown(request_id):
-                self._turned_down(request_id)
+                homes = session.prefixes.homes
+                changes = [PrefixChange(homes[event.partition], event.name, event.is_known) for event in events]
+                assert session.prefixes.events(epoch, events[0].number, changes)
+            case TurnedDown(request_id, error):
+                if (under_way := self._under_way.get(request_id)) is not None:
+                    self._failed(under_way, LegFailure.REFUSED, error)
+            case Welcome():
+                raise AssertionError(message)
             case _:
-                self._do(self._heard(message, session.epoch))
-
-    def _number(self, session: Session, partition: int) -> int:
-        return self.router.home_number(session.homes[partition])
+                self._do(self._heard(message, epoch))
+                self._note_prefilled(message)
 
     def _report(self, session: Session, report: Report) -> None:
         while session.unseen and session.unseen[0][0] <= report.num_seen:
             self.router.seen(session.unseen.popleft()[1])
-        for home, tokens in zip(session.homes, report.tokens, strict=True):
+        for home, tokens in zip(session.member.homes, report.tokens, strict=True):
             self.router.report(home, tokens)
+        load = MemberLoad(queued_tokens=report.queued_tokens, num_running=report.num_running)
+        self.dispatcher.fleet.report(session.member.address, load)
 
-    def _turned_down(self, request_id: bytes) -> None:
-        """What a worker says of the request itself is final."""
-        if (asked := self._of_attempt.get(request_id)) is not None:
-            self._drop_attempt(asked)
-            self._end(asked, Refused("queue"))
-
-    def _heard(self, message: FromWorker, epoch: int) -> tuple[GatewayAction, ...]:
+    def _heard(self, message: m.FromPrefill | m.FromDecode, epoch: int) -> tuple[GatewayAction, ...]:
         match message:
             case m.Target():
                 return self.side.target(message)
@@ -431,11 +304,22 @@ class Gateway:
                 return self.side.drained(message)
             case m.Failed():
                 return self.side.failed(message)
-            case _:
-                raise AssertionError(message)
+            case m.Finished():
+                raise AssertionError("a request's last output says so")
+
+    def _note_prefilled(self, message: m.FromPrefill | m.FromDecode) -> None:
+        """The prefill worker has nothing left to do for it once its first tokens and its last chunk are here."""
+        if (under_way := self._under_way.get(message.handoff)) is None:
+            return
+        under_way.has_first_tokens |= isinstance(message, m.FirstTokens)
+        under_way.has_last |= isinstance(message, m.Manifest) and message.is_last
+        if under_way.has_first_tokens and under_way.has_last:
+            if under_way.attempt.is_prefilling:
+                self.dispatcher.moved(under_way.attempt, 0.5)
+            self.dispatcher.prefill_over(under_way.attempt)
 
     def _session_of(self, epoch: int) -> Session | None:
-        return next((session for session in self._sessions.values() if session.epoch == epoch), None)
+        return next((session for session in self._sessions.values() if session.member.epoch == epoch), None)
 
     def _send(self, epoch: int, message: ToWorker) -> None:
         """Dropped where that process is gone: what it held is gone with it."""
@@ -451,45 +335,45 @@ class Gateway:
                 case SendPrefill(epoch, message) | SendDecode(epoch, message):
                     self._send_leg(epoch, message)
                 case Deliver(handoff, tokens):
-                    if (asked := self._of_attempt.get(handoff)) is not None:
+                    if (under_way := self._under_way.get(handoff)) is not None:
+                        assert under_way.attempt.prefill is not None
+                        num_known = under_way.attempt.prefill.reservation.num_known_tokens
                         for choice, token in enumerate(tokens):
-                            self._take(asked, choice, (token,))
+                            self._take(under_way, choice, (token,), num_known)
                 case Outcome(handoff, cause):
-                    self._over(handoff, cause)
+                    if (under_way := self._under_way.get(handoff)) is not None:  # else it is the gateway's own doing
+                        self._over(under_way, cause)
 
     def _send_leg(self, epoch: int, message: m.ToPrefill | m.ToDecode) -> None:
         match message:
             case m.Reserve(handoff=handoff) | m.Run(target=m.Target(handoff=handoff)):
-                asked = self._of_attempt[handoff]
-                attempt = asked.attempt
-                assert attempt is not None
-                assert attempt.prefill is not None
-                route = attempt.decode if isinstance(message, m.Reserve) else attempt.prefill
-                self._send(epoch, Leg(message, self._request_of(asked, attempt), route.partition))
-                if isinstance(message, m.Run):
-                    self._sent(route)
+                under_way = self._under_way[handoff]
+                is_run = isinstance(message, m.Run)
+                leg = under_way.attempt.prefill if is_run else under_way.attempt.decode
+                assert leg is not None
+                self._send(epoch, Leg(message, self._request_of(under_way), leg.home.partition))
+                if is_run:
+                    self._sent(leg)
             case _:
                 self._send(epoch, message)
 
-    def _over(self, handoff: bytes, cause: m.Cause | None) -> None:
-        asked = self._of_attempt.get(handoff)
-        if asked is None:
-            return  # the gateway's own doing
+    def _over(self, under_way: UnderWay, cause: m.Cause | None) -> None:
         if cause is not None:
-            self._failed(asked, cause)
+            self._failed(under_way, cause)
         else:
-            self._close(asked)
-            self._end(asked, asked.finish[0])
+            self._close(under_way)
+            self._end(under_way.asked, under_way.asked.finish[0])
 
     def _tick(self) -> None:
-        self._do(self.side.expire(self.events.now_s))
-        self.events.after(TICK_S, self._tick)
+        self._do(self.side.expire(self._events.now_s))
+        self._events.after(TICK_S, self._tick)
 
     # ---- at the end
 
-    def check_as_begun(self) -> None:
+    def check_as_begun(self, homes: Mapping[str, Member]) -> None:
         assert self.side.num_handoffs == 0
-        assert not self._of_attempt
-        for homes in self._homes.values():
-            for home in homes:
+        assert not self._under_way
+        assert not self._waiting
+        for member in homes.values():
+            for home in member.homes:
                 assert self.router.in_flight_tokens(home) == 0, f"tokens are held on {home}"

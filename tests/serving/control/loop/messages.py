@@ -7,6 +7,7 @@ from moonshard.kv.prefix import BlockName, PrefixEvent
 from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.handoff import messages as m
 from moonshard.serving.control.request import Output, Request
+from moonshard.serving.control.routing.fleet import Member
 
 # ---- gateway to workers
 
@@ -43,7 +44,7 @@ type ToWorker = Submit | Leg | End | m.Manifest | m.Start | m.Credits | m.Cancel
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    epoch: int
+    member: Member
     known: tuple[tuple[BlockName, ...], ...]  # by partition
     next_number: int
 
@@ -55,10 +56,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """By partition: tokens to be prefilled, held or to come. `num_seen` counts Submit and Leg."""
+    """By partition: tokens to be prefilled, and with these all that are held or to come. `num_seen`: Submit and Leg."""
 
     num_seen: int
+    queued_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
+    num_running: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from moonshard.serving.control.batching.partition import Partition
+from moonshard.serving.control.dispatch.dispatcher import DispatchRules
+from moonshard.serving.control.dispatch.retries import LegFailure
 from moonshard.serving.control.handoff.decode import DecodeSide
 from moonshard.serving.control.handoff.messages import Cause
 from moonshard.serving.control.handoff.prefill import PrefillSide
 from moonshard.serving.control.handoff.reservations import Reservations
 from moonshard.serving.control.routing.router import Reservation, Router
-from tests.serving.control.loop.deployment import Deployment, Faults, Traffic
+from tests.serving.control.loop.deployment import BY_COST, BY_LENGTH, Deployment, Faults, Traffic
 
 DEATHS = (
     (1.0, "d0"),
@@ -27,8 +29,10 @@ NONE = Faults()
 ALL = Faults(deaths=DEATHS, writes=0.02, leaving=0.05)
 
 
-def served(seed: int, traffic: Traffic, faults: Faults = NONE, **workers: int) -> Deployment:
-    deployment = Deployment(seed, faults=faults, **workers)
+def served(
+    seed: int, traffic: Traffic, faults: Faults = NONE, rules: DispatchRules = BY_COST, **workers: int
+) -> Deployment:
+    deployment = Deployment(seed, faults=faults, rules=rules, **workers)
     try:
         deployment.serve(traffic)
         deployment.check()
@@ -39,7 +43,7 @@ def served(seed: int, traffic: Traffic, faults: Faults = NONE, **workers: int) -
 
 
 def a_thousand(seed: int) -> Deployment:
-    return served(seed, Traffic(num_requests=1000, per_s=120.0, bursts=((300, 150), (700, 100))), ALL)
+    return served(seed, Traffic(num_requests=1000, per_s=120.0, bursts=((300, 150), (700, 100))), ALL, BY_LENGTH)
 
 
 def causes(deployments: list[Deployment]) -> set[str]:
@@ -49,11 +53,11 @@ def causes(deployments: list[Deployment]) -> set[str]:
 def test_a_thousand_requests_end_once_each_through_handoffs_failover_and_overload():
     deployment = a_thousand(1)
     assert deployment.ends.total() == 1000
-    assert deployment.ends["finished"] > 700
-    for kind in ("no_room", "no_worker", "ttft", "cancelled"):
+    assert deployment.ends["Finished"] > 700
+    for kind in ("NoRoom", "NoWorker", "TooLate", "Cancelled"):
         assert deployment.ends[kind] > 0, kind
     assert causes([deployment]) >= {
-        "worker gone",
+        LegFailure.WORKER_GONE.name,
         *(cause.name for cause in (Cause.OVERLOADED, Cause.DECODE_GONE, Cause.PREFILL_GONE, Cause.WRITE_FAILED)),
     }
 
@@ -66,14 +70,14 @@ def test_twenty_thousand_requests_end_once_each(seed: int):
 
 def test_where_nothing_fails_and_there_is_room_every_request_finishes():
     deployment = served(3, Traffic(num_requests=200, per_s=60.0))
-    assert deployment.ends == Counter(finished=200)
+    assert deployment.ends == Counter(Finished=200)
     assert not causes([deployment])
 
 
 def test_a_prefill_worker_that_has_too_much_to_do_refuses_with_a_word_of_its_own():
     deployment = served(4, Traffic(num_requests=200, per_s=60.0, bursts=((0, 150),)), num_prefill=1, num_decode=6)
-    assert deployment.ends["queue"] > 0
-    assert deployment.ends["finished"] > 50
+    assert deployment.ends["QueueFull"] + deployment.ends["QueueTimeout"] > 0
+    assert deployment.ends["Finished"] > 50
 
 
 def test_the_same_seed_gives_the_same_events_and_another_gives_others():
@@ -99,7 +103,7 @@ def lose_reserved_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeSide, "_give_up", give_up)
 
 
-def lose_staging_cells(patch: pytest.MonkeyPatch) -> None:
+def never_end_a_quarantine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillSide, "expire", lambda self, now_s: ())
 
 
@@ -137,7 +141,7 @@ def forget_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
     "broken",
     [
         lose_reserved_blocks,
-        lose_staging_cells,
+        never_end_a_quarantine,
         keep_tokens_of_what_failed,
         keep_those_who_wait,
         keep_what_has_left,

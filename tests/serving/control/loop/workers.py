@@ -21,6 +21,7 @@ from moonshard.serving.control.handoff.decode import DecodeSide, DecodeSideConfi
 from moonshard.serving.control.handoff.prefill import PrefillSide
 from moonshard.serving.control.plan import DecodePlan, Delivered, Plan, PrefillPlan, Sampled
 from moonshard.serving.control.request import SequenceId
+from moonshard.serving.control.routing.fleet import Member
 from tests.serving.control.loop.events import Events
 from tests.serving.control.loop.messages import (
     End,
@@ -34,7 +35,7 @@ from tests.serving.control.loop.messages import (
     TurnedDown,
     Welcome,
 )
-from tests.serving.fake_device import FakeDevice
+from tests.serving.fake_device import VOCAB_SIZE, FakeDevice
 
 type Content = tuple[int | None, ...]
 type Cells = dict[tuple[int, int], Content]
@@ -109,6 +110,8 @@ class StepLoop:
 class Worker:
     """What both roles have in common. `send` takes what is said to the gateway."""
 
+    role = ""
+
     def __init__(
         self,
         name: str,
@@ -141,9 +144,23 @@ class Worker:
     def is_alive(self) -> bool:
         return self.steps.is_alive
 
+    @property
+    def member(self) -> Member:
+        return Member(
+            address=self.name,
+            epoch=self.epoch,
+            role=self.role,
+            num_partitions=self.config.num_partitions,
+            fingerprint="",
+            dtype="",
+            vocab_size=VOCAB_SIZE,
+            block_size=self.config.block_size,
+            max_context_tokens=self.config.scheduler.max_context_tokens,
+        )
+
     def start(self) -> None:
         known = tuple(self.cache.snapshot(partition) for partition in range(self.config.num_partitions))
-        self.send(Welcome(self.epoch, known, self.cache.num_events))
+        self.send(Welcome(self.member, known, self.cache.num_events))
         self.events.after(TICK_S, self._tick)
 
     def kill(self) -> None:
@@ -209,7 +226,7 @@ class Worker:
                 zip(counters.queued_tokens, counters.active_tokens, strict=True)
             )
         )
-        self.send(Report(self._num_seen, tokens))
+        self.send(Report(self._num_seen, counters.queued_tokens, tokens, counters.num_running))
 
     def check_as_begun(self) -> None:
         assert self.scheduler.is_idle, f"{self.name} has work left"
@@ -223,7 +240,9 @@ class Worker:
 
 
 class PrefillWorker(Worker):
-    """`peers` are the cells of the decode workers' present processes, by session; nothing fences a write into them."""
+    """`peers` are the decode workers' processes, dead ones too, by session: nothing fences a write into their cells."""
+
+    role = "prefill"
 
     def __init__(self, *common: object, peers: Mapping[str, "DecodeWorker"], write_faults: float, **rest: object):
         super().__init__(*common, **rest)  # type: ignore[arg-type]
@@ -322,6 +341,8 @@ class PrefillWorker(Worker):
 
 
 class DecodeWorker(Worker):
+    role = "decode"
+
     def __init__(self, *common: object, **rest: object):
         super().__init__(*common, **rest)  # type: ignore[arg-type]
         config = self.config
