@@ -10,7 +10,7 @@ decides and returns what to send and to do. Two resources are held, each a `Bloc
 - Every reservation has a lease. Giving one up frees its blocks, which nobody but the local device thread writes, in
   launch order, and puts cells whose grants are out in quarantine.
 
-Left out: whose prefix is cached (the caller names the held blocks), retries, and the batch itself.
+Which blocks begin a prompt is for the caller to say, and who is reserved for in which order (`reservations`).
 """
 
 import itertools

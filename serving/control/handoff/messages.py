@@ -1,10 +1,10 @@
 """What the two sides of a handoff and the gateway between them say, and what they ask their processes to do.
 
 A handoff moves one request's KV from the worker that prefills it to the one that decodes it: reserve, publish, land,
-start. Stands apart from `prefill`, `decode` and `gateway` because it is all that they share. Every
-identity is complete in itself: a handoff is 128 random bits, an epoch is drawn when a process starts, and a slab cell
-is named together with the number of its grant, so that a message that comes late, twice or from a former process is
-told by what it says. Times are durations. Left out: the tokens of decode, whose order the stream keeps, and the wire.
+start. Every identity is complete in itself: a handoff is 128 random bits, an epoch is drawn when a process starts, and
+a slab cell is named together with the number of its grant, so that a message that comes late, twice or from a former
+process is told by what it says. Times are durations. The tokens of decode are no part of it: the stream keeps their
+order.
 """
 
 import enum

@@ -8,7 +8,7 @@ written, and named in a manifest. Rules:
 - Pages are held until they are staged, a source cell until its write has ended; where a write failed, quarantine.
 - `Drained` is said only when no write is under way and none failed: a failed write may still arrive.
 
-Left out: the prefill itself, checksums, and the order among requests, which is that of their arrival.
+Requests are published in the order of their arrival. Which blocks a step finishes, `publications` knows.
 """
 
 import itertools

@@ -22,7 +22,7 @@ from tests.serving.fake_device import VOCAB_SIZE
 
 BLOCK_SIZE = 8
 LEASE_S = 3600.0  # nothing may need it to end: no message is lost here
-LIMIT_S = 600.0
+LIMIT_S = 60.0
 ROOT = bytes(16)
 BY_COST = DispatchRules(failover_wait_s=2.0, ttft_slo_s=0.25, prefill=PrefillRule())
 BY_LENGTH = replace(BY_COST, prefill=PrefillRule(kind="static", max_left_tokens=8, min_known_share=0.9))
