@@ -14,10 +14,12 @@ from moonshard.serving.control.batching.scheduler import SchedulerConfig
 from moonshard.serving.control.dispatch.dispatcher import DispatchRules
 from moonshard.serving.control.dispatch.prefill_place import PrefillRule
 from moonshard.serving.control.request import Request, Sampling
+from tests.serving.control.loop.decode_worker import DecodeWorker
 from tests.serving.control.loop.events import Events
 from tests.serving.control.loop.gateway import Gateway
 from tests.serving.control.loop.messages import FromWorker, ToWorker, Welcome
-from tests.serving.control.loop.workers import DecodeWorker, PrefillWorker, Times, Worker, WorkerConfig
+from tests.serving.control.loop.prefill_worker import PrefillWorker
+from tests.serving.control.loop.worker import Times, Worker, WorkerConfig
 from tests.serving.fake_device import VOCAB_SIZE
 
 BLOCK_SIZE = 8
@@ -116,7 +118,7 @@ class Deployment:
     def _kill(self, name: str) -> None:
         self.events.note("killed", name)
         self.workers[name].kill()
-        self.events.after(self.faults.notice_s, self.gateway.lost, name)
+        self.events.after(self.faults.notice_s, self.gateway.lost, name, self.workers[name].epoch)
         self.events.after(self.faults.restart_s, self._start, name)
 
     # ---- the network: in order between two processes, after some delay
@@ -131,7 +133,7 @@ class Deployment:
             if self.workers[name].epoch == epoch and self.workers[name].is_alive:
                 self.gateway.linked(message, lambda message: self._to_worker(name, epoch, message))
         else:
-            self.gateway.hear(name, epoch, message)
+            self.gateway.hear(epoch, message)
 
     def _to_worker(self, name: str, epoch: int, message: ToWorker) -> None:
         self._deliver(("gateway", name, epoch), self._at_worker, name, epoch, message)

@@ -4,13 +4,12 @@ It does what the real one's shells do around the same objects, and nothing else.
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.batching.sequence import finish_reason
-from moonshard.serving.control.dispatch.attempt import Attempt, AttemptLeg
+from moonshard.serving.control.dispatch.attempt import Attempt
 from moonshard.serving.control.dispatch.dispatcher import Demand, Dispatcher, DispatchRules, Wait
 from moonshard.serving.control.dispatch.retries import Failure, LegFailure, Retries
 from moonshard.serving.control.handoff import messages as m
@@ -23,12 +22,12 @@ from moonshard.serving.control.handoff.gateway import (
     SendPrefill,
 )
 from moonshard.serving.control.request import Output, Request
-from moonshard.serving.control.routing.fleet import Fleet, Member, MemberLoad
+from moonshard.serving.control.routing.fleet import Fleet, Member
 from moonshard.serving.control.routing.policies import policy_of
-from moonshard.serving.control.routing.prefix_index import PrefixChange, PrefixSubscriber
-from moonshard.serving.control.routing.router import Reservation, Router
+from moonshard.serving.control.routing.router import Router
 from tests.serving.control.loop.clients import Asked, Cancelled, Ended, GivenUp
 from tests.serving.control.loop.events import Events
+from tests.serving.control.loop.links import Links
 from tests.serving.control.loop.messages import (
     End,
     FromWorker,
@@ -58,17 +57,6 @@ class UnderWay:
     has_last: bool = False  # manifest
 
 
-@dataclass(eq=False, kw_only=True, slots=True)
-class Session:
-    """A worker's process, as long as the gateway has a link to it."""
-
-    member: Member
-    send: Callable[[ToWorker], None]
-    prefixes: PrefixSubscriber
-    num_sent: int = 0
-    unseen: deque[tuple[int, Reservation]] = field(default_factory=deque)
-
-
 class Gateway:
     """`prefill_ms` says how long so many tokens take, as workers would report it."""
 
@@ -88,7 +76,7 @@ class Gateway:
         self.dispatcher = Dispatcher(Fleet(addresses), self.router, rules, policy_of("cost"))
         self._events, self._draw = events, draw
         self._lease_s, self._prefill_ms = lease_s, prefill_ms
-        self._sessions: dict[str, Session] = {}  # by address
+        self._links = Links(self.dispatcher)
         self._under_way: dict[bytes, UnderWay] = {}
         self._waiting: dict[int, Asked] = {}  # for a worker
         events.after(TICK_S, self._tick)
@@ -157,19 +145,14 @@ class Gateway:
         if prefill is None:
             resumed = {c: tuple(tokens) for c, tokens in enumerate(asked.tokens) if c not in asked.finish}
             request, partition = self._request_of(under_way), decode.home.partition
-            self._send(decode.epoch, Submit(request, partition, resumed if attempt.is_resumed else None))
+            self._links.send(decode.epoch, Submit(request, partition, resumed if attempt.is_resumed else None))
         else:
             reserve = m.Reserve(handoff=under_way.id, writer_epoch=prefill.epoch, lease_s=self._lease_s)
             self._do(self.side.begin(reserve, decode.epoch, self._events.now_s))
-        self._sent(decode)
+        self._links.sent(decode, self._events.now_s)
 
     def _request_of(self, under_way: UnderWay) -> Request:
         return replace(under_way.asked.request, id=under_way.id)
-
-    def _sent(self, leg: AttemptLeg) -> None:
-        self.dispatcher.sent(leg, self._events.now_s)
-        if (session := self._session_of(leg.epoch)) is not None:
-            session.unseen.append((session.num_sent, leg.reservation))
 
     def _close(self, under_way: UnderWay) -> None:
         del self._under_way[under_way.id]
@@ -179,7 +162,7 @@ class Gateway:
         """Both legs are told, or the one worker that serves it."""
         self._close(under_way)
         if under_way.attempt.prefill is None:
-            self._send(under_way.attempt.decode.epoch, End(under_way.id))
+            self._links.send(under_way.attempt.decode.epoch, End(under_way.id))
         else:
             self._do(self.side.cancel(under_way.id))
 
@@ -228,28 +211,17 @@ class Gateway:
     # ---- links
 
     def linked(self, welcome: Welcome, send: Callable[[ToWorker], None]) -> None:
-        member = welcome.member
-        assert self.dispatcher.fleet.misfit(member) is None
-        self.dispatcher.join(member)
-        numbers = tuple(self.router.home_number(home) for home in member.homes)
-        prefixes = PrefixSubscriber(self.router.index, numbers)
-        known = ((number, name) for number, names in zip(numbers, welcome.known, strict=True) for name in names)
-        prefixes.snapshot(member.epoch, welcome.next_number, known)
-        self._sessions[member.address] = Session(member=member, send=send, prefixes=prefixes)
+        self._links.begin(welcome, send)
         self._changed()
 
-    def lost(self, address: str) -> None:
+    def lost(self, address: str, epoch: int) -> None:
         """The link to a worker broke: what it held is gone with it."""
-        session = self._sessions.pop(address, None)
-        if session is None:
+        if not self._links.end(epoch):
             return
         self._events.note("lost", address)
-        session.prefixes.gone()
-        self.dispatcher.leave(address)
-        self._do(self.side.peer_gone(session.member.epoch))
+        self._do(self.side.peer_gone(epoch))
         for under_way in tuple(self._under_way.values()):
-            attempt = under_way.attempt
-            if attempt.prefill is None and attempt.decode.epoch == session.member.epoch:
+            if under_way.attempt.prefill is None and under_way.attempt.decode.epoch == epoch:
                 self._failed(under_way, LegFailure.WORKER_GONE)
         self._changed()
 
@@ -257,19 +229,16 @@ class Gateway:
         for asked in tuple(self._waiting.values()):
             self._try_again(asked)
 
-    def hear(self, address: str, epoch: int, message: FromWorker) -> None:
-        session = self._sessions.get(address)
-        if session is None or session.member.epoch != epoch:
-            return  # of a link that is broken
+    def hear(self, epoch: int, message: FromWorker) -> None:
+        if not self._links.is_there(epoch):
+            return
         match message:
             case Step(outputs):
                 self._outputs(outputs, epoch)
             case Report():
-                self._report(session, message)
-            case News(events):
-                homes = session.prefixes.homes
-                changes = [PrefixChange(homes[event.partition], event.name, event.is_known) for event in events]
-                assert session.prefixes.events(epoch, events[0].number, changes)
+                self._links.report(epoch, message)
+            case News():
+                self._links.news(epoch, message)
             case TurnedDown(request_id, error):
                 if (under_way := self._under_way.get(request_id)) is not None:
                     self._failed(under_way, LegFailure.REFUSED, error)
@@ -278,14 +247,6 @@ class Gateway:
             case _:
                 self._do(self._heard(message, epoch))
                 self._note_prefilled(message)
-
-    def _report(self, session: Session, report: Report) -> None:
-        while session.unseen and session.unseen[0][0] <= report.num_seen:
-            self.router.seen(session.unseen.popleft()[1])
-        for home, tokens in zip(session.member.homes, report.tokens, strict=True):
-            self.router.report(home, tokens)
-        load = MemberLoad(queued_tokens=report.queued_tokens, num_running=report.num_running)
-        self.dispatcher.fleet.report(session.member.address, load)
 
     def _heard(self, message: m.FromPrefill | m.FromDecode, epoch: int) -> tuple[GatewayAction, ...]:
         match message:
@@ -318,15 +279,6 @@ class Gateway:
                 self.dispatcher.moved(under_way.attempt, 0.5)
             self.dispatcher.prefill_over(under_way.attempt)
 
-    def _session_of(self, epoch: int) -> Session | None:
-        return next((session for session in self._sessions.values() if session.member.epoch == epoch), None)
-
-    def _send(self, epoch: int, message: ToWorker) -> None:
-        """Dropped where that process is gone: what it held is gone with it."""
-        if (session := self._session_of(epoch)) is not None:
-            session.num_sent += isinstance(message, Submit | Leg)
-            session.send(message)
-
     # ---- what the side asks
 
     def _do(self, actions: tuple[GatewayAction, ...]) -> None:
@@ -351,11 +303,11 @@ class Gateway:
                 is_run = isinstance(message, m.Run)
                 leg = under_way.attempt.prefill if is_run else under_way.attempt.decode
                 assert leg is not None
-                self._send(epoch, Leg(message, self._request_of(under_way), leg.home.partition))
+                self._links.send(epoch, Leg(message, self._request_of(under_way), leg.home.partition))
                 if is_run:
-                    self._sent(leg)
+                    self._links.sent(leg, self._events.now_s)
             case _:
-                self._send(epoch, message)
+                self._links.send(epoch, message)
 
     def _over(self, under_way: UnderWay, cause: m.Cause | None) -> None:
         if cause is not None:
