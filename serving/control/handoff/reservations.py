@@ -194,7 +194,7 @@ class Reservations[Owner: Hashable]:
             return (NotHere(owner, manifest.handoff),)
         return self._addressed(self._side.landed(manifest, now_s))
 
-    def start(self, start: Start, owner: Owner, now_s: float) -> Actions[Owner]:
+    def start(self, start: Start[Manifest], owner: Owner, now_s: float) -> Actions[Owner]:
         if not self._is_known(start.handoff, owner):
             return (NotHere(owner, start.handoff),)
         return self._addressed(self._side.start(start, now_s))

@@ -306,8 +306,12 @@ class Gateway:
                 self._links.send(epoch, Leg(message, self._request_of(under_way), leg.home.partition))
                 if is_run:
                     self._links.sent(leg, self._events.now_s)
-            case _:
+            case m.Manifest() | m.Credits() | m.Cancel() | m.Drained():
                 self._links.send(epoch, message)
+            case m.Start(last=m.Manifest() as last):
+                self._links.send(epoch, m.Start(handoff=message.handoff, tokens=message.tokens, last=last))
+            case _:
+                raise AssertionError(message)
 
     def _over(self, under_way: UnderWay, cause: m.Cause | None) -> None:
         if cause is not None:

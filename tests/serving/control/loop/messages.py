@@ -37,7 +37,7 @@ class End:
     request_id: bytes
 
 
-type ToWorker = Submit | Leg | End | m.Manifest | m.Start | m.Credits | m.Cancel | m.Drained
+type ToWorker = Submit | Leg | End | m.Manifest | m.Start[m.Manifest] | m.Credits | m.Cancel | m.Drained
 
 # ---- workers to the gateway
 

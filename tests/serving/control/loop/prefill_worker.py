@@ -8,6 +8,7 @@ from moonshard.serving.control.handoff import messages as m
 from moonshard.serving.control.handoff import publications as p
 from moonshard.serving.control.handoff.prefill import PrefillSide
 from moonshard.serving.control.plan import Delivered
+from moonshard.serving.control.request import Request
 from tests.serving.control.loop.decode_worker import DecodeWorker
 from tests.serving.control.loop.messages import Leg, ToWorker
 from tests.serving.control.loop.worker import GATEWAY, Content, Worker, checksum
@@ -29,8 +30,8 @@ class PrefillWorker(Worker):
 
     def receive(self, message: ToWorker) -> None:
         match message:
-            case Leg(m.Run(target=target), request, partition):
-                self._run(target, Leg(m.Run(target=target), request, partition))
+            case Leg(m.Run(target=m.Target() as target), request, partition):
+                self._run(target, request, partition)
             case m.Credits():
                 if self.publications.is_of(message.handoff, GATEWAY):
                     self._do(self.publications.credits(message))
@@ -39,13 +40,12 @@ class PrefillWorker(Worker):
             case _:
                 raise AssertionError(message)
 
-    def _run(self, target: m.Target, leg: Leg) -> None:
-        request = leg.request
+    def _run(self, target: m.Target, request: Request, partition: int) -> None:
         if self.publications.is_being_given_up(request.id):
             raise NeverFits("handoff", "this handoff is being given up")
         self.publications.begin(target, request, GATEWAY, self.events.now_s)
         try:
-            self.scheduler.add(p.prefill_of(request), self.events.now_s, partition=leg.partition)
+            self.scheduler.add(p.prefill_of(request), self.events.now_s, partition=partition)
         except Rejected:
             self.publications.withdraw(request.id)
             raise
