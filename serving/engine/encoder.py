@@ -13,6 +13,7 @@ import numpy as np
 
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillChunk, PrefillPlan
 from moonshard.serving.control.request import Request, SequenceId
+from moonshard.serving.control.sampling import PARAMETERS
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
@@ -201,14 +202,9 @@ def _of(fields: Fields, partition: int) -> dict[str, np.ndarray]:
 
 def _write_sampling(fields: Fields, row: int, request: Request, choice: int) -> None:
     sampling = request.sampling
-    fields["temperature"][row] = sampling.temperature
-    fields["top_p"][row] = sampling.top_p
-    fields["top_k"][row] = sampling.top_k
-    fields["min_p"][row] = sampling.min_p
-    fields["repetition_penalty"][row] = sampling.repetition_penalty
-    fields["presence_penalty"][row] = sampling.presence_penalty
-    fields["frequency_penalty"][row] = sampling.frequency_penalty
-    fields["seed"][row] = (sampling.seed >> 32, sampling.seed & 0xFFFFFFFF)
+    for parameter in PARAMETERS:
+        value = getattr(sampling, parameter.name)
+        fields[parameter.name][row] = (value >> 32, value & 0xFFFFFFFF) if parameter.is_wide else value
     fields["choice"][row] = choice
     fields["has_bias"][row] = bool(sampling.logit_bias)
     fields["wants_logprobs"][row] = request.num_logprobs is not None

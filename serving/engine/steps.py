@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+from moonshard.serving.control.sampling import PARAMETERS, Parameter
 
 NOWHERE = 2**31 - 1  # beyond every array: what is written there is dropped
 
@@ -180,14 +181,7 @@ class StepShapes:
             (
                 Field("num_rows", ()),  # what lies beyond is not looked at
                 Field("sample_slot", (rows,), neutral=rows),  # out of range: draws for nobody
-                Field("temperature", (rows,), "float32"),
-                Field("top_p", (rows,), "float32", neutral=1),
-                Field("top_k", (rows,)),
-                Field("min_p", (rows,), "float32"),
-                Field("repetition_penalty", (rows,), "float32", neutral=1),
-                Field("presence_penalty", (rows,), "float32"),
-                Field("frequency_penalty", (rows,), "float32"),
-                Field("seed", (rows, 2), "uint32"),
+                *(_column(parameter, rows) for parameter in PARAMETERS),
                 Field("choice", (rows,)),
                 Field("sample_position", (rows,)),
                 Field("has_bias", (rows,)),
@@ -216,6 +210,13 @@ class StepShapes:
                 Field("destination", (self.slots_per_partition,), neutral=NOWHERE),
             )
         )
+
+
+def _column(parameter: Parameter, rows: int) -> Field:
+    """64 bits are two words, the high one first."""
+    if parameter.is_wide:
+        return Field(parameter.name, (rows, 2), "uint32", neutral=parameter.neutral)
+    return Field(parameter.name, (rows,), parameter.dtype, neutral=parameter.neutral)
 
 
 def smallest(buckets: tuple[int, ...], size: int) -> int:
