@@ -49,6 +49,7 @@ class Step:
     bucket: int  # per partition: padded tokens, rows, or blocks; 0 for the kinds that have a single size
     metadata: np.ndarray  # [partitions, size of the layout], int32
     sampling: np.ndarray | None = None  # likewise of the draws' layout; None where nobody draws
+    allowed: np.ndarray | None = None  # [partitions, slots, q_len, words] uint32, as `TokenMask`; None: any token
     draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * slots + r
     partition: int = 0  # whose blocks an export or a land moves
     num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding
