@@ -3,7 +3,7 @@
 Everything optional sits behind a `lax.cond` on what any row of a tile asks for, so a greedy tile pays for an argmax.
 Tiles run one after another, and only those that have rows: one program serves every number of rows. Noise is keyed by
 (seed, choice, absolute position), never by slot or step: a request draws the same token wherever and whenever it runs.
-Order: penalties, bias and banned stops; temperature; min-p; top-k; top-p (as vLLM).
+Order: penalties, bias and banned stops; the mask of allowed tokens; temperature; min-p; top-k; top-p (as vLLM).
 Sources: the Gumbel-max trick (Gumbel 1954); nucleus sampling (arXiv 1904.09751); min-p (arXiv 2407.01082); repetition
 penalty (CTRL, arXiv 1909.05858).
 """
@@ -110,6 +110,7 @@ def draw(
     *,
     num_top: int,
     tile: int,
+    allowed: UInt[Array, "b words"] | None = None,
 ) -> tuple[Draws, SlotState[Array]]:
     """Draws one token for each of the first `num_rows` rows and notes it in the row's slot.
 
@@ -118,14 +119,16 @@ def draw(
     Args:
         num_top: of how many of the likeliest tokens to give log-probabilities, where a row wants any.
         tile: rows that are drawn at once, a divisor of b. On CPU one: each row then pays for what it asks for itself.
+        allowed: 32-bit words; bit t % 32 of word t // 32 says whether token t may be drawn. All ones for a row without
+            a mask, and at least one bit in each. None is no mask at all, and nothing of the program.
     """
     num_padded, size = len(logits), min(num_top, logits.shape[1])
 
     def draw_tile(index: Int[Array, ""], drawn: Draws) -> Draws:
-        own_logits, own, own_slots = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index * tile, tile), (logits, rows, slot_of_row)
+        own_logits, own, own_slots, own_allowed = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index * tile, tile), (logits, rows, slot_of_row, allowed)
         )
-        found = _draw_tile(own_logits, own, slots, own_slots, num_top)
+        found = _draw_tile(own_logits, own, slots, own_slots, own_allowed, num_top)
         return jax.tree.map(
             lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index * tile, axis=0), drawn, found
         )
@@ -143,9 +146,16 @@ def draw(
 
 
 def _draw_tile(
-    logits: Float[Array, "b v"], rows: RowSampling, slots: SlotState[Array], slot_of_row: Int[Array, "b"], num_top: int
+    logits: Float[Array, "b v"],
+    rows: RowSampling,
+    slots: SlotState[Array],
+    slot_of_row: Int[Array, "b"],
+    allowed: UInt[Array, "b words"] | None,
+    num_top: int,
 ) -> Draws:
     adjusted = _adjust(logits, rows, slots, slot_of_row)
+    if allowed is not None:
+        adjusted = jnp.where(_bits(allowed, logits.shape[1]), adjusted, -jnp.inf)
     tokens = jax.lax.cond(
         jnp.any(rows.temperature > 0), _sample, lambda x, _: jnp.argmax(x, axis=-1), adjusted, rows
     ).astype(jnp.int32)
@@ -179,6 +189,12 @@ def _adjust(
     logits = jax.lax.cond(jnp.any(penalised), penalise, lambda x: x, logits)
     logits = jax.lax.cond(jnp.any(rows.has_bias), bias, lambda x: x, logits)
     return jax.lax.cond(jnp.any(rows.bans_stops), ban, lambda x: x, logits)
+
+
+def _bits(words: UInt[Array, "b words"], size: int) -> Bool[Array, "b v"]:
+    """The first `size` bits of each row, the least significant of a word first."""
+    tokens = jnp.arange(size)
+    return (words[:, tokens // 32] >> (tokens % 32).astype(jnp.uint32)) & 1 == 1
 
 
 def _sample(logits: Float[Array, "b v"], rows: RowSampling) -> Int[Array, "b"]:

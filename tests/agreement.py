@@ -20,7 +20,7 @@ from moonshard.models import moe, weights
 from moonshard.models.kimi.family import Kimi
 from moonshard.models.model import Batch
 from moonshard.models.registry import open_model
-from moonshard.serving.control.request import Sampling
+from moonshard.serving.control.sampling import Sampling
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 

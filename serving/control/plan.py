@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from moonshard.serving.control.request import Logprobs, Output, Request, SequenceId, SlotId
 
+# The tokens that may be drawn, for each position of a row: `ceil(vocabulary / 32)` words of 32 bits, least significant
+# byte first. Token t is bit t % 32 of word t // 32. At least one is allowed at each position.
+type TokenMask = bytes
+
 
 def needs_slot_state(request: Request) -> bool:
     """Whether a slot must be loaded for this request: counts of past tokens, a bias, or stop tokens held back.
@@ -45,7 +49,8 @@ class PrefillChunk:
     """Tokens of one sequence at positions `start, start + 1, ...`, whose KV is computed and written.
 
     `samples` is empty before the last chunk. On the last it names each sequence that draws its next token, at position
-    `start + len(tokens)`, from the last token's logits: this one first, then those forked from it.
+    `start + len(tokens)`, from the last token's logits: this one first, then those forked from it. `allowed` has for
+    each of them the mask of its one position, or None; it is empty where none has one.
     """
 
     sequence: SequenceId
@@ -55,6 +60,7 @@ class PrefillChunk:
     tokens: tuple[int, ...]
     block_table: tuple[int, ...]
     samples: tuple[tuple[SequenceId, SlotId], ...]
+    allowed: tuple[TokenMask | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +94,7 @@ class DecodeRow:
     slot: SlotId
     position: int
     q_len: int = 1
+    allowed: TokenMask | None = None  # of `q_len` positions; None: any token
     block_table: tuple[int, ...]
 
 

@@ -5,8 +5,9 @@ flight. Text never appears: the gateway tokenises before and detokenises after.
 """
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from moonshard.serving.control.sampling import Sampling
 
 MAX_STOP_TOKENS = 16  # per request, the folder's own end tokens included: rows of a static device array
 MAX_LOGIT_BIAS = 300  # per request, OpenAI's limit: likewise
@@ -19,26 +20,6 @@ class FinishReason(enum.Enum):
 
     STOP = "stop"
     LENGTH = "length"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How the next token is drawn. Order: penalties and bias, temperature, min-p, top-k, top-p (as vLLM)."""
-
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 is off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    presence_penalty: float = 0.0  # over output
-    frequency_penalty: float = 0.0  # over output
-    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
-    seed: int = 0  # 64 bits; noise is keyed by (seed, choice, absolute position)
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether the logits depend on which tokens came before, beyond the model's own view of them."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

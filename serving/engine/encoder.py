@@ -11,11 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from moonshard.serving.control.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillChunk, PrefillPlan
+from moonshard.serving.control.plan import (
+    CopyPlan,
+    DecodePlan,
+    DecodeRow,
+    LoadPlan,
+    Plan,
+    PrefillChunk,
+    PrefillPlan,
+    TokenMask,
+)
 from moonshard.serving.control.request import Request, SequenceId
+from moonshard.serving.control.sampling import PARAMETERS
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
+ANY_TOKEN = 0xFFFFFFFF  # a word of a mask
 _Written = tuple[SequenceId, tuple[int, ...]]  # whose row it is, and the blocks that stand in it
 
 
@@ -62,12 +73,19 @@ class StepEncoder:
             for index, sequence in enumerate(self._write_chunks(own, chunks)):
                 draws[sequence] = first_draw + index
         order = (sequence for chunk in plan.chunks for sequence, _ in chunk.samples)
+        masks = {
+            draws[sequence]: (1, mask)
+            for chunk in plan.chunks
+            for (sequence, _), mask in zip(chunk.samples, chunk.allowed, strict=False)
+            if mask is not None
+        }
         return Step(
             plan.number,
             StepKind.PREFILL,
             bucket,
             packed,
             sampling=sampling if draws else None,
+            allowed=self._allowed(masks) if masks else None,
             draws=tuple(draws[each] for each in order),
         )
 
@@ -115,14 +133,25 @@ class StepEncoder:
             for name, field in fields.items():
                 field[partition] = self._rows[partition][name][:bucket]
             self._rows[partition]["num_rows"][...] = len(rows)
+        masks = {draws[row.sequence]: (row.q_len, row.allowed) for row in plan.rows if row.allowed is not None}
         return Step(
             plan.number,
             StepKind.DECODE,
             bucket,
             packed,
             sampling=self._drawn.copy(),
+            allowed=self._allowed(masks) if masks else None,
             draws=tuple(draws[row.sequence] for row in plan.rows),
         )
+
+    def _allowed(self, masks: Mapping[int, tuple[int, TokenMask]]) -> np.ndarray:
+        """By row of the draws: how many positions it has, and their mask. All else may draw any token."""
+        num_words = {len(mask) // (4 * num_positions) for num_positions, mask in masks.values()}
+        shape = (self._shapes.num_partitions * self._shapes.slots_per_partition, self._shapes.q_len, max(num_words))
+        found = np.full(shape, ANY_TOKEN, np.uint32)
+        for draw, (num_positions, mask) in masks.items():
+            found[draw, :num_positions] = np.frombuffer(mask, "<u4").reshape(num_positions, shape[2])
+        return found.reshape(self._shapes.num_partitions, -1, *shape[1:])
 
     def _write_row(self, partition: int, index: int, row: DecodeRow) -> None:
         fields, written = self._rows[partition], self._written[partition][index]
@@ -201,14 +230,9 @@ def _of(fields: Fields, partition: int) -> dict[str, np.ndarray]:
 
 def _write_sampling(fields: Fields, row: int, request: Request, choice: int) -> None:
     sampling = request.sampling
-    fields["temperature"][row] = sampling.temperature
-    fields["top_p"][row] = sampling.top_p
-    fields["top_k"][row] = sampling.top_k
-    fields["min_p"][row] = sampling.min_p
-    fields["repetition_penalty"][row] = sampling.repetition_penalty
-    fields["presence_penalty"][row] = sampling.presence_penalty
-    fields["frequency_penalty"][row] = sampling.frequency_penalty
-    fields["seed"][row] = (sampling.seed >> 32, sampling.seed & 0xFFFFFFFF)
+    for parameter in PARAMETERS:
+        value = getattr(sampling, parameter.name)
+        fields[parameter.name][row] = (value >> 32, value & 0xFFFFFFFF) if parameter.is_wide else value
     fields["choice"][row] = choice
     fields["has_bias"][row] = bool(sampling.logit_bias)
     fields["wants_logprobs"][row] = request.num_logprobs is not None

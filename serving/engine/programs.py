@@ -152,7 +152,9 @@ class Programs:
             self.take(wanted, wanted.blueprint.lower(wanted.key).compile())
 
     def launch(self, step: Step) -> Launched:
-        """Enqueues a step and returns without waiting for it."""
+        """Enqueues a step and returns without waiting for it. ValueError for one with a mask: no draw takes it yet."""
+        if step.allowed is not None:
+            raise ValueError(f"step {step.number} has a mask of allowed tokens, which no program takes")
         match step.kind:
             case StepKind.PREFILL | StepKind.DECODE:
                 return Launched(step, (self._run(step),))

@@ -26,6 +26,7 @@ from moonshard.models.model import Batch, Model
 from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.models.spec import matmul_precision
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
+from moonshard.serving.control.sampling import PARAMETERS
 from moonshard.serving.engine.steps import ProgramKey, StepKind, StepLayout, StepShapes
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
@@ -464,14 +465,7 @@ def _land(
 
 def _row_sampling(f: Fields) -> RowSampling:
     return RowSampling(
-        temperature=f["temperature"],
-        top_p=f["top_p"],
-        top_k=f["top_k"],
-        min_p=f["min_p"],
-        repetition_penalty=f["repetition_penalty"],
-        presence_penalty=f["presence_penalty"],
-        frequency_penalty=f["frequency_penalty"],
-        seed=f["seed"],
+        **{parameter.name: f[parameter.name] for parameter in PARAMETERS},
         choice=f["choice"],
         position=f["sample_position"],
         has_bias=f["has_bias"] != 0,

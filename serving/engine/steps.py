@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+from moonshard.serving.control.sampling import PARAMETERS, Parameter
 
 NOWHERE = 2**31 - 1  # beyond every array: what is written there is dropped
 
@@ -48,6 +49,7 @@ class Step:
     bucket: int  # per partition: padded tokens, rows, or blocks; 0 for the kinds that have a single size
     metadata: np.ndarray  # [partitions, size of the layout], int32
     sampling: np.ndarray | None = None  # likewise of the draws' layout; None where nobody draws
+    allowed: np.ndarray | None = None  # [partitions, slots, q_len, words] uint32, as `TokenMask`; None: any token
     draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * slots + r
     partition: int = 0  # whose blocks an export or a land moves
     num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding
@@ -180,14 +182,7 @@ class StepShapes:
             (
                 Field("num_rows", ()),  # what lies beyond is not looked at
                 Field("sample_slot", (rows,), neutral=rows),  # out of range: draws for nobody
-                Field("temperature", (rows,), "float32"),
-                Field("top_p", (rows,), "float32", neutral=1),
-                Field("top_k", (rows,)),
-                Field("min_p", (rows,), "float32"),
-                Field("repetition_penalty", (rows,), "float32", neutral=1),
-                Field("presence_penalty", (rows,), "float32"),
-                Field("frequency_penalty", (rows,), "float32"),
-                Field("seed", (rows, 2), "uint32"),
+                *(_column(parameter, rows) for parameter in PARAMETERS),
                 Field("choice", (rows,)),
                 Field("sample_position", (rows,)),
                 Field("has_bias", (rows,)),
@@ -216,6 +211,13 @@ class StepShapes:
                 Field("destination", (self.slots_per_partition,), neutral=NOWHERE),
             )
         )
+
+
+def _column(parameter: Parameter, rows: int) -> Field:
+    """64 bits are two words, the high one first."""
+    if parameter.is_wide:
+        return Field(parameter.name, (rows, 2), "uint32", neutral=parameter.neutral)
+    return Field(parameter.name, (rows,), parameter.dtype, neutral=parameter.neutral)
 
 
 def smallest(buckets: tuple[int, ...], size: int) -> int:

@@ -1,7 +1,7 @@
 """What a client asked for, whichever front it came through, and the checks on it.
 
-Both fronts build a `GenerationRequest`; `check_parameters` is the one place that says what is valid. The bounds are
-OpenAI's, and vLLM's for what OpenAI does not have. What depends on the number of prompt tokens is `generation`'s.
+Both fronts build a `GenerationRequest`; `check_parameters` is the one place that says what is valid, for sampling by
+the table of its parameters. What depends on the number of prompt tokens is `generation`'s.
 """
 
 from array import array
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from moonshard.models.generation import GenerationDefaults
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument
 from moonshard.serving.control.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
+from moonshard.serving.control.sampling import PARAMETERS, Range
 from moonshard.serving.gateway.caller import Caller
 from moonshard.serving.observe.spans.context import TraceContext
 
@@ -18,7 +19,6 @@ MAX_STOP_STRINGS = 16
 MAX_GIVEN_STOP_TOKENS = 16 * MAX_STOP_TOKENS  # with those that come twice; which are left is counted after that
 MAX_STOP_CHARS = 1_000  # of one: each choice prepares its matchers on the event loop
 MAX_REQUEST_ID_CHARS = 512  # every chunk of a stream repeats it; the header's 256 have a prefix put before them
-SEED_BITS = 64
 MAX_UNPACKED_IDS = 1 << 10  # fewer are not worth packing
 
 
@@ -91,15 +91,8 @@ class GenerationRequest:
     received_ns: int  # perf_counter_ns
     prompt: TextPrompt | TokenPrompt | ChatPrompt
     model: str = ""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)  # by name, those of `PARAMETERS` that were said
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
     max_tokens: int | None = None
     default_max_tokens: int | None = None  # where the client said nothing: at most so many, if they fit
     min_tokens: int = 0
@@ -125,40 +118,11 @@ class GenerationRequest:
         return ContextLengthExceeded.of(context_tokens, excess.format(spelt), field=spelt)
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """An interval of the reals; `open_low` excludes its lower end."""
-
-    low: float
-    high: float
-    open_low: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        is_above = self.low < value if self.open_low else self.low <= value
-        return is_above and value <= self.high
-
-    def __str__(self) -> str:
-        return f"{'greater than' if self.open_low else 'at least'} {_exact(self.low)} and at most {_exact(self.high)}"
-
-
-def _exact(bound: float) -> str:
-    """Every digit: a rounded bound may itself be refused."""
-    return str(int(bound)) if bound == int(bound) else str(bound)
-
-
 _RANGES = {
-    "temperature": _Range(0, 2),
-    "top_p": _Range(0, 1, open_low=True),
-    "top_k": _Range(-1, 2**31 - 1),
-    "min_p": _Range(0, 1),
-    "repetition_penalty": _Range(0, 1e6, open_low=True),  # finite in float32 too
-    "presence_penalty": _Range(-2, 2),
-    "frequency_penalty": _Range(-2, 2),
-    "n": _Range(1, MAX_CHOICES),
-    "max_tokens": _Range(1, 2**32 - 1),
-    "min_tokens": _Range(0, 2**32 - 1),
-    "num_logprobs": _Range(0, MAX_LOGPROBS),
-    "seed": _Range(-(2.0 ** (SEED_BITS - 1)), 2.0**SEED_BITS),
+    "n": Range(1, MAX_CHOICES),
+    "max_tokens": Range(1, 2**32 - 1),
+    "min_tokens": Range(0, 2**32 - 1),
+    "num_logprobs": Range(0, MAX_LOGPROBS),
 }
 
 
@@ -166,10 +130,10 @@ def check_parameters(request: GenerationRequest, *, vocab_size: int, has_tokeniz
     """InvalidArgument naming the first parameter that cannot be served."""
     if len(request.request_id) > MAX_REQUEST_ID_CHARS:
         raise request.invalid("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters, not {len(request.request_id)}")
+    for parameter in PARAMETERS:
+        _check_range(request, parameter.name, request.sampling.get(parameter.name), parameter.bounds)
     for name, bounds in _RANGES.items():
-        value = getattr(request, name)
-        if value is not None and value not in bounds:
-            raise request.invalid(name, f"must be {bounds}, not {value}")
+        _check_range(request, name, getattr(request, name), bounds)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise request.invalid("min_tokens", f"{request.min_tokens} exceeds max_tokens ({request.max_tokens})")
     _check_bias(request, vocab_size)
@@ -177,6 +141,11 @@ def check_parameters(request: GenerationRequest, *, vocab_size: int, has_tokeniz
         raise request.invalid("stop_token_ids", f"at most {MAX_STOP_TOKENS} tokens, not {len(request.stop_token_ids)}")
     check_token_ids(request, "stop_token_ids", request.stop_token_ids, vocab_size)
     _check_stop_strings(request, has_tokenizer)
+
+
+def _check_range(request: GenerationRequest, name: str, value: float | None, bounds: Range) -> None:
+    if value is not None and value not in bounds:
+        raise request.invalid(name, f"must be {bounds}, not {value}")
 
 
 def check_token_ids(request: GenerationRequest, name: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -3,7 +3,6 @@
 The gateway has checked what clients send; what is checked here protects the device from a gateway that did not.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,15 +19,13 @@ from moonshard.serving.control.request import (
     FinishReason,
     Logprobs,
     Request,
-    Sampling,
 )
+from moonshard.serving.control.sampling import PARAMETERS, Sampling
 from moonshard.serving.engine.clocks import Phases
 from moonshard.serving.engine.events import Emitted
 
 MAX_ROOT_BYTES = 64
-MAX_BIAS = 100.0  # this and the next are what the public API allows
-MAX_PENALTY = 2.0
-MAX_REPETITION_PENALTY = 1e6
+MAX_BIAS = 100.0  # what the public API allows
 
 _FINISH = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -56,15 +53,8 @@ def request_from(run: link_pb2.Run, limits: Limits) -> Request:
         id=run.request_id,
         prompt=prompt,
         sampling=Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
+            **{each.name: getattr(sampling, each.name) for each in PARAMETERS},
             logit_bias=dict(zip(sampling.bias_ids, sampling.bias_values, strict=True)),
-            seed=sampling.seed,
         ),
         stop_token_ids=frozenset(run.stop_token_ids),
         max_tokens=run.max_tokens,
@@ -96,22 +86,9 @@ def _check(run: link_pb2.Run, limits: Limits) -> None:
             "logprobs": run.logprobs > MAX_LOGPROBS,
             "prefix_root": len(run.prefix_root) > MAX_ROOT_BYTES,
             "block_names": len(names) not in (0, num_name_bytes) or len(names) != NAME_BYTES * _num_distinct(names),
-            **_sampling_faults(sampling),
+            **{each.name: getattr(sampling, each.name) not in each.engine_bounds for each in PARAMETERS},
         }
     )
-
-
-def _sampling_faults(sampling: link_pb2.EngineSampling) -> dict[str, bool]:
-    """By field, so said that no NaN is let through."""
-    return {
-        "temperature": not 0 <= sampling.temperature < math.inf,
-        "top_p": not 0 < sampling.top_p <= 1,
-        "top_k": sampling.top_k < 0,
-        "min_p": not 0 <= sampling.min_p <= 1,
-        "repetition_penalty": not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
-        "presence_penalty": not abs(sampling.presence_penalty) <= MAX_PENALTY,
-        "frequency_penalty": not abs(sampling.frequency_penalty) <= MAX_PENALTY,
-    }
 
 
 def _refuse_first(faults: Mapping[str, bool]) -> None:

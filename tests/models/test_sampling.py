@@ -27,6 +27,11 @@ def DRAW(logits, rows, slots, slot_of_row, *, num_rows=None, tile=None):
     return _draw(logits, rows, slots, slot_of_row, num_rows or len(logits), tile=tile or len(logits))
 
 
+@functools.partial(jax.jit, static_argnames="tile")
+def MASKED(logits, rows, slots, slot_of_row, num_rows, allowed, tile):
+    return sampling.draw(logits, rows, slots, slot_of_row, num_rows, num_top=NUM_TOP, tile=tile, allowed=allowed)
+
+
 CUT, LOAD, ADJUST = jax.jit(sampling.cut), jax.jit(sampling.load_slot), jax.jit(sampling._adjust)
 
 
@@ -206,6 +211,45 @@ def test_rows_draw_the_same_in_tiles_of_any_size_and_none_beyond_their_number_is
     np.testing.assert_array_equal(drawn.top_ids[1], together.top_ids[1])
     np.testing.assert_array_equal(then.output_counts, after.output_counts)
     assert not np.asarray(drawn.tokens)[4:].any()
+
+
+def masks_of(allowed: np.ndarray) -> np.ndarray:
+    """[rows, v] bool as words of 32 bits."""
+    padded = np.zeros((len(allowed), -(-VOCAB // 32) * 32), bool)
+    padded[:, :VOCAB] = allowed
+    return np.packbits(padded, axis=1, bitorder="little").view("<u4")
+
+
+@pytest.mark.parametrize("tile", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_row_draws_only_what_its_mask_allows_and_the_others_as_without_one(tile):
+    logits, slots, slot_of_row = logits_of(4), loaded_slots(), np.asarray([NULL_SLOT] * 4)
+    asked = rows(4, temperature=[0, 1, 0, 1], seed=[3, 4], position=np.arange(4), wants_logprobs=True)
+    free, _ = DRAW(logits, asked, slots, slot_of_row)
+    drawn = np.asarray(free.tokens)
+    allowed = np.ones((4, VOCAB), bool)
+    allowed[[0, 1], drawn[:2]] = False  # what these two would draw, the last word's tokens among the others
+    masked, _ = MASKED(logits, asked, slots, slot_of_row, 4, masks_of(allowed), tile)
+    tokens = np.asarray(masked.tokens)
+    assert allowed[np.arange(4), tokens].all()
+    assert (tokens == drawn).tolist() == [False, False, True, True]
+    assert tokens[0] == np.where(allowed[0], logits[0], -np.inf).argmax()
+    np.testing.assert_allclose(masked.top_logprobs, free.top_logprobs, atol=1e-6)  # of the raw distribution
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_one_token_allowed_that_one_is_drawn_wherever_it_lies(temperature):
+    tokens = np.asarray([0, 31, 32, VOCAB - 1])
+    asked = rows(4, temperature=temperature, seed=[3, 4])
+    masked, _ = MASKED(
+        logits_of(4),
+        asked,
+        loaded_slots(),
+        np.asarray([NULL_SLOT] * 4),
+        4,
+        masks_of(np.arange(VOCAB) == tokens[:, None]),
+        1,
+    )
+    assert np.asarray(masked.tokens).tolist() == tokens.tolist()
 
 
 LAW_DRAWS, LAW_VOCAB = 20_000, 16

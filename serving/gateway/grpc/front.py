@@ -17,6 +17,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
 from moonshard.serving.config.tenants import Tenants
+from moonshard.serving.control.sampling import PARAMETERS
 from moonshard.serving.gateway.caller import metadata_value, metadata_values, read_caller
 from moonshard.serving.gateway.grpc.chats import calls_delta, chat_prompt, tool_use
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS
@@ -28,12 +29,8 @@ from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, Tex
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 NUM_CONTEXTS = {"Tokenize": TOKENIZED_CONTEXTS, "Detokenize": TOKENIZED_CONTEXTS}  # of a text, where not 1
 JSON_NAMES = frozenset({pb.Tool.DESCRIPTOR.fields_by_name["parameters"].full_name})  # which `chats` decodes
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "seed"),
-)
 _SPELLING: Mapping[str, str] = {
-    **{name: f"sampling.{name}" for name in (*_SAMPLING, "logit_bias")},
+    **{name: f"sampling.{name}" for name in (*(each.name for each in PARAMETERS), "logit_bias")},
     **{name: f"stop.{name}" for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids")},
     "num_logprobs": "logprobs",
     "tools": "chat.tools",
@@ -129,13 +126,12 @@ def request_to_tokenize(request: pb.TokenizeRequest) -> GenerationRequest:
 def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> GenerationRequest:
     """Unset stays unset: defaults are filled in by the pipeline. InvalidArgument for a chat that is not well formed."""
     sampling, stop = request.sampling, request.stop
-    said = {name: getattr(sampling, name) for name in _SAMPLING if sampling.HasField(name)}
     return GenerationRequest(
         request_id=request.request_id or secrets.token_hex(16),
         received_ns=received_ns,
         prompt=_prompt(request),
         model=request.model,
-        **said,
+        sampling={each.name: getattr(sampling, each.name) for each in PARAMETERS if sampling.HasField(each.name)},
         logit_bias=dict(sampling.logit_bias),
         max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
         min_tokens=stop.min_tokens,

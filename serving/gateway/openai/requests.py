@@ -11,6 +11,7 @@ from typing import TypeGuard
 import msgspec
 
 from moonshard.rpc.status import InvalidArgument
+from moonshard.serving.control.sampling import PARAMETERS
 from moonshard.serving.gateway.openai.body import ABSENT, is_nothing, whole, whole_list
 from moonshard.serving.gateway.openai.messages import Message, chat_messages, goes_on
 from moonshard.serving.gateway.openai.tools import Tool, offer
@@ -77,7 +78,10 @@ COMPLETION_NO_OPS: Mapping[str, Sequence[object]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-INTEGERS = ("top_k", "seed", "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "top_logprobs")
+INTEGERS = (
+    *(each.name for each in PARAMETERS if each.is_integer),
+    *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "top_logprobs"),
+)
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions, where the context has room for them
 
@@ -93,19 +97,18 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 NO_STREAM_OPTIONS = StreamOptions()
 
 
-class GenerationBody(msgspec.Struct, kw_only=True):
-    """What both completion routes take. InvalidArgument at a number that should be an integer and is none."""
+SamplingBody = msgspec.defstruct(
+    "SamplingBody",
+    [(each.name, (Number if each.is_integer else float) | None, None) for each in PARAMETERS],
+    kw_only=True,
+)
+
+
+class GenerationBody(SamplingBody, kw_only=True):
+    """What both completion routes take beside the table's sampling parameters."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Number | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    seed: Number | None = None
     max_tokens: Number | None = None
     min_tokens: Number | None = None
     stop: str | list[str] | None = None
@@ -322,15 +325,8 @@ def _request(
         received_ns=received_ns,
         prompt=prompt,
         model=body.model or "",
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=integers.get("top_k"),
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
+        sampling=_sampling(body, integers),
         logit_bias=body.logit_bias or {},
-        seed=integers.get("seed"),
         max_tokens=integers.get("max_tokens"),
         default_max_tokens=COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
         min_tokens=integers.get("min_tokens", 0),
@@ -343,6 +339,12 @@ def _request(
         tool_use=tool_use,
         spelling=spelling,
     )
+
+
+def _sampling(body: GenerationBody, integers: Mapping[str, int]) -> dict[str, float]:
+    """Those that the client gave."""
+    given = ((each.name, integers.get(each.name, getattr(body, each.name))) for each in PARAMETERS)
+    return {name: value for name, value in given if value is not None}
 
 
 def _integers(body: GenerationBody) -> dict[str, int]:

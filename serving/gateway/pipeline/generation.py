@@ -10,8 +10,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from moonshard.kv.prefix import block_names, root_name
+from moonshard.models.generation import GenerationDefaults
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InternalError, Unavailable
@@ -19,6 +21,7 @@ from moonshard.serving.config.tenants import Salts
 from moonshard.serving.control.dispatch.queue_bound import QueueBound, QueueFull
 from moonshard.serving.control.routing.fleet import ModelLimits
 from moonshard.serving.control.routing.router import Affinity
+from moonshard.serving.control.sampling import PARAMETERS, SEED_BITS
 from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.pipeline.attempts import Attempts, Sent
 from moonshard.serving.gateway.pipeline.choice import CallsMade, ChoiceStream, ForcedCall, joined
@@ -228,7 +231,7 @@ class Gateway:
             prompt_tokens=prompt,
             prefix_root=root,
             block_names=b"".join(block_names(root, prompt, limits.block_size)),
-            sampling=self._sampling(request),
+            sampling=engine_sampling(request, self.model.defaults),
             stop_token_ids=stop_tokens(
                 request, self.model.defaults, limits.vocab_size, call_end=self.model.call_end(request)
             ),
@@ -238,21 +241,16 @@ class Gateway:
             logprobs=request.num_logprobs,
         )
 
-    def _sampling(self, request: GenerationRequest) -> link_pb2.EngineSampling:
-        """Every default filled in: the client's word, else the folder's, else what switches the feature off."""
-        defaults = self.model.defaults
-        return link_pb2.EngineSampling(
-            temperature=_first(request.temperature, defaults.temperature, 1.0),
-            top_p=_first(request.top_p, defaults.top_p, 1.0),
-            top_k=max(0, _first(request.top_k, defaults.top_k, 0)),
-            min_p=_first(request.min_p, defaults.min_p, 0.0),
-            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
-            presence_penalty=_first(request.presence_penalty, 0.0),
-            frequency_penalty=_first(request.frequency_penalty, 0.0),
-            bias_ids=request.logit_bias.keys(),
-            bias_values=request.logit_bias.values(),
-            seed=secrets.randbits(64) if request.seed is None else request.seed % 2**64,
-        )
+
+def engine_sampling(request: GenerationRequest, defaults: GenerationDefaults) -> link_pb2.EngineSampling:
+    """Every default filled in: the client's word, else the folder's, else what switches the feature off."""
+    said = {"seed": secrets.randbits(SEED_BITS), **request.sampling}
+    values: dict[str, Any] = {}
+    for parameter in PARAMETERS:
+        value = said.get(parameter.name, getattr(defaults, parameter.name, None))
+        values[parameter.name] = parameter.for_engine(parameter.default if value is None else value)
+    bias = request.logit_bias
+    return link_pb2.EngineSampling(**values, bias_ids=bias.keys(), bias_values=bias.values())
 
 
 def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: int) -> int:
@@ -293,8 +291,3 @@ def _accept(choices: list[ChoiceStream], arrivals: list[Arrival], log: RequestLo
             yield made
         deltas[index] = delta if index not in deltas else joined(deltas[index], delta)
     yield from deltas.values()
-
-
-def _first[T](*values: T | None) -> T:
-    """The first value that was said; the last one always is."""
-    return next(value for value in values if value is not None)

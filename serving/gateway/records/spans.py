@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moonshard.rpc import link_pb2
+from moonshard.serving.control.sampling import PARAMETERS
 from moonshard.serving.gateway.records.events import (
     AttemptEnded,
     AttemptFailed,
@@ -29,7 +30,6 @@ from moonshard.serving.observe.spans.export import SpanExport
 from moonshard.serving.observe.spans.span import EndedSpan, SpanValue, bounded, error_of, fitting, outcome_attributes
 
 PROVIDER = "moonshard"
-_ASKED = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def mark_attempt(run: link_pb2.Run) -> None:
 
 def _asked(request: GenerationRequest) -> dict[str, SpanValue]:
     """What the client said, but for text, and for numbers that no span can hold."""
-    asked = {name: getattr(request, name) for name in _ASKED}
+    asked = {each.name: request.sampling.get(each.name) for each in PARAMETERS if each.is_in_spans}
     asked["choice.count"] = None if request.n == 1 else request.n
     said = {name: fitting(value) if isinstance(value, int) else value for name, value in asked.items()}
     return {f"gen_ai.request.{name}": value for name, value in said.items() if value is not None}

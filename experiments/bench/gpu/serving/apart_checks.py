@@ -22,7 +22,8 @@ from moonshard.experiments.bench.gpu.serving.engines import EngineSizes, Pair, b
 from moonshard.experiments.bench.gpu.serving.mix import APART, Mix, arms, draw_requests, num_alike
 from moonshard.models import moe, weights
 from moonshard.models.registry import open_model
-from moonshard.serving.control.request import Request, Sampling
+from moonshard.serving.control.request import Request
+from moonshard.serving.control.sampling import Sampling
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 

@@ -18,7 +18,8 @@ from moonshard.experiments.bench.gpu.serving.clients import Build, Heard, serve
 from moonshard.experiments.bench.gpu.serving.engines import EngineSizes, Pair, ignore
 from moonshard.experiments.bench.gpu.serving.steps import StepRows
 from moonshard.experiments.workload.arrivals import arrivals
-from moonshard.serving.control.request import Request, Sampling
+from moonshard.serving.control.request import Request
+from moonshard.serving.control.sampling import Sampling
 
 APART = "apart"
 WORTH_WAITING = 2.0  # a chunk size is no candidate for the best where TTFT's p90 is so many times the lowest

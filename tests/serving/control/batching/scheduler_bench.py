@@ -11,7 +11,8 @@ from moonshard.kv.prefix import block_names
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.batching.sequence import Occupancy, Phase, Sequence
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillPlan, Sampled
-from moonshard.serving.control.request import FinishReason, Output, Request, Sampling, SequenceId, SlotId
+from moonshard.serving.control.request import FinishReason, Output, Request, SequenceId, SlotId
+from moonshard.serving.control.sampling import Sampling
 from tests.serving.fake_device import FakeDevice, true_output
 
 type Holders = dict[tuple[int, int], list[tuple[int, ...] | None]]  # by partition and block: known tokens up to its end

@@ -6,7 +6,8 @@ from dataclasses import replace
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.plan import DecodePlan, Delivered, Plan, PrefillChunk, PrefillPlan, Sampled
-from moonshard.serving.control.request import Request, Sampling, SequenceId
+from moonshard.serving.control.request import Request, SequenceId
+from moonshard.serving.control.sampling import Sampling
 
 BLOCK_SIZE = 16
 STOP = 99

@@ -11,7 +11,8 @@ from moonshard.serving.control.plan import (
     Sampled,
     needs_slot_state,
 )
-from moonshard.serving.control.request import FinishReason, Logprobs, Request, Sampling, SequenceId, SlotId
+from moonshard.serving.control.request import FinishReason, Logprobs, Request, SequenceId, SlotId
+from moonshard.serving.control.sampling import Sampling
 from tests.serving.control.batching.stepping import (
     BLOCK_SIZE,
     STOP,
