@@ -74,7 +74,7 @@ class MooncakeConfig:
 
 
 @runtime_checkable
-class _Engine(Protocol):
+class _TransferEngine(Protocol):
     """What is used of mooncake.engine.TransferEngine; addresses are plain integers."""
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str, /) -> int: ...
@@ -90,7 +90,7 @@ class _Engine(Protocol):
 class MooncakeTransport:
     """One end; made by `start` alone, which blocks for as long as the library loads."""
 
-    def __init__(self, engine: _Engine, host: str, config: MooncakeConfig):
+    def __init__(self, engine: _TransferEngine, host: str, config: MooncakeConfig):
         self.session = f"{host}:{engine.get_rpc_port()}"
         self._engine = engine
         self._config = config
@@ -226,7 +226,7 @@ def start_bare(host: str, slab: Slab) -> Callable[[str, list[int], list[int], li
     return write
 
 
-def _initialized(host: str, config: MooncakeConfig) -> _Engine:
+def _initialized(host: str, config: MooncakeConfig) -> _TransferEngine:
     """The library, started. It takes no port whose last connections the system still remembers: that is awaited."""
     deadline_s = time.perf_counter() + PORTS_REST_S
     while True:
@@ -267,7 +267,7 @@ def _check_port(port: int, ports: tuple[int, int] | None) -> None:
         )
 
 
-def _load_engine() -> _Engine:
+def _load_engine() -> _TransferEngine:
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:

@@ -60,7 +60,7 @@ class Attend(Protocol):
 
 
 @runtime_checkable
-class ModelConfig(Protocol):
+class ModelSizes(Protocol):
     """The sizes that every family has, under Hugging Face's names. Hashable: it stands in the keys of programs."""
 
     @property
@@ -88,7 +88,7 @@ class Model(Protocol):
     """A model as a value. Weights are trees of the family's own: `Param` where declared, arrays where loaded."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelSizes: ...
 
     def declare(self, layers: range | None = None, placement: ExpertPlacement | None = None) -> Any:
         """A tree of `Param`, each once, of these layers; of all by default.
@@ -143,7 +143,7 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class LatentConfig(ModelConfig, Protocol):
+class LatentConfig(ModelSizes, Protocol):
     """Of a model with latent attention (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1) and mixtures of experts."""
 
     @property

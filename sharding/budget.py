@@ -16,7 +16,7 @@ from moonshard.sharding.stages import split_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class WeightPiece:
     """A weight, with the bits that one value takes, scales included."""
 
     axes: tuple[str | None, ...]
@@ -32,10 +32,12 @@ class Piece:
 class ModelPieces:
     """All weights of a model, by where a pipeline may be cut."""
 
-    first: tuple[Piece, ...]  # before the layers
-    layers: tuple[tuple[Piece, ...], ...]
-    last: tuple[Piece, ...]  # behind the layers
-    tied: tuple[Piece, ...] = ()  # of the first that are needed behind the layers too, by a stage that is not the first
+    first: tuple[WeightPiece, ...]  # before the layers
+    layers: tuple[tuple[WeightPiece, ...], ...]
+    last: tuple[WeightPiece, ...]  # behind the layers
+    tied: tuple[
+        WeightPiece, ...
+    ] = ()  # of the first that are needed behind the layers too, by a stage that is not the first
     kv_bytes_per_token: int  # of one layer
 
     @property
@@ -148,7 +150,7 @@ def _weights_on_a_device(model: ModelPieces, mesh: MeshShape, rules: Rules) -> t
     """Bytes before the layers, of each layer, and behind them."""
     sizes = {"data": mesh.data, "expert": mesh.expert, "tensor": mesh.tensor}
 
-    def on_a_device(pieces: Sequence[Piece]) -> float:
+    def on_a_device(pieces: Sequence[WeightPiece]) -> float:
         return math.fsum(math.prod(shard_shape(p.axes, p.shape, sizes, rules)) * p.bits / 8 for p in pieces)
 
     last = model.last if mesh.pipe == 1 else (*model.last, *model.tied)

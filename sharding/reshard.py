@@ -21,7 +21,7 @@ NUM_CACHED_PLANS = 64  # pairs of layouts that a worker meets: its partition aga
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Copies:
+class CopyRuns:
     """Byte ranges to move, one per row; all arrays are int64[n]. Rows of one group and two owners lie together.
 
     `group` counts the layout's groups. Offsets are into the pages of that group at that owner, or, in a template, into
@@ -46,7 +46,7 @@ class Template:
     Shared between callers: the arrays are read-only.
     """
 
-    runs: Copies
+    runs: CopyRuns
     source_block_bytes: np.ndarray
     destination_block_bytes: np.ndarray
 
@@ -79,7 +79,7 @@ def plan(source: Layout, destination: Layout) -> Template:
 
 def expand(
     template: Template, source_blocks: Sequence[int] | np.ndarray, destination_blocks: Sequence[int] | np.ndarray
-) -> Copies:
+) -> CopyRuns:
     """The copies that move `source_blocks[i]` to `destination_blocks[i]`, joined where blocks adjoin on both sides.
 
     Block ids count an owner's pages (or a slab's cells) in units of its own shard of a block.
@@ -111,7 +111,7 @@ def _plan_group(index: int, source: GroupLayout, destination: GroupLayout, num_b
     destination_owner = np.array(list(receivers.values()))[destination_index, 0]
     cut = _cut(shared, source_tiles, destination_tiles)
     return Template(
-        runs=Copies(
+        runs=CopyRuns(
             group=np.full_like(cut.pair, index),
             source_owner=source_owner[cut.pair],
             source_offset_bytes=_offsets(cut, shared, source_tiles) * itemsize,
@@ -194,14 +194,14 @@ def _stretches(source: np.ndarray, destination: np.ndarray) -> tuple[np.ndarray,
 
 def _repeat(
     template: Template, chosen: np.ndarray, source: np.ndarray, destination: np.ndarray, num_blocks: np.ndarray
-) -> Copies:
+) -> CopyRuns:
     """The chosen runs of a template at each of the blocks, each run `num_blocks` blocks long."""
     runs, count = template.runs, len(source)
     source_starts = np.multiply.outer(template.source_block_bytes[chosen], source)
     destination_starts = np.multiply.outer(template.destination_block_bytes[chosen], destination)
     source_starts += runs.source_offset_bytes[chosen, None]
     destination_starts += runs.destination_offset_bytes[chosen, None]
-    return Copies(
+    return CopyRuns(
         group=np.repeat(runs.group[chosen], count),
         source_owner=np.repeat(runs.source_owner[chosen], count),
         source_offset_bytes=source_starts.ravel(),
@@ -211,12 +211,14 @@ def _repeat(
     )
 
 
-def _columns(copies: Copies) -> list[np.ndarray]:
-    return [getattr(copies, field.name) for field in fields(Copies)]
+def _columns(copies: CopyRuns) -> list[np.ndarray]:
+    return [getattr(copies, field.name) for field in fields(CopyRuns)]
 
 
-def _join(parts: Sequence[Copies]) -> Copies:
+def _join(parts: Sequence[CopyRuns]) -> CopyRuns:
     if len(parts) == 1:
         return parts[0]
     columns = zip(*map(_columns, parts), strict=True)
-    return Copies(**{field.name: np.concatenate(column) for field, column in zip(fields(Copies), columns, strict=True)})
+    return CopyRuns(
+        **{field.name: np.concatenate(column) for field, column in zip(fields(CopyRuns), columns, strict=True)}
+    )

@@ -127,7 +127,7 @@ def run_bench(
     begun_s, machine = time.perf_counter(), describe_machine()
     with TemporaryDirectory() as cache:
         measured = replace(config, worker=replace(config.worker, prepare="all"))  # each step in a program of its size
-        run = _Run(measured, plan, sections, with_cache(environment, Path(cache)), console, trace)
+        run = _BenchRun(measured, plan, sections, with_cache(environment, Path(cache)), console, trace)
         run.measure()
     return Report(
         stamp=datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ"),
@@ -145,7 +145,7 @@ def run_bench(
 
 
 @dataclass(slots=True)
-class _Run:
+class _BenchRun:
     """What has been measured so far. The compile cache is its own, so that the first start of each kind is known."""
 
     config: Config

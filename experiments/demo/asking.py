@@ -23,7 +23,7 @@ Show = Callable[[str], None]  # takes text as it arrives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
+class DemoReply:
     """One streamed response: words, or calls, or first words and then calls."""
 
     text: str
@@ -32,7 +32,7 @@ class Reply:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class DemoTurn:
     """All that came of one question."""
 
     calls: tuple[WrittenCall, ...]  # of every round
@@ -51,7 +51,7 @@ class Session:
         self._show = show
         self._messages: list[Message] = []
 
-    async def ask(self, question: str, title: str) -> Turn:
+    async def ask(self, question: str, title: str) -> DemoTurn:
         """Answered in words, after as many calls as the model makes in `MAX_ROUNDS` rounds. ServerError if refused.
 
         A model that goes on calling is asked no more: the answer is what it said beside its last calls, perhaps "".
@@ -62,13 +62,13 @@ class Session:
         while replies[-1].calls and len(replies) <= MAX_ROUNDS:
             self._messages += [_result(call, self._show) for call in replies[-1].calls]
             replies.append(await self._request("answer"))
-        return Turn(
+        return DemoTurn(
             calls=tuple(call for reply in replies for call in reply.calls),
             answer=replies[-1].text,
             accounts=tuple(reply.account for reply in replies),
         )
 
-    async def _request(self, title: str) -> Reply:
+    async def _request(self, title: str) -> DemoReply:
         reply = await _read(_stream(self._http, {**self._body, "messages": self._messages}), title, self._show)
         self._messages.append(assistant_message(reply.text, reply.calls))
         self._show("\n")
@@ -100,7 +100,7 @@ async def _stream(http: httpx.AsyncClient, body: Mapping[str, object]) -> AsyncG
         raise ServerError(f"the connection to the server broke: {error}") from error
 
 
-async def _read(stream: AsyncGenerator[dict], title: str, show: Show) -> Reply:
+async def _read(stream: AsyncGenerator[dict], title: str, show: Show) -> DemoReply:
     text, calls, last = "", list[WrittenCall](), {}
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
@@ -113,7 +113,7 @@ async def _read(stream: AsyncGenerator[dict], title: str, show: Show) -> Reply:
                         show("\n")
                     _add(calls, part, show)
             last = chunk
-    return Reply(text=text, calls=tuple(calls), account=_account(title, last))
+    return DemoReply(text=text, calls=tuple(calls), account=_account(title, last))
 
 
 def _add(calls: list[WrittenCall], part: Mapping, show: Show) -> None:

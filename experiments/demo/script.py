@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from moonshard.experiments.demo.asking import Session, Turn, count_tokens, parsed
+from moonshard.experiments.demo.asking import DemoTurn, Session, count_tokens, parsed
 from moonshard.experiments.demo.questions import DocumentQuestion, Question, document_question, weather_questions
 from moonshard.experiments.demo.tables import Account
 from moonshard.experiments.training.texts.conversation import Call
@@ -68,7 +68,7 @@ def verdict(question: Question, answer: str, calls: list[Call]) -> str:
     return f"✗ wrong; right is: {made}{question.answer}"
 
 
-async def _turn(session: Session, question: Question, prompt: str, title: str) -> Turn:
+async def _turn(session: Session, question: Question, prompt: str, title: str) -> DemoTurn:
     """`prompt` is what is sent: the question, perhaps with a document before it."""
     print(f"> {question.text}")
     turn = await session.ask(prompt, title)

@@ -13,10 +13,10 @@ import tyro
 from rich.console import Console
 
 from moonshard.experiments.evaluation.figures import CLIENT_ROWS, RECALL_TOKENS, ROWS, TOOL_ROWS
-from moonshard.experiments.evaluation.interview import Outcome, interview
+from moonshard.experiments.evaluation.interview import InterviewOutcome, interview
 from moonshard.experiments.evaluation.replies import Answerer
 from moonshard.experiments.evaluation.report import Evaluation, footnotes, table, to_json
-from moonshard.experiments.evaluation.served import Served
+from moonshard.experiments.evaluation.served import ServedAnswers
 from moonshard.experiments.training.texts.corpus import POCKET, Text
 from moonshard.experiments.training.texts.tools.tasks import (
     Task,
@@ -127,7 +127,7 @@ def question_sets(text: Text, seed: int, num: int, rows: tuple[str, ...]) -> Map
 def answering(model: Path, url: str | None, api_key: str | None, text: Text, dtype: Dtype) -> Iterator[Answerer]:
     """The model in this process, or the server at `url`. Raises what a bad folder or a missing server raises."""
     if url is not None:
-        with Served(url, api_key) as server:
+        with ServedAnswers(url, api_key) as server:
             yield server
         return
     prepare_jax(MeshShape())
@@ -138,7 +138,7 @@ def answering(model: Path, url: str | None, api_key: str | None, text: Text, dty
 
 def run(answerer: Answerer, sets: Mapping[str, Callable[[], list[Task]]], seed: int, num: int) -> Evaluation:
     """Asks everything. Ctrl-C ends it with the outcomes there are."""
-    outcomes: list[Outcome] = []
+    outcomes: list[InterviewOutcome] = []
     seconds: dict[str, float] = {}
     is_interrupted = False
     console = Console(stderr=True, highlight=False)

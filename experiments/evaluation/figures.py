@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from moonshard.experiments.evaluation.interview import Outcome
+from moonshard.experiments.evaluation.interview import InterviewOutcome
 from moonshard.experiments.training.texts.tools.tasks import NUM_DEPTHS
 
 RECALL_TOKENS = {"recall_512": 512, "recall_2048": 2048, "recall_4000": 4000}
@@ -39,7 +39,7 @@ class Share:
         return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def row_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
+def row_shares(outcomes: Sequence[InterviewOutcome]) -> dict[str, Share]:
     """Each row's share, by its name.
 
     tool_json: of the turns in which calls were due or tried, those whose every call is complete; a turn without the
@@ -47,7 +47,7 @@ def row_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
     function and arguments in every turn. tool_answer: those with the right answer in the end. The rows of clients are
     the same of conversations in the manner of some client.
     """
-    by_kind: dict[str, list[Outcome]] = defaultdict(list)
+    by_kind: dict[str, list[InterviewOutcome]] = defaultdict(list)
     for outcome in outcomes:
         by_kind[outcome.task.kind].append(outcome)
     with_tools = [outcome for kind in TOOL_KINDS for outcome in by_kind[kind]]
@@ -65,15 +65,15 @@ def row_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
     }
 
 
-def called(outcomes: Sequence[Outcome]) -> Share:
+def called(outcomes: Sequence[InterviewOutcome]) -> Share:
     return Share(num_right=sum(outcome.has_right_calls for outcome in outcomes), num=len(outcomes))
 
 
-def answered(outcomes: Sequence[Outcome]) -> Share:
+def answered(outcomes: Sequence[InterviewOutcome]) -> Share:
     return Share(num_right=sum(outcome.has_right_answer for outcome in outcomes), num=len(outcomes))
 
 
-def side_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
+def side_shares(outcomes: Sequence[InterviewOutcome]) -> dict[str, Share]:
     """Right answers where they are no row of their own, and how the tool questions divide.
 
     no_tool_call: of the questions that declare tools and take no call, those in which none was made or tried. It stands
@@ -91,7 +91,7 @@ def side_shares(outcomes: Sequence[Outcome]) -> dict[str, Share]:
     return {name: share for name, share in shares.items() if share.num}
 
 
-def depth_shares(outcomes: Sequence[Outcome]) -> dict[str, list[float | None]]:
+def depth_shares(outcomes: Sequence[InterviewOutcome]) -> dict[str, list[float | None]]:
     """Of each recall row, the share by where the fact stands: the document's first fifth, its second, ..."""
     return {
         row: [
@@ -103,7 +103,7 @@ def depth_shares(outcomes: Sequence[Outcome]) -> dict[str, list[float | None]]:
     }
 
 
-def errors(outcomes: Sequence[Outcome]) -> tuple[int, list[str]]:
+def errors(outcomes: Sequence[InterviewOutcome]) -> tuple[int, list[str]]:
     """How many tasks got no reply, and the commonest reasons."""
     found = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
     return found.total(), [f"{number} x {text}" for text, number in found.most_common(MAX_ERRORS)]

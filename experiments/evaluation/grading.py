@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from moonshard.experiments.common.turns import WrittenCall, result_message
 from moonshard.experiments.evaluation.replies import Reply
-from moonshard.experiments.training.texts.conversation import Call, Message, Round
+from moonshard.experiments.training.texts.conversation import Call, CallRound, Message
 from moonshard.serving.chat.tool_calls import ARGUMENTS_BEGIN, CALL_BEGIN, CALL_END, NAMES, SECTION_BEGIN, SECTION_END
 
 _BEGIN, _CALL, _ARGUMENTS, _CALL_END, _END = (
@@ -54,7 +54,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def results_of(reply: Reply, expected: Round) -> list[str] | None:
+def results_of(reply: Reply, expected: CallRound) -> list[str] | None:
     """What each of the reply's calls returns, in its order; None unless they are exactly the expected ones."""
     pending = list(zip(expected.calls, expected.results, strict=True))
     results: list[str] = []

@@ -22,7 +22,7 @@ TOGETHER = 48  # tasks: whole documents with all their questions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class InterviewOutcome:
     """How a task went. `error` is set where a turn got no reply: then nothing of it counts as right."""
 
     task: Task
@@ -43,7 +43,7 @@ class _Asking:
     replies: list[Reply] = field(default_factory=list)
     num_call_turns: int = 0
     num_whole_call_turns: int = 0
-    outcome: Outcome | None = None
+    outcome: InterviewOutcome | None = None
 
     def take(self, reply: Reply | NoReply) -> None:
         """The next turn: either another one is due, or the task ends with an outcome."""
@@ -64,7 +64,7 @@ class _Asking:
         self.messages += [reply.message(), *tool_messages(reply, results)]
 
     def _end(self, *, calls: bool = False, answer: bool = False, error: str | None = None) -> None:
-        self.outcome = Outcome(
+        self.outcome = InterviewOutcome(
             task=self.task,
             replies=tuple(self.replies),
             has_right_calls=calls,
@@ -75,7 +75,7 @@ class _Asking:
         )
 
 
-def interview(answerer: Answerer, tasks: Sequence[Task], *, together: int = TOGETHER) -> Iterator[Outcome]:
+def interview(answerer: Answerer, tasks: Sequence[Task], *, together: int = TOGETHER) -> Iterator[InterviewOutcome]:
     """The outcome of each task, in order: some at a time, so that who is interrupted has those."""
     for first in range(0, len(tasks), together):
         some = [_Asking(task=task, messages=list(task.messages)) for task in tasks[first : first + together]]

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from moonshard.experiments.evaluation.figures import Share, depth_shares, errors, row_shares, side_shares
-from moonshard.experiments.evaluation.interview import Outcome
+from moonshard.experiments.evaluation.interview import InterviewOutcome
 from moonshard.experiments.evaluation.replies import Identity
 from moonshard.experiments.training.texts.tools.tasks import NUM_DEPTHS
 
@@ -23,7 +23,7 @@ class Evaluation:
     identity: Identity
     seed: int
     num: int
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[InterviewOutcome]
     seconds: Mapping[str, float]  # of each set of questions
     router_load: Sequence[float] | None
     is_interrupted: bool = False

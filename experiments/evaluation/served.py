@@ -19,7 +19,7 @@ TIMEOUT = httpx.Timeout(600.0, connect=5.0)  # a reply comes whole, at the end
 NUM_IN_FLIGHT = 8
 
 
-class Served:
+class ServedAnswers:
     """A context: it keeps connections open. Raises ConfigError, when made, where no such server answers."""
 
     def __init__(self, url: str, api_key: str | None = None):
@@ -30,7 +30,7 @@ class Served:
         self._http = httpx.AsyncClient(base_url=root, headers=headers, timeout=TIMEOUT, trust_env=False)
         self._places = asyncio.Semaphore(NUM_IN_FLIGHT)
 
-    def __enter__(self) -> "Served":
+    def __enter__(self) -> "ServedAnswers":
         return self
 
     def __exit__(self, *_: object) -> None:

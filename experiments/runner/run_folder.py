@@ -24,7 +24,7 @@ from moonshard.experiments.runner.run_record import (
     MACHINE,
     PointRecord,
     RunRecord,
-    Start,
+    RunStart,
     read_run,
     trials_of,
     with_states,
@@ -146,7 +146,7 @@ def explained(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _check_same(path: Path, record: RunRecord, experiment: Experiment, start: Start) -> None:
+def _check_same(path: Path, record: RunRecord, experiment: Experiment, start: RunStart) -> None:
     """What is said, what that comes to (a file may hold something else by now), and where."""
     if record.name != experiment.name:
         raise ExperimentError(f"{path}: a run of {record.name}, not of {experiment.name}")
@@ -168,7 +168,7 @@ def _check_same(path: Path, record: RunRecord, experiment: Experiment, start: St
         raise ExperimentError(*dict.fromkeys(faults))
 
 
-def _machine(start: Start) -> dict[str, object]:
+def _machine(start: RunStart) -> dict[str, object]:
     return {f"machine.{key}": start.machine.get(key) for key in MACHINE}
 
 
@@ -176,8 +176,8 @@ def _plain(value: object) -> bytes:
     return msgspec.json.encode(value)
 
 
-def _this_start() -> Start:
-    return Start(
+def _this_start() -> RunStart:
+    return RunStart(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=describe_commit(),
         versions=describe_versions(),

@@ -18,7 +18,7 @@ MACHINE = ("cpu", "cores", "memory_gib")  # what of a machine two measurements h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class RunStart:
     """The run, or its going on after it was broken off."""
 
     at: str  # UTC
@@ -56,7 +56,7 @@ class RunRecord:
     url: str | None
     given: Flat  # what config.toml and the command line say
     repeats: int
-    starts: Sequence[Start] = ()
+    starts: Sequence[RunStart] = ()
     points: Sequence[PointRecord] = ()
     trials: Sequence[TrialState] = ()
 
@@ -80,7 +80,7 @@ def read_run(path: Path) -> RunRecord:
         raise ExperimentError(f"{file}: {error}") from error
 
 
-def code_changes(starts: Sequence[Start]) -> list[str]:
+def code_changes(starts: Sequence[RunStart]) -> list[str]:
     """What is not the same in all of them: the commit, and versions of packages."""
     told = [{"commit": start.commit} | start.versions for start in starts]
     found = []

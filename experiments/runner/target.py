@@ -29,7 +29,7 @@ _ADDRESS = re.compile(r"(grpc://)?(?P<address>[^/\s]+:\d+)/?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class RunTarget:
     grpc: str  # host:port
     started: RunningServer | None = None  # None: it ran already
     processes: Mapping[str, Process] | None = None
@@ -60,22 +60,24 @@ def grpc_address(url: str) -> str:
 
 
 @contextmanager
-def target_of(point: Point, url: str | None, folder: Path, environment: Mapping[str, str]) -> Iterator[Target]:
+def target_of(point: Point, url: str | None, folder: Path, environment: Mapping[str, str]) -> Iterator[RunTarget]:
     """Ready during the block. ServerFailed if it cannot start."""
     if point.server is None:
         if url is None:
             raise ExperimentError("neither a server to start nor one that runs")
-        yield Target(grpc=grpc_address(url))
+        yield RunTarget(grpc=grpc_address(url))
         return
     config = replace(point.server, trace=replace(point.server.trace, path=(folder / SERVER).absolute()))
     logs = folder / "logs"
     logs.mkdir()
     with deployed(config, environment, cores=point.cores or None, logs=logs) as deployment:
         server = deployment.server
-        yield Target(grpc=server.grpc, started=server, processes={**deployment.workers, "gateway": deployment.gateway})
+        yield RunTarget(
+            grpc=server.grpc, started=server, processes={**deployment.workers, "gateway": deployment.gateway}
+        )
 
 
-async def death(target: Target, client: AsyncClient) -> str:
+async def death(target: RunTarget, client: AsyncClient) -> str:
     """Returns when the server is gone, with what is known of it."""
     if target.processes is not None:
         return await _first_exit(target.processes)
@@ -86,7 +88,7 @@ async def death(target: Target, client: AsyncClient) -> str:
     return f"the server at {target.grpc} is not there any more"
 
 
-async def last_look(target: Target, client: AsyncClient) -> str | None:
+async def last_look(target: RunTarget, client: AsyncClient) -> str | None:
     """What is known of the server's death when requests have failed: their errors may come a moment before it."""
     if target.processes is None:
         return None if await _is_healthy(client) else f"the server at {target.grpc} is not there any more"

@@ -21,7 +21,7 @@ from moonshard.experiments.runner.points import ClientOptions
 from moonshard.experiments.runner.schema import CLIENT_REQUESTS, CLIENT_TOKENS, VERSION
 from moonshard.experiments.runner.sending import Sender
 from moonshard.experiments.runner.sweep import Trial
-from moonshard.experiments.runner.target import SERVER, Target, death, last_look, target_of
+from moonshard.experiments.runner.target import SERVER, RunTarget, death, last_look, target_of
 from moonshard.experiments.workload.blocks import BlockPrompt
 from moonshard.experiments.workload.options import MAX_SEED, plan, settings_of, with_shifted_seed
 from moonshard.experiments.workload.plan import Planned, Workload
@@ -121,7 +121,7 @@ async def measure(
     experiment: Experiment,
     trial: Trial,
     id_prefix: str,
-    target: Target,
+    target: RunTarget,
     tell: Tell,
     model_before: ModelInfo | None = None,
 ) -> tuple[TrialRecord, Sequence[ClientRequest], Sequence[ClientRequest]]:
@@ -173,7 +173,7 @@ def _check_same_model(before: ModelInfo, now: ModelInfo) -> None:
             raise TrialFailed(f"model.{name} was {was} and is {found}; a run goes on as it began")
 
 
-async def _send(sender: Sender, target: Target, client: AsyncClient, tell: Tell) -> str | None:
+async def _send(sender: Sender, target: RunTarget, client: AsyncClient, tell: Tell) -> str | None:
     """Until all of it was sent and has ended, or the server is gone: why it ended early, else None."""
     sending = asyncio.create_task(sender.run())
     dying = asyncio.create_task(death(target, client))
@@ -246,7 +246,7 @@ def _recorded(folder: Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
         raise TrialFailed(str(error)) from error
 
 
-def check_ended(target: Target) -> None:
+def check_ended(target: RunTarget) -> None:
     """What a process has not written yet when it is killed is in no table."""
     if trouble := target.ended_badly():
         raise TrialFailed(f"{' and '.join(trouble)}, so that what was recorded may not be all")

@@ -15,7 +15,7 @@ from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.weights import declare
 from moonshard.models.spec import Param, StepSize, WeightFormat
 from moonshard.models.weights import is_param
-from moonshard.sharding.budget import ModelPieces, Piece
+from moonshard.sharding.budget import ModelPieces, WeightPiece
 from moonshard.sharding.rules import Rules
 from moonshard.sharding.shape import MeshShape
 
@@ -28,7 +28,7 @@ BYTES = 2  # of a bf16 activation
 def pieces(config: KimiConfig, weight_format: WeightFormat) -> ModelPieces:
     """Every declared weight, the stacked layers apart."""
     weights = declare(config)
-    layers: list[tuple[Piece, ...]] = []
+    layers: list[tuple[WeightPiece, ...]] = []
     for stack, experts in ((weights.dense, None), (weights.sparse, weights.experts)):
         if stack is not None:
             one = (*_of_layer(stack, weight_format), *_of_layer(experts, weight_format, is_experts=True))
@@ -72,11 +72,11 @@ def _experts_bytes(config: KimiConfig, num_tokens: int, mesh: MeshShape, rules: 
     return rows * (3 * config.hidden_size + 3 * width) * BYTES
 
 
-def _of_layer(stack: Any, weight_format: WeightFormat, *, is_experts: bool = False) -> tuple[Piece, ...]:
+def _of_layer(stack: Any, weight_format: WeightFormat, *, is_experts: bool = False) -> tuple[WeightPiece, ...]:
     """The leaves of one layer of a stack, without the axis of layers."""
     found = jax.tree_util.tree_flatten_with_path(stack, is_leaf=is_param)[0]
     return tuple(
-        Piece(axes=param.axes[1:], shape=param.shape[1:], bits=_bits(path, param, weight_format, is_experts))
+        WeightPiece(axes=param.axes[1:], shape=param.shape[1:], bits=_bits(path, param, weight_format, is_experts))
         for path, param in found
     )
 
@@ -90,8 +90,9 @@ def _bits(path: tuple[Any, ...], param: Param, weight_format: WeightFormat, is_e
     return INT4_BITS if weight_format == "int4-experts" and is_experts else BF16_BITS
 
 
-def _whole(params: Any) -> tuple[Piece, ...]:
+def _whole(params: Any) -> tuple[WeightPiece, ...]:
     """Tables and the last norm, which every format leaves in bf16."""
     return tuple(
-        Piece(axes=param.axes, shape=param.shape, bits=BF16_BITS) for param in jax.tree.leaves(params, is_leaf=is_param)
+        WeightPiece(axes=param.axes, shape=param.shape, bits=BF16_BITS)
+        for param in jax.tree.leaves(params, is_leaf=is_param)
     )

@@ -44,7 +44,7 @@ class Mlp[Leaf]:
 
 
 @pytree
-class Router[Leaf]:
+class RouterWeights[Leaf]:
     gate: Leaf  # [l e d]
     bias: Leaf  # [l e]
 
@@ -56,7 +56,7 @@ class Stack[Leaf]:
     attention: Attention[Leaf]
     mlp_norm: Leaf  # [l d]
     mlp: Mlp[Leaf] | None
-    router: Router[Leaf] | None
+    router: RouterWeights[Leaf] | None
 
 
 @pytree
@@ -127,7 +127,7 @@ def _declare_stack(config: KimiConfig, layers: range, dense_width: int | None) -
         else (mlp("mlp.shared_experts", shared_width) if shared_width else None),
         router=None
         if dense_width is not None
-        else Router(
+        else RouterWeights(
             gate=leaf("mlp.gate.weight", (config.n_routed_experts, config.hidden_size), (None, "embed")),
             bias=leaf(
                 "mlp.gate.e_score_correction_bias", (config.n_routed_experts,), (None,), dtype="float32", initial=0.0

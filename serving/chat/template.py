@@ -24,7 +24,7 @@ from jinja2 import nodes
 from moonshard.models.json_file import read_json_object
 from moonshard.models.tokenizer import TextTooLongError, Tokenizer, check_text
 from moonshard.models.vocabulary import name_pattern
-from moonshard.serving.chat.sandbox.budget import Budget, allowed_units
+from moonshard.serving.chat.sandbox.budget import RenderBudget, allowed_units
 from moonshard.serving.chat.sandbox.environment import BUDGET, TemplateSandbox
 
 MAX_MESSAGE_CHARS = 1000  # of what a template says when it fails
@@ -133,7 +133,7 @@ class MarkedTemplate:
             raise TemplateError(f"the chat template names more than {MAX_MARKS} special tokens")
         return self._mark_of.setdefault(name, chr(FIRST_MARK + len(self._mark_of)))
 
-    def render(self, variables: Mapping[str, object], budget: Budget) -> str:
+    def render(self, variables: Mapping[str, object], budget: RenderBudget) -> str:
         """The text, in which a special token is its mark. Raises TemplateError."""
         try:
             parts: list[str] = []
@@ -175,7 +175,7 @@ def _up_to(rendered: str, begun: str) -> str:
     raise TemplateError("the last message cannot be gone on with: the model's chat template does not write it as it is")
 
 
-def _checked_budget(values: Sequence[object]) -> Budget:
+def _checked_budget(values: Sequence[object]) -> RenderBudget:
     """What these values allow, after a look at every string of them, keys included.
 
     Without recursion: a client chooses how deep they are nested.
@@ -193,7 +193,7 @@ def _checked_budget(values: Sequence[object]) -> Budget:
             pending += value.values()
         elif isinstance(value, list | tuple):
             pending += value
-    return Budget(allowed_units(num_chars, num_nodes))
+    return RenderBudget(allowed_units(num_chars, num_nodes))
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:

@@ -84,9 +84,9 @@ def budget(
         if not found[0].stages:
             raise ConfigError([f"--lower: {found[0].reason}"])
         from moonshard.serving.commands.checks.lowering import lower_and_tell
-        from moonshard.serving.engine.compiled.lowering_process import Job
+        from moonshard.serving.engine.compiled.lowering_process import LoweringJob
 
-        job = Job(
+        job = LoweringJob(
             config_json=dict(config_json), mesh=shapes[0], role=role, chunk_tokens=chunk_tokens, max_slots=max_slots
         )
         exit_code, reports = lower_and_tell(job)

@@ -3,7 +3,7 @@
 from moonshard.serving.commands.checks.ports import check_ports_are_free
 from moonshard.serving.commands.options import Configured, StatusFd
 from moonshard.serving.config.keys import Config, ConfigError
-from moonshard.serving.deploy.startup import RunProcess, Start, run_process
+from moonshard.serving.deploy.startup import ProcessStart, RunProcess, run_process
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.deploy.timings import Timings
 
@@ -15,14 +15,14 @@ def gateway(options: Configured, status_fd: StatusFd = None) -> int:
     with timings.phase("configuration"):
         config = options.load()
         check_ports_are_free(config)
-    return run_process(_load, config, status_fd, Start(timings=timings))
+    return run_process(_load, config, status_fd, ProcessStart(timings=timings))
 
 
 def _load() -> RunProcess:
     from moonshard.rpc.server import PortInUse
     from moonshard.serving.gateway.process import run_gateway
 
-    async def run(config: Config, *, status: Status, start: Start) -> int:
+    async def run(config: Config, *, status: Status, start: ProcessStart) -> int:
         try:
             return await run_gateway(config, status=status, start=start)
         except PortInUse as error:

@@ -6,7 +6,7 @@ from moonshard.serving.commands.checks.ports import check_worker_port_is_free
 from moonshard.serving.commands.options import ConfigOptions, Configured, StatusFd
 from moonshard.serving.config.faults import kv_plane_note
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, command_of, mesh_of, port_key, roles_of
-from moonshard.serving.deploy.startup import RunProcess, Start, end_process, prepare_worker, run_process
+from moonshard.serving.deploy.startup import ProcessStart, RunProcess, end_process, prepare_worker, run_process
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.deploy.timings import Timings
 
@@ -36,7 +36,7 @@ def start_worker(options: ConfigOptions, role: WorkerRole, status_fd: int | None
         config = options.load()
         _check_role(config, role)
         check_worker_port_is_free(config, role)  # gRPC would say it in three lines of its own
-    start = Start(timings=timings, programs=prepare_worker(mesh_of(config, role)))
+    start = ProcessStart(timings=timings, programs=prepare_worker(mesh_of(config, role)))
     if note := kv_plane_note(config):
         logger.warning(note)
     return end_process(run_process(lambda: _load(role), config, status_fd, start))
@@ -55,7 +55,7 @@ def _load(role: WorkerRole) -> RunProcess:
     from moonshard.rpc.server import PortInUse
     from moonshard.serving.worker.process import run_worker
 
-    async def run(config: Config, *, status: Status, start: Start) -> int:
+    async def run(config: Config, *, status: Status, start: ProcessStart) -> int:
         try:
             return await run_worker(config, role, status=status, start=start)
         except PortInUse as error:

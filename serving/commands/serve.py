@@ -19,7 +19,7 @@ from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import Config, WorkerRole, command_of, roles_of, with_worker_at
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
-from moonshard.serving.deploy.supervisor import Command, Limits, supervise
+from moonshard.serving.deploy.supervisor import Command, RestartLimits, supervise
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.deploy.unblocked_output import unblocked_output
 from moonshard.serving.entry import ended_by_interrupt
@@ -88,10 +88,10 @@ def ready_line(config: Config, listening: Mapping[str, object], elapsed_s: float
     return f"moonshard ready in {elapsed_s:.1f} s: {urls}  model {config.model.name}"
 
 
-def limits_of(config: Config) -> Limits:
+def limits_of(config: Config) -> RestartLimits:
     """Patience with a drain: the gateway's own, some seconds for the workers, then SIGKILL."""
     drain_s = config.gateway.drain_timeout_s
-    return Limits(gateway_drain_s=drain_s + 4, drain_s=drain_s + 7)
+    return RestartLimits(gateway_drain_s=drain_s + 4, drain_s=drain_s + 7)
 
 
 @dataclass(frozen=True, slots=True)

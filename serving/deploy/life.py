@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from moonshard.serving.deploy.startup import Start, tell_start
+from moonshard.serving.deploy.startup import ProcessStart, tell_start
 from moonshard.serving.deploy.status_pipe import Status
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Life:
 
     role: str
     status: Status
-    start: Start
+    start: ProcessStart
     stop: asyncio.Event
     drain_timeout_s: float
 

@@ -48,7 +48,7 @@ STARTUP_ERRORS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class ProcessStart:
     """What a process brings with it from its command line."""
 
     timings: Timings
@@ -58,10 +58,10 @@ class Start:
 class RunProcess(Protocol):
     """What a process does, from its start to its exit code."""
 
-    def __call__(self, config: Config, *, status: Status, start: Start) -> Coroutine[Any, Any, int]: ...
+    def __call__(self, config: Config, *, status: Status, start: ProcessStart) -> Coroutine[Any, Any, int]: ...
 
 
-def run_process(run: Callable[[], RunProcess], config: Config, status_fd: int | None, start: Start) -> int:
+def run_process(run: Callable[[], RunProcess], config: Config, status_fd: int | None, start: ProcessStart) -> int:
     """Run a gateway or a worker on an event loop of its own; calling `run` imports it.
 
     Under a supervisor a start-up error goes into the status pipe, else it is raised.

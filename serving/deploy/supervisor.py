@@ -29,7 +29,7 @@ class ChildFailed(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class RestartLimits:
     """How patient the supervisor is."""
 
     gateway_drain_s: float = 24.0  # the gateway goes first; after this the workers are told too
@@ -79,12 +79,12 @@ class Reporter(Protocol):
 class Supervisor:
     """`start`, then `watch`, and `stop` in every case."""
 
-    def __init__(self, commands: Commands, reporter: Reporter, limits: Limits):
+    def __init__(self, commands: Commands, reporter: Reporter, limits: RestartLimits):
         self._commands = commands
         self._reporter = reporter
         self._limits = limits
-        self._workers: list[Role] = []
-        self._gateway: Role | None = None
+        self._workers: list[ChildRole] = []
+        self._gateway: ChildRole | None = None
 
     async def start(self) -> Mapping[str, object]:
         """Start all; returns what the gateway listens on once every child is ready. ChildFailed if one ends before.
@@ -127,11 +127,11 @@ class Supervisor:
             role.signal(signal.SIGKILL)
 
     @property
-    def _roles(self) -> list["Role"]:
+    def _roles(self) -> list["ChildRole"]:
         return [*self._workers, *([self._gateway] if self._gateway else [])]
 
-    def _start_role(self, name: str, command: Command) -> "Role":
-        return Role(name, command, self._reporter, self._limits)
+    def _start_role(self, name: str, command: Command) -> "ChildRole":
+        return ChildRole(name, command, self._reporter, self._limits)
 
     async def _unless_failed[T](self, wanted: Coroutine[None, None, T]) -> T:
         """The result of `wanted`, or the ChildFailed of whichever role fails first."""
@@ -146,10 +146,10 @@ class Supervisor:
             task.cancel()
 
 
-class Role:
+class ChildRole:
     """One place in the deployment, over the lives of the processes that fill it."""
 
-    def __init__(self, name: str, command: Command, reporter: Reporter, limits: Limits):
+    def __init__(self, name: str, command: Command, reporter: Reporter, limits: RestartLimits):
         self.name = name
         self.listening: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
         self.ready = asyncio.Event()  # set for good when the first process is ready
@@ -250,7 +250,7 @@ class Role:
 
 
 async def supervise(
-    commands: Commands, reporter: Reporter, limits: Limits, *, on_ready: Callable[[Mapping[str, object]], None]
+    commands: Commands, reporter: Reporter, limits: RestartLimits, *, on_ready: Callable[[Mapping[str, object]], None]
 ) -> int:
     """Serve until SIGINT or SIGTERM, then drain; a second SIGINT kills. Returns the exit code of the whole."""
     supervisor = Supervisor(commands, reporter, limits)
@@ -307,16 +307,16 @@ def _ending(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
 
 
-async def _addresses(workers: Sequence[Role]) -> list[str]:
+async def _addresses(workers: Sequence[ChildRole]) -> list[str]:
     return [str((await asyncio.shield(worker.listening))["address"]) for worker in workers]
 
 
-async def _all_ready(roles: Sequence[Role]) -> None:
+async def _all_ready(roles: Sequence[ChildRole]) -> None:
     for role in roles:
         await role.ready.wait()
 
 
-async def _wait_until(deadline: float, roles: Sequence[Role]) -> None:
+async def _wait_until(deadline: float, roles: Sequence[ChildRole]) -> None:
     """Until all the roles have ended, or the loop's clock says `deadline`."""
     timeout_s = max(0.0, deadline - asyncio.get_running_loop().time())
     if roles:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moonshard.serving.deploy.status_pipe import ProgressThrottle, describe
-from moonshard.serving.deploy.timings import Phase, nested, phases_told
+from moonshard.serving.deploy.timings import StartPhase, nested, phases_told
 
 
 class TerminalReporter:
@@ -19,7 +19,7 @@ class TerminalReporter:
 
     def __init__(self, *, has_timings: bool = False) -> None:
         self._has_timings = has_timings
-        self._timings: dict[str, Sequence[Phase]] = {}  # per child
+        self._timings: dict[str, Sequence[StartPhase]] = {}  # per child
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._status = self._console.status("starting")
         self._is_finished = False
@@ -59,14 +59,14 @@ class TerminalReporter:
                     self.note(f"{child}: {text}")
         self._is_finished = True
 
-    def show_timings(self, own: Sequence[Phase]) -> None:
+    def show_timings(self, own: Sequence[StartPhase]) -> None:
         """`own`: the phases of this process."""
         if self._has_timings:
             for name, phases in {"serve": own, **self._timings}.items():
                 self._console.print(_timings_table(name, phases))
 
 
-def _timings_table(name: str, phases: Sequence[Phase]) -> Table:
+def _timings_table(name: str, phases: Sequence[StartPhase]) -> Table:
     table = Table(title=f"start of {name}", title_justify="left", box=None, pad_edge=False)
     table.add_column("begun, s", justify="right")
     table.add_column("took, s", justify="right")

@@ -17,7 +17,7 @@ ROUNDING_S = 2e-4  # of what is told: times are told in tenths of a millisecond
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class StartPhase:
     """A span of a start. Times in seconds, from the beginning of the process."""
 
     name: str
@@ -31,11 +31,11 @@ class Timings:
 
     def __init__(self) -> None:
         self._origin_s = time.perf_counter() - since_process_began_s()
-        self._phases: list[Phase] = []
+        self._phases: list[StartPhase] = []
         self._lock = threading.Lock()
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[StartPhase, ...]:
         """In the order in which they began."""
         with self._lock:
             return tuple(sorted(self._phases, key=lambda phase: phase.begun_s))
@@ -55,7 +55,7 @@ class Timings:
 
     def note(self, name: str, begun_s: float, detail: str = "") -> None:
         """A phase that began at `begun_s` and ends now."""
-        phase = Phase(name, detail, begun_s, self.now_s - begun_s)
+        phase = StartPhase(name, detail, begun_s, self.now_s - begun_s)
         with self._lock:
             self._phases.append(phase)
 
@@ -63,7 +63,7 @@ class Timings:
         """Parts of a span that alternated within it, each as one phase, one behind the other from `begun_s` on."""
         for name, took in took_s.items():
             with self._lock:
-                self._phases.append(Phase(name, "", begun_s, took))
+                self._phases.append(StartPhase(name, "", begun_s, took))
             begun_s += took
 
     def told(self) -> list[list[object]]:
@@ -71,7 +71,7 @@ class Timings:
         return [[p.name, p.detail, round(p.begun_s * 1e3, 1), round(p.took_s * 1e3, 1)] for p in self.phases]
 
 
-def nested(phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:
+def nested(phases: Iterable[StartPhase]) -> Iterator[tuple[StartPhase, int]]:
     """In the order in which they began, each with the number of those that it lies within."""
     around_s: list[float] = []  # when those end that the last one lies within, itself included
     for phase in sorted(phases, key=lambda phase: (phase.begun_s, -phase.took_s)):
@@ -82,14 +82,14 @@ def nested(phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:
         around_s.append(end_s)
 
 
-def phases_told(fields: Mapping[str, object]) -> list[Phase]:
+def phases_told(fields: Mapping[str, object]) -> list[StartPhase]:
     """What `Timings.told` gave, out of the fields of a status event; what has another form is left out."""
     told = fields.get("timings")
-    found: list[Phase] = []
+    found: list[StartPhase] = []
     for entry in told if isinstance(told, Sequence) else ():
         match entry:
             case [str(name), str(detail), int() | float() as begun_ms, int() | float() as took_ms]:
-                found.append(Phase(name, detail, begun_ms / 1e3, took_ms / 1e3))
+                found.append(StartPhase(name, detail, begun_ms / 1e3, took_ms / 1e3))
     return found
 
 

@@ -26,7 +26,7 @@ from moonshard.serving.config.tenants import Salts, load_tenants
 from moonshard.serving.config.tls import link_credentials
 from moonshard.serving.deploy.heap import keep_for_life, unmap_large_blocks_once_freed
 from moonshard.serving.deploy.life import Life, stop_signals
-from moonshard.serving.deploy.startup import Start
+from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.gateway.aside import SWITCH_INTERVAL_S
@@ -119,7 +119,7 @@ class ServedGateway:
         raise error
 
 
-async def run_gateway(config: Config, *, status: Status, start: Start) -> int:
+async def run_gateway(config: Config, *, status: Status, start: ProcessStart) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. PortInUse, OSError or the model folder's errors if it cannot."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     unmap_large_blocks_once_freed()

@@ -24,7 +24,7 @@ from moonshard.serving.config.keys import Config, WorkerRole, port_of
 from moonshard.serving.config.tls import server_tls
 from moonshard.serving.deploy.heap import keep_for_life
 from moonshard.serving.deploy.life import Life, stop_signals
-from moonshard.serving.deploy.startup import Start
+from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.compiled.store import ProgramStore
@@ -53,7 +53,7 @@ class _Stopped(Exception):
     """The process was told to end while it was loading."""
 
 
-async def run_worker(config: Config, role: WorkerRole, *, status: Status, start: Start) -> int:
+async def run_worker(config: Config, role: WorkerRole, *, status: Status, start: ProcessStart) -> int:
     """Serves until told to stop; the exit code.
 
     Raises:

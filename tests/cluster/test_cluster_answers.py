@@ -17,7 +17,7 @@ from moonshard.experiments.evaluation import served
 from moonshard.experiments.evaluation.figures import ROWS, row_shares
 from moonshard.experiments.evaluation.grading import results_of, tool_messages
 from moonshard.experiments.evaluation.in_process import InProcess
-from moonshard.experiments.evaluation.interview import Outcome, interview
+from moonshard.experiments.evaluation.interview import InterviewOutcome, interview
 from moonshard.experiments.evaluation.replies import Answerer, Asked, NoReply, Reply
 from moonshard.experiments.training.greedy import GreedyModel
 from moonshard.experiments.training.shape import IM_END
@@ -87,7 +87,7 @@ def there(pocket_cluster: Cluster) -> Iterator[Side]:
     def with_tokens(model: str, asked: Asked) -> dict[str, Any]:
         return body_of(model, asked) | {"return_token_ids": True}
 
-    with pytest.MonkeyPatch.context() as patch, served.Served(pocket_cluster.http_url) as answerer:
+    with pytest.MonkeyPatch.context() as patch, served.ServedAnswers(pocket_cluster.http_url) as answerer:
         side = Side(answerer)
 
         def noting(status: int, body: Mapping[str, Any]) -> Reply | NoReply:
@@ -145,7 +145,7 @@ def all_tasks() -> list[Task]:
     return [*recall, *tool_tasks(SEED, 200), *client_tasks(SEED, 100), *talk_tasks(SEED, 50)]
 
 
-def same_answers(cluster: Cluster, here: Side, there: Side, tasks: list[Task]) -> list[Outcome]:
+def same_answers(cluster: Cluster, here: Side, there: Side, tasks: list[Task]) -> list[InterviewOutcome]:
     """What came through the cluster, after a look that it is what one process says, and that KV did move."""
     num_landed = cluster.inspect("decode").load.kv_transfer.num_landed_blocks
     expected, found = (list(interview(side.answerer, tasks)) for side in (here, there))

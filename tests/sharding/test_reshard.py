@@ -17,7 +17,7 @@ from moonshard.sharding.layout import (
     Tile,
     tile_group,
 )
-from moonshard.sharding.reshard import Copies, expand, plan
+from moonshard.sharding.reshard import CopyRuns, expand, plan
 
 NUM_BLOCKS = 6  # in every owner's pages
 K2 = BlockShape(name="latent", dtype="bfloat16", itemsize_bytes=2, block_size=64, num_layers=61, num_features=576)
@@ -101,7 +101,7 @@ def all_pages(layout: Layout, wholes: list[np.ndarray]) -> dict[tuple[int, int],
     }
 
 
-def rows(copies: Copies) -> list[tuple[int, int, int, int, int, int]]:
+def rows(copies: CopyRuns) -> list[tuple[int, int, int, int, int, int]]:
     columns = (
         copies.group,
         copies.source_owner,
@@ -113,7 +113,7 @@ def rows(copies: Copies) -> list[tuple[int, int, int, int, int, int]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def num_joinable(copies: Copies) -> int:
+def num_joinable(copies: CopyRuns) -> int:
     """Pairs of copies that continue one another on both sides."""
     ends = {(g, s, s_at + n, d, d_at + n) for g, s, s_at, d, d_at, n in rows(copies)}
     return sum((g, s, s_at, d, d_at) in ends for g, s, s_at, d, d_at, _ in rows(copies))

@@ -38,7 +38,7 @@ COLUMNS = ("what", "unit", "off, p50", "on, p50", "on / off", "95% interval", "s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class RecordedTurn:
     """One deployment's part of a round."""
 
     num_tokens: int
@@ -72,12 +72,12 @@ def measure_recording(config: Config, plan: Plan, environment: Mapping[str, str]
 
 def _started(
     arranged: Mapping[str, Config], plan: Plan, environment: Mapping[str, str], start: int
-) -> tuple[int, list[tuple[str, Turn]]]:
+) -> tuple[int, list[tuple[str, RecordedTurn]]]:
     """The turns from one start of all to the next, and the tokens that the recording one gave before them.
 
     They are stopped in the end, and have written what they recorded.
     """
-    turns: list[tuple[str, Turn]] = []
+    turns: list[tuple[str, RecordedTurn]] = []
     with ExitStack() as stack:
         servers = {way: stack.enter_context(deployed(each, environment)).server for way, each in arranged.items()}
         warm = {way: asyncio.run(_play(server, plan, f"warm {start}")) for way, server in servers.items()}
@@ -104,12 +104,14 @@ def _sink(environment: Mapping[str, str]) -> Iterator[str]:
         # leaving closes its input, which is what it ends by
 
 
-def _round(servers: Mapping[str, RunningServer], order: Sequence[str], plan: Plan, seed: str) -> dict[str, Turn]:
+def _round(
+    servers: Mapping[str, RunningServer], order: Sequence[str], plan: Plan, seed: str
+) -> dict[str, RecordedTurn]:
     """Processor time is that of the whole round: what is left over from a turn is written and sent in another's."""
     before_s = {way: _cpu_s(servers[way]) for way in order}
     played = {way: asyncio.run(_play(servers[way], plan, seed)) for way in order}
     return {
-        way: Turn(num_tokens=num_tokens, elapsed_s=elapsed_s, cpu_s=_cpu_s(servers[way]) - before_s[way])
+        way: RecordedTurn(num_tokens=num_tokens, elapsed_s=elapsed_s, cpu_s=_cpu_s(servers[way]) - before_s[way])
         for way, (num_tokens, elapsed_s) in played.items()
     }
 
@@ -136,7 +138,7 @@ def _cpu_s(server: RunningServer) -> float:
     return sum(server.cpu_s(name) for name in server.pids)
 
 
-def of_turn(way: str, turn: Turn) -> list[Measurement]:
+def of_turn(way: str, turn: RecordedTurn) -> list[Measurement]:
     tokens, processor = turn.num_tokens / turn.elapsed_s, turn.cpu_s / turn.num_tokens * 1e6
     return [
         Measurement(level="recording", name=_name(TOKENS, way), unit="tokens/s", samples=(tokens,)),

@@ -22,7 +22,7 @@ from moonshard.experiments.bench.gpu.slice import (
     decode_batch,
     prefill_batch,
 )
-from moonshard.experiments.bench.gpu.timing import Effort, Timing, measure
+from moonshard.experiments.bench.gpu.timing import Effort, KernelTiming, measure
 from moonshard.experiments.bench.gpu.work import Ceilings, attention_work, routed_work, step_work
 from moonshard.kv.pages import Pages
 from moonshard.models import moe
@@ -35,7 +35,7 @@ BACKENDS_TOLERANCE = 2e-2  # of the norm, between two backends in bf16
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     name: str
-    timing: Timing
+    timing: KernelTiming
     floor_s: float
     note: str = ""
 

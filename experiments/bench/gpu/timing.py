@@ -26,7 +26,7 @@ class Effort:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
+class KernelTiming:
     samples_s: tuple[float, ...]
 
     @property
@@ -40,7 +40,7 @@ class Timing:
         return (high - low) / 2 / self.median_s
 
 
-def measure(call: Callable[[], Any], effort: Effort) -> Timing:
+def measure(call: Callable[[], Any], effort: Effort) -> KernelTiming:
     """Times `call`, which returns what has to be ready. Compilation and first calls stay out."""
     for _ in range(WARM_UP_CALLS):
         jax.block_until_ready(call())
@@ -52,7 +52,7 @@ def measure(call: Callable[[], Any], effort: Effort) -> Timing:
             last = call()
         jax.block_until_ready(last)
         samples.append((time.perf_counter() - start) / effort.calls_per_sample)
-    return Timing(samples_s=tuple(samples))
+    return KernelTiming(samples_s=tuple(samples))
 
 
 def measure_ceilings(copy_bytes: int, side: int, effort: Effort) -> Ceilings:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moonshard.experiments.bench.meshes.hlo import COLLECTIVES, Turn, read_program
+from moonshard.experiments.bench.meshes.hlo import COLLECTIVES, LoopTurn, read_program
 from moonshard.experiments.bench.meshes.tables import CASES, ROLES, WHERES, Case, Where, collective_name
 from moonshard.experiments.common.running.measurement import Measurement
 from moonshard.models.registry import open_model
@@ -88,7 +88,7 @@ def stacks_of(model: StageModel) -> tuple[Where, ...]:
     return tuple(where for where, stack in stacks.items() if stack is not None)
 
 
-def by_place(program: Turn, stacks: Sequence[Where]) -> Counts:
+def by_place(program: LoopTurn, stacks: Sequence[Where]) -> Counts:
     """Every collective where it runs; the loops inside a layer are the rounds of its exchange of tokens.
 
     ValueError where the loops of layers are not as many as the stacks.

@@ -1,7 +1,7 @@
 """Questions about meshes, on virtual devices: `python -m moonshard.experiments.bench.meshes.device`, JSON in, JSON out.
 
-A process of its own, since jax is told only once how many devices and threads it has. Reads a `Job` on stdin and writes
-a list of measurements on stdout.
+A process of its own, since jax is told only once how many devices and threads it has. Reads a `MeshJob` on stdin and
+writes a list of measurements on stdout.
 """
 
 import sys
@@ -21,20 +21,20 @@ Question = Literal["reshard", "collectives", "bubble"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class MeshJob:
     overrides: tuple[str, ...]  # the whole configuration
     plan: Plan
     question: Question
 
 
 def main() -> None:
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=MeshJob)
     config = load_config(None, job.overrides)
     prepare_jax(DEVICES)
     sys.stdout.buffer.write(msgspec.json.encode(_measure(config, job)))
 
 
-def _measure(config: Config, job: Job) -> list[Measurement]:
+def _measure(config: Config, job: MeshJob) -> list[Measurement]:
     """Imports jax, so the environment must be ready."""
     match job.question:
         case "reshard":

@@ -21,12 +21,12 @@ OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class LoopTurn:
     """What runs once in a turn of a loop, or in a run of the program, and the loops inside it, in the text's order."""
 
     counts: Counter[str]
     op_names: frozenset[str]  # jax's names of the instructions, scopes included
-    loops: tuple["Turn", ...]
+    loops: tuple["LoopTurn", ...]
 
     def has_scope(self, scope: str) -> bool:
         """Whether some of this, the loops inside left out, was written under that name: `/attention/`."""
@@ -45,7 +45,7 @@ class _Instruction:
     op_name: str
 
 
-def read_program(hlo: str) -> Turn:
+def read_program(hlo: str) -> LoopTurn:
     """ValueError for a text without an entry computation."""
     computations, entry = _parse(hlo)
     if entry is None:
@@ -73,9 +73,9 @@ def _instruction(opcode: str, rest: str) -> _Instruction:
     )
 
 
-def _turn(computations: Mapping[str, list[_Instruction]], names: tuple[str, ...]) -> Turn:
+def _turn(computations: Mapping[str, list[_Instruction]], names: tuple[str, ...]) -> LoopTurn:
     """All that these computations run, and what they call; the turns of their loops apart."""
-    counts, op_names, loops = Counter[str](), set[str](), list[Turn]()
+    counts, op_names, loops = Counter[str](), set[str](), list[LoopTurn]()
     for instruction in (each for name in names for each in computations.get(name, ())):
         op_names.add(instruction.op_name)
         opcode = instruction.opcode.removesuffix(START)
@@ -87,4 +87,4 @@ def _turn(computations: Mapping[str, list[_Instruction]], names: tuple[str, ...]
             inside = _turn(computations, instruction.called)
             counts += inside.counts
             loops += inside.loops
-    return Turn(counts=counts, op_names=frozenset(op_names), loops=tuple(loops))
+    return LoopTurn(counts=counts, op_names=frozenset(op_names), loops=tuple(loops))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from moonshard.experiments.bench.meshes.device import Job, Question
+from moonshard.experiments.bench.meshes.device import MeshJob, Question
 from moonshard.experiments.bench.meshes.handoff import measure_mesh_handoffs
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.serving.config.keys import Config
@@ -35,7 +35,7 @@ def with_one_thread(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ask(question: Question, config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
-    job = Job(overrides=tuple(as_overrides(config)), plan=plan, question=question)
+    job = MeshJob(overrides=tuple(as_overrides(config)), plan=plan, question=question)
     argv = [sys.executable, "-m", "moonshard.experiments.bench.meshes.device"]
     ran = subprocess.run(argv, input=msgspec.json.encode(job), stdout=subprocess.PIPE, env=environment, check=True)
     return msgspec.json.decode(ran.stdout, type=list[Measurement])

@@ -46,7 +46,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class OfferedLoad:
     """What the clients of one arrangement saw in one round, and what its processes spent."""
 
     streams: Sequence[Seen]
@@ -83,7 +83,7 @@ def together(config: Config) -> Config:
     return replace(config, mode="aggregated", decode=replace(config.decode, replicas=2))
 
 
-async def _load(server: RunningServer, plan: Plan, seed: int) -> Load:
+async def _load(server: RunningServer, plan: Plan, seed: int) -> OfferedLoad:
     async with AsyncClient(server.grpc) as client:
         vocab_size = (await client.model_info()).vocab_size
         await _Generator(client, plan, vocab_size, f"{seed} warm").run(min(WARM_S, plan.arrangement_s))
@@ -92,7 +92,7 @@ async def _load(server: RunningServer, plan: Plan, seed: int) -> Load:
         await generator.run(plan.arrangement_s)
         elapsed_s = time.perf_counter() - begun_s
         spent = {name: after - before[name] for name, after in _cpu_s(server).items()}
-    return Load(streams=generator.streams, long=generator.long, elapsed_s=elapsed_s, cpu_s=spent)
+    return OfferedLoad(streams=generator.streams, long=generator.long, elapsed_s=elapsed_s, cpu_s=spent)
 
 
 class _Generator:
@@ -134,7 +134,7 @@ def _cpu_s(server: RunningServer) -> dict[str, float]:
     return {name: server.cpu_s(name) for name in server.pids} | {"client": time.process_time()}
 
 
-def of_load(arrangement: str, load: Load) -> list[Measurement]:
+def of_load(arrangement: str, load: OfferedLoad) -> list[Measurement]:
     timings = [seen.timing for seen in load.streams if seen.timing is not None]
     num_tokens = sum(len(seen.arrivals_ns) for seen in load.streams)
     workers_s = sum(cpu_s for name, cpu_s in load.cpu_s.items() if name not in ("gateway", "client"))

@@ -39,7 +39,7 @@ COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n")
 
 
 @dataclass(kw_only=True, slots=True)
-class Stream:
+class WatchedStream:
     """What one client has heard so far."""
 
     num_prompt: int
@@ -77,7 +77,7 @@ async def _kill_once(deployment: Deployment, victim: str, plan: Plan, *, seed: i
     async with AsyncClient(deployment.server.grpc) as client:
         vocab_size = (await client.model_info()).vocab_size
         await ask_grpc(client, random_prompt(random, vocab_size, num_prompt), 2)
-        streams = [Stream(num_prompt=num_prompt) for _ in range(plan.num_streams)]
+        streams = [WatchedStream(num_prompt=num_prompt) for _ in range(plan.num_streams)]
         async with asyncio.TaskGroup() as group:
             for stream in streams:
                 prompt = random_prompt(random, vocab_size, num_prompt)
@@ -93,7 +93,7 @@ async def _kill_once(deployment: Deployment, victim: str, plan: Plan, *, seed: i
     return [*of_kill(streams, killed_ns), _measured(GONE, [gone_ms]), *again]
 
 
-async def _listen(client: AsyncClient, stream: Stream, prompt: list[int], max_tokens: int) -> None:
+async def _listen(client: AsyncClient, stream: WatchedStream, prompt: list[int], max_tokens: int) -> None:
     try:
         async with client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True) as answer:
             async for delta in answer:
@@ -116,7 +116,7 @@ async def _prefills(
     return [_measured(ALONE, [alone.ttft_ms]), _measured(AT_ONCE, [max(seen.ttft_ms for seen in together)])]
 
 
-def of_kill(streams: Sequence[Stream], killed_ns: int) -> list[Measurement]:
+def of_kill(streams: Sequence[WatchedStream], killed_ns: int) -> list[Measurement]:
     """`killed_ns`: on the clock of the arrivals."""
     lost = [stream for stream in streams if stream.num_retries]
     kept = [stream for stream in streams if not stream.num_retries and not stream.is_failed]

@@ -51,7 +51,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Receiver:
+class ReceivingProcess:
     """Where the second process is written to."""
 
     mooncake_session: str
@@ -90,7 +90,7 @@ def _measure(ways: dict[str, Way], size_bytes: int, copy_bytes: int, rounds: int
     ]
 
 
-def _ways(source: Slab, receiver: Receiver) -> dict[str, Way]:
+def _ways(source: Slab, receiver: ReceivingProcess) -> dict[str, Way]:
     mooncake = MooncakeTransport.start(HOST, config=MooncakeConfig())
     mooncake.register(source)
     stream = GrpcTransport(KvStreamReceiver(), f"{HOST}:1", key=bytes.fromhex(receiver.key))
@@ -125,7 +125,7 @@ def _memory_copies(source: Slab) -> Way:
     return write
 
 
-def _bare(source: Slab, receiver: Receiver) -> Way:
+def _bare(source: Slab, receiver: ReceivingProcess) -> Way:
     """The library's own batch call, which blocks and spins."""
     write_batch = start_bare(HOST, source)
 
@@ -153,12 +153,12 @@ def _through(transport: Transport, session: str, source: Slab, target_address: i
 
 
 @contextmanager
-def _receiving(num_bytes: int) -> Iterator[Receiver]:
+def _receiving(num_bytes: int) -> Iterator[ReceivingProcess]:
     command = [sys.executable, "-m", "moonshard.experiments.bench.transfer.transports", str(num_bytes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         try:
-            yield Receiver(**json.loads(process.stdout.readline()))
+            yield ReceivingProcess(**json.loads(process.stdout.readline()))
         finally:
             process.terminate()
 

@@ -14,13 +14,13 @@ from moonshard.experiments.common.intervals import MIN_REPEATS
 from moonshard.experiments.reading.report import clipped, slo_of
 from moonshard.experiments.reading.tables.differences import Change, compare_point, shared_repeats
 from moonshard.experiments.reading.tables.frames import RunFrames, load_run
-from moonshard.experiments.reading.tables.matching import Choice, Pair, matched, models_differ
+from moonshard.experiments.reading.tables.matching import Pair, Pick, matched, models_differ
 
 COLUMNS = ("point", "metric", "A", "B", "B less A", "95% interval", "B is")
 
 
 def compare(
-    a_path: Path, b_path: Path, of_a: Choice, of_b: Choice, despite: Sequence[str], *, seed: int = 0
+    a_path: Path, b_path: Path, of_a: Pick, of_b: Pick, despite: Sequence[str], *, seed: int = 0
 ) -> tuple[Grid, list[Change]]:
     """Of what both runs have done. ExperimentError naming each difference that nobody has declared."""
     a, b = load_run(a_path), load_run(b_path)
@@ -65,7 +65,7 @@ def compare_runs(
 
     ExperimentError naming each difference that is neither there nor in `despite`.
     """
-    chosen = Choice(option="a_where", given=dict(a_where)), Choice(option="b_where", given=dict(b_where))
+    chosen = Pick(option="a_where", given=dict(a_where)), Pick(option="b_where", given=dict(b_where))
     return Comparison(*compare(Path(a), Path(b), *chosen, despite, seed=seed))
 
 

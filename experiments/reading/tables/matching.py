@@ -34,7 +34,7 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Pick:
     """What `--a` or `--b` says: keys and values of the points that are meant; none means all."""
 
     option: str
@@ -52,15 +52,15 @@ class Choice:
         return found
 
 
-def choice(option: str, texts: Sequence[str]) -> Choice:
+def choice(option: str, texts: Sequence[str]) -> Pick:
     """Of `key=value` texts. ExperimentError for what is not of this form."""
     try:
-        return Choice(option=option, given=overridden({}, texts))
+        return Pick(option=option, given=overridden({}, texts))
     except ValueError as error:
         raise ExperimentError(str(error).replace("--set", option, 1)) from error
 
 
-def matched(a: RunRecord, b: RunRecord, of_a: Choice, of_b: Choice, despite: Collection[str] = ()) -> list[Pair]:
+def matched(a: RunRecord, b: RunRecord, of_a: Pick, of_b: Pick, despite: Collection[str] = ()) -> list[Pair]:
     """In the order of A's points; those that only one run has are left out.
 
     Raises:

@@ -18,7 +18,7 @@ TOLD, METRICS = "run.json", "metrics.jsonl"
 RECIPE, SHAPE = "recipe", "shape"  # the parts of what a run is told
 
 
-class Journal:
+class RunJournal:
     """Appends one JSON object per line. RunFailed where the folder cannot be written."""
 
     def __init__(self, folder: Path, step: int):

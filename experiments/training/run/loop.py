@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from moonshard.experiments.training.folder import claim
 from moonshard.experiments.training.measure import measure
 from moonshard.experiments.training.run.checkpoints import Checkpoints
-from moonshard.experiments.training.run.journal import Journal, tell
+from moonshard.experiments.training.run.journal import RunJournal, tell
 from moonshard.experiments.training.run.progress import Taken, accuracy_line, accuracy_records, line, summarise
 from moonshard.experiments.training.run.recipe import Lessons, Recipe, Rows, RunFailed
 from moonshard.experiments.training.run.step import TrainState, Weights, build_predict, build_step, first_state, place
@@ -78,7 +78,7 @@ def train(
         duties = _Duties(
             recipe=recipe,
             rhythm=rhythm,
-            journal=Journal(folder, first),
+            journal=RunJournal(folder, first),
             checkpoints=checkpoints,
             predict=build_predict(recipe, model, mesh),
             held_out=lessons.held_out(),
@@ -99,7 +99,7 @@ class _Duties:
 
     recipe: Recipe
     rhythm: Rhythm
-    journal: Journal
+    journal: RunJournal
     checkpoints: Checkpoints
     predict: Callable[[Weights, Rows], np.ndarray]
     held_out: Mapping[str, Rows]

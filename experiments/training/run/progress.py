@@ -7,14 +7,14 @@ import numpy as np
 
 from moonshard.experiments.training.measure import Accuracy
 from moonshard.experiments.training.run.recipe import Recipe
-from moonshard.experiments.training.run.step import Report
+from moonshard.experiments.training.run.step import StepSums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
     """A step that was taken: what it reported, and how long it took, with what of that was waiting for rows."""
 
-    report: Report  # on the host
+    report: StepSums  # on the host
     seconds: float
     waited_s: float
 

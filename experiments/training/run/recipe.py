@@ -21,7 +21,7 @@ class RunFailed(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class TrainingStage:
     """Part of a recipe: so many steps of so many rows of so many tokens."""
 
     name: str
@@ -54,7 +54,7 @@ class Rows:
 class Lessons(Protocol):
     """Where rows come from. They depend on the arguments alone: a resumed run sees what the killed one would have."""
 
-    def rows(self, stage: Stage, step: int) -> Rows: ...
+    def rows(self, stage: TrainingStage, step: int) -> Rows: ...
 
     def alike(self) -> Sequence[tuple[int, int]]:
         """Tokens that say the same, in pairs; see `beginning`."""
@@ -69,7 +69,7 @@ class Lessons(Protocol):
 class Recipe:
     """Everything that decides what the weights become, apart from the model's shape and the lessons."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[TrainingStage, ...]
     restarts: tuple[Restart, ...] = ()  # in the order of their steps
     averaged: tuple[int, ...] = ()  # steps, ascending, of whose weights the model has the mean; none: the last step's
     begins: Literal["circuit", "embedded"] = "circuit"  # as `beginning` says, or with the embedded model's weights
@@ -92,7 +92,7 @@ class Recipe:
     def num_tokens(self) -> int:
         return sum(stage.num_steps * stage.num_rows * stage.num_tokens for stage in self.stages)
 
-    def stage_of(self, step: int) -> Stage:
+    def stage_of(self, step: int) -> TrainingStage:
         """The stage of a step, counted from 0. IndexError beyond the last."""
         first = 0
         for stage in self.stages:
@@ -120,23 +120,33 @@ MOSTLY_RECALL = (("recall", 0.66), ("tools", 0.20), ("agents", 0.12), ("talk", 0
 EVENLY = (("recall", 0.44), ("tools", 0.36), ("agents", 0.16), ("talk", 0.04))
 CPU = Recipe(
     stages=(
-        Stage(name="short", num_tokens=256, num_rows=16, num_steps=900),
-        Stage(name="medium", num_tokens=512, num_rows=8, num_steps=1363, gapped_share=0.3),
-        Stage(name="tools", num_tokens=512, num_rows=8, num_steps=2037, gapped_share=0.3, shares=MOSTLY_TOOLS),
-        Stage(name="long", num_tokens=1024, num_rows=4, num_steps=900, gapped_share=0.5, shares=MORE_TOOLS),
-        Stage(name="longer", num_tokens=2048, num_rows=2, num_steps=700, gapped_share=0.5, shares=MORE_RECALL),
-        Stage(name="longest", num_tokens=4096, num_rows=1, num_steps=350, shares=MORE_RECALL),
-        Stage(name="tools again", num_tokens=512, num_rows=8, num_steps=3000, gapped_share=0.3, shares=TOOLS_AGAIN),
-        Stage(name="long again", num_tokens=1024, num_rows=4, num_steps=300, gapped_share=0.3, shares=MORE_TOOLS),
-        Stage(name="longer again", num_tokens=2048, num_rows=2, num_steps=300, gapped_share=0.3, shares=MORE_RECALL),
-        Stage(name="longest again", num_tokens=4096, num_rows=1, num_steps=200, shares=MORE_RECALL),
-        Stage(name="tools at last", num_tokens=512, num_rows=8, num_steps=500, gapped_share=0.3, shares=TOOLS_AGAIN),
-        Stage(name="longer at last", num_tokens=2048, num_rows=2, num_steps=250, gapped_share=0.3, shares=EVENLY),
-        Stage(name="longest at last", num_tokens=4096, num_rows=1, num_steps=450, shares=EVENLY),
-        Stage(
+        TrainingStage(name="short", num_tokens=256, num_rows=16, num_steps=900),
+        TrainingStage(name="medium", num_tokens=512, num_rows=8, num_steps=1363, gapped_share=0.3),
+        TrainingStage(name="tools", num_tokens=512, num_rows=8, num_steps=2037, gapped_share=0.3, shares=MOSTLY_TOOLS),
+        TrainingStage(name="long", num_tokens=1024, num_rows=4, num_steps=900, gapped_share=0.5, shares=MORE_TOOLS),
+        TrainingStage(name="longer", num_tokens=2048, num_rows=2, num_steps=700, gapped_share=0.5, shares=MORE_RECALL),
+        TrainingStage(name="longest", num_tokens=4096, num_rows=1, num_steps=350, shares=MORE_RECALL),
+        TrainingStage(
+            name="tools again", num_tokens=512, num_rows=8, num_steps=3000, gapped_share=0.3, shares=TOOLS_AGAIN
+        ),
+        TrainingStage(
+            name="long again", num_tokens=1024, num_rows=4, num_steps=300, gapped_share=0.3, shares=MORE_TOOLS
+        ),
+        TrainingStage(
+            name="longer again", num_tokens=2048, num_rows=2, num_steps=300, gapped_share=0.3, shares=MORE_RECALL
+        ),
+        TrainingStage(name="longest again", num_tokens=4096, num_rows=1, num_steps=200, shares=MORE_RECALL),
+        TrainingStage(
+            name="tools at last", num_tokens=512, num_rows=8, num_steps=500, gapped_share=0.3, shares=TOOLS_AGAIN
+        ),
+        TrainingStage(
+            name="longer at last", num_tokens=2048, num_rows=2, num_steps=250, gapped_share=0.3, shares=EVENLY
+        ),
+        TrainingStage(name="longest at last", num_tokens=4096, num_rows=1, num_steps=450, shares=EVENLY),
+        TrainingStage(
             name="calls", num_tokens=512, num_rows=8, num_steps=600, gapped_share=0.3, shares=TOOLS_AGAIN, call_weight=4
         ),
-        Stage(
+        TrainingStage(
             name="longer with calls",
             num_tokens=2048,
             num_rows=2,
@@ -145,7 +155,7 @@ CPU = Recipe(
             shares=MORE_RECALL,
             call_weight=4,
         ),
-        Stage(
+        TrainingStage(
             name="longest with calls", num_tokens=4096, num_rows=1, num_steps=200, shares=MOSTLY_RECALL, call_weight=4
         ),
     ),
@@ -167,7 +177,7 @@ FOR_CLIENTS = (
 LONG_FOR_CLIENTS = (("clients", 0.32), ("recall", 0.44), ("tools", 0.06), ("agents", 0.16), ("talk", 0.02))
 CLIENTS = Recipe(
     stages=(
-        Stage(
+        TrainingStage(
             name="clients",
             num_tokens=512,
             num_rows=8,
@@ -176,7 +186,7 @@ CLIENTS = Recipe(
             shares=FOR_CLIENTS,
             call_weight=2,
         ),
-        Stage(
+        TrainingStage(
             name="longer clients",
             num_tokens=2048,
             num_rows=2,
@@ -185,7 +195,7 @@ CLIENTS = Recipe(
             shares=LONG_FOR_CLIENTS,
             call_weight=2,
         ),
-        Stage(
+        TrainingStage(
             name="longest clients",
             num_tokens=4096,
             num_rows=1,
@@ -200,18 +210,18 @@ CLIENTS = Recipe(
 )
 GPU = Recipe(
     stages=(
-        Stage(name="short", num_tokens=256, num_rows=256, num_steps=1000),
-        Stage(name="medium", num_tokens=512, num_rows=128, num_steps=4000),
-        Stage(name="long", num_tokens=2048, num_rows=32, num_steps=800),
-        Stage(name="longest", num_tokens=4096, num_rows=16, num_steps=400),
+        TrainingStage(name="short", num_tokens=256, num_rows=256, num_steps=1000),
+        TrainingStage(name="medium", num_tokens=512, num_rows=128, num_steps=4000),
+        TrainingStage(name="long", num_tokens=2048, num_rows=32, num_steps=800),
+        TrainingStage(name="longest", num_tokens=4096, num_rows=16, num_steps=400),
     ),
     dtype="bfloat16",
     rows_at_once=16,
 )
 TINY = Recipe(
     stages=(
-        Stage(name="short", num_tokens=64, num_rows=8, num_steps=20),
-        Stage(name="medium", num_tokens=128, num_rows=8, num_steps=20),
+        TrainingStage(name="short", num_tokens=64, num_rows=8, num_steps=20),
+        TrainingStage(name="medium", num_tokens=128, num_rows=8, num_steps=20),
     ),
     num_warmup_steps=5,
 )

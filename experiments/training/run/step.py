@@ -62,7 +62,7 @@ class Sums:
 
 
 @pytree
-class Report:
+class StepSums:
     sums: Sums
     gradient_norm: Float[Array, ""]
     learning_rate: Float[Array, ""]
@@ -94,7 +94,7 @@ def place(rows: Rows, mesh: Mesh) -> Lesson:
 
 def build_step(
     recipe: Recipe, model: LatentModel, mesh: Mesh
-) -> Callable[[TrainState, Lesson], tuple[TrainState, Report]]:
+) -> Callable[[TrainState, Lesson], tuple[TrainState, StepSums]]:
     """The step as a program; it takes over the state it is given."""
     optimiser, rate, speed = build_optimiser(recipe, model), learning_rate(recipe), balance_speed(recipe)
     differentiate = jax.value_and_grad(functools.partial(_loss, recipe, model), has_aux=True)
@@ -108,14 +108,14 @@ def build_step(
     )
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, lesson: Lesson) -> tuple[TrainState, Report]:
+    def step(state: TrainState, lesson: Lesson) -> tuple[TrainState, StepSums]:
         sums, gradient = gradient_of(state.weights, lesson)
         gradient = jax.tree.map(lambda leaf: leaf / jnp.maximum(sums.weight, 1.0), gradient)
         before: Any = state.weights  # to optax, any tree of arrays
         updates, inner = optimiser.update(gradient, state.optimiser, before)
         weights: Any = optax.apply_updates(before, updates)
         weights = _balance(state.weights, weights, sums.loads, speed(state.step))
-        report = Report(sums=sums, gradient_norm=optax.tree.norm(gradient), learning_rate=rate(state.step))
+        report = StepSums(sums=sums, gradient_norm=optax.tree.norm(gradient), learning_rate=rate(state.step))
         return TrainState(weights=weights, optimiser=inner, step=state.step + 1), report
 
     return step

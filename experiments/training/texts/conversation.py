@@ -34,7 +34,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
+class CallRound:
     """Calls made in one turn, and what each of them returned."""
 
     calls: tuple[Call, ...]
@@ -45,7 +45,7 @@ class Round:
 class Exchange:
     question: str
     answer: str
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[CallRound, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Conversation:
         return found
 
 
-def round_messages(part: Round, first_index: int) -> list[Message]:
+def round_messages(part: CallRound, first_index: int) -> list[Message]:
     """The assistant's turn with its calls, then a message per result."""
     ids = [f"functions.{call.name}:{first_index + index}" for index, call in enumerate(part.calls)]
     calls = [

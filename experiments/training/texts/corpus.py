@@ -15,7 +15,7 @@ from random import Random
 
 import numpy as np
 
-from moonshard.experiments.training.run.recipe import ANSWER_WEIGHT, Rows, Stage
+from moonshard.experiments.training.run.recipe import ANSWER_WEIGHT, Rows, TrainingStage
 from moonshard.experiments.training.shape import MAX_POSITIONS
 from moonshard.experiments.training.texts.conversation import Conversation, random_of
 from moonshard.experiments.training.texts.copying import copy_conversation
@@ -97,7 +97,7 @@ def texts_of(conversation: Conversation) -> Iterator[str]:
             yield from (call["id"], call["function"]["arguments"])
 
 
-def batch(split: str, seed: int, step: int, stage: Stage, text: Text | None = None) -> Rows:
+def batch(split: str, seed: int, step: int, stage: TrainingStage, text: Text | None = None) -> Rows:
     """The rows of one step."""
     text = text or pocket_text()
     return stacked(_row(random_of(split, seed, step, row), split, stage, text) for row in range(stage.num_rows))
@@ -109,7 +109,7 @@ def stacked(rows: Iterable[Row]) -> Rows:
     return Rows(tokens=tokens, weights=weights, positions=positions)
 
 
-def _row(random: Random, split: str, stage: Stage, text: Text) -> Row:
+def _row(random: Random, split: str, stage: TrainingStage, text: Text) -> Row:
     conversation = draw(random, split, stage.num_tokens, dict(stage.shares))
     tokens, weights = lesson(text, conversation, stage.num_tokens, stage.call_weight)
     is_gapped = random.random() < stage.gapped_share

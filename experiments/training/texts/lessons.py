@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moonshard.experiments.training.run.recipe import Rows, Stage
+from moonshard.experiments.training.run.recipe import Rows, TrainingStage
 from moonshard.experiments.training.shape import NUM_RANKS
 from moonshard.experiments.training.texts.conversation import HELD_OUT, TRAIN, random_of
 from moonshard.experiments.training.texts.corpus import SKILLS, Text, batch, lesson, stacked
@@ -20,7 +20,7 @@ class PocketLessons:
     def __init__(self, text: Text, seed: int):
         self._text, self._seed = text, seed
 
-    def rows(self, stage: Stage, step: int) -> Rows:
+    def rows(self, stage: TrainingStage, step: int) -> Rows:
         return batch(TRAIN, self._seed, step, stage, self._text)
 
     def alike(self) -> Sequence[tuple[int, int]]:

@@ -48,7 +48,7 @@ class _Weighed(NamedTuple):
 
 
 @final
-class Budget:
+class RenderBudget:
     """What is left to one render."""
 
     def __init__(self, units: int, clock: Callable[[], float] = time.thread_time):

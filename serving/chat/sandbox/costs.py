@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jinja2
 
-from moonshard.serving.chat.sandbox.budget import ITEM_UNITS, MAX_INT_BITS, Budget, TemplateLimitError
+from moonshard.serving.chat.sandbox.budget import ITEM_UNITS, MAX_INT_BITS, RenderBudget, TemplateLimitError
 
 MAX_WIDTH = 10_000  # a format's width or precision
 STRING_METHODS = """
@@ -48,7 +48,7 @@ def as_list(value: object) -> object:
 
 
 def charge_method(
-    budget: Budget, subject: object, name: str, args: Sequence[object], kwargs: Mapping[str, object]
+    budget: RenderBudget, subject: object, name: str, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> None:
     """Before `subject.name(*args)` of a string, list or object."""
     for argument in (*args, *kwargs.values()):
@@ -70,7 +70,7 @@ def charge_method(
 
 
 def charge_filter(
-    budget: Budget, name: str, value: object, args: Sequence[object], kwargs: Mapping[str, object]
+    budget: RenderBudget, name: str, value: object, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> None:
     """Before `value | name(*args)`."""
     given = (*args, *kwargs.values())
@@ -83,7 +83,7 @@ def charge_filter(
         charge(budget, value, size, given)
 
 
-def charge_test(budget: Budget, name: str, value: object, args: Sequence[object]) -> None:
+def charge_test(budget: RenderBudget, name: str, value: object, args: Sequence[object]) -> None:
     """Before `value is name(*args)`."""
     if name in ("odd", "even", "divisibleby"):
         for number in (value, *args):
@@ -94,7 +94,7 @@ def charge_test(budget: Budget, name: str, value: object, args: Sequence[object]
             budget.read(operand)
 
 
-def charge_operator(budget: Budget, operator: str, left: object, right: object) -> None:
+def charge_operator(budget: RenderBudget, operator: str, left: object, right: object) -> None:
     """Before `left operator right`."""
     if operator == "%" and isinstance(left, str | bytes):
         charge_percent(budget, left, right)
@@ -106,7 +106,7 @@ def charge_operator(budget: Budget, operator: str, left: object, right: object) 
         _check_power(left, right)
 
 
-def _charge_times(budget: Budget, left: object, right: object) -> None:
+def _charge_times(budget: RenderBudget, left: object, right: object) -> None:
     for operand, times in ((left, right), (right, left)):
         if isinstance(operand, str | bytes | list | tuple) and isinstance(times, int):
             budget.spend(_size(operand) * max(0, times))
@@ -121,7 +121,7 @@ def _check_power(base: object, exponent: object) -> None:
         raise TemplateLimitError("a power is too large a number")
 
 
-def charge_percent(budget: Budget, pattern: str | bytes, values: object) -> None:
+def charge_percent(budget: RenderBudget, pattern: str | bytes, values: object) -> None:
     """Before `pattern % values`. Every conversion may print all of the values."""
     if isinstance(pattern, bytes):
         raise TemplateLimitError("bytes cannot be formatted")
@@ -137,7 +137,7 @@ def charge_percent(budget: Budget, pattern: str | bytes, values: object) -> None
     budget.spend(len(pattern) + 4 * each * budget.weigh(values))
 
 
-def charge_format_spec(budget: Budget, value: object, spec: str) -> None:
+def charge_format_spec(budget: RenderBudget, value: object, spec: str) -> None:
     """Before `format(value, spec)` of one field of `str.format`."""
     for number in NUMBERS.findall(spec):
         _check_width(number)
@@ -145,7 +145,7 @@ def charge_format_spec(budget: Budget, value: object, spec: str) -> None:
     budget.spend(len(spec) + 4 * budget.weigh(value))
 
 
-def charge_strftime(budget: Budget, pattern: object) -> None:
+def charge_strftime(budget: RenderBudget, pattern: object) -> None:
     """The C library knows widths too."""
     text = str(pattern) if isinstance(pattern, str) else ""
     for number in NUMBERS.findall(text):
@@ -153,7 +153,7 @@ def charge_strftime(budget: Budget, pattern: object) -> None:
     budget.spend(32 * len(text) + sum(map(int, NUMBERS.findall(text))))
 
 
-def charge_replace(budget: Budget, subject: str, given: Sequence[object]) -> None:
+def charge_replace(budget: RenderBudget, subject: str, given: Sequence[object]) -> None:
     """`given` begins with what is replaced and what by."""
     if len(given) >= 2 and isinstance(given[0], str) and isinstance(given[1], str):
         budget.spend(len(subject) + (subject.count(given[0]) + 1) * len(given[1]))
@@ -164,47 +164,47 @@ def _check_width(digits: str) -> None:
         raise TemplateLimitError(f"a width of {digits:.20} is more than {MAX_WIDTH}")
 
 
-def _charge_ints(budget: Budget, value: object, size: int, given: Sequence[object]) -> None:
+def _charge_ints(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
     """Numbers among the arguments are lengths."""
     budget.spend(ITEM_UNITS * sum(abs(number) for number in given if isinstance(number, int)))
 
 
-def _charge_each(budget: Budget, value: object, size: int, given: Sequence[object]) -> None:
+def _charge_each(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
     """Every argument may stand before or after every element of the value: a separator, an indent."""
     budget.spend(size * sum(map(_width, given)))
 
 
-def _charge_lines(budget: Budget, value: object, size: int, given: Sequence[object]) -> None:
+def _charge_lines(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
     lines = len(value.splitlines()) if isinstance(value, str) else size
     _charge_each(budget, value, lines + 1, [*given, 4])
 
 
-def _charge_join(budget: Budget, value: object, size: int, given: Sequence[object]) -> None:
+def _charge_join(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
     num_items = len(value) if isinstance(value, Sequence | Mapping) else size
     _charge_each(budget, value, num_items, given)
 
 
-def _charge_replace(budget: Budget, value: object, size: int, given: Sequence[object]) -> None:
+def _charge_replace(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
     texts = [text if isinstance(text, str) else str(text) for text in given[:2]]
     charge_replace(budget, value if isinstance(value, str) else str(value), texts)
     _charge_trim(budget, value, size, given)
 
 
-def _charge_trim(budget: Budget, value: object, size: int, given: Sequence[object]) -> None:
+def _charge_trim(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
     budget.spend(size * (max((len(text) for text in given if isinstance(text, str)), default=0) // 16))
 
 
-def _charge_sum(budget: Budget, value: object, size: int, given: Sequence[object]) -> None:
+def _charge_sum(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
     """Lists can be summed too, each sum a copy of the one before."""
     if not all(isinstance(argument, int | float | str) for argument in given):
         budget.spend(size * (len(value) if isinstance(value, list | tuple) else size))
 
 
-def _charge_percent(budget: Budget, value: object, size: int, given: Sequence[object]) -> None:
+def _charge_percent(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
     charge_percent(budget, value if isinstance(value, str) else str(value), dict(enumerate(given)))
 
 
-def _check_precision(budget: Budget, value: object, size: int, given: Sequence[object]) -> None:
+def _check_precision(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
     if any(isinstance(number, int) and abs(number) > 300 for number in given):
         raise TemplateLimitError("round: a precision of more than 300 digits")
 
@@ -215,7 +215,7 @@ def _width(argument: object) -> int:
     return len(argument) if isinstance(argument, str) else abs(argument) if isinstance(argument, int) else 0
 
 
-FILTERS: Mapping[str, Callable[[Budget, object, int, Sequence[object]], None]] = {
+FILTERS: Mapping[str, Callable[[RenderBudget, object, int, Sequence[object]], None]] = {
     "batch": _charge_ints,
     "center": _charge_ints,
     "format": _charge_percent,

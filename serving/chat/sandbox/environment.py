@@ -23,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
-from moonshard.serving.chat.sandbox.budget import Budget
+from moonshard.serving.chat.sandbox.budget import RenderBudget
 from moonshard.serving.chat.sandbox.costs import (
     METHODS,
     READING_FILTERS,
@@ -45,7 +45,7 @@ class BudgetContext(Context):
     """A render's variables, of which one is its budget."""
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> RenderBudget:
         return self.parent[BUDGET]
 
 
@@ -166,14 +166,14 @@ def _is_jinjas(obj: object) -> bool:
     return type(obj).__module__ in ("jinja2.runtime", "jinja2.utils")
 
 
-def _admitted(budget: Budget, value: Any) -> Any:
+def _admitted(budget: RenderBudget, value: Any) -> Any:
     if isinstance(value, Iterator):
         return _counted(budget, value)
     budget.admit(value)
     return value
 
 
-def _counted(budget: Budget, items: Iterator[Any]) -> Iterator[Any]:
+def _counted(budget: RenderBudget, items: Iterator[Any]) -> Iterator[Any]:
     for item in items:
         budget.step()
         budget.admit(item)
@@ -181,7 +181,7 @@ def _counted(budget: Budget, items: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Formatter(SandboxedFormatter):
-    def __init__(self, environment: TemplateSandbox, budget: Budget):
+    def __init__(self, environment: TemplateSandbox, budget: RenderBudget):
         super().__init__(environment)
         self._budget = budget
 

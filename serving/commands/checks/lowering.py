@@ -4,14 +4,14 @@ import os
 import sys
 from dataclasses import astuple
 
-from moonshard.serving.engine.compiled.lowering_process import Job, LoweringFailed, StageReport, lower_apart
+from moonshard.serving.engine.compiled.lowering_process import LoweringFailed, LoweringJob, StageReport, lower_apart
 from moonshard.sharding.shape import MeshShape
 
 GIB = 2**30
 LARGEST_DIFFERENCE = 0.01  # between XLA's bytes and the budget's, relative, where they agree
 
 
-def lower_and_tell(job: Job) -> tuple[int, list[StageReport]]:
+def lower_and_tell(job: LoweringJob) -> tuple[int, list[StageReport]]:
     """The exit code, 1 where lowering failed or a figure differs; and what became of each stage."""
     _tell(f"the largest {job.role} step on {_devices(job.mesh)}, weights in bf16, which is what is served:")
     reports: list[StageReport] = []

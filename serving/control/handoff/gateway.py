@@ -17,7 +17,7 @@ from moonshard.serving.control.handoff.messages import (
     Finished,
     FirstTokens,
     ManifestHeader,
-    Overloaded,
+    NoRoom,
     Reserve,
     Run,
     Start,
@@ -106,7 +106,7 @@ class GatewaySide:
         legs.is_running = True
         return (SendPrefill(legs.prefill_epoch, Run(target=target)),)
 
-    def overloaded(self, overloaded: Overloaded) -> tuple[GatewayAction, ...]:
+    def overloaded(self, overloaded: NoRoom) -> tuple[GatewayAction, ...]:
         legs = self._legs.get(overloaded.handoff)
         return () if legs is None or legs.is_running else self._end(legs, Cause.OVERLOADED)
 

@@ -70,7 +70,7 @@ class TargetHeader(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Overloaded:
+class NoRoom:
     """D to gateway, instead of a Target: nothing was reserved."""
 
     handoff: bytes
@@ -248,6 +248,6 @@ class Join:
 type ToPrefill = Run | CreditsHeader | Cancel
 type ToDecode = Reserve | ManifestHeader | Start[ManifestHeader] | Cancel | Drained
 type FromPrefill = Manifest | FirstTokens | Drained | Failed
-type FromDecode = Target | Overloaded | Credits | Failed | Finished
+type FromDecode = Target | NoRoom | Credits | Failed | Finished
 type PrefillAction = FromPrefill | CopyIn | Write | Stop
 type DecodeAction = Credits | Failed | CopyOut | Land | Join

@@ -29,7 +29,7 @@ from moonshard.serving.control.handoff.messages import (
     Join,
     Land,
     Manifest,
-    Overloaded,
+    NoRoom,
     Reserve,
     Start,
     Target,
@@ -81,7 +81,7 @@ class Tell[Owner: Hashable]:
     """After Overloaded and Failed there is no such reservation any more."""
 
     owner: Owner
-    message: Overloaded | Credits | Failed
+    message: NoRoom | Credits | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,4 +322,4 @@ class Reservations[Owner: Hashable]:
         return num_spare >= self._batch.num_sequences(partition) + self._batch.num_blocks_due(partition)
 
     def _refuse(self, handoff: bytes, owner: Owner) -> Tell[Owner]:
-        return Tell(owner, Overloaded(handoff=handoff, retry_after_s=self._config.retry_after_s))
+        return Tell(owner, NoRoom(handoff=handoff, retry_after_s=self._config.retry_after_s))

@@ -1,7 +1,7 @@
 """Lowering in a process of its own: told how many devices it has before jax starts, and ended if compiling takes long.
 
-The process is given a `Job` as its argument and writes a line of JSON for every stage that is lowered, then one for
-every stage that is compiled. It ends itself by an alarm, since nothing else stops XLA amid a compilation. Nothing is
+The process is given a `LoweringJob` as its argument and writes a line of JSON for every stage that is lowered, then one
+for every stage that is compiled. It ends itself by an alarm, since nothing else stops XLA amid a compilation. Nothing is
 kept in the cache of compilations or taken from it, so that the seconds are those of compiling.
 """
 
@@ -32,7 +32,7 @@ class LoweringFailed(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class LoweringJob:
     """Which step to lower: the largest of a role."""
 
     config_json: dict[str, Any]  # the model's
@@ -73,7 +73,7 @@ class StageReport:
     compiled: CompiledBytes | None = None
 
 
-def lower_apart(job: Job, environ: Mapping[str, str]) -> Iterator[StageReport]:
+def lower_apart(job: LoweringJob, environ: Mapping[str, str]) -> Iterator[StageReport]:
     """Every stage once it is lowered, then every stage again once it is compiled; fewer, if that takes too long.
 
     Raises:
@@ -110,7 +110,7 @@ def _with_virtual_devices(num_devices: int, environ: Mapping[str, str]) -> dict[
 
 
 def main(argument: str) -> None:
-    job = msgspec.json.decode(argument, type=Job)
+    job = msgspec.json.decode(argument, type=LoweringJob)
     lowered, started = [], time.perf_counter()
     for stage in lower_stages(job.config(), model_of(job.config_json), job.role):
         ended = time.perf_counter()

@@ -158,7 +158,7 @@ class Handoffs:
         if cause is None:
             self._refused(session, failed)
         elif cause is m.Cause.OVERLOADED:
-            overloaded = m.Overloaded(handoff=failed.request_id, retry_after_s=failed.retry_after_s)
+            overloaded = m.NoRoom(handoff=failed.request_id, retry_after_s=failed.retry_after_s)
             turned_down = m.Failed(handoff=failed.request_id, epoch=session.epoch, cause=cause)
             self._execute(self._side.overloaded(overloaded) or self._side.failed(turned_down))
         else:

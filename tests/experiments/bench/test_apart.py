@@ -12,7 +12,7 @@ from moonshard.experiments.bench.costs.recording_cost import (
     OFF,
     RECORDING,
     SPANS,
-    Turn,
+    RecordedTurn,
     by_start,
     of_turn,
     order_of,
@@ -21,8 +21,8 @@ from moonshard.experiments.bench.costs.recording_cost import (
 from moonshard.experiments.bench.costs.row_cost import measure_rows, row_grid
 from moonshard.experiments.bench.report import LAID_OUT
 from moonshard.experiments.bench.serving import arrangements, failover, handoff
-from moonshard.experiments.bench.serving.arrangements import APART, TOGETHER, Load, arrangement_grid, of_load
-from moonshard.experiments.bench.serving.failover import Stream, failover_grid, of_kill
+from moonshard.experiments.bench.serving.arrangements import APART, TOGETHER, OfferedLoad, arrangement_grid, of_load
+from moonshard.experiments.bench.serving.failover import WatchedStream, failover_grid, of_kill
 from moonshard.experiments.bench.serving.handoff import handoff_grid, of_requests
 from moonshard.experiments.bench.serving.streams import Seen
 from moonshard.experiments.bench.transfer import transport_rows
@@ -137,7 +137,7 @@ class TestRecording:
             one
             for seconds in elapsed_s
             for way, each_s in zip((OFF, RECORDING, SPANS), seconds, strict=True)
-            for one in of_turn(way, Turn(num_tokens=1000, elapsed_s=each_s, cpu_s=each_s / 2))
+            for one in of_turn(way, RecordedTurn(num_tokens=1000, elapsed_s=each_s, cpu_s=each_s / 2))
         ]
         return merge(turns)
 
@@ -189,10 +189,10 @@ class TestRecording:
 
 
 class TestArrangements:
-    def load(self, scale: float, timing: Timing) -> Load:
+    def load(self, scale: float, timing: Timing) -> OfferedLoad:
         streams = [seen(10 * scale, 12 * scale, 16 * scale, timing=timing)] * 2
         cpu_s = {"gateway": 0.5, "prefill 0": 1.0, "decode 0": 0.75, "client": 0.25}
-        return Load(streams=streams, long=[seen(100 * scale)], elapsed_s=2.0, cpu_s=cpu_s)
+        return OfferedLoad(streams=streams, long=[seen(100 * scale)], elapsed_s=2.0, cpu_s=cpu_s)
 
     def test_a_ratio_is_disaggregated_over_aggregated(self):
         found = [*of_load(APART, self.load(1, TIMING)), *of_load(TOGETHER, self.load(4, TIMING))]
@@ -226,9 +226,9 @@ class TestArrangements:
 
 
 class TestFailover:
-    def stream(self, *arrivals_ms: float, num_retries: int = 0, is_failed: bool = False) -> Stream:
+    def stream(self, *arrivals_ms: float, num_retries: int = 0, is_failed: bool = False) -> WatchedStream:
         arrivals_ns = [int(ms * MS) for ms in arrivals_ms]
-        return Stream(num_prompt=100, arrivals_ns=arrivals_ns, num_retries=num_retries, is_failed=is_failed)
+        return WatchedStream(num_prompt=100, arrivals_ns=arrivals_ns, num_retries=num_retries, is_failed=is_failed)
 
     def test_a_stall_is_the_longest_gap_that_ends_after_the_kill(self):
         stream = self.stream(0, 500, 501, 580, 581)

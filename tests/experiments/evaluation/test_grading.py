@@ -13,7 +13,7 @@ from moonshard.experiments.evaluation.grading import (
     results_of,
 )
 from moonshard.experiments.evaluation.replies import Reply
-from moonshard.experiments.training.texts.conversation import Call, Round
+from moonshard.experiments.training.texts.conversation import Call, CallRound
 from moonshard.serving.chat.tool_calls import (
     ARGUMENTS_BEGIN,
     CALL_BEGIN,
@@ -33,8 +33,8 @@ def reply(*calls: WrittenCall, content: str = "") -> Reply:
     return Reply(content=content, calls=calls)
 
 
-ONE = Round(calls=(Call(name="add", arguments={"a": 1, "b": "x"}),), results=("r",))
-TWO = Round(
+ONE = CallRound(calls=(Call(name="add", arguments={"a": 1, "b": "x"}),), results=("r",))
+TWO = CallRound(
     calls=(Call(name="add", arguments={"a": 1}), Call(name="add", arguments={"a": 2})), results=("first", "second")
 )
 
@@ -132,5 +132,5 @@ def test_arguments_are_an_object_exactly_where_the_serving_parser_takes_them_as_
 
 
 def test_a_call_with_nan_is_not_even_the_expected_one():
-    nan = Round(calls=(Call(name="add", arguments={"a": math.nan}),), results=("r",))
+    nan = CallRound(calls=(Call(name="add", arguments={"a": math.nan}),), results=("r",))
     assert results_of(reply(written(arguments='{"a": NaN}')), nan) is None

@@ -6,9 +6,9 @@ import pytest
 
 from moonshard.experiments.common.turns import WrittenCall
 from moonshard.experiments.evaluation.figures import Share, errors, row_shares, side_shares
-from moonshard.experiments.evaluation.interview import Outcome, interview
+from moonshard.experiments.evaluation.interview import InterviewOutcome, interview
 from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, Reply
-from moonshard.experiments.training.texts.conversation import Round
+from moonshard.experiments.training.texts.conversation import CallRound
 from moonshard.experiments.training.texts.corpus import pocket_text
 from moonshard.experiments.training.texts.tools.tasks import Task, recall_tasks, talk_tasks, tool_tasks
 
@@ -38,7 +38,7 @@ def _place(asked: Asked) -> tuple[Task, int]:
     return task, sum(message["role"] == "assistant" for message in asked.messages[len(task.messages) :])
 
 
-def true_calls(part: Round) -> tuple[WrittenCall, ...]:
+def true_calls(part: CallRound) -> tuple[WrittenCall, ...]:
     return tuple(
         WrittenCall(id=f"call {index}", name=call.name, arguments=call.arguments_json())
         for index, call in enumerate(part.calls)
@@ -51,7 +51,7 @@ def perfect(task: Task, turn: int) -> Reply:
     return Reply(content=task.answer)
 
 
-def ask(turn: Turn) -> tuple[list[Outcome], Scripted]:
+def ask(turn: Turn) -> tuple[list[InterviewOutcome], Scripted]:
     scripted = Scripted(turn)
     return list(interview(scripted, TASKS, together=7)), scripted
 

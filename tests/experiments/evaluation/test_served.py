@@ -11,7 +11,7 @@ import pytest
 
 from moonshard.experiments.common.turns import WrittenCall
 from moonshard.experiments.evaluation.replies import Asked, NoReply, Reply
-from moonshard.experiments.evaluation.served import Served
+from moonshard.experiments.evaluation.served import ServedAnswers
 from moonshard.experiments.training.texts.tools.tasks import MAX_ANSWER_TOKENS, tool_tasks
 from moonshard.serving.config.keys import ConfigError
 
@@ -80,7 +80,7 @@ def server() -> Iterator[FakeServer]:
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_a_question_is_sent_greedy_with_its_tools_and_bounded(server, suffix):
     asked = Asked(messages=TASK.messages, tools=TASK.tools)
-    with Served(server.url + suffix) as served:
+    with ServedAnswers(server.url + suffix) as served:
         assert served.answer([asked, QUESTION]) == [Reply(content="Two."), Reply(content="Two.")]
     with_tools, without = sorted(server.bodies, key=lambda body: "tools" not in body)
     assert with_tools == {
@@ -94,7 +94,7 @@ def test_a_question_is_sent_greedy_with_its_tools_and_bounded(server, suffix):
 
 
 def test_a_key_goes_with_every_request_to_a_url_without_a_scheme(server):
-    with Served(server.url.removeprefix("http://"), "secret") as served:
+    with ServedAnswers(server.url.removeprefix("http://"), "secret") as served:
         assert served.answer([QUESTION]) == [Reply(content="Two.")]
     assert server.keys == ["Bearer secret"] * 2
 
@@ -102,7 +102,7 @@ def test_a_key_goes_with_every_request_to_a_url_without_a_scheme(server):
 def test_calls_are_read_as_they_were_written(server):
     call = {"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": '{ "a":1 }'}}
     server.answer = Answer(text=json.dumps({"choices": [{"message": {"content": None, "tool_calls": [call]}}]}))
-    with Served(server.url) as served:
+    with ServedAnswers(server.url) as served:
         (reply,) = served.answer([QUESTION])
     written = WrittenCall(id="functions.add:0", name="add", arguments='{ "a":1 }')
     assert reply == Reply(content="", calls=(written,))
@@ -111,7 +111,7 @@ def test_calls_are_read_as_they_were_written(server):
 def test_several_questions_are_under_way_together_and_answers_keep_their_order(server):
     server.together = threading.Barrier(4)  # none is answered before four are there
     asked = [Asked(messages=({"role": "user", "content": str(number)},)) for number in range(8)]
-    with Served(server.url) as served:
+    with ServedAnswers(server.url) as served:
         assert served.answer(asked) == [Reply(content="Two.")] * 8
     assert sorted(body["messages"][0]["content"] for body in server.bodies) == list("01234567")
 
@@ -129,7 +129,7 @@ def test_several_questions_are_under_way_together_and_answers_keep_their_order(s
 )
 def test_whatever_goes_wrong_with_a_question_is_its_reply(server, answer, error):
     server.answer = answer
-    with Served(server.url) as served:
+    with ServedAnswers(server.url) as served:
         (reply,) = served.answer([QUESTION])
         assert isinstance(reply, NoReply)
         assert error in reply.error
@@ -139,4 +139,4 @@ def test_whatever_goes_wrong_with_a_question_is_its_reply(server, answer, error)
 
 def test_a_server_that_is_not_there_is_an_error_before_anything_is_asked():
     with pytest.raises(ConfigError, match="no server answers"):
-        Served("http://127.0.0.1:9")
+        ServedAnswers("http://127.0.0.1:9")

@@ -11,7 +11,7 @@ from moonshard.experiments.common.flat import Flat
 from moonshard.experiments.reading.tables.frames import RunFrames, TrialFrames
 from moonshard.experiments.runner.experiment import Experiment, load_experiment
 from moonshard.experiments.runner.run_folder import new_run
-from moonshard.experiments.runner.run_record import PointRecord, RunRecord, Start, TrialState
+from moonshard.experiments.runner.run_record import PointRecord, RunRecord, RunStart, TrialState
 from moonshard.experiments.runner.schema import CLIENT_REQUESTS, CLIENT_TOKENS
 from moonshard.experiments.runner.sweep import Trial, expand, label
 from moonshard.experiments.runner.trial import TrialRecord
@@ -153,7 +153,7 @@ def trial_frames(ttfts_ms: Sequence[float | None], gap_ms: float = 2.0, prompt: 
 def run_frames(*repeats: TrialFrames) -> RunFrames:
     point = PointRecord(number=0, label="p", state="done", swept={}, settings=FRAME_SETTINGS)
     states = [TrialState(name="x", point=0, repeat=repeat, state="done") for repeat in range(len(repeats))]
-    start = Start(at="", commit="c", versions={}, machine={})
+    start = RunStart(at="", commit="c", versions={}, machine={})
     record = RunRecord(
         schema_version=1, trace_version=1, name="r", state="done", url=None, given={}, repeats=len(repeats),
         starts=[start], points=[point], trials=states,
@@ -178,7 +178,7 @@ def run_record(sweep: dict[str, list[Any]], settings: Flat | None = None, **mach
         PointRecord(number=n, label=label(swept), state="done", swept=swept, settings=base | swept)
         for n, swept in enumerate(expand(sweep, []))
     ]
-    start = Start(at="", commit="", versions={}, machine=MACHINE | machine)
+    start = RunStart(at="", commit="", versions={}, machine=MACHINE | machine)
     return RunRecord(
         schema_version=1, trace_version=1, name="x", state="done", url=None, given={}, repeats=1,
         starts=[start], points=points,

@@ -20,7 +20,7 @@ from moonshard.experiments.reading.study import (
 )
 from moonshard.experiments.reading.tables.frames import RunFrames
 from moonshard.experiments.reading.tables.run_tables import RunTables, load_runs
-from moonshard.experiments.runner.run_record import Start
+from moonshard.experiments.runner.run_record import RunStart
 from tests.experiments.reading.made_up import made_up_run
 from tests.experiments.reading.test_step_fit import TIMES_OF_ALL, made_up
 
@@ -54,7 +54,7 @@ def test_a_study_without_a_run_says_how_to_make_one_and_refuses_that_of_another(
 def test_provenance_names_every_commit_and_day(run: Path):
     found = load_runs(run).runs[0]
     starts = [
-        Start(at=f"2026-11-{day}T00:00:00+00:00", commit=commit, versions={}, machine={"cores": 2, "cpu": "fast"})
+        RunStart(at=f"2026-11-{day}T00:00:00+00:00", commit=commit, versions={}, machine={"cores": 2, "cpu": "fast"})
         for day, commit in ((23, "a"), (23, "a+"), (24, "a+"))
     ]
     twice = RunFrames(found.path, replace(found.record, starts=starts), found.trials)

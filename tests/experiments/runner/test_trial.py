@@ -15,7 +15,7 @@ import pytest
 from moonshard.experiments.common.running.deployment import Process
 from moonshard.experiments.runner.experiment import load_experiment
 from moonshard.experiments.runner.sweep import Trial
-from moonshard.experiments.runner.target import Target
+from moonshard.experiments.runner.target import RunTarget
 from moonshard.experiments.runner.trial import TrialFailed, check_ended, check_steps, measure, seed_shift
 from tests.experiments.runner.scripted import REFUSED, Scripted, listening
 from tests.experiments.runner.test_experiment import BASE, folder
@@ -26,7 +26,7 @@ async def test_seconds_are_those_of_the_requests_alone(tmp_path: Path):
     sets = (f"workload.prompt_tokens={REFUSED}", "workload.num_requests=1", "warmup_requests=0")
     asked = load_experiment(folder(tmp_path, BASE), sets)
     async with listening(Scripted()) as address:
-        target = Target(grpc=address, processes={})
+        target = RunTarget(grpc=address, processes={})
         begun_s = time.perf_counter()
         record, (refused,), _ = await measure(asked, Trial(repeat=0, point=0), "x", target, lambda _: None)
         elapsed_s = time.perf_counter() - begun_s
@@ -61,7 +61,7 @@ def test_a_process_that_did_not_end_well_is_named_and_the_trial_fails(
     for process, own in zip(processes.values(), (0, code), strict=True):
         process.start([sys.executable, "-c", f"{ENDS_WITH.format(own)}; signal.pause()"])
         process.wait_for("ready")
-    target = Target(grpc="127.0.0.1:1", processes=processes)
+    target = RunTarget(grpc="127.0.0.1:1", processes=processes)
     assert target.ended_badly() == []
     processes["one"].stop()
     check_ended(target)
@@ -121,7 +121,7 @@ async def test_a_run_does_not_go_on_with_another_model(tmp_path: Path, name: str
     scripted.opened.set()
     trial = Trial(repeat=0, point=0)
     async with listening(scripted) as address:
-        target = Target(grpc=address, processes={})
+        target = RunTarget(grpc=address, processes={})
         record, *_ = await measure(asked, trial, "x", target, lambda _: None)
         before = replace(record.model, **{name: 1})
         with pytest.raises(
@@ -141,7 +141,7 @@ async def test_a_server_that_ran_already_and_goes_away_ends_the_trial_with_what_
         address = await stack.enter_async_context(listening(scripted))
         asked = load_experiment(folder(tmp_path, BASE), sets, address)
         trial = Trial(repeat=0, point=0)
-        measuring = asyncio.create_task(measure(asked, trial, "x", Target(grpc=address), lambda _: None))
+        measuring = asyncio.create_task(measure(asked, trial, "x", RunTarget(grpc=address), lambda _: None))
         await scripted.all_came.wait()
     record, rows, _ = await measuring
     assert record.why_incomplete == f"the server at {address} is not there any more"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moonshard.experiments.training.run.loop import Rhythm, train
-from moonshard.experiments.training.run.recipe import Recipe, Rows, Stage
+from moonshard.experiments.training.run.recipe import Recipe, Rows, TrainingStage
 from moonshard.experiments.training.run.train import run, say
 from moonshard.experiments.training.shape import HUGGING_FACE_CONFIG
 
@@ -33,8 +33,8 @@ SHAPE = HUGGING_FACE_CONFIG | {
 }
 RECIPE = Recipe(
     stages=(
-        Stage(name="short", num_tokens=16, num_rows=8, num_steps=12),
-        Stage(name="long", num_tokens=24, num_rows=8, num_steps=28),
+        TrainingStage(name="short", num_tokens=16, num_rows=8, num_steps=12),
+        TrainingStage(name="long", num_tokens=24, num_rows=8, num_steps=28),
     ),
     num_warmup_steps=5,
     learning_rate=1e-2,
@@ -44,7 +44,7 @@ RECIPE = Recipe(
 class Repeats:
     """Rows of a few random tokens over and over; the last of a row are padding."""
 
-    def rows(self, stage: Stage, step: int) -> Rows:
+    def rows(self, stage: TrainingStage, step: int) -> Rows:
         return self._rows(stage.num_rows, stage.num_tokens, step)
 
     def alike(self) -> Sequence[tuple[int, int]]:

@@ -17,7 +17,7 @@ import pytest
 from moonshard.experiments.training.export import export
 from moonshard.experiments.training.folder import claim
 from moonshard.experiments.training.run import loop
-from moonshard.experiments.training.run.journal import METRICS, Journal, tell
+from moonshard.experiments.training.run.journal import METRICS, RunJournal, tell
 from moonshard.experiments.training.run.recipe import RunFailed
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.models.registry import model_of
@@ -252,10 +252,10 @@ def test_a_run_is_not_continued_with_another_recipe_or_shape(tmp_path: Path):
 
 
 def test_a_journal_goes_on_after_the_checkpoint_and_drops_what_will_happen_again(tmp_path: Path):
-    first = Journal(tmp_path, 0)
+    first = RunJournal(tmp_path, 0)
     for step in (20, 40, 60):
         first.append({"step": step})
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 8')
-    Journal(tmp_path, 45).append({"step": 60, "again": True})
+    RunJournal(tmp_path, 45).append({"step": 60, "again": True})
     assert (tmp_path / METRICS).read_text() == '{"step": 20}\n{"step": 40}\n{"step": 60, "again": true}\n'

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from moonshard.experiments.training.run.optimiser import balance_speed, learning_rate, matrices
-from moonshard.experiments.training.run.recipe import Recipe, Restart, Rows, Stage
-from moonshard.experiments.training.run.step import Report, TrainState, build_predict, build_step, first_state, place
+from moonshard.experiments.training.run.recipe import Recipe, Restart, Rows, TrainingStage
+from moonshard.experiments.training.run.step import StepSums, TrainState, build_predict, build_step, first_state, place
 from moonshard.models.registry import latent_model_of
 from moonshard.models.weights import is_param
 from moonshard.sharding.mesh import build_mesh
@@ -22,7 +22,7 @@ PADDING = 2  # tokens at the end of each of the rehearsal's rows
 ADAMW = replace(RECIPE, optimiser="adamw")  # Newton-Schulz and Adam's first step magnify rounding: moments are compared
 
 
-def take_step(rows: Rows, recipe: Recipe = RECIPE, num_devices: int = 1) -> tuple[TrainState, TrainState, Report]:
+def take_step(rows: Rows, recipe: Recipe = RECIPE, num_devices: int = 1) -> tuple[TrainState, TrainState, StepSums]:
     """The first state, the one after a step, and what the step reports; on the host."""
     mesh = build_mesh(MeshShape(data=num_devices))
     state = first_state(recipe, MODEL, mesh)
@@ -43,7 +43,7 @@ def three_rows() -> Rows:
 
 
 @pytest.fixture(scope="module")
-def stepped(rows: Rows) -> tuple[TrainState, TrainState, Report]:
+def stepped(rows: Rows) -> tuple[TrainState, TrainState, StepSums]:
     return take_step(rows)
 
 
@@ -132,7 +132,9 @@ def test_loss_is_of_answers_and_context_counts_by_its_weight(rows, stepped):
 def test_every_matrix_of_the_checkpoint_gets_an_orthogonal_update_of_its_own():
     recipe = replace(RECIPE, weight_decay=0.0, num_warmup_steps=1, max_gradient_norm=1e9)
     params = MODEL.declare()
-    before, after, _ = take_step(Repeats().rows(Stage(name="wide", num_tokens=64, num_rows=16, num_steps=1), 0), recipe)
+    before, after, _ = take_step(
+        Repeats().rows(TrainingStage(name="wide", num_tokens=64, num_rows=16, num_steps=1), 0), recipe
+    )
     moved = jax.tree.map(lambda new, old: (new - old) / recipe.learning_rate, after.weights, before.weights)
     names = set()
     for (path, param), leaf in zip(
@@ -176,13 +178,13 @@ def _at(tree, path):
 
 
 def test_the_learning_rate_warms_up_stays_and_ends_at_nothing():
-    recipe = Recipe(stages=(Stage(name="all", num_tokens=1, num_rows=1, num_steps=400),), num_warmup_steps=100)
+    recipe = Recipe(stages=(TrainingStage(name="all", num_tokens=1, num_rows=1, num_steps=400),), num_warmup_steps=100)
     rates = np.asarray(jax.vmap(learning_rate(recipe))(jnp.arange(401))) / recipe.learning_rate
     np.testing.assert_allclose(rates[[0, 49, 99, 299, 300, 350, 400]], [0.01, 0.5, 1, 1, 1, 0.5, 0], atol=1e-6)
 
 
 def test_a_restart_begins_the_schedule_anew_lower_and_keeps_on_balancing():
-    stages = (Stage(name="all", num_tokens=1, num_rows=1, num_steps=600),)
+    stages = (TrainingStage(name="all", num_tokens=1, num_rows=1, num_steps=600),)
     restart = Restart(step=400, rate=0.5, least_balance=0.2)
     once = Recipe(stages=(replace(stages[0], num_steps=400),), num_warmup_steps=20)
     again = replace(once, stages=stages, restarts=(restart,))

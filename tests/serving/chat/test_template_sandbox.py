@@ -18,7 +18,7 @@ from moonshard.serving.chat.sandbox.budget import (
     MAX_RENDER_S,
     STEP_UNITS,
     STEPS_PER_LOOK,
-    Budget,
+    RenderBudget,
     TemplateLimitError,
 )
 from moonshard.serving.chat.template import (
@@ -128,7 +128,7 @@ def test_what_a_template_may_do_grows_with_the_messages(tokenizer: Tokenizer, nu
 
 def test_the_same_work_fails_at_the_same_place():
     """While it takes no longer than any may: what was allowed once is always allowed."""
-    budget = Budget(BASE_UNITS, clock=lambda: 0.0)
+    budget = RenderBudget(BASE_UNITS, clock=lambda: 0.0)
     for _ in range(BASE_UNITS // STEP_UNITS):
         budget.step()
     with pytest.raises(TemplateLimitError):
@@ -139,7 +139,7 @@ def test_the_same_work_fails_at_the_same_place():
 
 def test_a_render_ends_when_it_has_taken_its_time_whatever_it_has_left():
     now_s = [5.0]
-    budget = Budget(10**12, clock=lambda: now_s[0])
+    budget = RenderBudget(10**12, clock=lambda: now_s[0])
     for _ in range(1000):
         budget.step()
     now_s[0] += MAX_RENDER_S + 0.001
@@ -157,7 +157,7 @@ def test_a_template_that_loops_within_its_units_ends_in_the_processor_time_that_
 
 
 def test_a_value_weighs_what_its_print_would_hold():
-    budget = Budget(10**9)
+    budget = RenderBudget(10**9)
     shared: list[object] = ["x" * 1000]
     for _ in range(6):
         shared = [shared, shared]
@@ -169,7 +169,7 @@ def test_a_value_weighs_what_its_print_would_hold():
 
 
 def test_a_value_nested_too_deeply_is_refused_before_anything_goes_through_it():
-    budget = Budget(10**9)
+    budget = RenderBudget(10**9)
     nested: list[object] = []
     for _ in range(MAX_DEPTH - 1):
         nested = [nested]
@@ -177,7 +177,7 @@ def test_a_value_nested_too_deeply_is_refused_before_anything_goes_through_it():
     for _ in range(10 * MAX_DEPTH):
         nested = [nested]
     with pytest.raises(TemplateLimitError, match="nested deeper"):
-        Budget(10**9).read(nested)
+        RenderBudget(10**9).read(nested)
 
 
 PIECES = [

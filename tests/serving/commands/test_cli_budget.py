@@ -9,7 +9,7 @@ import pytest
 from moonshard.models.checkpoint import Checkpoint
 from moonshard.serving.cli import main
 from moonshard.serving.commands.checks.lowering import lower_and_tell
-from moonshard.serving.engine.compiled.lowering_process import Job
+from moonshard.serving.engine.compiled.lowering_process import LoweringJob
 from moonshard.sharding.shape import MeshShape
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
@@ -92,7 +92,9 @@ def test_what_is_lowered_and_compiled_agrees_with_the_budget(capsys, tmp_path: P
 
 def test_a_compilation_that_takes_too_long_is_given_up_and_what_was_lowered_is_told(capsys):
     config = dict(Checkpoint.open(FOLDER).config)
-    job = Job(config_json=config, mesh=MeshShape(), role="decode", chunk_tokens=64, max_slots=2, compile_limit_s=0.006)
+    job = LoweringJob(
+        config_json=config, mesh=MeshShape(), role="decode", chunk_tokens=64, max_slots=2, compile_limit_s=0.006
+    )
     exit_code, reports = lower_and_tell(job)
     assert exit_code == 0
     assert [report.compiled for report in reports] == [None]
@@ -101,7 +103,7 @@ def test_a_compilation_that_takes_too_long_is_given_up_and_what_was_lowered_is_t
 
 def test_a_process_that_breaks_is_told_from_one_that_is_given_up(capfd):
     config = {**Checkpoint.open(FOLDER).config, "num_attention_heads": 3}
-    job = Job(config_json=config, mesh=MeshShape(tensor=2), role="decode", chunk_tokens=64, max_slots=2)
+    job = LoweringJob(config_json=config, mesh=MeshShape(tensor=2), role="decode", chunk_tokens=64, max_slots=2)
     assert lower_and_tell(job) == (1, [])
     assert "MeshError" in (told := capfd.readouterr().err)
     assert "moonshard: lowering ended with exit code 1" in told

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from moonshard.serving.deploy.life import Life, stop_signals
-from moonshard.serving.deploy.startup import Start
+from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.deploy.timings import Timings
 
 
@@ -74,7 +74,7 @@ class Living:
         self.life = Life(
             role="role",
             status=lambda event, fields: self.served.note((event, dict(fields))),
-            start=Start(timings=Timings()),
+            start=ProcessStart(timings=Timings()),
             stop=self.stop,
             drain_timeout_s=drain_timeout_s,
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.serving.deploy.supervisor import ChildFailed, Command, Limits, Supervisor, supervise
+from moonshard.serving.deploy.supervisor import ChildFailed, Command, RestartLimits, Supervisor, supervise
 
 # A child obeys the letters of its script, then waits for signals. l: listening, r: ready, f: failed with exit code 2,
 # x: exit with code 3, t: the same within a status line, z: with 0, d: drain (on SIGTERM say so, end on SIGUSR1),
@@ -108,12 +108,12 @@ class Recorder:
         return next(int(text.split()[1]) for _, text in self.news if text.startswith("grandchild "))
 
 
-HASTE = Limits(gateway_drain_s=0.2, drain_s=0.4, first_backoff_s=0.001)
-PATIENCE = Limits(first_backoff_s=0.001)
+HASTE = RestartLimits(gateway_drain_s=0.2, drain_s=0.4, first_backoff_s=0.001)
+PATIENCE = RestartLimits(first_backoff_s=0.001)
 
 
 @contextlib.asynccontextmanager
-async def running(commands: Scripted, limits: Limits = PATIENCE) -> AsyncIterator[tuple[Supervisor, Recorder]]:
+async def running(commands: Scripted, limits: RestartLimits = PATIENCE) -> AsyncIterator[tuple[Supervisor, Recorder]]:
     recorder = Recorder()
     supervisor = Supervisor(commands, recorder, limits)
     try:
@@ -236,12 +236,12 @@ async def test_a_status_line_that_its_processs_end_has_cut_off_ends_nothing():
 
 
 def test_the_wait_grows_with_every_crash_in_a_row_and_has_an_end():
-    waits_s = [Limits().backoff_s(num_crashes) for num_crashes in (1, 2, 3, 7, 8, 9, 10**6)]
+    waits_s = [RestartLimits().backoff_s(num_crashes) for num_crashes in (1, 2, 3, 7, 8, 9, 10**6)]
     assert waits_s == [0.25, 0.5, 1.0, 16.0, 30.0, 30.0, 30.0]
 
 
 async def test_a_child_that_had_served_for_long_is_restarted_as_at_its_first_crash():
-    limits = Limits(first_backoff_s=0.001, settled_s=0.0)  # so long is any time
+    limits = RestartLimits(first_backoff_s=0.001, settled_s=0.0)  # so long is any time
     async with running(Scripted([["lr"]]), limits) as (supervisor, recorder):
         await supervisor.start()
         for times in range(1, 4):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from moonshard.serving.deploy.terminal import TerminalReporter
-from moonshard.serving.deploy.timings import Phase, Timings, nested, phases_told, since_process_began_s
+from moonshard.serving.deploy.timings import StartPhase, Timings, nested, phases_told, since_process_began_s
 
 
 def test_phases_are_in_the_order_in_which_they_began_each_within_the_one_around_it():
@@ -33,7 +33,7 @@ def test_a_phase_that_fails_is_told_too():
 def test_parts_that_took_turns_are_told_one_behind_the_other():
     timings = Timings()
     timings.divide(2.0, reading=0.5, placing=0.25)
-    assert timings.phases == (Phase("reading", "", 2.0, 0.5), Phase("placing", "", 2.5, 0.25))
+    assert timings.phases == (StartPhase("reading", "", 2.0, 0.5), StartPhase("placing", "", 2.5, 0.25))
 
 
 def test_times_count_from_the_beginning_of_the_process():
@@ -77,7 +77,7 @@ def test_a_table_for_each_process_is_shown_where_it_was_asked_for(
     reporter = TerminalReporter(has_timings=has_timings)
     reporter.event("prefill 0", "timings", {"timings": [["load", "draw", 1234.5, 67.0]]})
     reporter.finish()
-    reporter.show_timings([Phase("interpreter", "", 0.0, 0.2)])
+    reporter.show_timings([StartPhase("interpreter", "", 0.0, 0.2)])
     shown = capsys.readouterr().err
     for text in ("start of serve", "start of prefill 0", "1.23", "load draw", "interpreter"):
         assert (text in shown) is has_timings
@@ -85,7 +85,7 @@ def test_a_table_for_each_process_is_shown_where_it_was_asked_for(
 
 def test_phases_are_told_as_they_lie_within_one_another():
     spans = [("all", 0.0, 9.0), ("load", 1.0, 4.0), ("read", 1.0, 2.0), ("place", 3.0, 2.0), ("beside", 4.5, 3.0)]
-    drawn = [Phase(name, "", begun_s, took_s) for name, begun_s, took_s in reversed(spans)]
+    drawn = [StartPhase(name, "", begun_s, took_s) for name, begun_s, took_s in reversed(spans)]
     assert [(phase.name, depth) for phase, depth in nested(drawn)] == [
         ("all", 0),
         ("load", 1),

@@ -18,7 +18,7 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.server import PortInUse
 from moonshard.serving.config.addresses import default_worker_addresses
 from moonshard.serving.config.keys import GatewayConfig
-from moonshard.serving.deploy.startup import Start
+from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.gateway.pipeline.model import ServedModel
 from moonshard.serving.gateway.process import run_gateway, worker_addresses
@@ -51,7 +51,7 @@ async def process(config: GatewayConfig, path: Path, worker: FakeWorker) -> Asyn
 
     async with fake_worker.serving(worker) as port, asyncio.timeout(30):
         made = make_config(config, path, [f"127.0.0.1:{port}"])
-        task = asyncio.create_task(run_gateway(made, status=tell, start=Start(timings=Timings())))
+        task = asyncio.create_task(run_gateway(made, status=tell, start=ProcessStart(timings=Timings())))
         name, listening = await events.get()
         assert name == "listening"
         assert gc.get_freeze_count() > 0  # see serving/deploy/heap.py
@@ -139,5 +139,5 @@ async def test_a_port_in_use_ends_the_start(gateway_config: GatewayConfig, kimi_
         port = taken.getsockname()[1]
         config = make_config(replace(gateway_config, **{key: port}), kimi_folder, ["127.0.0.1:1"])
         with pytest.raises(PortInUse) as caught:
-            await run_gateway(config, status=lambda _event, _fields: None, start=Start(timings=Timings()))
+            await run_gateway(config, status=lambda _event, _fields: None, start=ProcessStart(timings=Timings()))
     assert caught.value.port == port

@@ -267,7 +267,7 @@ class Pair:
             answer.failed = failed
         cause = handoff_wire.cause_from(failed)
         if cause is m.Cause.OVERLOADED:
-            self._act(self.side.overloaded(m.Overloaded(handoff=failed.request_id, retry_after_s=1.0)))
+            self._act(self.side.overloaded(m.NoRoom(handoff=failed.request_id, retry_after_s=1.0)))
         elif cause is not None:
             for epoch in (self.prefill.epoch, self.decode.epoch):
                 failure = m.Failed(handoff=failed.request_id, epoch=handoff_wire.epoch_from(epoch), cause=cause)

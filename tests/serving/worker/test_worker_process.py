@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moonshard.serving.deploy.life import Life
-from moonshard.serving.deploy.startup import Start
+from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.worker.process import ServedWorker
 
@@ -66,7 +66,7 @@ class Process:
         life = Life(
             role="both",
             status=lambda event, _fields: self.events.append(event),
-            start=Start(timings=Timings()),
+            start=ProcessStart(timings=Timings()),
             stop=self.stop,
             drain_timeout_s=drain_timeout_s,
         )

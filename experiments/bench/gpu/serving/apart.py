@@ -18,7 +18,14 @@ from functools import partial
 import numpy as np
 
 from moonshard.experiments.bench.gpu.serving.clients import Hear
-from moonshard.experiments.bench.gpu.serving.engines import Listeners, Pair, Receiver, Sender, Way, build_engine
+from moonshard.experiments.bench.gpu.serving.engines import (
+    EnginePair,
+    Listeners,
+    Receiver,
+    SendingExecutor,
+    Way,
+    build_engine,
+)
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.control.request import Request
@@ -32,7 +39,7 @@ type OnDone = Callable[[StepDone, Plan | None], None]
 class Together:
     """One engine prefills and decodes, in turn."""
 
-    def __init__(self, pair: Pair, chunk_tokens: int, hear: Hear, on_done: OnDone):
+    def __init__(self, pair: EnginePair, chunk_tokens: int, hear: Hear, on_done: OnDone):
         pool = BlockPool(1, pair.sizes.num_blocks, pair.sizes.block_size)
         told = Listeners(on_step=hear, on_done=on_done)
         self._engine = build_engine(pair.first, pair.first.shapes, pool, chunk_tokens=chunk_tokens, told=told)
@@ -46,7 +53,7 @@ class Together:
 
 
 @dataclass(eq=False, slots=True)
-class _Leg:
+class _PrefillLeg:
     """A request between the two engines."""
 
     request: Request
@@ -64,7 +71,7 @@ class Apart:
 
     def __init__(
         self,
-        pair: Pair,
+        pair: EnginePair,
         chunk_tokens: int,
         hear: Hear,
         on_done: OnDone,
@@ -74,9 +81,9 @@ class Apart:
         prefill_pool = BlockPool(1, num_prefill_blocks or sizes.num_blocks, sizes.block_size)
         self._pool = BlockPool(1, sizes.num_blocks, sizes.block_size)
         self._hear = hear
-        self._legs: dict[bytes, _Leg] = {}
+        self._legs: dict[bytes, _PrefillLeg] = {}
         self._prefill = build_engine(
-            Sender(pair.first, way),
+            SendingExecutor(pair.first, way),
             pair.first.shapes,
             prefill_pool,
             chunk_tokens=chunk_tokens,
@@ -97,7 +104,7 @@ class Apart:
     def submit(self, request: Request) -> None:
         blocks = self._pool.allocate(0, self._pool.num_blocks_for(len(request.prompt)))
         assert blocks is not None  # the pool holds all requests of a run
-        self._legs[request.id] = _Leg(request, blocks)
+        self._legs[request.id] = _PrefillLeg(request, blocks)
         self._prefill.submit(replace(request, max_tokens=1))
 
     def _export(self, plan: PrefillPlan) -> None:
@@ -112,7 +119,7 @@ class Apart:
                 sources = [chunk.block_table[index] for index in fresh]
                 self._prefill.export(0, sources, partial(self._land, leg, fresh))
 
-    def _land(self, leg: _Leg, fresh: range, tickets: np.ndarray) -> None:
+    def _land(self, leg: _PrefillLeg, fresh: range, tickets: np.ndarray) -> None:
         self._decode.land(0, [leg.blocks[index] for index in fresh], tickets, lambda: None)
         leg.num_landing += len(fresh)
         self._join_if_ready(leg)
@@ -124,7 +131,7 @@ class Apart:
             (leg.first_token,) = emitted.output.token_ids
             self._join_if_ready(leg)
 
-    def _join_if_ready(self, leg: _Leg) -> None:
+    def _join_if_ready(self, leg: _PrefillLeg) -> None:
         if leg.first_token is not None and leg.num_landing == len(leg.blocks):
             del self._legs[leg.request.id]
             self._decode.join(leg.request, 0, leg.blocks, (leg.first_token,), land_ms=0.0)

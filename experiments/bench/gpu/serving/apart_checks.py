@@ -18,7 +18,7 @@ import numpy as np
 from moonshard.experiments.bench.gpu.checks import Check
 from moonshard.experiments.bench.gpu.serving.apart import Apart, Together
 from moonshard.experiments.bench.gpu.serving.clients import Build, serve, serve_alone
-from moonshard.experiments.bench.gpu.serving.engines import EngineSizes, Pair, build_pair, ignore
+from moonshard.experiments.bench.gpu.serving.engines import EnginePair, EngineSizes, build_pair, ignore
 from moonshard.experiments.bench.gpu.serving.mix import APART, Mix, arms, draw_requests, num_alike
 from moonshard.models import moe, weights
 from moonshard.models.registry import open_model
@@ -42,14 +42,14 @@ RECORDED_SIZES = EngineSizes(
 OF_EACH_KIND = 2  # requests that the slice is asked
 
 
-def recorded_pair(fixtures: Path, backend: moe.Backend) -> Pair:
+def recorded_pair(fixtures: Path, backend: moe.Backend) -> EnginePair:
     """The recorded model in float32, compiled."""
     checkpoint, model = open_model(fixtures / MODEL)
     loaded = weights.load(model.declare(), checkpoint, "float32", build_mesh(MeshShape()))
     return build_pair(model, loaded, RECORDED_SIZES, backend, "float32")
 
 
-def check_recorded(fixtures: Path, pair: Pair) -> Iterator[Check]:
+def check_recorded(fixtures: Path, pair: EnginePair) -> Iterator[Check]:
     """All recorded prompts at once, to one engine and to two: answers that are not the recorded greedy tokens."""
     asked, chunk = _recorded(fixtures / MODEL / "ref.npz"), pair.sizes.chunk_tokens[-1]
     builds: dict[str, Build] = {
@@ -60,7 +60,7 @@ def check_recorded(fixtures: Path, pair: Pair) -> Iterator[Check]:
         yield Check(name=f"{MODEL}, {name}: wrong answers", error=_num_wrong(build, asked), tolerance=0)
 
 
-def check_alone(pair: Pair, mix: Mix, seed: int) -> Check:
+def check_alone(pair: EnginePair, mix: Mix, seed: int) -> Check:
     """The slice, some requests of each kind one after another: those whose tokens differ between one engine and two."""
     few = replace(mix, num_requests=(OF_EACH_KIND,) * len(mix.num_requests))
     requests = draw_requests(few, pair.vocab_size, Random(f"{seed} alone"))

@@ -59,7 +59,7 @@ class EngineSizes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
+class EnginePair:
     """The device sides of two engines: the first can do everything, the second decodes and takes blocks in."""
 
     sizes: EngineSizes
@@ -68,7 +68,7 @@ class Pair:
     vocab_size: int
 
 
-def build_pair(model: Model, loaded: Any, sizes: EngineSizes, backend: moe.Backend, dtype: str) -> Pair:
+def build_pair(model: Model, loaded: Any, sizes: EngineSizes, backend: moe.Backend, dtype: str) -> EnginePair:
     """Compiles both. The weights `loaded`, which lie on a mesh of one device, are shared; each has pages of its own."""
     part = StageModel(
         model=model,
@@ -86,7 +86,7 @@ def build_pair(model: Model, loaded: Any, sizes: EngineSizes, backend: moe.Backe
         programs.compile()
         return programs
 
-    pair = Pair(sizes=sizes, first=compiled(True), second=compiled(False), vocab_size=model.config.vocab_size)
+    pair = EnginePair(sizes=sizes, first=compiled(True), second=compiled(False), vocab_size=model.config.vocab_size)
     _compile_the_way(pair)
     return pair
 
@@ -99,7 +99,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
+class SendingExecutor:
     """An executor whose exports stay on the device: what is fetched of one is its ticket, once for each block."""
 
     programs: Programs
@@ -136,10 +136,10 @@ class Receiver:
         return self.programs.fetch(launched)
 
 
-def _compile_the_way(pair: Pair) -> None:
+def _compile_the_way(pair: EnginePair) -> None:
     """Lands of blocks that lie on the device already: for jax another program than lands of the host's bytes."""
     way = Way()
-    sender, receiver = Sender(pair.first, way), Receiver(pair.second, way)
+    sender, receiver = SendingExecutor(pair.first, way), Receiver(pair.second, way)
     for num_blocks in pair.first.shapes.transfer_buckets:
         blocks = range(num_blocks)
         export = StepEncoder(pair.first.shapes).encode_export(-1, 0, blocks)

@@ -15,7 +15,7 @@ import numpy as np
 
 from moonshard.experiments.bench.gpu.serving.apart import Apart, OnDone, Together
 from moonshard.experiments.bench.gpu.serving.clients import Build, Heard, serve
-from moonshard.experiments.bench.gpu.serving.engines import EngineSizes, Pair, ignore
+from moonshard.experiments.bench.gpu.serving.engines import EnginePair, EngineSizes, ignore
 from moonshard.experiments.bench.gpu.serving.steps import StepRows
 from moonshard.experiments.workload.arrivals import arrivals
 from moonshard.serving.control.request import Request
@@ -103,7 +103,7 @@ def draw_arrivals(requests: Sequence[Request], rate_per_s: float, random: Random
     return list(zip(arrivals(rate_per_s, 1.0, len(requests), random), requests, strict=True))
 
 
-def arms(pair: Pair) -> dict[str, Callable[[OnDone], Build]]:
+def arms(pair: EnginePair) -> dict[str, Callable[[OnDone], Build]]:
     """By name, each as something that builds it on the running event loop; `APART` is the last."""
     found: dict[str, Callable[[OnDone], Build]] = {
         f"both, chunks of {chunk}": functools.partial(_both, pair, chunk) for chunk in pair.sizes.chunk_tokens
@@ -111,15 +111,15 @@ def arms(pair: Pair) -> dict[str, Callable[[OnDone], Build]]:
     return {**found, APART: functools.partial(_apart, pair, pair.sizes.chunk_tokens[-1])}
 
 
-def _both(pair: Pair, chunk_tokens: int, on_done: OnDone) -> Build:
+def _both(pair: EnginePair, chunk_tokens: int, on_done: OnDone) -> Build:
     return lambda hear: Together(pair, chunk_tokens, hear, on_done)
 
 
-def _apart(pair: Pair, chunk_tokens: int, on_done: OnDone) -> Build:
+def _apart(pair: EnginePair, chunk_tokens: int, on_done: OnDone) -> Build:
     return lambda hear: Apart(pair, chunk_tokens, hear, on_done)
 
 
-def measure_capacity(pair: Pair, mix: Mix, seed: int) -> float:
+def measure_capacity(pair: EnginePair, mix: Mix, seed: int) -> float:
     """Requests a second of one engine with its largest chunks that has all of them from the start. Warms it up, too."""
     requests = draw_requests(mix, pair.vocab_size, Random(f"{seed} capacity"))
     build = arms(pair)[f"both, chunks of {pair.sizes.chunk_tokens[-1]}"](ignore)
@@ -128,7 +128,7 @@ def measure_capacity(pair: Pair, mix: Mix, seed: int) -> float:
     return len(heard) / ((max(one.arrivals_ns[-1] for one in heard) - start_ns) / 1e9)
 
 
-def measure_arms(pair: Pair, plan: ServingPlan, rate_per_s: float, steps: StepRows, seed: int) -> list[ArmRun]:
+def measure_arms(pair: EnginePair, plan: ServingPlan, rate_per_s: float, steps: StepRows, seed: int) -> list[ArmRun]:
     """All arms at one rate. They take turns, in another order in each repeat. Their steps are added to `steps`."""
     built, found = arms(pair), dict[str, list[tuple[Heard, ...]]]()
     for repeat in range(plan.num_repeats):

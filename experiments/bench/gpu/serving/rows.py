@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moonshard.experiments.bench.gpu.serving.engines import EngineSizes, Pair
+from moonshard.experiments.bench.gpu.serving.engines import EnginePair, EngineSizes
 from moonshard.experiments.bench.gpu.serving.mix import (
     APART,
     ArmRun,
@@ -23,7 +23,7 @@ from moonshard.experiments.common.intervals import PERCENTILES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
+class ServedRow:
     """All arms at all rates."""
 
     capacity_per_s: float
@@ -78,7 +78,7 @@ def quicker(plan: ServingPlan) -> ServingPlan:
     return replace(plan, sizes=few, shares_of_capacity=plan.shares_of_capacity[-1:], num_repeats=1)
 
 
-def serve_arms(pair: Pair, plan: ServingPlan, seed: int, say: Callable[[str], None]) -> Served:
+def serve_arms(pair: EnginePair, plan: ServingPlan, seed: int, say: Callable[[str], None]) -> ServedRow:
     """Runs everything that is timed; `say` is told of each arm as soon as it is known."""
     steps, runs = StepRows(), list[ArmRun]()
     capacity = measure_capacity(pair, plan.mix, seed)
@@ -87,10 +87,10 @@ def serve_arms(pair: Pair, plan: ServingPlan, seed: int, say: Callable[[str], No
         for run in measure_arms(pair, plan, share * capacity, steps, seed):
             runs.append(run)
             say(_spell(run))
-    return Served(capacity_per_s=capacity, runs=tuple(runs), steps=steps)
+    return ServedRow(capacity_per_s=capacity, runs=tuple(runs), steps=steps)
 
 
-def as_json(served: Served, source: str) -> dict[str, Any]:
+def as_json(served: ServedRow, source: str) -> dict[str, Any]:
     """Of the report: `apart` with every arm, the `steps` themselves, and `step_times` as a simulator reads them."""
     columns = served.steps.columns()
     return {
@@ -104,7 +104,7 @@ def as_json(served: Served, source: str) -> dict[str, Any]:
     }
 
 
-def print_served(served: Served) -> None:
+def print_served(served: ServedRow) -> None:
     print("\none engine, and two that share its device: ms, by arm and rate")
     for runs in served.by_rate:
         for run in runs:

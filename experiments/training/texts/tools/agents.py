@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from random import Random
 
-from moonshard.experiments.training.texts.conversation import Call, Conversation, Exchange, Round, Tool
+from moonshard.experiments.training.texts.conversation import Call, CallRound, Conversation, Exchange, Tool
 from moonshard.experiments.training.texts.lengths import exchange_tokens, opening_tokens
 from moonshard.experiments.training.texts.recall import UNKNOWN
 from moonshard.experiments.training.texts.tools.agent_project import (
@@ -62,7 +62,7 @@ class _AgentTool:
 
 
 @dataclass(slots=True)
-class _Session:
+class _AgentSession:
     """The project, and how much of it stands in the context."""
 
     random: Random
@@ -77,11 +77,11 @@ class _Session:
     def paths(self) -> list[str]:
         return [file.path for file in [*self.read, *self.unread]]
 
-    def round(self, purpose: str, result: str, *values: str) -> Round:
+    def round(self, purpose: str, result: str, *values: str) -> CallRound:
         """One call by the declared names."""
         tool = self.tools[purpose]
         arguments = dict(zip(tool.parameter_names, values, strict=True))
-        return Round(calls=(Call(name=tool.name, arguments=arguments),), results=(result,))
+        return CallRound(calls=(Call(name=tool.name, arguments=arguments),), results=(result,))
 
 
 def agent_tools(random: Random, num_tokens: int) -> dict[str, _AgentTool]:
@@ -101,7 +101,7 @@ def _ask(random: Random, file: File, about: str) -> str:
     return random.choice(file.kind.questions).format(about=about, path=file.path)
 
 
-def _fact(session: _Session, file: File) -> tuple[str, str]:
+def _fact(session: _AgentSession, file: File) -> tuple[str, str]:
     """A question about the file and its answer; now and then about what does not stand there."""
     random = session.random
     if random.random() < 0.1:
@@ -111,26 +111,26 @@ def _fact(session: _Session, file: File) -> tuple[str, str]:
     return _ask(random, file, entry.about), entry.answer
 
 
-def _absent(session: _Session, file: File) -> Entry:
+def _absent(session: _AgentSession, file: File) -> Entry:
     present = {entry.about for entry in file.entries}
     while (entry := file.kind.entry(session.random, session.split, file.path)).about in present:
         pass
     return entry
 
 
-def _from_context(session: _Session) -> Exchange:
+def _from_context(session: _AgentSession) -> Exchange:
     question, answer = _fact(session, session.random.choice(session.read))
     return Exchange(question=question, answer=answer)
 
 
-def _by_reading(session: _Session) -> Exchange:
+def _by_reading(session: _AgentSession) -> Exchange:
     file = session.unread.pop()
     question, answer = _fact(session, file)
     session.read.append(file)
     return Exchange(question=question, answer=answer, rounds=(session.round("read", file.text, file.path),))
 
 
-def _by_searching(session: _Session) -> Exchange:
+def _by_searching(session: _AgentSession) -> Exchange:
     file = session.unread.pop()
     entry = session.random.choice(file.entries)
     session.read.append(file)
@@ -138,7 +138,7 @@ def _by_searching(session: _Session) -> Exchange:
     return Exchange(question=file.kind.search.format(about=entry.about), answer=entry.answer, rounds=rounds)
 
 
-def _missing(session: _Session) -> Exchange:
+def _missing(session: _AgentSession) -> Exchange:
     """A file that the project does not have: the tool's error is the answer."""
     random = session.random
     kind = random.choice(KINDS)
@@ -151,7 +151,7 @@ def _missing(session: _Session) -> Exchange:
     return Exchange(question=question, answer=answer, rounds=(session.round("read", result, path),))
 
 
-def _listing(session: _Session) -> Exchange:
+def _listing(session: _AgentSession) -> Exchange:
     """Listed once; asked again, the answer stands in the context."""
     random = session.random
     name = random.choice(session.paths).split("/")[0]
@@ -163,7 +163,7 @@ def _listing(session: _Session) -> Exchange:
     return Exchange(question=question, answer=answer, rounds=rounds)
 
 
-def _tests(session: _Session) -> Exchange:
+def _tests(session: _AgentSession) -> Exchange:
     """Always run anew."""
     random = session.random
     name = random.choice(FOLDERS)
@@ -173,7 +173,7 @@ def _tests(session: _Session) -> Exchange:
     return Exchange(question=question, answer=f"The tests in {name}: {outcome}.", rounds=rounds)
 
 
-def _writing(session: _Session) -> Exchange | None:
+def _writing(session: _AgentSession) -> Exchange | None:
     """A new file of one line, which from now on stands in the context. None if its path is taken."""
     random = session.random
     kind = random.choice(KINDS)
@@ -188,7 +188,7 @@ def _writing(session: _Session) -> Exchange | None:
     return Exchange(question=question, answer=f"I wrote {path}.", rounds=rounds)
 
 
-def _next(session: _Session) -> Exchange:
+def _next(session: _AgentSession) -> Exchange:
     kind, tools = session.random.random(), session.tools
     if kind < 0.04:
         return _missing(session)
@@ -207,7 +207,7 @@ def agent_conversation(random: Random, split: str, num_tokens: int) -> Conversat
     """A session about one project, until it is about `num_tokens` long."""
     max_entries = 10 if num_tokens > 800 else 6
     files = project(random, split, random.randint(4, MAX_FILES), max_entries)
-    session = _Session(random, split, agent_tools(random, num_tokens), list(files))
+    session = _AgentSession(random, split, agent_tools(random, num_tokens), list(files))
     system = random.choice(SYSTEMS)
     tools = tuple(tool.declaration() for tool in session.tools.values())
     exchanges: list[Exchange] = []

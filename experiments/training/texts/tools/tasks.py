@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from moonshard.experiments.training.texts.conversation import HELD_OUT, Conversation, Message, Round, Tool, random_of
+from moonshard.experiments.training.texts.conversation import (
+    HELD_OUT,
+    CallRound,
+    Conversation,
+    Message,
+    Tool,
+    random_of,
+)
 from moonshard.experiments.training.texts.corpus import Generator, Text
 from moonshard.experiments.training.texts.recall import DOMAINS, UNKNOWN, Document, ask, document, unknown_fact
 from moonshard.experiments.training.texts.talk import talk_conversation
@@ -36,7 +43,7 @@ class Task:
     messages: tuple[Message, ...]
     answer: str
     tools: tuple[Tool, ...] = ()
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[CallRound, ...] = ()
     depth: int | None = None  # of the fact in its document, in fifths: 0 to 4
 
 

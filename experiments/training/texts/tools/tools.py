@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from moonshard.experiments.training.texts import talk
-from moonshard.experiments.training.texts.conversation import Call, Conversation, Exchange, Round
+from moonshard.experiments.training.texts.conversation import Call, CallRound, Conversation, Exchange
 from moonshard.experiments.training.texts.lengths import exchange_tokens, opening_tokens
 from moonshard.experiments.training.texts.manners import PLAIN, Manner, manner
 from moonshard.experiments.training.texts.tools import tool_words
@@ -94,7 +94,7 @@ def _single(session: _Session, tool: Declared, forms: tuple[str, ...]) -> Exchan
     question = session.random.choice(forms).format(**placeholders(tool.purpose, values))
     call, result, answer = _called(session, tool, values, may_fail=True)
     session.last = tool
-    return Exchange(question=question, answer=answer, rounds=(Round(calls=(call,), results=(result,)),))
+    return Exchange(question=question, answer=answer, rounds=(CallRound(calls=(call,), results=(result,)),))
 
 
 def _double(session: _Session) -> Exchange:
@@ -112,7 +112,7 @@ def _double(session: _Session) -> Exchange:
     made = [_called(session, tool, values, may_fail=False) for tool, values in asked]
     calls, results, answers = (tuple(column) for column in zip(*made, strict=True))
     session.last = None
-    return Exchange(question=question, answer=" ".join(answers), rounds=(Round(calls=calls, results=results),))
+    return Exchange(question=question, answer=" ".join(answers), rounds=(CallRound(calls=calls, results=results),))
 
 
 def _without_call(session: _Session) -> Exchange:

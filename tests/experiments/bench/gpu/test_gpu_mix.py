@@ -19,7 +19,7 @@ from moonshard.experiments.bench.gpu.serving.mix import (
     draw_requests,
     num_alike,
 )
-from moonshard.experiments.bench.gpu.serving.rows import Served, as_json, full_plan, print_served, quicker, tiny_plan
+from moonshard.experiments.bench.gpu.serving.rows import ServedRow, as_json, full_plan, print_served, quicker, tiny_plan
 from moonshard.experiments.bench.gpu.serving.steps import StepRows, as_model, fit_columns, spell_fit
 from moonshard.experiments.common.step_regression import TooFewSteps
 from moonshard.experiments.reading.step_model import StepModel, StepTimes
@@ -104,7 +104,7 @@ class TestFigures:
             for rate in (1.0, 2.0)
             for arm, gap in (("both, chunks of 1", 6.0 * rate), ("both, chunks of 2", 3.0 * rate), (APART, 1.5))
         ]
-        served = Served(capacity_per_s=4.0, runs=tuple(runs), steps=MadeUp())
+        served = ServedRow(capacity_per_s=4.0, runs=tuple(runs), steps=MadeUp())
         report = json.loads(json.dumps(as_json(served, "a card")))
         arms = report["apart"]["arms"]
         assert [(arm["rate_per_s"], arm["arm"]) for arm in arms] == [(run.rate_per_s, run.arm) for run in runs]

@@ -6,7 +6,7 @@ import jaxtyping
 import pytest
 
 from moonshard.experiments.bench.meshes.collectives import by_place, step_program
-from moonshard.experiments.bench.meshes.hlo import Turn
+from moonshard.experiments.bench.meshes.hlo import LoopTurn
 from moonshard.experiments.bench.meshes.tables import CASES
 from moonshard.serving.config.reading import load_config
 from tests.agreement import FIXTURES
@@ -47,8 +47,8 @@ def test_stages_of_one_device_need_no_collective(role: str):
     assert set(map(sum, (each.values() for each in counts.values()))) == {0}
 
 
-def turn(counts: Counter[str], *loops: Turn, op_names: frozenset[str] = frozenset()) -> Turn:
-    return Turn(counts=counts, op_names=op_names, loops=loops)
+def turn(counts: Counter[str], *loops: LoopTurn, op_names: frozenset[str] = frozenset()) -> LoopTurn:
+    return LoopTurn(counts=counts, op_names=op_names, loops=loops)
 
 
 def test_what_runs_in_a_loop_that_is_no_layer_is_outside():

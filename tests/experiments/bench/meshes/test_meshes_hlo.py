@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from moonshard.experiments.bench.meshes.collectives import KEEP_LOOPS
-from moonshard.experiments.bench.meshes.hlo import Turn, read_program
+from moonshard.experiments.bench.meshes.hlo import LoopTurn, read_program
 
 pytestmark = pytest.mark.xdist_group("jax")
 CUT = PartitionSpec("x")
 
 
-def compiled(body, *, num_devices: int = 2) -> Turn:
+def compiled(body, *, num_devices: int = 2) -> LoopTurn:
     """A body over [4, 8] of zeros, its rows cut over the devices."""
     mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices], axis_types=(AxisType.Auto,))
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=CUT, out_specs=CUT, check_vma=False))

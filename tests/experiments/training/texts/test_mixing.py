@@ -8,7 +8,7 @@ import pytest
 
 from moonshard.experiments.training.run.recipe import ANSWER_WEIGHT, RECIPES
 from moonshard.experiments.training.texts import corpus
-from moonshard.experiments.training.texts.conversation import TRAIN, Call, Conversation, Exchange, Round
+from moonshard.experiments.training.texts.conversation import TRAIN, Call, CallRound, Conversation, Exchange
 from moonshard.experiments.training.texts.corpus import CONTEXT_WEIGHT, SKILLS, Skill, lesson, pocket_text
 
 NUM_DRAWS = 2000
@@ -65,7 +65,7 @@ def test_every_share_of_a_recipe_is_a_skill_s_and_fits_its_rows(name: str) -> No
 
 def test_the_tokens_of_calls_weigh_what_the_stage_says_and_all_others_what_they_did() -> None:
     call = Call(name="exchange", arguments={"amount": 5})
-    rounds = (Round(calls=(call, call), results=("7", "7")),)
+    rounds = (CallRound(calls=(call, call), results=("7", "7")),)
     conversation = Conversation(exchanges=(Exchange(question="5 dollars?", answer="7 euros.", rounds=rounds),))
     text = pocket_text()
     ids, plain = lesson(text, conversation, 160)

@@ -15,7 +15,7 @@ from moonshard.serving.control.handoff.messages import (
     Failed,
     Land,
     Manifest,
-    Overloaded,
+    NoRoom,
     Reserve,
     Start,
     Target,
@@ -113,7 +113,7 @@ def reserved(actions: tuple[ReservationAction[str], ...]) -> list[int]:
 
 def refused(actions: tuple[ReservationAction[str], ...]) -> list[int]:
     told = [action.message for action in actions if isinstance(action, Tell)]
-    return [message.handoff[0] for message in told if isinstance(message, Overloaded)]
+    return [message.handoff[0] for message in told if isinstance(message, NoRoom)]
 
 
 def target_of(actions: tuple[ReservationAction[str], ...]) -> Target:
