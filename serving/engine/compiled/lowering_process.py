@@ -1,8 +1,8 @@
 """Lowering in a process of its own: told how many devices it has before jax starts, and ended if compiling takes long.
 
 The process is given a `LoweringJob` as its argument and writes a line of JSON for every stage that is lowered, then one
-for every stage that is compiled. It ends itself by an alarm, since nothing else stops XLA amid a compilation. Nothing is
-kept in the cache of compilations or taken from it, so that the seconds are those of compiling.
+for every stage that is compiled. It ends itself by an alarm, since nothing else stops XLA amid a compilation. Nothing
+is kept in the cache of compilations or taken from it, so that the seconds are those of compiling.
 """
 
 import os
