@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from moonshard.kv.pages import Pages
-from moonshard.models import moe
+from moonshard.models.experts import moe
 from moonshard.models.pytree import pytree
 from moonshard.models.spec import KvGroup, StepSize, WeightFormat
 from moonshard.sharding.arrays import Array, Float, Int

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moonshard.models.checkpoint import Checkpoint
-from moonshard.models.config_reader import ConfigReader
+from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.folder.config_reader import ConfigReader
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.family import MODEL_TYPES, Kimi
 from moonshard.models.model import LatentModel, Model

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.pages import Pages, allocate_pages
-from moonshard.models import moe, weights
+from moonshard.models import weights
+from moonshard.models.experts import moe
 from moonshard.models.model import Batch
 from moonshard.models.registry import open_model
 from moonshard.models.spec import ModelError, matmul_precision

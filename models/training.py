@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages
-from moonshard.models import moe
+from moonshard.models.experts import moe
 from moonshard.models.model import Batch
 from moonshard.models.product import product
 from moonshard.sharding.arrays import Array, Bool, Float, Int

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Whoever calls one of these services proves first that it is of the cluster, and is proved the same: rpc/door.py.
+    """Whoever calls one of these services proves first that it is of the cluster, and is proved the same: rpc/server/door.py.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Whoever calls one of these services proves first that it is of the cluster, and is proved the same: rpc/door.py.
+    """Whoever calls one of these services proves first that it is of the cluster, and is proved the same: rpc/server/door.py.
     """
 
     def Link(self, request_iterator, context):
@@ -88,7 +88,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Whoever calls one of these services proves first that it is of the cluster, and is proved the same: rpc/door.py.
+    """Whoever calls one of these services proves first that it is of the cluster, and is proved the same: rpc/server/door.py.
     """
 
     @staticmethod

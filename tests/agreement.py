@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.pages import allocate_pages
-from moonshard.models import moe, weights
+from moonshard.models import weights
+from moonshard.models.experts import moe
 from moonshard.models.kimi.family import Kimi
 from moonshard.models.model import Batch
 from moonshard.models.registry import open_model

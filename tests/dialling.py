@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 
 from moonshard.rpc import link_pb2
-from moonshard.rpc.door import call_once, open_stream
+from moonshard.rpc.server.door import call_once, open_stream
 from moonshard.serving.config.cluster_key import ClusterKey, cluster_key
 from moonshard.serving.config.keys import Config, ModelConfig
 from moonshard.serving.gateway.workers.link import METHOD as LINK

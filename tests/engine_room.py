@@ -9,20 +9,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.models import moe, weights
-from moonshard.models.checkpoint import Checkpoint
+from moonshard.models import weights
+from moonshard.models.experts import moe
+from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.plan import PrefillPlan
 from moonshard.serving.control.request import Logprobs, Request, SequenceId
 from moonshard.serving.deploy.startup import programs_folder
 from moonshard.serving.deploy.timings import Timings
+from moonshard.serving.engine.capacity.sizes import buckets, split_stages
 from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.programs import Programs, Wanted
-from moonshard.serving.engine.sizes import buckets, split_stages
 from moonshard.serving.engine.stage import Stage, StageModel
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh

@@ -26,7 +26,7 @@ from moonshard.experiments.training.texts.tools.tasks import (
     talk_tasks,
     tool_tasks,
 )
-from moonshard.models.tokenizer import TextError, load_tokenizer
+from moonshard.models.tokenizers.tokenizer import TextError, load_tokenizer
 from moonshard.serving.chat.template import TemplateError, load_chat_template
 from moonshard.serving.commands.options import ApiKey, api_key_of
 from moonshard.serving.config.keys import ConfigError

@@ -14,8 +14,8 @@ from moonshard.experiments.evaluation.replies import Asked, Identity, NoReply, R
 from moonshard.experiments.training.greedy import GreedyModel
 from moonshard.experiments.training.texts.corpus import Text
 from moonshard.experiments.training.texts.tools.tasks import MAX_ANSWER_TOKENS, MAX_CONTEXT_TOKENS, prompt_tokens
-from moonshard.models.generation import load_generation_defaults
-from moonshard.models.tokenizer import TextError, TokenIdError
+from moonshard.models.folder.generation import load_generation_defaults
+from moonshard.models.tokenizers.tokenizer import TextError, TokenIdError
 from moonshard.rpc.codec import whole_calls
 from moonshard.serving.chat.detokenizer import Detokenizer
 from moonshard.serving.chat.template import TemplateError

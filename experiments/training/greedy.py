@@ -18,7 +18,8 @@ from jaxtyping import Int
 
 from moonshard.experiments.training.greedy_blocks import BLOCK_SIZE, Blocks, Placed, num_blocks_of
 from moonshard.kv.pages import Pages, allocate_pages
-from moonshard.models import moe, weights
+from moonshard.models import weights
+from moonshard.models.experts import moe
 from moonshard.models.model import Batch, Model
 from moonshard.models.registry import open_model
 from moonshard.models.spec import ModelError, matmul_precision

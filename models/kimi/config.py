@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moonshard.models.config_reader import MAX_EXPERTS, ConfigReader, Yarn
+from moonshard.models.folder.config_reader import MAX_EXPERTS, ConfigReader, Yarn
 from moonshard.models.spec import KvGroup, ModelError
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moonshard.kv.pages import Pages
-from moonshard.models import moe
+from moonshard.models.experts import moe
 from moonshard.models.kimi import footprint, forward, rotary, weights
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.model import Attend, Batch, Observations

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages, TokenCut, write_tokens
-from moonshard.models import moe
 from moonshard.models.attention import latent_attention, merge_over, partial_attention
-from moonshard.models.expert_copies import to_copies
+from moonshard.models.experts import moe
+from moonshard.models.experts.copies import to_copies
+from moonshard.models.experts.exchange import exchanged
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.rotary import rotary_frequencies, rotate, softmax_scale
 from moonshard.models.kimi.weights import Attention, Mlp, Stack, Weights
 from moonshard.models.model import Attend, Batch, Observations
-from moonshard.models.moe_exchange import exchanged
 from moonshard.models.product import product
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 from moonshard.sharding.experts import ExpertPlacement

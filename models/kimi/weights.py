@@ -1,14 +1,14 @@
 """The weights of Kimi K2 and DeepSeek-V3: every parameter declared once, with its shape, axes and place in a folder.
 
 Layers of a kind are stacked; routed experts stay apart, so that only the experts that run are read. How weights lie on
-a mesh is `sharding.rules`' business, reading files `models.checkpoint`'s.
+a mesh is `sharding.rules`' business, reading files `models.folder.checkpoint`'s.
 Einsum alphabet: b batch, n row, t query position, s key position, d embed, h heads, k head_dim, r lora rank, e experts,
 f ffw, v vocab.
 """
 
 from typing import Any
 
-from moonshard.models import moe
+from moonshard.models.experts import moe
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.pytree import pytree
 from moonshard.models.spec import Param

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from moonshard.models.tokenizer import Tokenizer
+from moonshard.models.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

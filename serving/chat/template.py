@@ -21,9 +21,9 @@ from typing import final
 import jinja2
 from jinja2 import nodes
 
-from moonshard.models.json_file import read_json_object
-from moonshard.models.tokenizer import TextTooLongError, Tokenizer, check_text
-from moonshard.models.vocabulary import name_pattern
+from moonshard.models.folder.json_file import read_json_object
+from moonshard.models.tokenizers.tokenizer import TextTooLongError, Tokenizer, check_text
+from moonshard.models.tokenizers.vocabulary import name_pattern
 from moonshard.serving.chat.sandbox.budget import RenderBudget, allowed_units
 from moonshard.serving.chat.sandbox.environment import BUDGET, TemplateSandbox
 

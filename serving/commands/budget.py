@@ -139,7 +139,7 @@ def _check_sizes(chunk_tokens: int, max_slots: int) -> None:
 
 def _find_model(name: str) -> "tuple[Mapping[str, Any], Model, WeightFormat]":
     """The config.json of a known model or of a folder, its model, and the format of its weights."""
-    from moonshard.models.json_file import read_json_object
+    from moonshard.models.folder.json_file import read_json_object
     from moonshard.models.registry import model_of
     from moonshard.models.shapes import KNOWN
     from moonshard.models.spec import ModelError

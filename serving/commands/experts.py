@@ -35,7 +35,7 @@ def experts(
     """
     tokens = _tokens_of(model, text)
     prepare_jax(MeshShape())
-    from moonshard.models.expert_loads import measure, write_loads
+    from moonshard.models.experts.loads import measure, write_loads
     from moonshard.models.score import Scorer
 
     scorer = Scorer(model)
@@ -57,7 +57,7 @@ def _check_sizes(num_experts: int, num_devices: int, num_redundant: int) -> None
 
 
 def _tokens_of(model: Path, text: Path) -> list[int]:
-    from moonshard.models.tokenizer import load_tokenizer
+    from moonshard.models.tokenizers.tokenizer import load_tokenizer
 
     try:
         content = text.read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ def gateway(options: Configured, status_fd: StatusFd = None) -> int:
 
 
 def _load() -> RunProcess:
-    from moonshard.rpc.server import PortInUse
+    from moonshard.rpc.server.server import PortInUse
     from moonshard.serving.gateway.process import run_gateway
 
     async def run(config: Config, *, status: Status, start: ProcessStart) -> int:

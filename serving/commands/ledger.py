@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from moonshard.serving.config.keys import ConfigError
-from moonshard.serving.gateway.records.ledger import LedgerError, LedgerRow, read_ledger
+from moonshard.serving.gateway.records.accounts.ledger import LedgerError, LedgerRow, read_ledger
 
 GROUPS: Mapping[str, Callable[[LedgerRow], str]] = {
     "tenant": lambda row: row.tenant,

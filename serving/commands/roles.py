@@ -52,7 +52,7 @@ def _check_role(config: Config, role: WorkerRole) -> None:
 
 
 def _load(role: WorkerRole) -> RunProcess:
-    from moonshard.rpc.server import PortInUse
+    from moonshard.rpc.server.server import PortInUse
     from moonshard.serving.worker.process import run_worker
 
     async def run(config: Config, *, status: Status, start: ProcessStart) -> int:

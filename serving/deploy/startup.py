@@ -33,14 +33,14 @@ PREPARING, PREPARING_BEHIND = "prepare", "prepare behind"
 STARTUP_ERRORS = frozenset(
     {
         ("moonshard.kv.transfer", "TransportUnavailable"),
-        ("moonshard.models.checkpoint", "CheckpointError"),
-        ("moonshard.models.generation", "GenerationConfigError"),
+        ("moonshard.models.folder.checkpoint", "CheckpointError"),
+        ("moonshard.models.folder.generation", "GenerationConfigError"),
         ("moonshard.models.spec", "ModelError"),
-        ("moonshard.models.vocabulary", "TokenizerError"),
-        ("moonshard.rpc.server", "PortInUse"),
+        ("moonshard.models.tokenizers.vocabulary", "TokenizerError"),
+        ("moonshard.rpc.server.server", "PortInUse"),
         ("moonshard.serving.chat.template", "TemplateFileError"),
         ("moonshard.serving.config.keys", "ConfigError"),
-        ("moonshard.serving.gateway.records.ledger", "LedgerError"),
+        ("moonshard.serving.gateway.records.accounts.ledger", "LedgerError"),
         ("moonshard.serving.config.tenants", "KeyFileError"),
         ("moonshard.sharding.rules", "MeshError"),
     }

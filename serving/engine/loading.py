@@ -13,19 +13,20 @@ from typing import Literal
 import jax
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.models import moe, weights
-from moonshard.models.checkpoint import Checkpoint
-from moonshard.models.expert_loads import read_loads
+from moonshard.models import weights
+from moonshard.models.experts import moe
+from moonshard.models.experts.loads import read_loads
+from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.model import Model
 from moonshard.models.registry import open_model
 from moonshard.serving.config.keys import Config, WorkerRole, experts_of
 from moonshard.serving.control.batching.scheduler import SchedulerConfig
 from moonshard.serving.deploy.timings import Timings
+from moonshard.serving.engine.capacity.sizes import PoolShape, choose_sizes, resolve_dtype, shard_of, split_stages
+from moonshard.serving.engine.capacity.slab_layout import slab_layout
 from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.programs import Programs
-from moonshard.serving.engine.sizes import PoolShape, choose_sizes, resolve_dtype, shard_of, split_stages
-from moonshard.serving.engine.slab_layout import slab_layout
 from moonshard.serving.engine.stage import Stage, StageModel
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.experts import ExpertPlacement, place_experts
@@ -217,6 +218,6 @@ def backend_for(platform: str) -> moe.Backend:
     """The kernels on GPUs, plain XLA elsewhere. Either runs the experts of one device."""
     if platform != "gpu":
         return moe.blocks
-    from moonshard.models.moe_grouped import grouped  # Pallas, only where it runs
+    from moonshard.models.experts.grouped import grouped  # Pallas, only where it runs
 
     return grouped

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, gather_blocks, scatter_blocks
-from moonshard.models import moe, sampling
+from moonshard.models import sampling
+from moonshard.models.experts import moe
 from moonshard.models.model import Batch, Model
 from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.models.spec import matmul_precision

@@ -11,8 +11,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from moonshard.rpc.inference_pb2_grpc import add_InferenceServicer_to_server
-from moonshard.rpc.receive_limiter import ReceiveLimiter
-from moonshard.rpc.server import BoundServer, PortInUse, build_server
+from moonshard.rpc.server.receive_limiter import ReceiveLimiter
+from moonshard.rpc.server.server import BoundServer, PortInUse, build_server
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.config.tenants import Tenants
 from moonshard.serving.gateway.grpc.front import JSON_NAMES, NUM_CONTEXTS, SERVICE, InferenceService

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from moonshard.rpc.addresses import host_port
-from moonshard.rpc.server import MAX_CONNECTIONS, BoundServer
+from moonshard.rpc.server.server import MAX_CONNECTIONS, BoundServer
 from moonshard.rpc.status import Unavailable
 from moonshard.serving.config.addresses import default_worker_addresses
 from moonshard.serving.config.cluster_key import ClusterKey, cluster_key
@@ -46,9 +46,9 @@ from moonshard.serving.gateway.openai.unknown import UnknownFields
 from moonshard.serving.gateway.pipeline.generation import DRAINING_RETRY_AFTER_S, Gateway
 from moonshard.serving.gateway.pipeline.handoffs import Handoffs
 from moonshard.serving.gateway.pipeline.model import ServedModel, load_served_model
-from moonshard.serving.gateway.records.ledger import Ledger
+from moonshard.serving.gateway.records.accounts.ledger import Ledger
+from moonshard.serving.gateway.records.accounts.rates import TokenRates
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.rates import TokenRates
 from moonshard.serving.gateway.records.readers import request_logs
 from moonshard.serving.gateway.records.worker_metrics import StepObserver, WorkerCollector
 from moonshard.serving.gateway.workers.dispatching import dispatcher_of

@@ -1,7 +1,7 @@
 """The KV transport over gRPC, `transport = "grpc"`: where Mooncake does not load, or the network asks for TLS.
 
 A publish is one `KvStream.Write`; the worker's own server takes it in and writes into the slab. Stands in `serving`
-because it joins kv to gRPC. Both ends of each prove that they are of the cluster (`rpc.door`). Sessions read
+because it joins kv to gRPC. Both ends of each prove that they are of the cluster (`rpc.server.door`). Sessions read
 `grpc://host:port/<id>`, with an id that is drawn per `KvStreamReceiver`: a later process at that address turns away
 what was meant for the former.
 
@@ -33,7 +33,7 @@ from moonshard.kv.transfer import (
     registered_bytes,
 )
 from moonshard.rpc import kv_write, link_pb2
-from moonshard.rpc.door import Knock, ProvedFrames
+from moonshard.rpc.server.door import Knock, ProvedFrames
 from moonshard.rpc.status import InvalidArgument, NotFound, RequestError, abort
 
 SERVICE_NAME = link_pb2.DESCRIPTOR.services_by_name["KvStream"].full_name

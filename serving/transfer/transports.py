@@ -11,8 +11,8 @@ from moonshard.kv.slab import Slab, SlabTooLarge
 from moonshard.kv.transfer import Transport
 from moonshard.serving.config.keys import Config, ConfigError, kv_host_of
 from moonshard.serving.config.tls import link_credentials
+from moonshard.serving.engine.capacity.memory import free_memory_bytes
 from moonshard.serving.engine.loading import LoadedModel
-from moonshard.serving.engine.memory import free_memory_bytes
 from moonshard.serving.transfer.grpc_stream import GrpcTransport, KvStreamReceiver
 from moonshard.serving.transfer.plane import KvPlane
 

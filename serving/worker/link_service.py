@@ -1,8 +1,8 @@
 """The worker's gRPC face: `Link` streams to gateways, and `Inspect` for whoever asks how it is.
 
-Both stand behind the door that lets in only who holds the cluster's key (`rpc.door`). A link is answered with Welcome
-once the model is ready. When its stream ends, for whatever reason, its requests are cancelled. It ends with a typed
-error where the gateway says what no gateway says, or does not read its answers: what waits for it is bounded.
+Both stand behind the door that lets in only who holds the cluster's key (`rpc.server.door`). A link is answered with
+Welcome once the model is ready. When its stream ends, for whatever reason, its requests are cancelled. It ends with a
+typed error where the gateway says what no gateway says, or does not read its answers: what waits for it is bounded.
 """
 
 import asyncio

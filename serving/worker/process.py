@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from moonshard.kv.listening import listening_ports
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.addresses import host_port
-from moonshard.rpc.server import BoundServer, build_server
+from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import Config, WorkerRole, port_of
 from moonshard.serving.config.tls import server_tls

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moonshard.models.config_reader import Yarn
+from moonshard.models.folder.config_reader import Yarn
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.spec import ModelError
 from tests.agreement import FIXTURES

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from moonshard.kv.pages import allocate_pages
-from moonshard.models import moe, weights
+from moonshard.models import weights
+from moonshard.models.experts import moe
 from moonshard.models.kimi.family import Kimi
 from moonshard.models.kimi.forward import forward, unembed
 from moonshard.models.kimi.weights import declare

@@ -11,14 +11,15 @@ import pytest
 
 from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import allocate_pages
-from moonshard.models import moe, weights
-from moonshard.models.checkpoint import Checkpoint
+from moonshard.models import weights
+from moonshard.models.experts import moe
+from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.family import Kimi
 from moonshard.models.kimi.forward import forward, unembed
 from moonshard.models.kimi.weights import declare
 from moonshard.models.model import Batch
-from moonshard.serving.engine.sizes import split_stages
+from moonshard.serving.engine.capacity.sizes import split_stages
 from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.mesh import BY_PARTITION, build_mesh, partition_spec
 from moonshard.sharding.rules import DECODE, PREFILL, Rules

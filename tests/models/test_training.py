@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moonshard.models import moe, training
+from moonshard.models import training
+from moonshard.models.experts import moe
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.forward import attend_paged, forward
 from moonshard.models.kimi.weights import declare

@@ -9,7 +9,7 @@ import pytest
 
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import weights
-from moonshard.models.checkpoint import Checkpoint, CheckpointError
+from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
 from moonshard.models.kimi.forward import forward, unembed
 from moonshard.models.kimi.weights import declare
 from moonshard.models.model import Batch

@@ -9,7 +9,7 @@ import pytest
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from moonshard.rpc.server import BoundServer, build_server
+from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.rpc.status import RequestError, abort
 
 INFERENCE = "moonshard.v1.Inference"

@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from moonshard.rpc import door, link_pb2, link_pb2_grpc
-from moonshard.rpc.door import Knock, ServerUnproved, call_once, open_stream
-from moonshard.rpc.server import BoundServer, build_server
+from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.server import door
+from moonshard.rpc.server.door import Knock, ServerUnproved, call_once, open_stream
+from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.rpc.status import InvalidArgument
 from tests.rpc import raw_grpc
 
@@ -273,7 +274,7 @@ async def test_a_frame_that_is_no_message_is_an_invalid_argument():
 
 
 async def test_a_peer_is_logged_once_for_each_reason(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING, "moonshard.rpc.door"):
+    with caplog.at_level(logging.WARNING, "moonshard.rpc.server.door"):
         async with serving() as (_, server, channel):
             for _ in range(5):
                 assert await refusal(raw(channel, ())) is UNAUTHENTICATED

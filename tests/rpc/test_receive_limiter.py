@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from moonshard.rpc.receive_limiter import ReceiveLimiter
+from moonshard.rpc.server.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import RequestTimeout
 
 FOREVER_S = 60.0

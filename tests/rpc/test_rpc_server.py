@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.inference_pb2_grpc import add_InferenceServicer_to_server
-from moonshard.rpc.server import BoundServer, PortInUse, build_server
+from moonshard.rpc.server.server import BoundServer, PortInUse, build_server
 from moonshard.rpc.status import TooLarge, Unavailable
 from moonshard.rpc.tls import TlsFiles, channel_credentials
 from tests.certificates import needs_openssl, self_signed

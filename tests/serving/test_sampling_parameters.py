@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moonshard.models.generation import GenerationDefaults
+from moonshard.models.folder.generation import GenerationDefaults
 from moonshard.models.sampling import RowSampling
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2

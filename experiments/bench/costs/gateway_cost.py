@@ -30,8 +30,8 @@ from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.experiments.common.running.server import ServerFailed
 from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
-from moonshard.rpc.door import open_stream
 from moonshard.rpc.link import PROTOCOL_VERSION
+from moonshard.rpc.server.door import open_stream
 from moonshard.serving.commands.serve import ChildCommands
 from moonshard.serving.config.cluster_key import cluster_key, key_file_of
 from moonshard.serving.config.keys import Config

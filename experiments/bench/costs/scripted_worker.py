@@ -17,9 +17,9 @@ import uvloop
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc, link_pb2, link_pb2_grpc
-from moonshard.rpc.door import Door
 from moonshard.rpc.inference_pb2 import FINISH_REASON_LENGTH
 from moonshard.rpc.link import PROTOCOL_VERSION
+from moonshard.rpc.server.door import Door
 from moonshard.serving.config.cluster_key import key_of
 
 STEP_S = 0.05

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.pages import allocate_pages
-from moonshard.models import moe, weights
+from moonshard.models import weights
+from moonshard.models.experts import moe
 from moonshard.models.model import Batch, Model
 from moonshard.models.registry import open_model
 from moonshard.sharding.mesh import build_mesh, replicated

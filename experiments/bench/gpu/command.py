@@ -40,8 +40,8 @@ from moonshard.experiments.bench.gpu.slice import DTYPE, draw_pages, draw_weight
 from moonshard.experiments.bench.gpu.sweep import sweep_rows
 from moonshard.experiments.bench.gpu.timing import measure_ceilings
 from moonshard.experiments.bench.gpu.work import Ceilings
-from moonshard.models import moe
-from moonshard.models.moe_grouped import grouped
+from moonshard.models.experts import moe
+from moonshard.models.experts.grouped import grouped
 
 FIXTURES = Path(__file__).resolve().parents[3] / "tests" / "fixtures"
 RESULTS = Path("results/bench-gpu")

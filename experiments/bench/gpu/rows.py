@@ -25,8 +25,8 @@ from moonshard.experiments.bench.gpu.slice import (
 from moonshard.experiments.bench.gpu.timing import Effort, KernelTiming, measure
 from moonshard.experiments.bench.gpu.work import Ceilings, attention_work, routed_work, step_work
 from moonshard.kv.pages import Pages
-from moonshard.models import moe
 from moonshard.models.attention import latent_attention
+from moonshard.models.experts import moe
 from moonshard.models.model import Batch, LatentModel
 
 BACKENDS_TOLERANCE = 2e-2  # of the norm, between two backends in bf16

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.pages import Pages, allocate_pages
-from moonshard.models import moe, weights
+from moonshard.models import weights
+from moonshard.models.experts import moe
 from moonshard.models.model import Batch, LatentModel, Observations
 from moonshard.models.registry import latent_model_of
 from moonshard.models.shapes import KNOWN

@@ -11,7 +11,7 @@ from moonshard.experiments.bench.gpu.rows import Bench, Row, draw_tokens, moe_ca
 from moonshard.experiments.bench.gpu.slice import ITEM_BYTES
 from moonshard.experiments.bench.gpu.timing import measure
 from moonshard.experiments.bench.gpu.work import routed_work
-from moonshard.models.moe_grouped import Tiles, grouped, tiles_for
+from moonshard.models.experts.grouped import Tiles, grouped, tiles_for
 
 
 def neighbours(chosen: Tiles) -> Iterator[Tiles]:

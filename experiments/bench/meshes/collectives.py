@@ -13,8 +13,8 @@ from moonshard.experiments.bench.meshes.tables import CASES, ROLES, WHERES, Case
 from moonshard.experiments.common.running.measurement import Measurement
 from moonshard.models.registry import open_model
 from moonshard.serving.config.keys import Config
+from moonshard.serving.engine.capacity.sizes import choose_sizes, resolve_dtype
 from moonshard.serving.engine.compiled.lowering import abstract_stages
-from moonshard.serving.engine.sizes import choose_sizes, resolve_dtype
 from moonshard.serving.engine.stage import Blueprint, StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.shape import MeshShape

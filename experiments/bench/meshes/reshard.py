@@ -26,7 +26,7 @@ from moonshard.experiments.bench.meshes.tables import (
 )
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.models.spec import KvGroup
-from moonshard.serving.engine.slab_layout import slab_layout
+from moonshard.serving.engine.capacity.slab_layout import slab_layout
 from moonshard.sharding.layout import Layout
 from moonshard.sharding.reshard import expand, plan
 from moonshard.sharding.shard import Shard

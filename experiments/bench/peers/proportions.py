@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from moonshard.models import model as models
-from moonshard.models.checkpoint import write_checkpoint
+from moonshard.models.folder.checkpoint import write_checkpoint
 
 POCKET = Path(models.__file__).parent / "pocket"
 VOCABULARY, DEVIATION, SEED = 8192, 0.04, 0

@@ -24,7 +24,7 @@ from moonshard.kv.inproc import InprocNetwork, InprocTransport
 from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport, start_bare
 from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import Copies, Transport
-from moonshard.rpc.server import build_server
+from moonshard.rpc.server.server import build_server
 from moonshard.serving.transfer.grpc_stream import SERVICE_NAME, GrpcTransport, KvStreamReceiver
 
 MIB = 1024 * 1024

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.model import LatentModel
 from moonshard.models.weights import check_shapes, initialise, load
 from moonshard.sharding.mesh import replicated

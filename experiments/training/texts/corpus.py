@@ -23,7 +23,7 @@ from moonshard.experiments.training.texts.recall import recall_conversation
 from moonshard.experiments.training.texts.talk import talk_conversation
 from moonshard.experiments.training.texts.tools.agents import agent_conversation
 from moonshard.experiments.training.texts.tools.tools import client_conversation, tool_conversation
-from moonshard.models.tokenizer import Tokenizer, load_tokenizer
+from moonshard.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from moonshard.serving.chat.template import ChatTemplate, load_chat_template
 
 Generator = Callable[[Random, str, int], Conversation]

@@ -16,7 +16,7 @@ from moonshard.experiments.training.shape import NUM_RANKS, NUM_SPECIALS
 from moonshard.experiments.training.texts import corpus, words
 from moonshard.experiments.training.texts.conversation import TRAIN, random_of
 from moonshard.experiments.training.texts.tools import agent_project, tool_words
-from moonshard.models.tokenizer_tiktoken import KIMI_NAMES, KIMI_PATTERN
+from moonshard.models.tokenizers.tiktoken_file import KIMI_NAMES, KIMI_PATTERN
 
 NUM_CONVERSATIONS = 6_000
 NUM_LISTINGS = 600  # of the closed vocabulary: a word counts at least so often

@@ -9,9 +9,9 @@ from pathlib import Path
 
 def check_model_folder(folder: Path) -> None:
     """Raises the error of the first file that cannot be read, as gateway and workers would: headers of weights only."""
-    from moonshard.models.checkpoint import Checkpoint
-    from moonshard.models.generation import load_generation_defaults
-    from moonshard.models.tokenizer import load_tokenizer
+    from moonshard.models.folder.checkpoint import Checkpoint
+    from moonshard.models.folder.generation import load_generation_defaults
+    from moonshard.models.tokenizers.tokenizer import load_tokenizer
     from moonshard.serving.chat.template import load_chat_template
 
     Checkpoint.open(folder)

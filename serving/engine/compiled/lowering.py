@@ -15,8 +15,8 @@ import jax
 from moonshard.models import weights
 from moonshard.models.model import Model
 from moonshard.serving.config.keys import Config, rules_of
+from moonshard.serving.engine.capacity.sizes import DEFAULT_MAX_CONTEXT_TOKENS, shard_of, split_stages, step_shapes
 from moonshard.serving.engine.loading import backend_for
-from moonshard.serving.engine.sizes import DEFAULT_MAX_CONTEXT_TOKENS, shard_of, split_stages, step_shapes
 from moonshard.serving.engine.stage import Blueprint, StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.budget import StageBudget, budget

@@ -13,8 +13,8 @@ import grpc
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 
-from moonshard.rpc.deferred_request import Frames, ReceivedMessage, deferred, only_message
-from moonshard.rpc.receive_limiter import ReceiveLimiter
+from moonshard.rpc.server.deferred_request import Frames, ReceivedMessage, deferred, only_message
+from moonshard.rpc.server.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import InvalidArgument
 from moonshard.rpc.wire_fields import FieldCounts, count_fields
 from moonshard.serving.config.tenants import Tenants

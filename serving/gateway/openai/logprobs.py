@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import final
 
-from moonshard.models.tokenizer import TokenIdError, Tokenizer
+from moonshard.models.tokenizers.tokenizer import TokenIdError, Tokenizer
 from moonshard.rpc.inference_pb2 import PositionLogprobs, TokenLogprob
 from moonshard.serving.chat.detokenizer import Detokenizer
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from moonshard.models.tokenizer import Tokenizer
+from moonshard.models.tokenizers.tokenizer import Tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.codec import decode_finish_reason, decode_stop_reason
 from moonshard.rpc.types import ToolCallPart

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from moonshard.models.tokenizer import TokenIdError, Tokenizer
+from moonshard.models.tokenizers.tokenizer import TokenIdError, Tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.types import ToolCallPart

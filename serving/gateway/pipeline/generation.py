@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonshard.kv.prefix import block_names, root_name
-from moonshard.models.generation import GenerationDefaults
+from moonshard.models.folder.generation import GenerationDefaults
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InternalError, Unavailable
@@ -27,9 +27,9 @@ from moonshard.serving.gateway.pipeline.attempts import Attempts, Sent
 from moonshard.serving.gateway.pipeline.choice import CallsMade, ChoiceStream, ForcedCall, joined
 from moonshard.serving.gateway.pipeline.handoffs import Handoffs
 from moonshard.serving.gateway.pipeline.model import PromptLimit, ServedModel
+from moonshard.serving.gateway.records.accounts.rates import TokenRates
 from moonshard.serving.gateway.records.events import FirstDelivered, RequestTokenized, TokensArrived
 from moonshard.serving.gateway.records.log import RequestLog, RequestLogs
-from moonshard.serving.gateway.records.rates import TokenRates
 from moonshard.serving.gateway.records.spans import mark
 from moonshard.serving.gateway.refusals import LimitReached
 from moonshard.serving.gateway.request import GenerationRequest, check_parameters, check_token_ids, stop_tokens

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moonshard.models.generation import GenerationDefaults, load_generation_defaults
-from moonshard.models.tokenizer import TextError, TextTooLongError, TokenIdError, Tokenizer, load_tokenizer
+from moonshard.models.folder.generation import GenerationDefaults, load_generation_defaults
+from moonshard.models.tokenizers.tokenizer import TextError, TextTooLongError, TokenIdError, Tokenizer, load_tokenizer
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFound
 from moonshard.serving.chat.detokenizer import Detokenizer
 from moonshard.serving.chat.template import ChatTemplate, TemplateError, load_chat_template

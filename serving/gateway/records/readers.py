@@ -3,11 +3,11 @@
 from functools import partial
 
 from moonshard.serving.config.keys import Config, TelemetryConfig
-from moonshard.serving.gateway.records.accounts import Accounts, LedgerCollector
-from moonshard.serving.gateway.records.ledger import Ledger
+from moonshard.serving.gateway.records.accounts.accounts import Accounts, LedgerCollector
+from moonshard.serving.gateway.records.accounts.ledger import Ledger
+from moonshard.serving.gateway.records.accounts.rates import TokenRates
 from moonshard.serving.gateway.records.log import OpenReader, RequestLogs
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
-from moonshard.serving.gateway.records.rates import TokenRates
 from moonshard.serving.gateway.records.request_metrics import RequestMetrics
 from moonshard.serving.gateway.records.rows import LostRowMetrics, RecordedRequests
 from moonshard.serving.gateway.records.spans import LostSpanMetrics, RequestSpans

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from moonshard.rpc import link_pb2
-from moonshard.rpc.door import open_stream
 from moonshard.rpc.link import PROTOCOL_VERSION
+from moonshard.rpc.server.door import open_stream
 from moonshard.rpc.status import FailedPrecondition, Unavailable
 from moonshard.serving.gateway.workers import trouble
 from moonshard.serving.gateway.workers.session import WorkerSession

@@ -12,7 +12,7 @@ from moonshard.experiments.demo.questions import document_question, weather_ques
 from moonshard.experiments.demo.script import Script, ask_over_grpc, ask_over_http
 from moonshard.experiments.demo.tables import phase_rows
 from moonshard.experiments.demo.toolbox import run_tool
-from moonshard.models.tokenizer import load_tokenizer
+from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.chat.tool_calls import NAMES
 from moonshard.serving.commands.terminal_chat import ServerError

@@ -9,7 +9,7 @@ from threading import Thread
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from moonshard.rpc.server import build_server
+from moonshard.rpc.server.server import build_server
 from moonshard.rpc.status import Overloaded, abort
 
 REFUSED = 13  # a prompt of so many tokens is refused

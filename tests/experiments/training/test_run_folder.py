@@ -17,7 +17,7 @@ from moonshard.experiments.training.run.checkpoints import PARTIAL, Checkpoints,
 from moonshard.experiments.training.run.journal import METRICS, TOLD, read_shape, tell
 from moonshard.experiments.training.run.loop import Rhythm, train
 from moonshard.experiments.training.run.recipe import RECIPES, Recipe, RunFailed
-from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint
 from tests.experiments.training.rehearsal import RECIPE, SHAPE, Repeats
 
 pytestmark = pytest.mark.xdist_group("jax")

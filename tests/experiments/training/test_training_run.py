@@ -19,7 +19,7 @@ from moonshard.experiments.training.folder import claim
 from moonshard.experiments.training.run import loop
 from moonshard.experiments.training.run.journal import METRICS, RunJournal, tell
 from moonshard.experiments.training.run.recipe import RunFailed
-from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.registry import model_of
 from tests.experiments.training.rehearsal import RECIPE, SHAPE
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moonshard.models.tokenizer import TextError, Tokenizer, load_tokenizer
+from moonshard.models.tokenizers.tokenizer import TextError, Tokenizer, load_tokenizer
 from moonshard.serving.chat.template import ChatTemplate, TemplateError, TemplateFileError, load_chat_template
 
 KIMI = Path(__file__).parents[2] / "fixtures" / "kimi_k2"

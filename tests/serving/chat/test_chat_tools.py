@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.models.tokenizer import Tokenizer, load_tokenizer
+from moonshard.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from moonshard.serving.chat.template import ChatTemplate, load_chat_template
 
 KIMI = Path(__file__).parents[2] / "fixtures" / "kimi_k2"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moonshard.models.tokenizer import TokenIdError, Tokenizer, load_tokenizer
+from moonshard.models.tokenizers.tokenizer import TokenIdError, Tokenizer, load_tokenizer
 from moonshard.serving.chat.detokenizer import Detokenizer
 
 KIMI = Path(__file__).parents[2] / "fixtures" / "kimi_k2"

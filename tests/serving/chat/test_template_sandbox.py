@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moonshard.models.tokenizer import TextError, Tokenizer, load_tokenizer
+from moonshard.models.tokenizers.tokenizer import TextError, Tokenizer, load_tokenizer
 from moonshard.serving.chat.sandbox.budget import (
     BASE_UNITS,
     MAX_DEPTH,
@@ -36,7 +36,7 @@ MAX_CPU_S, MAX_ADDRESS_BYTES, MAX_GROWTH_BYTES = 120, 4 << 30, 150 << 20
 RENDERER = f"""
 import json, resource, sys
 from pathlib import Path
-from moonshard.models.tokenizer import load_tokenizer
+from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.serving.chat.template import ChatTemplate, TemplateError
 
 resource.setrlimit(resource.RLIMIT_CPU, ({MAX_CPU_S}, {MAX_CPU_S}))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moonshard.models.checkpoint import Checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.serving.cli import main
 from moonshard.serving.commands.checks.lowering import lower_and_tell
 from moonshard.serving.engine.compiled.lowering_process import LoweringJob

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.models.checkpoint import Checkpoint
-from moonshard.models.expert_loads import read_loads
+from moonshard.models.experts.loads import read_loads
+from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.serving.cli import main
 from tests.agreement import FIXTURES
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moonshard.serving.cli import main
-from moonshard.serving.gateway.records.ledger import Ledger
+from moonshard.serving.gateway.records.accounts.ledger import Ledger
 from tests.serving.gateway.records.test_ledger import ROW
 
 

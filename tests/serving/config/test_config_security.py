@@ -6,7 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from moonshard.rpc.server import build_server
+from moonshard.rpc.server.server import build_server
 from moonshard.serving.config.faults import kv_plane_note
 from moonshard.serving.config.keys import Config, ConfigError
 from moonshard.serving.config.loopback import is_loopback

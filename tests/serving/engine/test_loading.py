@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.models.checkpoint import CheckpointError
-from moonshard.models.expert_loads import read_loads, write_loads
+from moonshard.models.experts.loads import read_loads, write_loads
+from moonshard.models.folder.checkpoint import CheckpointError
 from moonshard.models.kimi.family import Kimi
 from moonshard.models.registry import open_model
 from moonshard.models.score import score
 from moonshard.models.spec import ModelError
 from moonshard.serving.config.keys import Config, ConfigError, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
-from moonshard.serving.engine import loading, memory, sizes
+from moonshard.serving.engine import loading
+from moonshard.serving.engine.capacity import memory, sizes
+from moonshard.serving.engine.capacity.sizes import DEFAULT_MAX_CONTEXT_TOKENS, Q_TILE, buckets, resolve_dtype
 from moonshard.serving.engine.loading import load_model
-from moonshard.serving.engine.sizes import DEFAULT_MAX_CONTEXT_TOKENS, Q_TILE, buckets, resolve_dtype
 from moonshard.sharding.experts import place_experts
 from moonshard.sharding.rules import DecodeRules, MeshError
 from moonshard.sharding.shape import MeshShape

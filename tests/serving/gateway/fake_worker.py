@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
-from moonshard.rpc.door import Door
 from moonshard.rpc.link import PROTOCOL_VERSION
+from moonshard.rpc.server.door import Door
 from tests.dialling import own_key
 from tests.serving.gateway.fake_script import (
     BLOCK_SIZE,

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from moonshard.rpc.client import AsyncClient
-from moonshard.rpc.server import PortInUse
+from moonshard.rpc.server.server import PortInUse
 from moonshard.serving.config.addresses import default_worker_addresses
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.deploy.startup import ProcessStart

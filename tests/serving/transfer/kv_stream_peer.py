@@ -11,7 +11,7 @@ from pathlib import Path
 import uvloop
 
 from moonshard.kv.slab import Slab
-from moonshard.rpc.server import build_server
+from moonshard.rpc.server.server import build_server
 from moonshard.rpc.tls import TlsFiles
 from moonshard.serving.transfer.grpc_stream import SERVICE_NAME, GrpcTransport, KvStreamReceiver
 

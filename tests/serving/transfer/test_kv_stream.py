@@ -19,7 +19,7 @@ import pytest
 from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import Copies, FailureCause, PublishResult, TransferFailed, Transport
 from moonshard.rpc import kv_write, link_pb2
-from moonshard.rpc.server import build_server
+from moonshard.rpc.server.server import build_server
 from moonshard.rpc.status import RequestError
 from moonshard.rpc.tls import channel_credentials
 from moonshard.serving.transfer.grpc_stream import MESSAGE_BYTES, SERVICE_NAME, WRITE, GrpcTransport, KvStreamReceiver

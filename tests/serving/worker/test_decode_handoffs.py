@@ -10,7 +10,7 @@ from moonshard.kv.slab import Slab
 from moonshard.models.spec import KvGroup
 from moonshard.rpc import link_pb2
 from moonshard.serving.control.request import Request
-from moonshard.serving.engine.slab_layout import slab_layout
+from moonshard.serving.engine.capacity.slab_layout import slab_layout
 from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.worker.decode import DecodeHandoffConfig, DecodeHandoffs
 from moonshard.serving.worker.spans import WorkerSpans

@@ -20,7 +20,8 @@ from moonshard.experiments.bench.gpu.serving.apart import Apart, Together
 from moonshard.experiments.bench.gpu.serving.clients import Build, serve, serve_alone
 from moonshard.experiments.bench.gpu.serving.engines import EnginePair, EngineSizes, build_pair, ignore
 from moonshard.experiments.bench.gpu.serving.mix import APART, Mix, arms, draw_requests, num_alike
-from moonshard.models import moe, weights
+from moonshard.models import weights
+from moonshard.models.experts import moe
 from moonshard.models.registry import open_model
 from moonshard.serving.control.request import Request
 from moonshard.serving.control.sampling import Sampling

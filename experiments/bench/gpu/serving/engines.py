@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.models import moe
+from moonshard.models.experts import moe
 from moonshard.models.model import Model
 from moonshard.serving.control.batching.queue import QueueTimeout
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig

@@ -27,7 +27,8 @@ from moonshard.experiments.bench.gpu.work import (
     step_work,
 )
 from moonshard.experiments.reading.step_model import StepModel
-from moonshard.models import moe, moe_grouped
+from moonshard.models.experts import grouped as moe_grouped
+from moonshard.models.experts import moe
 
 pytestmark = pytest.mark.xdist_group("jax")
 ROOT = Path(__file__).parents[4]

@@ -24,7 +24,7 @@ from moonshard.experiments.bench.gpu.serving.mix import (
 )
 from moonshard.experiments.bench.gpu.serving.steps import StepRows
 from moonshard.experiments.bench.gpu.slice import DTYPE, draw_weights
-from moonshard.models import moe
+from moonshard.models.experts import moe
 from tests.agreement import FIXTURES
 from tests.compiled import compiled_once
 

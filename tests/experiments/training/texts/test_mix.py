@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moonshard.experiments.training.texts.mix import mix
-from moonshard.models.checkpoint import Checkpoint, CheckpointError, write_checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 
 
 def folder(path: Path, **tensors: np.ndarray) -> Path:

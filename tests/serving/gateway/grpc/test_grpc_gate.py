@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.client import AsyncClient
-from moonshard.rpc.open_services import MAX_BYTES as OPEN_BYTES
+from moonshard.rpc.server.open_services import MAX_BYTES as OPEN_BYTES
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError, TooLarge, Unauthenticated, from_rpc_error
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.gateway.fronts import HURRIED_TIMEOUT_S

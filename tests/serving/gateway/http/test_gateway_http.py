@@ -7,7 +7,7 @@ from dataclasses import fields
 import httpx
 import pytest
 
-from moonshard.models.tokenizer import load_tokenizer
+from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.types import Timing
 from moonshard.serving.gateway.process import RunningGateway

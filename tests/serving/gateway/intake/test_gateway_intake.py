@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from moonshard.models.tokenizer import TextTooLongError, load_tokenizer
+from moonshard.models.tokenizers.tokenizer import TextTooLongError, load_tokenizer
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, Overloaded, RequestError, TooLarge
 from moonshard.serving.config.keys import GatewayConfig

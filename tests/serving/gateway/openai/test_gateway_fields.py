@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moonshard.models.tokenizer import load_tokenizer
+from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.gateway.process import RunningGateway
 from tests.serving.gateway.conftest import FIXTURE, with_file

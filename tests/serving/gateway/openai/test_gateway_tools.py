@@ -11,7 +11,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from moonshard.models.tokenizer import load_tokenizer
+from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.serving.chat.tool_calls import NAMES
 from moonshard.serving.gateway.process import RunningGateway
 from tests.serving.gateway.conftest import FIXTURE, with_file

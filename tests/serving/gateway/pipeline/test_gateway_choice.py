@@ -1,6 +1,6 @@
 """Steps that carry several tokens at once, as drafts will."""
 
-from moonshard.models.tokenizer import load_tokenizer
+from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.link_pb2 import SequenceOutput
 from moonshard.serving.chat.detokenizer import Detokenizer

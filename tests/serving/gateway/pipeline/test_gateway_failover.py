@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moonshard.models.tokenizer import load_tokenizer
+from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import InternalError, InvalidArgument, Overloaded, Unavailable

@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from moonshard.models.generation import GenerationDefaults
-from moonshard.models.tokenizer import load_tokenizer
+from moonshard.models.folder.generation import GenerationDefaults
+from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.link_pb2 import SequenceOutput
 from moonshard.serving.chat.tool_calls import NAMES

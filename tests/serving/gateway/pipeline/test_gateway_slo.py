@@ -16,7 +16,7 @@ from moonshard.serving.control.routing.forecast import LEAST_TTFT_S
 from moonshard.serving.control.routing.ttft import MIN_SAMPLES, TtftModel
 from moonshard.serving.control.routing.ttft_bound import AUTO_STRETCH, AUTO_WAIT_S
 from moonshard.serving.gateway.process import RunningGateway, serving
-from moonshard.serving.gateway.records.ledger import read_ledger
+from moonshard.serving.gateway.records.accounts.ledger import read_ledger
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker

@@ -18,7 +18,7 @@ from moonshard.serving.config.reading import load_config
 from moonshard.serving.config.tenants import hash_key
 from moonshard.serving.control.routing.pins import affinity_key
 from moonshard.serving.gateway.process import RunningGateway, serving
-from moonshard.serving.gateway.records.ledger import LedgerError, LedgerRow, read_ledger
+from moonshard.serving.gateway.records.accounts.ledger import LedgerError, LedgerRow, read_ledger
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import FIXTURE
 from tests.serving.gateway.fake_worker import FakeWorker

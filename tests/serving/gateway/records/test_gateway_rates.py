@@ -14,8 +14,8 @@ from moonshard.rpc.status import Overloaded
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.config.tenants import Tenant, hash_key
 from moonshard.serving.control.routing.ttft_bound import TooLate
-from moonshard.serving.gateway.records.accounts import PromptHold
-from moonshard.serving.gateway.records.rates import TokenRates
+from moonshard.serving.gateway.records.accounts.accounts import PromptHold
+from moonshard.serving.gateway.records.accounts.rates import TokenRates
 from tests.serving.gateway.fake_worker import FakeWorker
 from tests.serving.gateway.records.test_gateway_metrics import samples
 from tests.serving.gateway.workers.fleet import front_of

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.serving.config.prices import Prices
-from moonshard.serving.gateway.records import ledger as module
-from moonshard.serving.gateway.records.ledger import Ledger, LedgerError, LedgerRow, read_ledger
+from moonshard.serving.gateway.records.accounts import ledger as module
+from moonshard.serving.gateway.records.accounts.ledger import Ledger, LedgerError, LedgerRow, read_ledger
 
 ROW = LedgerRow(
     request_id="r0",

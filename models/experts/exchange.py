@@ -1,10 +1,10 @@
 """Expert parallelism: every token goes to the devices that hold its experts, and what they make of it comes back.
 
-A backend of `models.moe` runs the experts of one device; here it is given the tokens of all devices that need them. A
-token travels once to each device that holds some of its experts, in an all-to-all over the mesh axis `expert`. Buffers
-have the capacity for somewhat more than a fair share; what does not fit goes in another round, so that no token is
-dropped even where all choose one expert, and no memory is set aside for that. The devices along `tensor` have the same
-tokens: each takes those for its own experts, and the sum over `tensor` that follows every layer adds them up.
+A backend of `models.experts.moe` runs the experts of one device; here it is given the tokens of all devices that need
+them. A token travels once to each device that holds some of its experts, in an all-to-all over the mesh axis `expert`.
+Buffers have the capacity for somewhat more than a fair share; what does not fit goes in another round, so that no
+token is dropped even where all choose one expert, and no memory is set aside for that. The devices along `tensor` have
+the same tokens: each takes those for its own experts, and the sum over `tensor` that follows every layer adds them up.
 Source: GShard (arXiv 2006.16668), section 3.2, for the all-to-all; here without its dropping.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moonshard.models.moe import Backend, Experts, Routing
+from moonshard.models.experts.moe import Backend, Experts, Routing
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 from moonshard.sharding.shard import Shard
 

@@ -14,10 +14,10 @@ from prometheus_client.registry import Collector
 
 from moonshard.serving.config.prices import Prices
 from moonshard.serving.config.tenants import Tenant
+from moonshard.serving.gateway.records.accounts.ledger import Ledger, LedgerRow
+from moonshard.serving.gateway.records.accounts.rates import TokenRates
 from moonshard.serving.gateway.records.events import AttemptSent, LogEvent, RequestEnded, TokensArrived
-from moonshard.serving.gateway.records.ledger import Ledger, LedgerRow
 from moonshard.serving.gateway.records.log import Reader, RequestLog
-from moonshard.serving.gateway.records.rates import TokenRates
 from moonshard.serving.observe.spans.span import CANCELLED
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moonshard.models.json_file import read_json_object, sub_object
+from moonshard.models.folder.json_file import read_json_object, sub_object
 
 MAX_INT = 2.0**31 - 1  # what a request can carry
 SMALLEST = math.ulp(0.0)  # for what must be above 0

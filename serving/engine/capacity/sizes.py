@@ -11,7 +11,7 @@ import jax
 from moonshard.models.model import Model
 from moonshard.models.spec import ModelError
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, mesh_of, rules_of
-from moonshard.serving.engine.memory import MAX_AUTO_POOL_BYTES, free_device_bytes, free_memory_bytes
+from moonshard.serving.engine.capacity.memory import MAX_AUTO_POOL_BYTES, free_device_bytes, free_memory_bytes
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.budget import stage_layers
 from moonshard.sharding.rules import MeshError

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from moonshard.rpc.receive_limiter import ReceiveLimiter
+from moonshard.rpc.server.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import InvalidArgument, RequestError, abort
 
 type Frames = AsyncIterator[bytes]

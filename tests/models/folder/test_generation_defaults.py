@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.models.generation import GenerationConfigError, GenerationDefaults, load_generation_defaults
+from moonshard.models.folder.generation import GenerationConfigError, GenerationDefaults, load_generation_defaults
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 def defaults(folder: Path, **files: object) -> GenerationDefaults:

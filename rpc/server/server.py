@@ -14,8 +14,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from moonshard.rpc.addresses import host_port
-from moonshard.rpc.door import Door
-from moonshard.rpc.open_services import OpenServices
+from moonshard.rpc.server.door import Door
+from moonshard.rpc.server.open_services import OpenServices
 from moonshard.rpc.tls import TlsFiles, server_credentials
 
 REFLECTION = "grpc.reflection.v1.ServerReflection"
@@ -92,7 +92,7 @@ def build_server(
     """Binds the port (0: a free one) and adds the services, from within a running event loop.
 
     `service_names` are the full names, as health and reflection spell them. With `key`, only callers who prove that
-    they hold it reach the services that were added (`rpc.door`). `interceptors` stand before the methods.
+    they hold it reach the services that were added (`rpc.server.door`). `interceptors` stand before the methods.
     `max_unread_bytes`: how much of a message may come before anybody asks for it. Raises PortInUse, OSError for a host
     or a TLS file that is not there, ValueError for TLS files that gRPC refuses.
     """

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from moonshard.models import moe
-from moonshard.models.moe_exchange import capacity_for, exchanged
+from moonshard.models.experts import moe
+from moonshard.models.experts.exchange import capacity_for, exchanged
 from moonshard.sharding.mesh import build_mesh, partition_spec
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape

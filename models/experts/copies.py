@@ -6,7 +6,7 @@ Left out: which experts get copies, and where these lie (`sharding.experts`).
 
 import jax.numpy as jnp
 
-from moonshard.models.moe import Backend, Experts, Routing
+from moonshard.models.experts.moe import Backend, Experts, Routing
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
 from moonshard.sharding.shard import Shard

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moonshard.models.expert_loads import PIECE_TOKENS, measure, read_loads, write_loads
+from moonshard.models.experts.loads import PIECE_TOKENS, measure, read_loads, write_loads
 from moonshard.models.score import Scorer
 from moonshard.models.spec import ModelError
 from tests.agreement import FIXTURES

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import final
 
-from moonshard.models.tokenizer_json import load_json
-from moonshard.models.tokenizer_tiktoken import load_tiktoken
-from moonshard.models.vocabulary import (
+from moonshard.models.tokenizers.hugging_face import load_json
+from moonshard.models.tokenizers.tiktoken_file import load_tiktoken
+from moonshard.models.tokenizers.vocabulary import (
     Encoder,
     TextError,
     TextTooLongError,

@@ -26,10 +26,10 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
-from moonshard.rpc.deferred_request import next_message, parsed
 from moonshard.rpc.link import PROTOCOL_VERSION
-from moonshard.rpc.open_services import PATHS as OPEN_SERVICES
-from moonshard.rpc.receive_limiter import ReceiveLimiter
+from moonshard.rpc.server.deferred_request import next_message, parsed
+from moonshard.rpc.server.open_services import PATHS as OPEN_SERVICES
+from moonshard.rpc.server.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import (
     FailedPrecondition,
     RequestError,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonshard.models import moe
+from moonshard.models.experts import moe
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 NUM_EXPERTS, EMBED, WIDTH, LAYERS = 8, 16, 24, 2

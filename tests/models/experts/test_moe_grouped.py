@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from moonshard.models import moe, moe_grouped
-from moonshard.models.moe_grouped import Tiles, grouped
+from moonshard.models.experts import grouped as moe_grouped
+from moonshard.models.experts import moe
+from moonshard.models.experts.grouped import Tiles, grouped
 from moonshard.models.score import observe
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE
 

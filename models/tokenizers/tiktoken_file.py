@@ -13,8 +13,15 @@ from typing import final
 
 import tiktoken
 
-from moonshard.models.json_file import read_json_object, sub_object
-from moonshard.models.vocabulary import Encoder, TextError, TokenizerError, Vocabulary, foreign_errors, name_pattern
+from moonshard.models.folder.json_file import read_json_object, sub_object
+from moonshard.models.tokenizers.vocabulary import (
+    Encoder,
+    TextError,
+    TokenizerError,
+    Vocabulary,
+    foreign_errors,
+    name_pattern,
+)
 
 KIMI_PATTERN = "|".join([
     r"[\p{Han}]+",

@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moonshard.experiments.training.shape import HUGGING_FACE_CONFIG, NUM_RANKS, NUM_SPECIALS, VOCAB_SIZE
-from moonshard.models.tokenizer import Tokenizer, load_tokenizer
-from moonshard.models.tokenizer_tiktoken import KIMI_NAMES
+from moonshard.models.tokenizers.tiktoken_file import KIMI_NAMES
+from moonshard.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
-POCKET = Path(__file__).parents[2] / "models" / "pocket"
+POCKET = Path(__file__).parents[3] / "models" / "pocket"
 SPECIALS = {NUM_RANKS + offset % NUM_SPECIALS: name for offset, name in KIMI_NAMES.items()}
 SNIPPETS = [
     *SPECIALS.values(),

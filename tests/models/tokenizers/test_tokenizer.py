@@ -16,11 +16,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonshard.models.tokenizer import TextError, TokenIdError, Tokenizer, TokenizerError, load_tokenizer
-from moonshard.models.tokenizer_tiktoken import MAX_RUN_CHARS, MAX_TEXT_CHARS, cut
-from moonshard.models.vocabulary import foreign_errors
+from moonshard.models.tokenizers.tiktoken_file import MAX_RUN_CHARS, MAX_TEXT_CHARS, cut
+from moonshard.models.tokenizers.tokenizer import TextError, TokenIdError, Tokenizer, TokenizerError, load_tokenizer
+from moonshard.models.tokenizers.vocabulary import foreign_errors
 
-KIMI = Path(__file__).parents[1] / "fixtures" / "kimi_k2"
+KIMI = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
 IM_END, EOS = 2018, 2017
 
 

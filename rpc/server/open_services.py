@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from moonshard.rpc.deferred_request import (
+from moonshard.rpc.server.deferred_request import (
     Frames,
     ReceivedMessage,
     deferred,
@@ -15,7 +15,7 @@ from moonshard.rpc.deferred_request import (
     only_message,
     parsed,
 )
-from moonshard.rpc.receive_limiter import ReceiveLimiter
+from moonshard.rpc.server.receive_limiter import ReceiveLimiter
 from moonshard.rpc.status import Overloaded, RequestTimeout, TooLarge
 
 PATHS = ("/grpc.health.v1.Health/", "/grpc.reflection.v1.", "/grpc.reflection.v1alpha.")  # how their methods begin

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from moonshard.models import moe
+from moonshard.models.experts import moe
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
 MIN_TILE, MAX_ROWS = 16, 128  # tensor cores take no side below 16

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from moonshard.models.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from moonshard.models.tokenizers.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 WORDS = ["<unk>", "<s>", "▁", "▁a", "▁bc", "a", "b", "c", "▁▁", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
 LLAMA_2 = decoders.Sequence([

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moonshard.models import moe
-from moonshard.models.expert_copies import to_copies
+from moonshard.models.experts import moe
+from moonshard.models.experts.copies import to_copies
 from moonshard.sharding.experts import place_experts
 from moonshard.sharding.shard import ALONE
 

@@ -16,7 +16,7 @@ from typing import Any, final
 
 from tokenizers import Tokenizer
 
-from moonshard.models.vocabulary import Encoder, TextError, TokenizerError, Vocabulary, foreign_errors
+from moonshard.models.tokenizers.vocabulary import Encoder, TextError, TokenizerError, Vocabulary, foreign_errors
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 MARKER = re.compile(r"<[|\uff5c][^<>\s]+[|\uff5c]>|</?(?:think|tool_call|tool_response)>|\[(?:BOS|EOS|EOT|UNK|PAD)\]")
