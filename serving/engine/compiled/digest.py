@@ -73,7 +73,14 @@ def source_files() -> list[Path]:
     folders = (moonshard.kv.pages, moonshard.models.model, moonshard.sharding.mesh)
     files = [path for module in folders for path in Path(str(module.__file__)).parent.rglob("*.py")]
     own = Path(str(stage_module.__file__)).parents[1]
-    names = ("control/request", "engine/stage", "engine/steps", "engine/compiled/preparation", "engine/compiled/digest")
+    names = (
+        "control/request",
+        "control/sampling",
+        "engine/stage",
+        "engine/steps",
+        "engine/compiled/preparation",
+        "engine/compiled/digest",
+    )
     files += [own / f"{name}.py" for name in names]
     return sorted(files, key=lambda path: (path.parent.name, path.name))
 

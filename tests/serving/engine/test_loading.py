@@ -108,7 +108,7 @@ def test_a_device_with_memory_of_its_own_holds_only_its_partition_its_layers_and
     monkeypatch: pytest.MonkeyPatch,
 ):
     block_bytes = 49152
-    monkeypatch.setattr(loading, "_free_device_bytes", lambda num_devices: 2 * 8 * block_bytes)
+    monkeypatch.setattr(sizes, "free_device_bytes", lambda num_devices: 2 * 8 * block_bytes)
     for mesh, rules, fitting in (
         (MeshShape(data=2, tensor=2), DecodeRules(), 8),
         (MeshShape(data=2, tensor=2), BY_TOKENS, 16),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from moonshard.models.kimi.family import Kimi
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.compiled import digest as program_digest
 from moonshard.serving.engine.compiled.digest import digest_of, source_files
@@ -176,20 +177,18 @@ def test_behind_the_serving_what_is_stored_is_taken_and_what_is_asked_for_is_mad
 
 
 CHANGES = {
-    "block size": lambda b: Blueprint(
-        b.model, b.shapes, blocks_per_partition=NUM_BLOCKS, block_size=8, dtype="float32"
-    ),
-    "pool": lambda b: Blueprint(b.model, b.shapes, blocks_per_partition=7, block_size=BLOCK_SIZE, dtype="float32"),
+    "block size": lambda b: Blueprint(b.part, b.shapes, blocks_per_partition=NUM_BLOCKS, block_size=8, dtype="float32"),
+    "pool": lambda b: Blueprint(b.part, b.shapes, blocks_per_partition=7, block_size=BLOCK_SIZE, dtype="float32"),
     "dtype": lambda b: _like(b, dtype="bfloat16"),
     "context": lambda b: _like(b, shapes=replace(b.shapes, blocks_per_sequence=9)),
     "slots": lambda b: _like(b, shapes=replace(b.shapes, slots_per_partition=3)),
     "a number of the model": lambda b: _like(
-        b, model=replace(b.model, config=replace(b.model.config, routed_scaling_factor=2.0))
+        b, part=replace(b.part, model=Kimi(replace(b.part.model.config, routed_scaling_factor=2.0)))
     ),
-    "backend": lambda b: _like(b, model=replace(b.model, backend=print)),
+    "backend": lambda b: _like(b, part=replace(b.part, backend=print)),
     "layers": lambda b: _like(b, part=replace(b.part, layers=range(len(b.part.layers) - 1))),
     "where experts lie": lambda b: _like(
-        b, model=replace(b.model, placement=place_experts(np.ones((3, 16)), num_places=16, num_devices=1))
+        b, part=replace(b.part, placement=place_experts(np.ones((3, 16)), num_places=16, num_devices=1))
     ),
 }
 
@@ -197,7 +196,7 @@ CHANGES = {
 def _like(blueprint: Blueprint, **changes) -> Blueprint:
     sizes = {"blocks_per_partition": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
     made = {"part": blueprint.part, "shapes": blueprint.shapes, **sizes} | changes
-    return Blueprint(made.pop("model"), made.pop("shapes"), **made)
+    return Blueprint(made.pop("part"), made.pop("shapes"), **made)
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
