@@ -258,6 +258,8 @@ def running_fleet(
             "gateway.port": gateway.said("http").rpartition(":")[2],
             "gateway.grpc_port": gateway.said("grpc").rpartition(":")[2],
         }
+        # A gateway is ready with one worker that decodes; tests ask for what takes all of them.
+        assert wait_until(fleet._is_linked, READY_TIMEOUT_S), fleet.logs()
         yield fleet
     finally:
         _end(fleet)
