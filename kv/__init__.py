@@ -1,5 +1,8 @@
-"""KV-cache blocks: who holds which, what their pages look like on a device, and how they are moved between machines.
+"""KV-cache blocks: who holds which, what their pages look like on a device, and how bytes move between processes.
 
-Knows no request and no server. Begin with `blocks`, the pool, and `prefix`, the names of what blocks hold; `transfer`
-is what every transport does.
+What belongs here knows no request, no model and no server. Deciding when a transfer begins or is given up belongs to
+`serving.control.handoff`, moving KV for a running worker to `serving.transfer`, and layouts of blocks over meshes to
+`sharding`.
+Begin with `blocks` (the pool), then `prefix` (the names of what blocks hold) and `transfer` (what every transport
+does).
 """

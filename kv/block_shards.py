@@ -1,8 +1,8 @@
 """How whole blocks of KV, as the host has them, are cut for the devices of a mesh, and put together again.
 
-Every device of a partition has its pages: whole blocks, or, context-parallel, some of each block's tokens. On the way
-from or to the host each device carries a part of its own: those tokens, or else some of the layers, so that nothing
-crosses a bus twice. What all devices of a partition should have, they gather from one another.
+Every device of a partition has its pages: whole blocks, or, with context parallelism, some of each block's tokens. On
+the way from or to the host each device carries a different part: those tokens, or else some of the layers, so that
+nothing crosses a bus twice. Devices that need whole blocks gather the other parts from one another.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ class BlockShards:
     # ---- inside a program, on each device
 
     def own_part(self, blocks: jax.Array) -> jax.Array:
-        """The part that this device carries, of blocks [b, layers, own tokens, features] as its pages have them."""
+        """The part that this device carries of blocks [b, layers, own tokens, features] read from its pages."""
         if self._is_token_cut or self._num_parts == 1:
             return blocks
         missing = self._layers_per_part * self._num_parts - self._num_layers
@@ -95,7 +95,7 @@ class BlockShards:
         return jax.ShapeDtypeStruct((self._num_partitions * num_blocks, num_layers, *token), dtype, sharding=sharding)
 
     def _nothing(self, device: Any, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-        """What devices of other partitions are given, whose rows say that it goes nowhere. Kept, to be made once."""
+        """A placeholder for devices of other partitions, which write it nowhere. Cached: made once."""
         if (device, shape) not in self._zeros:
             self._zeros[device, shape] = jax.device_put(np.zeros(shape, dtype), device)
         return self._zeros[device, shape]

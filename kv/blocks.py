@@ -1,18 +1,17 @@
 """Which KV blocks are taken, per partition: the pool's bookkeeping, without the pages themselves.
 
-Stands apart from `pages` so that a scheduler, a simulator or a test runs it without a device. A block is free, used
-(held by one or more sequences, counted), leased (promised to a transfer that writes it) or quarantined (a transfer that
-may still write it was given up):
+Needs no device. A block is free, used (held by one or more sequences, counted), leased (promised to a transfer that
+writes it) or quarantined (a transfer that may still write it was given up):
 
     free --allocate--> used --release--> free
     free --hold--> used, of a block that is worth keeping
     free --lease--> leased --land--> used
                     leased --quarantine--> quarantined --restore--> free
 
-Always `free + used + leased + quarantined == total`, per partition. A free block may be worth keeping: it is held again
-as long as it is intact. Free blocks are reused in the order in which they became free, those worth keeping last; who
-releases the end of a chain before its beginning loses the end first. Left out: what a block holds (`kv.prefix`), and
-when a quarantine ends.
+Always `free + used + leased + quarantined == total`, per partition. A free block may be worth keeping: until it is
+reused, it can be held again with what it has. Free blocks are reused in the order in which they became free, those
+worth keeping last: so release a chain from its end, and the end is lost first. What a block holds is known in
+`kv.prefix`; when a quarantine ends is the caller's decision.
 Source: PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4); vLLM's automatic prefix caching for the order.
 """
 
@@ -89,7 +88,7 @@ class _Partition:
             self.free.append(block)
 
     def take(self, num: int, target: BlockState) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The blocks, and those of them that were worth keeping."""
+        """`num` free blocks, and those of them that were worth keeping; None where fewer are free."""
         if num > self.num_free:
             return None
         plain = [self.free.popleft() for _ in range(min(num, len(self.free)))]
@@ -125,7 +124,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def num_free(self, partition: int) -> int:
-        """Those worth keeping are free too."""
+        """Free blocks, those worth keeping included."""
         return self._partitions[partition].num_free
 
     def counts(self, partition: int) -> PartitionCounts:
@@ -160,19 +159,19 @@ class BlockPool:
         pool.hold(blocks)
 
     def renew(self, partition: int, blocks: Iterable[int]) -> None:
-        """Those of these that are kept and free, as if they had become free only now, in this order."""
+        """Those of `blocks` that are kept and free now count as freed just now, in this order."""
         free_kept = self._partitions[partition].free_kept
         for block in blocks:
             if block in free_kept:
                 free_kept.move_to_end(block)
 
     def take_lost(self) -> list[tuple[int, int]]:
-        """(partition, block) of the kept ones that were taken for something else since this was last asked."""
+        """(partition, block) of the kept blocks that were reused for something else since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
     def num_free_of(self, partition: int, blocks: Collection[int]) -> int:
-        """How many of these are free."""
+        """How many of `blocks` are free."""
         states = self._partitions[partition].states
         return sum(states[block] is BlockState.FREE for block in blocks)
 

@@ -1,7 +1,7 @@
 """The transport inside one process: two ends and a memory copy between them, for tests and for workers that share one.
 
-Stands apart so that whoever is written against `kv.transfer` runs without sockets or Mooncake. Copies happen inside
-`publish`, so that the future is done when it returns. Left out: delays and losses, which tests script in a subclass.
+Copies happen inside `publish`, so its future is done when it returns. It has no delays and loses nothing; tests script
+both in a subclass.
 """
 
 import time

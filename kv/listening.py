@@ -1,6 +1,6 @@
-"""At which ports a process listens, as the system knows it: what Mooncake opens it does not tell.
+"""The ports at which a process listens, as Linux reports them: Mooncake does not tell which ones it opened.
 
-Linux only, where Mooncake runs; elsewhere nothing is found. Left out: who may reach them.
+On other systems nothing is found; Mooncake runs on Linux only.
 """
 
 from pathlib import Path

@@ -8,13 +8,13 @@ What the library does, as measured with 0.3.13.post1, shapes this file:
   0.20 for 512 copies of 64 KiB, 3.7 and 0.23 against 4.9 and 0.13 for 64 of 1 MiB, 3.3 and 0.21 against 5.2 and 0.10
   for 4 of 16 MiB. One copy of 64 KiB alone takes 0.16 ms, not 0.02.
 - A batch of several copies is done, says `transfer_check_status`, when its first one is: another reason for one each.
-- A range of ports that it does not like, it passes over in silence and listens elsewhere.
+- It ignores a range of ports that it does not like without a word, and listens elsewhere.
 - A polled write to a stopped peer never times out, so the limit is kept here, and such a write is remembered, since it
   may still land. The first call to a stopped peer blocks for 60 s, and all other transfers with it: it is not made
   before the peer has answered.
 - A submitted write does not check its local range, and a failed one does not tell why: both are found out here.
 - Calls before `initialize` crash the process: only `start`, which has initialised it, makes a transport.
-Left out: reads, RDMA devices, and fencing of writes, which there is none of (see `kv.transfer`).
+Reads and RDMA devices are not used. Writes are not fenced (see `kv.transfer`).
 Source: Mooncake (Qin et al. 2025, FAST), https://github.com/kvcache-ai/Mooncake.
 """
 
@@ -148,7 +148,7 @@ class MooncakeTransport:
         self._write(session, copies)
 
     def _reach(self, session: str) -> None:
-        """Makes the library know the peer, once it has answered: for a silent one the library would hold up all."""
+        """Opens the peer in the library once it has answered: a silent peer would block all transfers."""
         if session in self._reached:
             return
         try:
@@ -246,7 +246,7 @@ def _initialized(host: str, config: MooncakeConfig) -> _TransferEngine:
 
 
 def has_unheard_ports(first: int, last: int) -> bool:
-    """Whether nobody listens at enough of these ports for one process, though they may not be free yet."""
+    """Whether enough of these ports for one process have no listener; they may still not be free to bind."""
     num_unheard = 0
     for port in range(first, last + 1):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -259,7 +259,7 @@ def has_unheard_ports(first: int, last: int) -> bool:
 
 
 def _check_port(port: int, ports: tuple[int, int] | None) -> None:
-    """The library takes any other port where it does not like the range, and says nothing."""
+    """Raises where the library listens outside the range that it was given, which it does without a word."""
     if ports is not None and not ports[0] <= port <= ports[1]:
         raise TransportUnavailable(
             f"Mooncake passed over the ports {ports[0]} to {ports[1]} and listens at {port}: it wants a range that "
@@ -300,9 +300,9 @@ def _failure(status: int, session: str) -> TransferFailed:
 
 
 def _await_answer(session: str, timeout_s: float) -> None:
-    """Returns once the peer hangs up on a connection that says nothing: a stopped process only lets one connect.
+    """Returns once the peer closes a connection on which nothing was sent: a stopped process never does.
 
-    The library's own `send_probe` takes 60 s for that. Raises OSError, which TimeoutError is one of.
+    The library's own `send_probe` takes 60 s for that. Raises OSError (TimeoutError is a subclass).
     """
     host, _, port = session.rpartition(":")
     try:

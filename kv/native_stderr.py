@@ -1,6 +1,7 @@
-"""What native code writes to stderr in a moment in which it complains of what is well.
+"""Filters known harmless lines out of what native code writes to stderr.
 
-Only the descriptor can be redirected, for the whole process: what else is written to it meanwhile is told afterwards.
+Only the file descriptor can be redirected, and that for the whole process: whatever else is written to it meanwhile is
+written again afterwards.
 """
 
 import contextlib
@@ -13,9 +14,9 @@ STDERR = 2
 
 @contextlib.contextmanager
 def stderr_without(known: Sequence[str]) -> Iterator[None]:
-    """Inside the block stderr is kept, and told at its end without the lines in which one of `known` stands.
+    """Holds back stderr inside the block, then writes it without the lines that contain one of `known`.
 
-    All of it is told where the block raises: then nothing is well.
+    Where the block raises, all of it is written.
     """
     try:
         original = os.dup(STDERR)

@@ -1,8 +1,8 @@
 """The device array of KV pages, block-major: one block of one shard is one contiguous byte range.
 
-`pages[block, layer, offset, feature]`. Blocks are addressed by the ids of `kv.blocks`; ids from the number of blocks on
-are the null page: what is written there is dropped, what is read there is the last block and must be masked.
-Layer-major pages would suit the scan over layers better, and cost a transfer one range per block and layer.
+`pages[block, layer, offset, feature]`. Blocks are addressed by the ids of `kv.blocks`; an id that is not below the
+number of blocks is the null page: what is written there is dropped, and a read gives the last block, which must be
+masked. Layer-major pages would suit the scan over layers better, and cost a transfer one range per block and layer.
 """
 
 from typing import NamedTuple
@@ -40,8 +40,8 @@ def write_tokens(
 ) -> Pages:
     """Writes each token's features at its position; positions below 0 are padding and go to the null page.
 
-    So do the tokens that by `cut` are in other pages. What is not finite is written as 0: blocks are reused, and a
-    masked key's weight of 0 times NaN would still be NaN.
+    So do tokens that `cut` assigns to other devices' pages. Values that are not finite are written as 0: blocks are
+    reused, and a masked key's weight of 0 times NaN would still be NaN.
     """
     num_blocks, _, own_size, _ = pages.shape
     part, num_parts = (0, 1) if cut is None else cut
@@ -64,7 +64,7 @@ def read_blocks(
 
 
 def copy_blocks(pages: Pages, source: Int[Array, "b"], destination: Int[Array, "b"]) -> Pages:
-    """Copies whole blocks; to the null page nothing is copied."""
+    """Copies whole blocks; a copy to the null page is dropped."""
     return pages.at[destination].set(pages.at[source].get(mode="clip"), mode="drop")
 
 
@@ -78,8 +78,8 @@ def scatter_blocks(
 ) -> Pages:
     """Overwrites whole blocks; for the null page nothing is written. Every finite value keeps its bits.
 
-    What is not finite is written as 0, as in `write_tokens`. ValueError for a payload of other pages: it would be cast
-    or broadcast without a word.
+    Values that are not finite are written as 0, as in `write_tokens`. ValueError for a payload of another shape or
+    dtype than the pages': it would be cast or broadcast without a word.
     """
     if payload.dtype != pages.dtype or payload.shape[1:] != pages.shape[1:]:
         raise ValueError(f"blocks of {payload.dtype}{payload.shape[1:]} in pages of {pages.dtype}{pages.shape[1:]}")

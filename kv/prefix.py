@@ -1,9 +1,10 @@
-"""Which blocks hold what: token sequences by hash chain, so that what begins alike is computed and moved once.
+"""Which blocks hold what: token sequences named by a chain of hashes, so that a common beginning is computed once.
 
-A block's name is the hash of all that its KV depends on: its own tokens, and by its parent's name those before it, the
-model, the dtype and whose it is. So equal names mean equal KV, on any mesh and in any worker. The cache knows the names
-of a worker's blocks, used and free, but for those free ones that the pool has given out for something else.
-Device-free, like the pool. Left out: when a block is complete, and which worker knows what (`routing.router`).
+A block's name is the hash of all that its KV depends on: its own tokens, and, through its parent's name, the tokens
+before it, the model, the dtype and the tenant's salt. So equal names mean equal KV, on any mesh and in any worker. The
+cache knows the names of a worker's used blocks, and of its free ones until the pool reuses them. Needs no device. The
+scheduler says when a block is complete; which worker has which names is known in
+`serving.control.routing.prefix_index`.
 Source: vLLM (automatic prefix caching), for chained hashes of full blocks.
 """
 
@@ -43,7 +44,7 @@ def split_names(joined: bytes) -> list[BlockName]:
 
 
 def _before_any_again(blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Up to the first that comes again: no chain of hashes does that, and no block is held twice for one sequence."""
+    """The names before the first repeated one: a chain of hashes repeats none; a sequence holds no block twice."""
     seen = set[int]()
     return tuple(itertools.takewhile(lambda block: not (block in seen or seen.add(block)), blocks))
 
@@ -58,7 +59,7 @@ def _hash(parts: Iterable[bytes]) -> BlockName:
 
 @dataclass(frozen=True, slots=True)
 class PrefixEvent:
-    """A name came to be known in a partition, or is known no more. Numbers count a worker's events from 0."""
+    """A partition gained or lost a name. Numbers count a worker's events from 0."""
 
     number: int
     partition: int
@@ -67,7 +68,7 @@ class PrefixEvent:
 
 
 class PrefixCache:
-    """Of one worker: the names of its pool's blocks; one that is off knows none."""
+    """The names of the blocks in one worker's pool. A cache that is switched off knows none."""
 
     def __init__(self, pool: BlockPool, *, is_on: bool = True):
         self._pool = pool
@@ -89,16 +90,16 @@ class PrefixCache:
         self._pool.hold(partition, blocks)
 
     def renew(self, partition: int, names: Sequence[BlockName]) -> None:
-        """A chain was used up to now: of its blocks that are free the end is forgotten first, after all else.
+        """Marks a chain as just used: its free blocks are reused last of all, the end of the chain first.
 
-        For whoever could not release the blocks themselves from the end on, or had others of the same names.
+        For callers that could not release the blocks from the end on, or that held other blocks of the same names.
         """
         self._forget_lost()
         known = self._blocks[partition]
         self._pool.renew(partition, [known[name] for name in reversed(names) if name in known])
 
     def note(self, partition: int, block: int, name: BlockName) -> None:
-        """A used block is complete, and never written again while it is held.
+        """Names a used block that is complete, and that is never written again while it is held.
 
         A second block of the same name stays without one: it is free as soon as it is released.
         """

@@ -1,8 +1,8 @@
-"""The publishes of one transport: each on a thread to itself, so that a hung peer delays nobody else.
+"""The publishes of one transport: each on a thread of its own, so that a hung peer delays nobody else.
 
-Stands apart because every transport whose writes block needs it, whatever it writes with. Threads that are done take
-the next publish: whoever starts one waits until it runs (0.2 ms for a start and a join, measured). Left out: how a
-write is made, and how one under way is made to fail when `closing` is set.
+Every transport whose writes block uses it. An idle thread takes the next publish; whoever starts a new one waits until
+it runs (0.2 ms for a start and a join, measured). How a write is made, and how one under way fails when `closing` is
+set, is the transport's part.
 """
 
 import threading
@@ -23,7 +23,7 @@ MAX_PUBLISHES = 64  # at once: what comes while so many hang waits for one of th
 
 
 class Publishing:
-    """Threads, counters, and the end of both."""
+    """The threads that publish, their counters, and how both are closed."""
 
     def __init__(self, thread_name: str):
         self.closing = threading.Event()

@@ -1,8 +1,8 @@
 """A slab: the host memory that KV bytes are written into by another process, cut into equal cells.
 
-Stands apart from the transports because source and destination hold one each, whatever carries the bytes between them.
-Page-aligned, so that it can be registered with a network card as well. Left out: which cells are free (the caller's
-list), and any trust in the contents: a remote writer may change them at any time, also long after it was given up.
+Source and destination have one each, whatever carries the bytes between them. It is page-aligned, so that it can be
+registered with a network card as well. Which cells are free is the caller's list. Never trust its contents: a remote
+writer may change them at any time, even long after its transfer was given up.
 """
 
 from collections.abc import Iterable

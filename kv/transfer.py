@@ -4,8 +4,8 @@ A transport writes ranges of the local slab into ranges of a remote one, one-sid
 told by a manifest, which travels on another way. Nothing fences such a write. Measured with Mooncake over TCP: bytes
 of a writer that was killed, of a write that had timed out, and of a range that was no longer registered all landed
 later. So a slab is never trusted: `copy_verified` copies out first and checks the copy, which nobody else can
-reach. Left out: the manifest itself, which cells are free and when a cell may be used again (the caller's), the
-transports, and who is told.
+reach. The manifest, which cells are free and when a cell may be used again are the caller's part
+(`serving.control.handoff`).
 """
 
 import enum
@@ -47,7 +47,7 @@ class TransportUnavailable(OSError):
 
 
 class ChecksumMismatch(Exception):
-    """A cell whose copied bytes are not those that were staged: overwritten, or not all there."""
+    """A cell whose copied bytes are not those that were staged: it was overwritten, or has not fully arrived."""
 
     def __init__(self, cell: int, expected: int, found: int):
         super().__init__(f"slot {cell}: expected checksum {expected:016x}, found {found:016x}")
@@ -102,7 +102,7 @@ class Transport(Protocol):
 
     @property
     def session(self) -> str:
-        """Where peers reach this end. Never used again by a later epoch: that it is not, the caller sees to."""
+        """Where peers reach this end. The caller makes sure that no later epoch uses the same session again."""
         ...
 
     @property

@@ -1,7 +1,7 @@
-"""What the rest of the house knows of a model: a value that declares weights and KV groups, runs, and counts bytes.
+"""What all code outside `models` sees of a model: a value that declares weights and KV groups, runs, and counts bytes.
 
-`models.registry` gives it; nobody outside `models` names a family or a class of one. A family is a folder beside this
-file (`kimi`) with one class that has these methods.
+`models.registry` makes it from a folder; nobody outside `models` names a family or a class of one. A family is a folder
+beside this file (`kimi`) with one class that has these methods.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -44,7 +44,7 @@ class Observations:
 
 @runtime_checkable
 class Attend(Protocol):
-    """How absorbed queries meet keys: over pages when serving; `models.training` has the one that is differentiated."""
+    """How absorbed queries attend to keys: over pages when serving, as in `models.training` for gradients."""
 
     def __call__(
         self,
@@ -134,17 +134,17 @@ class Model(Protocol):
         ...
 
     def pieces(self, weight_format: WeightFormat) -> ModelPieces:
-        """What it takes, weight by weight, for the budget of a mesh."""
+        """The bytes that the model takes, weight by weight, for the budget of a mesh."""
         ...
 
     def workspace_bytes(self, step: StepSize, mesh: MeshShape, rules: Rules) -> int:
-        """Of one device in bf16, besides weights and pages: an estimate."""
+        """An estimate of the bytes that one device needs in bf16 besides weights and pages."""
         ...
 
 
 @runtime_checkable
 class LatentConfig(ModelSizes, Protocol):
-    """Of a model with latent attention (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1) and mixtures of experts."""
+    """The sizes of a model with latent attention (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1) and experts."""
 
     @property
     def num_attention_heads(self) -> int: ...
@@ -173,7 +173,7 @@ class LatentConfig(ModelSizes, Protocol):
 
 @runtime_checkable
 class LatentModel(Model, Protocol):
-    """What measurements of latent attention, and training, ask besides."""
+    """A model with latent attention: what measurements of that attention and training need of it besides `Model`."""
 
     @property
     def config(self) -> LatentConfig: ...

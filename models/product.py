@@ -1,7 +1,7 @@
 """The one function through which an activation meets a weight matrix.
 
-How a weight is stored, and with which scales, is this function's business alone: a quantised weight is another kind of
-leaf here, and no line of a forward pass changes for it (the habit of jax-llm-examples).
+Only this function knows how a weight is stored and with which scales: to add a quantised weight, add a kind of leaf
+here, and no line of a forward pass changes (as in jax-llm-examples).
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that jax takes apart into their fields: weights, routing, what a step remembers."""
+"""Frozen dataclasses that jax treats as trees of their fields: weights, routing, the state of a step."""
 
 import dataclasses
 from typing import dataclass_transform

@@ -1,4 +1,4 @@
-"""Which family a folder is of: the one place that names them.
+"""Says which family of models a folder belongs to. No other place names the families.
 
 A new model is a folder beside `kimi` with a class that has `models.model.Model`'s methods, and a line here.
 """
@@ -31,7 +31,7 @@ def model_of(raw: Mapping[str, Any]) -> Model:
 
 
 def latent_model_of(raw: Mapping[str, Any]) -> LatentModel:
-    """As `model_of`, of a family with latent attention."""
+    """As `model_of`, for a folder whose family has latent attention."""
     ConfigReader(raw).require("model_type", set(LATENT))
     return LATENT[raw["model_type"]](raw)
 

@@ -1,6 +1,6 @@
 """From logits to the next token, on the device: penalties, bias, cuts, noise, log-probabilities.
 
-Everything optional sits behind a `lax.cond` on what any row of a tile asks for, so a greedy tile pays for an argmax.
+Everything optional sits behind a `lax.cond` on what any row of a tile asks for, so a greedy tile costs only an argmax.
 Tiles run one after another, and only those that have rows: one program serves every number of rows. Noise is keyed by
 (seed, choice, absolute position), never by slot or step: a request draws the same token wherever and whenever it runs.
 Order: penalties, bias and banned stops; the mask of allowed tokens; temperature; min-p; top-k; top-p (as vLLM).
@@ -198,7 +198,7 @@ def _bits(words: UInt[Array, "b words"], size: int) -> Bool[Array, "b v"]:
 
 
 def _sample(logits: Float[Array, "b v"], rows: RowSampling) -> Int[Array, "b"]:
-    """The Gumbel-max draw over what the cuts leave; greedy rows get no noise, and no cut removes the argmax."""
+    """The Gumbel-max draw over the tokens that the cuts leave. Greedy rows get no noise; no cut removes the argmax."""
     is_random = rows.temperature > 0
     scaled = logits / jnp.where(is_random, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)[:, None]
     noise = jax.vmap(functools.partial(_noise, logits.shape[1]))(rows.seed, rows.choice, rows.position)

@@ -1,6 +1,6 @@
 """Logits of one prompt, position by position: the tool for numerics questions.
 
-The same forward pass that serves, on pages of its own. Nothing of the engine is involved.
+It runs the forward pass that serves, on pages of its own and without the engine.
 """
 
 from collections.abc import Sequence

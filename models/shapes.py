@@ -1,7 +1,7 @@
 """Models known by name, for questions that need their shape and not their weights.
 
-The values are those of each model's config.json, under its names. What has no shape is left out, such as the scaling of
-positions: none of these models can be served from here.
+The values are those of each model's config.json, under its names. Fields that do not bear on shapes, such as the
+scaling of positions, are missing: none of these models can be served from here.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""What the rest of the house knows of a model without knowing the model: parameters, KV groups, errors.
+"""The words in which a model describes itself to all other code: parameters, KV groups, errors.
 
 A parameter is declared once. Its abstract array, its sharding, its random initial value and where it lies in a Hugging
-Face checkpoint all follow from that one declaration (the habit of jax-llm-examples). No forward pass here.
+Face checkpoint all follow from that one declaration (as in jax-llm-examples).
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class KvGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSize:
-    """What a step of a partition works on."""
+    """How much work one step of one partition has: what an estimate of its memory is computed from."""
 
     num_tokens: int  # a chunk of a prompt, or the sequences that decode
     num_logits: int  # of which the next token is drawn

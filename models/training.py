@@ -1,9 +1,9 @@
 """What training puts in place of pages and of the loop over experts: differentiable, and quick on two cores.
 
-They stand apart because serving has no use for them: a training row holds all its keys itself, and every step runs
-every expert. Losses, optimisers and data are the trainer's business. Axes are named as in `kimi`, n being rows and f
-the features of a key: r of the latent, and the rotary ones. Sources: PoSE (arXiv 2309.10400), for positions with gaps;
-MegaBlocks (arXiv 2211.15841), for padding each expert's share to blocks.
+Serving does not use them: a training row holds all its keys itself, and every step runs every expert. Losses,
+optimisers and data are the trainer's business. Axes are named as in `kimi`, n being rows and f the features of a key: r
+of the latent, and the rotary ones. Sources: PoSE (arXiv 2309.10400), for positions with gaps; MegaBlocks (arXiv
+2211.15841), for padding each expert's share to blocks.
 """
 
 import functools
@@ -88,7 +88,7 @@ def all_blocks(
     experts: moe.Experts[Array],
     layer: Int[Array, ""],
 ) -> Float[Array, "t d"]:
-    """`moe.blocks` with all blocks in one product instead of a loop: no token is dropped, and it has a gradient.
+    """`experts.moe.blocks` with all blocks in one product, not a loop: no token is dropped, and it has a gradient.
 
     Every block brings a copy of its expert's weights, which is little only where experts are small. In the products n
     is blocks, t the tokens of one, f an expert's width.

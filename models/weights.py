@@ -1,7 +1,7 @@
 """From declared parameters to arrays on a mesh: read from a checkpoint, or drawn at random.
 
-Works on any pytree of `Param`, so it knows no model. Each device asks for its own slice, and only the bytes of that
-slice are read from the memory-mapped files.
+Works on any pytree of `Param`, of any model. Each device asks for its own slice, and only the bytes of that slice are
+read from the memory-mapped files.
 """
 
 import functools

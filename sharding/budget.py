@@ -1,8 +1,8 @@
 """What a mesh leaves for the KV cache: bytes per device, from shapes and rules alone.
 
 No array is made and no device is asked, so that a laptop can say what eight GPUs hold. A model is given as the pieces
-of its layers; what a program needs besides, while it runs, is given as a function of the mesh. Left out: fragmentation,
-and what the driver and the compiler keep for themselves.
+of its layers; what a program needs besides, while it runs, is given as a function of the mesh. Fragmentation, and what
+the driver and the compiler keep for themselves, are not counted.
 """
 
 import itertools

@@ -23,7 +23,7 @@ class ExpertPlacement:
         return self.expert_of.shape[1]
 
     def of_layers(self, layers: slice) -> "ExpertPlacement":
-        """That of some of the layers, such as a stage's."""
+        """The placement of some of the layers, such as those of one stage."""
         return ExpertPlacement(
             expert_of=self.expert_of[layers], places_of=self.places_of[layers], num_copies=self.num_copies[layers]
         )
@@ -59,7 +59,7 @@ def _copies(loads: np.ndarray, num_places: int) -> np.ndarray:
 
 
 def _pack(load_of_copy: np.ndarray, num_copies: np.ndarray, num_devices: int) -> np.ndarray:
-    """Whose copy each place holds [places]: the heaviest first, to the lightest device that has a place left.
+    """Whose copy each place holds [places]: heaviest first, to the lightest device with a free place.
 
     A device gets a second copy of the same expert only where no other has room.
     """

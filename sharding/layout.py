@@ -1,9 +1,9 @@
 """How the KV of one partition lies over its devices: which part of every block each owner holds.
 
 An owner is one device's pages, or its region of a slab. It holds half-open ranges over layer, token in block and
-feature, stored contiguously in that order (`kv.pages`). Stands apart from `reshard`, which moves bytes between two
-layouts, for those who only describe theirs. Left out: how owners that hold the same bytes came to do so, and whose
-model the bytes are of, which the hash of a block says already.
+feature, stored contiguously in that order (`kv.pages`). A layout only describes: `sharding.reshard` plans the copies
+between two of them. It does not say which model the bytes are of (the hash of a block does), nor how owners that hold
+the same bytes came to have them.
 """
 
 import itertools

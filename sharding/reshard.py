@@ -1,11 +1,11 @@
-"""Which bytes of whose KV pages go where: the layout of the sender ∩ the layout of the receiver.
+"""Which byte ranges of KV move from each sender to each receiver: the intersection of their two layouts.
 
-`plan` intersects two layouts once, `expand` applies the plan to the blocks of a request. Nothing else works out where
-a value lies. Pure, so that a simulator, a router or a test runs it without a device and without a transport.
+`plan` intersects two layouts once, `expand` applies the plan to the blocks of a request. Nothing else works out where a
+value lies. Pure: it needs no device and no transport.
 
-Left out: moving the bytes, and replicating what has landed. All groups of a layout share their block ids, since those
-belong to the partition. Source: array redistribution by intersecting index ranges, as ScaLAPACK's P_GEMR2D does it
-(Prylli and Tourancheau 1997).
+Moving the bytes is a transport's work (`kv.transfer`), and replicating what has landed that of `kv.block_shards`. All
+groups of a layout share their block ids, since those belong to the partition. Source: array redistribution by
+intersecting index ranges, as ScaLAPACK's P_GEMR2D does it (Prylli and Tourancheau 1997).
 """
 
 from collections import Counter

@@ -1,9 +1,9 @@
-"""Logical axes to mesh axes: one table per role, and nothing else decides where a slice lives.
+"""Maps logical axes to mesh axes: one table per role, and nothing else decides which device holds which slice.
 
 A table is plain data, checked once and without a device, so that a configuration, a budget and a program read the same
 one. Tokens are not in it: a worker's partitions are its `data x expert` places, and every partition has its own. An
-axis of size 1 costs nothing, so the same table serves one device and many. Left out: `pipe`, whose stages are each a
-mesh of their own.
+axis of size 1 costs nothing, so the same table serves one device and many. `pipe` is not in it either: each stage is a
+mesh of its own.
 Source: the logical-axis rules of T5X and MaxText.
 """
 
@@ -56,7 +56,7 @@ PREFILL, DECODE = Rules(), DecodeRules()
 
 
 def context_parallel(rules: Rules) -> Rules:
-    """The same with the tokens of a block cut over `tensor`, instead of every block whole on every device."""
+    """This table with the tokens of a block cut over `tensor`, instead of every block whole on every device."""
     return replace(rules, kv_tokens=("tensor",))
 
 

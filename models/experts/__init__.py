@@ -1,5 +1,6 @@
-"""Mixtures of experts: the router and what runs the chosen ones, on one device or exchanged over a mesh.
+"""Mixtures of experts: the router, and what runs the chosen experts, on one device or exchanged over a mesh.
 
-Begin with `moe`, whose backends share one signature; `grouped` is the one for GPUs. How loads become a placement is
-`sharding.experts`' business.
+Which expert lies on which device is decided in `sharding.experts`; a family's own layers belong to its folder, such as
+`models.kimi`.
+Begin with `moe`, whose backends share one signature. `grouped` is the backend for GPUs.
 """

@@ -1,7 +1,7 @@
 """Routed experts that several devices hold: which copy of an expert a token goes to.
 
-The router knows experts; weights and the exchange between devices know places, of which an expert may have several.
-Left out: which experts get copies, and where these lie (`sharding.experts`).
+The router chooses experts; weights and the exchange between devices count places, and an expert with several copies has
+several places. Which experts get copies, and on which devices, is decided in `sharding.experts`.
 """
 
 import jax.numpy as jnp

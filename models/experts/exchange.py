@@ -30,7 +30,7 @@ class _Parcel(NamedTuple):
 
 
 def exchanged(backend: Backend, shard: Shard) -> Backend:
-    """A backend over the experts of all devices, from one over a device's own. On one device that itself."""
+    """A backend over the experts of all devices, made from one over a device's own (on one device: that one)."""
     if shard.num_parts("experts") == 1:
         return backend
 

@@ -5,8 +5,8 @@ owns one block of rows and one tile of output columns. Expert weights are read w
 arrays, once per block of rows, so a decode step (few tokens per expert) streams the chosen experts' weights and little
 else. Programs of unused blocks end at once. Sums are float32.
 Written in Pallas for its Triton lowering, which jax 0.11 and 0.12 both carry, deprecated in favour of Mosaic GPU: the
-bound on jax in pyproject.toml holds until this moves. One device: on a mesh, call it inside `shard_map`. Left out:
-quantised weights, and any choice of tiles at run time.
+bound on jax in pyproject.toml holds until this moves. It runs on one device: on a mesh, call it inside `shard_map`. It
+takes no quantised weights and does not choose tiles at run time.
 Source: MegaBlocks (arXiv 2211.15841), section 5.1, for grouped products over padded blocks.
 """
 

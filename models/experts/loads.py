@@ -1,7 +1,7 @@
-"""How much each routed expert is used by a text: measured once, kept in a file, and read when experts are placed.
+"""How often a text uses each routed expert: measured once, kept in a file, and read when experts are placed.
 
-A measurement belongs to the checkpoint it was made with, whose fingerprint the file keeps. Left out: where experts then
-lie (`sharding.experts`).
+A measurement belongs to the checkpoint it was made with, whose fingerprint the file keeps. Where experts then lie is
+decided in `sharding.experts`.
 """
 
 import json
@@ -25,7 +25,7 @@ def measure(
         progress: called with (tokens read, tokens in all).
 
     Raises:
-        ModelError: a model without routed experts, or tokens that `Scorer.observe` refuses.
+        ModelError: a model without routed experts, or tokens that `models.score.Scorer.observe` refuses.
     """
     config = scorer.config
     if not config.num_moe_layers:

@@ -1,4 +1,6 @@
-"""What a model folder holds besides tokens: tensors, config.json, generation_config.json; every fault names its file.
+"""A model folder's tensors, config.json and generation_config.json. Every fault names its file.
 
-Begin with `checkpoint`. Which family a config.json describes is `models.registry`'s to say.
+Which family a config.json describes is decided in `models.registry`; what the tensors mean, in the family's folder;
+tokenizer files are read in `models.tokenizers`.
+Begin with `checkpoint`.
 """

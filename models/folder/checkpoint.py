@@ -1,8 +1,9 @@
 """A Hugging Face checkpoint folder: `config.json` and safetensors files, memory-mapped, checked when opened.
 
 It parses the safetensors format itself, because `safetensors.numpy` cannot map bfloat16 and says little about a broken
-file; here every fault is one `CheckpointError` that names the file and the tensor or field. No jax: tools, tests and
-gateways open checkpoints too. Left out: what the names mean (the model's own file), tokenizers, quantised formats.
+file; here every fault is one `CheckpointError` that names the file and the tensor or field. It imports no jax, since
+tools, tests and gateways open checkpoints too. What the tensors' names mean is known to the model's own folder
+(`models.kimi.weights`). Quantised formats are not read.
 Source: the format's description in the safetensors README; file names as `save_pretrained` of transformers writes them.
 """
 

@@ -113,7 +113,7 @@ class ConfigReader:
 
 
 def _shown(value: int) -> str:
-    """One of a million digits is not spelt out."""
+    """The value as an error text shows it: a number of a million digits is not spelt out."""
     return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
 
 

@@ -1,8 +1,8 @@
 """How a model folder wants to be sampled and stopped, where the client says nothing.
 
 Stop tokens are the union of generation_config.json and config.json: with Kimi the one names <|im_end|>, the other
-[EOS], and a server that reads config.json alone never stops. None are guessed from the tokenizer. Leaves out everything
-that generation_config.json says about beams, lengths and watermarks.
+[EOS], and a server that reads config.json alone never stops. None are guessed from the tokenizer. What
+generation_config.json says about beams, lengths and watermarks is ignored.
 """
 
 import math
@@ -22,7 +22,7 @@ class GenerationConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationDefaults:
-    """None: the folder says nothing."""
+    """The folder's defaults. None means that the folder does not say."""
 
     stop_token_ids: frozenset[int] = frozenset()
     temperature: float | None = None

@@ -1,7 +1,6 @@
-"""Reading one JSON object out of a model folder.
+"""Reads one JSON object out of a model folder, for the tokenizer, the generation defaults and the chat template.
 
-Apart, because tokenizer, generation defaults and chat template all read such files and all fail by naming the file.
-Leaves out the checkpoint's own index, which is read where the tensors are.
+All of them fail alike, by naming the file. The checkpoint's own index is read in `checkpoint`.
 """
 
 import json

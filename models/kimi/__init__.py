@@ -1,5 +1,7 @@
-"""Kimi K2 and DeepSeek-V3: one family, read in the order config, weights, rotary, forward; footprint counts its bytes.
+"""Kimi K2 and DeepSeek-V3: one family of models.
 
-`family` has the class that the registry gives. What any model needs (experts, attention over pages, products, loading)
-lies beside this folder and belongs there; requests and processes belong to `serving`.
+What any model needs (experts, attention over pages, products, loading) belongs beside this folder, in `models`;
+requests and processes belong to `serving`.
+Read in the order `config`, `weights`, `rotary`, `forward`; `footprint` counts bytes, and `family` has the class that
+`models.registry` returns.
 """

@@ -2,10 +2,10 @@
 
 The library encodes; decoding goes through a table of each token's bytes, so that a stream can decode one token at a
 time. The table follows the decoder the file names: byte-level BPE, or SentencePiece's `▁` with or without `<0xE4>` byte
-tokens. Left out: decoders whose text depends on neighbouring tokens (WordPiece, CTC), which no served model has: they
-are refused. An added token that the file does not mark as special is ordinary text, as the library has it, but for one
-that is a marker by its name (`<|tool_call_begin|>`): no text of a user's may become one, whatever the file calls it.
-What a file does not call special is not hidden, as elsewhere.
+tokens. Decoders whose text depends on neighbouring tokens (WordPiece, CTC) are refused; no served model has one. An
+added token that the file does not mark as special is ordinary text, as the library has it, except for one that is a
+marker by its name (`<|tool_call_begin|>`): no text of a user's may become one, whatever the file calls it. Only tokens
+that the file marks as special are hidden from clients.
 """
 
 import json
@@ -28,7 +28,7 @@ ToBytes = Callable[[str], bytes]
 
 @final
 class JsonEncoder:
-    """Two copies of one tokenizer: the library keeps what tells them apart in a field, where threads would meet."""
+    """Two copies of one tokenizer, with and without special tokens: switching one is not safe between threads."""
 
     def __init__(self, definition: str):
         self._plain = _without_limits(definition)
@@ -43,7 +43,7 @@ class JsonEncoder:
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """By the call for many texts, which lets go of Python's lock, and without offsets, which take most of the time."""
+    """By the library's call for many texts, which releases the GIL, and without offsets, which take most time."""
     with foreign_errors(TextError, "this text cannot be tokenised"):
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids

@@ -160,7 +160,7 @@ def special_names(folder: Path, num_ranks: int) -> tuple[dict[int, str], frozens
 
 
 def _kimi_names(num_specials: int) -> dict[int, str]:
-    """By offset; those that fit."""
+    """Kimi's names of special tokens, by offset behind the ranks; only those that fit into `num_specials`."""
     offsets = {offset if offset >= 0 else num_specials + offset: name for offset, name in KIMI_NAMES.items()}
     return {offset: name for offset, name in offsets.items() if 0 <= offset < num_specials}
 
@@ -184,7 +184,7 @@ def _listed_names(path: Path, ids: range) -> tuple[dict[int, str], frozenset[int
 
 
 def _num_specials(path: Path, num_ranks: int) -> int:
-    """What the model's vocabulary has beyond the ranks; Kimi's 256 when nothing says."""
+    """How many ids the model's vocabulary has beyond the ranks; Kimi's 256 where the folder does not say."""
     config = read_json_object(path, TokenizerError)
     vocab_size = sub_object(config, "text_config").get("vocab_size", config.get("vocab_size"))
     if vocab_size is None:

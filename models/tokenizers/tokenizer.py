@@ -1,7 +1,8 @@
 """Text to token ids and back.
 
-One class for both file formats, because what matters is the same: user text never becomes a special token, every token
-has exact bytes, and foreign errors carry our names. Adds no token of its own (no BOS): chat templates write theirs.
+One class serves both file formats, with the same promises: user text never becomes a special token, every token has
+exact bytes, and errors of the libraries are raised as ours. It adds no token of its own (no BOS): chat templates write
+theirs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -52,12 +53,12 @@ class Tokenizer:
 
     @property
     def hidden_ids(self) -> frozenset[int]:
-        """The special ids that `skip_special` leaves out; Kimi's `<think>`, where its folder says so, is not one."""
+        """The special ids that `skip_special` drops; Kimi's `<think>`, where its folder says so, is not one."""
         return self._vocabulary.hidden_ids
 
     @property
     def max_token_bytes(self) -> int | None:
-        """No token stands for more bytes of a text, all its tokens for all of it; None: nothing can be said."""
+        """The most bytes of a text that one token stands for. None where the tokenizer gives no such bound."""
         return self._vocabulary.max_token_bytes
 
     def encode(self, text: str, *, allow_special: bool = False, max_tokens: int | None = None) -> list[int]:

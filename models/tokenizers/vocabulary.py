@@ -1,7 +1,7 @@
 """What every tokenizer is made of, whatever file it came from: a table of token bytes, and something that encodes.
 
-Apart from the tokenizer, so that both readers (tokenizer_json, tokenizer_tiktoken) build its parts without knowing it.
-Byte pieces, not strings, because one character may be spread over several tokens.
+Both readers (`hugging_face`, `tiktoken_file`) build these parts, and `tokenizer` puts them together. Pieces are bytes
+and not strings, because one character may be spread over several tokens.
 """
 
 import re
