@@ -98,7 +98,7 @@ class Model(Protocol):
         ...
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
-        """The kinds of cache that its layers keep."""
+        """The kinds of cache that its layers keep. The engine serves models with exactly one as yet."""
         ...
 
     def forward(

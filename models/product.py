@@ -1,7 +1,9 @@
-"""The one function through which an activation meets a weight matrix.
+"""The one function through which an activation meets a weight matrix, but for the GPU kernels (`experts.grouped`).
 
-Only this function knows how a weight is stored and with which scales: to add a quantised weight, add a kind of leaf
-here, and no line of a forward pass changes (as in jax-llm-examples).
+A quantised weight is another kind of leaf that this function knows, so that a forward pass does not change for it (the
+habit of jax-llm-examples). Such a format also touches how a folder is read (`folder.checkpoint`, `spec.Param`,
+`weights`), the family's names and scales (`kimi.weights`, and `kimi.config`, which refuses it today), and where experts
+are cut out of their stack (`experts.moe`, `experts.grouped`).
 """
 
 import jax

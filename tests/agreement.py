@@ -21,7 +21,7 @@ from moonshard.models.experts import moe
 from moonshard.models.kimi.family import Kimi
 from moonshard.models.model import Batch
 from moonshard.models.registry import open_model
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 

@@ -7,7 +7,7 @@ flight. Text never appears: the gateway tokenises before and detokenises after.
 import enum
 from dataclasses import dataclass, field
 
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 
 MAX_STOP_TOKENS = 16  # per request, the folder's own end tokens included: rows of a static device array
 MAX_LOGIT_BIAS = 300  # per request, OpenAI's limit: likewise

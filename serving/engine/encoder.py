@@ -22,7 +22,7 @@ from moonshard.serving.control.plan import (
     TokenMask,
 )
 from moonshard.serving.control.request import Request, SequenceId
-from moonshard.serving.control.sampling import PARAMETERS
+from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]

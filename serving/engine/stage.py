@@ -27,7 +27,7 @@ from moonshard.models.model import Batch, Model
 from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.models.spec import matmul_precision
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
-from moonshard.serving.control.sampling import PARAMETERS
+from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.engine.steps import ProgramKey, StepKind, StepLayout, StepShapes
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.experts import ExpertPlacement

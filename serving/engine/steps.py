@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
-from moonshard.serving.control.sampling import PARAMETERS, Parameter
+from moonshard.serving.control.sampling_parameters import PARAMETERS, Parameter
 
 NOWHERE = 2**31 - 1  # beyond every array: what is written there is dropped
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from moonshard.models.folder.generation import GenerationDefaults
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument
 from moonshard.serving.control.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
-from moonshard.serving.control.sampling import PARAMETERS, Range
+from moonshard.serving.control.sampling_parameters import PARAMETERS, Range
 from moonshard.serving.gateway.caller import Caller
 from moonshard.serving.observe.spans.context import TraceContext
 

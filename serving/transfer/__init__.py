@@ -1,4 +1,5 @@
 """The shells that move KV blocks between workers: slabs, endpoints, transports. What moves when is `control.handoff`'s.
 
-Begin with `plane`; a transport is made in `transports`.
+Begin with `plane`; a new transport has the methods of `kv.transfer.Transport` (`kv.inproc` is the shortest there
+is) and is made in `transports`.
 """

@@ -1,8 +1,11 @@
-"""Which transport a worker's KV plane runs on, and how it is started: the one place that knows them by name.
+"""Which transport a worker's KV plane runs on, and how it is started: the one place that makes them.
 
+`config.keys` has their names; `config.faults`, `worker.process` and `commands.checks.ports` ask whether it is Mooncake.
 Made before the worker's server, which carries the gRPC stream where that is the transport; opened once the model is
 loaded, since only then the size of a block is known.
 """
+
+from typing import assert_never
 
 import grpc
 
@@ -61,12 +64,18 @@ class KvTransports:
 
     def _start(self, port: int) -> Transport:
         kv, host = self._config.kv, kv_host_of(self._config)
-        if self._receiver is not None:
-            return GrpcTransport(
-                self._receiver,
-                f"{host}:{port}",
-                key=self._key,
-                timeout_s=kv.transfer_timeout_s,
-                credentials=link_credentials(self._config),
-            )
-        return MooncakeTransport.start(host, config=MooncakeConfig(timeout_s=kv.transfer_timeout_s, ports=kv.ports))
+        match kv.transport:
+            case "grpc":
+                assert self._receiver is not None  # made with this object
+                return GrpcTransport(
+                    self._receiver,
+                    f"{host}:{port}",
+                    key=self._key,
+                    timeout_s=kv.transfer_timeout_s,
+                    credentials=link_credentials(self._config),
+                )
+            case "mooncake":
+                config = MooncakeConfig(timeout_s=kv.transfer_timeout_s, ports=kv.ports)
+                return MooncakeTransport.start(host, config=config)
+            case unknown:
+                assert_never(unknown)

@@ -20,7 +20,7 @@ from moonshard.serving.control.request import (
     Logprobs,
     Request,
 )
-from moonshard.serving.control.sampling import PARAMETERS, Sampling
+from moonshard.serving.control.sampling_parameters import PARAMETERS, Sampling
 from moonshard.serving.engine.clocks import Phases
 from moonshard.serving.engine.events import Emitted
 

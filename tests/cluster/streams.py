@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 from moonshard.rpc.status import RequestError
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import LOGIT_TOLERANCE, ROUTER_NEAR_TIE, assert_drawn_from, reference
 from tests.cluster.faults import Fleet
 from tests.engine_room import long_text

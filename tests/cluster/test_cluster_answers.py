@@ -31,7 +31,7 @@ from moonshard.experiments.training.texts.tools.tasks import (
     talk_tasks,
     tool_tasks,
 )
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import Reference, assert_drawn_from
 from tests.cluster.conftest import Cluster, running
 

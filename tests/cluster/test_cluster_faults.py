@@ -13,7 +13,7 @@ from http.client import HTTPConnection
 import pytest
 
 from moonshard.rpc.status import Overloaded
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import assert_drawn_from, reference
 from tests.cluster.conftest import AGGREGATED, QUARANTINE_S, Cluster, start_cluster, stop_cluster, wait_until
 from tests.engine_room import long_text

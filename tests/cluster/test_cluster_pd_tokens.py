@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moonshard.rpc.types import Completion
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import LOGIT_TOLERANCE, assert_drawn_from, reference
 from tests.cluster.conftest import Cluster, wait_until
 from tests.cluster.test_cluster_tokens import SIZES, http_completion, http_stream, preempted

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import assert_drawn_from, reference
 from tests.cluster.conftest import BLOCK_BYTES, Cluster, running, wait_until
 from tests.cluster.test_cluster_pd_tokens import IDLE_WITHIN_S, KINDS, NUM_TOKENS, generate

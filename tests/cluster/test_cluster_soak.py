@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import assert_drawn_from, reference
 from tests.cluster.conftest import QUARANTINE_S, Cluster, start_cluster, stop_cluster, wait_until
 from tests.engine_room import long_text

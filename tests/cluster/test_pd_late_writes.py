@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.cluster.conftest import wait_until
 from tests.cluster.faults import Fleet, running_fleet, unread_bytes
 from tests.cluster.streams import Ask, Listeners, assert_all_right

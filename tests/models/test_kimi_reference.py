@@ -22,7 +22,7 @@ from moonshard.models.score import Scorer, score
 from moonshard.models.spec import ModelError
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
 from moonshard.serving.control.request import Request, SequenceId, SlotId
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.programs import Drawn, Programs
 from moonshard.serving.engine.stage import Stage, StageModel

@@ -23,7 +23,7 @@ from moonshard.experiments.training.texts.tools.tasks import (
     tool_tasks,
 )
 from moonshard.models.score import score
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import LOGIT_TOLERANCE, ROUTER_NEAR_TIE, Reference, assert_drawn_from
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from moonshard.rpc.status import InvalidArgument
 from moonshard.rpc.types import GenerateOptions
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
 from moonshard.serving.control.request import Request, SequenceId, SlotId
-from moonshard.serving.control.sampling import PARAMETERS, Parameter, Sampling
+from moonshard.serving.control.sampling_parameters import PARAMETERS, Parameter, Sampling
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.stage import _row_sampling
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes

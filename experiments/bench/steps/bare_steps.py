@@ -12,7 +12,7 @@ from random import Random
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
 from moonshard.serving.control.request import Request, SequenceId, SlotId
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.loading import LoadedModel
 from moonshard.serving.engine.programs import Programs

@@ -15,7 +15,7 @@ from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.serving.config.keys import Config
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.request import Request
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import NoEvents

@@ -75,7 +75,7 @@ def source_files() -> list[Path]:
     own = Path(str(stage_module.__file__)).parents[1]
     names = (
         "control/request",
-        "control/sampling",
+        "control/sampling_parameters",
         "engine/stage",
         "engine/steps",
         "engine/compiled/preparation",

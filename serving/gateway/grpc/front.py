@@ -17,7 +17,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
 from moonshard.serving.config.tenants import Tenants
-from moonshard.serving.control.sampling import PARAMETERS
+from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.caller import metadata_value, metadata_values, read_caller
 from moonshard.serving.gateway.grpc.chats import calls_delta, chat_prompt, tool_use
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS

@@ -11,7 +11,7 @@ from typing import TypeGuard
 import msgspec
 
 from moonshard.rpc.status import InvalidArgument
-from moonshard.serving.control.sampling import PARAMETERS
+from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.openai.body import ABSENT, is_nothing, whole, whole_list
 from moonshard.serving.gateway.openai.messages import Message, chat_messages, goes_on
 from moonshard.serving.gateway.openai.tools import Tool, offer

@@ -21,7 +21,7 @@ from moonshard.serving.config.tenants import Salts
 from moonshard.serving.control.dispatch.queue_bound import QueueBound, QueueFull
 from moonshard.serving.control.routing.fleet import ModelLimits
 from moonshard.serving.control.routing.router import Affinity
-from moonshard.serving.control.sampling import PARAMETERS, SEED_BITS
+from moonshard.serving.control.sampling_parameters import PARAMETERS, SEED_BITS
 from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.pipeline.attempts import Attempts, Sent
 from moonshard.serving.gateway.pipeline.choice import CallsMade, ChoiceStream, ForcedCall, joined

@@ -6,4 +6,5 @@ spans to a collector (`serving.observe`), and what is counted of HTTP messages, 
 
 Begin with `events`. A new metric is defined in `metrics`, and counted of a request in `request_metrics`; what workers
 report is in `worker_metrics`; a new column is filled in `rows`, a new attribute in `spans`.
+What the ledger, rows and spans count of themselves is in their own modules, registered by `readers`.
 """

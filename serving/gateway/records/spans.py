@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moonshard.rpc import link_pb2
-from moonshard.serving.control.sampling import PARAMETERS
+from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.records.events import (
     AttemptEnded,
     AttemptFailed,

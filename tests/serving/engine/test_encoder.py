@@ -7,7 +7,7 @@ import pytest
 
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, PrefillChunk, PrefillPlan
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, Request, SequenceId, SlotId
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.steps import NOWHERE, Step, StepKind, StepShapes
 

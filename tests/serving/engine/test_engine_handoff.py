@@ -10,7 +10,7 @@ import pytest
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.plan import PrefillPlan
 from moonshard.serving.control.request import Request, SequenceId
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.clocks import Phases
 from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.steps import NOWHERE, Step, StepKind

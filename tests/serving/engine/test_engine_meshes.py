@@ -7,7 +7,7 @@ import pytest
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.request import Request
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.engine import Engine
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moonshard.serving.control.request import SequenceId
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE, assert_drawn_from, assert_same_tokens, reference
 from tests.engine_room import long_text, prepared, programs, request, serve
 from tests.sizes import CHUNK_TOKENS

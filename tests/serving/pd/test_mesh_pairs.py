@@ -9,7 +9,7 @@ import pytest
 
 from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
 from moonshard.kv.transfer import Transport
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.engine import Engine
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moonshard.serving.control.handoff import messages as m
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import assert_drawn_from, reference
 from tests.engine_room import long_text
 from tests.serving.pd.pd_pair import decode_handoffs, run, running, until_as_it_began

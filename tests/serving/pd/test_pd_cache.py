@@ -7,7 +7,7 @@ import pytest
 from moonshard.kv.prefix import block_names
 from moonshard.rpc import link_pb2
 from moonshard.serving.control.plan import PrefillPlan
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.steps import StepKind
 from moonshard.sharding.rules import DecodeRules
 from moonshard.sharding.shape import MeshShape

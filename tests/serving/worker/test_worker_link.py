@@ -14,7 +14,7 @@ from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.server.server import build_server
 from moonshard.serving.config.keys import Config, DecodeConfig, GatewayConfig, KvConfig, ModelConfig, PrefillConfig
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.loading import LoadedModel, load_model
 from moonshard.serving.worker import link_service

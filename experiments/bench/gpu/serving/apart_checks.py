@@ -24,7 +24,7 @@ from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.registry import open_model
 from moonshard.serving.control.request import Request
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 

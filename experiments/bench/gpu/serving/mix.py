@@ -19,7 +19,7 @@ from moonshard.experiments.bench.gpu.serving.engines import EnginePair, EngineSi
 from moonshard.experiments.bench.gpu.serving.steps import StepRows
 from moonshard.experiments.workload.arrivals import arrivals
 from moonshard.serving.control.request import Request
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 
 APART = "apart"
 WORTH_WAITING = 2.0  # a chunk size is no candidate for the best where TTFT's p90 is so many times the lowest

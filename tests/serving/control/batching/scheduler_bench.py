@@ -12,7 +12,7 @@ from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerCon
 from moonshard.serving.control.batching.sequence import Occupancy, Phase, Sequence
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.control.request import FinishReason, Output, Request, SequenceId, SlotId
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.serving.fake_device import FakeDevice, true_output
 
 type Holders = dict[tuple[int, int], list[tuple[int, ...] | None]]  # by partition and block: known tokens up to its end

@@ -7,7 +7,7 @@ from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.plan import DecodePlan, Delivered, Plan, PrefillChunk, PrefillPlan, Sampled
 from moonshard.serving.control.request import Request, SequenceId
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 
 BLOCK_SIZE = 16
 STOP = 99

@@ -12,7 +12,7 @@ from moonshard.serving.control.plan import (
     needs_slot_state,
 )
 from moonshard.serving.control.request import FinishReason, Logprobs, Request, SequenceId, SlotId
-from moonshard.serving.control.sampling import Sampling
+from moonshard.serving.control.sampling_parameters import Sampling
 from tests.serving.control.batching.stepping import (
     BLOCK_SIZE,
     STOP,
