@@ -1,6 +1,6 @@
 """A table of options read into a dataclass: every fault with its key, and for an unknown key the nearest known one.
 
-Apart from `config.reading`, which does it for the server's own, nested configuration.
+The server's own, nested configuration is read in `serving.config.reading`.
 """
 
 import difflib

@@ -1,6 +1,6 @@
 """Nested tables as one mapping from dotted keys to values, and back: sweeps, overrides and comparisons go by key.
 
-A list is a value, whatever it holds. Left out: which keys there are.
+A list is a value, whatever it holds. Which keys exist is not checked here.
 """
 
 import tomllib

@@ -1,6 +1,6 @@
 """A table of the report as plain text cells, and its two forms: for a terminal and for a README.
 
-Apart from the report, so that a part of the benchmark whose figures stand side by side can lay out its own table.
+A part of the benchmark can lay out its own table with it, where the report's form does not fit.
 """
 
 from collections.abc import Iterable

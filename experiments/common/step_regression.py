@@ -4,9 +4,9 @@ Relative, so that short steps count as long ones do; absolute, so that a step th
 shared machine takes several times as long, pulls no more than any other. What steps do not tell apart has no
 coefficient: where every bucket is the same, nobody knows what a row costs beside the step itself. A coefficient that
 would have to be below 0 to fit best is 0, and that is said.
-Apart from `step_fit`, whose tables need polars: this runs with numpy alone, so a bare GPU machine fits its own steps.
+It runs with numpy alone, so that a bare GPU machine can fit its own steps; `reading.step_fit` needs polars.
 Source: least absolute deviations by iteratively reweighted least squares (Schlossmacher 1973, JASA 68); what is solved
-in each round is non-negative least squares, as `routing.ttft` has it.
+in each round is non-negative least squares, as in `serving.control.routing.ttft`.
 """
 
 from dataclasses import dataclass

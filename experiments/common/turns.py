@@ -1,6 +1,7 @@
 """An assistant's turn as a client of OpenAI's chat API has it: the calls as they were written, and what is sent back.
 
-Shared by whoever keeps a conversation going over that API; what training makes of conversations is `pocket`'s.
+Shared by whoever keeps a conversation going over that API; conversations for training are made in
+`experiments.training.texts`.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,5 @@
-"""`moonshard eval`: held-out questions and how they were answered. Begin with `command`."""
+"""`moonshard eval`: held-out questions for a model, and which share it answered right.
+
+The questions are generated in `experiments.training.texts`; speed is measured in `experiments.bench`.
+Begin with `command`, then `interview` (asking) and `grading`.
+"""

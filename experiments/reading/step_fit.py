@@ -1,7 +1,6 @@
 """The times of steps fitted to the tables of a recording, and laid out as tables themselves.
 
-How they are fitted stands in `step_regression`: tables are polars' and times of steps are msgspec's, and a machine that
-has a GPU may have neither.
+The fit itself is in `common.step_regression`, which needs neither polars nor msgspec: a GPU machine may have neither.
 """
 
 from collections.abc import Mapping

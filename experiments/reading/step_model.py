@@ -1,9 +1,9 @@
 """How long a step takes: a few coefficients for each kind, for a simulator to stand on. Pure.
 
 A step computes the rows of its bucket, padding too: tokens of a prefill, sequences of a decode. Dense layers and
-experts take so long for each row. Attention takes so long for each pair of a row and a token of the context that it
-meets; a row of padding meets as many as any other. A record of steps knows the sum of its sequences' contexts, and so
-each row is taken to meet their mean. Left out: how the coefficients are found (`step_fit`), and what waits for a step.
+experts take so long for each row. Attention takes so long for each pair of a row and a token of its context; a row of
+padding counts as many as any other. A record of steps knows the sum of its sequences' contexts, and so each row is
+taken to have their mean. The coefficients are found in `step_fit`. Waiting for a step is not modelled.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`moonshard router-replay`."""
+"""`moonshard router-replay`: reads the trace and the options, and prints the figures."""
 
 import json
 import sys

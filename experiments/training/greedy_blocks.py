@@ -1,6 +1,6 @@
 """Which blocks of the evaluator's pages are free, and which hold the beginning of a prompt already.
 
-Device-free. Apart from `kv.blocks`, which serves, so that an error there cannot be an error of both.
+Needs no device. It shares no code with `kv.blocks`, which serves, so that an error there cannot be an error of both.
 """
 
 from collections.abc import Sequence

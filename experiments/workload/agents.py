@@ -1,7 +1,7 @@
 """Sessions of agents as prompts: each turn resends the whole context, and asks for something more.
 
-The same for every arrangement: what was answered before is the generator's true answer, not the model's. Left out:
-sending them.
+The same for every arrangement: what was answered before is the generator's true answer, not the model's. They are sent
+by `experiments.runner`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,9 @@
 A deployment of each kind is up at the same time, and they get the same closed loop of requests in turn, round by round;
 whoever begins changes with the round. A ratio is of one round's two turns, so that what a machine does for minutes hits
 both. Two deployments of the same settings differ by some percent as long as they live: all are started again several
-times, in another order, and an interval is over the starts. What it cannot tell, `row_cost` does. Left out: a row for
-each token (`trace.tokens`), and what a collector costs on a machine of its own; here one that reads and forgets.
+times, in another order, and an interval is over the starts. Costs too small for such a comparison are measured in
+`row_cost`. A row for each token (`trace.tokens`) is not recorded here, and the collector runs on the same machine: one
+that reads and forgets.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""What a recorded row takes of a processor: made, kept in columns, encoded and written, all in this process.
+"""How much processor time a recorded row takes: made, kept in columns, encoded and written, all in this process.
 
-Two deployments of the same settings differ in speed by some percent, for as long as they live. So one beside another
-does not tell what costs less than that. Processor time by row does, with as many rows a token as a deployment recorded.
-Left out: what the rows displace from caches, and rows of tokens (`trace.tokens`).
+Two deployments of the same settings differ in speed by some percent for as long as they live, so comparing them cannot
+show a smaller cost. Processor time per row can, with as many rows a token as a deployment recorded. What the rows
+displace from caches is not measured, nor rows of tokens (`trace.tokens`).
 """
 
 import time

@@ -1,9 +1,9 @@
-"""A worker without a model that speaks the Link: a step every so often, a token for each request in it.
+"""A worker without a model that speaks the Link: a step at fixed intervals, and in it a token for each request.
 
-What a gateway adds shows beside it: the worker costs next to nothing, and is always on time. It speaks the public API
-too, with nothing behind it but the same clock: what gRPC itself costs a gateway and its clients. Run as a module with
-the file of the cluster's key; it prints its port and serves until its standard input ends. Left out: prefill, KV, and
-everything that could go wrong.
+The worker costs next to nothing and is always on time, so what is measured beyond it is the gateway's. It serves the
+public API too, by the same clock, which shows what gRPC itself costs a gateway and its clients. Run as a module with
+the file of the cluster's key; it prints its port and serves until its standard input ends. It has no prefill and no KV,
+and nothing fails.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """`-m moonshard.experiments.bench.gpu.command`: is the GPU side right on this card, and how close to what it can do?
 
 States the card and the software, compares with recorded and dense references, measures the card's own ceilings, then
-times one MoE layer, attention and whole steps of a Kimi-K2-wide slice against the least they could take. At last the
-slice serves: engines with their schedulers, prefill and decode apart and both together. Needs jax and numpy
-only. Left out: gateway, wire and network, and more than one card.
+times one MoE layer, attention and whole steps of a Kimi-K2-wide slice against the least they could take. Last, the
+slice serves: engines with their schedulers, prefill and decode apart and both together. Needs jax and numpy only.
+Gateway, wire and network are not measured, nor more than one card.
 Exit status: 0; 1 if a check fails, nothing that it vouches for is timed then; 2 if there is no GPU or the arguments are
 wrong. What was measured is written also where an error ends it.
 """

@@ -1,7 +1,7 @@
 """What the GPU bench times of a handoff: blocks out of the pages and to the host, and from the host back into pages.
 
-The floor of each row is the device's own memory: reading the blocks once and writing them once. The way over the bus is
-what the rows show beside it. Left out: staging, checksums and the network, which no GPU takes part in.
+The floor of each row is the device's own memory: reading the blocks once and writing them once. What the rows show
+beyond it is the way over the bus. Staging, checksums and the network are not measured: no GPU takes part in them.
 """
 
 from collections.abc import Iterator

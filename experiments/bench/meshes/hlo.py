@@ -1,8 +1,8 @@
 """Which collectives a compiled program runs, and how often: read from the text of its HLO.
 
 There a loop's body is a computation of its own, so a collective inside it stands in the text once and runs once a turn.
-What is returned is a tree of turns. A pair of `-start` and `-done` is one collective. Left out: bytes, and over which
-devices.
+What is returned is a tree of loop turns. A pair of `-start` and `-done` is one collective. Bytes, and the devices that
+take part, are not read.
 Source: HLO's text format, as `xla/hlo/parser` reads it.
 """
 

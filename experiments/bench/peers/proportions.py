@@ -1,8 +1,8 @@
 """Writes a checkpoint with Kimi K2's proportions that two cores can serve: random weights, and the embedded tokenizer.
 
 113.5 million parameters in bfloat16: 8 layers of 512, the first dense, 32 experts of which 4 run beside a shared one,
-the latent attention of K2 with its rank of 512. Speed and memory are those of real weights of that shape; what it says
-is noise. Left out: anything that trained weights would tell.
+the latent attention of K2 with its rank of 512. Speed and memory are those of real weights of that shape; its answers
+are noise, so nothing that depends on trained weights can be measured with it.
 Source: Kimi K2 (arXiv 2507.20534), whose proportions these are.
 """
 

@@ -3,7 +3,8 @@
 A device is one core with one XLA thread. Disaggregated, the first has a prefill worker and the second a decode worker;
 aggregated, each has a worker that does both. The gateways and the load generator are not pinned and share those cores
 where there are no others, so what they took of a core is reported. Both arrangements are up all the time and get the
-same load in turn, round by round. Left out: more devices, and ratios of prefill to decode workers other than 1.
+same load in turn, round by round. More devices, and other ratios of prefill to decode workers than 1, are not measured
+here (see `studies.ratio`).
 """
 
 import asyncio

@@ -3,7 +3,8 @@
 One prefill worker and two decode workers, nothing pinned, streams on both. Once every stream is well under way, one
 decode worker gets SIGKILL; its streams go on elsewhere from prompt and tokens so far. The stall is the longest gap of a
 stream that ended after the kill. Then prompts as long as what was lost are prefilled, alone and as many at once. The
-worker comes back before the next kill. Left out: workers that hang without dying, and prefill workers.
+worker comes back before the next kill. Neither workers that hang without dying nor prefill workers that die are
+measured.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The clients of the benchmark: streams over gRPC and over HTTP, with a stamp for each token on the client's clock.
 
-TTFT is from the call to the first token here, ITL the gap between messages with tokens, as the lab has it, E2E from the
-call to the end of the stream. Prompts are random token ids, fresh for each request, so that no cache of prefixes can
-help.
+TTFT is from the call to the first token here, ITL the gap between messages with tokens, as `experiments.runner` has it,
+E2E from the call to the end of the stream. Prompts are random token ids, fresh for each request, so that no cache of
+prefixes can help.
 """
 
 import asyncio

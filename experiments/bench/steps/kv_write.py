@@ -1,6 +1,6 @@
 """What writing one step's tokens into the KV pool costs: a donated scatter, as the decode program does it.
 
-Apart from the model, to show by two pool sizes that the pool is written in place: a copy would grow with it.
+Measured without the model, for two pool sizes, to show that the pool is written in place: a copy would grow with it.
 """
 
 import functools

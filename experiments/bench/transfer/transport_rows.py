@@ -1,6 +1,6 @@
 """The transports' figures as measurements, and as a table beside Mooncake used bare and a copy in memory.
 
-Apart from `transports`, which measures, and whose second process should load nothing that it does not need.
+`transports` measures. Its second process is to load as little as possible, so the tables are made here.
 """
 
 from collections.abc import Iterable, Sequence

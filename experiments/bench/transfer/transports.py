@@ -3,7 +3,7 @@
 Each way writes the same ranges into a slab of a second process (the in-process transport: of its own), in interleaved
 rounds, so that what the machine does meanwhile falls on all of them. Run with `measure_transports`; the second process
 is this module run as a script.
-Left out: networks, and several publishes at once.
+Networks, and several publishes at once, are not measured.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Gateway and workers, each started by its own command: a worker can be pinned to a core, killed, and come back.
 
-Apart from `server`, which is one `moonshard serve`: that one restarts what dies, and pins nothing. A worker pinned to
-one core has one XLA thread of each kind (by its threads' names): XLA counts the cores that a process may use.
-None of them outlives the thread that started it, even where that is killed. Left out: several machines.
+`server` runs one `moonshard serve` instead, which restarts what dies and pins nothing. A worker pinned to one core has
+one XLA thread of each kind (by its threads' names): XLA counts the cores that a process may use.
+No process outlives the thread that started it, even where that is killed. All run on this machine.
 """
 
 import os

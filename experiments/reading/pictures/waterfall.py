@@ -2,8 +2,8 @@
 
 The gateway's phases lie where its stamps say. Workers and transfers report durations and no stamps: they are drawn as
 near to the phases as they can be, half of the wire before the workers and half behind, the decode worker's reservation
-before the prefill that waits for it, and what ends with the last token ends with it. Left out: the time line of a whole
-recording (`moonshard trace`).
+before the prefill that waits for it, and what ends with the last token ends with it. For the time line of a whole
+recording use `moonshard trace`.
 """
 
 from collections.abc import Iterator, Mapping

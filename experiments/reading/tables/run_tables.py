@@ -1,7 +1,7 @@
 """One run or many as polars frames for notebooks: what clients saw, and what servers recorded.
 
-Each row says of which run, point and repeat it is, and has what its point sets, a column for each swept key. Nothing of
-a warm-up is in them. Left out: what comes of the rows (`summary`, `interval_tables`, `plots`).
+Each row says of which run, point and repeat it is, and has what its point sets, a column for each swept key. Warm-ups
+are dropped. What is computed from the rows is in `reading.summary`, `interval_tables` and `pictures.plots`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The rounds of the arms out of a run on the lab's runner: a trial is a round, its point says which arm.
+"""The rounds of each arm, read from a run of `experiments.runner`: a trial is a round, and its point says which arm.
 
 The oracle needs the prompts, which a run does not keep: the workload makes the same ones again.
 """

@@ -4,7 +4,7 @@ Steps that are needed later are kept as well.
 
 Orbax writes into a folder of another name and renames it when everything is there. A checkpoint has parts that can be
 read alone, and leaves are stored by their path in a part, so that neither the order of fields nor the number of devices
-matters. Left out: what a run was told to do (`journal`), and the model folder that people use (`export`).
+matters. What a run was told to do is kept in `journal`; the model folder that people use is made in `training.export`.
 """
 
 import errno

@@ -2,8 +2,8 @@
 
 Libraries and languages differ: Python spaces its JSON, nearly all others do not; some wrap a result, repeat what was
 asked, or order keys otherwise; some declare functions without a description. A conversation has one manner. The plain
-one is that of the conversations which the model was first trained on. Left out: the words that mean something, which
-stay as `tool_library` has them, and what the assistant writes.
+one is that of the conversations which the model was first trained on. The words that carry meaning stay as
+`tool_library` has them, and so does what the assistant writes.
 """
 
 import json

@@ -1,6 +1,6 @@
 """One engine that does both phases, and two that share its device: the same requests, open loop, token by token.
 
-Everything runs on one event loop; an engine's own two threads are its lane to the device. Apart, the first engine
+Everything runs on one event loop; each engine has two threads of its own that call the device. Apart, the first engine
 prefills and draws each request's first token, its blocks leave right behind the step that completes them, and the
 second engine decodes on. Blocks of the second are taken as a request comes, and its pool holds all of them at once:
 waiting for room, leases and whatever goes wrong on a network are left out.

@@ -1,6 +1,6 @@
 """Clients of engines in their own process: requests sent open loop or one by one, and what is heard of each, stamped.
 
-Knows neither what the engines are nor how many there are. Left out: whatever lies between a client and an engine.
+They know neither what the engines are nor how many there are. Nothing lies between a client and an engine.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 The engine, the scheduler and the programs are those that serve. An engine's export and land carry blocks as bytes of
 the host; here the two executors keep the gathered blocks on the device and give the engines a ticket for each block in
-their place, so that what `kv.pages` gathers from one's pages is what it scatters into the other's. Left out: staging,
-checksums and the network, for which nothing here stands.
+their place, so that what `kv.pages` gathers from one's pages is what it scatters into the other's. Staging, checksums
+and the network are missing, and nothing takes their place.
 """
 
 from collections.abc import Callable

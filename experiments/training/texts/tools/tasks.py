@@ -2,7 +2,7 @@
 
 The same seed gives the same tasks, whoever answers them. Recall documents are filled, by the tokenizer's own count, up
 to the length that a row names. Conversations with tools are cut before one of the assistant's turns, so that all turns
-before it are the true ones. Leaves out asking and grading.
+before it are the true ones. Asking and grading are done in `experiments.evaluation`.
 """
 
 from bisect import bisect_right
