@@ -11,8 +11,6 @@ from typing import Literal
 import numpy as np
 
 WeightFormat = Literal["bf16", "fp8", "int4-experts"]  # in a folder: what the budget counts, more than is served
-    "bf16", "fp8", "int4-experts"
-]  # how weights lie in a folder: what the budget counts, more than is served
 
 
 class ModelError(ValueError):

@@ -1,4 +1,4 @@
-"""A queue that is first come, first served, in which nobody waits for ever, and one for each of several partitions.
+"""First come, first served queues whose members time out, and when such a queue is full where each partition has one.
 
 The scheduler's requests wait in such queues, and a decode worker's reservations.
 """
@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 
 
 def is_full(num_waiting: Sequence[int], partition: int, max_waiting: int) -> bool:
-    """Whether nobody more may wait for a partition, where as many wait for each.
+    """Whether nobody more may wait for a partition, where `num_waiting` already wait for each.
 
-    An equal share of what may wait is each partition's own: one that is full stops nobody elsewhere.
+    An equal share of the places is kept for each partition, so that one that is full stops nobody elsewhere.
     """
     share = -(-max_waiting // len(num_waiting))
     return sum(num_waiting) >= max_waiting and num_waiting[partition] >= share
 
 
 class Fifo[T]:
-    """Iterates in the order of arrival."""
+    """A queue with a timeout. Iterates in the order of arrival."""
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
@@ -43,14 +43,14 @@ class Fifo[T]:
         return now_s - self._waiting[0][1] if self._waiting else 0.0
 
     def remove(self, item: T) -> None:
-        """Takes out this very one, which need not be here."""
+        """Removes this very one; does nothing where it is not here."""
         for index, (waiting, _) in enumerate(self._waiting):
             if waiting is item:
                 del self._waiting[index]
                 return
 
     def expire(self, now_s: float) -> list[T]:
-        """Takes out those who waited too long."""
+        """Removes and returns those who waited too long."""
         late: list[T] = []
         while self._waiting and self.head_wait_s(now_s) > self._timeout_s:
             late.append(self.take_head())

@@ -1,8 +1,8 @@
 """What the scheduler asks of the device: one plan per launch, and what comes back.
 
 Plans are immutable and name everything a step needs; the device side never looks into the scheduler. They are launched
-in the order of their numbers, which count from 0 without a gap, and complete in that order. Left out: padding, buckets
-and the packing of metadata, which belong to the engine.
+in the order of their numbers, which count from 0 without a gap, and complete in that order. Padding, buckets and the
+packing of metadata are `engine.encoder`'s.
 """
 
 from collections.abc import Mapping

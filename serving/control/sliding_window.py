@@ -16,7 +16,7 @@ class _Uses:
 
 
 class SlidingWindow:
-    """Of several names, each by itself."""
+    """A sliding window for each of several names."""
 
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
@@ -30,7 +30,7 @@ class SlidingWindow:
         self._at(name, now_s).now += amount
 
     def wait_s(self, name: str, num_allowed: int, now_s: float) -> float:
-        """Until no more than so many count, 0 or more of them, if nobody uses any."""
+        """Seconds until no more than so many (0 or more) count, if nobody uses any meanwhile."""
         uses, left_s = self._at(name, now_s), self._left_s(now_s)
         if uses.now > num_allowed:
             return left_s + self.window_s - self.window_s * num_allowed / uses.now
@@ -39,7 +39,7 @@ class SlidingWindow:
         return max(0.0, left_s - self.window_s * (num_allowed - uses.now) / uses.before)
 
     def _left_s(self, now_s: float) -> float:
-        """Of the window that runs."""
+        """Seconds that are left of the current window."""
         return self.window_s - now_s % self.window_s
 
     def _at(self, name: str, now_s: float) -> _Uses:

@@ -25,7 +25,7 @@ from moonshard.serving.control.plan import CopyPlan, needs_slot_state
 
 
 class Admission:
-    """Who of one partition gets a slot."""
+    """Decides who gets a slot of one partition."""
 
     def __init__(
         self,
@@ -48,18 +48,19 @@ class Admission:
     # ---- to be prefilled
 
     def admit(self, unlaunched: Set[int]) -> Occupancy | None:
-        """The head of the line, where a slot and blocks for its tokens and one more are free.
+        """Admits the head of the line, if a slot and blocks for its tokens and one more are free.
 
-        `unlaunched` are blocks that the step completes for which it is admitted: it may read them, but not copy them.
+        `unlaunched` are blocks that are completed by the very step for which it is admitted: it may read them, but not
+        copy them.
         """
         head = self._waiting.head()
         return None if head is None else self._admit(head, unlaunched)
 
     def admit_short(self, unlaunched: Set[int], most_tokens: int) -> Occupancy | None:
-        """The oldest with at most so many tokens to compute, while an older one's prefill is under way.
+        """Admits the oldest with at most so many tokens to compute, while the prefill of an older one is under way.
 
-        It overtakes longer ones, the first of which keeps a slot and its blocks. Where one who has joined waits for a
-        slot, none but that one is free.
+        It overtakes longer ones, for the first of which a slot and its blocks are kept. Where a landed request waits
+        for a slot, at most one is free: the one that is kept.
         """
         head = self._waiting.head()
         if head is None:
@@ -70,13 +71,15 @@ class Admission:
         return self._admit(short, unlaunched)
 
     def _is_short(self, sequence: Sequence, most_tokens: int) -> bool:
-        """By what was known of it when it came, which costs nothing to ask, and by what is now, however it enters."""
+        """Whether few tokens are to be computed: first by what was known when it came, which costs nothing to ask, then
+        by what is known now.
+        """
         if sequence.num_tokens - sequence.accepted.num_known_tokens > most_tokens:
             return False
         return sequence.num_tokens - len(self._found_before_last(sequence)) * self._pool.block_size <= most_tokens
 
     def _leaves_room(self, sequence: Sequence, older: Sequence) -> bool:
-        """Whether the older one, whom it overtakes, would still find a slot and its blocks behind it."""
+        """Whether the older one that it overtakes would still find a slot and its blocks."""
         num_own = self._num_free_to_admit(sequence) + len(sequence.accepted.to_fork)  # each fork has a tail of its own
         return self._may_enter(sequence) and self._slots.num_free_blocks >= num_own + self._num_free_to_admit(older)
 
@@ -89,7 +92,9 @@ class Admission:
         return occupancy
 
     def _enter(self, sequence: Sequence, unlaunched: Set[int]) -> Occupancy | None:
-        """Behind what is known of its tokens, all but the last: that one is computed again, to see what follows it."""
+        """Enters with the blocks of all its known tokens but the last, which is computed again to see what follows
+        it.
+        """
         found = self._found(sequence)
         if len(found) * self._pool.block_size < sequence.num_tokens:
             return self._enter_behind(sequence, found)
@@ -103,7 +108,9 @@ class Admission:
         return occupancy
 
     def _enter_behind_all(self, sequence: Sequence, found: tuple[int, ...]) -> Occupancy | None:
-        """The last token's KV is written into a copy of its block, since others may read that one."""
+        """Enters with all its known blocks. The last one is copied, since the last token's KV is written again and
+        others may read the original.
+        """
         partition, last = self._slots.partition, found[-1]
         self._cache.hold(partition, (last,))
         occupancy = self._enter_behind(sequence, found[:-1])
@@ -118,11 +125,11 @@ class Admission:
         return occupancy
 
     def num_known_tokens(self, sequence: Sequence) -> int:
-        """That need not be computed, as things are now."""
+        """How many tokens need not be computed, as things are now."""
         return min(len(self._found(sequence)) * self._pool.block_size, sequence.num_tokens - 1)
 
     def _found_before_last(self, sequence: Sequence) -> tuple[int, ...]:
-        """Without the block of its last known token, which is found and not always of use."""
+        """The blocks that the cache has, without the block of the last known token, which is not always of use."""
         return self._found(sequence)[: (sequence.num_tokens - 1) // self._pool.block_size]
 
     def _found(self, sequence: Sequence) -> tuple[int, ...]:
@@ -159,21 +166,21 @@ class Admission:
 
     @property
     def num_blocks_due(self) -> int:
-        """Of the head of the line; 0 where nobody waits."""
+        """Blocks that the head of the line needs; 0 where nobody waits."""
         head = self._waiting.head()
         return 0 if head is None else self._num_free_to_admit(head)
 
     # ---- with KV that came from elsewhere
 
     def admit_landed(self) -> None:
-        """Oldest first, each where there is a slot for it."""
+        """Gives slots to landed requests, oldest first, as long as there are any for them."""
         for landed_request in self._landed:
             if self._may_enter(landed_request.leader):
                 self._landed.take(landed_request)
                 self._begin_landed(landed_request)
 
     def send_back(self, landed_request: LandedRequest) -> None:
-        """It gives its blocks up, and each choice comes back to be prefilled by itself."""
+        """The landed request gives its blocks up, and each choice goes back to the line to be prefilled by itself."""
         self._landed.release(landed_request)
         for sequence in (landed_request.leader, *take_to_fork(landed_request.leader)):
             self._waiting.come_back(sequence)
@@ -198,7 +205,9 @@ class Admission:
     # ---- what the ways have in common
 
     def _enter_beside(self, leader: Occupancy, sequences: list[Sequence]) -> list[Occupancy]:
-        """Those with room share the leader's full blocks of the prompt and own its tail; the others come back."""
+        """The other choices that find room share the leader's full blocks of the prompt and own a copy of its tail; the
+        rest go back to the line.
+        """
         num_prompt = len(leader.sequence.request.prompt)
         shared = leader.blocks[: num_prompt // self._pool.block_size]
         followers = list[Occupancy]()
@@ -215,7 +224,7 @@ class Admission:
         return self._pool.num_blocks_for(sequence.num_tokens + 1)
 
     def _num_free_to_admit(self, sequence: Sequence) -> int:
-        """How many blocks have to be free, those that hold its beginning already included."""
+        """How many blocks have to be free, including those free ones that already hold its beginning."""
         found = self._found_before_last(sequence)
         num_shared = len(found) - self._pool.num_free_of(self._slots.partition, found)
         return self._num_blocks_to_admit(sequence) - num_shared
@@ -229,7 +238,7 @@ class Admission:
 
 
 def take_to_fork(leader: Sequence) -> list[Sequence]:
-    """The choices that waited for this one. They are taken once."""
+    """Removes and returns the choices that waited for this leader."""
     accepted = leader.accepted
     sequences, accepted.to_fork = accepted.to_fork, []
     return sequences

@@ -1,4 +1,4 @@
-"""What the scheduler has done so far and what it holds now, for the router and the metrics. Left out: time."""
+"""What the scheduler has done so far and what it holds now, in counts, for the router and the metrics."""
 
 from dataclasses import dataclass
 

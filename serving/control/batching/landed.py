@@ -1,8 +1,9 @@
 """Who waits for a slot with its KV already in place: requests whose prompt was prefilled elsewhere.
 
-Stands apart from the waiting line, whose members hold nothing: a landed request holds the blocks of its prompt in this
-partition and lacks only a slot there. It arrives once and may give way once; then it is a sequence like any other. Left
-out: who gets the slot, and the other choices, which wait with their request until the leader has one.
+A landed request holds the blocks of its prompt in this partition and lacks only a slot there, unlike the members of the
+waiting line (`queue`), which hold nothing. It arrives once and may give way once; then it is a sequence like any other.
+Only its leading choice is listed here: the others wait until that one has a slot. Who gets a slot is decided in
+`admission`.
 """
 
 from collections.abc import Iterator
@@ -39,16 +40,16 @@ class LandedRequests:
         self._landed.append(landed_request)
 
     def take(self, landed_request: LandedRequest) -> None:
-        """It leaves with its blocks."""
+        """Removes it; the caller takes over its blocks."""
         self._landed.remove(landed_request)
 
     def release(self, landed_request: LandedRequest) -> None:
-        """It leaves without its blocks. No launched step uses them: what wrote them came before."""
+        """Removes it and gives its blocks back. No launched step uses them: what wrote them came before."""
         self._landed.remove(landed_request)
         self._pool.release(self._partition, landed_request.blocks[::-1])
 
     def remove(self, accepted: Accepted) -> None:
-        """Everything of one request, which need not be here."""
+        """Removes everything of one request; does nothing where the request is not here."""
         for landed_request in self:
             if landed_request.leader.accepted is accepted:
                 self.release(landed_request)

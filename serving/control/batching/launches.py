@@ -1,7 +1,7 @@
 """The steps of a scheduler between decision and completion: decided, handed out, completed, in one order.
 
-Stands apart from the scheduler because it decides nothing; it numbers the steps and remembers what each one uses. Left
-out: what a completion means.
+It decides nothing: it numbers the steps and remembers which occupancies and blocks each one uses. What a completion
+means is `scheduler`'s.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from moonshard.serving.control.plan import Plan
 
 
 class Draw(NamedTuple):
-    """Whom a step draws for, and how many tokens that gives at least and at most. Made for every token."""
+    """Which occupancy a step draws for, and the least and the most tokens that gives. Made for every token."""
 
     occupancy: Occupancy
     least: int = 1

@@ -1,8 +1,8 @@
 """One partition of the scheduler: who waits for it, who lives in it, and what its part of the next step holds.
 
 A request lives in one partition for life, so partitions have nothing in common but the steps: a step runs on all of
-them at once, and each fills its own rows. A partition that is full stops nobody elsewhere. Stands apart from the
-scheduler, which decides whether the next step prefills or decodes. Left out: requests as a whole, and results.
+them at once, and each fills its own rows. A partition that is full stops nobody elsewhere. Whether the next step
+prefills or decodes, and what its results mean for a request, is decided in `scheduler`.
 """
 
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class Prefills:
 
 
 class Partition:
-    """A partition's line, landed requests and occupancies, and the rules by which they meet."""
+    """The waiting line, the landed requests and the occupancies of one partition, and the rules by which they meet."""
 
     def __init__(
         self,
@@ -77,9 +77,11 @@ class Partition:
     # ---- what a step holds
 
     def ready_to_decode(self) -> list[Occupancy]:
-        """Those with a block for their next token, oldest first; makes room by preemption.
+        """The occupancies that have a block for their next token, oldest first. Makes room for the older by preempting
+        the younger.
 
-        Who waits for a result takes a free block that it may need behind that, before anyone enters.
+        An occupancy that waits for a result first takes the free block that it may need behind that result, before
+        anyone enters.
         """
         is_starved = False  # an older one already waits: no need to look again
         ready = list[Occupancy]()
@@ -95,10 +97,10 @@ class Partition:
         return ready
 
     def draw_range(self, occupancy: Occupancy) -> tuple[int, int]:
-        """How many tokens the next row of one that is ready draws, at least and at most.
+        """The least and the most tokens that the next row of a ready occupancy draws.
 
-        Exactly one where no row guesses. Else it has as many positions as it may have tokens left, and as have blocks
-        without preemption.
+        Exactly one where no row guesses. Else it has as many positions as it may have tokens left, and as there are
+        blocks for without preemption.
         """
         if self._config.q_len == 1:
             return 1, 1
@@ -130,7 +132,7 @@ class Partition:
         return taken
 
     def _prefill(self, found: Prefills, occupancy: Occupancy, budget: int) -> int:
-        """Its next chunk; what that takes of the budget."""
+        """Adds the sequence's next chunk; returns how many tokens of the budget that takes."""
         start, end = occupancy.num_computed, min(occupancy.sequence.num_tokens, occupancy.num_computed + budget)
         is_last = end == occupancy.sequence.num_tokens
         followers = self.admission.fork(occupancy) if is_last else []
@@ -182,7 +184,7 @@ class Partition:
             self.waiting.come_back(occupancy.sequence)
 
     def remove(self, accepted: Accepted) -> None:
-        """Removes everything of one request, which need not be here."""
+        """Removes everything of one request; does nothing where the request is not here."""
         self.waiting.remove(accepted)
         self.landed.remove(accepted)
         for occupancy in self.slots:
@@ -193,26 +195,26 @@ class Partition:
 
     @property
     def queued_tokens(self) -> int:
-        """Still to be prefilled for what has been accepted."""
+        """How many tokens are still to be prefilled for the requests that were accepted."""
         occupancy = self._prefilling
         return self.waiting.num_tokens + (occupancy.sequence.num_tokens - occupancy.num_computed if occupancy else 0)
 
     @property
     def active_tokens(self) -> int:
-        """Known, or on their way at most, of running sequences."""
+        """How many tokens the running sequences have, counting the most that launched steps may add."""
         return sum(occupancy.sequence.num_tokens + occupancy.num_pending for occupancy in self.slots.running())
 
     @property
     def landed_tokens(self) -> int:
-        """Of those who have their KV here and wait for a slot."""
+        """How many tokens the landed requests have, which wait for a slot."""
         return sum(landed_request.leader.num_tokens for landed_request in self.landed)
 
     @property
     def num_spare_slots(self) -> int:
-        """The free slots that are left once all who have joined have one; below 0 where they lack some."""
+        """Free slots, less one for each landed sequence that waits for one; negative where those are more."""
         return self.slots.num_free_slots - sum(landed_request.num_sequences for landed_request in self.landed)
 
     @property
     def num_sequences(self) -> int:
-        """Those that may need another block: what runs here, and what has joined here."""
+        """How many sequences may need another block: those that run here and those that have landed here."""
         return len(self.slots.running()) + sum(landed_request.num_sequences for landed_request in self.landed)

@@ -1,9 +1,8 @@
 """Who waits for a slot, in which order, and who is turned away.
 
-Stands apart from the scheduler because its rules are about requests and time, not about steps. Two lines, served as
-one, the oldest first: the sequences that come back (preempted, too many to fork, or resumed from another worker), and
-the queue of requests that were never admitted, which alone is bounded and alone expires. Left out: whether there is
-room, and those that wait with their KV, for a slot alone (`landed`).
+There are two lines, served as one, the oldest first: the sequences that come back (preempted, too many to fork, or
+resumed from another worker), and the queue of requests that were never admitted, which alone is bounded and alone
+expires. Whether there is room is decided in `admission`; requests whose KV is in place wait in `landed`.
 """
 
 from bisect import insort
@@ -82,14 +81,14 @@ class WaitingLine:
     def num_tokens(self) -> int:
         """Tokens to be prefilled for everyone here, as far as was known when they came.
 
-        Choices that will be forked need none.
+        Choices that will be forked from their leader need none.
         """
         queued = sum(len(accepted.request.prompt) - accepted.num_known_tokens for accepted in self._queue)
         return queued + sum(sequence.num_tokens for sequence in self._returning)
 
     @property
     def num_queued(self) -> int:
-        """Requests that were never admitted."""
+        """How many requests wait that were never admitted."""
         return len(self._queue)
 
     def head_wait_s(self, now_s: float) -> float:
@@ -119,7 +118,7 @@ class WaitingLine:
             self._queue.remove(sequence.accepted)
 
     def remove(self, accepted: Accepted) -> None:
-        """Everything of one request, which need not be here."""
+        """Removes everything of one request; does nothing where the request is not here."""
         self._queue.remove(accepted)
         self._returning = [sequence for sequence in self._returning if sequence.accepted is not accepted]
 

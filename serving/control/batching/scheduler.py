@@ -1,9 +1,9 @@
 """Which step runs next: continuous batching with chunked prefill, preemption and forks, as a pure state machine.
 
-Stands apart from the engine so that a laptop or a simulator runs the very object that serves. Four verbs drive it:
-`add` accepts a request, `join` one that was prefilled elsewhere, `schedule` decides a step and counts it as launched,
-`complete` takes a step's results, in launch order. Steps may be launched before the results of earlier ones are known;
-the device feeds each drawn token to the next step itself. Everything follows from four rules:
+It has no device and no clock (the time is an argument), so that a test or a simulator runs the very object that serves.
+Four verbs drive it: `add` accepts a request, `join` one that was prefilled elsewhere, `schedule` decides a step and
+counts it as launched, `complete` takes a step's results, in launch order. Steps may be launched before the results of
+earlier ones are known; the device feeds each drawn token to the next step itself. Everything follows from four rules:
 
 - Oldest first, within a partition. Growth preempts the youngest, be it running or only holding blocks, and the oldest
   is never preempted: something always finishes. Who waits for a slot is overtaken only beside a prefill that a step
@@ -20,8 +20,8 @@ nobody is preempted for a guess: a row that finds no block has fewer positions. 
 to what was emitted; blocks stay, to be written again.
 
 Blocks that others hold, leased to handoffs in progress, are only fewer to grow into: where they alone are in the way,
-`schedule` has nothing to run until they come back. Left out: token values, sampling, stop strings, routing, and the
-clock, which is an argument.
+`schedule` has nothing to run until they come back. Sampling is `models.sampling`'s; stop strings are found by the
+gateway, and routing is `control.routing`'s.
 Sources: Orca (OSDI 2022), PagedAttention (arXiv:2309.06180), Sarathi-Serve (arXiv:2403.02310); that short prompts pass
 long ones, vLLM's partial prefills (pull request 10235); drafts, speculative decoding (arXiv:2211.17192) and EAGLE-3
 (arXiv:2503.01840). vLLM (pull request 24799) and SGLang (pull request 11398) launch ahead of a draft's result too: they
@@ -47,9 +47,10 @@ from moonshard.serving.control.request import Output, Request
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig(PartitionConfig):
-    """What each partition has, and for the whole worker the longest context, the queue and the microbatches.
+    """The sizes of each partition, and for the whole worker the longest context, the bound of the queue and the number
+    of microbatches.
 
-    An equal share of the queue is each partition's own, however long the others' are.
+    An equal share of the queue is kept for each partition, however long the others' queues are.
     """
 
     max_context_tokens: int
@@ -66,7 +67,7 @@ class SchedulerConfig(PartitionConfig):
 
 
 class Scheduler:
-    """The step loop's decisions for one worker, whatever its part: what it need not prefill, it is given by `join`."""
+    """Decides the steps of one worker, of any role: a prompt that was prefilled elsewhere comes in by `join`."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool):
         self.config = config
@@ -155,7 +156,9 @@ class Scheduler:
         return accepted
 
     def cancel(self, request_id: bytes) -> bool:
-        """End a request without a word; says whether it was there. What is in flight for it is dropped on arrival."""
+        """End a request and give no output for it; says whether it was there. What is in flight for it is dropped on
+        arrival.
+        """
         accepted = self._accepted.pop(request_id, None)
         if accepted is None:
             return False
@@ -204,9 +207,10 @@ class Scheduler:
         self._is_decode_next = False
 
     def _next_microbatch(self, ready: list[Occupancy]) -> list[Occupancy]:
-        """Those of the next microbatch that has any: its step runs in the stages that the one before has left.
+        """The rows of the next microbatch that has any; its step runs in the stages that the step before has left.
 
-        One with rows whose result is awaited is passed over, that they stay together with those that are ready now.
+        A microbatch with rows whose result is awaited is passed over, so that these stay together with its rows that
+        are ready.
         """
         count, awaited = self.config.num_microbatches, self._awaited_microbatches()
         for number in range(self._microbatch + 1, self._microbatch + 1 + count):
@@ -218,7 +222,7 @@ class Scheduler:
         return []
 
     def _awaited_microbatches(self) -> set[int]:
-        """Those with rows of which only the result tells where they go on."""
+        """The microbatches with rows whose next position only the result of a launched step tells."""
         if self.config.q_len == 1:
             return set()
         occupancies = [occupancy for partition in self._partitions for occupancy in partition.slots]
@@ -245,8 +249,8 @@ class Scheduler:
     def complete(self, number: int, results: Results) -> Delivered:
         """Take the results of the oldest step in flight, one for each sequence it drew for.
 
-        Raises ValueError for any other step: completing out of order would release what a step still uses. And for
-        fewer or more tokens than its plan allows.
+        Raises ValueError for any other step, since completing out of order would release what a step still uses, and
+        for fewer or more tokens than the step's plan allows.
         """
         launch = self._launches.complete(number)
         for partition, block in launch.borrowed:
@@ -315,19 +319,23 @@ class Scheduler:
         return self._partitions[partition].slots.num_free_slots
 
     def num_spare_slots(self, partition: int) -> int:
-        """The free slots that are left once all who have joined there have one; below 0 where they lack some."""
+        """Free slots of the partition, less one for each landed sequence there; negative where those are more."""
         return self._partitions[partition].num_spare_slots
 
     def landed_tokens(self, partition: int) -> int:
-        """Of those who have joined there and wait for a slot."""
+        """How many tokens the landed requests of the partition have, which wait for a slot."""
         return self._partitions[partition].landed_tokens
 
     def num_sequences(self, partition: int) -> int:
-        """Those that may need another block of the partition: what runs there, and what has joined there."""
+        """How many sequences may need another block of the partition: those that run there and those that have landed
+        there.
+        """
         return self._partitions[partition].num_sequences
 
     def num_blocks_due(self, partition: int) -> int:
-        """What the next of those who wait there needs: whoever takes blocks from outside should leave as many."""
+        """Blocks that the next request of the partition's queue needs. Whoever takes blocks from outside should leave
+        as many.
+        """
         return self._partitions[partition].admission.num_blocks_due
 
     def counters(self) -> Counters:

@@ -2,8 +2,8 @@
 
 Three types, because their lives differ. A request is accepted once; a sequence lives as long as its choice and knows
 what was generated; an occupancy lasts from admission to release, and a preempted sequence has several. A step in flight
-refers to the occupancy, so that its result can never reach a later occupant of the slot. Lengths follow from these,
-not stored twice. Every decision is the scheduler's.
+refers to the occupancy, so that its result can never reach a later occupant of the slot. Lengths are computed from
+these and not stored a second time. Every decision is the scheduler's.
 """
 
 import enum
@@ -65,7 +65,9 @@ class Sequence:
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Who came first; the oldest is never preempted for another. The resumed came before all that began here."""
+        """Sorts by arrival; the oldest is never preempted for another. Resumed requests sort before all that began
+        here.
+        """
         return not self.accepted.is_resumed, self.accepted.arrival, self.id.choice
 
     @property
@@ -79,7 +81,7 @@ class Sequence:
         return self.request.prompt[start:end] + tuple(generated)
 
     def names(self, num_blocks: int, block_size: int) -> list[BlockName]:
-        """Of the first so many blocks, all of whose tokens are known."""
+        """The names of the first `num_blocks` blocks, all of whose tokens are known."""
         if not self._names:
             self._names += self.request.block_names
         num_named = len(self._names)
@@ -132,7 +134,7 @@ class Occupancy:
 
     @property
     def num_undrawn(self) -> int:
-        """Tokens that may still be drawn behind all those that are pending."""
+        """How many tokens may still be drawn after those that launched steps draw."""
         return self.sequence.request.max_tokens - len(self.sequence.generated) - self.num_pending
 
     @property
@@ -142,12 +144,12 @@ class Occupancy:
 
     @property
     def can_decode(self) -> bool:
-        """Whether there is a next token to draw, and its position is known."""
+        """Whether there is a next token to draw and its position is known."""
         return self.phase is Phase.DECODE and not self.num_unsure and self.num_undrawn > 0
 
     @property
     def may_go_on(self) -> bool:
-        """Whether only a result tells if, and where, there is a next token to draw."""
+        """Whether the result of a launched step is needed to tell if there is a next token to draw, and where."""
         return self.phase is Phase.DECODE and self.num_unsure > 0 and self.num_undrawn > 0
 
     @property
@@ -157,7 +159,7 @@ class Occupancy:
 
     @property
     def num_complete_tokens(self) -> int:
-        """Whose KV is written once every launched step has run, and which the host knows."""
+        """How many leading tokens are known to the host and have their KV written once every launched step has run."""
         return min(self.num_computed - self.num_unsure, self.sequence.num_tokens)
 
     def load(self, number: int) -> LoadPlan:
@@ -166,7 +168,9 @@ class Occupancy:
         return LoadPlan(number=number, sequence=sequence.id, request=sequence.request, slot=self.slot, history=history)
 
     def chunk(self, end: int, samplers: "list[Occupancy]") -> PrefillChunk:
-        """From what is computed up to position `end`; `samplers` draw their next token from its last logits."""
+        """The chunk of the prompt from what is computed up to position `end`. `samplers` draw their next token from its
+        last logits.
+        """
         return PrefillChunk(
             sequence=self.sequence.id,
             request=self.sequence.request,

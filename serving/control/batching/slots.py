@@ -1,7 +1,8 @@
 """Who holds which slot and which blocks: the occupancies of a partition, in the order of their arrival.
 
 Stands between the block pool, which knows no sequences, and the scheduler, which decides who enters and who leaves.
-Entering takes a slot and blocks together or neither; leaving gives back both. Left out: when an occupancy may leave.
+Entering takes a slot and blocks together or neither; leaving gives back both. When an occupancy may leave is decided in
+`partition` and `scheduler`.
 """
 
 import heapq
@@ -44,7 +45,7 @@ class Slots:
         return self.occupy(sequence, shared + own)
 
     def enter_behind(self, sequence: Sequence, num_blocks: int, found: tuple[int, ...]) -> Occupancy | None:
-        """As `enter`, beginning with blocks that the cache found; they may be free ones."""
+        """As `enter`, but the occupancy begins with blocks that the prefix cache found, which may be free ones."""
         num_own = num_blocks - len(found)
         num_revived = self._pool.num_free_of(self.partition, found)
         if not self._free_slots or self.num_free_blocks < num_own + num_revived:
@@ -55,7 +56,7 @@ class Slots:
         return self.occupy(sequence, found + own)
 
     def note(self, occupancy: Occupancy) -> tuple[int, ...]:
-        """Tell the cache which blocks have been completed since the last time; these blocks."""
+        """Tell the prefix cache which blocks have been completed since the last call; returns them."""
         num_complete = occupancy.num_complete_tokens // self._pool.block_size
         if num_complete <= occupancy.num_noted:
             return ()
@@ -81,7 +82,9 @@ class Slots:
         heapq.heappush(self._free_slots, occupancy.slot.index)
 
     def grow(self, occupancy: Occupancy, q_len: int = 1) -> int:
-        """Make room for the KV of the next `q_len` tokens, as far as blocks are free; for how many of them there is."""
+        """Take blocks for the KV of the next `q_len` tokens as far as blocks are free; returns for how many tokens
+        there is room.
+        """
         block_size = self._pool.block_size
         room = len(occupancy.blocks) * block_size - occupancy.num_computed
         if room >= q_len:

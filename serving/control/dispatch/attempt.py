@@ -8,7 +8,7 @@ from moonshard.serving.control.routing.router import Home, Reservation
 
 @dataclass(frozen=True, slots=True)
 class AttemptLeg:
-    """A part of an attempt, and the process that it was given to."""
+    """A part of an attempt (its prefill or its decode), and the worker process that it was given to."""
 
     reservation: Reservation
     epoch: int
@@ -20,7 +20,7 @@ class AttemptLeg:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Attempt:
-    """Made and changed by the dispatcher alone."""
+    """One attempt. Made and changed by the dispatcher alone."""
 
     decode: AttemptLeg
     prefill: AttemptLeg | None  # None: the worker that decodes prefills too
@@ -32,7 +32,7 @@ class Attempt:
 
     @property
     def prompt(self) -> AttemptLeg:
-        """Where its prompt is computed."""
+        """The leg that computes the prompt."""
         return self.prefill or self.decode
 
     @property
@@ -41,7 +41,7 @@ class Attempt:
 
     @property
     def num_left_tokens(self) -> int:
-        """Of its prompt, that are not known where it decodes."""
+        """How many tokens of the prompt the worker that decodes does not have in its cache."""
         return self.decode.reservation.num_left_tokens
 
     @property

@@ -28,7 +28,7 @@ from moonshard.serving.control.routing.ttft_bound import TooLate, TtftBound, Ttf
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchRules:
-    """As they are configured."""
+    """The configured rules of dispatch."""
 
     failover_wait_s: float  # of a request that lost its worker, for another
     ttft_slo_s: TtftSlo  # as `routing.ttft_bound.ttft_limit_s` has it
@@ -37,7 +37,7 @@ class DispatchRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What must be known of a request."""
+    """What the dispatcher must know of a request."""
 
     num_prompt: int  # tokens
     max_new_tokens: int  # of all its choices together
@@ -68,7 +68,7 @@ type Refusal = NoWorker | NoRoom | TooLate
 
 
 class Dispatcher:
-    """Over the workers of `fleet`, whose tokens in flight `router` counts."""
+    """Sends requests to the workers of `fleet`; `router` counts their tokens in flight."""
 
     def __init__(self, fleet: Fleet, router: Router, rules: DispatchRules, policy: Policy) -> None:
         self.fleet = fleet
@@ -83,7 +83,9 @@ class Dispatcher:
     # ---- which workers are there
 
     def join(self, member: Member) -> None:
-        """A worker that fits is there. If it is another process than the last one, nothing is pinned to it."""
+        """A worker that fits has come. If its process is another than the last one there, affinity keys pinned to that
+        are dropped.
+        """
         if self._epochs.get(member.address, member.epoch) != member.epoch:
             for home in member.homes:
                 self.router.process_ended(home)
@@ -91,7 +93,7 @@ class Dispatcher:
         self.fleet.join(member)
 
     def leave(self, address: str) -> None:
-        """It is lost: it reports nothing, and what was learned of it may not hold for the next one there."""
+        """A worker was lost. Its reports end, and what was learned of its times is forgotten."""
         for home in self.fleet.member_at(address).homes:
             self.router.silent(home)
         self.forecast.forget(address)
@@ -102,7 +104,7 @@ class Dispatcher:
     def begin(
         self, demand: Demand, retries: Retries, now_s: float, *, is_resumed: bool = False
     ) -> Attempt | Wait | Refusal:
-        """`is_resumed`: it goes on from tokens that were made before."""
+        """`is_resumed`: the request goes on from tokens that an earlier attempt made."""
         decode = self._reserve_decode(demand, retries, now_s)
         if decode is None:
             if retries.no_room_retry_after_s is not None:
@@ -121,9 +123,10 @@ class Dispatcher:
         self.router.sent(leg.reservation, now_s)
 
     def first_token(self, attempt: Attempt, now_s: float, *, cached_tokens: int, prefill_ms: float | None) -> None:
-        """The first output of an attempt is here; whoever predicts learns from it.
+        """The first output of an attempt is here; the forecasts learn from it.
 
-        `cached_tokens` and `prefill_ms` are what the worker says of the prompt; None: it says nothing.
+        `cached_tokens` and `prefill_ms` are what the worker says of the prompt. `prefill_ms` is None where it says
+        nothing.
         """
         attempt.has_begun = True
         if attempt.prefill is None:
@@ -136,11 +139,11 @@ class Dispatcher:
             self._place.prefilled(num_tokens, prefill_ms, is_here=attempt.prefill is None)
 
     def moved(self, attempt: Attempt, exposed_ms: float) -> None:
-        """Its KV is where it is decoded, that long after its first token."""
+        """The attempt's KV has reached the worker that decodes, so long after its first token."""
         self._place.moved(attempt.num_left_tokens, exposed_ms)
 
     def prefill_over(self, attempt: Attempt) -> None:
-        """Its prompt takes up nobody any more. Nothing happens the second time."""
+        """The attempt's prompt occupies no worker any more. A second call does nothing."""
         if not attempt.is_prefilling:
             return
         attempt.is_prefilling = False
@@ -152,7 +155,10 @@ class Dispatcher:
     def failed(
         self, attempt: Attempt, retries: Retries, failure: Failure, *, retry_after_s: float | None = None
     ) -> bool:
-        """Whether the request may be begun again. Where nothing came of it, it was served nowhere."""
+        """Whether the request may be begun again.
+
+        An attempt without output does not count as served: its affinity key is not pinned to its workers.
+        """
         if not attempt.has_begun and not attempt.is_resumed:
             for leg in (attempt.decode, attempt.prefill):
                 if leg is not None:
@@ -165,16 +171,20 @@ class Dispatcher:
         )
 
     def end(self, attempt: Attempt) -> None:
-        """It is over, however it ended. Once for each attempt."""
+        """An attempt is over, however it ended. Call it once for each attempt."""
         self.prefill_over(attempt)
         self.router.release(attempt.decode.reservation)
 
     def least_ttft_s(self, now_s: float) -> float | None:
-        """Of the shortest prompt, sent to where it would be soonest, a moment ago; None while nothing is known."""
+        """The predicted TTFT of the shortest prompt on the worker that is soonest, as of a moment ago; None while
+        nothing is known.
+        """
         return self.forecast.least_s(self.fleet.homes(PREFILL_ROLES | DECODE_ROLES), now_s)
 
     def _reserve_decode(self, demand: Demand, retries: Retries, now_s: float) -> Reservation | None:
-        """A worker that failed this request is better than none, but for one that had no room."""
+        """A worker that failed this request before is chosen only where there is no other; one that had no room
+        never.
+        """
         ask = self._ask(demand, is_prefill=False)
         found = self._reserve(DECODE_ROLES, ask, now_s, exclude=retries.failed_epochs)
         if found is None and retries.failed_epochs and retries.no_room_retry_after_s is None:
@@ -182,7 +192,7 @@ class Dispatcher:
         return found
 
     def _reserve_prefill(self, demand: Demand, retries: Retries, now_s: float) -> Reservation | None:
-        """A worker that failed this request is better than none."""
+        """A worker that failed this request before is chosen only where there is no other."""
         ask = self._ask(demand, is_prefill=True)
         found = self._reserve(PREFILL_ROLES, ask, now_s, exclude=retries.failed_epochs)
         return found or self._reserve(PREFILL_ROLES, ask, now_s)
@@ -222,7 +232,9 @@ class Dispatcher:
         return attempt
 
     def _prefill_leg(self, demand: Demand, retries: Retries, decode: AttemptLeg, now_s: float) -> AttemptLeg | None:
-        """None where the worker that decodes should prefill too: by the rule for that, or as there is no other."""
+        """The leg on a prefill worker. None where the decode worker should prefill too: by the rule, or since there is
+        no other.
+        """
         if not retries.may_prefill_elsewhere or self._place.is_here_anyway(decode.reservation):
             return None
         found = self._reserve_prefill(demand, retries, now_s)

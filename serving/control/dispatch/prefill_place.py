@@ -1,6 +1,7 @@
-"""Whether a prompt is prefilled where it is decoded: by `routing.locality`, fed with what requests have shown.
+"""Whether a prompt is prefilled on the worker that decodes it, by `routing.locality`.
 
-Between the dispatcher, which has reservations, and the rules, which know tokens and times alone.
+It feeds that rule with the times that requests have shown. The rule itself knows only tokens and times, and the
+dispatcher only reservations.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from moonshard.serving.control.routing.router import Reservation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRule:
-    """As it is configured."""
+    """The configured rule."""
 
     kind: Literal["cost", "static"] = "cost"
     max_left_tokens: int = 0  # static: here where at most so many are unknown here
@@ -25,7 +26,7 @@ type DecodeHome = tuple[int, int]  # a decode worker's epoch, and a partition of
 
 
 class PrefillPlace:
-    """Of one gateway. "Here" is the worker that decodes a prompt, "there" one that prefills for others."""
+    """The rule of one gateway. "Here" is the worker that decodes a prompt, "there" one that prefills for others."""
 
     def __init__(self, rule: PrefillRule) -> None:
         self._rule = rule
@@ -33,7 +34,7 @@ class PrefillPlace:
         self._begun_tokens = Counter[DecodeHome]()  # of prompts prefilled here whose first token is to come
 
     def is_here_anyway(self, decode: Reservation) -> bool:
-        """Whatever prefill worker there is: by the static rule."""
+        """Whether the static rule says "here", whatever prefill workers there are."""
         return self._rule.kind == "static" and is_short(
             decode.num_known_tokens + decode.num_left_tokens,
             decode.num_left_tokens,
@@ -42,7 +43,7 @@ class PrefillPlace:
         )
 
     def is_here(self, decode: Reservation, prefill: Reservation, *, home: DecodeHome, load: MemberLoad) -> bool:
-        """Rather than on this prefill worker: by what each costs. `load` is the decode worker's."""
+        """Whether it costs less to prefill here than on this prefill worker. `load` is the decode worker's."""
         if self._rule.kind == "static":
             return False
         partition = decode.home.partition
@@ -58,19 +59,19 @@ class PrefillPlace:
         return self._locality.is_here(ways)
 
     def begin_here(self, home: DecodeHome, num_tokens: int) -> None:
-        """Until its first token a prompt is work before the next one: of a burst no report tells in time."""
+        """Counts a prompt as work here until its first token: in a burst a worker's report comes too late."""
         self._begun_tokens[home] += num_tokens
 
     def end_here(self, home: DecodeHome, num_tokens: int) -> None:
-        """Once for each `begin_here`."""
+        """Ends what `begin_here` began. Call it once for each."""
         self._begun_tokens[home] -= num_tokens
         if not self._begun_tokens[home]:
             del self._begun_tokens[home]
 
     def prefilled(self, num_tokens: int, prefill_ms: float, *, is_here: bool) -> None:
-        """So many tokens of a prompt took that long."""
+        """A prefill was measured: so many tokens took so long."""
         (self._locality.here if is_here else self._locality.there).observe(num_tokens, prefill_ms)
 
     def moved(self, num_tokens: int, exposed_ms: float) -> None:
-        """The KV of so many tokens is where it is decoded, that long after the first token."""
+        """A transfer was measured: the KV of so many tokens had arrived so long after the first token."""
         self._locality.transfer.observe(num_tokens, exposed_ms)

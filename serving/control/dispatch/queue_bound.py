@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class QueueFull:
-    """Refused: as many wait as may."""
+    """A request is refused since as many wait as may."""
 
     num_waiting: int
 
 
 class QueueBound:
-    """Of one gateway. A request is a number of its own from `enter` to `leave`."""
+    """The bound of one gateway. `enter` gives each request a number, which the other verbs take, until `leave`."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
@@ -33,10 +33,10 @@ class QueueBound:
         return number
 
     def begun(self, number: int) -> None:
-        """Its first token is here. Nothing happens the second time."""
+        """The first token of the request has come. A second call does nothing."""
         self._waiting.discard(number)
 
     def leave(self, number: int) -> None:
-        """However it ended. KeyError the second time."""
+        """The request has ended, in whatever way. KeyError when called a second time."""
         self._running.remove(number)
         self._waiting.discard(number)

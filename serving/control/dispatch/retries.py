@@ -25,7 +25,7 @@ type Failure = Cause | LegFailure
 
 @dataclass(kw_only=True, slots=True)
 class Retries:
-    """Of one request. A worker is known by its epoch: restarted, it is another."""
+    """The failures of one request. A worker is known by its epoch: after a restart it counts as another."""
 
     max_attempts: int
     failed_epochs: set[int] = field(default_factory=set[int])  # of workers that failed it
@@ -36,13 +36,13 @@ class Retries:
 
     @property
     def may_prefill_elsewhere(self) -> bool:
-        """False: the worker that decodes it prefills it, too."""
+        """False where the worker that decodes the request must also prefill it."""
         return self.num_prefill_failed < MAX_PREFILL_FAILURES
 
     def failed(
         self, failure: Failure, *, decode_epoch: int, prefill_epoch: int | None, retry_after_s: float | None = None
     ) -> bool:
-        """Whether it may be tried again."""
+        """Counts a failure; says whether the request may be tried again."""
         self.num_failed += 1
         if not is_retryable(failure) or self.num_failed >= self.max_attempts:
             return False
@@ -56,9 +56,10 @@ class Retries:
         return True
 
     def waits(self, now_s: float, max_wait_s: float) -> float | None:
-        """There is no worker: until when it waits for one. None: it does not, or has waited.
+        """There is no worker: the time until which the request waits for one. None where it does not wait, or has
+        waited.
 
-        Only a request that lost its worker waits; a new one does not.
+        Only a request that lost its worker waits; a new one is refused at once.
         """
         if not self.num_failed:
             return None

@@ -102,24 +102,24 @@ class DecodeSide:
         return len(self._reservations)
 
     def num_choices_reserved(self, partition: int) -> int:
-        """How many sequences may join there of what is reserved now."""
+        """How many sequences of the present reservations may join in that partition."""
         reservations = (r for r in self._reservations.values() if r.target.partition == partition)
         return sum(r.request.n for r in reservations)
 
     def num_tokens_reserved(self, partition: int) -> int:
-        """Of the prompts whose KV is to come there."""
+        """How many tokens the prompts have that are reserved in that partition."""
         reservations = (r for r in self._reservations.values() if r.target.partition == partition)
         return sum(len(r.request.prompt) for r in reservations)
 
     def knows(self, handoff: bytes) -> bool:
-        """Whether it is reserved or has joined."""
+        """Whether the handoff is reserved here or has joined."""
         return handoff in self._reservations or handoff in self._joined
 
     def has_joined(self, handoff: bytes) -> bool:
         return handoff in self._joined
 
     def target_of(self, handoff: bytes) -> Target | None:
-        """Of what is reserved and has not joined."""
+        """The Target of a handoff that is reserved and has not joined."""
         reservation = self._reservations.get(handoff)
         return None if reservation is None else reservation.target
 
@@ -163,7 +163,7 @@ class DecodeSide:
         return target
 
     def landed(self, manifest: Manifest, now_s: float) -> tuple[DecodeAction, ...]:
-        """Cells were written. A manifest that is stale, doubled or of another epoch is nobody's and changes nothing."""
+        """Cells were written. A manifest that is stale, comes twice or is of another epoch changes nothing."""
         reservation = self._reservations.get(manifest.handoff)
         if reservation is None or not reservation.accepts(manifest):
             return ()
@@ -197,7 +197,7 @@ class DecodeSide:
         return (land, *self._credit(reservation, len(manifest.grants)), *self._join(reservation))
 
     def start(self, start: Start[Manifest], now_s: float) -> tuple[DecodeAction, ...]:
-        """The first tokens, and the manifest that completes the prompt."""
+        """The first tokens have come, with the manifest that completes the prompt."""
         reservation = self._reservations.get(start.handoff)
         if reservation is None or reservation.tokens is not None or not reservation.accepts(start.last):
             return ()
@@ -213,7 +213,7 @@ class DecodeSide:
     # ---- giving up
 
     def cancel(self, handoff: bytes, now_s: float) -> None:
-        """A request that has joined is the scheduler's to end."""
+        """Gives a reservation up. A request that has joined is ended by the scheduler instead."""
         reservation = self._reservations.get(handoff)
         if reservation is not None:
             self._give_up(reservation, now_s)
@@ -254,7 +254,9 @@ class DecodeSide:
         return tuple(Grant(cell, next(self._grant_numbers)) for cell in cells or ())
 
     def _credit(self, reservation: _Reservation, num_returned: int) -> tuple[Credits, ...]:
-        """As many cells as came back, where that many blocks still lack one: nobody's last cell is taken away."""
+        """Grants as many cells as came back to this reservation, if as many of its blocks still lack one. So no handoff
+        loses its last cell to another.
+        """
         num_lacking = len(reservation.missing) - len(reservation.granted) - reservation.num_copying
         grants = self._grant(reservation.target.partition, min(num_returned, num_lacking))
         if not grants:

@@ -49,7 +49,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A handoff is over: `cause` is None where its request finished."""
+    """A handoff is over. `cause` is None where its request finished."""
 
     handoff: bytes
     cause: Cause | None
@@ -124,7 +124,7 @@ class GatewaySide:
     # ---- what P says
 
     def chunk(self, manifest: ManifestHeader) -> tuple[GatewayAction, ...]:
-        """Pass it on as Landed; the last travels with Start."""
+        """A manifest is passed on to D as Landed; the last one goes with Start."""
         legs = self._legs.get(manifest.handoff)
         if legs is None:
             return _cancel_stray(manifest)
@@ -147,13 +147,15 @@ class GatewaySide:
         return (deliver, *(self._end(legs, None) if first.is_finished else _start(legs)))
 
     def drained(self, drained: Drained) -> tuple[GatewayAction, ...]:
-        """D must hear it even though the handoff is over here."""
+        """P has drained. D must be told, even when the handoff is over here."""
         return (SendDecode(drained.target_epoch, drained),)
 
     # ---- what ends a handoff early
 
     def failed(self, failed: Failed) -> tuple[GatewayAction, ...]:
-        """A leg gave up. Once decode was started, P's word counts no more: everything was published."""
+        """A worker gave its leg up. Once decode was started P's failure no longer counts, since everything was
+        published.
+        """
         legs = self._legs.get(failed.handoff)
         if legs is None or failed.epoch not in _epochs(legs):
             return ()
@@ -182,7 +184,7 @@ class GatewaySide:
         return tuple(actions)
 
     def _end(self, legs: _Legs, cause: Cause | None) -> tuple[GatewayAction, ...]:
-        """Cancel both legs. A P that was never asked cannot write, so that D need not wait for its word."""
+        """Cancels both legs. A P that was never asked cannot write, so D need not wait until it has drained."""
         del self._legs[legs.handoff]
         cancel = Cancel(handoff=legs.handoff, target_epoch=legs.decode_epoch)
         if legs.is_running:
@@ -194,7 +196,7 @@ class GatewaySide:
 
 
 def _epochs(legs: _Legs) -> tuple[int, ...]:
-    """The processes that the request still needs."""
+    """The epochs of the worker processes that the request still needs."""
     return (legs.decode_epoch,) if legs.is_started else (legs.prefill_epoch, legs.decode_epoch)
 
 
@@ -207,6 +209,6 @@ def _start(legs: _Legs) -> tuple[GatewayAction, ...]:
 
 
 def _cancel_stray(message: ManifestHeader | FirstTokens) -> tuple[GatewayAction, ...]:
-    """P works for a handoff that is over."""
+    """Tells a P to cancel that works for a handoff that is over."""
     cancel = Cancel(handoff=message.handoff, target_epoch=message.target_epoch)
     return (SendPrefill(message.writer_epoch, cancel),)

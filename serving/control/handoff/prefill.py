@@ -82,15 +82,15 @@ class PrefillSide:
         return len(self._runs) + len(self._aborted)
 
     def knows(self, handoff: bytes) -> bool:
-        """Whether something of it is still to be published, or to be drained."""
+        """Whether something of the handoff is still to be published, or to be drained."""
         return handoff in self._runs or handoff in self._aborted
 
     def holds(self, handoff: bytes) -> bool:
-        """Whether a `run` of it would be refused: it is under way, or given up and not over."""
+        """Whether `run` would refuse the handoff: it is under way, or was given up and is not over yet."""
         return self.knows(handoff) or self._quarantine.holds(handoff)
 
     def handoff_of(self, ticket: int) -> bytes:
-        """Whose piece is being staged or written."""
+        """The handoff whose piece is being staged or written under this ticket."""
         return self._publishing[ticket].run.target.handoff
 
     # ---- the verbs of a handoff
@@ -178,7 +178,7 @@ class PrefillSide:
     # ---- decisions
 
     def _publish(self) -> tuple[PrefillAction, ...]:
-        """Every piece that has its blocks, a grant each and a source cell each now."""
+        """Begins a piece for each handoff that has complete blocks, grants and free source cells now."""
         stages = [self._stage(run) for run in self._runs.values()]
         return tuple(stage for stage in stages if stage is not None)
 
@@ -198,7 +198,9 @@ class PrefillSide:
     def _announce(
         self, run: _Run, piece: _Publishing | None = None, checksums: tuple[int, ...] = ()
     ) -> tuple[Manifest, ...]:
-        """The manifest of a piece that was written, or of none where nothing moves. The last completes the prompt."""
+        """The manifest of a piece that was written, or an empty one where nothing moves. The last one completes the
+        prompt.
+        """
         if run.is_aborted:
             return ()
         pieces, grants = (piece.pieces, piece.grants) if piece else ((), ())
@@ -228,7 +230,7 @@ class PrefillSide:
         return (Failed(handoff=run.target.handoff, epoch=self.epoch, cause=cause), *self._abort(run))
 
     def _abort(self, run: _Run) -> tuple[PrefillAction, ...]:
-        """Stop. What is being staged or written goes on to its end; nothing new begins."""
+        """Begins nothing new for the handoff. What is being staged or written goes on to its end."""
         handoff = run.target.handoff
         del self._runs[handoff]
         self._aborted[handoff] = run
@@ -238,7 +240,7 @@ class PrefillSide:
         return (Stop(handoff=handoff), *self._drained(run))
 
     def _drained(self, run: _Run) -> tuple[Drained, ...]:
-        """Forget an aborted run whose last piece is over."""
+        """Forgets an aborted handoff once its last piece is over."""
         if not run.is_aborted or run.num_publishing:
             return ()
         self._aborted.pop(run.target.handoff, None)

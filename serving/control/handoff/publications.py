@@ -83,7 +83,7 @@ def finish_of(request: Request, output: Output) -> FinishReason | None:
 
 
 class Publications[Owner: Hashable]:
-    """Of one worker."""
+    """The publications of one worker."""
 
     def __init__(self, side: PrefillSide, *, pool: BlockPool, cache: PrefixCache):
         self._side = side
@@ -102,32 +102,34 @@ class Publications[Owner: Hashable]:
         return handoff in self._legs and self._legs[handoff].owner == owner
 
     def is_being_given_up(self, handoff: bytes) -> bool:
-        """It cannot be begun again before that is over."""
+        """Whether the handoff was given up and is not over yet: it cannot begin again before that."""
         return handoff not in self._legs and self._side.holds(handoff)
 
     # ---- what the gateway says
 
     def begin(self, target: Target, request: Request, owner: Owner, now_s: float) -> None:
-        """For one that is neither here nor being given up. Then the engine is given its prefill, or `withdraw`."""
+        """Begins a handoff that is neither here nor being given up. The caller then gives its prefill to the engine, or
+        calls `withdraw`.
+        """
         self._legs[request.id] = _Leg(owner=owner, request=request, target=target, arrived_s=now_s)
 
     def withdraw(self, handoff: bytes) -> Owner:
-        """The engine does not take it, before or after it has waited, and nothing of it had begun."""
+        """The engine refuses the prefill, at once or after it has waited; nothing of it had begun."""
         return self._legs.pop(handoff).owner
 
     def credits(self, credits: Credits) -> Actions[Owner]:
         return self._addressed(self._side.credits(credits))
 
     def give_up(self, handoff: bytes, owner: Owner) -> Actions[Owner]:
-        """What is its owner's; nothing is said of any other."""
+        """Gives a handoff up if it is this owner's; does nothing for any other."""
         if not self.is_of(handoff, owner):
             return ()
         return self.cancel(handoff, self._legs[handoff].target.epoch, owner)
 
     def cancel(self, handoff: bytes, target_epoch: int, owner: Owner) -> Actions[Owner]:
-        """Give up; says Drained when that is true, at once for a handoff that is not here.
+        """Gives a handoff up and answers Drained when that is true, at once for a handoff that is not here.
 
-        Another owner's is left alone.
+        Does nothing for a handoff of another owner.
         """
         if handoff in self._legs:
             if not self.is_of(handoff, owner):
@@ -139,14 +141,16 @@ class Publications[Owner: Hashable]:
         return tuple(Tell(owner, action) for action in drained)
 
     def close(self, owner: Owner) -> Actions[Owner]:
-        """Its owner is gone."""
+        """An owner is gone; all of its handoffs are given up."""
         owned = [handoff for handoff, leg in self._legs.items() if leg.owner == owner]
         return tuple(action for handoff in owned for action in self.give_up(handoff, owner))
 
     # ---- what the engine says
 
     def launching(self, plan: PrefillPlan, now_s: float) -> Actions[Owner]:
-        """A prefill step is about to be launched: what is known of its prompts is complete, but for what it writes."""
+        """A prefill step is about to be launched: the blocks of its prompts are complete but for those that the step
+        itself writes.
+        """
         written = {(chunk.slot.partition, block) for chunk in plan.chunks for block in self._written(chunk)}
         actions: list[PrefillAction] = []
         for leg, chunk in self._chunks(plan):
@@ -168,7 +172,7 @@ class Publications[Owner: Hashable]:
         return self._addressed(actions)
 
     def emitted(self, output: Output) -> Actions[Owner]:
-        """A first token of what is here."""
+        """A handoff that is here has a first token."""
         leg = self._legs[output.sequence.request_id]
         leg.first[output.sequence.choice] = output
         if len(leg.first) < leg.request.n or leg.is_given_up:
@@ -187,7 +191,7 @@ class Publications[Owner: Hashable]:
     # ---- what the device and the transfer say
 
     def handoff_of(self, ticket: int) -> bytes:
-        """Whose piece is being staged or written."""
+        """The handoff whose piece is being staged or written under this ticket."""
         return self._side.handoff_of(ticket)
 
     def staged(self, ticket: int) -> Actions[Owner]:
@@ -230,7 +234,9 @@ class Publications[Owner: Hashable]:
     # ---- what follows
 
     def _addressed(self, actions: Iterable[PrefillAction]) -> Actions[Owner]:
-        """What the side asks, with whom it concerns. All that it stops is given up before the engine hears of any."""
+        """What the side asks, each with the owner that it concerns. All that it stops is given up before the engine
+        hears of any.
+        """
         addressed: list[PublicationAction[Owner]] = []
         for action in actions:
             match action:

@@ -25,7 +25,7 @@ type OnRestore = Callable[[int, tuple[int, ...]], None]  # the partition and its
 
 
 def keep(partition: int, cells: tuple[int, ...]) -> None:
-    """What cells hold is of no concern."""
+    """An `on_restore` that does nothing, for cells whose content does not matter."""
     del partition, cells
 
 
@@ -42,7 +42,7 @@ class Quarantine:
         return any(held.handoff == handoff for held in self._held)
 
     def add(self, handoff: bytes, writer_epoch: int, partition: int, cells: tuple[int, ...], now_s: float) -> None:
-        """`cells` are leased."""
+        """Cells go in quarantine. `cells` are leased."""
         if cells:
             self._slab.quarantine(partition, cells)
             until_s = now_s + self._quarantine_s
@@ -51,7 +51,7 @@ class Quarantine:
             )
 
     def drained(self, handoff: bytes, writer_epoch: int) -> None:
-        """The writer itself says so; another process under the same address cannot."""
+        """The writer itself says that nothing is under way. Another process at its address cannot say so."""
         self._restore([h for h in self._held if h.handoff == handoff and h.writer_epoch == writer_epoch])
 
     def expire(self, now_s: float) -> None:

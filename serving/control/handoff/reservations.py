@@ -38,7 +38,7 @@ from moonshard.serving.control.request import Request
 
 
 class Batch(Protocol):
-    """What the scheduler says of its partitions."""
+    """What the reservations must know of the scheduler's partitions."""
 
     def check(self, request: Request, partition: int | None = None) -> None:
         """Raises Rejected where the request could never join, however much room there is."""
@@ -69,7 +69,7 @@ class ReservationsConfig:
 
 @dataclass(frozen=True, slots=True)
 class Reserved[Owner: Hashable]:
-    """Tell the owner where its KV goes. It has waited for room since `arrived_s`."""
+    """Tell the owner its Target. The handoff has waited for room since `arrived_s`."""
 
     owner: Owner
     target: Target
@@ -78,7 +78,7 @@ class Reserved[Owner: Hashable]:
 
 @dataclass(frozen=True, slots=True)
 class Tell[Owner: Hashable]:
-    """After Overloaded and Failed there is no such reservation any more."""
+    """Send the owner a message. After Overloaded and Failed the reservation is gone."""
 
     owner: Owner
     message: NoRoom | Credits | Failed
@@ -86,7 +86,7 @@ class Tell[Owner: Hashable]:
 
 @dataclass(frozen=True, slots=True)
 class NotHere[Owner: Hashable]:
-    """Tell whoever spoke of it that there is no such handoff, so that one who did by mistake hears of it."""
+    """Tell whoever spoke of a handoff that it is not here, so that one who still counts on it learns of that."""
 
     owner: Owner
     handoff: bytes
@@ -94,14 +94,16 @@ class NotHere[Owner: Hashable]:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Its owner wants a reservation no more."""
+    """A reservation is over because its owner gave it up."""
 
     handoff: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Enter[Owner: Hashable]:
-    """Let the scheduler take it. Where it does, its owner hears of its tokens; where it refuses, call `turned_down`."""
+    """Let the scheduler take the request. Its owner then gets its tokens; where the scheduler refuses, call
+    `turned_down`.
+    """
 
     owner: Owner
     join: Join
@@ -109,7 +111,9 @@ class Enter[Owner: Hashable]:
 
 @dataclass(frozen=True, slots=True)
 class CameBack:
-    """Blocks or cells may have: let the scheduler launch, whose own queue comes first, and then call `admit`."""
+    """Blocks or cells may have come back: let the scheduler launch first, whose own queue comes first, then call
+    `admit`.
+    """
 
 
 type ReservationAction[Owner: Hashable] = (
@@ -129,7 +133,7 @@ class _Waiting[Owner: Hashable]:
 
 
 class Reservations[Owner: Hashable]:
-    """Of one worker. `cache` knows which blocks begin a prompt and need not move."""
+    """The reservations of one worker. `cache` knows which blocks begin a prompt and need not move."""
 
     def __init__(
         self,
@@ -152,11 +156,11 @@ class Reservations[Owner: Hashable]:
 
     @property
     def num_handoffs(self) -> int:
-        """Those that wait, and those that are reserved and have not joined."""
+        """How many handoffs wait for room, or are reserved and have not joined."""
         return sum(map(len, self._waiting)) + len(self._owners)
 
     def num_tokens(self, partition: int) -> int:
-        """Of prompts that are to come there, those that wait for room included."""
+        """How many tokens the prompts have that are to come to the partition, those that wait for room included."""
         waiting = sum(len(waiting.request.prompt) for waiting in self._waiting[partition])
         return waiting + self._side.num_tokens_reserved(partition)
 
@@ -165,9 +169,11 @@ class Reservations[Owner: Hashable]:
     def reserve(
         self, reserve: Reserve, request: Request, partition: int | None, owner: Owner, now_s: float
     ) -> Actions[Owner]:
-        """Wait for room there; None: where there is some now, or else where the fewest wait.
+        """Waits for room in `partition`. None: in one where there is room now, or else in the one where the fewest
+        wait.
 
-        Asked twice, it waits once and answers with the same target, and not at all where it has joined already.
+        Asked twice, it waits once and answers with the same target, and does not answer at all where it has joined
+        already.
 
         Raises:
             Rejected: the request can never be served here, or another has one of its id; nothing is kept.
@@ -204,12 +210,12 @@ class Reservations[Owner: Hashable]:
         return self.admit(now_s)
 
     def cancel(self, handoff: bytes, owner: Owner, now_s: float) -> Actions[Owner]:
-        """Give up what is its owner's. One that has joined is the scheduler's."""
+        """Gives a handoff up if it is this owner's. A request that has joined is ended by the scheduler instead."""
         given_up = self._give_up(handoff, owner, now_s)
         return (*given_up, CameBack()) if given_up else ()
 
     def close(self, owner: Owner, now_s: float) -> Actions[Owner]:
-        """Give up everything of an owner, who is gone."""
+        """An owner is gone; everything of it is given up."""
         waiting = [waiting.reserve.handoff for queue in self._waiting for waiting in queue if waiting.owner == owner]
         reserved = [handoff for handoff, owned_by in self._owners.items() if owned_by == owner]
         given_up = [given_up for handoff in waiting + reserved for given_up in self._give_up(handoff, owner, now_s)]
@@ -222,7 +228,7 @@ class Reservations[Owner: Hashable]:
         return (*self._addressed(self._side.verified(ticket, is_intact, now_s)), CameBack())
 
     def turned_down(self, join: Join) -> None:
-        """The scheduler did not take it, and nothing of it: its blocks come back."""
+        """The scheduler refused the request as a whole; its blocks come back."""
         self._pool.release(join.partition, join.block_table[::-1])
         self._side.left(join.handoff)
 
@@ -248,7 +254,9 @@ class Reservations[Owner: Hashable]:
     # ---- whose it is
 
     def _is_known(self, handoff: bytes, owner: Owner) -> bool:
-        """Of one that has joined nothing is heard any more, but it is no stranger's either."""
+        """Whether the handoff is this owner's or has joined: of one that has joined, messages are ignored and not
+        answered with NotHere.
+        """
         return self._owners.get(handoff, owner) == owner and self._side.knows(handoff)
 
     def _is_of_another(self, handoff: bytes, owner: Owner) -> bool:
@@ -256,7 +264,7 @@ class Reservations[Owner: Hashable]:
         return any(owned_by != owner for owned_by in owners)
 
     def _waiting_owners(self, handoff: bytes) -> list[Owner]:
-        """At most one."""
+        """The owner of a handoff that waits: at most one."""
         return [waiting.owner for queue in self._waiting for waiting in queue if waiting.reserve.handoff == handoff]
 
     def _give_up(self, handoff: bytes, owner: Owner, now_s: float) -> list[GivenUp]:
@@ -272,7 +280,9 @@ class Reservations[Owner: Hashable]:
         return [GivenUp(handoff)]
 
     def _addressed(self, actions: tuple[DecodeAction, ...]) -> Actions[Owner]:
-        """What the side asks, with whom it concerns. What has failed or joins is nobody's here from now on."""
+        """What the side asks, each with the owner that it concerns. A handoff that fails or joins has no owner here
+        from then on.
+        """
         addressed: list[ReservationAction[Owner]] = []
         for action in actions:
             match action:
@@ -299,7 +309,7 @@ class Reservations[Owner: Hashable]:
         return Reserved(waiting.owner, target, waiting.arrived_s)
 
     def _found(self, request: Request, partition: int) -> tuple[int, ...]:
-        """Blocks that begin the prompt and need not move."""
+        """Cached blocks that begin the prompt and need not move."""
         return self._cache.match(partition, request.block_names)
 
     def _roomiest(self, request: Request) -> int:
@@ -311,7 +321,9 @@ class Reservations[Owner: Hashable]:
         return max(range(self._pool.num_partitions), key=room)
 
     def _has_place(self, partition: int) -> bool:
-        """Whether KV can land there, and at most one would then wait for a slot: who waits with KV waits for ever."""
+        """Whether KV can land there, and at most one request would then wait for a slot: one that waits with its KV
+        never expires.
+        """
         num_spare = self._batch.num_spare_slots(partition) - self._side.num_choices_reserved(partition)
         return num_spare >= 0 and self._slab.num_free(partition) > 0
 

@@ -16,7 +16,7 @@ MAX_CONVERSATIONS = 100_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LastTurn:
-    """The last one of a conversation: the number of the home that it was given to, and when."""
+    """The last turn of a conversation: the number of the home that it was given to, and when."""
 
     key: bytes
     home: int
@@ -24,7 +24,7 @@ class LastTurn:
 
 
 class Conversations:
-    """The last turn of each, the one that is longest ago first."""
+    """The last turn of each conversation, in the order of their times, the oldest first."""
 
     def __init__(self, max_conversations: int = MAX_CONVERSATIONS) -> None:
         self._max_conversations = max_conversations
@@ -35,9 +35,10 @@ class Conversations:
         return self._num_turns
 
     def take(self, affinity_key: bytes | None, names: Sequence[bytes]) -> LastTurn | None:
-        """The turn before a prompt with these blocks, no longer kept here; None where it is the first.
+        """Removes and returns the turn that a prompt with these blocks goes on from; None where the prompt begins a
+        conversation.
 
-        Of several that it could go on from the one with the longest prompt, and of these the last.
+        Where it could go on from several, the one with the longest prompt is taken, and of equals the last.
         """
         if affinity_key is not None:
             key = affinity_key if affinity_key in self._turns else None
@@ -46,7 +47,9 @@ class Conversations:
         return None if key is None else self._pop(key, -1)
 
     def put(self, affinity_key: bytes | None, names: Sequence[bytes], home: int, given_s: float) -> LastTurn | None:
-        """What is kept from now on; None where it cannot be told from others: no key and no full block."""
+        """Keeps a turn; returns what is kept. None where it cannot be told from others: it has neither a key nor a full
+        block.
+        """
         key = affinity_key if affinity_key is not None else names[-1] if names else None
         if key is None:
             return None
@@ -55,7 +58,7 @@ class Conversations:
         return turn
 
     def put_back(self, turn: LastTurn) -> None:
-        """One that was taken, as the last again."""
+        """Keeps a turn again that was taken, as the last one."""
         self._turns.setdefault(turn.key, []).append(turn)
         self._turns.move_to_end(turn.key)
         self._num_turns += 1
@@ -64,7 +67,7 @@ class Conversations:
             self._pop(oldest, 0)
 
     def drop(self, turn: LastTurn) -> bool:
-        """Whether it was still there: a later turn may have taken it."""
+        """Removes a turn; says whether it was still there, since a later turn may have taken it."""
         turns = self._turns.get(turn.key, [])
         place = next((place for place in reversed(range(len(turns))) if turns[place] is turn), None)  # among the last
         if place is not None:

@@ -47,7 +47,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberLoad:
-    """What a worker reported last, as far as it matters here."""
+    """What a worker reported last, as far as routing needs it."""
 
     is_draining: bool = False
     queued_tokens: Sequence[int] = ()  # to be prefilled, by partition; empty before the first report
@@ -56,7 +56,7 @@ class MemberLoad:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Why a worker cannot be one of these."""
+    """Why a worker cannot join the fleet."""
 
     field: str
     message: str
@@ -88,11 +88,13 @@ class Fleet:
 
     @property
     def block_size(self) -> int:
-        """Of the workers that are there; 1 where there is none."""
+        """The block size of the workers that are there; 1 where there is none."""
         return 1 if self.limits is None else self.limits.block_size
 
     def misfit(self, member: Member) -> Misfit | None:
-        """None where it may join. One process at two addresses would be two workers to requests, one to a handoff."""
+        """Why a worker may not join; None where it may. One process at two addresses would be two workers to requests,
+        but one to a handoff.
+        """
         if member.role not in PREFILL_ROLES | DECODE_ROLES:
             return Misfit("role", f"not routed to, role {member.role!r} is none")
         if self.limits is None:
@@ -106,7 +108,7 @@ class Fleet:
         return None
 
     def join(self, member: Member) -> None:
-        """One that fits is there."""
+        """A worker that fits has come."""
         self._members[member.address] = self._by_epoch[member.epoch] = member
         self._loads[member.address] = MemberLoad()
         self._change()
@@ -118,7 +120,9 @@ class Fleet:
         self._change()
 
     def report(self, address: str, load: MemberLoad) -> bool:
-        """Comes with every message of a worker. Whether it can be routed to from now on, or no longer."""
+        """Takes a worker's report, which comes with each of its messages. Says whether it has become routable, or has
+        ceased to be.
+        """
         was_draining = self._loads[address].is_draining
         self._loads[address] = load
         if load.is_draining is was_draining:
@@ -135,9 +139,10 @@ class Fleet:
         return self._loads[address]
 
     def homes(self, roles: frozenset[str], *, exclude: Collection[int] = ()) -> tuple[Home, ...]:
-        """Of the workers of these roles that can be routed to, but for those of these epochs.
+        """The homes of workers of these roles that can be routed to, without the workers of the epochs in `exclude`.
 
-        The same object as long as they are the same: the router looks up a tuple's numbers once.
+        The very same tuple is returned as long as its homes are the same: the router looks up a tuple's numbers only
+        once.
         """
         if exclude:
             return _homes_of(m for m in self._routable.values() if m.role in roles and m.epoch not in exclude)

@@ -1,4 +1,6 @@
-"""When the first token of a request will come that is reserved on some worker, by what was seen of those before it."""
+"""The predicted time to first token (TTFT) of a request that is reserved on a worker, learned from requests before
+it.
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ LEAST_TTFT_S = 0.1  # so long it is taken to stay what it is: under overload eve
 
 
 class TtftForecast:
-    """Of all workers that one router routes to."""
+    """The forecasts of one router, for all of its workers."""
 
     def __init__(self, router: Router) -> None:
         self.model = TtftModel()
@@ -18,27 +20,29 @@ class TtftForecast:
         self._least: tuple[float, float | None] = (-math.inf, None)  # when that was, and what
 
     def observe(self, kept: Reservation, ttft_s: float) -> None:
-        """A first token came, that long after its request was sent."""
+        """A first token came, so long after its request was sent."""
         self.model.observe(
             kept.home.worker, own_tokens=kept.num_left_tokens, queued_tokens=kept.num_queued_tokens, ttft_s=ttft_s
         )
 
     def predict_s(self, kept: Reservation, *, is_alone: bool = False) -> float | None:
-        """From the sending of its request on; None while too little was seen of that worker.
+        """Seconds from the sending of the request to its first token; None while too little was seen of that worker.
 
-        `is_alone`: if nothing were queued.
+        `is_alone`: as if nothing were queued there.
         """
         queued_tokens = 0 if is_alone else kept.num_queued_tokens
         return self.model.predict_s(kept.home.worker, own_tokens=kept.num_left_tokens, queued_tokens=queued_tokens)
 
     def least_s(self, homes: Sequence[Home], now_s: float) -> float | None:
-        """Of the shortest prompt, sent to where it would be soonest, a moment ago; None while nothing is known."""
+        """The predicted TTFT of the shortest prompt on the worker that is soonest, as of a moment ago; None while
+        nothing is known.
+        """
         if now_s - self._least[0] >= LEAST_TTFT_S:
             self._least = now_s, self._find_least_s(homes)
         return self._least[1]
 
     def forget(self, worker: str) -> None:
-        """Another process will be there."""
+        """Forgets what was learned of a worker, since another process will be at its address."""
         self.model.forget(worker)
 
     def _find_least_s(self, homes: Sequence[Home]) -> float | None:

@@ -31,7 +31,7 @@ class Loads:
         return self._num_homes
 
     def append(self) -> int:
-        """The number of a home that has nothing to do yet."""
+        """Adds a home that has nothing to do yet; returns its number."""
         number = self._num_homes
         if number == len(self.in_flight):
             self._grow()
@@ -39,34 +39,38 @@ class Loads:
         return number
 
     def decay(self, now_s: float) -> None:
-        """What was given lately is now longer ago; a clock that goes back changes nothing."""
+        """Lets what was given lately count less as time goes on. A clock that goes back changes nothing."""
         elapsed_s = max(0.0, now_s - self.decayed_s)
         self.decayed_s += elapsed_s
         self.recent *= _left_after(elapsed_s)
         self.conversations *= _left_after(elapsed_s)
 
     def give(self, number: int, num_tokens: int) -> None:
-        """To one home, as of the last `decay`."""
+        """Counts work given to a home, at the time of the last `decay`."""
         self.total[number] += num_tokens
         self.recent[number] += num_tokens
 
     def take_back(self, number: int, num_tokens: int, given_s: float) -> None:
-        """What was given then, with what is left of it."""
+        """Takes back work that was given at that time, as much as still counts of it."""
         self.total[number] -= num_tokens
         left = num_tokens * _left_after(self.decayed_s - given_s)
         self.recent[number] = max(0.0, self.recent[number] - left)
 
     def come(self, number: int, given_s: float) -> None:
-        """A conversation had its last turn here, then."""
+        """A conversation had its last turn on this home, at that time."""
         self.conversations[number] += _left_after(self.decayed_s - given_s)
 
     def leave(self, number: int, given_s: float) -> None:
-        """A conversation whose last turn was given to this home then has another turn now, here or elsewhere."""
+        """A conversation whose last turn was given to this home, at that time, now has a later turn, here or
+        elsewhere.
+        """
         left = _left_after(self.decayed_s - given_s)
         self.conversations[number] = max(0.0, self.conversations[number] - left)
 
     def queued(self, numbers: np.ndarray) -> np.ndarray:
-        """[n] of `numbers` [n]: as reported, with what no report has yet; where there are none, what is in flight."""
+        """[n] queued tokens of the homes `numbers` [n]: as reported, and what no report counts yet. A home without
+        reports counts what is in flight.
+        """
         reported = self.reported[numbers]
         return np.where(reported == SILENT, self.in_flight[numbers], reported + self.unseen[numbers])
 
@@ -81,7 +85,7 @@ class Loads:
 
 
 def _left_after(elapsed_s: float) -> float:
-    """Of what counted 1."""
+    """Which part of 1 still counts after that time."""
     return 0.5 ** (elapsed_s / HALF_LIFE_S)
 
 

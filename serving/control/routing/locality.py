@@ -2,8 +2,8 @@
 
 Here it need not be moved, and what was moved before need not be computed; but every sequence that decodes here waits
 while it is prefilled. There it waits for other prompts, and its KV comes later. How long things take is fitted to what
-was seen: a line each, by least squares. Pure and without a clock. Left out: which workers these are (`routing.router`),
-and when the first token of a request comes, its queue included (`routing.ttft`).
+was seen: a line each, by least squares. Pure and without a clock. Which workers these are is `routing.router`'s; when
+the first token of a request comes, with its time in the queue, is predicted in `routing.ttft`.
 
 Sources: conditional disaggregation in NVIDIA Dynamo (its documents on disaggregated serving) for the trade, and Arrow
 (arXiv 2505.11916) for deciding it by expected times. The objective, time summed over all who wait, is ours.
@@ -19,7 +19,7 @@ MAX_REGRET = 2.0  # but only where it is expected to take at most so many times 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternatives:
-    """The two places for one prompt, as far as they are known: here is the worker that will decode it."""
+    """What is known of the two places for one prompt. "Here" is the worker that will decode it."""
 
     left_here_tokens: int  # of the prompt, to be computed
     queued_here_tokens: int  # of other prompts, before it
@@ -31,7 +31,7 @@ class Alternatives:
 
 @dataclass(slots=True)
 class Line:
-    """Milliseconds by tokens: a fixed part and one for each token, neither below 0; older observations weigh less."""
+    """Milliseconds as a linear function of tokens, with neither part below 0. Older observations weigh less."""
 
     _weight: float = 0.0
     _x: float = 0.0  # weighted sums, of x tokens that took y ms
@@ -51,12 +51,14 @@ class Line:
         self._xy = self._xy * MEMORY + num_tokens * ms
 
     def at(self, num_tokens: int) -> float:
-        """Milliseconds; 0 before anything was seen."""
+        """Milliseconds for so many tokens; 0 before anything was seen."""
         fixed_ms, token_ms = self._fit()
         return fixed_ms + token_ms * num_tokens
 
     def _fit(self) -> tuple[float, float]:
-        """Where all observations are of one length, all of it is by token: nothing tells the parts apart."""
+        """Where all observations have one length nothing tells the two parts apart, and all of the time is taken to be
+        per token.
+        """
         if not self._xx:
             return (self._y / self._weight if self._weight else 0.0), 0.0
         spread = self._weight * self._xx - self._x * self._x
@@ -72,7 +74,7 @@ class Line:
 
 @dataclass(slots=True)
 class Locality:
-    """Of one pool of workers that are alike."""
+    """The rule for one pool of workers that are alike."""
 
     here: Line = field(default_factory=Line)  # prefilling beside decoding
     there: Line = field(default_factory=Line)
@@ -81,7 +83,7 @@ class Locality:
     _num_alike: int = 0  # decisions in a row
 
     def costs_ms(self, ways: Alternatives) -> tuple[float, float]:
-        """(here, there): the time that this request and those that decode here lose.
+        """The time that this request and those that decode here lose if it is prefilled (here, there).
 
         Until prefills were seen here, they are taken to last as long as there.
         """
@@ -92,7 +94,9 @@ class Locality:
         return here_ms, there_ms + self.transfer.at(ways.moved_tokens)
 
     def is_here(self, ways: Alternatives) -> bool:
-        """The cheaper place, or now and then the other. Before anything was seen prefill workers prefill."""
+        """Chooses the cheaper place, and now and then the other to learn of it. Before anything was seen, prefill
+        workers prefill.
+        """
         if not self.there.is_known:
             return False
         here_ms, there_ms = self.costs_ms(ways)
@@ -106,6 +110,6 @@ class Locality:
 
 
 def is_short(num_prompt: int, left_here_tokens: int, *, max_left_tokens: int, min_known_share: float) -> bool:
-    """The static rule: little is left to compute here, or most of the prompt is known here."""
+    """The static rule: here, where few tokens are left to compute or most of the prompt is known."""
     num_known = num_prompt - left_here_tokens
     return left_here_tokens <= max_left_tokens or num_known >= min_known_share * num_prompt

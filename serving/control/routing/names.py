@@ -1,7 +1,6 @@
 """The names of the routing policies, and the one number that they take: what a configuration says of them.
 
-Apart from `routing.policies` and `routing.router`, which compute with numpy: whoever reads a configuration, or shows
-help, need not load that.
+Reading a configuration, or showing help, needs these but not numpy, which `routing.policies` and `routing.router` load.
 """
 
 from typing import Literal

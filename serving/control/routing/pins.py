@@ -15,7 +15,7 @@ KEY_BYTES = 16
 
 
 def affinity_key(tenant: str, name: str) -> bytes:
-    """What stands for a client's session. Two tenants' sessions of one name are two."""
+    """The hash that stands for a client's session. Sessions of one name of two tenants have two keys."""
     tenant_bytes = tenant.encode()
     digest = hashlib.sha256(len(tenant_bytes).to_bytes(8, "little") + tenant_bytes + name.encode("utf-8", "replace"))
     return digest.digest()[:KEY_BYTES]
@@ -25,7 +25,7 @@ type _Pin = tuple[int, int, float]  # home, which process there, until when (s)
 
 
 class Pins:
-    """A home for each affinity key that was used lately."""
+    """The home of each affinity key that was used lately."""
 
     def __init__(self, ttl_s: float = TTL_S, max_pins: int = MAX_PINS):
         self._ttl_s = ttl_s
@@ -35,7 +35,7 @@ class Pins:
 
     @property
     def num_pins(self) -> int:
-        """No `__len__`: a `Pins` without any would be false."""
+        """Not `__len__`, since an empty `Pins` would then be false."""
         return len(self._pins)
 
     def find(self, key: bytes, now_s: float) -> int | None:
@@ -43,7 +43,7 @@ class Pins:
         return None if until_s <= now_s or process != self._num_ended[home] else home
 
     def put(self, key: bytes, home: int, now_s: float) -> None:
-        """The pin lasts for the time to live from now on; those that end first make room for it."""
+        """Pins a key for the time to live from now on. Where there are too many, those that end first are removed."""
         while self._pins and next(iter(self._pins.values()))[-1] <= now_s:
             self._pins.popitem(last=False)
         self._pins[key] = home, self._num_ended[home], now_s + self._ttl_s
@@ -52,10 +52,10 @@ class Pins:
             self._pins.popitem(last=False)
 
     def end(self, home: int) -> None:
-        """The process there has ended, and what was kept there with it."""
+        """The process at this home has ended: all pins to it are removed."""
         self._num_ended[home] += 1
 
     def drop(self, key: bytes, home: int) -> None:
-        """It was put there in vain."""
+        """Removes a pin whose request came to nothing there."""
         if self._pins.get(key, (None,))[0] == home:
             del self._pins[key]

@@ -21,7 +21,7 @@ MAX_PIN_LOAD = 1.25  # of the mean: a home with more is left
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidates:
-    """The homes to choose among, a row each."""
+    """The homes to choose among, in columns with a row for each."""
 
     left_tokens: np.ndarray  # [n] int64: of the request's prompt, that would have to be computed there
     queued_tokens: np.ndarray  # [n] int64: of other requests, before this one
@@ -78,7 +78,7 @@ def is_overloaded(candidates: Candidates, row: int) -> bool:
 
 
 def policy_of(name: PolicyName) -> Policy:
-    """A policy of its own for each caller: `random` draws from a state."""
+    """A policy for one caller: `random` has a state of its own for each."""
     policies: Mapping[PolicyName, Callable[[], Policy]] = {
         "cost": lambda: cost,
         "affinity": lambda: affinity,
@@ -90,7 +90,7 @@ def policy_of(name: PolicyName) -> Policy:
 
 
 def _beyond_share(candidates: Candidates) -> np.ndarray:
-    """[n] in tokens: what a home costs for having more than its share."""
+    """[n] tokens that a home costs for having more than its share."""
     of_conversations = _surplus(candidates.conversations, FEW_CONVERSATIONS)
     of_tokens = _surplus(candidates.recent_tokens, FEW_TOKENS)
     weight = SHARE_WEIGHT * np.maximum(0.0, of_conversations + of_tokens)
@@ -106,6 +106,6 @@ def _surplus(values: np.ndarray, few: float) -> np.ndarray:
 
 
 def _least(values: np.ndarray, among_equals: np.ndarray) -> int:
-    """The row of the least of [n], of equal ones that with the least of `among_equals` [n]."""
+    """The row of the smallest of [n]; of equals the one with the smallest of `among_equals` [n]."""
     rows = np.flatnonzero(values == values.min())
     return int(rows[among_equals[rows].argmin()])

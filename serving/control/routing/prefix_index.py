@@ -3,7 +3,7 @@
 A home is a small number that the router gives a worker's partition. Names form chains, and a worker forgets the end of
 a chain before its beginning, so whoever knows a block is taken to know what comes before it. What a worker says is
 ordered by numbers: what comes twice changes nothing, and after a gap, or from another process, all must be told anew.
-Pure. Left out: what a worker itself does with a block.
+Pure. What a worker keeps, and forgets, is decided in `kv.prefix`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,14 +13,14 @@ from moonshard.kv.prefix import BlockName
 
 
 class PrefixIndex:
-    """Every operation costs O(1) per name."""
+    """The names of blocks and the homes that know them. Every operation costs O(1) per name."""
 
     def __init__(self) -> None:
         self._homes: dict[BlockName, int | set[int]] = {}  # most names are known to one home alone
         self._names: dict[int, set[BlockName]] = {}
 
     def __len__(self) -> int:
-        """Names known at least once."""
+        """The number of names that at least one home knows."""
         return len(self._homes)
 
     def add(self, home: int, name: BlockName) -> None:
@@ -34,7 +34,7 @@ class PrefixIndex:
         self._names.setdefault(home, set()).add(name)
 
     def remove(self, home: int, name: BlockName) -> None:
-        """Nothing happens where it is not known there."""
+        """Does nothing where the home does not know the name."""
         names = self._names.get(home)
         if names is None or name not in names:
             return
@@ -93,7 +93,7 @@ class PrefixIndex:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChange:
-    """A home has this name now, or has it no more."""
+    """A home has this name now, or no longer has it."""
 
     home: int
     name: BlockName
@@ -102,7 +102,7 @@ class PrefixChange:
 
 @dataclass(slots=True)
 class PrefixSubscriber:
-    """Hears what one process says of its blocks, and keeps an index by it. `homes` are its partitions'."""
+    """Keeps an index by what one process says of its blocks. `homes` are the homes of its partitions."""
 
     index: PrefixIndex
     homes: tuple[int, ...]
@@ -110,7 +110,7 @@ class PrefixSubscriber:
     _next: int | None = None  # number of its next event; None: a snapshot must come first
 
     def events(self, epoch: int, first: int, said: Iterable[PrefixChange]) -> bool:
-        """Events from that number on. False: some are missing, and a snapshot is needed."""
+        """Takes events, numbered from that number on. False: some before them are missing, and a snapshot is needed."""
         if epoch != self._epoch:
             self._begin(epoch)
             self._next = 0
@@ -126,7 +126,9 @@ class PrefixSubscriber:
         return True
 
     def snapshot(self, epoch: int, next_number: int, names: Iterable[tuple[int, BlockName]]) -> None:
-        """All that its homes know, after all events before that number. One older than what was heard is ignored."""
+        """Takes all that its homes know after the events before that number. A snapshot older than what was heard is
+        ignored.
+        """
         if epoch == self._epoch and self._next is not None and next_number < self._next:
             return
         self._begin(epoch)

@@ -5,7 +5,8 @@ come to hold, and released exactly once: counting requests, or counting when a s
 worker. A worker that reports its queue is believed, and what it has not seen yet is added: so several routers agree.
 An affinity key is pinned when its request is sent: what was decided and then refused was served nowhere, and no home
 was given it. Until then the key's other requests follow it, as far as a pin is followed.
-Left out: roles, since the caller names the homes to choose among, and how each is chosen (`routing.policies`).
+The caller names the homes to choose among, so roles are not known here. How one of them is chosen is
+`routing.policies`'.
 """
 
 from collections import deque
@@ -28,7 +29,7 @@ Affinity = Literal["hit", "miss", "moved"]
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A worker's partition: a request stays in it for as long as that worker serves it."""
+    """A partition of a worker. A request stays in its partition for as long as the worker serves it."""
 
     worker: str
     partition: int
@@ -71,7 +72,7 @@ class _Given:
 
 
 class Router:
-    """Tokens in flight per partition. A worker that is away keeps its reservations: they end with their requests."""
+    """Counts tokens in flight per partition. Reservations at a worker that is lost end with their requests."""
 
     def __init__(self, *, queue_weight: float = QUEUE_WEIGHT, pins: Pins | None = None) -> None:
         self.index = PrefixIndex()
@@ -89,7 +90,7 @@ class Router:
         self._fleets: deque[tuple[Sequence[Home], np.ndarray]] = deque(maxlen=MAX_FLEETS)
 
     def home_number(self, home: Home) -> int:
-        """As the index and the pins know it."""
+        """The number under which the index and the pins know the home."""
         number = self._numbers.get(home)
         if number is None:
             number = self._numbers[home] = self._loads.append()
@@ -126,37 +127,37 @@ class Router:
         return reservation
 
     def sent(self, reservation: Reservation, now_s: float) -> None:
-        """The request is on its way there, or its leg: from now on that is where its affinity key was last."""
+        """The request, or its leg, is on its way there: its affinity key is pinned there from now on."""
         self._unsent.pop(reservation.number, None)
         if reservation.affinity_key is not None:
             self._forget_coming(reservation.affinity_key, reservation)
             self._pins.put(reservation.affinity_key, self._numbers[reservation.home], now_s)
 
     def nothing_came(self, reservation: Reservation) -> None:
-        """Of what was sent there, or was to be: an affinity key that was to be there from then on is not."""
+        """The reservation brought no output: the affinity key that was pinned, or was to be pinned, by it is not."""
         if reservation.affinity_key is not None and reservation.affinity != "hit":
             self._pins.drop(reservation.affinity_key, self.home_number(reservation.home))
 
     def process_ended(self, home: Home) -> None:
-        """Another process is there, or will be: what was pinned there is nowhere."""
+        """The process of this home has ended: what was pinned there is pinned nowhere."""
         self._pins.end(self.home_number(home))
 
     def seen(self, reservation: Reservation) -> None:
-        """From its next report on, the worker counts this one itself."""
+        """From the worker's next report on, that report counts this reservation itself."""
         if reservation.number in self._unseen:
             self._unseen.remove(reservation.number)
             self._loads.unseen[self._numbers[reservation.home]] -= reservation.num_tokens
 
     def report(self, home: Home, queued_tokens: int) -> None:
-        """What a worker says that it has to do there; it need not know of reservations that were not seen."""
+        """The tokens that a worker says it has to do there. Reservations that it has not seen are added."""
         self._loads.reported[self.home_number(home)] = queued_tokens
 
     def silent(self, home: Home) -> None:
-        """It reports no more: reservations are all there is to go by."""
+        """The home reports no more: only the reservations there are counted."""
         self._loads.reported[self.home_number(home)] = SILENT
 
     def release(self, reservation: Reservation) -> None:
-        """KeyError when it was released before."""
+        """Ends a reservation. KeyError when it was released before."""
         del self._reservations[reservation.number]
         self.seen(reservation)
         number = self._numbers[reservation.home]
@@ -168,37 +169,39 @@ class Router:
                 self._forget_coming(reservation.affinity_key, reservation)
 
     def in_flight_tokens(self, home: Home) -> int:
-        """Of the open reservations of a partition."""
+        """The tokens of the open reservations of a partition."""
         number = self._numbers.get(home)
         return 0 if number is None else int(self._loads.in_flight[number])
 
     def queued_tokens(self, home: Home) -> int:
-        """What a request that is sent there now would find before it."""
+        """The tokens that a request sent there now would find before it."""
         return int(self._loads.queued(np.array([self.home_number(home)]))[0])
 
     def num_known_blocks(self, home: Home) -> int:
         return self.index.num_names(self.home_number(home))
 
     def worker_tokens(self, worker: str) -> int:
-        """Of the open reservations of all of a worker's partitions."""
+        """The tokens of the open reservations of all partitions of a worker."""
         return sum(int(self._loads.in_flight[number]) for number in self._of_worker.get(worker, ()))
 
     def queues(self, homes: Sequence[Home]) -> np.ndarray:
-        """[n] of `homes`: `queued_tokens` of each, at one look."""
+        """[n] of `homes`: the `queued_tokens` of each, computed at once."""
         return self._loads.queued(self._numbers_of(homes))
 
     def _last_home(self, key: bytes, now_s: float) -> int | None:
-        """Where one of its requests is about to be sent, or was sent last."""
+        """The home where a request of the key is about to be sent, or else was sent last."""
         coming = self._coming.get(key)
         return self._pins.find(key, now_s) if coming is None else self._numbers[coming.home]
 
     def _forget_coming(self, key: bytes, reservation: Reservation) -> None:
-        """It was sent or given up, and is followed no more; a later one still is."""
+        """The reservation was sent or given up, so the key's other requests no longer follow it. If a later one is on
+        its way, they follow that.
+        """
         if self._coming.get(key) is reservation:
             del self._coming[key]
 
     def _numbers_of(self, homes: Sequence[Home]) -> np.ndarray:
-        """[n] int64. To hash a thousand homes takes longer than all else in a decision."""
+        """[n] int64, kept by tuple: hashing a thousand homes takes longer than the rest of a decision."""
         for fleet, numbers in self._fleets:
             if fleet is homes:
                 return numbers
@@ -208,7 +211,9 @@ class Router:
         return numbers
 
     def _known_tokens(self, numbers: np.ndarray, ask: Ask) -> np.ndarray:
-        """[n] of the prompt, at each home: never its last token, which is always computed."""
+        """[n]: how many tokens of the prompt each home knows. The last token is never among them: it is always
+        computed.
+        """
         found = self.index.num_known(ask.names) if ask.names else {}
         if not found:
             return np.zeros(len(numbers), np.int64)
@@ -232,7 +237,9 @@ class Router:
         )
 
     def _go_on(self, ask: Ask) -> LastTurn | None:
-        """The last turn of this prompt's conversation, which is nowhere until its new turn was given to a home."""
+        """Takes the last turn of this prompt's conversation, which counts at no home until its new turn was given to
+        one.
+        """
         turn = self._conversations[ask.is_prefill].take(ask.affinity_key, ask.names)
         if turn is not None:
             self._loads.leave(turn.home, turn.given_s)
@@ -245,7 +252,7 @@ class Router:
         return turn
 
     def _take_back_turn(self, given: _Given) -> None:
-        """The conversation is where it was, unless it has gone on since."""
+        """Returns the conversation to the home where it was, unless it has gone on since."""
         if given.turn is None or not self._conversations[given.is_prefill].drop(given.turn):
             return
         self._loads.leave(given.turn.home, given.turn.given_s)
@@ -267,7 +274,7 @@ class Router:
 
 
 def _row_of(number: int, numbers: np.ndarray) -> int | None:
-    """Where it stands in `numbers` [n]; None where it does not."""
+    """The row of a home's number in `numbers` [n]; None where it is not there."""
     rows = np.flatnonzero(numbers == number)
     return int(rows[0]) if len(rows) else None
 

@@ -4,8 +4,8 @@ A worker's time is taken to be linear in the tokens to be computed and in the to
 depends on besides goes into the constant. The last few hundred prompts of each worker count, older ones less: who is
 refused teaches nothing, so after a slow spell few come to show that it is over. While too little was seen of a worker,
 all are taken to be alike.
-Pure. Left out: what is done about a prediction (`routing.ttft_bound`), and where a prompt is prefilled:
-`routing.locality` fits parts of that time by itself, for a pool and not for a worker, from one length and not two.
+Pure. What follows from a prediction is decided in `routing.ttft_bound`. `routing.locality` does not use this model: it
+fits prefill and transfer times by itself, for a pool and not for a worker, from one length and not two.
 
 Source: non-negative least squares (Lawson and Hanson 1974, chapter 23), here by trying every subset.
 """
@@ -22,31 +22,33 @@ MEMORY = 0.97  # what a sample still weighs after the next one: some thirty coun
 
 
 class TtftModel:
-    """Of all workers, each by itself."""
+    """A model of TTFT for each worker."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Samples] = {}
         self._all = _Samples()
 
     def observe(self, worker: str, *, own_tokens: int, queued_tokens: int, ttft_s: float) -> None:
-        """A first token came from there, after that time."""
+        """A first token came from that worker after that time."""
         for known in (self._workers.setdefault(worker, _Samples()), self._all):
             known.observe((1.0, own_tokens, queued_tokens), ttft_s)
 
     def predict_s(self, worker: str, *, own_tokens: int, queued_tokens: int) -> float | None:
-        """None while too little is known of all workers. Never below 0, and never less for more tokens."""
+        """None while too little is known of all workers. The prediction is never negative and never decreases with more
+        tokens.
+        """
         features = (1.0, own_tokens, queued_tokens)
         known = self._workers.get(worker)
         predicted_s = None if known is None else known.predict(features)
         return self._all.predict(features) if predicted_s is None else predicted_s
 
     def forget(self, worker: str) -> None:
-        """Another process is there."""
+        """Forgets a worker, since another process will be at its address."""
         self._workers.pop(worker, None)
 
 
 class _Samples:
-    """Its last samples, and what fits them."""
+    """The last samples of one worker, and the weights that fit them."""
 
     def __init__(self) -> None:
         self._features: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)  # a constant, own tokens, queued tokens

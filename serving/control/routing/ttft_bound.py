@@ -1,4 +1,4 @@
-"""Which requests are refused since their first token would come late, and when they are to come back."""
+"""Which requests are refused because their first token would come too late, and when they are to come back."""
 
 import math
 from collections import deque
@@ -37,13 +37,13 @@ def ttft_limit_s(slo_s: TtftSlo, alone_s: float) -> float:
 
 
 class Refusals:
-    """When to come back. Those who were refused lately come before: all at once they would be refused again."""
+    """When refused requests are told to come back: one after the other, since all at once would be refused again."""
 
     def __init__(self) -> None:
         self._refused_s = deque[float]()
 
     def retry_after_s(self, now_s: float, *, excess_s: float, alone_s: float) -> float:
-        """For one more, refused now.
+        """For one more request, refused now.
 
         `excess_s`: by how much its first token would come too late. `alone_s`: its TTFT with nothing queued.
         """
@@ -55,7 +55,7 @@ class Refusals:
 
 
 class TtftBound:
-    """The bound of one gateway. `slo_s` is as `ttft_limit_s` has it."""
+    """The bound of one gateway. `slo_s` is as in `ttft_limit_s`."""
 
     def __init__(self, slo_s: TtftSlo) -> None:
         self._slo_s: TtftSlo = slo_s
@@ -64,9 +64,10 @@ class TtftBound:
     def refusal(
         self, now_s: float, *, predicted_s: float | None, alone_s: float | None, num_queued_tokens: int
     ) -> TooLate | None:
-        """None for a request that is taken: also while nothing can be predicted.
+        """None for a request that is taken, which is also the case while nothing can be predicted.
 
-        Never where nothing is queued: what it takes then is the least it can take, and how it is learned.
+        A request that finds nothing queued is never refused: its TTFT is the least possible, and the model learns from
+        it.
         """
         if predicted_s is None or alone_s is None or not num_queued_tokens:
             return None
