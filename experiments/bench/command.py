@@ -108,7 +108,7 @@ def bench(
 
 
 def sections_of(only: str) -> tuple[Section, ...]:
-    """In the order in which they run; all of them for an empty string. ValueError for a part that does not exist."""
+    """The named parts in the order in which they run; an empty string means all. ValueError for an unknown one."""
     asked = [name.strip() for name in only.split(",") if name.strip()]
     if unknown := [name for name in asked if name not in SECTIONS]:
         raise ValueError(f"--only: there is no part {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
@@ -123,7 +123,7 @@ def run_bench(
     console: Console,
     trace: Sequence[TracedRequest] | None = None,
 ) -> Report:
-    """ServerFailed, TransportUnavailable, or CalledProcessError of the device's or of Hugging Face's process."""
+    """Raises ServerFailed, TransportUnavailable, or CalledProcessError of the device's or Hugging Face's process."""
     begun_s, machine = time.perf_counter(), describe_machine()
     with TemporaryDirectory() as cache:
         measured = replace(config, worker=replace(config.worker, prepare="all"))  # each step in a program of its size
@@ -146,7 +146,7 @@ def run_bench(
 
 @dataclass(slots=True)
 class _BenchRun:
-    """What has been measured so far. The compile cache is its own, so that the first start of each kind is known."""
+    """What has been measured so far. It has a compile cache of its own, so that each first start finds it empty."""
 
     config: Config
     plan: Plan
@@ -243,7 +243,7 @@ class _BenchRun:
 
 
 def write(report: Report, folder: Path) -> Path:
-    """The JSON's path; the tables as Markdown lie beside it."""
+    """Writes the report as JSON, and the tables as Markdown beside it. Returns the JSON's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{report.stamp}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(to_json(report)), indent=1) + b"\n")

@@ -40,7 +40,7 @@ COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n", "Hugging Face
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """All that was measured, and under what circumstances."""
+    """All that was measured, and on what machine and versions."""
 
     stamp: str
     commit: str
@@ -94,7 +94,7 @@ def _peer_cells(report: Report, ours: Measurement) -> tuple[str, str, str]:
 
 
 def _times(ours: Measurement, theirs: float) -> float:
-    """Above 1 where ours is better."""
+    """How many times better ours is; above 1 where ours is better."""
     return ours.median / theirs if ours.unit == "tokens/s" else theirs / ours.median
 
 

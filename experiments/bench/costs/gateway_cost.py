@@ -53,7 +53,7 @@ Ask = Callable[[], Awaitable[Seen]]
 
 
 def measure_gateway(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
-    """ServerFailed if the gateway does not start."""
+    """Times tokens directly, from the bare server and through a gateway. ServerFailed if that does not start."""
     found: list[Measurement] = []
     with _scripted_worker(config, environment) as address, _gateway(config, address, environment) as gateway:
         for _ in range(plan.gateway_rounds):
@@ -76,7 +76,7 @@ def _scripted_worker(config: Config, environment: Mapping[str, str]) -> Iterator
 
 @contextmanager
 def _gateway(config: Config, address: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """Its gRPC address."""
+    """Starts a gateway in front of the worker at `address` and yields its gRPC address."""
     config = replace(config, gateway=replace(config.gateway, port=0, grpc_port=0))
     with TemporaryDirectory() as folder:
         process = Process(name="gateway", log_path=Path(folder) / "gateway.log", environment=environment)
@@ -115,7 +115,7 @@ async def _take_turns(
 
 
 async def _keep_up(ask: Ask, num_streams: int, duration_s: float, num_tokens: int) -> list[Seen]:
-    """So many streams at a time, their beginnings spread over the length of one; the first of each does not count."""
+    """Keeps `num_streams` streams going, begun spread over the length of one; the first of each is not counted."""
     end_s = time.perf_counter() + duration_s
 
     async def one_after_another(index: int) -> list[Seen]:
@@ -191,7 +191,7 @@ def _name(what: str, num_streams: int, way: str) -> str:
 
 
 def gateway_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
-    """A row for each number of streams; what is added is a difference of p99s."""
+    """A row for each number of streams. What the gateway adds is a difference of p99s."""
     p99 = {one.name: one.quantile(0.99) for one in measurements if one.level == "gateway"}
     rows = []
     for num_streams, bars in BARS_MS.items():

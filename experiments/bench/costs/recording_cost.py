@@ -48,7 +48,7 @@ class RecordedTurn:
 
 
 def measure_recording(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
-    """ServerFailed if one of the deployments does not start."""
+    """Compares deployments that record, send spans, or do neither. ServerFailed if one of them does not start."""
     found = measure_rows(plan)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
@@ -74,7 +74,7 @@ def measure_recording(config: Config, plan: Plan, environment: Mapping[str, str]
 def _started(
     arranged: Mapping[str, Config], plan: Plan, environment: Mapping[str, str], start: int
 ) -> tuple[int, list[tuple[str, RecordedTurn]]]:
-    """The turns from one start of all to the next, and the tokens that the recording one gave before them.
+    """Starts all deployments once: the tokens that the recording one gave while warming up, and the turns.
 
     They are stopped in the end, and have written what they recorded.
     """
@@ -89,7 +89,7 @@ def _started(
 
 
 def order_of(ways: Sequence[str], index: int) -> list[str]:
-    """Of a round: each way begins as often as any other, and every other time those behind it have changed places."""
+    """The order of round `index`: each way begins equally often; every other cycle reverses those behind it."""
     cycle, first = divmod(index, len(ways))
     rotated = [*ways[first:], *ways[:first]]
     return rotated if cycle % 2 == 0 else [rotated[0], *reversed(rotated[1:])]
@@ -97,7 +97,7 @@ def order_of(ways: Sequence[str], index: int) -> list[str]:
 
 @contextmanager
 def _sink(environment: Mapping[str, str]) -> Iterator[str]:
-    """A collector's URL."""
+    """Starts a collector of spans and yields its URL."""
     pipe = subprocess.PIPE
     with subprocess.Popen(SINK, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None  # it was asked for
@@ -108,7 +108,7 @@ def _sink(environment: Mapping[str, str]) -> Iterator[str]:
 def _round(
     servers: Mapping[str, RunningServer], order: Sequence[str], plan: Plan, seed: str
 ) -> dict[str, RecordedTurn]:
-    """Processor time is that of the whole round: what is left over from a turn is written and sent in another's."""
+    """One round. Processor time is counted over all of it: what a turn leaves over is written in another's turn."""
     before_s = {way: _cpu_s(servers[way]) for way in order}
     played = {way: asyncio.run(_play(servers[way], plan, seed)) for way in order}
     return {
@@ -118,7 +118,7 @@ def _round(
 
 
 async def _play(server: RunningServer, plan: Plan, seed: str) -> tuple[int, float]:
-    """The tokens that came, and the seconds that they took."""
+    """Plays the load against one server: the tokens that came, and the seconds that they took."""
     async with AsyncClient(server.grpc) as client:
         vocab_size = (await client.model_info()).vocab_size
         begun_s = time.perf_counter()
@@ -148,7 +148,7 @@ def of_turn(way: str, turn: RecordedTurn) -> list[Measurement]:
 
 
 def recording_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
-    """Each of the two against neither. Processor time has no bar: it is told for what throughput is too coarse for."""
+    """Each of the two against neither. Processor time has no bar; it shows costs too small for throughput to show."""
     found = {one.name: one for one in measurements if one.level == "recording"}
     rows = []
     for way in (RECORDING, SPANS):
@@ -172,13 +172,13 @@ def recording_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
 
 
 def recorded_row_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
-    """What of it can be told without a second deployment."""
+    """The part of the cost that can be measured without a second deployment."""
     del plan
     return row_grid(measurements, _name(PROCESSOR, OFF))
 
 
 def by_start(off: Sequence[float], on: Sequence[float], num_rounds: int) -> list[float]:
-    """on / off: the geometric mean of each start's rounds, of which there are so many."""
+    """on / off, by start: the geometric mean of its `num_rounds` rounds."""
     logs = [log(b / a) for a, b in zip(off, on, strict=True)]
     return [exp(fmean(one)) for one in batched(logs, num_rounds)]
 
@@ -188,7 +188,7 @@ def _bounds(interval: Interval) -> str:
 
 
 def _verdict(interval: Interval) -> str:
-    """Neither where the interval has the bar in it, or there is none: then it takes more starts to tell."""
+    """Open where the interval has the bar in it, or there is no interval: then more starts are needed."""
     if interval.low is None or interval.high is None:
         return "open"
     if interval.low >= BAR:

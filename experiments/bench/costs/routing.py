@@ -47,7 +47,7 @@ REPLAY_COLUMNS = ("policy", "tokens/s", "found again", "points below the oracle"
 
 
 def measure_routing(plan: Plan, trace: Sequence[TracedRequest] | None) -> list[Measurement]:
-    """Without a trace, of one that is made up."""
+    """Times decisions and replays each policy over `trace`, or over a generated trace where it is None."""
     requests = agent_trace(plan.replay_sessions) if trace is None else trace
     found = [*_speeds(plan.decisions)]
     for name in POLICIES:
@@ -89,7 +89,7 @@ def _decide(
 
 
 def _hash(draw: np.random.Generator, count: int) -> list[float]:
-    """Seconds per prompt."""
+    """Seconds for hashing one prompt."""
     took = []
     for _ in range(count):
         tokens = draw.integers(VOCAB_SIZE, size=(SYSTEM_BLOCKS + SESSION_BLOCKS + NEW_BLOCKS) * BLOCK_SIZE)
@@ -104,7 +104,7 @@ def _names(draw: np.random.Generator, count: int) -> list[bytes]:
 
 
 def _tell(router: Router, homes: Sequence[Home], sessions: Sequence[Sequence[bytes]]) -> list[float]:
-    """Seconds per event of each session's names; sessions are dealt out in turn, and each brings its system prompt."""
+    """Seconds per event of each session's names. Sessions go to the workers in turn, each with its system prompt."""
     took = []
     for index, names in enumerate(sessions):
         home = router.home_number(homes[index % len(homes)])

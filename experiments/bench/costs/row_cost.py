@@ -48,7 +48,7 @@ COLUMNS = ("what", "us a row, p50", "rows a token", "us a token", "of a token's 
 
 
 def measure_rows(plan: Plan) -> list[Measurement]:
-    """Microseconds of processor time a row, of all threads: a sample for each repeat, after one that does not count."""
+    """Microseconds of processor time per row, over all threads: a sample per repeat, after one that is not counted."""
     found: dict[str, list[float]] = {STEP: [], REQUEST: []}
     for _ in range(plan.row_repeats + 1):
         found[STEP].append(_us_a_row(STEPS, lambda recorder: _record_steps(recorder, plan.num_streams)))
@@ -61,7 +61,7 @@ def measure_rows(plan: Plan) -> list[Measurement]:
 
 
 def rows_a_token(folder: Path, num_tokens: int) -> list[Measurement]:
-    """Of what a deployment recorded in `folder` while it gave so many tokens. PartsError for what is no record."""
+    """Rows per token that a deployment recorded in `folder` for `num_tokens`. PartsError for what is no record."""
     return [
         Measurement(
             level="recording",
@@ -74,7 +74,7 @@ def rows_a_token(folder: Path, num_tokens: int) -> list[Measurement]:
 
 
 def row_grid(measurements: Sequence[Measurement], processor: str) -> Grid:
-    """Empty where a measurement is missing; `processor` names that of a token where nothing is recorded."""
+    """Empty where a measurement is missing. `processor` names the measurement of a token's time without recording."""
     found = {one.name: one.median for one in measurements if one.level == "recording"}
     needed = {processor, *TABLES, *map(by_token, TABLES)}
     if not needed <= found.keys():
@@ -100,7 +100,7 @@ def by_token(what: str) -> str:
 
 
 def _us_a_row(table: Table, record: Callable[[Recorder], None]) -> float:
-    """With all that is written. RuntimeError where rows were lost, for which nothing was paid."""
+    """Processor time of one row until it is written. RuntimeError where rows were lost: they would cost nothing."""
     with TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder), [table], max_rows=MAX_ROWS, max_age_s=10.0, max_bytes=1 << 30)
         recorder.start()
@@ -141,7 +141,7 @@ def _record_steps(recorder: Recorder, num_streams: int) -> None:
 
 
 def _record_requests(recorder: Recorder | None) -> None:
-    """Requests that have had all their tokens. They are counted also where nothing is recorded."""
+    """Requests that got all their tokens. Metrics count them even where nothing is recorded."""
     readers: list[OpenReader] = [partial(RequestMetrics, GatewayMetrics("kimi"))]
     if recorder is not None:
         readers.append(RecordedRequests("kimi", recorder).reader)

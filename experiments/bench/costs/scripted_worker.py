@@ -28,7 +28,7 @@ NUM_BLOCKS, BLOCK_SIZE = 100_000, 64
 
 
 class ScriptedWorker(link_pb2_grpc.WorkerServicer):
-    """Any number of links, each with requests of its own."""
+    """Serves any number of links, each with requests of its own."""
 
     def __init__(self, step_s: float = STEP_S):
         self._step_s = step_s
@@ -62,7 +62,7 @@ class ScriptedWorker(link_pb2_grpc.WorkerServicer):
             steps.cancel()
 
     async def _step_on(self, left: dict[bytes, int], context: grpc.aio.ServicerContext) -> None:
-        """At fixed times, whatever the last step took."""
+        """Steps at fixed times, whatever the last step took."""
         loop, number = asyncio.get_running_loop(), 0
         begun_s = loop.time()
         while True:
@@ -83,7 +83,7 @@ class ScriptedWorker(link_pb2_grpc.WorkerServicer):
 
 
 class ScriptedInference(inference_pb2_grpc.InferenceServicer):
-    """Each call gets a token at each step, and no word of why."""
+    """The public API: each call gets a token at each step, without text."""
 
     def __init__(self, step_s: float = STEP_S):
         self._step_s = step_s
@@ -103,7 +103,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
         await context.write(pb.GenerateResponse(summary=pb.Summary(request_id=request.request_id)))
 
     async def step_on(self) -> None:
-        """At fixed times, whatever the last step took."""
+        """Steps at fixed times, whatever the last step took."""
         loop, number = asyncio.get_running_loop(), 0
         begun_s = loop.time()
         while True:

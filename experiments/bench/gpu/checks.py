@@ -63,7 +63,7 @@ def check_models(fixtures: Path, models: tuple[str, ...], backends: dict[str, mo
 
 
 def _compare(model: Model, loaded: Any, recorded: Any, backend: moe.Backend) -> tuple[float, int]:
-    """The largest error of any logit, and how many of the greedy tokens differ."""
+    """The largest error of any logit, and how many greedy tokens differ."""
     run = jax.jit(functools.partial(_logits, model, backend), donate_argnums=1)
     errors, num_wrong = [], 0
     for prompt in range(3):

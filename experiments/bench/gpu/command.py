@@ -49,7 +49,7 @@ RESULTS = Path("results/bench-gpu")
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What is known so far: said as it comes, and in the report as JSON has it."""
+    """What is known so far: each entry is printed when it comes, and kept for the JSON report."""
 
     report: dict[str, Any]
     start_s: float = field(default_factory=time.perf_counter)
@@ -58,7 +58,7 @@ class Journal:
         print(f"[{time.perf_counter() - self.start_s:6.1f} s] {what}", flush=True)
 
     def all_pass(self, checks: Iterable[Check]) -> bool:
-        """Every one of them is made, said and reported."""
+        """Runs, prints and reports every check, also after one has failed."""
         passed = True
         for check in checks:
             passed = passed and check.passed
@@ -134,7 +134,7 @@ def _prepare(
     backends: dict[str, moe.Backend],
     journal: Journal,
 ) -> Bench | None:
-    """What everything else stands on: right kernels, the card's ceilings, the slice. None if a check failed."""
+    """What all measurements need: kernels that are right, the card's ceilings, the slice. None if a check failed."""
     if not journal.all_pass(_checks(options, scale, backends)):
         return None
     ceilings = measure_ceilings(scale.copy_bytes, scale.matmul_side, scale.effort)

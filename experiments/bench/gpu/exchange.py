@@ -19,7 +19,7 @@ NUM_BLOCKS = (1, 8, 32)  # of one export or land: up to 2,048 tokens at 64 a blo
 
 
 def check_exchange(pages: Pages) -> Check:
-    """Bytes that differ between blocks that left one array of pages for the host and the same landed in another."""
+    """Bytes that differ between blocks gathered from one array of pages and the same blocks landed in another."""
     blocks = jnp.arange(min(8, len(pages)))
     sent = np.asarray(jax.jit(gather_blocks)(pages, blocks))
     landed = jax.jit(scatter_blocks)(jnp.zeros_like(pages), blocks, sent)
@@ -28,7 +28,7 @@ def check_exchange(pages: Pages) -> Check:
 
 
 def exchange_rows(bench: Bench, pages: Pages) -> Iterator[Row]:
-    """Gather on the device, gather and fetch, and fetch's way back: put and scatter. Uses up `pages`."""
+    """Times gathering on the device, gathering with a fetch, and the way back: put and scatter. Uses up `pages`."""
     gather = jax.jit(gather_blocks)
     scatter = jax.jit(scatter_blocks, donate_argnums=0)
     for num_blocks in (num for num in NUM_BLOCKS if num <= len(pages)):

@@ -41,7 +41,7 @@ class Row:
 
     @property
     def share_of_floor(self) -> float:
-        """1: as quick as the card allows."""
+        """The floor's share of the measured time: 1 is as quick as the card allows."""
         return self.floor_s / self.timing.median_s
 
 
@@ -75,7 +75,7 @@ def moe_rows(bench: Bench, num_tokens: int, backends: dict[str, moe.Backend]) ->
 
 
 def check_full_width(bench: Bench, num_tokens: int, backends: dict[str, moe.Backend]) -> Check:
-    """The first two backends on the last layer's real weights, whose offsets need more than 32 bits."""
+    """Compares two backends on the last layer's real weights, whose offsets need more than 32 bits."""
     x, routing = draw_tokens(bench.model, num_tokens, bench.seed + 1)
     (one, first), (other, second) = tuple(backends.items())[:2]
     got, expected = (moe_call(bench, backend, x, routing)() for backend in (first, second))

@@ -22,7 +22,7 @@ class Scale:
 
 
 def full_scale(num_moe_layers: int) -> Scale:
-    """34 GB of experts for each MoE layer, and 6 GB of everything else."""
+    """The sizes for a card: 34 GB of experts for each MoE layer, and 6 GB of everything else."""
     return Scale(
         sizes=SliceSizes(
             model=kimi_k2_slice(num_moe_layers),
@@ -46,7 +46,7 @@ def full_scale(num_moe_layers: int) -> Scale:
 
 
 def trial_scale(num_moe_layers: int) -> Scale:
-    """A few kilobytes of everything: shows that the command works, and no speed."""
+    """The sizes for a trial: a few kilobytes of everything, which show that the command works, and no speed."""
     model = kimi_k2_slice(
         num_moe_layers,
         vocab_size=256,
@@ -75,5 +75,5 @@ def trial_scale(num_moe_layers: int) -> Scale:
 
 
 def quick(scale: Scale) -> Scale:
-    """Fewer checks, batches, contexts and arms, on the same layers."""
+    """The same layers with fewer checks, batches, contexts and arms."""
     return replace(scale, sizes=smaller(scale.sizes), cases=scale.cases[:1], serving=quicker(scale.serving))

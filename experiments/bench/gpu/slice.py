@@ -93,7 +93,7 @@ def _draw_stacked(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
 
 def draw_pages(sizes: SliceSizes, seed: int) -> Pages:
-    """Every block holds random latents, so that a context need not be prefilled first."""
+    """Pages whose blocks all hold random latents, so that a context need not be prefilled first."""
     shape = (sizes.num_blocks, sizes.model.config.num_hidden_layers, sizes.block_size, sizes.model.config.latent_size)
     empty = allocate_pages(*shape, dtype=DTYPE, sharding=replicated(build_mesh(MeshShape())))
     fill = jax.jit(lambda pages, key: jax.random.normal(key, pages.shape, pages.dtype), donate_argnums=0)
@@ -101,7 +101,7 @@ def draw_pages(sizes: SliceSizes, seed: int) -> Pages:
 
 
 def decode_batch(sizes: SliceSizes, batch: int, context_tokens: int, seed: int) -> Batch:
-    """One new token for each of `batch` sequences with that much behind them."""
+    """One new token for each of `batch` sequences that have `context_tokens` behind them."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, sizes.model.config.vocab_size, (batch, 1))
     return _batch(tokens, np.full((batch, 1), context_tokens), _tables(sizes, batch, rng))

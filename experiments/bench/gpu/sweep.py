@@ -15,7 +15,7 @@ from moonshard.models.experts.grouped import Tiles, grouped, tiles_for
 
 
 def neighbours(chosen: Tiles) -> Iterator[Tiles]:
-    """The chosen tiles, then each of their numbers changed alone."""
+    """The chosen tiles, then tiles with one of their numbers changed at a time."""
     yield chosen
     if chosen.rows > 16:
         yield replace(chosen, rows=chosen.rows // 2)
@@ -30,7 +30,7 @@ def neighbours(chosen: Tiles) -> Iterator[Tiles]:
 
 
 def sweep_rows(bench: Bench, num_tokens: int, *, interpret: bool) -> Iterator[Row]:
-    """One row for every cut that the card takes; one that needs too much shared memory is named and left."""
+    """A row for every tiling that the card accepts; one that needs too much shared memory is named and skipped."""
     model = bench.model
     x, routing = draw_tokens(model, num_tokens, bench.seed)
     hit = len(np.unique(np.asarray(routing.experts)))

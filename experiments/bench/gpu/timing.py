@@ -41,7 +41,7 @@ class KernelTiming:
 
 
 def measure(call: Callable[[], Any], effort: Effort) -> KernelTiming:
-    """Times `call`, which returns what has to be ready. Compilation and first calls stay out."""
+    """Times `call`, which returns the arrays to wait for. Compilation and the first calls are not counted."""
     for _ in range(WARM_UP_CALLS):
         jax.block_until_ready(call())
     samples = []
@@ -56,7 +56,7 @@ def measure(call: Callable[[], Any], effort: Effort) -> KernelTiming:
 
 
 def measure_ceilings(copy_bytes: int, side: int, effort: Effort) -> Ceilings:
-    """A device-to-device copy of `copy_bytes`, and a bf16 product of two random `side`-square matrices."""
+    """Times a device-to-device copy of `copy_bytes`, and a bf16 product of two random `side`-square matrices."""
     left, right = (jax.random.normal(jax.random.key(k), (side, side), jnp.bfloat16) for k in range(2))
     source = jax.random.bits(jax.random.key(2), (copy_bytes // 4,), jnp.uint32)
     copy = jax.jit(lambda x: x ^ jnp.uint32(1))  # a plain copy could become an alias

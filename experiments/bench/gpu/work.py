@@ -26,7 +26,7 @@ class Ceilings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The least that a part of a step moves and computes."""
+    """The least bytes and operations that a part of a step needs."""
 
     num_bytes: float
     num_flops: float

@@ -24,7 +24,7 @@ from moonshard.sharding.shape import MeshShape
 
 
 def measure_bubbles(config: Config, plan: Plan, pipes: Sequence[int] = PIPES) -> list[Measurement]:
-    """Needs a device for each stage of the longest pipeline."""
+    """Measures pipelines of each length. Needs a device for each stage of the longest one."""
     found: list[Measurement] = []
     for num_stages in pipes:
         model = load_model(_piped(config, plan, num_stages), "both", lambda message: None)
@@ -34,7 +34,7 @@ def measure_bubbles(config: Config, plan: Plan, pipes: Sequence[int] = PIPES) ->
 
 
 def microbatches(steps: BareSteps, plan: Plan, num_microbatches: int) -> list[Step]:
-    """The steps of all microbatches in turn; a sequence is in the one that the scheduler would give its slot."""
+    """The steps of all microbatches in turn. A sequence is in the one that the scheduler would give its slot."""
     each = [
         steps.decode(range(index, plan.pipeline_rows, num_microbatches), plan.pipeline_context, plan.pipeline_steps)
         for index in range(num_microbatches)
@@ -91,7 +91,7 @@ def _busy_ms(programs: Programs, step: Step, num_runs: int) -> tuple[float, ...]
 
 
 def _piped(config: Config, plan: Plan, num_stages: int) -> Config:
-    """On a mesh of so many stages, with few programs to compile."""
+    """The configuration with a mesh of `num_stages` stages and few programs to compile."""
     chunk_tokens = -(-Q_TILE // config.kv.block_size) * config.kv.block_size
     return replace(
         config,

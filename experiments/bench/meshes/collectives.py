@@ -29,7 +29,7 @@ type Counts = dict[Where, Counter[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProgram:
-    """A role's step on a mesh, stage by stage."""
+    """One role's step on a mesh, stage by stage."""
 
     stages: tuple[Blueprint, ...]
     kind: StepKind
@@ -50,7 +50,7 @@ class StepProgram:
 
 
 def measure_collectives(config: Config, cases: Sequence[Case] = CASES) -> list[Measurement]:
-    """Needs as many devices as the largest mesh."""
+    """Counts the collectives of each role on each mesh. Needs as many devices as the largest mesh."""
     return [
         Measurement(
             level="meshes",

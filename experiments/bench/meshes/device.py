@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _measure(config: Config, job: MeshJob) -> list[Measurement]:
-    """Imports jax, so the environment must be ready."""
+    """Answers the job's question. It imports jax, so the environment variables must be set before."""
     match job.question:
         case "reshard":
             from moonshard.experiments.bench.meshes.reshard import measure_reshard

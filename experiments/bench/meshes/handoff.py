@@ -13,7 +13,7 @@ from moonshard.sharding.rules import PREFILL
 
 
 def measure_mesh_handoffs(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
-    """One pair after another. ServerFailed where one does not start."""
+    """Measures one pair of meshes after another. ServerFailed where a deployment does not start."""
     lengths = replace(plan, handoff_tokens=plan.mesh_handoff_tokens, handoff_repeats=plan.mesh_handoff_repeats)
     found: list[Measurement] = []
     for pair in MESH_PAIRS:
@@ -26,7 +26,7 @@ def measure_mesh_handoffs(config: Config, plan: Plan, environment: Mapping[str, 
 
 
 def on_pair(config: Config, pair: MeshPair) -> Config:
-    """One prefill and one decode worker on these meshes, whatever meshes the configuration names."""
+    """The configuration with one prefill and one decode worker on these meshes."""
     return replace(
         config,
         mode="disaggregated",

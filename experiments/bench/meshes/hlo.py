@@ -22,7 +22,7 @@ OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopTurn:
-    """What runs once in a turn of a loop, or in a run of the program, and the loops inside it, in the text's order."""
+    """What runs once per turn of a loop (or per run of the program), and the loops inside it, in the text's order."""
 
     counts: Counter[str]
     op_names: frozenset[str]  # jax's names of the instructions, scopes included
@@ -34,7 +34,7 @@ class LoopTurn:
 
     @property
     def total(self) -> Counter[str]:
-        """With one turn of each loop inside."""
+        """The number of collectives when each loop inside makes one turn."""
         return sum((loop.total for loop in self.loops), self.counts)
 
 
@@ -46,7 +46,7 @@ class _Instruction:
 
 
 def read_program(hlo: str) -> LoopTurn:
-    """ValueError for a text without an entry computation."""
+    """The tree of turns of a compiled program. ValueError for a text without an entry computation."""
     computations, entry = _parse(hlo)
     if entry is None:
         raise ValueError("this HLO has no entry computation")

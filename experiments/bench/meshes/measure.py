@@ -20,7 +20,7 @@ ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # beside it only flags: XLA i
 
 
 def measure_meshes(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
-    """Raises CalledProcessError where a question's process fails, ServerFailed where a deployment does not start."""
+    """Asks every question. CalledProcessError where its process fails, ServerFailed where a deployment does."""
     return [
         *_ask("reshard", config, plan, environment),
         *_ask("collectives", config, plan, environment),
@@ -30,7 +30,7 @@ def measure_meshes(config: Config, plan: Plan, environment: Mapping[str, str]) -
 
 
 def with_one_thread(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is told to split no operation over threads."""
+    """The environment for a process that must not split an operation over threads."""
     return {**environment, "XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()}
 
 

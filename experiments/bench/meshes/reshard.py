@@ -37,7 +37,7 @@ NUM_SLOTS = 64 * NUM_BLOCKS  # of a slab, from which scattered blocks are drawn
 
 
 def measure_reshard(settings: Plan) -> list[Measurement]:
-    """Of each figure one more sample is taken, which warms up and does not count."""
+    """Times each figure. One more sample warms up and is not counted."""
     layouts = {name: layout_of(name) for name in LAYOUTS}
     found: list[Measurement] = []
     for source, destination in LAYOUT_PAIRS:
@@ -52,7 +52,7 @@ def measure_reshard(settings: Plan) -> list[Measurement]:
 
 
 def layout_of(name: str) -> Layout:
-    """Of a slab of a worker on that mesh: eight owners, no byte twice."""
+    """The layout of a worker's slab on that mesh: eight owners, no byte twice."""
     mesh, rules = LAYOUTS[name]
     layout = slab_layout((K2,), BLOCK_SIZE, Shard(mesh=mesh, rules=rules), split_layers([1.0] * NUM_LAYERS, mesh.pipe))
     assert len(layout.groups[0].shards) == NUM_OWNERS  # as the table says
@@ -60,7 +60,7 @@ def layout_of(name: str) -> Layout:
 
 
 def blocks_of(order: str) -> tuple[np.ndarray, np.ndarray]:
-    """Slots of the source and of the destination, pairwise."""
+    """Block ids at the source and at the destination, pairwise."""
     if order == "consecutive":
         return np.arange(NUM_BLOCKS), np.arange(NUM_BLOCKS)
     random = np.random.default_rng(0)

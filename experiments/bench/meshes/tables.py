@@ -100,7 +100,7 @@ COLLECTIVE_COLUMNS = ("mesh", "step of", *(f"in {where}" for where in WHERES[:3]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A mesh whose steps are counted. Without rules of its own, each role has its table."""
+    """A mesh whose steps are counted. Without rules of its own, each role uses its default table."""
 
     name: str
     mesh: MeshShape
@@ -195,7 +195,7 @@ def bubble(busy_ms: Sequence[float], step_ms: float) -> float:
 
 
 def bubble_at_best(busy_ms: Sequence[float], num_microbatches: int) -> float:
-    """The least that such stages leave: the slowest sets the pace, or each microbatch's own way through all of them."""
+    """The least idle share possible: a pipeline is as slow as its slowest stage, or as one microbatch's whole way."""
     return bubble(busy_ms, max(*busy_ms, sum(busy_ms) / num_microbatches))
 
 
@@ -237,7 +237,7 @@ def bubble_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshPair:
-    """A prefill worker and a decode worker."""
+    """A prefill worker's mesh and a decode worker's."""
 
     name: str
     prefill: MeshShape
@@ -259,7 +259,7 @@ MESH_PAIRS = (
 
 
 def of_pair(name: str, pair: str) -> str:
-    """A handoff's figure, of a pair of meshes."""
+    """The name of a handoff's figure for one pair of meshes."""
     return f"{name}, {pair}"
 
 

@@ -25,7 +25,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 
 def load(folder: Path) -> DeepseekV3ForCausalLM:
-    """In float32, with the attention that transformers chooses; Kimi K2's own model type is one it does not know."""
+    """The model in float32, with transformers' default attention; Kimi K2's model type is opened as DeepSeek-V3."""
     raw = json.loads((folder / "config.json").read_text())
     config = DeepseekV3Config.from_dict({**raw, "model_type": "deepseek_v3"})
     return DeepseekV3ForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()

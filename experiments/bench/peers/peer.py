@@ -32,7 +32,7 @@ def run_peer(folder: Path, plan: Plan) -> dict[str, dict[str, float]] | None:
 
 
 def peers_of(reports: Sequence[Mapping[str, Mapping[str, float]]], plan: Plan) -> dict[tuple[str, str], Measurement]:
-    """Their figure beside each of ours that has one, by our key. Their samples are the medians of each round."""
+    """Their figure beside each of ours, by our key, where they have one. Their samples are medians of rounds."""
     context, found = plan.context_tokens[0], {}
 
     def put(level: Level, name: str, unit: Unit, table: str, size: int) -> None:

@@ -59,7 +59,7 @@ CONFIG: dict[str, Any] = {
 
 
 def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor by its name in the format of DeepSeek-V3."""
+    """Every tensor's shape, by its name in the format of DeepSeek-V3."""
     d, heads, rank = CONFIG["hidden_size"], CONFIG["num_attention_heads"], CONFIG["kv_lora_rank"]
     rope, nope, v, q_rank = (CONFIG[n] for n in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"))
     yield "model.embed_tokens.weight", (VOCABULARY, d)
@@ -98,7 +98,7 @@ def _mlp(at: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tensors(seed: int = SEED) -> dict[str, np.ndarray]:
-    """Norms are ones, the router's bias zeros, all else drawn from N(0, 0.04)."""
+    """Every tensor: norms are ones, the router's bias zeros, all else is drawn from N(0, 0.04)."""
     random = np.random.default_rng(seed)
 
     def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -112,7 +112,7 @@ def tensors(seed: int = SEED) -> dict[str, np.ndarray]:
 
 
 def write(folder: Path) -> None:
-    """CheckpointError where the folder already holds weights."""
+    """Writes the folder. CheckpointError where it already holds weights."""
     tokenizer = json.loads((POCKET / "tokenizer.json").read_text())
     known = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
     first = max(known, 1 + max(token["id"] for token in tokenizer["added_tokens"]))

@@ -57,7 +57,7 @@ class OfferedLoad:
 
 
 def measure_arrangements(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
-    """ServerFailed on a machine with one core, or where a process does not start."""
+    """Measures both arrangements. ServerFailed on a machine with one core, or where a process does not start."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise ServerFailed("comparing the arrangements needs two cores")
@@ -74,13 +74,13 @@ def measure_arrangements(config: Config, plan: Plan, environment: Mapping[str, s
 
 
 def apart(config: Config) -> Config:
-    """One prefill and one decode worker."""
+    """The configuration with one prefill and one decode worker."""
     roles = {"prefill": replace(config.prefill, replicas=1), "decode": replace(config.decode, replicas=1)}
     return replace(config, mode="disaggregated", **roles)
 
 
 def together(config: Config) -> Config:
-    """Two workers that do both."""
+    """The configuration with two workers that do both."""
     return replace(config, mode="aggregated", decode=replace(config.decode, replicas=2))
 
 
@@ -97,7 +97,7 @@ async def _load(server: RunningServer, plan: Plan, seed: int) -> OfferedLoad:
 
 
 class _Generator:
-    """Streams that follow one another without a pause, and a long prompt at every tick, whatever became of the last."""
+    """Streams that follow one another without a pause, and at every tick a long prompt, whatever is still running."""
 
     def __init__(self, client: AsyncClient, plan: Plan, vocab_size: int, seed: str):
         self.streams: list[Seen] = []
@@ -108,7 +108,7 @@ class _Generator:
         self._seed = seed
 
     async def run(self, duration_s: float) -> None:
-        """Begins nothing after `duration_s`, and returns when all has ended."""
+        """Starts nothing more after `duration_s`, and returns when all requests have ended."""
         end_s = time.perf_counter() + duration_s
         async with asyncio.TaskGroup() as group:
             for index in range(self._plan.num_streams):
@@ -160,7 +160,7 @@ def of_load(arrangement: str, load: OfferedLoad) -> list[Measurement]:
 
 
 def arrangement_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
-    """Both side by side. A ratio is disaggregated / aggregated."""
+    """Both arrangements side by side. A ratio is disaggregated / aggregated."""
     found = {one.name: one for one in measurements if one.level == "arrangements"}
     rows = []
     for quantity, unit in QUANTITIES.items():
@@ -181,7 +181,7 @@ def arrangement_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
 
 
 def _quantiles(one: Measurement | None) -> list[str]:
-    """A rate has one sample in each round: their median only."""
+    """The cells of a figure. A rate has one sample per round, so only their median is shown."""
     if one is None:
         return [""] * len(PERCENTILES)
     return [number(one.quantile(q)) if q == 0.5 or one.unit == "ms" else "" for q in PERCENTILES.values()]

@@ -60,7 +60,7 @@ class WatchedStream:
 
 
 def measure_failover(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
-    """ServerFailed where a process does not start."""
+    """Kills decode workers under load and times the stalls. ServerFailed where a process does not start."""
     roles = {"prefill": replace(config.prefill, replicas=1), "decode": replace(config.decode, replicas=NUM_DECODE)}
     config = replace(config, mode="disaggregated", **roles)
     found: list[Measurement] = []
@@ -110,7 +110,7 @@ async def _listen(client: AsyncClient, stream: WatchedStream, prompt: list[int],
 async def _prefills(
     client: AsyncClient, random: Random, vocab_size: int, num_tokens: int, num_streams: int
 ) -> list[Measurement]:
-    """What the lost KV costs again: one fresh prompt of that length, then as many at once as streams were lost."""
+    """Times what computing the lost KV again costs: one fresh prompt of that length, then as many as were lost."""
     alone = await ask_grpc(client, random_prompt(random, vocab_size, num_tokens), 1)
     prompts = [random_prompt(random, vocab_size, num_tokens) for _ in range(num_streams)]
     together = await asyncio.gather(*(ask_grpc(client, prompt, 1) for prompt in prompts))
@@ -118,7 +118,7 @@ async def _prefills(
 
 
 def of_kill(streams: Sequence[WatchedStream], killed_ns: int) -> list[Measurement]:
-    """`killed_ns`: on the clock of the arrivals."""
+    """The figures of one kill; `killed_ns` is on the clock of the arrivals."""
     lost = [stream for stream in streams if stream.num_retries]
     kept = [stream for stream in streams if not stream.num_retries and not stream.is_failed]
     samples = {

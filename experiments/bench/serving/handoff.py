@@ -39,7 +39,7 @@ COLUMNS = ("prompt tokens", *(f"{part}, ms" for part in PARTS), SHARE, "p90", "n
 
 
 def measure_handoffs(server: RunningServer, plan: Plan) -> list[Measurement]:
-    """Lengths in turn, so that a disturbance hits all. The first of each warms up and does not count."""
+    """Measures the lengths in turn, so that a disturbance hits all. The first request of each is not counted."""
     timings = asyncio.run(_ask(server, plan))
     return [one for num_tokens, of_length in timings.items() for one in of_requests(num_tokens, of_length)]
 
@@ -69,7 +69,7 @@ async def _ask(server: RunningServer, plan: Plan) -> dict[int, list[Timing]]:
 
 
 def handoff_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
-    """A row for each length; medians, and of the share its 90th percentile too."""
+    """A row for each length, in medians; the share has its 90th percentile too."""
     rows = handoff_rows({one.name: one for one in measurements if one.level == "handoff"}, plan.handoff_tokens)
     notes = (
         "Handoff: medians on an idle system; the exposed part is exposed transfer + land + join; the handoff gap is "

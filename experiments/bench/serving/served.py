@@ -20,7 +20,7 @@ TOLD_TOGETHER = "tokens told with the one before"  # of each request; ITL has no
 
 
 async def measure_served(server: RunningServer, plan: Plan, seed: int, level: Level = "served") -> list[Measurement]:
-    """One round. The first request of each kind warms up and does not count."""
+    """One round of the whole stack. The first request of each kind warms up and is not counted."""
     limits = httpx.Timeout(60.0)
     async with (
         AsyncClient(server.grpc) as client,
@@ -36,7 +36,7 @@ async def measure_served(server: RunningServer, plan: Plan, seed: int, level: Le
 async def _ttft(
     server: RunningServer, client: AsyncClient, http: httpx.AsyncClient, vocab_size: int, plan: Plan, seed: int
 ) -> list[Measurement]:
-    """gRPC and HTTP in turn, one request at a time."""
+    """TTFT over gRPC and HTTP in turn, one request at a time."""
     found, random = [], Random(f"{seed} ttft")
     for num_tokens in plan.prompt_tokens:
         over_grpc, over_http = [], []
@@ -52,7 +52,7 @@ async def _ttft(
 async def _load(
     server: RunningServer, client: AsyncClient, batch: int, vocab_size: int, plan: Plan, seed: int
 ) -> list[Measurement]:
-    """Closed loop of `batch` streams, and what each process spent on it."""
+    """A closed loop of `batch` streams, and the processor time of each process."""
 
     async def run(requests_per_client: int, name: str) -> list[Seen]:
         return await closed_loop(
@@ -126,7 +126,7 @@ def _cpu_s(server: RunningServer) -> dict[str, float]:
 
 
 def _steps(batch: int, counted: dict[str, float]) -> list[Measurement]:
-    """By the workers' own count."""
+    """Times of steps as the workers count them."""
     num_steps = max(1.0, counted["moonshard_decode_steps_total"])
     overlapped = counted["moonshard_overlapped_steps_total"] / num_steps
     occupancy = counted["moonshard_decode_tokens_total"] / num_steps
@@ -141,7 +141,7 @@ def _served(name: str, unit: Unit, samples: Sequence[float]) -> Measurement:
 
 
 def measure_after(server: RunningServer, level: Level = "served") -> list[Measurement]:
-    """What a served run leaves behind: memory, and that nothing was compiled."""
+    """What is known after a run: memory, and that nothing was compiled meanwhile."""
     compiled = server.counters()["moonshard_compilations_while_serving_total"]
     found = [
         _served("compilations while serving", "count", [compiled]),

@@ -16,7 +16,7 @@ PROMPT_TOKENS = 16
 
 
 def with_cache(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The environment with the compile cache of a server in `folder`, whatever it said before."""
+    """The environment, with the server's compile cache set to `folder`."""
     kept = {name: value for name, value in environment.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     return kept | {"XDG_CACHE_HOME": str(folder)}
 
@@ -27,7 +27,7 @@ def measure_cold(overrides: Sequence[str], environment: Mapping[str, str]) -> li
 
 
 def measure_start(server: RunningServer, cache: str) -> list[Measurement]:
-    """`cache` says how the compile cache was. Sends the server's first request."""
+    """Starts a server and sends its first request. `cache` says whether the compile cache was empty or full."""
     asyncio.run(_first_token(server))
     first_token_s = time.perf_counter() - server.begun_s
     return [

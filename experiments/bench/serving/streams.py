@@ -38,7 +38,7 @@ class Seen:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Tokens of one message have none between them."""
+        """Times between tokens. Tokens of one message have no gap between them."""
         return [(after - before) / 1e6 for before, after in pairwise(self.arrivals_ns) if after > before]
 
     @property
@@ -51,7 +51,7 @@ def random_prompt(random: Random, vocab_size: int, num_tokens: int) -> list[int]
 
 
 async def ask_grpc(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> Seen:
-    """RequestError if it is refused."""
+    """One streamed request over gRPC. RequestError if it is refused."""
     arrivals_ns: list[int] = []
     sent_ns = time.perf_counter_ns()
     async with client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True) as stream:
@@ -62,7 +62,7 @@ async def ask_grpc(client: AsyncClient, prompt: Sequence[int], max_tokens: int) 
 
 
 async def ask_http(http: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int) -> Seen:
-    """By /v1/completions and server-sent events, one chunk per token. httpx.HTTPStatusError if it is refused."""
+    """One streamed request to /v1/completions, one chunk per token. httpx.HTTPStatusError if it is refused."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     arrivals_ns: list[int] = []
     sent_ns = time.perf_counter_ns()

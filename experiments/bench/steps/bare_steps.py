@@ -22,7 +22,7 @@ DECODE_STEPS = 32  # per repeat
 
 
 class BareSteps:
-    """Steps for sequences that own as many blocks as they need: sequence i sits in slot i."""
+    """Steps for sequences that own all blocks they need: sequence i sits in slot i."""
 
     def __init__(self, model: LoadedModel, seed: int):
         self._model = model
@@ -30,12 +30,12 @@ class BareSteps:
         self._encoder = StepEncoder(model.shapes)
 
     def prefill(self, index: int, num_tokens: int) -> list[Step]:
-        """A fresh random prompt for sequence `index`, in chunks; the last one draws."""
+        """Prefills a fresh random prompt for sequence `index`, in chunks; the last chunk draws a token."""
         request = self._request(index, num_tokens)
         return [self._encoder.encode(PrefillPlan(number=0, chunks=(chunk,))) for chunk in self._chunks(index, request)]
 
     def decode(self, sequences: Sequence[int], context_tokens: int, num_steps: int) -> list[Step]:
-        """Of these sequences, by their index, after a prefill of `context_tokens` by each."""
+        """Decodes these sequences, by index, each after a prefill of `context_tokens`."""
         rows = [
             (index, self._request(index, 1), self._block_table(index, context_tokens + num_steps))
             for index in sequences
@@ -127,7 +127,7 @@ def _decode(programs: Programs, steps: BareSteps, batch: int, context_tokens: in
 
 
 def _run(programs: Programs, steps: Sequence[Step]) -> list[int]:
-    """When the tokens of each step were on the host; the next step was launched before."""
+    """Runs the steps, each launched before the one before it is done: when each step's tokens were on the host."""
     arrivals_ns, behind = [], None
     for step in steps:
         launched = programs.launch(step)

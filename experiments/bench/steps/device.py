@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _measure(config: Config, job: Job) -> list[Measurement]:
-    """Imports jax, so the environment must be ready."""
+    """Does the job. It imports jax, so the environment variables must be set before."""
     from moonshard.experiments.bench.steps.bare_steps import measure_bare_steps
     from moonshard.experiments.bench.steps.engine_loop import measure_engine
     from moonshard.serving.engine.loading import load_model

@@ -45,14 +45,14 @@ class Stamped:
         return drawn
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Numbers of decode steps that followed each other with nothing between them."""
+        """The numbers of decode steps that followed each other with nothing between them."""
         return [(number - 1, number) for number in self.fetched_ns if number - 1 in self.fetched_ns]
 
     def intervals_ms(self) -> list[float]:
         return [(self.fetched_ns[after] - self.fetched_ns[before]) / 1e6 for before, after in self.pairs()]
 
     def idle_ms(self) -> list[float]:
-        """From one step's tokens on the host to the next step's launch: 0 where that came first."""
+        """Time from one step's tokens on the host to the next step's launch; 0 where the launch came first."""
         return [max(0, self.launched_ns[after] - self.fetched_ns[before]) / 1e6 for before, after in self.pairs()]
 
 
@@ -113,7 +113,7 @@ async def _run_batch(config: Config, model: LoadedModel, batch: int, plan: Plan,
 
 
 async def _until_idle(engine: Engine) -> None:
-    """Raises what the device raised."""
+    """Waits until the engine has nothing left. Raises what the device raised."""
     idle = asyncio.ensure_future(engine.wait_idle())
     await asyncio.wait({idle, engine.failed}, return_when=asyncio.FIRST_COMPLETED)
     if engine.failed.done():

@@ -18,7 +18,7 @@ STEPS_PER_SAMPLE = 32
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_step(pages: Pages, block_tables: jax.Array, positions: jax.Array, features: jax.Array) -> Pages:
-    """One token of every slot, into every layer. `features` [slots, 1, features]."""
+    """Writes one token of every slot into every layer. `features` is [slots, 1, features]."""
 
     def write_layer(layer: jax.Array, pages: Pages) -> Pages:
         return write_tokens(pages, layer, block_tables, positions, features)
@@ -29,7 +29,7 @@ def _write_step(pages: Pages, block_tables: jax.Array, positions: jax.Array, fea
 def measure_writes(
     group: KvGroup, *, num_blocks: int, block_size: int, num_slots: int, sharding: jax.sharding.Sharding, repeats: int
 ) -> list[Measurement]:
-    """For the whole pool and for a sixteenth of it, microseconds per step of `num_slots` tokens in all layers."""
+    """Microseconds per step of `num_slots` tokens in all layers, for the whole pool and for a sixteenth of it."""
     found = []
     for size in (num_blocks, max(num_slots, num_blocks // 16)):
         pages = allocate_pages(
@@ -43,7 +43,7 @@ def measure_writes(
 
 
 def _samples_us(pages: Pages, num_slots: int, repeats: int) -> tuple[float, ...]:
-    """Mean of a run of steps each; the first run compiles and does not count."""
+    """One sample is the mean over a run of steps; the first run compiles and is not counted."""
     num_blocks, _, block_size, num_features = pages.shape
     stride = num_blocks // num_slots
     block_tables = (jnp.arange(num_slots, dtype=jnp.int32) * stride)[:, None]

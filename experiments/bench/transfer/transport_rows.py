@@ -20,7 +20,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def measure_publishes(plan: Plan) -> list[Measurement]:
-    """All ways, in one run. TransportUnavailable where Mooncake does not load."""
+    """Measures all ways in one run. TransportUnavailable where Mooncake does not load."""
     from moonshard.experiments.bench.transfer.transports import measure_transports
 
     return as_measurements(

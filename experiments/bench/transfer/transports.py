@@ -38,7 +38,7 @@ Way = Callable[[Sequence[tuple[int, int, int]]], None]  # writes (local offset, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """One way's figure for publishes of `size_bytes` in ranges of `copy_bytes`, none adjoining another."""
+    """One way's GB/s for publishes of `size_bytes` in ranges of `copy_bytes`, none adjoining another."""
 
     way: str
     size_bytes: int
@@ -52,7 +52,7 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceivingProcess:
-    """Where the second process is written to."""
+    """The second process, whose slab is written to."""
 
     mooncake_session: str
     grpc_session: str
@@ -105,7 +105,7 @@ def _ways(source: Slab, receiver: ReceivingProcess) -> dict[str, Way]:
 
 
 def _inproc(source: Slab) -> Way:
-    """Both ends here: it joins workers of one process."""
+    """The in-process transport, which has both ends in this process."""
     network, target = InprocNetwork(), Slab(source.num_cells, source.cell_bytes)
     target.bytes[:] = 1
     near, far = InprocTransport(network), InprocTransport(network)

@@ -37,7 +37,7 @@ type OnDone = Callable[[StepDone, Plan | None], None]
 
 
 class Together:
-    """One engine prefills and decodes, in turn."""
+    """One engine that both prefills and decodes."""
 
     def __init__(self, pair: EnginePair, chunk_tokens: int, hear: Hear, on_done: OnDone):
         pool = BlockPool(1, pair.sizes.num_blocks, pair.sizes.block_size)
@@ -64,7 +64,7 @@ class _PrefillLeg:
 
 
 class Apart:
-    """One engine prefills, the other decodes; `num_prefill_blocks` are the first one's, None: as many as it has pages.
+    """One engine prefills, the other decodes. `num_prefill_blocks` is the pool of the first; None: all its pages.
 
     The fewer they are the sooner a block is written again: an export that came too late would show.
     """
@@ -108,7 +108,7 @@ class Apart:
         self._prefill.submit(replace(request, max_tokens=1))
 
     def _export(self, plan: PrefillPlan) -> None:
-        """A prefill step was launched: right behind it, whatever blocks it completes."""
+        """Called when a prefill step was launched: exports the blocks that it completes, right behind it."""
         for chunk in plan.chunks:
             leg = self._legs[chunk.request.id]
             num_whole = (chunk.start + len(chunk.tokens)) // self._pool.block_size

@@ -51,7 +51,7 @@ def recorded_pair(fixtures: Path, backend: moe.Backend) -> EnginePair:
 
 
 def check_recorded(fixtures: Path, pair: EnginePair) -> Iterator[Check]:
-    """All recorded prompts at once, to one engine and to two: answers that are not the recorded greedy tokens."""
+    """Asks all recorded prompts at once, of one engine and of two: counts answers that differ from the record."""
     asked, chunk = _recorded(fixtures / MODEL / "ref.npz"), pair.sizes.chunk_tokens[-1]
     builds: dict[str, Build] = {
         "one engine": lambda hear: Together(pair, chunk, hear, ignore),
@@ -62,7 +62,7 @@ def check_recorded(fixtures: Path, pair: EnginePair) -> Iterator[Check]:
 
 
 def check_alone(pair: EnginePair, mix: Mix, seed: int) -> Check:
-    """The slice, some requests of each kind one after another: those whose tokens differ between one engine and two."""
+    """Asks requests of the slice one by one: counts those whose tokens differ between one engine and two."""
     few = replace(mix, num_requests=(OF_EACH_KIND,) * len(mix.num_requests))
     requests = draw_requests(few, pair.vocab_size, Random(f"{seed} alone"))
     built = arms(pair)
@@ -73,7 +73,7 @@ def check_alone(pair: EnginePair, mix: Mix, seed: int) -> Check:
 
 
 def _recorded(path: Path) -> list[tuple[Request, list[int]]]:
-    """Requests with their answers, copies of a prompt far from one another."""
+    """Recorded requests with their answers; copies of one prompt are spread far apart."""
     with np.load(path) as recorded:
         known = [(recorded[f"ids{index}"], recorded[f"greedy{index}"]) for index in range(NUM_PROMPTS)]
     return [

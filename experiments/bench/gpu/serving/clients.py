@@ -21,7 +21,7 @@ type Build = Callable[[Hear], Arrangement]
 
 
 class Stuck(Exception):
-    """Requests that got no answer."""
+    """Raised for requests that got no answer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +43,7 @@ class Heard:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Between its tokens; apart, the first of them is the handoff."""
+        """The times between its tokens. With two engines the first gap is the handoff."""
         return [(after - before) / 1e6 for before, after in pairwise(self.arrivals_ns)]
 
 
@@ -57,7 +57,7 @@ class Arrangement(Protocol):
 
 
 class Clients:
-    """Those of one run: who is due when, and what each of them has heard."""
+    """The clients of one run: which request is due when, and what each of them has heard."""
 
     def __init__(self) -> None:
         self.heard: dict[bytes, Heard] = {}
@@ -97,7 +97,7 @@ async def serve(build: Build, arrivals: Sequence[tuple[float, Request]]) -> list
 
 
 async def serve_alone(build: Build, requests: Sequence[Request]) -> list[Heard]:
-    """Each request after the one before it has ended. Raises as `serve` does."""
+    """Sends each request after the one before it has ended. Raises as `serve` does."""
     clients = Clients()
     async with _running(build(clients.hear)) as arrangement:
         for request in requests:
@@ -120,7 +120,7 @@ async def _running(arrangement: Arrangement) -> AsyncIterator[Arrangement]:
 
 
 async def _until_whole(arrangement: Arrangement, clients: Clients) -> None:
-    """Until all that was sent is answered and no engine has anything left. Raises Stuck, or what failed an engine."""
+    """Waits until all requests are answered and the engines idle. Raises Stuck, or what failed an engine."""
     whole = asyncio.ensure_future(_whole(arrangement, clients))
     failures = [engine.failed for engine in arrangement.engines]
     await asyncio.wait({whole, *failures}, timeout=MAX_RUN_S, return_when=asyncio.FIRST_COMPLETED)

@@ -35,7 +35,7 @@ NEVER_S = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSizes:
-    """Of both engines alike: each has so many slots, and so many blocks in its pages."""
+    """The sizes that each of the two engines has: of its steps, its slots and its pages."""
 
     block_size: int
     q_tile: int  # queries per row of a prefill
@@ -137,7 +137,7 @@ class Receiver:
 
 
 def _compile_the_way(pair: EnginePair) -> None:
-    """Lands of blocks that lie on the device already: for jax another program than lands of the host's bytes."""
+    """Compiles lands of blocks that already lie on the device: to jax a different program than from the host."""
     way = Way()
     sender, receiver = SendingExecutor(pair.first, way), Receiver(pair.second, way)
     for num_blocks in pair.first.shapes.transfer_buckets:
@@ -150,7 +150,7 @@ def _compile_the_way(pair: EnginePair) -> None:
 
 
 def ignore(*_told: object) -> None:
-    """An event that nobody listens to."""
+    """An event handler that does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,7 @@ class Listeners:
 def build_engine(
     executor: Executor, shapes: StepShapes, pool: BlockPool, *, chunk_tokens: int, told: Listeners
 ) -> Engine:
-    """On the running event loop; not started. Nobody's prompt is known, and nobody is turned away or expires."""
+    """Makes an engine on the running event loop, not started: no prefix cache, nobody is turned away or expires."""
     config = SchedulerConfig(
         slots_per_partition=shapes.slots_per_partition,
         chunk_tokens=chunk_tokens,

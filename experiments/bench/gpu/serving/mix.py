@@ -27,7 +27,7 @@ WORTH_WAITING = 2.0  # a chunk size is no candidate for the best where TTFT's p9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mix:
-    """Kinds of requests: so many prompt tokens, output tokens, and requests of each."""
+    """Kinds of requests, each with its prompt tokens, output tokens, and number of requests."""
 
     prompt_tokens: tuple[int, ...]
     output_tokens: tuple[int, ...]
@@ -38,14 +38,14 @@ class Mix:
         return max(prompt + output for prompt, output in zip(self.prompt_tokens, self.output_tokens, strict=True))
 
     def num_blocks(self, block_size: int) -> int:
-        """That hold all requests at once, each to its last token."""
+        """Blocks that hold all requests at once, each to its last token."""
         kinds = zip(self.prompt_tokens, self.output_tokens, self.num_requests, strict=True)
         return sum(count * -(-(prompt + output) // block_size) for prompt, output, count in kinds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingPlan:
-    """What is served, and on what. The last of the chunk sizes is also that of the engine that only prefills."""
+    """What is served, and on what. The engine that only prefills uses the last of the chunk sizes."""
 
     mix: Mix
     sizes: EngineSizes
@@ -67,11 +67,11 @@ class ArmRun:
         return [one for repeat in self.repeats for one in repeat]
 
     def itl_ms(self, share: float) -> float:
-        """A quantile of all gaps between tokens, the first ones too."""
+        """A quantile of all gaps between tokens, first gaps included."""
         return _quantile([gap for one in self.heard for gap in one.gaps_ms], share)
 
     def first_gap_ms(self, share: float) -> float:
-        """Of token 1 to token 2; apart, the handoff gap."""
+        """A quantile of the gaps between token 1 and token 2; with two engines, of the handoff."""
         return _quantile([one.gaps_ms[0] for one in self.heard], share)
 
     def ttft_ms(self, share: float) -> float:
@@ -83,7 +83,7 @@ class ArmRun:
 
 
 def draw_requests(mix: Mix, vocab_size: int, random: Random) -> list[Request]:
-    """Greedy, of random tokens, in a random order; no two begin alike."""
+    """Greedy requests of random tokens, in a random order; no two begin alike."""
     kinds = zip(mix.prompt_tokens, mix.output_tokens, mix.num_requests, strict=True)
     sizes = [(prompt, output) for prompt, output, count in kinds for _ in range(count)]
     random.shuffle(sizes)
@@ -99,12 +99,12 @@ def draw_requests(mix: Mix, vocab_size: int, random: Random) -> list[Request]:
 
 
 def draw_arrivals(requests: Sequence[Request], rate_per_s: float, random: Random) -> list[tuple[float, Request]]:
-    """Seconds after the start, ascending: a Poisson process, which begins with the first request."""
+    """Each request with its seconds after the start, ascending: a Poisson process that begins with the first one."""
     return list(zip(arrivals(rate_per_s, 1.0, len(requests), random), requests, strict=True))
 
 
 def arms(pair: EnginePair) -> dict[str, Callable[[OnDone], Build]]:
-    """By name, each as something that builds it on the running event loop; `APART` is the last."""
+    """The arms by name, each with a function that builds it on the running event loop; `APART` is the last."""
     found: dict[str, Callable[[OnDone], Build]] = {
         f"both, chunks of {chunk}": functools.partial(_both, pair, chunk) for chunk in pair.sizes.chunk_tokens
     }
@@ -120,7 +120,7 @@ def _apart(pair: EnginePair, chunk_tokens: int, on_done: OnDone) -> Build:
 
 
 def measure_capacity(pair: EnginePair, mix: Mix, seed: int) -> float:
-    """Requests a second of one engine with its largest chunks that has all of them from the start. Warms it up, too."""
+    """Requests a second of one engine with its largest chunks, given all requests at once. This warms it up too."""
     requests = draw_requests(mix, pair.vocab_size, Random(f"{seed} capacity"))
     build = arms(pair)[f"both, chunks of {pair.sizes.chunk_tokens[-1]}"](ignore)
     start_ns = time.perf_counter_ns()
@@ -151,12 +151,12 @@ def measure_arms(pair: EnginePair, plan: ServingPlan, rate_per_s: float, steps: 
 
 
 def num_alike(some: Sequence[Heard], others: Sequence[Heard]) -> int:
-    """Requests that got the same tokens in both; both hold the same requests in the same order."""
+    """How many requests got the same tokens in both runs, which hold the same requests in the same order."""
     return sum(one.tokens == other.tokens for one, other in zip(some, others, strict=True))
 
 
 def best_of(runs: Sequence[ArmRun]) -> ArmRun:
-    """Of the arms that do both: the lowest p90 of gaps, among those that make nobody wait long for a first token."""
+    """The aggregated arm with the lowest p90 of gaps, among those whose p90 of TTFT is near the lowest."""
     both = [run for run in runs if run.arm != APART]
     soonest_ms = min(run.ttft_ms(0.9) for run in both)
     return min((run for run in both if run.ttft_ms(0.9) <= WORTH_WAITING * soonest_ms), key=lambda run: run.itl_ms(0.9))

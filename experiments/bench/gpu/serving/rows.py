@@ -24,7 +24,7 @@ from moonshard.experiments.common.intervals import PERCENTILES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedRow:
-    """All arms at all rates."""
+    """The results of all arms at all rates."""
 
     capacity_per_s: float
     runs: tuple[ArmRun, ...]
@@ -37,7 +37,7 @@ class ServedRow:
 
 
 def full_plan() -> ServingPlan:
-    """The mix of `experiments/studies/pd_vs_aggregated`, 64 requests of it for each arm, rate and repeat."""
+    """The mix of `experiments/studies/pd_vs_aggregated`: 64 requests for each arm, rate and repeat."""
     mix = Mix(prompt_tokens=(2048, 64), output_tokens=(16, 128), num_requests=(16, 48))
     sizes = EngineSizes(
         block_size=64,
@@ -52,7 +52,7 @@ def full_plan() -> ServingPlan:
 
 
 def tiny_plan() -> ServingPlan:
-    """A few tokens of everything: shows that it works, and no speed."""
+    """A few tokens of everything: it shows that the bench works, and no speed."""
     mix = Mix(prompt_tokens=(72, 9), output_tokens=(3, 8), num_requests=(2, 6))
     sizes = EngineSizes(
         block_size=16,
@@ -67,7 +67,7 @@ def tiny_plan() -> ServingPlan:
 
 
 def quicker(plan: ServingPlan) -> ServingPlan:
-    """One rate, one repeat, two chunk sizes; one decode program, so that nobody knows what a row of it costs."""
+    """One rate, one repeat, two chunk sizes. With one decode program the cost of a row cannot be fitted."""
     sizes = plan.sizes
     few = replace(
         sizes,
@@ -79,7 +79,7 @@ def quicker(plan: ServingPlan) -> ServingPlan:
 
 
 def serve_arms(pair: EnginePair, plan: ServingPlan, seed: int, say: Callable[[str], None]) -> ServedRow:
-    """Runs everything that is timed; `say` is told of each arm as soon as it is known."""
+    """Runs everything that is timed, and calls `say` with each arm's result as soon as it is known."""
     steps, runs = StepRows(), list[ArmRun]()
     capacity = measure_capacity(pair, plan.mix, seed)
     say(f"one engine that has all requests from the start serves {capacity:.2f} a second")
@@ -91,7 +91,7 @@ def serve_arms(pair: EnginePair, plan: ServingPlan, seed: int, say: Callable[[st
 
 
 def as_json(served: ServedRow, source: str) -> dict[str, Any]:
-    """Of the report: `apart` with every arm, the `steps` themselves, and `step_times` as a simulator reads them."""
+    """The report's part: `apart` with every arm, the `steps` themselves, and `step_times` for a simulator."""
     columns = served.steps.columns()
     return {
         "apart": {
@@ -127,7 +127,7 @@ def _spell(run: ArmRun) -> str:
 
 
 def _beside(runs: list[ArmRun]) -> dict[str, Any]:
-    """Of one rate: the best of those that do both, and its p90 of gaps by that of prefill and decode apart."""
+    """One rate: its best aggregated arm, and that arm's p90 of gaps divided by the disaggregated one's."""
     best, (apart,) = best_of(runs), [run for run in runs if run.arm == APART]
     return {
         "rate_per_s": best.rate_per_s,

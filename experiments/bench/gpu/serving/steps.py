@@ -22,13 +22,13 @@ KEPT = ("kind", "bucket", "batch", "tokens", "context_tokens", "blocks", "device
 
 
 class StepRows:
-    """Rows of the table `steps`, whose `worker` is the arm."""
+    """Rows of the table `steps`, with the arm in the column `worker`."""
 
     def __init__(self) -> None:
         self._rows: list[TableRow] = []
 
     def of_run(self, arm: str) -> OnDone:
-        """What all engines of one run tell of their steps: one trace, as they have one device."""
+        """Listeners for all engines of one run. They share one trace, since they share one device."""
         trace = StepTrace(self._rows.append, (arm, "", ""))
 
         def told(done: StepDone, plan: Plan | None) -> None:
@@ -38,7 +38,7 @@ class StepRows:
         return told
 
     def columns(self) -> dict[str, list[Any]]:
-        """[steps] each: the arm, and those that say what a step was and how long it took."""
+        """Columns of [steps] each: the arm, what the step was, and how long it took."""
         return {
             "arm": [row[COLUMNS["worker"]] for row in self._rows],
             **{name: [row[COLUMNS[name]] for row in self._rows] for name in KEPT},
@@ -46,7 +46,7 @@ class StepRows:
 
 
 def fit_columns(columns: Mapping[str, list[Any]]) -> dict[Kind, StepRegression]:
-    """Of both kinds, from columns as `StepRows.columns` has them. TooFewSteps where one has fewer than three."""
+    """Fits both kinds of step, from columns as in `StepRows.columns`. TooFewSteps for fewer than three of a kind."""
     kinds = np.asarray(columns["kind"])
 
     def own(kind: Kind, name: str) -> np.ndarray:
@@ -65,7 +65,7 @@ def fit_columns(columns: Mapping[str, list[Any]]) -> dict[Kind, StepRegression]:
 
 
 def as_model(fits: Mapping[Kind, StepRegression], source: str) -> dict[str, Any]:
-    """For JSON: what `step_model.StepModel.from_json` reads, and beside it how good each kind's times are."""
+    """The fit as JSON that `StepModel.from_json` reads (`reading.step_model`), and each kind's errors beside it."""
     return {**{kind: _as_json(fit) for kind, fit in fits.items()}, "source": source}
 
 
@@ -84,7 +84,7 @@ def _as_json(fit: StepRegression) -> dict[str, Any]:
 
 
 def spell_fit(fit: StepRegression) -> str:
-    """A line: what is not told by the steps has no number."""
+    """The fit in one line; a coefficient that these steps cannot tell has no number."""
     named = zip(COEFFICIENTS, fit.coefficients, strict=True)
     said = ", ".join(
         f"{name} {'unidentified' if name in fit.unidentified else f'{value:.3f}'}" for name, value in named
