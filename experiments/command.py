@@ -86,7 +86,7 @@ def experiment(action: Annotated[RunCommand | Compare, tyro.conf.arg(name="")]) 
 
 
 def run_command(options: RunCommand) -> int:
-    """1 for a run that is incomplete, 130 or 143 for one that a signal ended: all of them can be resumed.
+    """The exit code: 1 for an incomplete run, 130 or 143 for one that a signal ended. All of these can be resumed.
 
     ExperimentError or WorkloadError for what the user can mend.
     """
@@ -120,7 +120,7 @@ def _complain(text: str) -> None:
 
 
 def _summarised(path: Path) -> tuple[Grid, ...]:
-    """The run's tables, which summary.md then has too. RunIncomplete where it cannot be written."""
+    """Reads the run's tables and writes summary.md. RunIncomplete where it cannot be written."""
     from moonshard.experiments.reading.report import run_grids
     from moonshard.experiments.reading.tables.frames import load_run
 
@@ -133,7 +133,7 @@ def _summarised(path: Path) -> tuple[Grid, ...]:
 
 
 def compare_command(options: Compare) -> int:
-    """ExperimentError for two runs that measured different things."""
+    """Prints how two runs differ. ExperimentError where they measured different things."""
     from moonshard.experiments.reading.tables.comparing import compare, write_rows
     from moonshard.experiments.reading.tables.matching import choice
 

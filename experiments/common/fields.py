@@ -23,7 +23,7 @@ class ExperimentError(ValueError):
 
 
 def read_fields[T](kind: type[T], given: Mapping[str, object], table: str, faults: list[str]) -> T | None:
-    """None where something is wrong, which `faults` then names. `table` is what the keys stand in; "" for none."""
+    """Reads a table into a dataclass; None where `faults` got an entry. `table` is the keys' prefix, "" for none."""
     prefix = f"{table}." if table else ""
     hints = typing.get_type_hints(kind, include_extras=True)
     known = {field.name: field for field in fields(typing.cast(typing.Any, kind))}
@@ -41,7 +41,7 @@ def read_fields[T](kind: type[T], given: Mapping[str, object], table: str, fault
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """What to say of it: the nearest known key, or all of them; where there are many, what they begin with."""
+    """What to say of an unknown key: the nearest known one, or all; where there are many, their prefixes."""
     known = list(known)
     last = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=1) or [k for k in known if k.rpartition(".")[2] == last]

@@ -10,12 +10,12 @@ type Flat = dict[str, object]
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> Flat:
-    """Empty tables leave nothing behind. A quoted key with dots in it is the same as tables in each other."""
+    """Dotted keys to values. Empty tables vanish. A quoted key with dots in it is the same as nested tables."""
     return dict(_leaves(tree, prefix))
 
 
 def unflatten(flat: Mapping[str, object]) -> dict[str, object]:
-    """ValueError where one key is both a value and a table."""
+    """The reverse of `flatten`. ValueError where one key is both a value and a table."""
     tree: dict[str, object] = {}
     for key, value in flat.items():
         *tables, name = key.split(".")
@@ -38,7 +38,7 @@ def below(flat: Mapping[str, object], table: str) -> Flat:
 
 
 def overridden(flat: Mapping[str, object], overrides: Sequence[str]) -> Flat:
-    """With each `dotted.key=value`, a TOML value or else a string. ValueError for what is not of this form."""
+    """With each `dotted.key=value` set, a TOML value or else a string. ValueError for any other form."""
     found = dict(flat)
     for text in overrides:
         key, equals, value = text.partition("=")

@@ -14,7 +14,7 @@ from moonshard.experiments.common.running.measurement import Measurement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """The first column names what the others measure."""
+    """A table of text cells. The first column names what the others measure."""
 
     title: str
     columns: tuple[str, ...]
@@ -22,7 +22,7 @@ class Grid:
     notes: tuple[str, ...] = ()
 
     def _repr_markdown_(self) -> str:
-        """What a notebook shows."""
+        """The form in which a notebook shows it."""
         return as_markdown(self)
 
 
@@ -43,7 +43,7 @@ def as_markdown(grid: Grid) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, without an exponent."""
+    """A number with three significant digits, without an exponent."""
     magnitude = abs(value)
     if magnitude >= 100:
         return f"{value:,.0f}"

@@ -28,7 +28,7 @@ NORMAL = 1.959964
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Samples:
-    """Values of one repeat and the request of each, numbered from 0 in order; a request may have none, one or many."""
+    """The values of one repeat, with the index of each one's request; a request may have none, one or many."""
 
     values: np.ndarray  # [values] float64
     owners: np.ndarray  # [values] int64
@@ -37,7 +37,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A figure of one side, the mean of its repeats', of latencies the geometric one; without bounds of too little."""
+    """A figure of one side: the mean of its repeats (of latencies the geometric one). No bounds: too little data."""
 
     value: float
     low: float | None
@@ -47,7 +47,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """B's less A's, each the mean of its repeats'. Without bounds there was too little to tell."""
+    """B's figure less A's, each the mean of its repeats. No bounds: too little data."""
 
     a: float
     b: float
@@ -61,7 +61,7 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether there are repeats enough for a verdict, and their interval leaves 0 out."""
+        """Whether there are enough repeats for a verdict, and their interval does not contain 0."""
         if self.num_repeats < MIN_REPEATS or self.low is None or self.high is None:
             return False
         return self.low > 0 or self.high < 0
@@ -70,7 +70,7 @@ class Difference:
 def percentile_intervals(
     repeats: Sequence[Samples], shares: Sequence[float], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> list[Interval]:
-    """One for each of `shares` (0.9: p90), over repeats a `latency_interval` of theirs.
+    """One interval for each of `shares` (0.9: p90); over several repeats, their `latency_interval`.
 
     Repeats without a value are left out; ValueError where none is left.
     """
@@ -90,7 +90,7 @@ def percentile_intervals(
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Of a figure that each repeat has one of; without bounds for a single one. ValueError for none."""
+    """Of a figure with one value per repeat; no bounds for a single repeat. ValueError for none."""
     if not len(values):
         raise ValueError("nothing was measured")
     low, high = _student(np.asarray(values, float))
@@ -98,7 +98,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def rate_interval(values: Sequence[float], highest: float = inf) -> Interval:
-    """Of a rate or a share that each repeat has one of: `mean_interval` less what cannot be, beyond 0 or `highest`."""
+    """Of a rate or share with one value per repeat: `mean_interval`, cut to what is possible, 0 to `highest`."""
     found = mean_interval(values)
     if found.low is None or found.high is None:
         return found
@@ -106,7 +106,7 @@ def rate_interval(values: Sequence[float], highest: float = inf) -> Interval:
 
 
 def ratio_interval(ratios: Sequence[float]) -> Interval:
-    """Of a ratio that each repeat has one of: their geometric mean, and Student's t on their logarithms.
+    """Of a ratio with one value per repeat: their geometric mean, and Student's t on their logarithms.
 
     So "twice" and "half" are equally far from "as much", and no bound lies below 0. ValueError for none, or one that is
     not above 0.
@@ -119,7 +119,7 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
 
 
 def latency_interval(values: Sequence[float]) -> Interval:
-    """Of a latency that each repeat has one of: as of a ratio, and where one is not above 0, as of any figure."""
+    """Of a latency with one value per repeat: as for a ratio, or where one is not above 0, as for any figure."""
     return ratio_interval(values) if min(values, default=0.0) > 0 else mean_interval(values)
 
 
@@ -132,7 +132,7 @@ def percentile_differences(
     seed: int = 0,
     num_resamples: int = NUM_RESAMPLES,
 ) -> list[Difference]:
-    """One for each of `shares` (0.9: p90); A's and B's repeats belong together in order.
+    """One difference for each of `shares` (0.9: p90). A's and B's repeats belong together in order.
 
     Repeats without a value on one side are left out.
 
@@ -166,7 +166,7 @@ def percentile_differences(
 
 
 def mean_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Of a figure that each repeat has one of, by pairs of repeats; without bounds for a single one."""
+    """Of a figure with one value per repeat, by pairs of repeats; no bounds for a single pair."""
     if len(a) != len(b) or not a:
         raise ValueError(f"{len(a)} repeats beside {len(b)}")
     before, after = np.asarray(a, float), np.asarray(b, float)
@@ -183,7 +183,7 @@ def student_t(num_freedoms: int) -> float:
 
 
 def _student(values: np.ndarray) -> tuple[float, float] | tuple[None, None]:
-    """Of their mean."""
+    """The 95% interval of the mean; no bounds for fewer than two values."""
     if len(values) < 2:
         return None, None
     half = student_t(len(values) - 1) * float(values.std(ddof=1)) / sqrt(len(values))
@@ -198,11 +198,11 @@ class _Weighted:
         self._values, self._owners, self._num_requests = repeat.values[order], repeat.owners[order], repeat.num_requests
 
     def once(self, shares: Sequence[float]) -> np.ndarray:
-        """[shares], with each request as often as it was."""
+        """The percentiles [shares] with each request counted once."""
         return self.percentiles(np.ones(self._num_requests, np.int64), shares)
 
     def percentiles(self, counts: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-        """[shares] with each request so often: [requests]; not a number where no value is left."""
+        """The percentiles [shares] with each request counted so often [requests]; NaN where no value is left."""
         weights = np.cumsum(counts[self._owners])
         if not len(weights) or not weights[-1]:
             return np.full(len(shares), np.nan)
@@ -211,12 +211,12 @@ class _Weighted:
 
 
 def block_length(num_requests: int) -> int:
-    """Of so many consecutive requests is a block: as many as there are blocks."""
+    """How many consecutive requests make a block: about as many as there are blocks."""
     return ceil(sqrt(num_requests))
 
 
 def _resamples(num_requests: int, seed: int, num_resamples: int) -> list[np.ndarray]:
-    """How often each request comes: [requests] each. Blocks begin anywhere; the last one may be cut."""
+    """How often each request is drawn, [requests] per resample. Blocks begin anywhere; the last may be cut."""
     random, length = np.random.default_rng(seed), block_length(num_requests)
     found = []
     for _ in range(num_resamples):
@@ -227,7 +227,7 @@ def _resamples(num_requests: int, seed: int, num_resamples: int) -> list[np.ndar
 
 
 def _drawn(resampled: Sequence[np.ndarray]) -> Sequence[tuple[float, float] | tuple[None, None]]:
-    """The bounds for each share; a resample may hold no value at all."""
+    """The bounds for each share over the resamples, of which some may hold no value at all."""
     drawn = np.array(resampled)
     drawn = drawn[~np.isnan(drawn).any(axis=1)]
     if not len(drawn):

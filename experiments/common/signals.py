@@ -16,7 +16,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """By the signal of this number."""
+    """Raised where a signal of this number ended the run."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -24,13 +24,13 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """As shells tell of it: 130 for SIGINT, 143 for SIGTERM."""
+        """The exit code that shells use: 130 for SIGINT, 143 for SIGTERM."""
         return 128 + self.number
 
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """Either signal ends the block with Interrupted, and with it the program: those after it do nothing any more."""
+    """Either signal ends the block with Interrupted. Later signals are ignored while the program ends."""
     with _handled(_interrupt) as before:
         try:
             yield
@@ -41,7 +41,7 @@ def interrupting() -> Iterator[None]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """What comes during the block, which takes milliseconds, is raised when it is over."""
+    """A signal that comes during the block, which takes milliseconds, is raised when the block is over."""
     came: list[int] = []
     with _handled(lambda number, _: came.append(number)):
         yield
@@ -50,7 +50,7 @@ def held() -> Iterator[None]:
 
 
 def run_interruptibly[T](main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, but the first signal cancels the task, and others do nothing. Interrupted when it has ended."""
+    """As `asyncio.run`, but the first signal cancels the task, later ones do nothing. Interrupted when it has ended."""
     came: list[int] = []
     cancel: Callable[[], object] | None = None
 
@@ -85,7 +85,7 @@ def _interrupt(number: int, _: FrameType | None) -> None:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[signal.Signals, Any]]:
-    """Gives what handles them after the block, at first what did before."""
+    """Handles the signals inside the block; yields the handlers to set after it, at first those of before."""
     before = {
         number: signal.signal(number, handler) for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN
     }

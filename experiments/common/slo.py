@@ -10,7 +10,7 @@ PositiveMs = Annotated[float, Meta(gt=0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """None: there is none of the kind."""
+    """The objectives that each request should keep to. None: no objective of that kind."""
 
     ttft_ms: PositiveMs | None = None
     tpot_ms: PositiveMs | None = None  # the mean of a request's gaps between tokens

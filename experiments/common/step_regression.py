@@ -34,7 +34,7 @@ class TooFewSteps(ValueError):
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class StepRegression:
-    """Coefficients of one kind, and how well they say what was measured."""
+    """The fitted coefficients of one kind of step, and how well they explain the measurement."""
 
     kind: Kind
     coefficients: tuple[float, float, float]  # in the order and the units of COEFFICIENTS
@@ -47,7 +47,7 @@ class StepRegression:
     def of(
         cls, kind: Kind, *, bucket: np.ndarray, batch: np.ndarray, context_tokens: np.ndarray, device_ns: np.ndarray
     ) -> Self:
-        """Of steps of that kind, [steps] each; those without a time or a sequence are left out.
+        """Fits the steps of one kind, [steps] each; those without a time or a sequence are dropped.
 
         Raises TooFewSteps where fewer than three are left.
         """
@@ -72,7 +72,7 @@ class StepRegression:
 
     @property
     def errors(self) -> np.ndarray:
-        """[steps]: |predicted - measured| / measured."""
+        """The relative errors |predicted - measured| / measured [steps]."""
         return np.abs(self.predicted_ms / self.measured_ms - 1)
 
     @property
@@ -85,13 +85,13 @@ class StepRegression:
 
 
 def step_features(bucket: np.ndarray, batch: np.ndarray, context_tokens: np.ndarray) -> np.ndarray:
-    """[steps, 3], as `StepTimes.ms` multiplies them, before the units."""
+    """[steps, 3]: what `StepTimes.ms` multiplies with the coefficients, before the units."""
     rows = bucket.astype(float)
     return np.column_stack([np.ones_like(rows), rows, rows * context_tokens / batch])
 
 
 def _independent(features: np.ndarray) -> list[int]:
-    """The columns that are no sum of those before them."""
+    """The columns that are no linear combination of those before them."""
     found: list[int] = []
     for index in range(features.shape[1]):
         column = features[:, index]

@@ -16,7 +16,7 @@ MAX_TIMESTAMP_MS = 1e15  # some 30,000 years: Unix times fit
 
 
 class TraceError(ValueError):
-    """A file that is no trace; the message names the line and the field."""
+    """Raised for a file that is no trace; the message names the line and the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class TracedRequest:
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
-    """In the order of their time, which is that of the file.
+    """The requests of a trace in order of time, which is the file's order.
 
     TraceError for a line that is no request, or that is earlier than the one above it; OSError for a file that cannot
     be read.
@@ -44,7 +44,7 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
 
 def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
-    """As `read_trace` reads it. OSError where it cannot be written."""
+    """Writes a trace that `read_trace` reads. OSError where it cannot be written."""
     with path.open("w", encoding="utf-8") as lines:
         for one in requests:
             line = {

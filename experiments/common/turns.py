@@ -12,7 +12,7 @@ from moonshard.experiments.training.texts.conversation import Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenCall:
-    """A call as the assistant wrote it; its arguments are JSON that nobody has read yet."""
+    """A call as the assistant wrote it; its arguments are JSON that has not been parsed yet."""
 
     id: str
     name: str
@@ -20,7 +20,7 @@ class WrittenCall:
 
 
 def assistant_message(content: str, calls: Sequence[WrittenCall]) -> Message:
-    """The turn as it is sent back. Without words a turn of calls has no content, and any other the empty text."""
+    """The turn as it is sent back. A turn of calls without words has no content, any other the empty text."""
     if not calls:
         return {"role": "assistant", "content": content}
     written = [

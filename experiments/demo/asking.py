@@ -52,7 +52,7 @@ class Session:
         self._messages: list[Message] = []
 
     async def ask(self, question: str, title: str) -> DemoTurn:
-        """Answered in words, after as many calls as the model makes in `MAX_ROUNDS` rounds. ServerError if refused.
+        """Asks until the model answers in words, running the tools it calls for up to `MAX_ROUNDS` rounds.
 
         A model that goes on calling is asked no more: the answer is what it said beside its last calls, perhaps "".
         `title` is the account's; those of further requests, after calls, are "answer".
@@ -76,19 +76,19 @@ class Session:
 
 
 def parsed(call: WrittenCall) -> Call:
-    """The gateway has seen to it that the arguments are an object."""
+    """The call's arguments. The gateway has checked that they are an object."""
     return Call(name=call.name, arguments=msgspec.json.decode(call.arguments))
 
 
 def _result(call: WrittenCall, show: Show) -> Message:
-    """Runs the tool."""
+    """Runs the tool and returns its result as the message to send back."""
     result = run_tool(parsed(call))
     show(f"{call.name} returns {result}\n")
     return result_message(call, result)
 
 
 async def _stream(http: httpx.AsyncClient, body: Mapping[str, object]) -> AsyncGenerator[dict]:
-    """The chunks of one response. ServerError for whatever the server refuses, also midway."""
+    """The chunks of one response. ServerError for whatever the server refuses, also in the middle."""
     try:
         async with http.stream("POST", CHAT_PATH, json=body) as response:
             if response.is_error:
@@ -128,7 +128,7 @@ def _add(calls: list[WrittenCall], part: Mapping, show: Show) -> None:
 
 
 def _account(title: str, last: Mapping) -> Account:
-    """From a stream's last chunk. ServerError where it says nothing of usage and time."""
+    """Reads usage and times from a stream's last chunk. ServerError where it has none."""
     if "timing" not in last or "usage" not in last:
         raise ServerError("the stream ended without its summary")
     return Account(
@@ -140,7 +140,7 @@ def _account(title: str, last: Mapping) -> Account:
 
 
 async def count_tokens(http: httpx.AsyncClient, text: str) -> int:
-    """As the served model counts them."""
+    """The number of tokens by the served model's tokenizer."""
     try:
         response = await http.post("/tokenize", json={"prompt": text})
     except httpx.TransportError as error:

@@ -62,7 +62,7 @@ async def _serve_and_ask(script: Script) -> int:
 
 
 def _ask_running(script: Script, url: str) -> int:
-    """ConfigError where no server answers."""
+    """Asks a server that runs already. ConfigError where none answers."""
     with httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False) as http:
         model = first_model(http)
 

@@ -17,7 +17,7 @@ Count = Callable[[str], Awaitable[int]]  # tokens of a text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is asked, and all that would be right."""
+    """What is asked, and every answer that would be right."""
 
     text: str
     answer: str
@@ -49,7 +49,7 @@ async def document_question(seed: int, num_tokens: int, count: Count) -> Documen
 
 
 def weather_questions(seed: int) -> tuple[Question, Question]:
-    """One that needs a tool, and one that is a question only after it."""
+    """One question that needs a tool, and a follow-up that makes sense only after it."""
     purpose = purpose_of(WEATHER)
     held_out = [city for city in CITIES if is_of(HELD_OUT, WEATHER, city)]
     first, second = _random(seed, "weather").sample(held_out, 2)

@@ -17,7 +17,7 @@ NUM_SHOWN_LINES = 4  # of the document
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
-    """How long, how much, and which of the possible questions."""
+    """How long and how much is asked, and which of the possible questions."""
 
     document_tokens: int
     max_tokens: int
@@ -25,7 +25,7 @@ class Script:
 
 
 async def ask_over_http(script: Script, http: httpx.AsyncClient, model: str) -> tuple[DocumentQuestion, list[Account]]:
-    """The three questions; the first one, to be asked again, and what each request took. ServerError if refused."""
+    """Asks the three questions: the first one (to be asked again) and each request's times. ServerError if refused."""
     body = {"model": model, "max_tokens": script.max_tokens, "temperature": 0}
     about = await document_question(script.seed, script.document_tokens, lambda text: count_tokens(http, text))
     heading(f"1. A fact in a document of {about.num_tokens:,} tokens")
@@ -42,7 +42,7 @@ async def ask_over_http(script: Script, http: httpx.AsyncClient, model: str) -> 
 
 
 async def ask_over_grpc(script: Script, client: AsyncClient, about: DocumentQuestion) -> Account:
-    """The document's question once more. RequestError if refused."""
+    """Asks the document's question again, over gRPC. RequestError if refused."""
     heading("The document again, over gRPC")
     print(f"> {about.question.text}")
     text = ""
@@ -61,7 +61,7 @@ async def ask_over_grpc(script: Script, client: AsyncClient, about: DocumentQues
 
 
 def verdict(question: Question, answer: str, calls: list[Call]) -> str:
-    """One line. Right is only what says the same, by the same calls."""
+    """One line. An answer is right if it says what was expected, by the expected calls."""
     if answer.strip() == question.answer and calls == list(question.calls):
         return "✓ right"
     made = "".join(f"calls {call.name} {call.arguments_json()}, then " for call in question.calls)
@@ -69,7 +69,7 @@ def verdict(question: Question, answer: str, calls: list[Call]) -> str:
 
 
 async def _turn(session: Session, question: Question, prompt: str, title: str) -> DemoTurn:
-    """`prompt` is what is sent: the question, perhaps with a document before it."""
+    """Asks one question. `prompt` is what is sent: the question, perhaps with a document before it."""
     print(f"> {question.text}")
     turn = await session.ask(prompt, title)
     print(verdict(question, turn.answer, [parsed(call) for call in turn.calls]))
@@ -88,6 +88,6 @@ def heading(text: str) -> None:
 
 
 def type_out(text: str) -> None:
-    """Shown at once, as it came."""
+    """Prints text at once, as it arrives."""
     sys.stdout.write(text)
     sys.stdout.flush()

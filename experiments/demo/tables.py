@@ -17,7 +17,7 @@ Row = tuple[str, float]  # what the time went to, milliseconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
-    """What one request was and what it took."""
+    """What one request was and how its time was spent."""
 
     title: str
     num_prompt_tokens: int
@@ -48,7 +48,7 @@ def phase_rows(timing: Timing) -> list[Row]:
 
 
 def handoff_rows(timing: Timing) -> list[Row]:
-    """What a handoff is judged by; exposed is what came after the first token, and the rest the prefill hid."""
+    """How good a handoff is. Exposed is what came after the first token; the prefill hid the rest."""
     return [
         ("time to the first token", timing.ttft_ms),
         ("first token to second", timing.handoff_gap_ms),

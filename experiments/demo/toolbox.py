@@ -61,7 +61,7 @@ CITIES: Mapping[str, City] = MappingProxyType(
 
 
 class ToolFailed(Exception):
-    """What the model is told instead of a result."""
+    """Raised with what the model is told instead of a result."""
 
 
 def weather(city: object) -> Result:
@@ -86,7 +86,7 @@ FUNCTIONS: Mapping[str, Callable[..., Result]] = MappingProxyType(
 
 
 def purpose_of(name: str) -> Purpose:
-    """The one whose first name this is."""
+    """The purpose whose first name this is."""
     return next(purpose for purpose in PURPOSES if purpose.names[0] == name)
 
 
@@ -98,12 +98,12 @@ def declared(name: str) -> Declared:
 
 
 def declarations() -> list[Tool]:
-    """All tools there are, in OpenAI's shape."""
+    """All tools, in the form of OpenAI's API."""
     return [declared(name).tool() for name in FUNCTIONS]
 
 
 def run_tool(call: Call) -> str:
-    """The result as JSON; an `error` in it for whatever is wrong with the call: it was a model that wrote it."""
+    """The result as JSON. Whatever is wrong with the call comes back as `error`, since a model wrote it."""
     try:
         if call.arguments.keys() != set(declared_parameters(call.name)):
             raise ToolFailed("wrong arguments")
@@ -113,7 +113,7 @@ def run_tool(call: Call) -> str:
 
 
 def declared_parameters(name: str) -> tuple[str, ...]:
-    """ToolFailed for a tool that there is not."""
+    """The parameters of a declared tool. ToolFailed for an unknown one."""
     if name not in FUNCTIONS:
         raise ToolFailed("unknown tool")
     return declared(name).parameter_names

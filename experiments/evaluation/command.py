@@ -75,7 +75,7 @@ def evaluate(
 
 
 def read_rows(text: str) -> tuple[str, ...]:
-    """In the table's order. ConfigError at a name that is no row's."""
+    """The named rows, in the table's order. ConfigError for an unknown name."""
     named = [word.strip() for word in text.split(",") if word.strip()]
     if unknown := [name for name in named if name not in ROWS]:
         raise ConfigError([f"--rows: there is no row {unknown[0]!r}; there are {', '.join(ROWS)}"])
@@ -83,7 +83,7 @@ def read_rows(text: str) -> tuple[str, ...]:
 
 
 def text_of(folder: Path) -> Text:
-    """What renders and counts the prompts, after it rendered one. ConfigError where the folder has none or it fails.
+    """What renders and counts the prompts, tried on one. ConfigError where the folder has none or it fails.
 
     Raises TokenizerError and TemplateFileError too.
     """
@@ -98,7 +98,7 @@ def text_of(folder: Path) -> Text:
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """A template that parses may still fail to render: then ConfigError, which names the folder."""
+    """Turns the failure of a template that parses but cannot render into a ConfigError that names the folder."""
     try:
         yield
     except (TemplateError, TextError) as error:
@@ -106,7 +106,7 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def question_sets(text: Text, seed: int, num: int, rows: tuple[str, ...]) -> Mapping[str, Callable[[], list[Task]]]:
-    """What is asked for these rows, in order: those of tools share their questions, and those of clients.
+    """What is asked for these rows, in order. The tool rows share their questions, and so do the client rows.
 
     They are made when they are due. Small talk is no row: it is asked along with all of them.
     """
@@ -137,7 +137,7 @@ def answering(model: Path, url: str | None, api_key: str | None, text: Text, dty
 
 
 def run(answerer: Answerer, sets: Mapping[str, Callable[[], list[Task]]], seed: int, num: int) -> Evaluation:
-    """Asks everything. Ctrl-C ends it with the outcomes there are."""
+    """Asks everything. After Ctrl-C it returns the outcomes so far."""
     outcomes: list[InterviewOutcome] = []
     seconds: dict[str, float] = {}
     is_interrupted = False
@@ -173,7 +173,7 @@ def show(evaluation: Evaluation) -> None:
 
 
 def write(evaluation: Evaluation, out: Path) -> bool:
-    """The JSON. Whether it could be written, after a word on stderr where it could not: the table is there already."""
+    """Writes the JSON and says whether it could; if not, it says so on stderr, since the table is printed already."""
     try:
         out.write_text(json.dumps(to_json(evaluation), indent=1) + "\n")
     except OSError as error:
@@ -183,7 +183,7 @@ def write(evaluation: Evaluation, out: Path) -> bool:
 
 
 def _check_writable(out: Path) -> None:
-    """Better known before the questions than after them. A full disk shows only then."""
+    """Fails before the questions are asked, rather than after them. A full disk shows only then."""
     place = out if os.path.exists(out) else out.parent  # Path.exists raises for a name that is too long
     if os.path.isdir(out) or not os.access(place, os.W_OK):
         raise ConfigError([f"--json {out}: cannot be written"])

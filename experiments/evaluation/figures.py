@@ -92,7 +92,7 @@ def side_shares(outcomes: Sequence[InterviewOutcome]) -> dict[str, Share]:
 
 
 def depth_shares(outcomes: Sequence[InterviewOutcome]) -> dict[str, list[float | None]]:
-    """Of each recall row, the share by where the fact stands: the document's first fifth, its second, ..."""
+    """The share of each recall row by where the fact stands: the document's first fifth, its second, ..."""
     return {
         row: [
             answered([o for o in outcomes if o.task.kind == row and o.task.depth == depth]).value

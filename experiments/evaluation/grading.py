@@ -25,12 +25,12 @@ def is_answer(reply: Reply, expected: str) -> bool:
 
 
 def attempts_calls(reply: Reply) -> bool:
-    """Whether there is a call in it, or any piece of one."""
+    """Whether the reply has a call in it, or a piece of one."""
     return bool(reply.calls) or _has_marks(reply.content)
 
 
 def has_whole_calls(reply: Reply) -> bool:
-    """Whether there are calls, and each is complete with a JSON object as its arguments.
+    """Whether the reply has calls, each complete with a JSON object as its arguments.
 
     A section that calls a function nobody declared comes back as text; its JSON may be sound all the same.
     """
@@ -42,7 +42,7 @@ def has_whole_calls(reply: Reply) -> bool:
 
 
 def parsed_object(text: str) -> dict[str, object] | None:
-    """None where it is no JSON object. NaN and Infinity are none, as in the parser that serves."""
+    """The parsed text; None where it is no JSON object. NaN and Infinity are refused, as when serving."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -72,15 +72,15 @@ def _is_call(written: WrittenCall, expected: Call) -> bool:
 
 
 def _same(one: object, other: object) -> bool:
-    """JSON values alike in value and type: 1 is neither true nor 1.0."""
+    """Whether JSON values have the same value and type: 1 is neither true nor 1.0."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _has_marks(text: str) -> bool:
-    """Whether any piece of a call stands in it."""
+    """Whether a text contains any piece of a call's markers."""
     return any(name in text for name in NAMES.values())
 
 
 def tool_messages(reply: Reply, results: Sequence[str]) -> list[Message]:
-    """The results, as the client sends them."""
+    """The results as the messages that a client sends back."""
     return [result_message(call, result) for call, result in zip(reply.calls, results, strict=True)]

@@ -25,7 +25,7 @@ MAX_PROMPT_TOKENS = MAX_CONTEXT_TOKENS - MAX_ANSWER_TOKENS
 
 
 class InProcess:
-    """Raises, when made, what a folder that cannot be served raises."""
+    """Answers with the model of a folder. Its constructor raises what a folder that cannot be served raises."""
 
     def __init__(self, folder: Path, text: Text, dtype: str):
         self._model = GreedyModel(folder, dtype, MAX_CONTEXT_TOKENS)
@@ -48,7 +48,7 @@ class InProcess:
 
 
 def prompt_of(text: Text, asked: Asked) -> list[int] | NoReply:
-    """The prompt's tokens, or why there can be no answer."""
+    """The prompt's tokens, or the reason why there can be no answer."""
     try:
         tokens = prompt_tokens(text, asked.messages, asked.tools)
     except (TemplateError, TextError) as error:
@@ -61,7 +61,7 @@ def prompt_of(text: Text, asked: Asked) -> list[int] | NoReply:
 
 
 def read(text: Text, asked: Asked, tokens: Sequence[int]) -> Reply:
-    """The tokens as a client would see them."""
+    """The reply as a client would see it, from the tokens."""
     marks = call_marks(text.tokenizer.special_tokens) if asked.tools else None
     detokenizer = Detokenizer(text.tokenizer, marks=marks)
     pieces: list[str] = []

@@ -23,7 +23,7 @@ TOGETHER = 48  # tasks: whole documents with all their questions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InterviewOutcome:
-    """How a task went. `error` is set where a turn got no reply: then nothing of it counts as right."""
+    """How a task went. `error` is set where a turn got no reply: then nothing in it counts as right."""
 
     task: Task
     replies: tuple[Reply, ...]
@@ -36,7 +36,7 @@ class InterviewOutcome:
 
 @dataclass(slots=True)
 class _Asking:
-    """A task under way."""
+    """A task that is being asked."""
 
     task: Task
     messages: list[Message]
@@ -46,7 +46,7 @@ class _Asking:
     outcome: InterviewOutcome | None = None
 
     def take(self, reply: Reply | NoReply) -> None:
-        """The next turn: either another one is due, or the task ends with an outcome."""
+        """Takes the next reply: either another turn is due, or the task ends with an outcome."""
         due = self.task.rounds[len(self.replies) :]
         if isinstance(reply, NoReply):
             self.num_call_turns += bool(due)
@@ -76,7 +76,7 @@ class _Asking:
 
 
 def interview(answerer: Answerer, tasks: Sequence[Task], *, together: int = TOGETHER) -> Iterator[InterviewOutcome]:
-    """The outcome of each task, in order: some at a time, so that who is interrupted has those."""
+    """Yields the outcome of each task, in order, some at a time, so that an interrupted caller has those."""
     for first in range(0, len(tasks), together):
         some = [_Asking(task=task, messages=list(task.messages)) for task in tasks[first : first + together]]
         while pending := [each for each in some if each.outcome is None]:

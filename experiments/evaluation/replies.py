@@ -28,20 +28,20 @@ class Reply:
     calls: tuple[WrittenCall, ...] = ()
 
     def message(self) -> Message:
-        """As the client sends it back."""
+        """The turn as the client sends it back."""
         return assistant_message(self.content, self.calls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoReply:
-    """Why there is none."""
+    """The reason why there is no reply."""
 
     error: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Who answers. What a server does not tell is None."""
+    """Who answers. None for what a server does not tell."""
 
     model: str
     url: str | None = None
@@ -50,15 +50,15 @@ class Identity:
 
 
 class Answerer(Protocol):
-    """Takes turns, greedily."""
+    """Answers turns, by greedy decoding."""
 
     @property
     def identity(self) -> Identity: ...
 
     def router_load(self) -> list[float] | None:
-        """Of each layer with experts, the busiest one's tokens so far over the mean. None where it is not known."""
+        """The busiest expert's tokens so far over the mean, for each layer with experts. None where it is not known."""
         ...
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply | NoReply]:
-        """One for each, in order. What is asked together may run together."""
+        """One reply for each conversation, in order. They may run together."""
         ...

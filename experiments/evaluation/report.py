@@ -53,7 +53,7 @@ def _counts(share: Share) -> dict[str, Any]:
 
 
 def table(evaluation: Evaluation) -> Table:
-    """Rows without a question are left out."""
+    """The rows as text; rows without a question are left out."""
     found = Table("row", "right", "of", "share", "95 % interval", title="Held-out questions", title_justify="left")
     rows, beside = row_shares(evaluation.outcomes), side_shares(evaluation.outcomes)
     for name, share in rows.items():

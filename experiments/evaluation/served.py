@@ -20,7 +20,7 @@ NUM_IN_FLIGHT = 8
 
 
 class ServedAnswers:
-    """A context: it keeps connections open. Raises ConfigError, when made, where no such server answers."""
+    """Answers of a running server. A context manager, since it keeps connections open. ConfigError if none answers."""
 
     def __init__(self, url: str, api_key: str | None = None):
         root, headers = root_of(url), authorization(api_key)
@@ -38,7 +38,7 @@ class ServedAnswers:
         self._runner.close()
 
     def router_load(self) -> None:
-        """Servers do not tell."""
+        """None: servers do not tell."""
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply | NoReply]:
         return self._runner.run(self._all(asked))
@@ -65,7 +65,7 @@ def body_of(model: str, asked: Asked) -> dict[str, Any]:
 
 
 def reply_of(status: int, body: Mapping[str, Any]) -> Reply | NoReply:
-    """Raises LookupError, TypeError or AttributeError for what is no chat completion."""
+    """Reads a chat completion. LookupError, TypeError or AttributeError for what is none."""
     if status != httpx.codes.OK:
         return NoReply(error=f"HTTP {status}: {body['error']['message']}")
     message = body["choices"][0]["message"]

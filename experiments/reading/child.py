@@ -33,7 +33,7 @@ class StartedServer:
 
 
 def start_server(*settings: str) -> StartedServer:
-    """The embedded model's, unless `settings` (`key=value`) say otherwise; ready when this returns.
+    """Starts a server of the embedded model, or as `settings` (`key=value`) say; it is ready when this returns.
 
     ConfigError for what is wrong with these, ServerFailed where it cannot start.
     """
@@ -43,7 +43,7 @@ def start_server(*settings: str) -> StartedServer:
 
 
 def run_experiment(folder: Path, *settings: str, out: Path = Path("results")) -> Path:
-    """`moonshard experiment run FOLDER --set ...`: where the run is. ExperimentError with what it said if it fails."""
+    """Runs `moonshard experiment run FOLDER --set ...`: the run's folder. ExperimentError with its output."""
     sets = [part for setting in settings for part in ("--set", setting)]
     argv = [*TETHER, str(os.getpid()), *COMMAND, str(folder), "--out", str(out), *sets]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)

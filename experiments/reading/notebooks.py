@@ -65,7 +65,7 @@ def studies_with_a_run(root: Path) -> list[Path]:
 def executed(
     script: Path, environment: Mapping[str, str], settings: Sequence[str], *, folder: Path, timeout_s: int = TIMEOUT_S
 ) -> NotebookNode:
-    """With what its cells gave; `folder` is its working directory. CellExecutionError with the cell that failed."""
+    """The notebook with its results; `folder` is its working directory. CellExecutionError with a failed cell."""
     notebook = with_parameters(jupytext.read(script, fmt=PERCENT), settings)
     resources = {"metadata": {"path": str(folder)}}
     client = NotebookClient(notebook, timeout=timeout_s, kernel_name="python3", resources=resources)
@@ -75,7 +75,7 @@ def executed(
 
 
 def with_parameters(notebook: NotebookNode, settings: Sequence[str]) -> NotebookNode:
-    """Each `NAME=VALUE` comes after the cell tagged `parameters`, and so instead. ValueError where there is none."""
+    """The notebook with each `NAME=VALUE` set after the cell tagged `parameters`. ValueError where there is none."""
     if not settings:
         return notebook
     for index, cell in enumerate(notebook.cells):
@@ -86,14 +86,14 @@ def with_parameters(notebook: NotebookNode, settings: Sequence[str]) -> Notebook
 
 
 def machine_paths(environment: Mapping[str, str]) -> list[str]:
-    """Where things lie on this machine, the longest first."""
+    """Paths that tell where things lie on this machine, the longest first."""
     given = [environment[name] for name in ("MOONSHARD_RUN", "MOONSHARD_PICTURES") if name in environment]
     runs = [str(Path(path).parent) for path in given]
     return sorted({str(ROOT), str(Path.cwd()), str(Path.home()), *runs} - {"/"}, key=len, reverse=True)
 
 
 def cleaned(notebook: NotebookNode, paths: Sequence[str]) -> NotebookNode:
-    """Without times, random names and paths of this machine."""
+    """The notebook without times, random names and paths of this machine."""
     notebook.metadata.pop("language_info", None)
     for index, cell in enumerate(notebook.cells):
         cell.id = f"cell-{index}"
@@ -104,7 +104,7 @@ def cleaned(notebook: NotebookNode, paths: Sequence[str]) -> NotebookNode:
 
 
 def _without(value: Any, paths: Sequence[str]) -> Any:
-    """Paths below one of these are told from there on."""
+    """Paths below one of these are shown relative to it."""
     if isinstance(value, str):
         for path in paths:
             value = value.replace(f"{path}/", "").replace(path, ".")

@@ -26,7 +26,7 @@ LATENCIES = ("point", "ms", "p50", "p90", "p99")
 
 
 def run_grids(run: RunFrames) -> tuple[Grid, Grid]:
-    """Of the points that have a repeat that is done: what was sent and what came of it, and the latencies."""
+    """Two tables over the points with a finished repeat: what was sent and what came of it, and the latencies."""
     slo = slo_of(run)
     found = [(p.swept, one) for p in run.record.points if (one := point_summary(run, p.number, slo)) is not None]
     bounds = [
@@ -52,7 +52,7 @@ def clipped(num_requests: int) -> str:
 
 
 def slo_of(run: RunFrames) -> Slo:
-    """All points share it. ExperimentError for one of another version."""
+    """The run's objectives, which all its points share. ExperimentError for a run of another version."""
     faults: list[str] = []
     found = read_fields(Slo, below(run.record.points[0].settings, "slo"), "slo", faults)
     if found is None:
@@ -61,7 +61,7 @@ def slo_of(run: RunFrames) -> Slo:
 
 
 def _goodput_note(rest: str, rate: float | None, slo: Slo) -> str:
-    """`rest` is what those points set besides the rate."""
+    """The note on goodput. `rest` is what these points set besides the rate."""
     said = "none of the rates that were offered" if rate is None else f"{number(rate)} requests/s"
     return f"Goodput at {slo.attainment:.0%}, {rest}: {said}."
 
@@ -82,7 +82,7 @@ def _load_row(one: PointSummary) -> tuple[str, ...]:
 
 
 def _latency_rows(one: PointSummary) -> Iterator[tuple[str, ...]]:
-    """Without those that nothing was measured of."""
+    """The rows of latencies that were measured."""
     for name, values in (
         ("TTFT", one.ttft_ms),
         ("handoff gap", one.handoff_gap_ms),

@@ -26,7 +26,7 @@ __all__ = ["COEFFICIENTS", "Kind", "StepFit", "fit_step_model", "fit_steps", "fi
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class StepFit(StepRegression):
-    """Coefficients of one kind as times, and how well they say what was measured."""
+    """The coefficients of one kind of step as times, and how well they explain the measurement."""
 
     @property
     def times(self) -> StepTimes:
@@ -35,7 +35,7 @@ class StepFit(StepRegression):
 
 
 def fit_steps(steps: pl.DataFrame, kind: Kind) -> StepFit:
-    """Of rows of the table `steps`, those of other kinds left out. ExperimentError where there are fewer than three."""
+    """Fits one kind of step from rows of the table `steps`. ExperimentError where it has fewer than three."""
     own = steps.filter(steps["kind"] == kind)
     try:
         return StepFit.of(kind, device_ns=own["device_ns"].to_numpy(), **_sizes(own))
@@ -44,7 +44,7 @@ def fit_steps(steps: pl.DataFrame, kind: Kind) -> StepFit:
 
 
 def fit_step_model(steps: pl.DataFrame, source: str = "") -> tuple[StepModel, Mapping[Kind, StepFit]]:
-    """Of both kinds. ExperimentError where one of them is missing."""
+    """Fits both kinds of step. ExperimentError where one of them is missing."""
     fits: dict[Kind, StepFit] = {kind: fit_steps(steps, kind) for kind in KINDS}
     model = StepModel(prefill=fits["prefill"].times, decode=fits["decode"].times, source=source)
     return model, fits
@@ -77,7 +77,7 @@ def fit_table(fits: Mapping[Kind, StepFit]) -> pl.DataFrame:
 
 
 def predicted_ms(steps: pl.DataFrame, model: StepModel) -> pl.DataFrame:
-    """The steps of the kinds that have times, with these in the column `predicted_ms`: what they take undisturbed."""
+    """The steps of the fitted kinds, with the column `predicted_ms`: what each takes when nothing disturbs it."""
     own = steps.filter(pl.col("kind").is_in(KINDS) & (pl.col("batch") > 0))
     features = step_features(**_sizes(own))
     by_kind = [

@@ -17,7 +17,7 @@ type Coefficient = Annotated[float, Meta(ge=0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Of one kind of step on one kind of device."""
+    """The coefficients of one kind of step on one kind of device."""
 
     fixed_ms: Coefficient  # of every step
     row_us: Coefficient  # of each row of the bucket
@@ -36,7 +36,7 @@ class StepTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepModel:
-    """Both kinds, and on what they were measured."""
+    """The coefficients of both kinds, and on what machine they were measured."""
 
     prefill: StepTimes
     decode: StepTimes
@@ -47,5 +47,5 @@ class StepModel:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "StepModel":
-        """ValueError naming the field for anything that `to_json` has not made."""
+        """Reads what `to_json` wrote. ValueError naming the field for anything else."""
         return msgspec.json.decode(text, type=cls)

@@ -43,7 +43,7 @@ class Study:
         return slo_of(self.run)
 
     def save_figure(self, figure: Figure, name: str) -> Path:
-        """As NAME.png, with what it was measured on below. OSError where that cannot be written."""
+        """Saves NAME.png with a line below that says what it was measured on. OSError where it cannot be written."""
         figure.supxlabel(provenance(self.run), fontsize="x-small", color="0.4")
         path = self.pictures / f"{name}.png"
         self.pictures.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class Study:
         return fit_table(fits)
 
     def why_no_step_model(self, fits: Mapping[Kind, StepFit]) -> str | None:
-        """None: these times are a device's own, and whole. Else they are of this study's steps only."""
+        """Why the times are good only for this study's steps; None where they are whole and a device's own."""
         cores = [point.settings.get("cores") for point in self.run.record.points]
         if not all(isinstance(own, list) and own and len(set(own)) == len(own) for own in cores):
             return "workers had no cores of their own, so that steps waited for each other"
@@ -77,7 +77,7 @@ class Study:
         return f"its steps do not tell {', '.join(unidentified)}" if unidentified else None
 
     def save_step_model(self, model: StepModel) -> Path:
-        """As step_times.json. OSError where that cannot be written."""
+        """Saves the fitted times as step_times.json. OSError where it cannot be written."""
         path = self.pictures / STEP_TIMES
         self.pictures.mkdir(parents=True, exist_ok=True)
         path.write_text(model.to_json())
@@ -85,7 +85,7 @@ class Study:
 
 
 def load_study(name: str, environment: Mapping[str, str], *, root: Path = ROOT) -> Study:
-    """Everything lies below `root`. ExperimentError where there is no run, or it is another experiment's."""
+    """The study's run; everything lies below `root`. ExperimentError where there is no run, or another experiment's."""
     given = environment.get("MOONSHARD_RUN")
     tables = load_runs(Path(given) if given else newest_run(root / "results" / name))
     measured = tables.runs[0].record.name
@@ -96,7 +96,7 @@ def load_study(name: str, environment: Mapping[str, str], *, root: Path = ROOT) 
 
 
 def newest_run(folder: Path) -> Path:
-    """Of results/NAME, and of those with a trial that is done. ExperimentError where there is none."""
+    """The newest run below results/NAME with a finished trial. ExperimentError where there is none."""
     runs = sorted(path.parents[1] for path in folder.glob("*/point-*-repeat-*[0-9]/trial.json"))
     if not runs:
         raise ExperimentError(f"{folder}: no run; make one: moonshard experiment run experiments/studies/{folder.name}")
@@ -104,7 +104,7 @@ def newest_run(folder: Path) -> Path:
 
 
 def provenance(run: RunFrames) -> str:
-    """What it was measured on, when, and of which commits, in a line."""
+    """One line: on what machine it was measured, when, and at which commits."""
     starts = run.record.starts
     days = dict.fromkeys(f"{datetime.fromisoformat(start.at):%Y-%m-%d}" for start in starts)
     commits = list(dict.fromkeys(start.commit for start in starts))
@@ -115,7 +115,7 @@ def provenance(run: RunFrames) -> str:
 
 
 def pinned_step_model(root: Path = ROOT) -> StepModel | None:
-    """The times of steps on cores of their own that a study has left; None where none has yet."""
+    """The step times that a study with pinned cores has saved; None where none has yet."""
     for name in PINNED_STUDIES:
         path = root / "experiments" / "studies" / name / STEP_TIMES
         if path.is_file():

@@ -18,7 +18,7 @@ from moonshard.experiments.workload.options import RATE_KEYS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointSummary:
-    """Over all repeats that are done. Percentiles are p50, p90 and p99 of what completed; none where nothing did.
+    """Figures over all finished repeats: p50, p90 and p99 of completed requests, none where nothing completed.
 
     Of several repeats they are the mean of each one's, as everywhere: see `intervals`.
     """
@@ -45,7 +45,7 @@ class PointSummary:
 
 
 def point_summary(run: RunFrames, number: int, slo: Slo) -> PointSummary | None:
-    """None where no repeat of the point is done."""
+    """The summary of a point; None where none of its repeats is finished."""
     trials = run.of_point(number)
     if not trials:
         return None
@@ -78,7 +78,7 @@ def point_summary(run: RunFrames, number: int, slo: Slo) -> PointSummary | None:
 
 
 def latencies_of(trial: TrialFrames) -> list[Latency]:
-    """Of every request that was sent, in their order; one that failed has no TTFT."""
+    """The latencies of every request sent, in order; a failed request has no TTFT."""
     names = ("outcome", "ttft_ms", "tpot_ms", "max_itl_ms")
     return [
         Latency(ttft_ms=ttft_ms, tpot_ms=tpot_ms, max_itl_ms=max_itl_ms)
@@ -92,7 +92,7 @@ type Rate = Literal["requests/s", "output tokens/s", "SLO attainment", "good req
 
 
 def rates(slo: Slo) -> Mapping[Rate, Callable[[TrialFrames], float]]:
-    """What each trial has one of, by its name. More of any of them is better."""
+    """The figures that each trial has one of, by name. More is better for all of them."""
     return {
         "requests/s": lambda trial: trial.completed.height / trial.record.wall_s,
         "output tokens/s": lambda trial: _total([trial.completed], "completion_tokens") / trial.record.wall_s,
@@ -102,7 +102,7 @@ def rates(slo: Slo) -> Mapping[Rate, Callable[[TrialFrames], float]]:
 
 
 def goodputs(points: Sequence[tuple[Flat, PointSummary]], attainment: float) -> Mapping[str, float | None]:
-    """By what points set besides the rate: the highest offered rate that attains it. Closed loops are left out."""
+    """The goodput by what points set besides the rate: the highest offered rate that attains it. Open loops only."""
     loads: dict[str, list[Offered]] = {}
     for swept, found in points:
         if found.offered_per_s is not None:

@@ -41,7 +41,7 @@ class Replayed:
 
 @dataclass(slots=True)
 class _Worker:
-    """Its queue and its cache; `router` is told what comes and goes in it."""
+    """A worker's queue and its cache; it tells `router` what enters and leaves the cache."""
 
     home: Home
     number: int
@@ -54,7 +54,7 @@ class _Worker:
         self.queued_tokens = max(0.0, self.queued_tokens - num_tokens)
 
     def take(self, request: TracedRequest, names: Sequence[bytes], router: Router) -> int:
-        """Queue what it does not know of the request; how many of the first names it knows."""
+        """Queues what it does not have of the request; returns how many of the first names it has."""
         num_known = _num_known(names, self.blocks)
         left = max(1, request.input_tokens - num_known * BLOCK_TOKENS)
         self.queued_tokens += left
@@ -63,7 +63,7 @@ class _Worker:
         return num_known
 
     def use(self, names: Sequence[bytes], router: Router) -> None:
-        """The end of the chain first, so that it is also forgotten first."""
+        """Marks names as used, the end of the chain first, so that it is also forgotten first."""
         for name in reversed(names):
             if name in self.blocks:
                 self.blocks.move_to_end(name)
@@ -76,7 +76,7 @@ class _Worker:
 
 
 def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
-    """ValueError for a trace without requests."""
+    """Replays the trace. ValueError for a trace without requests."""
     if not requests:
         raise ValueError("the trace has no requests")
     router = Router(queue_weight=config.queue_weight)
@@ -122,12 +122,12 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
 
 
 def _num_known(names: Sequence[bytes], known: Container[bytes]) -> int:
-    """Of the first names."""
+    """How many of the first names are known."""
     return sum(1 for _ in itertools.takewhile(known.__contains__, names))
 
 
 def _in_time(requests: Sequence[TracedRequest]) -> Iterator[tuple[TracedRequest, list[bytes], float]]:
-    """Each with its blocks' names, and the seconds since the one before."""
+    """Each request with its blocks' names, and the seconds since the one before."""
     before_ms = requests[0].timestamp_ms
     for request in requests:
         names = [block.to_bytes(NUMBER_BYTES, "little") for block in request.blocks]

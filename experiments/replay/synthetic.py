@@ -17,7 +17,7 @@ NUM_OUTPUT_TOKENS = 200
 
 
 def agent_trace(num_sessions: int, *, num_turns: int = 12, over_s: float = 600.0, seed: int = 0) -> list[TracedRequest]:
-    """Sessions begin evenly over that time; their turns follow after thinking. In the order of their time."""
+    """Sessions begin evenly over `over_s`; their turns follow after thinking. In order of time."""
     draw = random.Random(seed)
     found = [request for number in range(num_sessions) for request in _session(number, num_turns, over_s, draw)]
     return sorted(found, key=lambda request: request.timestamp_ms)

@@ -43,7 +43,7 @@ class ClientRequest:
         return self.sent_ns - self.intended_ns
 
     def row(self) -> Mapping[str, Value]:
-        """Of the table `client requests`, by column."""
+        """The row of the table `client requests`, by column."""
         arrivals, summary = self.arrivals_ns, self.summary
         gaps = [after - before for before, after in pairwise(arrivals)]
         timing, usage = (summary.timing, summary.usage) if summary else (None, None)
@@ -75,7 +75,7 @@ class ClientRequest:
         }
 
     def token_rows(self) -> Iterator[Mapping[str, Value]]:
-        """Of the table `client tokens`."""
+        """The rows of the table `client tokens`."""
         for index, arrived_ns in enumerate(self.arrivals_ns):
             yield {"request_index": self.request_index, "index": index, "arrived_ns": arrived_ns}
 
@@ -90,7 +90,7 @@ async def ask(
     intended_ns: int,
     options: ClientOptions,
 ) -> ClientRequest:
-    """Cancelling the task abandons the request; that too is a row, and the task then ends as if it were done."""
+    """Asks one request and returns its row. Cancelling the task abandons the request, and returns a row as well."""
     arrivals_ns: list[int] = []
     outcome, error, finish_reason, stream = COMPLETED, None, None, None
     names_session = options.names_sessions and planned.session is not None
@@ -126,7 +126,7 @@ async def ask(
 
 
 async def _read(stream: AsyncStream, arrivals_ns: list[int]) -> str | None:
-    """Adds a stamp for each token; the finish reason."""
+    """Reads the stream, adding a stamp for each token; returns the finish reason."""
     reason = None
     async with stream:
         async for delta in stream:

@@ -15,7 +15,7 @@ from moonshard.experiments.workload.options import RelativeOptions
 
 
 def with_rate(experiment: Experiment, trial: Trial, run: Path) -> Experiment:
-    """The experiment with the rate of this trial known; `run` is the folder that has that of its first point.
+    """The experiment with this trial's rate worked out from its repeat of the first point, read from folder `run`.
 
     TrialFailed where that got nothing done, or does not say what. OSError where it cannot be read.
     """

@@ -39,7 +39,7 @@ class Experiment:
 
 
 def load_experiment(folder: Path, overrides: Sequence[str] = (), url: str | None = None) -> Experiment:
-    """ExperimentError naming every fault."""
+    """The experiment of a folder and a command line. ExperimentError naming every fault."""
     faults: list[str] = []
     try:
         given = overridden(_read(folder / "config.toml"), overrides)
@@ -71,7 +71,7 @@ def load_experiment(folder: Path, overrides: Sequence[str] = (), url: str | None
 
 
 def _read(path: Path) -> Flat:
-    """The file's keys, with whole paths: a relative one is beside the file."""
+    """The file's keys, with paths made whole: a relative one is relative to the file."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -104,7 +104,7 @@ def _listed(points: object, faults: list[str]) -> list[Flat]:
 
 
 def _sweep(given: Flat, faults: list[str]) -> Mapping[str, list[object]]:
-    """The values of each key that is swept."""
+    """The values of each swept key."""
     found: dict[str, list[object]] = {}
     for key, values in below(given, "sweep").items():
         if isinstance(values, list):

@@ -46,7 +46,7 @@ class ClientOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """The keys above all tables."""
+    """The keys outside all tables."""
 
     repeats: Annotated[int, Meta(ge=1, le=1000)] = 1
     warmup_requests: Annotated[int, Meta(ge=0)] = 4  # before each trial, with prompts of their own
@@ -55,7 +55,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One point of the sweep. `settings` is every key of it with its value, also those that nobody has set."""
+    """One point of the sweep. `settings` has every key with its value, also where that is a default."""
 
     number: int
     swept: Flat
@@ -71,7 +71,7 @@ class Point:
 
     @property
     def max_context_tokens(self) -> int | None:
-        """None: only the server knows."""
+        """The server's context; None where only the running server knows it."""
         return self.server.model.max_context_tokens if self.server else None
 
 
@@ -80,7 +80,7 @@ def is_of_points(key: str) -> bool:
 
 
 def misplaced(sweep: Collection[str], listed: Sequence[Flat], url: str | None) -> list[str]:
-    """Faults of the keys that points set: those that there are not, and those that a running server does not follow."""
+    """Faults of the keys that points set: unknown keys, and keys that a running server cannot follow."""
     places = {f"points.{key}": key for point in listed for key in point} | {f"sweep.{key}": key for key in sweep}
     known = _point_keys()
     faults = [_unknown(place, key, known) for place, key in sorted(places.items()) if key not in known]
@@ -91,14 +91,14 @@ def misplaced(sweep: Collection[str], listed: Sequence[Flat], url: str | None) -
 
 
 def _point_keys() -> frozenset[str]:
-    """What a point may set; of a workload the keys of every kind."""
+    """The keys that a point may set; of a workload, the keys of every kind."""
     kinds = [("client", ClientOptions), *(("workload", kind) for kind in KINDS.values())]
     own = {f"{table}.{one.name}" for table, kind in kinds for one in fields(kind)}
     return frozenset({"cores", *own, *(f"server.{key}" for key in all_keys())})
 
 
 def _unknown(place: str, key: str, known: Collection[str]) -> str:
-    """`place` is where the key was found, and ends with it."""
+    """What to say of an unknown key. `place` is where it was found, and ends with it."""
     if not is_of_points(key):
         fits = "points set keys of server and workload, such as server.decode.max_slots, of client, and cores"
         return f"{place}: {fits}"
@@ -114,7 +114,7 @@ def make_points(
     url: str | None,
     faults: list[str],
 ) -> list[Point]:
-    """Those that could be made. Swept keys that there are not are left out: they are faults already."""
+    """The points that could be made. Unknown swept keys are dropped: `misplaced` has reported them."""
     try:
         expanded = expand(sweep, listed)
     except ValueError as error:
@@ -136,14 +136,14 @@ def make_points(
 
 
 def _workload_of(given: Flat, point: Point | None) -> tuple[WorkloadOptions | None, int | None]:
-    """With the context that it has to fit into, where the point could be made."""
+    """The point's workload, with the context that it has to fit into where the point could be made."""
     if point is not None:
         return point.workload, point.max_context_tokens
     return read_workload(below(given, "workload"), []), None
 
 
 def cache_faults(points: Sequence[Point], repeats: int, url: str | None) -> list[str]:
-    """A server that runs already keeps its cache, and real prompts are the same every time."""
+    """Faults of prompts that repeat on a server that keeps its cache: later trials would find them again."""
     is_repeated = len(points) * repeats > 1 and any(isinstance(point.workload, PromptOptions) for point in points)
     if url is None or not is_repeated:
         return []
@@ -154,7 +154,7 @@ def cache_faults(points: Sequence[Point], repeats: int, url: str | None) -> list
 
 
 def capacity_faults(points: Sequence[Point]) -> list[str]:
-    """Loads that are told by a capacity need a closed loop before them."""
+    """Faults of loads that are relative to a capacity and have no closed loop before them to measure it."""
     if not any(isinstance(point.workload, RelativeOptions) for point in points):
         return []
     first = points[0]
@@ -220,7 +220,7 @@ def _server(given: Flat, faults: list[str]) -> Config | None:
 
 
 def _plain(value: object) -> object:
-    """As JSON has it."""
+    """The value in the form that JSON has."""
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
     return str(value) if isinstance(value, Path) else value

@@ -58,7 +58,7 @@ def _outcome(record: TrialRecord) -> str:
 
 
 def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Callable[[Sender], None]) -> TrialRecord:
-    """run.json tells of it however it ends, where it still can be written."""
+    """Runs one trial. run.json records how it ended, as long as it can still be written."""
     try:
         with folder.trial(trial) as part:
             told = with_rate(experiment, trial, folder.path)
@@ -75,7 +75,7 @@ def _run_one(experiment: Experiment, folder: RunFolder, trial: Trial, tell: Call
 
 
 def _model_before(folder: RunFolder, trial: Trial) -> ModelInfo | None:
-    """That the trials that are done were of, those of the same point, or where one server serves all, of any.
+    """The model of the finished trials of the same point, or of any point where one server serves all.
 
     None while there is none.
     """
@@ -87,7 +87,7 @@ def _model_before(folder: RunFolder, trial: Trial) -> ModelInfo | None:
 
 
 def _environment() -> dict[str, str]:
-    """Without what would have servers send spans, of which no record of the run would tell."""
+    """The environment without OTEL_ variables: they would make servers send spans, and no record would say so."""
     return {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
 
 
@@ -99,13 +99,13 @@ def _write(folder: RunFolder, trial: Trial) -> None:
 
 
 class _Description(ProgressColumn):
-    """As much of it as fits on one line, and as it is: labels may hold what looks like markup."""
+    """The label cut to one line and not parsed as markup, which it may look like."""
 
     def render(self, task: Task) -> Text:
         return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
 def _progress(console: Console) -> AbstractContextManager[Progress]:
-    """Drawn twice a second, by the process that sends: often would be in its own way."""
+    """Drawn only twice a second, since the process that draws it also sends the requests."""
     columns = (BarColumn(bar_width=12), TimeElapsedColumn(), _Description())
     return Progress(*columns, console=console, refresh_per_second=2, transient=True, disable=not console.is_terminal)

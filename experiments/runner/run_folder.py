@@ -46,16 +46,16 @@ class RunFolder:
 
     @property
     def id_prefix(self) -> str:
-        """Of the requests of this start of this run, and of no other."""
+        """The prefix of request ids of this start of this run, and of no other."""
         return f"{self.path.name}-{len(self.record.starts)}"
 
     def left(self) -> list[Trial]:
-        """What is not done, in the order in which it runs."""
+        """The trials that are not finished, in the order in which they run."""
         return [trial for trial in trials_of(self.record) if not (self.path / trial.name).is_dir()]
 
     @contextlib.contextmanager
     def trial(self, trial: Trial) -> Iterator[Path]:
-        """A new folder to write into, which counts when the block ends well; what was left of an earlier try goes."""
+        """A new folder to write to; it counts if the block ends without error. Leftovers of earlier tries go first."""
         part = self.path / f"{trial.name}.part"
         incomplete = part.with_suffix(".incomplete")
         try:
@@ -73,7 +73,7 @@ class RunFolder:
             raise
 
     def write(self) -> None:
-        """run.json as it is now: all of it, or nothing and OSError."""
+        """Writes run.json as things are now: completely, or not at all with OSError."""
         self.record = with_states(self.record, self.path, self.whys)
         temporary = self.path / "run.json.part"
         try:
@@ -87,7 +87,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def new_run(out: Path, experiment: Experiment) -> Iterator[RunFolder]:
-    """A new run under `out`. ExperimentError where that cannot be written."""
+    """Makes a new run under `out`. ExperimentError where that cannot be written."""
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
     path = out / experiment.name / stamp
     record = RunRecord(
@@ -118,7 +118,7 @@ def new_run(out: Path, experiment: Experiment) -> Iterator[RunFolder]:
 
 @contextlib.contextmanager
 def resumed_run(path: Path, experiment: Experiment) -> Iterator[RunFolder]:
-    """A run that was broken off. Where nothing of it is left, this is no start of it.
+    """Opens a run that was broken off. If all its trials are finished, no new start is recorded.
 
     ExperimentError where there is none, or it is another experiment's, or another machine's, or runs now.
     """
@@ -138,7 +138,7 @@ def resumed_run(path: Path, experiment: Experiment) -> Iterator[RunFolder]:
 
 
 def explained(error: BaseException) -> str:
-    """What ended something, in a line for people."""
+    """Why something ended, as one line for people."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, OSError) and error.strerror:
@@ -147,7 +147,7 @@ def explained(error: BaseException) -> str:
 
 
 def _check_same(path: Path, record: RunRecord, experiment: Experiment, start: RunStart) -> None:
-    """What is said, what that comes to (a file may hold something else by now), and where."""
+    """Refuses to resume with other settings, other points (a file may have changed), or on another machine."""
     if record.name != experiment.name:
         raise ExperimentError(f"{path}: a run of {record.name}, not of {experiment.name}")
     pairs: list[tuple[Mapping[str, object], Mapping[str, object]]] = [
@@ -187,7 +187,7 @@ def _this_start() -> RunStart:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """ExperimentError where another process has it."""
+    """Holds the folder's lock. ExperimentError where another process has it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -201,7 +201,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writing(option: str) -> Iterator[None]:
-    """ExperimentError for what cannot be written."""
+    """Turns what cannot be written into an ExperimentError."""
     try:
         yield
     except OSError as error:

@@ -19,7 +19,7 @@ MACHINE = ("cpu", "cores", "memory_gib")  # what of a machine two measurements h
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStart:
-    """The run, or its going on after it was broken off."""
+    """A start of the run: the first, or a resumption after it was broken off."""
 
     at: str  # UTC
     commit: str
@@ -62,7 +62,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """ExperimentError for a folder that has no run, or one of another schema version."""
+    """Reads run.json. ExperimentError for a folder that has none, or one of another schema version."""
     file = path / "run.json"
     try:
         raw = msgspec.json.decode(file.read_bytes())
@@ -81,7 +81,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def code_changes(starts: Sequence[RunStart]) -> list[str]:
-    """What is not the same in all of them: the commit, and versions of packages."""
+    """What differs between the starts: the commit, and versions of packages."""
     told = [{"commit": start.commit} | start.versions for start in starts]
     found = []
     for name in sorted({name for one in told for name in one}, key=lambda name: (name != "commit", name)):
@@ -92,7 +92,7 @@ def code_changes(starts: Sequence[RunStart]) -> list[str]:
 
 
 def with_states(record: RunRecord, path: Path, whys: Mapping[str, str]) -> RunRecord:
-    """With the states that the folders below `path` are in; `whys` is why trials are incomplete."""
+    """The record with the states of the trial folders below `path`. `whys` says why trials are incomplete."""
     before = {state.name: state.why for state in record.trials}
     trials = []
     for trial in trials_of(record):
@@ -108,7 +108,7 @@ def with_states(record: RunRecord, path: Path, whys: Mapping[str, str]) -> RunRe
 
 
 def trials_of(record: RunRecord) -> Iterator[Trial]:
-    """In the order in which they run."""
+    """The trials in the order in which they run."""
     return interleaved(len(record.points), record.repeats)
 
 

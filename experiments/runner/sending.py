@@ -19,7 +19,7 @@ NS = 1_000_000_000
 
 
 class Sender:
-    """One workload on its way. `asked` has what ended so far, in the order in which it did."""
+    """Sends one workload. `asked` has the requests that have ended so far, in the order in which they did."""
 
     def __init__(self, client: AsyncClient, workload: Workload, options: ClientOptions, id_prefix: str) -> None:
         self.asked: list[ClientRequest] = []
@@ -37,14 +37,14 @@ class Sender:
         self._is_stopped = False
 
     async def run(self) -> None:
-        """Returns when every request has ended, or `stop` has."""
+        """Sends everything; returns when every request has ended, or `stop` has."""
         begun_ns = time.perf_counter_ns() + round(LEAD_S * NS)
         async with asyncio.TaskGroup() as group:
             pacer = group.create_task(self._pace(group, begun_ns))
             self._waiting.add(pacer)
 
     async def stop(self) -> None:
-        """Sends nothing more; what is on its way after a grace is abandoned."""
+        """Sends nothing more. Requests still running after a grace period are abandoned."""
         self._is_stopped = True
         for task in tuple(self._waiting):
             task.cancel()
@@ -54,7 +54,7 @@ class Sender:
             task.cancel()
 
     async def _pace(self, group: asyncio.TaskGroup, begun_ns: int) -> None:
-        """Each request that has a time of its own, at its time."""
+        """Sends each request that has a time of its own at that time."""
         timed = [
             (planned.at_s, index) for index, planned in enumerate(self._workload.requests) if planned.at_s is not None
         ]

@@ -20,12 +20,12 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of the trial's folder."""
         return f"point-{self.point:03}-repeat-{self.repeat}"
 
 
 def expand(sweep: Mapping[str, Sequence[object]], listed: Sequence[Flat]) -> list[Flat]:
-    """What each point sets. One that sets nothing where there is neither.
+    """What each point sets. One point that sets nothing where there is neither a sweep nor a list.
 
     Raises:
         ValueError: a key without a value, one that is swept and listed too, or two points that are the same.
@@ -44,7 +44,7 @@ def expand(sweep: Mapping[str, Sequence[object]], listed: Sequence[Flat]) -> lis
 
 
 def label(swept: Mapping[str, object]) -> str:
-    """A point's name for people: what it sets, without the tables that keys stand in where they stay distinct."""
+    """A point's name for people: its keys and values, with table names only where keys would be ambiguous."""
     last = [key.rpartition(".")[2] for key in swept]
     names = [name if last.count(name) == 1 else key for key, name in zip(swept, last, strict=True)]
     return (
@@ -54,7 +54,7 @@ def label(swept: Mapping[str, object]) -> str:
 
 
 def interleaved(num_points: int, repeats: int) -> Iterator[Trial]:
-    """The first repeat of all points, then the second of all."""
+    """The trials: the first repeat of all points, then the second of all."""
     return (Trial(repeat=repeat, point=point) for repeat in range(repeats) for point in range(num_points))
 
 

@@ -43,13 +43,13 @@ class RunTarget:
         return found
 
     def ended_badly(self) -> list[str]:
-        """After the end: the processes that had to be killed, or ended as if something was wrong."""
+        """After the end: the processes that had to be killed, or that ended with an error."""
         codes = {name: process.running.poll() for name, process in (self.processes or {}).items()}
         return [_how(name, code) for name, code in codes.items() if code]
 
 
 def grpc_address(url: str) -> str:
-    """ExperimentError for what is not the address of a gRPC service."""
+    """The address in a URL. ExperimentError for what is not the address of a gRPC service."""
     found = _ADDRESS.fullmatch(url)
     if found is None:
         raise ExperimentError(
@@ -61,7 +61,7 @@ def grpc_address(url: str) -> str:
 
 @contextmanager
 def target_of(point: Point, url: str | None, folder: Path, environment: Mapping[str, str]) -> Iterator[RunTarget]:
-    """Ready during the block. ServerFailed if it cannot start."""
+    """The server, ready during the block. ServerFailed if it cannot start."""
     if point.server is None:
         if url is None:
             raise ExperimentError("neither a server to start nor one that runs")
@@ -78,7 +78,7 @@ def target_of(point: Point, url: str | None, folder: Path, environment: Mapping[
 
 
 async def death(target: RunTarget, client: AsyncClient) -> str:
-    """Returns when the server is gone, with what is known of it."""
+    """Returns when the server has died, with what is known of it."""
     if target.processes is not None:
         return await _first_exit(target.processes)
     num_unhealthy = 0
@@ -89,7 +89,7 @@ async def death(target: RunTarget, client: AsyncClient) -> str:
 
 
 async def last_look(target: RunTarget, client: AsyncClient) -> str | None:
-    """What is known of the server's death when requests have failed: their errors may come a moment before it."""
+    """What is known of the server's death when requests have failed: their errors may arrive just before it."""
     if target.processes is None:
         return None if await _is_healthy(client) else f"the server at {target.grpc} is not there any more"
     try:

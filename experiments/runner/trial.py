@@ -43,7 +43,7 @@ Tell = Callable[[Sender], None]  # how far it is; called now and then
 
 
 class TrialFailed(Exception):
-    """A trial that did not finish; the message says why."""
+    """Raised for a trial that did not finish; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ def run_trial(
     tell: Tell,
     model_before: ModelInfo | None = None,
 ) -> TrialRecord:
-    """Leaves everything in `folder`, which is there.
+    """Runs one trial and leaves everything in `folder`, which exists.
 
     Args:
         id_prefix: that of its requests, and nobody else's.
@@ -111,7 +111,7 @@ def run_trial(
 
 
 def seed_shift(experiment: Experiment, trial: Trial, id_prefix: str) -> int:
-    """A repeat's number. A server that keeps its cache gets other requests for each trial of each start of each run."""
+    """The repeat's number; on a running server, which keeps its cache, another number for each trial and start."""
     if experiment.url is None:
         return trial.repeat
     return int.from_bytes(hashlib.sha256(id_prefix.encode()).digest()[:4]) % MAX_SEED
@@ -167,14 +167,14 @@ async def measure(
 
 
 def _check_same_model(before: ModelInfo, now: ModelInfo) -> None:
-    """What a server is told may stay the same while a folder, or a server that runs already, is another."""
+    """TrialFailed for another model than before: the same path or address may serve another one by now."""
     for name in ("fingerprint", "dtype", "vocab_size", "max_context_tokens"):
         if (was := getattr(before, name)) != (found := getattr(now, name)):
             raise TrialFailed(f"model.{name} was {was} and is {found}; a run goes on as it began")
 
 
 async def _send(sender: Sender, target: RunTarget, client: AsyncClient, tell: Tell) -> str | None:
-    """Until all of it was sent and has ended, or the server is gone: why it ended early, else None."""
+    """Sends the workload until all has ended or the server has died: why it ended early, else None."""
     sending = asyncio.create_task(sender.run())
     dying = asyncio.create_task(death(target, client))
     telling = asyncio.create_task(_tell_often(sender, tell))
@@ -200,7 +200,7 @@ async def _tell_often(sender: Sender, tell: Tell) -> None:
 async def _warm_up(
     client: AsyncClient, sample: Sequence[Planned], options: ClientOptions, model: ModelInfo, shift: int, id_prefix: str
 ) -> Sequence[ClientRequest]:
-    """Prompts as long as those of the sample, all at once. TrialFailed if one of them fails."""
+    """Sends prompts as long as those of the sample, all at once. TrialFailed if one of them fails."""
     requests = [
         Planned(
             prompt=BlockPrompt(
@@ -224,14 +224,14 @@ async def _warm_up(
 
 
 def wall_s(asked: Sequence[ClientRequest]) -> float:
-    """From the time that the first of them was meant for until the last one ended."""
+    """Seconds from the intended time of the first request to the end of the last one."""
     if not asked:
         return 0.0
     return (max(one.ended_ns for one in asked) - min(one.intended_ns for one in asked)) / 1e9
 
 
 def offered_per_s(workload: Workload) -> float | None:
-    """Requests by the time between the first and the last; None for a closed loop, and where that is no time."""
+    """Requests per second between the first and the last; None for a closed loop, or where all come at once."""
     times = [planned.at_s for planned in workload.requests if planned.at_s is not None]
     if not workload.is_open or len(times) < 2 or max(times) == min(times):
         return None
@@ -239,7 +239,7 @@ def offered_per_s(workload: Workload) -> float | None:
 
 
 def _recorded(folder: Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
-    """Requests and steps of the server of the trial, all of them, when nothing is measured any more."""
+    """All requests and steps that the trial's server recorded, read after the measurement."""
     try:
         return read_table(folder, REQUESTS), read_table(folder, STEPS)
     except PartsError as error:
@@ -247,13 +247,13 @@ def _recorded(folder: Path) -> "tuple[pl.DataFrame, pl.DataFrame]":
 
 
 def check_ended(target: RunTarget) -> None:
-    """What a process has not written yet when it is killed is in no table."""
+    """TrialFailed where a process was killed: rows that it had not written yet are in no table."""
     if trouble := target.ended_badly():
         raise TrialFailed(f"{' and '.join(trouble)}, so that what was recorded may not be all")
 
 
 def _check_recorded(asked: Sequence[ClientRequest], recorded: "pl.DataFrame") -> None:
-    """A server goes on where its disk takes nothing more; what it lost is then missing here."""
+    """TrialFailed where completed requests are missing: a server goes on when its disk is full."""
     known = set(recorded["request_id"])
     num_lost = sum(one.outcome == COMPLETED and one.request_id not in known for one in asked)
     if num_lost:

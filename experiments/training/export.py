@@ -79,7 +79,7 @@ def export(run: Path, out: Path) -> tuple[int, ...]:
 
 
 def _steps(run: Path, checkpoints: Checkpoints) -> tuple[int, ...]:
-    """Whose weights are averaged: those of the recipe once the run has come to the last of them."""
+    """The steps whose weights are averaged: the recipe's, once the run has reached the last of them."""
     newest, averaged = checkpoints.newest(), read_averaged(run)
     if newest is None:
         raise RunFailed(f"{run}: no checkpoint")
@@ -91,7 +91,7 @@ def _named(steps: tuple[int, ...]) -> str:
 
 
 def generation_config(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Greedy, until the assistant's turn ends. KeyError for a shape that does not name its special tokens."""
+    """Greedy decoding until the assistant's turn ends. KeyError for a shape without its special tokens."""
     return {
         "bos_token_id": shape["bos_token_id"],
         "do_sample": False,

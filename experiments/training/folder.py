@@ -17,7 +17,7 @@ LOCK = "lock"
 
 @contextmanager
 def claim(folder: Path) -> Generator[None]:
-    """The folder is there, and nobody else's. RunFailed where it cannot be written, or another run has it."""
+    """Makes the folder and locks it. RunFailed where it cannot be written, or another run holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("ab")

@@ -35,7 +35,7 @@ Step = Callable[[Any, Pages, Batch, Int[np.ndarray, "n"]], Drawn]
 
 
 def build_step(model: Model, backend: moe.Backend, precision: str) -> Step:
-    """A jitted `greedy_step`. The pages that it is given are donated."""
+    """A jitted `greedy_step`, to which the pages are donated."""
 
     @partial(jax.jit, donate_argnums=1)
     def step(loaded: Any, pages: Pages, batch: Batch, last: Int[Array, "n"]) -> Drawn:
@@ -53,7 +53,7 @@ def greedy_step(
     batch: Batch,
     last: Int[Array, "n"],
 ) -> Drawn:
-    """The likeliest token after the one at `last` in each row."""
+    """The likeliest next token of each row, after the one at `last`."""
     hidden, pages, seen = model.forward(loaded, pages, batch, backend=backend, observe=True)
     tokens = model.unembed(loaded, hidden[jnp.arange(len(last)), last]).argmax(axis=-1)
     loads = jnp.zeros(loads_shape(model), jnp.int32)
@@ -65,13 +65,13 @@ def greedy_step(
 def add_choices(
     loads: Int[Array, "moe_layers e"], experts: Int[Array, "moe_layers tokens k"], positions: Int[Array, "n t"]
 ) -> Int[Array, "moe_layers e"]:
-    """Counts each expert's tokens (n·t of them), those of padding left out: their position is -1."""
+    """Counts each expert's tokens (n·t of them) without padding, whose position is -1."""
     layers = jnp.arange(len(experts))[:, None, None]
     return loads.at[layers, experts].add((positions.reshape(-1) >= 0)[:, None])
 
 
 def loads_shape(model: Model) -> tuple[int, int]:
-    """Layers with experts, experts."""
+    """(layers with experts, experts)."""
     return model.config.num_moe_layers, model.config.n_routed_experts or 1
 
 
@@ -109,7 +109,7 @@ class GreedyModel:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Collection[int]
     ) -> list[tuple[int, ...]]:
-        """Each prompt's continuation up to a stop token, which is left out, or `max_tokens`.
+        """Each prompt's continuation up to a stop token (not included), or `max_tokens`.
 
         ModelError for a prompt that leaves no room for so many.
         """
@@ -155,7 +155,7 @@ class GreedyModel:
         return answers
 
     def _prefill(self, placed: Sequence[Placed]) -> list[int]:
-        """Computes what is not known yet, in order; the first token of each answer."""
+        """Computes the parts of the prompts that are not cached, in order; returns each answer's first token."""
         rows = [
             (number, start)
             for number, sequence in enumerate(placed)
@@ -197,7 +197,7 @@ class GreedyModel:
         return [tuple(answer) for answer in answers]
 
     def _blank(self, num_rows: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, positions and block tables of padding."""
+        """Tokens, positions and block tables that are all padding."""
         shape = (num_rows, num_tokens)
         return np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros((num_rows, self._width), np.int32)
 

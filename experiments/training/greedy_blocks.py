@@ -25,7 +25,7 @@ class Placed:
 
 @dataclass(slots=True)
 class Blocks:
-    """What a block holds is known by the block before it and its own tokens."""
+    """The free and the filled blocks. A block's content is identified by the block before it and its own tokens."""
 
     num_blocks: int
     free: list[int] = field(init=False)
@@ -35,7 +35,7 @@ class Blocks:
         self.forget()
 
     def forget(self) -> None:
-        """All are free. Only while no prompt is placed."""
+        """Frees all blocks. Call it only while no prompt is placed."""
         self._known = {}
         self.free = list(range(self.num_blocks))
 
@@ -57,10 +57,10 @@ class Blocks:
         return Placed(tokens, tuple(blocks), num_known)
 
     def release(self, placed: Placed) -> None:
-        """The blocks that nobody else can know."""
+        """Frees the blocks that no other prompt can share."""
         self.free += placed.blocks[_num_shared(placed.tokens) :]
 
 
 def _num_shared(tokens: Sequence[int]) -> int:
-    """How many blocks of a prompt others may know."""
+    """How many blocks of a prompt other prompts may share."""
     return (len(tokens) - 1) // BLOCK_SIZE

@@ -38,6 +38,6 @@ def measure(predict: Callable[[Rows], np.ndarray], held_out: Mapping[str, Rows])
 
 
 def _runs(is_answer: np.ndarray, is_right: np.ndarray) -> list[np.ndarray]:
-    """Of one row, `is_right` of each answer. One that the row's end cuts short counts as it stands."""
+    """For one row, whether each answer is right throughout. An answer cut off by the row's end counts as it stands."""
     edges = np.flatnonzero(np.diff(is_answer, prepend=False, append=False))
     return [is_right[start:stop] for start, stop in edges.reshape(-1, 2)]

@@ -27,7 +27,7 @@ MAX_LOAD = 1.5
 
 
 def read(run: Path) -> tuple[list[Record], dict[str, list[Record]]]:
-    """Records of the steps, and those of the held-out measurements by skill. A line still being written is left out.
+    """The records of steps, and those of held-out measurements by skill. A half-written last line is ignored.
 
     RunFailed where there is no journal, none that can be read, or no step in it yet.
     """
@@ -49,7 +49,7 @@ def read(run: Path) -> tuple[list[Record], dict[str, list[Record]]]:
 
 
 def draw(steps: list[Record], skills: Mapping[str, list[Record]]) -> Figure:
-    """Of at least one step; skills may be missing."""
+    """Draws at least one step; skills may be missing."""
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     losses, answers, loads = figure.subplots(1, 3)
     xs = [record["tokens"] / 1e6 for record in steps]
@@ -68,7 +68,7 @@ def draw(steps: list[Record], skills: Mapping[str, list[Record]]) -> Figure:
 
 
 def draw_answers(axes: Axes, at: list[int], xs: list[float], skills: Mapping[str, list[Record]]) -> None:
-    """A curve per skill. `xs` are the million tokens `at` the steps; those of a measurement lie in between."""
+    """A curve per skill over `xs`, million tokens `at` those steps; measurements in between are interpolated."""
     for skill, records in skills.items():
         shares = [100 * record["answers_right"] for record in records]
         axes.plot(np.interp([record["step"] for record in records], at, xs), shares, marker=".", label=skill)
@@ -83,7 +83,7 @@ def smooth(values: Iterable[float]) -> np.ndarray:
 
 
 def mark_stages(axes: Axes, steps: list[Record]) -> None:
-    """A line at the last record of each stage but the last."""
+    """Marks the last record of each stage but the last with a line."""
     for before, after in pairwise(steps):
         if before["stage"] != after["stage"]:
             axes.axvline(before["tokens"] / 1e6, color="0.6", linestyle="--", linewidth=0.8)

@@ -17,7 +17,7 @@ _ROOT = root_name(b"oracle")
 
 
 def agent_sessions(text: Text, num_sessions: int, num_tokens: int, *, seed: int = 0) -> list[Session]:
-    """Each ends when its context has grown to about `num_tokens`."""
+    """The prompts of each session, which ends when its context has grown to about `num_tokens`."""
     return [
         tuple(_prompts(text, agent_conversation(random_of(HELD_OUT, seed, "affinity", number), HELD_OUT, num_tokens)))
         for number in range(num_sessions)
@@ -25,7 +25,7 @@ def agent_sessions(text: Text, num_sessions: int, num_tokens: int, *, seed: int 
 
 
 def _prompts(text: Text, conversation: Conversation) -> Iterator[tuple[int, ...]]:
-    """One for each turn of the assistant, so also after every result of a tool."""
+    """A prompt for each turn of the assistant, so also after every tool result."""
     messages = conversation.messages()
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -33,7 +33,7 @@ def _prompts(text: Text, conversation: Conversation) -> Iterator[tuple[int, ...]
 
 
 def oracle_cached_tokens(prompts: Sequence[Sequence[int]], block_size: int) -> list[int]:
-    """Of each prompt, in the order in which they came: what one cache without bound would have had of it."""
+    """For each prompt, in order, the tokens that one unbounded cache would have had already."""
     known: set[bytes] = set()
     found = []
     for prompt in prompts:

@@ -16,7 +16,7 @@ MIN_CV = 1e-6  # below it intervals are all the same
 
 
 def arrivals(rate_per_s: float, interval_cv: float, num_requests: int, random: Random) -> Sequence[float]:
-    """Seconds from the beginning; the mean interval is 1 / rate, and with cv 0 all are the same."""
+    """Seconds after the start. The mean interval is 1 / rate; with cv 0 all intervals are equal."""
     if not rate_per_s > 0:
         raise WorkloadError(f"rate_per_s is {rate_per_s:g}")
     if not interval_cv >= 0:
@@ -29,7 +29,7 @@ def arrivals(rate_per_s: float, interval_cv: float, num_requests: int, random: R
 
 
 def _arrivals(interval_cv: float, random: Random) -> Iterator[float]:
-    """One a second."""
+    """Arrivals at a mean rate of one a second."""
     is_even = interval_cv < MIN_CV
     shape, at_s = (0.0 if is_even else interval_cv**-2), 0.0
     while True:

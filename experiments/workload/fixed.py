@@ -19,7 +19,7 @@ def fixed(
     num_clients: int = 1,
     seed: int = 0,
 ) -> Workload:
-    """Open loop with a rate, else as many clients one request after another."""
+    """An open loop where there is a rate, else `num_clients` clients that wait for their answers."""
     if min(prompt_tokens, output_tokens, num_requests, num_clients) < 1:
         raise WorkloadError("prompt_tokens, output_tokens, num_requests and num_clients begin at 1")
     prompts = [

@@ -67,7 +67,7 @@ class FixedOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelativeOptions:
-    """Fresh prompts of one length in an open loop, at a rate told by what the run's first point gets done."""
+    """Fresh prompts of one length in an open loop, at a rate relative to what the run's first point gets done."""
 
     kind: Literal["relative"]
     prompt_tokens: Count
@@ -78,7 +78,7 @@ class RelativeOptions:
     seed: Seed = 0
 
     def at(self, capacity_per_s: float) -> FixedOptions:
-        """What it comes to where the first point gets so many requests a second done."""
+        """The options with a fixed rate, where the first point gets `capacity_per_s` requests a second done."""
         rate_per_s = self.times_capacity * capacity_per_s
         return FixedOptions(
             kind="fixed",
@@ -139,7 +139,7 @@ KINDS: dict[str, type[WorkloadOptions]] = {
 
 
 def read_workload(given: Flat, faults: list[str]) -> WorkloadOptions | None:
-    """None where something is wrong, which `faults` then names."""
+    """The options of the table; None where something is wrong, which `faults` then names."""
     kind = given.get("kind")
     if kind not in KINDS:
         faults.append(f"workload.kind: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -148,7 +148,7 @@ def read_workload(given: Flat, faults: list[str]) -> WorkloadOptions | None:
 
 
 def check_workload(options: WorkloadOptions, max_context_tokens: int | None) -> None:
-    """Reads what there is to read, and where the context is known, whether all of it fits; texts have no length yet.
+    """Reads the files, and checks that all fits where the context is known; texts have no length yet.
 
     ExperimentError naming the file, the line and what is wrong with it.
     """
@@ -163,14 +163,14 @@ def check_workload(options: WorkloadOptions, max_context_tokens: int | None) -> 
 
 
 def with_shifted_seed(options: WorkloadOptions, shift: int) -> WorkloadOptions:
-    """The same with other prompts and times; a file of prompts is what it is."""
+    """The options with other prompts and times; a file of prompts stays the same."""
     if isinstance(options, PromptOptions):
         return options
     return replace(options, seed=(options.seed + shift) % MAX_SEED)
 
 
 def plan(options: WorkloadOptions, model: ModelInfo, tokenize: Tokenize | None = None) -> Workload:
-    """WorkloadError for what does not fit the model, or texts without a tokenizer."""
+    """The requests. WorkloadError for what does not fit the model, or texts without a tokenizer."""
     vocab_size, max_context_tokens = model.vocab_size, model.max_context_tokens
     match options:
         case TraceOptions():
@@ -189,12 +189,12 @@ def plan(options: WorkloadOptions, model: ModelInfo, tokenize: Tokenize | None =
 
 
 def settings_of(options: WorkloadOptions) -> Flat:
-    """Every option, as JSON has it."""
+    """Every option, in the form that JSON has."""
     return {name: _plain(value) for name, value in asdict(options).items()}
 
 
 def digest_of(options: WorkloadOptions) -> Mapping[str, str]:
-    """What its file holds, in a few digits under one key; nothing without a file, or where it cannot be read."""
+    """A short hash of the workload's file, under one key; empty without a file, or where it cannot be read."""
     if not isinstance(options, TraceOptions | PromptOptions):
         return {}
     try:
@@ -209,12 +209,12 @@ def _plain(value: object) -> object:
 
 
 def _told(options: FixedOptions | MixedOptions) -> dict[str, Any]:
-    """What the function that makes the requests is told."""
+    """The arguments of the function that makes the requests."""
     return {field.name: getattr(options, field.name) for field in fields(options) if field.name != "kind"}
 
 
 def _num_requests(options: WorkloadOptions, max_context_tokens: int) -> int:
-    """Of what is read or counted before a server is there. ValueError for what is wrong with it, OSError with files."""
+    """How many requests can be counted before the server starts. ValueError for faults, OSError for files."""
     match options:
         case TraceOptions():
             return len(_from_trace(options, max_context_tokens=max_context_tokens, vocab_size=1).requests)
@@ -252,7 +252,7 @@ def _from_trace(options: TraceOptions, *, max_context_tokens: int, vocab_size: i
 
 
 def _located(path: Path, make: Callable[[], Workload]) -> Workload:
-    """With the file's name before what is wrong in it."""
+    """Adds the file's name to a WorkloadError."""
     try:
         return make()
     except WorkloadError as error:

@@ -20,13 +20,13 @@ class Prompt(Protocol):
     def __len__(self) -> int: ...
 
     def tokens(self) -> list[int]:
-        """The same ones each time."""
+        """The prompt's ids: the same each time."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A prompt that exists."""
+    """A prompt whose token ids exist already."""
 
     ids: tuple[int, ...]
 
@@ -71,7 +71,7 @@ class Workload:
 
 
 def check(requests: Sequence[Planned]) -> None:
-    """WorkloadError for a request that has no time, or two, or waits for one that comes after it."""
+    """WorkloadError for a request without a time or with two, or one that waits for a later one."""
     for number, request in enumerate(requests):
         if (request.at_s is None) == (request.after is None):
             raise WorkloadError(f"request {number}: exactly one of at_s and after is needed")

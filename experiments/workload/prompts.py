@@ -20,7 +20,7 @@ Tokenize = Callable[[Prompt], Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLine:
-    """What a line says. Without `at_s` its request comes after the one before."""
+    """One line of the file. Without `at_s` its request is sent after the one before."""
 
     number: int
     prompt: Prompt
@@ -29,7 +29,7 @@ class PromptLine:
 
     @property
     def token_ids(self) -> list[int] | None:
-        """None: these are words, which only a model's tokenizer counts."""
+        """The prompt's ids; None where it is text, which only a model's tokenizer can count."""
         return list(self.prompt) if _is_ids(self.prompt) else None
 
 
@@ -65,7 +65,7 @@ def from_prompts(
     tokenize: Tokenize | None = None,
     clips: bool = False,
 ) -> Workload:
-    """Lines without a time come one after another.
+    """Requests from lines; those without a time are sent one after another.
 
     Raises:
         WorkloadError: naming the line: ids that the model has not, words that cannot be told in its tokens (also where

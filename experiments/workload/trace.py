@@ -17,7 +17,7 @@ BIN_MS = 3000  # Mooncake's own traces tell the time in steps of so many millise
 
 
 def bin_s(traced: Sequence[TracedRequest]) -> float:
-    """How exactly its stamps tell the time: in Mooncake's bins where each is one of these, else to the millisecond."""
+    """Seconds that a stamp may be early: one of Mooncake's bins where all are multiples of it, else 0."""
     return BIN_MS / 1e3 if all(one.timestamp_ms % BIN_MS == 0 for one in traced) else 0.0
 
 
@@ -32,7 +32,7 @@ def from_trace(
     clips: bool = False,
     seed: int = 0,
 ) -> Workload:
-    """Each request at its stamp, or by chance up to `jitter_s` later, so that not all of a bin come at once.
+    """Each request at its stamp, or at random up to `jitter_s` later, so that those of one bin are spread.
 
     The first stamp is the beginning: a slice of a trace does not wait for what came before it.
 
@@ -74,7 +74,7 @@ def from_trace(
 
 
 def _lengths(one: TracedRequest, length_scale: float, max_context_tokens: int, clips: bool) -> tuple[int, int, bool]:
-    """Of the prompt and of the completion, and whether they were cut. WorkloadError where they do not fit."""
+    """The lengths of prompt and completion, and whether they were cut. WorkloadError where they do not fit."""
     num_prompt = max(1, round(one.input_tokens * length_scale))
     max_tokens = max(1, round(one.output_tokens * length_scale))
     if num_prompt + max_tokens <= max_context_tokens:

@@ -33,7 +33,7 @@ WORKER_UP = "moonshard_worker_up"
 
 @dataclass(kw_only=True, slots=True)
 class Process:
-    """One command of moonshard, on one core where `core` says which."""
+    """One moonshard command as a child process, pinned to one core where `core` is set."""
 
     name: str
     log_path: Path
@@ -42,7 +42,7 @@ class Process:
     popen: subprocess.Popen[bytes] | None = None
 
     def start(self, argv: Sequence[str]) -> None:
-        """A new process; its log takes the place of the one before it."""
+        """Starts a new process; its log replaces the one before."""
         with self.log_path.open("wb") as log, _on_core(self.core):
             self.popen = subprocess.Popen(
                 [*TETHER, str(os.getpid()), *argv],
@@ -59,18 +59,18 @@ class Process:
         return self.popen
 
     def wait_for(self, text: str) -> None:
-        """Until it has said so. ServerFailed if it ends, or takes too long."""
+        """Waits until it has printed that. ServerFailed if it ends, or takes too long."""
         _wait_until(lambda: text in self._log() or self.running.poll() is not None, START_TIMEOUT_S, self.name)
         if text not in self._log():
             self.check_runs()
 
     def check_runs(self) -> None:
-        """ServerFailed with what it said last, if it has ended."""
+        """ServerFailed with its last output, if it has ended."""
         if self.running.poll() is not None:
             raise ServerFailed(f"{self.name} ended: {self._log().strip()[-500:]}")
 
     def said(self, name: str) -> str:
-        """Where it said that it listens."""
+        """The address that it printed for this listener."""
         self.wait_for("moonshard listening")
         found = re.search(rf"moonshard listening.*\b{name}=(\S+)", self._log())
         if found is None:
@@ -82,7 +82,7 @@ class Process:
         self.running.wait()
 
     def stop(self) -> None:
-        """By SIGTERM, and where that takes too long by SIGKILL. Nothing happens where it is not running."""
+        """Stops it by SIGTERM, or SIGKILL where that takes too long. Nothing happens where it is not running."""
         if self.popen is None or self.popen.poll() is not None:
             return
         self.popen.send_signal(signal.SIGTERM)
@@ -108,7 +108,7 @@ class Deployment:
 
     @property
     def server(self) -> RunningServer:
-        """As it is now: a worker that was started again has another process."""
+        """The deployment as it is now: a worker that was started again is another process."""
         processes = {**self.workers, "gateway": self.gateway}
         return RunningServer(
             http=self.gateway.said("http"),
@@ -130,13 +130,13 @@ class Deployment:
         self.ready_s = time.perf_counter() - self.begun_s
 
     def restart(self, name: str) -> None:
-        """A killed worker again, where it was; returns when the gateway has a link to it."""
+        """Starts a killed worker again at its address; returns when the gateway has a link to it."""
         self.workers[name].start(self.commands.workers[name]({"address": self.addresses[name]}))
         self.workers[name].wait_for("moonshard ready")
         self._wait_linked()
 
     def stop(self) -> None:
-        """Nothing runs afterwards, also where the caller is interrupted: what has not ended by then is killed."""
+        """Stops all processes, even where the caller is interrupted: what has not ended by then is killed."""
         alive = [p.popen for p in (self.gateway, *self.workers.values()) if p.popen and p.popen.poll() is None]
         try:
             for popen in alive:
@@ -155,7 +155,7 @@ class Deployment:
         _wait_until(lambda: self._is_linked(server), LINK_TIMEOUT_S, "the gateway's links")
 
     def _is_linked(self, server: RunningServer) -> bool:
-        """ServerFailed where a process has ended: nobody links to it any more."""
+        """Whether the gateway has a link to all workers. ServerFailed where a process has ended."""
         for process in (*self.workers.values(), self.gateway):
             process.check_runs()
         try:
@@ -172,7 +172,7 @@ def deployed(
     cores: Sequence[int] | None = None,
     logs: Path | None = None,
 ) -> Iterator[Deployment]:
-    """All that the configuration asks for, ready during the block; `cores`: one for each worker, prefill first.
+    """Runs all that the configuration asks for, ready during the block. `cores`: one per worker, prefill first.
 
     What the processes say goes into the folder `logs`; without one it is thrown away at the end.
     ServerFailed if it cannot start.
@@ -198,7 +198,7 @@ def deployed(
 
 @contextmanager
 def _on_core(core: int | None) -> Iterator[None]:
-    """What this thread starts inside the block may use that core only."""
+    """Inside the block, processes that this thread starts may use that core only."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, before if core is None else {core})
     try:
@@ -208,7 +208,7 @@ def _on_core(core: int | None) -> Iterator[None]:
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Polls: the condition lies in another process, which tells nobody. ServerFailed where it does not come."""
+    """Polls a condition of another process, which notifies nobody. ServerFailed where it does not come true."""
     deadline_s = time.perf_counter() + timeout_s
     while not condition():
         if time.perf_counter() > deadline_s:

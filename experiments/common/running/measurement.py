@@ -27,7 +27,7 @@ Level = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How much is measured. A round runs every part once, so that a machine's noise hits all of them alike."""
+    """How much is measured. A round runs every part once, so that the machine's noise hits all of them alike."""
 
     prompt_tokens: tuple[int, ...] = (128, 512, 2048)
     batches: tuple[int, ...] = (1, 8, 16)
@@ -109,7 +109,7 @@ class Measurement:
         return self.quantile(0.5)
 
     def quantile(self, q: float) -> float:
-        """Linear between the two nearest samples."""
+        """Interpolated linearly between the two nearest samples."""
         ordered = sorted(self.samples)
         place = q * (len(ordered) - 1)
         low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
@@ -117,7 +117,7 @@ class Measurement:
 
 
 def merge(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Samples of the same quantity together, in the order of its first appearance."""
+    """Joins samples of the same quantity, in the order of first appearance."""
     merged: dict[tuple[str, str], Measurement] = {}
     for one in measurements:
         before = merged.get(one.key)

@@ -26,7 +26,7 @@ CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ServerFailed(Exception):
-    """The server ended before it was ready; the message is what it said last."""
+    """The server ended before it was ready; the message is the last that it printed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +99,7 @@ def _wait_ready(output: IO[str]) -> re.Match[str]:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """What it says while it drains is read to its end: a full pipe would hold it up."""
+    """Ends the server and reads its output to the end: a full pipe would block it while it drains."""
     process.send_signal(signal.SIGTERM)
     try:
         process.communicate(timeout=STOP_TIMEOUT_S)
@@ -109,7 +109,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def _roles(pid: int) -> dict[str, int]:
-    """The first child of each role, by the command in its command line."""
+    """The first child process of each role, by its command line."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     roles: dict[str, int] = {}
     for child in map(int, children):

@@ -9,7 +9,7 @@ DASHES = ("-", "--", "-.", ":")
 
 
 def colour(index: int) -> str:
-    """Of the curve with this number; after the last one they begin again."""
+    """The colour of curve number `index`; after the last one they begin again."""
     return COLOURS[index % len(COLOURS)]
 
 

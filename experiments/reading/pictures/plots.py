@@ -19,7 +19,7 @@ PLAIN = StrMethodFormatter("{x:,g}")
 
 
 def use_log_scale(axes: Axes, *names: Literal["x", "y"]) -> None:
-    """With plain numbers at its ticks, and between decades too where it spans few of them."""
+    """A log scale with plain numbers at its ticks, also between decades where it spans few of them."""
     for name in names:
         axes.set(**{f"{name}scale": "log"})
         axis = axes.xaxis if name == "x" else axes.yaxis
@@ -111,7 +111,7 @@ def _prefills_s(requests: pl.DataFrame, steps: pl.DataFrame, start_ns: int) -> l
 
 
 def draw_fit(axes: Axes, fit: StepFit) -> None:
-    """What the fitted times predict for each step, against what it took."""
+    """Draws what the fitted times predict for each step, against what it took."""
     ends = [min(fit.measured_ms.min(), fit.predicted_ms.min()), max(fit.measured_ms.max(), fit.predicted_ms.max())]
     axes.plot(ends, ends, color="0.5", linewidth=0.8)
     axes.scatter(fit.measured_ms, fit.predicted_ms, s=5, alpha=0.4, linewidths=0, color=COLOURS[0])
@@ -122,7 +122,7 @@ def draw_fit(axes: Axes, fit: StepFit) -> None:
 
 
 def draw_residuals(axes: Axes, fit: StepFit) -> None:
-    """How much longer than predicted each step took, by its prediction: what no size of a step explains."""
+    """Draws how much longer than predicted each step took, by its prediction: what sizes do not explain."""
     longer = 100 * (fit.measured_ms / fit.predicted_ms - 1)
     axes.axhline(0, color="0.5", linewidth=0.8)
     axes.scatter(fit.predicted_ms, longer, s=5, alpha=0.4, linewidths=0, color=COLOURS[0])

@@ -21,7 +21,7 @@ _NS_FIELDS = ("e2e", "ttft", "gateway_queue", "first_token", "decode", "finish",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """Something that lasted, in milliseconds from the request's arrival at the gateway."""
+    """A span of time, in milliseconds from the request's arrival at the gateway."""
 
     lane: str
     name: str
@@ -34,19 +34,19 @@ class Slice:
 
 
 def timing_of(row: Mapping[str, Any]) -> Timing:
-    """Of a row of the table `requests`; what is null there is 0."""
+    """The times in a row of the table `requests`; null counts as 0."""
     found = {f"{name}_ms": (row[f"{name}_ns"] or 0) / 1e6 for name in _NS_FIELDS}
     names = [field.name for field in fields(Timing) if field.name not in found]
     return Timing(**found, **{name: row[name] or 0 for name in names})
 
 
 def slices(timing: Timing) -> list[Slice]:
-    """Those that lasted at all. The lane "gateway" has no gap and ends with the request."""
+    """The spans that are longer than 0. The lane "gateway" has no gap and ends with the request."""
     return [one for one in (*_gateway(timing), *_workers(timing), *_waits(timing)) if one.length_ms > 0]
 
 
 def draw_waterfall(axes: Axes, timing: Timing) -> None:
-    """A lane for each that had a part in it; the time of a slice stands behind its name."""
+    """A lane for each part of the system that took part; a slice's time is written behind its name."""
     found = slices(timing)
     lanes = [lane for lane in LANES if any(one.lane == lane for one in found)]
     for index, one in enumerate(found):

@@ -26,7 +26,7 @@ class Arm:
 
 
 def best_arm(arms: Sequence[Arm]) -> tuple[Arm, list[Arm]]:
-    """The best one, and those that are tied with it. ValueError for none."""
+    """The best arm, and those tied with it. ValueError for no arms."""
     highest = max(arms, key=lambda arm: arm.mean)
     tied = [arm for arm in arms if not _is_less(arm, highest)]
     best = min(tied, key=lambda arm: arm.gap_ms)
@@ -67,7 +67,7 @@ def _row(load: Mapping[str, object], rates: pl.DataFrame, p90: pl.DataFrame, arm
 
 
 def _is_less(arm: Arm, highest: Arm) -> bool:
-    """Whether repeats tell; a single one cannot, and is taken at its word."""
+    """Whether repeats show that `arm` is less; with a single repeat the two figures decide."""
     shared = sorted(arm.values.keys() & highest.values.keys())
     if not shared:
         return arm.mean < highest.mean

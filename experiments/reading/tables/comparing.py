@@ -22,7 +22,7 @@ COLUMNS = ("point", "metric", "A", "B", "B less A", "95% interval", "B is")
 def compare(
     a_path: Path, b_path: Path, of_a: Pick, of_b: Pick, despite: Sequence[str], *, seed: int = 0
 ) -> tuple[Grid, list[Change]]:
-    """Of what both runs have done. ExperimentError naming each difference that nobody has declared."""
+    """The comparison over what both runs have finished. ExperimentError naming each undeclared difference."""
     a, b = load_run(a_path), load_run(b_path)
     pairs = matched(a.record, b.record, of_a, of_b, despite)
     _check_models(a, b, pairs, [*despite, *of_a.given, *of_b.given])
@@ -35,7 +35,7 @@ def compare(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Comparison:
-    """What a notebook shows as a table, and has as a frame."""
+    """What changed: a notebook shows it as a table, and `rows` has it as a frame."""
 
     grid: Grid
     changes: Sequence[Change]
@@ -75,7 +75,7 @@ def _told(change: Change) -> dict[str, object]:
 
 
 def write_rows(path: Path, rows: Sequence[Change]) -> None:
-    """As JSON, a record for each metric of each point. ExperimentError where that cannot be written."""
+    """Writes JSON: a record for each metric of each point. ExperimentError where it cannot be written."""
     try:
         path.write_text(json.dumps(list(map(_told, rows)), indent=1) + "\n")
     except OSError as error:
@@ -111,7 +111,7 @@ def _grid(a: RunFrames, b: RunFrames, pairs: Sequence[Pair], rows: Sequence[Chan
 
 
 def _interval_notes(rows: Sequence[Change]) -> Iterator[str]:
-    """What they cover."""
+    """Notes on what the intervals cover."""
     counts = {row.found.num_repeats for row in rows}
     if several := sorted(counts - {1}):
         said = " or ".join(map(str, several))
@@ -130,7 +130,7 @@ def _clipped_notes(a: RunFrames, b: RunFrames, pairs: Sequence[Pair]) -> Iterato
 
 
 def _version_notes(a: RunFrames, b: RunFrames) -> list[str]:
-    """Of packages, in all starts of either run: another version may be what is compared, and is never silent."""
+    """Notes on package versions that differ in any start of either run: these are never silent."""
     ours, theirs = _versions(a), _versions(b)
     return [
         f"{name} is {ours.get(name)} in A and {theirs.get(name)} in B"
@@ -140,7 +140,7 @@ def _version_notes(a: RunFrames, b: RunFrames) -> list[str]:
 
 
 def _versions(run: RunFrames) -> dict[str, str]:
-    """By package; several where a run went on with another."""
+    """Versions by package; several where a run went on with another one."""
     names = {name for start in run.record.starts for name in start.versions}
     return {
         name: ", then ".join(dict.fromkeys(start.versions.get(name, "none") for start in run.record.starts))

@@ -42,12 +42,12 @@ class Change:
 
 
 def shared_repeats(a: RunFrames, b: RunFrames, pair: Pair) -> list[int]:
-    """Those that are done in both runs."""
+    """The repeats that are finished in both runs."""
     return sorted({r for p, r in a.trials if p == pair.a.number} & {r for p, r in b.trials if p == pair.b.number})
 
 
 def compare_point(a: RunFrames, b: RunFrames, pair: Pair, slo: Slo, *, seed: int = 0) -> list[Change]:
-    """ExperimentError where no repeat is done on both sides, or paired requests are not the same."""
+    """The changes at one point. ExperimentError where no repeat is finished on both sides, or pairs do not match."""
     shared = shared_repeats(a, b, pair)
     if not shared:
         raise ExperimentError(f"{pair.label}: no repeat is done in both runs")
@@ -100,7 +100,7 @@ def _samples(one: TrialFrames, other: TrialFrames, values: Values, is_paired: bo
 
 
 def _numbered(values: pl.DataFrame, chosen: set[int]) -> Samples:
-    """Requests are numbered in their order, so that pairs have the same number."""
+    """Requests numbered in order, so that the two of a pair have the same number."""
     own = values.filter(pl.col("request_index").is_in(sorted(chosen)))
     numbers = np.searchsorted(np.array(sorted(chosen), np.int64), own["request_index"].to_numpy())
     return Samples(own["value"].to_numpy(), numbers, len(chosen))

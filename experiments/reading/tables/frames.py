@@ -16,7 +16,7 @@ from moonshard.serving.observe.rows.schema import VERSION as TRACE_VERSION
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TrialFrames:
-    """One trial that is done. `tokens` is None where the run kept none."""
+    """The files of one finished trial. `tokens` is None where the run kept none."""
 
     record: TrialRecord
     requests: pl.DataFrame
@@ -29,7 +29,7 @@ class TrialFrames:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RunFrames:
-    """A run, and those of its trials that are done, by point and repeat."""
+    """A run with its finished trials, by point and repeat."""
 
     path: Path
     record: RunRecord
@@ -37,24 +37,24 @@ class RunFrames:
 
     @property
     def whats_missing(self) -> str | None:
-        """In words; None: every trial is done."""
+        """What is not finished, in words; None where every trial is."""
         num_trials, num_done = len(self.record.trials), len(self.trials)
         return None if num_done == num_trials else f"incomplete: {num_done} of {num_trials} trials are done"
 
     def of_point(self, number: int) -> list[TrialFrames]:
-        """In the order of repeats."""
+        """The point's trials in the order of repeats."""
         return [trial for (point, _), trial in sorted(self.trials.items()) if point == number]
 
 
 def load_run(path: Path) -> RunFrames:
-    """ExperimentError for a folder that has no run, or one that cannot be read."""
+    """Reads a run. ExperimentError for a folder that has none, or one that cannot be read."""
     record = read_run(path)
     done = [trial for trial in record.trials if (path / trial.name).is_dir()]
     return RunFrames(path, record, {(trial.point, trial.repeat): load_trial(path / trial.name) for trial in done})
 
 
 def load_trial(folder: Path) -> TrialFrames:
-    """With `ttft_ms`, `tpot_ms`, `max_itl_ms`, `e2e_ms` and `late_ms` beside the columns of the file."""
+    """Reads a trial, adding `ttft_ms`, `tpot_ms`, `max_itl_ms`, `e2e_ms` and `late_ms` to the file's columns."""
     try:
         record = msgspec.json.decode((folder / "trial.json").read_bytes(), type=TrialRecord)
         requests = pl.read_parquet(folder / "requests.parquet")

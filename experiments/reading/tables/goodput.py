@@ -12,7 +12,7 @@ from moonshard.experiments.common.slo import Slo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latency:
-    """Of one request. Without a TTFT it failed; without TPOT and gaps it had one token."""
+    """The latencies of one request. No TTFT: it failed. No TPOT and gaps: it had one token."""
 
     ttft_ms: float | None
     tpot_ms: float | None = None
@@ -21,14 +21,14 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offered:
-    """A rate that was offered, and the share of its requests that met all objectives."""
+    """An offered rate, and the share of its requests that met all objectives."""
 
     rate_per_s: float
     attained: float
 
 
 def meets(slo: Slo, request: Latency) -> bool:
-    """A failed request never does."""
+    """Whether a request meets all objectives; a failed one never does."""
     if request.ttft_ms is None:
         return False
     pairs = ((request.ttft_ms, slo.ttft_ms), (request.tpot_ms, slo.tpot_ms), (request.max_itl_ms, slo.max_itl_ms))
@@ -36,12 +36,12 @@ def meets(slo: Slo, request: Latency) -> bool:
 
 
 def attained(slo: Slo, requests: Sequence[Latency]) -> float:
-    """The share of all requests that were sent. ValueError for none."""
+    """The share of all sent requests that met them. ValueError for none."""
     if not requests:
         raise ValueError("no requests")
     return sum(meets(slo, request) for request in requests) / len(requests)
 
 
 def goodput(loads: Iterable[Offered], attainment: float) -> float | None:
-    """The highest rate whose requests attain it; None: none of the rates that were measured does."""
+    """The highest measured rate at which enough requests meet them; None where there is no such rate."""
     return max((load.rate_per_s for load in loads if load.attained >= attainment), default=None)

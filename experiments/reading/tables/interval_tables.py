@@ -52,7 +52,7 @@ def rate_table(tables: RunTables, rate: Rate) -> pl.DataFrame:
 
 
 def trial_rates(tables: RunTables, rate: Rate) -> pl.DataFrame:
-    """A row for each trial, with its `repeat`: the `value` that `rate_table` has the mean of."""
+    """A row for each trial, with its `repeat` and `value`; `rate_table` has the mean over repeats."""
     found = []
     for point in tables.points():
         of = rates(slo_of(point.run))[rate]
@@ -78,7 +78,7 @@ def median_table(
     column: str,
     interval: Callable[[Sequence[float]], Interval] = mean_interval,
 ) -> pl.DataFrame:
-    """Of any column of a run's frames: for each group the `interval` of its repeats' medians: their mean's."""
+    """Of any column of a run's frames: for each group, the `interval` over its repeats' medians."""
     medians = frame.drop_nulls(column).group_by(*by, "repeat", maintain_order=True).agg(pl.col(column).median())
     rows = []
     for key, own in medians.group_by(*by, maintain_order=True):
@@ -103,7 +103,7 @@ def _percentiles(
 
 
 def _samples(trial: TrialFrames, metric: Metric, where: pl.Expr | None) -> Samples:
-    """Requests are numbered in their order."""
+    """The samples of each repeat; requests are numbered in order."""
     chosen = trial.completed if where is None else trial.completed.filter(where)
     values = values_ms(trial, metric, where)
     owners = np.searchsorted(chosen["request_index"].sort().to_numpy(), values["request_index"].to_numpy())

@@ -41,7 +41,7 @@ class Pick:
     given: Flat
 
     def of(self, record: RunRecord) -> list[PointRecord]:
-        """ExperimentError for a key that no point has, and where no point is left."""
+        """The points that this pick means. ExperimentError for a key that no point has, or where none is left."""
         known = {key for point in record.points for key in point.settings}
         if unknown := [key for key in self.given if key not in known]:
             raise ExperimentError(*(f"{self.option} {unknown_key(key, sorted(known))}" for key in unknown))
@@ -53,7 +53,7 @@ class Pick:
 
 
 def choice(option: str, texts: Sequence[str]) -> Pick:
-    """Of `key=value` texts. ExperimentError for what is not of this form."""
+    """Reads texts of the form `key=value`. ExperimentError for any other form."""
     try:
         return Pick(option=option, given=overridden({}, texts))
     except ValueError as error:
@@ -61,7 +61,7 @@ def choice(option: str, texts: Sequence[str]) -> Pick:
 
 
 def matched(a: RunRecord, b: RunRecord, of_a: Pick, of_b: Pick, despite: Collection[str] = ()) -> list[Pair]:
-    """In the order of A's points; those that only one run has are left out.
+    """The pairs in the order of A's points; points that only one run has are left out.
 
     Raises:
         ExperimentError: no point is in both, two of one side are alike, a difference that nobody has declared, or a
@@ -117,7 +117,7 @@ def _differences(a: Flat, b: Flat, declared: Collection[str]) -> Iterator[str]:
 
 
 def _is_declared(key: str, declared: Collection[str]) -> bool:
-    """A table that is named stands for all that is in it."""
+    """Whether a difference was declared; naming a table declares every key in it."""
     return any(key == name or key.startswith(f"{name}.") for name in declared)
 
 
@@ -130,7 +130,7 @@ def _machine_differences(a: RunRecord, b: RunRecord, declared: Collection[str]) 
 
 
 def _pair(a: PointRecord, b: PointRecord, swept: Collection[str], *, may_pair: bool) -> Pair:
-    """The name says what both set, where both are the same point of a sweep.
+    """A pair, named by what both set where both are the same point of a sweep.
 
     Requests of a load that is told by a capacity come at another rate in each run.
     """
@@ -142,7 +142,7 @@ def _pair(a: PointRecord, b: PointRecord, swept: Collection[str], *, may_pair: b
 
 
 def models_differ(a: Mapping[str, object], b: Mapping[str, object], declared: Collection[str]) -> list[str]:
-    """What the servers told of their models: the same weights may lie at two places, and others at the same.
+    """How the models differ by what the servers reported; a path alone says nothing about the weights.
 
     A declared key of `server.model` stands for what it decides: the path for all of it, any other for its namesake.
     """

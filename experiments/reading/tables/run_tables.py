@@ -24,7 +24,7 @@ type Metric = Literal["ttft", "itl", "max_itl", "tpot", "e2e", "handoff_gap"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PointOf:
-    """A point of a run, and those of its repeats that are done."""
+    """A point of a run, and its finished repeats."""
 
     run: RunFrames
     record: PointRecord
@@ -46,14 +46,14 @@ class RunTables:
     steps: pl.DataFrame
 
     def points(self) -> Iterator[PointOf]:
-        """Those that have a repeat that is done, run by run."""
+        """The points that have a finished repeat, run by run."""
         for run in self.runs:
             for point in run.record.points:
                 if trials := run.of_point(point.number):
                     yield PointOf(run, point, trials)
 
     def tagged(self, frame: pl.DataFrame, point: PointOf) -> pl.DataFrame:
-        """With the columns in front that say of which run and point its rows are."""
+        """The frame with columns in front that say of which run and point its rows are."""
         return _tagged(frame, point, _dtypes(self.runs))
 
     def latencies(self, metric: Metric, where: pl.Expr | None = None) -> pl.DataFrame:
@@ -70,7 +70,7 @@ class RunTables:
 
 
 def load_runs(*paths: Path | str) -> RunTables:
-    """Of results/NAME/STAMP, at least one. From here on polars shows tables whole: see `whole_tables`.
+    """Reads runs (results/NAME/STAMP), at least one. From here on polars shows tables whole: see `whole_tables`.
 
     ExperimentError for a folder that has no run, or none with a trial done.
     """
@@ -112,7 +112,7 @@ def _frames(run: RunFrames, trial: TrialFrames) -> tuple[pl.DataFrame, pl.DataFr
 
 
 def _without_warmup(steps: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
-    """What was launched before the first request was sent; both were stamped by the same clock, or nothing is known."""
+    """Steps without those launched before the first request was sent. Both stamps must be of one clock."""
     if requests.is_empty():
         return steps.clear()
     is_before = (pl.col("clock") == requests["clock"][0]) & (pl.col("launched_ns") < requests["sent_ns"].min())
@@ -135,7 +135,7 @@ def _tagged(frame: pl.DataFrame, point: PointOf, dtypes: dict[str, pl.DataType])
 
 
 def _dtypes(runs: Sequence[RunFrames]) -> dict[str, pl.DataType]:
-    """Of each swept key, by all values that any point gives it; what is no number and no flag is shown as text."""
+    """The dtype of each swept key over all points; what is neither a number nor a flag becomes text."""
     points = [point for run in runs for point in run.record.points]
     keys = dict.fromkeys(key for point in points for key in point.swept)
     return {key: _dtype([point.swept[key] for point in points if key in point.swept]) for key in keys}

@@ -6,7 +6,7 @@ MAX_ROWS = 100  # a table of points has less, a frame of requests more
 
 
 def show_whole_tables() -> None:
-    """From here on, in this process: all columns, texts of up to 200 characters, and frames of up to MAX_ROWS rows."""
+    """From now on polars shows, in this process, all columns, texts to 200 characters, and up to MAX_ROWS rows."""
     pl.Config.set_tbl_rows(MAX_ROWS)
     pl.Config.set_tbl_cols(-1)
     pl.Config.set_tbl_width_chars(-1)

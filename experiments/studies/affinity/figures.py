@@ -31,7 +31,7 @@ class ArmFigures:
 
 
 def figures(arm: ArmName, rounds: Sequence[Round]) -> ArmFigures:
-    """Of the rounds of this arm; ValueError where there are none."""
+    """The figures of one arm over its rounds; ValueError where there are none."""
     own = [one for one in rounds if one.arm == arm]
     if not own:
         raise ValueError(f"no round of arm {arm}")

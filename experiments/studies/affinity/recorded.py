@@ -20,7 +20,7 @@ ARM_OF: Mapping[object, ArmName] = {"random": "random", "affinity": "header", "c
 
 
 def rounds_of(tables: RunTables) -> list[Round]:
-    """One for each trial. ExperimentError for a policy that is no arm, or a workload that cannot be made again."""
+    """A round for each trial. ExperimentError for a policy that is no arm, or a workload that cannot be rebuilt."""
     return [_round(tables, point, trial) for point in tables.points() for trial in point.trials]
 
 
@@ -62,7 +62,7 @@ def _turn(row: Mapping[str, Any], oracle_tokens: int) -> Turn:
 
 
 def _computed(served: pl.DataFrame, num_workers: int) -> dict[str, float]:
-    """Prompt tokens by prefill worker, those that were never chosen too."""
+    """Prompt tokens computed by each prefill worker, including those that were never chosen."""
     left = pl.col("prompt_tokens") - pl.col("cached_tokens")
     by_worker = served.drop_nulls("prefill_worker").group_by("prefill_worker").agg(left.sum().alias("tokens"))
     found = {str(worker): float(tokens) for worker, tokens in by_worker.iter_rows()}

@@ -24,7 +24,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """One arm, once: its turns in the order in which they were sent, and what each prefill worker computed."""
+    """One round of one arm: its turns in the order of sending, and what each prefill worker computed."""
 
     arm: ArmName
     number: int

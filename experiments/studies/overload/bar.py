@@ -12,7 +12,7 @@ AT_LOAD = 3.0  # times the capacity
 
 
 def share_of_peak(rates: Mapping[float, Sequence[float]]) -> tuple[float, Interval]:
-    """The load with the highest mean, and what the highest load has of it, repeat by repeat.
+    """The load with the highest mean rate, and for each repeat the highest load's share of it.
 
     `rates` are good requests a second by load, each with the same repeats in the same order. ValueError for none.
     """
@@ -22,7 +22,7 @@ def share_of_peak(rates: Mapping[float, Sequence[float]]) -> tuple[float, Interv
 
 
 def verdict(arm: str, good: pl.DataFrame, load: str) -> str:
-    """Of an arm, whose trials are the rows of `good`: `repeat`, `value`, and the load in the column of that name.
+    """The verdict on one arm. The rows of `good` are trials: `repeat`, `value`, and the load in the named column.
 
     Repeats that lack a load, as the last one of a run that was broken off, are left out.
     """

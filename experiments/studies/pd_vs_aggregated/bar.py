@@ -11,7 +11,7 @@ MIN_TIMES_BETTER = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """One rate, and the baseline's best arm there."""
+    """One rate, and the baseline's best arm at it."""
 
     rate_per_s: float
     baseline: str
@@ -20,7 +20,7 @@ class Load:
 
 
 def verdict(loads: Sequence[Load], attainment: float) -> str:
-    """Judged at the lowest load where the baseline's SLO is lost; where it never is, that is the answer."""
+    """The verdict at the lowest load where the baseline loses its SLO; where it never does, that is the answer."""
     lost = [load for load in loads if load.attained < attainment]
     if not lost:
         highest = max(loads, key=lambda load: load.rate_per_s)

@@ -29,23 +29,23 @@ class Reckoned:
 
     @property
     def cycle_ms(self) -> float:
-        """A gap that has a chunk in it."""
+        """The length of a gap that has a chunk in it."""
         return self.prefill_ms / self.num_chunks + self.decode_ms
 
     def share_of_gaps(self, rate_per_s: float) -> float:
-        """Of all gaps, those with a chunk in them, at so many requests a second."""
+        """The share of gaps that have a chunk in them, at that many requests a second."""
         busy = min(1.0, rate_per_s * self._busy_s)
         with_chunk, without = busy / self.cycle_ms, (1 - busy) / self.decode_ms
         return with_chunk / (with_chunk + without)
 
     def rate_seen(self, share: float = SEEN_FROM) -> float:
-        """Requests a second from which on so many gaps have a chunk in them."""
+        """The requests a second from which on this share of gaps has a chunk in it."""
         odds = share / (1 - share) * self.cycle_ms / self.decode_ms
         return odds / (1 + odds) / self._busy_s
 
     @property
     def rate_full(self) -> float:
-        """Requests a second at which one device that only prefills has no time left."""
+        """The requests a second at which a device that only prefills is fully busy."""
         return 1e3 / (LONG_SHARE * self.prefill_ms)
 
     @property

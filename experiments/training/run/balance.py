@@ -73,26 +73,26 @@ def balance(folder: Path, draw: Callable[[int], Prompts], rates: Sequence[float]
 
 
 def prompt_loads(model: GreedyModel, prompts: Prompts) -> np.ndarray:
-    """Tokens of the prompts that each expert worked on, [layers with experts, experts]."""
+    """Tokens of the prompts that each expert handled, [layers with experts, experts]."""
     before = model.expert_loads.copy()
     model.generate(prompts, 1, ())
     return model.expert_loads - before
 
 
 def check_names(checkpoint: Checkpoint, num_layers: int) -> None:
-    """CheckpointError unless there are so many biases under the names that are written."""
+    """CheckpointError unless the folder's biases have the names and the number that are written."""
     if len(found := routers_of(checkpoint)) != num_layers:
         raise CheckpointError(f"{checkpoint.folder}: {len(found)} biases of routers, {num_layers} layers with experts")
 
 
 def routers_of(checkpoint: Checkpoint) -> list[str]:
-    """The names of the biases, in the order of their layers."""
+    """The names of the biases, by layer."""
     layers = {int(found[1]): name for name in checkpoint.names if (found := BIAS.fullmatch(name))}
     return [layers[layer] for layer in sorted(layers)]
 
 
 def write_bias(folder: Path, bias: np.ndarray) -> None:
-    """[layers with experts, experts], in the order of the layers."""
+    """Writes the biases [layers with experts, experts], by layer."""
     checkpoint = Checkpoint.open(folder)
     tensors = {name: checkpoint.tensor(name) for name in checkpoint.names}
     for name, row in zip(routers_of(checkpoint), bias, strict=True):
@@ -103,7 +103,7 @@ def write_bias(folder: Path, bias: np.ndarray) -> None:
 
 
 def training_prompts(text: Text, number: int) -> Prompts:
-    """Of a round: documents as long as the evaluation's, and conversations with tools."""
+    """The prompts of a round: documents as long as the evaluation's, and conversations with tools."""
     seed = FIRST_SEED + number
     tasks: list[Task] = []
     for length in LENGTHS:

@@ -47,7 +47,7 @@ RECENCY = 0.7  # logits per slow pair; the last of the matching heads prefers a 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Who has which features of the embedding [d], and which part of the second layer's latent."""
+    """Which features of the embedding [d] and of the second layer's latent each part of the circuit uses."""
 
     bag: int  # widths
     previous: int
@@ -99,7 +99,7 @@ def first_weights(model: LatentModel, seed: int, mesh: Mesh, alike: Sequence[tup
 
 
 def folder_weights(model: LatentModel, folder: Path, mesh: Mesh) -> Any:
-    """A folder's weights in float32, on every device. CheckpointError where they are not of that shape."""
+    """A folder's weights in float32, on every device. CheckpointError where they have another shape."""
     checkpoint, params = Checkpoint.open(folder), model.declare()
     check_shapes(params, checkpoint)
     return jax.device_put(load(params, checkpoint, "float32", mesh), replicated(mesh))
@@ -170,7 +170,7 @@ def _look_back(model: LatentModel, room: _Room, layer: Any, seen: np.ndarray) ->
 def _match(
     model: LatentModel, room: _Room, layer: Any, seen: np.ndarray, said: np.ndarray, random: np.random.Generator
 ) -> None:
-    """Heads of the second layer attend to tokens before which stood what stands here, and write those tokens."""
+    """Heads of the second layer find earlier tokens before which stood what stands here, and write those tokens."""
     rank, nope, bag = model.config.kv_lora_rank, model.config.qk_nope_head_dim, room.bag
     previous, value = slice(bag, bag + room.previous), slice(bag + room.previous, bag + room.previous + room.said)
     layer.kv_a[0, : value.start] = 0.0

@@ -55,7 +55,7 @@ class Checkpoints:
             raise RunFailed(f"{self._folder}: {_cause(error)}") from error
 
     def newest(self) -> int | None:
-        """The last step of which everything was written."""
+        """The last step whose checkpoint is complete."""
         return self._manager.latest_step()
 
     def has(self, step: int) -> bool:
@@ -84,7 +84,7 @@ class Checkpoints:
         return {name: _from_paths(part, found[name]) for name, part in like.items()}
 
     def restore_newest(self, like: Parts, say: Callable[[str], None]) -> dict[str, Any] | None:
-        """As `restore`, of the last step that can be read; None where nothing was saved.
+        """As `restore`, from the last readable step; None where nothing was saved.
 
         Later ones are told of and removed: the run comes to those steps again, and what is there is not written anew.
 
@@ -112,12 +112,12 @@ class Checkpoints:
             raise RunFailed(f"{self._folder}: {_cause(error)}") from error
 
     def _check_room(self, num_bytes: int) -> None:
-        """OSError where that much will not fit. Asked before, since orbax tells of a full disk at great length."""
+        """OSError where that much will not fit. Checked first, since orbax reports a full disk at great length."""
         if shutil.disk_usage(self._folder).free < num_bytes + SPARE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _remove_partial(self) -> None:
-        """Gives back the room that an unfinished checkpoint takes.
+        """Removes an unfinished checkpoint, to free its space.
 
         Orbax gives up at the first file that fails, while its threads still write others into the folder, which then
         cannot be removed or comes back. What is left after a while goes when the next run starts.
@@ -145,7 +145,7 @@ def _from_paths(like: Any, found: Mapping[str, np.ndarray]) -> Any:
 
 
 def _cause(error: BaseException) -> str:
-    """In a line: the operating system's words where there are any, else the first of the library's."""
+    """The cause in one line: the operating system's words where there are any, else the library's first."""
     text = str(error)
     known = [message for message in map(os.strerror, FULL) if message in text]
     return known[0] if known else (text.splitlines() or [type(error).__name__])[0]

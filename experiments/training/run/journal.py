@@ -36,7 +36,7 @@ class RunJournal:
 
 
 def tell(folder: Path, recipe: Recipe, shape: Mapping[str, Any]) -> None:
-    """Notes what the run is told, or compares with what it was told before.
+    """Records the run's settings, or compares them with those recorded before.
 
     RunFailed if that was something else, or cannot be read or written.
     """
@@ -57,7 +57,7 @@ def tell(folder: Path, recipe: Recipe, shape: Mapping[str, Any]) -> None:
 
 
 def read_shape(folder: Path) -> dict[str, Any]:
-    """The model's config.json, as the run was told it. RunFailed where no run is, or its file is damaged."""
+    """The model's config.json as recorded for the run. RunFailed where there is no run, or its file is damaged."""
     return _read_told(folder / TOLD)[SHAPE]
 
 
@@ -70,7 +70,7 @@ def read_averaged(folder: Path) -> tuple[int, ...]:
 
 
 def _read_told(path: Path) -> dict[str, dict[str, Any]]:
-    """By part. RunFailed unless it can be read and both parts are there."""
+    """The recorded settings, by part. RunFailed unless both parts can be read."""
     try:
         told = json.loads(path.read_text())
     except OSError as error:

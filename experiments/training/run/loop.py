@@ -36,7 +36,7 @@ WEIGHTS = "weights"  # in a checkpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rhythm:
-    """How often a run does what is not training."""
+    """How often a run prints, measures and saves."""
 
     steps_per_line: int = 20
     steps_per_measurement: int = 250
@@ -95,7 +95,7 @@ def train(
 
 @dataclass(kw_only=True, slots=True)
 class _Duties:
-    """What is due after a step, besides the next one."""
+    """What has to be done after a step: lines, measurements, checkpoints."""
 
     recipe: Recipe
     rhythm: Rhythm
@@ -108,7 +108,7 @@ class _Duties:
     saved_s: float = field(default_factory=time.monotonic)
 
     def after(self, step: int, state: TrainState, taken: Taken, *, is_end: bool) -> None:
-        """A line, a measurement, a checkpoint, as far as they are due; a run that ends has a line and a checkpoint."""
+        """Does what is due after a step; a run that ends writes a line and a checkpoint."""
         self.since_line.append(taken)
         if step % self.rhythm.steps_per_line == 0 or is_end:
             self._tell(step)
@@ -142,7 +142,7 @@ def _resume(state: TrainState, checkpoints: Checkpoints, mesh: Mesh, say: Callab
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
-    """Weights apart, so that they can be taken out alone."""
+    """The state with its weights separate, so that they can be read alone."""
     return {WEIGHTS: state.weights, "progress": {"optimiser": state.optimiser, "step": state.step}}
 
 
@@ -150,7 +150,7 @@ def _parts(state: TrainState) -> dict[str, Any]:
 def _steps(
     recipe: Recipe, model: LatentModel, lessons: Lessons, mesh: Mesh, state: TrainState
 ) -> Generator[Iterator[tuple[int, TrainState, Taken]]]:
-    """The steps that are left, each taken when it is asked for: how many are done, the state, what it took.
+    """The steps that are left, each run when it is asked for: how many are done, the state, how the step went.
 
     A state is taken over by the next step.
     """

@@ -39,7 +39,7 @@ MATRICES = {
 
 
 def matrices(params: Any) -> Any:
-    """Which axes of each leaf make a matrix; None: none do (norms), or it is a table or a gate, left to AdamW."""
+    """Which axes of each leaf make a matrix; None where AdamW updates it: norms, tables and gates."""
 
     def dimensions(path: tuple[Any, ...], _: Param) -> MuonDimensionNumbers | None:
         return MATRICES.get(path[-1].name)
@@ -80,7 +80,7 @@ def _adamw(recipe: Recipe, params: Any) -> optax.GradientTransformation:
 
 
 def _named(params: Any, names: Container[str]) -> Any:
-    """True for each leaf that has one of the names."""
+    """A tree that is True for each leaf with one of these names."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name in names, params, is_leaf=is_param)
 
 
@@ -116,7 +116,7 @@ class _Cycle(NamedTuple):
     least_balance: float
 
     def remaining(self, step: Any) -> jax.Array:
-        """1, and over the last steps linearly to 0."""
+        """1, falling linearly to 0 over the last steps."""
         return jnp.clip((self.stop - step) / max(1.0, DECAY_SHARE * (self.stop - self.start)), 0.0, 1.0)
 
 

@@ -12,7 +12,7 @@ from moonshard.experiments.training.run.step import StepSums
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """A step that was taken: what it reported, and how long it took, with what of that was waiting for rows."""
+    """A step that was run: what it reported, how long it took, and how long it waited for rows."""
 
     report: StepSums  # on the host
     seconds: float
@@ -20,7 +20,7 @@ class Taken:
 
 
 def summarise(recipe: Recipe, step: int, taken: Sequence[Taken]) -> dict[str, float | int | str]:
-    """The record after `step` steps, of the last few of them."""
+    """The record after `step` steps, from the last few of them."""
     sums = [each.report.sums for each in taken]
     stage = recipe.stage_of(step - 1)
     num_tokens = recipe.tokens_until(step) - recipe.tokens_until(step - len(taken))
@@ -41,7 +41,7 @@ def summarise(recipe: Recipe, step: int, taken: Sequence[Taken]) -> dict[str, fl
 
 
 def worst_load(loads: np.ndarray) -> float:
-    """Of the layer where it is worst, the busiest expert's load over the mean; 0 without experts or tokens."""
+    """In the least even layer, the busiest expert's load over the mean; 0 without experts or tokens."""
     means = loads.mean(axis=1)
     return float((loads.max(axis=1) / np.maximum(means, 1.0)).max()) if len(means) else 0.0
 
@@ -67,7 +67,7 @@ def accuracy_records(step: int, found: Mapping[str, Accuracy]) -> list[dict[str,
 
 
 def accuracy_line(step: int, found: Mapping[str, Accuracy]) -> str:
-    """Shares of answers wholly right, and of tokens."""
+    """Shares of answers that are wholly right, and of tokens."""
     return f"step {step:6d}  held out: " + ", ".join(
         f"{skill} {each.answers:.3f} ({each.tokens:.3f})" for skill, each in found.items()
     )

@@ -17,12 +17,12 @@ ANSWER_WEIGHT = 1.0  # of tokens that the assistant says, unless a stage weighs 
 
 
 class RunFailed(Exception):
-    """A run that cannot go on; the message is for the person who started it."""
+    """Raised for a run that cannot go on; the message is for the person who started it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStage:
-    """Part of a recipe: so many steps of so many rows of so many tokens."""
+    """A part of a recipe: a number of steps, of rows per step, and of tokens per row."""
 
     name: str
     num_tokens: int
@@ -35,7 +35,7 @@ class TrainingStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restart:
-    """From this step on the schedule begins anew: warm-up, constant rate, decay. Source: SGDR (arXiv 1608.03983)."""
+    """At this step the schedule begins again: warm-up, constant rate, decay. Source: SGDR (arXiv 1608.03983)."""
 
     step: int
     rate: float  # of the recipe's rates
@@ -57,11 +57,11 @@ class Lessons(Protocol):
     def rows(self, stage: TrainingStage, step: int) -> Rows: ...
 
     def alike(self) -> Sequence[tuple[int, int]]:
-        """Tokens that say the same, in pairs; see `beginning`."""
+        """Pairs of tokens that mean the same; see `beginning`."""
         ...
 
     def held_out(self) -> Mapping[str, Rows]:
-        """Rows to measure on, by skill; the same ones each time."""
+        """The rows to measure on, by skill; the same ones each time."""
         ...
 
 

@@ -34,7 +34,7 @@ EVERYWHERE = PartitionSpec()
 
 @pytree
 class Lesson:
-    """`Rows` on the devices."""
+    """`Rows`, on the devices."""
 
     tokens: Int[Array, "n t1"]
     weights: Float[Array, "n t"]
@@ -43,7 +43,7 @@ class Lesson:
 
 @pytree
 class TrainState:
-    """What a checkpoint holds. The router's bias is among the weights."""
+    """All that a checkpoint holds. The router's bias is among the weights."""
 
     weights: Weights
     optimiser: Any
@@ -52,7 +52,7 @@ class TrainState:
 
 @pytree
 class Sums:
-    """What a step saw, over all its rows."""
+    """What one step saw, summed over all its rows."""
 
     loss: Float[Array, ""]  # weighted
     weight: Float[Array, ""]
@@ -82,7 +82,7 @@ def first_state(recipe: Recipe, model: LatentModel, mesh: Mesh, alike: Sequence[
 
 
 def place(rows: Rows, mesh: Mesh) -> Lesson:
-    """As many rows on each device: where they do not divide evenly, rows of padding follow, which teach nothing."""
+    """The rows, equally many on each device; rows of padding, which teach nothing, fill up the rest."""
     share = NamedSharding(mesh, PER_DEVICE)
     num_missing = -len(rows.tokens) % mesh.shape["data"]
     tokens, weights, positions = (
@@ -95,7 +95,7 @@ def place(rows: Rows, mesh: Mesh) -> Lesson:
 def build_step(
     recipe: Recipe, model: LatentModel, mesh: Mesh
 ) -> Callable[[TrainState, Lesson], tuple[TrainState, StepSums]]:
-    """The step as a program; it takes over the state it is given."""
+    """One step as a jitted program, to which the state is donated."""
     optimiser, rate, speed = build_optimiser(recipe, model), learning_rate(recipe), balance_speed(recipe)
     differentiate = jax.value_and_grad(functools.partial(_loss, recipe, model), has_aux=True)
 
@@ -122,7 +122,7 @@ def build_step(
 
 
 def build_predict(recipe: Recipe, model: LatentModel, mesh: Mesh) -> Callable[[Weights, Rows], np.ndarray]:
-    """The likeliest next token everywhere, given the true ones before it: [n, t] int32, on the host."""
+    """A program for the likeliest next token everywhere, given the true ones before it: [n, t] int32, on the host."""
 
     def on_each_device(weights: Weights, lesson: Lesson) -> Int[Array, "n t"]:
         logits, _ = _logits(recipe, model, weights, lesson)
@@ -188,7 +188,7 @@ def _loads(model: LatentModel, seen: Observations | None, is_real: Array) -> Flo
 
 
 def _balance(before: Weights, after: Weights, loads: Float[Array, "l e"], speed: Array) -> Weights:
-    """The update, with the bias of experts that got too few tokens raised, and lowered where they got too many."""
+    """The update, with the bias of underused experts raised and that of overused ones lowered."""
     if before.sparse is None or before.sparse.router is None or after.sparse is None or after.sparse.router is None:
         return after
     bias = before.sparse.router.bias + speed * jnp.sign(loads.mean(axis=1, keepdims=True) - loads)

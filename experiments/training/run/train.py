@@ -21,7 +21,7 @@ from moonshard.experiments.training.texts.lessons import PocketLessons
 
 
 class StopSignal:
-    """SIGINT and SIGTERM, noted. A second one kills, as it would have without this."""
+    """Notes SIGINT and SIGTERM. A second signal kills, as it would without this."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -36,7 +36,7 @@ class StopSignal:
 
 
 def read_options(arguments: Sequence[str]) -> tuple[Recipe, Path]:
-    """The recipe, with what the command line changes of it, and the run's folder."""
+    """The recipe as the command line changes it, and the run's folder."""
     parser = argparse.ArgumentParser(prog="python -m moonshard.experiments.training.run.train", description=__doc__)
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="cpu")
     parser.add_argument("--out", type=Path, default=RUN_FOLDER, metavar="DIR", help="default: %(default)s")
@@ -50,7 +50,7 @@ def read_options(arguments: Sequence[str]) -> tuple[Recipe, Path]:
 
 
 def run(training: Callable[[StopSignal], int]) -> int:
-    """Runs it under the signals that stop it. Returns the exit code."""
+    """Trains until the end or a signal. Returns the exit code."""
     stop = StopSignal()
     stop.listen()
     try:

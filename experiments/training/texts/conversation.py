@@ -92,7 +92,7 @@ def is_of(split: str, *content: object) -> bool:
 
 
 def part_of[Item](split: str, items: Sequence[Item], *context: object) -> list[Item]:
-    """Those of the items that belong to the split in this context: of two and more, each split has some."""
+    """The items that belong to the split in this context; of two or more, each split gets some."""
     ranked = sorted(items, key=lambda item: _hash(*context, item))
     num_held_out = max(1, len(items) // HELD_OUT_SHARE)
     return ranked[:num_held_out] if split == HELD_OUT else ranked[num_held_out:]

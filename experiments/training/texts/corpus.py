@@ -52,7 +52,7 @@ POCKET = Path(__file__).resolve().parents[3] / "models" / "pocket"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """What turns conversations into tokens."""
+    """A tokenizer and a template, which turn conversations into tokens."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -129,7 +129,7 @@ def lesson(
 
 
 def spoken(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Which tokens the assistant says: what follows its <|im_middle|>, up to and with <|im_end|>."""
+    """Which tokens the assistant says: those after its <|im_middle|>, up to and including <|im_end|>."""
     specials = tokenizer.special_tokens
     start, middle, end = specials["<|im_assistant|>"], specials["<|im_middle|>"], specials["<|im_end|>"]
     found = np.zeros(len(ids), bool)
@@ -146,7 +146,7 @@ def spoken(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def called(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Which tokens are a call's: between <|tool_call_begin|> and <|tool_call_end|>, that one included."""
+    """Which tokens belong to a call: between <|tool_call_begin|> and <|tool_call_end|>, the latter included."""
     begins = ids == tokenizer.special_tokens["<|tool_call_begin|>"]
     ends = ids == tokenizer.special_tokens["<|tool_call_end|>"]
     depth = np.cumsum(begins) - np.cumsum(ends)

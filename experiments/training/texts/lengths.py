@@ -16,7 +16,7 @@ def tokens_of(text: str) -> int:
 
 
 def opening_tokens(system: str | None, tools: Sequence[Tool]) -> int:
-    """What stands before the first question."""
+    """Tokens before the first question."""
     declared = int(len(json.dumps(tools)) / JSON_CHARS_PER_TOKEN) + MESSAGE_TOKENS if tools else 0
     return declared + (0 if system is None else tokens_of(system))
 

@@ -24,7 +24,7 @@ class PocketLessons:
         return batch(TRAIN, self._seed, step, stage, self._text)
 
     def alike(self) -> Sequence[tuple[int, int]]:
-        """A word behind a space, and the same word without."""
+        """Pairs of a word behind a space and the same word without one."""
         ids = {self._text.tokenizer.decode([token]): token for token in range(NUM_RANKS)}
         return [(token, ids[text[1:]]) for text, token in ids.items() if text.startswith(" ") and text[1:] in ids]
 
@@ -36,7 +36,7 @@ class PocketLessons:
         return {skill: self._rows_of(skill) for skill in SKILLS}
 
     def _rows_of(self, skill: str) -> Rows:
-        """Positions without gaps, as they are when the model serves."""
+        """Rows with positions without gaps, as when the model serves."""
         generator, positions = SKILLS[skill].generator, np.arange(NUM_HELD_OUT_TOKENS, dtype=np.int32)
         drawn = [random_of(HELD_OUT, self._seed, "measure", skill, row) for row in range(NUM_HELD_OUT_ROWS)]
         made = [generator(random, HELD_OUT, NUM_HELD_OUT_TOKENS) for random in drawn]

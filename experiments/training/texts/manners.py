@@ -39,7 +39,7 @@ RULES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manner:
-    """`PLAIN` draws nothing, so that what was generated without manners stays as it was."""
+    """How one client spells things. `PLAIN` draws no random numbers, so texts made without manners stay the same."""
 
     separators: Separators = SPACED
     indent: int | None = None  # as in json.dumps; the separators are then its own
@@ -57,7 +57,7 @@ class Manner:
     rules: tuple[str, ...] = ()  # an agent's system prompt
 
     def found(self, random: Random, result: Mapping[str, Value]) -> dict[str, Any]:
-        """The values as they are told, in the result and in the answer."""
+        """The values as they appear in the result and in the answer."""
         return {name: self._told(random, name, value) for name, value in result.items()}
 
     def written(self, random: Random, result: Mapping[str, Any], arguments: Mapping[str, object]) -> str:
@@ -83,7 +83,7 @@ class Manner:
         return self._dumped({"error": error})
 
     def declared(self, random: Random, tool: Tool) -> Tool:
-        """A declaration that means the same."""
+        """A declaration with the same meaning, spelt in this manner."""
         if self == PLAIN:
             return tool
         function: dict[str, Any] = dict(tool["function"])
@@ -115,7 +115,7 @@ PLAIN = Manner()
 
 
 def manner(random: Random) -> Manner:
-    """Of one client: most are compact."""
+    """Draws one client's manner; most write JSON compactly."""
     is_wrapped = random.random() < 0.3
     return Manner(
         separators=COMPACT if random.random() < 0.7 else SPACED,
@@ -136,7 +136,7 @@ def manner(random: Random) -> Manner:
 
 
 def _rules(random: Random) -> tuple[str, ...]:
-    """The first says what it is, the others come in any order."""
+    """The agent's rules: what it is first, the others in any order."""
     others = random.sample(RULES[1:], random.randint(2, 6))
     about = (f"Today is {tool_words.day(random)}.", f"The user is called {random.choice(words.FIRST_NAMES)}.")
     return (RULES[0], *others, *random.sample(about, random.randint(0, 2)))

@@ -33,7 +33,7 @@ def mix(before: Path, after: Path, share: float) -> None:
 
 
 def _mean(old: np.ndarray, new: np.ndarray, share: float) -> np.ndarray:
-    """In float32, in the second's type."""
+    """The mean, computed in float32, in the second one's type."""
     mean = share * old.astype(np.float32) + (1 - share) * new.astype(np.float32)
     return mean.astype(new.dtype)
 

@@ -23,7 +23,7 @@ from moonshard.experiments.training.texts.tools.tool_requests import unserved
 
 @dataclass(slots=True)
 class _Told:
-    """What the user has said of themself, by label."""
+    """What the user has said about themself, by label."""
 
     facts: dict[str, object] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ def exchange(random: Random, split: str) -> Exchange:
 
 
 def outside_exchange(random: Random, split: str) -> Exchange:
-    """A question about the world, to which the answer is that it does not know."""
+    """A question about the world, which the model answers by saying that it does not know."""
     question = outside(random)
     while not is_of(split, question):
         question = outside(random)

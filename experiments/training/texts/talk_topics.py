@@ -29,12 +29,12 @@ class UserFact:
 
 
 def _about(answer: str, *phrasings: str) -> Topic:
-    """A question, with every opener."""
+    """A topic whose phrasings stand behind every opener."""
     return Topic(answer=answer, phrasings=tuple(_opened(opener, one) for opener in OPENERS for one in phrasings))
 
 
 def _opened(opener: str, phrasing: str) -> str:
-    """After a comma or a colon the phrasing goes on in lower case."""
+    """A phrasing behind an opener; after a comma or a colon it begins in lower case."""
     return opener + (phrasing[0].lower() + phrasing[1:] if opener.endswith((", ", ": ")) else phrasing)
 
 

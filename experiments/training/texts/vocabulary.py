@@ -24,7 +24,7 @@ TITLE_WORDS = (words.COLOURS, words.ANIMALS, words.MATERIALS, words.ITEMS)
 
 
 def special_names() -> list[str]:
-    """In the order of their ids, the first of which is NUM_RANKS."""
+    """The special tokens in the order of their ids, the first of which is NUM_RANKS."""
     named = {offset % NUM_SPECIALS: name for offset, name in KIMI_NAMES.items()}
     return [named.get(offset, f"<|reserved_token_{NUM_RANKS + offset}|>") for offset in range(NUM_SPECIALS)]
 

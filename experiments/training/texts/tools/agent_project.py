@@ -40,7 +40,7 @@ TASK_FORMS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A line of a file, what it is about, and the answer to a question about it."""
+    """A line of a file, its topic, and the answer to a question about it."""
 
     line: str
     about: str
@@ -165,7 +165,7 @@ def new_path(random: Random, split: str, kind: FileKind) -> str:
 
 
 def file(random: Random, split: str, path: str, kind: FileKind, num_entries: int) -> File:
-    """What each line is about differs within the file."""
+    """A file in which each line has another topic."""
     entries: dict[str, Entry] = {}
     for _ in range(num_entries):
         entry = kind.entry(random, split, path)

@@ -45,7 +45,7 @@ SHORT_TOKENS = 400  # in shorter sessions there is no room for all the declarati
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _AgentTool:
-    """A tool under the names that one session gives it."""
+    """A tool, under the names that one session gives it."""
 
     name: str
     description: str
@@ -63,7 +63,7 @@ class _AgentTool:
 
 @dataclass(slots=True)
 class _AgentSession:
-    """The project, and how much of it stands in the context."""
+    """The project, and how much of it the conversation has shown."""
 
     random: Random
     split: str
@@ -78,7 +78,7 @@ class _AgentSession:
         return [file.path for file in [*self.read, *self.unread]]
 
     def round(self, purpose: str, result: str, *values: str) -> CallRound:
-        """One call by the declared names."""
+        """One call, by the declared names."""
         tool = self.tools[purpose]
         arguments = dict(zip(tool.parameter_names, values, strict=True))
         return CallRound(calls=(Call(name=tool.name, arguments=arguments),), results=(result,))
@@ -102,7 +102,7 @@ def _ask(random: Random, file: File, about: str) -> str:
 
 
 def _fact(session: _AgentSession, file: File) -> tuple[str, str]:
-    """A question about the file and its answer; now and then about what does not stand there."""
+    """A question about the file, and its answer; sometimes about something that the file does not have."""
     random = session.random
     if random.random() < 0.1:
         about = _absent(session, file).about
@@ -152,7 +152,7 @@ def _missing(session: _AgentSession) -> Exchange:
 
 
 def _listing(session: _AgentSession) -> Exchange:
-    """Listed once; asked again, the answer stands in the context."""
+    """Lists a folder once; asked again, the answer is taken from the conversation."""
     random = session.random
     name = random.choice(session.paths).split("/")[0]
     inside = sorted(path for path in session.paths if path.startswith(f"{name}/"))
@@ -164,7 +164,7 @@ def _listing(session: _AgentSession) -> Exchange:
 
 
 def _tests(session: _AgentSession) -> Exchange:
-    """Always run anew."""
+    """Runs the tests, each time anew."""
     random = session.random
     name = random.choice(FOLDERS)
     question = about_folder(random, session.split, RUNS, name)

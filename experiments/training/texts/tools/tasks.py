@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where tasks come from: the same one gives the same tasks."""
+    """What tasks are made from: the same source gives the same tasks."""
 
     seed: int
     split: str = HELD_OUT
@@ -84,7 +84,7 @@ def client_tasks(seed: int, num: int, split: str = HELD_OUT) -> list[Task]:
 
 
 def talk_tasks(seed: int, num: int) -> list[Task]:
-    """The last question of small talk."""
+    """Questions of small talk, each the last of a conversation."""
     found: list[Task] = []
     for number in range(num):
         random = random_of(HELD_OUT, seed, "talk", number)
@@ -111,7 +111,7 @@ def num_prompt_tokens(text: Text, messages: Sequence[Message], tools: Sequence[T
 
 
 def prompt_tokens(text: Text, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-    """Rendered as a server does it, up to where the assistant begins to speak."""
+    """The prompt's tokens as a server renders them, up to where the assistant begins."""
     return text.template.encode_chat(text.tokenizer, messages, template_kwargs={"tools": list(tools) or None})
 
 
@@ -146,7 +146,7 @@ def _document_tasks(text: Text, source: Source, num_tokens: int, number: int) ->
     whole = _document(text, source, num_tokens, number)
 
     def longest(num_lines: int) -> int:
-        """Tokens of the longest prompt about so many lines."""
+        """Tokens of the longest prompt about that many lines."""
         messages = [task.messages for task in _questions(whole, source, num_tokens, number, num_lines, in_system)]
         return num_prompt_tokens(text, max(messages, key=lambda each: len(each[-1]["content"])))
 
@@ -172,7 +172,7 @@ def _document(text: Text, source: Source, num_tokens: int, number: int) -> Docum
 
 
 def _longer_than(num_tokens: int, text: Text, source: Source, place: tuple[object, ...]) -> Document | None:
-    """None where the kind has too few keys for that."""
+    """A document longer than `num_tokens`; None where the kind has too few keys for that."""
     size, num_lines = num_tokens, 0
     while True:
         found = document(source.random(*place), source.split, size)
@@ -186,7 +186,7 @@ def _longer_than(num_tokens: int, text: Text, source: Source, place: tuple[objec
 def _questions(
     whole: Document, source: Source, num_tokens: int, number: int, num_lines: int, in_system: bool
 ) -> list[Task]:
-    """Of the document's first `num_lines` lines."""
+    """Questions about the document's first `num_lines` lines."""
     random = source.random("questions", num_tokens, number)
     found = replace(whole, lines=whole.lines[:num_lines], facts=whole.facts[:num_lines])
     tasks = [_recall_task(random, found, depth, num_tokens, in_system) for depth in range(NUM_DEPTHS)]

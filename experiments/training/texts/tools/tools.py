@@ -45,7 +45,7 @@ class _Session:
     last_answer: str | None = None
 
     def new_values(self, purpose: Purpose) -> Values:
-        """Arguments that were not asked about yet; from now on they are."""
+        """Arguments that were not asked about yet, and that count as asked from now on."""
         used = self.used.setdefault(purpose.names[0], set())
         values = draw_values(self.random, self.split, purpose, used)
         used.add(values)
@@ -116,7 +116,7 @@ def _double(session: _Session) -> Exchange:
 
 
 def _without_call(session: _Session) -> Exchange:
-    """What needs no tool: small talk, a thing said before, or a request no tool serves."""
+    """A question that needs no tool: small talk, a repetition, or a request that no tool serves."""
     random, kind = session.random, session.random.random()
     if kind < 0.2 and session.last_answer is not None:
         return Exchange(question=random.choice(AGAIN), answer=session.last_answer)
@@ -154,7 +154,7 @@ def tool_conversation(random: Random, split: str, num_tokens: int) -> Conversati
 
 
 def client_conversation(random: Random, split: str, num_tokens: int) -> Conversation:
-    """The same in the manner of some client."""
+    """A tool conversation in the manner of some client."""
     return _conversation(random, split, num_tokens, manner(random))
 
 
