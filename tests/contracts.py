@@ -1,6 +1,6 @@
 """A contract for import-linter, which has none of the kind: these modules import nothing but what is listed.
 
-A list of what is forbidden grows with every library; this one only when the control plane learns something new.
+A list of forbidden modules would grow with every library; this one grows only when the control plane needs more.
 """
 
 import grimp

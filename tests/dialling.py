@@ -25,14 +25,14 @@ def port_of(address: str) -> int:
 
 
 async def open_link(channel: grpc.aio.Channel, address: str) -> grpc.aio.StreamStreamCall:
-    """Let in, and nothing said yet. `address` is the channel's."""
+    """A Link that was let in, on which nothing has been said yet. `address` is the channel's."""
     return await open_stream(channel, LINK, own_key().proofs, port_of(address), link_pb2.WorkerMessage.FromString)
 
 
 def inspect(
     address: str, credentials: grpc.ChannelCredentials | None = None, timeout_s: float = 10.0
 ) -> link_pb2.Inspection:
-    """RpcError where nobody answers."""
+    """The worker's state. RpcError where nobody answers."""
     is_plain = credentials is None
     with grpc.insecure_channel(address) if is_plain else grpc.secure_channel(address, credentials) as channel:
         port = port_of(address) if is_plain else 0

@@ -38,7 +38,7 @@ TRANSFER_BUCKETS = (1, 2, 4)
 
 
 def programs(name: str = "kimi_k2", worker: int = 0, shard: Shard = ALONE) -> Programs:
-    """Each prepared by its first launch; another `worker` has pages of its own."""
+    """Programs that are each prepared by their first launch; another `worker` gets pages of its own."""
     return _programs(name, worker, shard)
 
 
@@ -49,7 +49,7 @@ def _programs(name: str, worker: int, shard: Shard) -> Programs:
 
 
 def prepared(programs: Programs) -> Programs:
-    """All of it, as a worker that is ready has it."""
+    """Programs that are all compiled, as in a worker that is ready."""
     Preparation(programs, program_store(), Timings()).prepare((*programs.needed, *programs.others))
     return programs
 
@@ -175,7 +175,7 @@ def an_engine(
     num_slots: int = NUM_SLOTS,
     max_prefill_sequences: int = 8,
 ) -> Engine:
-    """On the running event loop; not started. As many microbatches as there are stages, as a worker has."""
+    """An engine on the running event loop, not started, with one microbatch per stage, as a worker has."""
     num_stages = len(executor.stages)
     config = SchedulerConfig(
         slots_per_partition=num_slots,
@@ -197,7 +197,7 @@ def an_engine(
 
 
 async def until_idle(engine: Engine) -> None:
-    """Raises what failed the engine."""
+    """Waits until the engine is idle. Raises what failed it."""
     idle = asyncio.ensure_future(engine.wait_idle())
     await asyncio.wait({idle, engine.failed}, return_when=asyncio.FIRST_COMPLETED)
     if engine.failed.done():

@@ -1,4 +1,4 @@
-"""Where a run of the tests spends its time: a pytest plugin that names it by phase, of the run and of slow tests.
+"""A pytest plugin that prints where a run of the tests spends its time, by phase and by slow test.
 
 Of every test: how long it took, what jax took of that to trace, lower and compile (or to load what was compiled), how
 much processor time the test's own process needed, that of compiling included, how much the processes that it started
@@ -32,7 +32,7 @@ COLUMNS = ("wall", "trace", "lower", "compile", "processor", "children", "waitin
 
 @dataclass
 class _Meter:
-    """What jax has taken in this process so far. jax is looked for, never imported: most tests do without."""
+    """What jax has taken in this process so far. jax is looked up, never imported: most tests do without it."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COMPILING.values(), 0.0))
     num_compiled: int = 0

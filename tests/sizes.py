@@ -1,7 +1,7 @@
 """The sizes that tests with programs have in common, so that what one compiles the others find.
 
-In this process (`engine_room`), in a pair of workers (`serving.pd_pair`), in clusters of real processes and in servers
-that the lab starts: a program is found again where its sizes are the same, whoever compiled it.
+They serve in this process (`engine_room`), in a pair of workers (`serving.pd.pd_pair`), in clusters of real processes
+and in servers that experiments start: a program is found again where its sizes are the same, whoever compiled it.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Each client in an environment of its own, made on first use and kept: what is pinned, and how it is installed.
 
-A pin names the client; what it brings along is resolved as it was on one day, which pins that too. For Node the lock
-file does both. Left out: clients that are no packages, such as promtool, for which a test looks itself.
+A pin names the client; its dependencies are resolved as they were on one day, which pins them too. For Node the lock
+file does both. Clients that are no packages, such as promtool, are looked up by the test that needs them.
 """
 
 import shutil

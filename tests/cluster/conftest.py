@@ -77,16 +77,16 @@ class Cluster:
         return inspect(self.workers[role, index], timeout_s=5)
 
     def is_as_it_began(self) -> bool:
-        """Nothing runs, waits or moves on any worker, and every block, slot and place in a slab is free."""
+        """Nothing runs, waits or moves on any worker, and every block, slot and slab cell is free."""
         return all(_is_unused(self.inspect(*worker)) for worker in self.workers)
 
     def pid(self, role: str, index: int = 0) -> int:
-        """Of the process that is this worker now. StopIteration where there is none."""
+        """The pid of this worker's present process. StopIteration where there is none."""
         port = int(self.workers[role, index].rpartition(":")[2])
         return next(pid for pid in self._children(role) if _listens(pid, port))
 
     def _children(self, command: str) -> list[int]:
-        """Of `serve`, those that run a command."""
+        """The child processes of `serve` that run a command."""
         children = subprocess.run(
             ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
             capture_output=True,
@@ -160,7 +160,7 @@ def metric(http: httpx.Client, name: str, **labels: str) -> float:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Polls: the condition lies in another process, which tells nobody."""
+    """Polls a condition of another process, which notifies nobody."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -171,7 +171,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 @contextmanager
 def running(**overrides: object) -> Iterator[Cluster]:
-    """A cluster that ends well after the block, however the block ends."""
+    """A cluster that is stopped after the block, however the block ends."""
     started = start_cluster(**overrides)
     try:
         yield started
@@ -193,7 +193,7 @@ def aggregated() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def one_p_two_d(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Fleet"]:
-    """Processes that tests end and start again, all but at once; each test leaves it whole and as it began."""
+    """Processes that tests kill and restart, all but at once. Each test leaves them complete and as they began."""
     from tests.cluster.faults import running_fleet  # which takes its sizes from here
 
     with running_fleet(tmp_path_factory.mktemp("fleet"), num_prefill=1, num_decode=2) as fleet:

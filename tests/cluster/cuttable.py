@@ -23,12 +23,12 @@ class Cuttable:
         self._open: set[asyncio.StreamWriter] = set()
 
     def cut(self) -> None:
-        """Break every connection, both ways; new ones are taken."""
+        """Breaks every connection in both directions; new ones are accepted."""
         asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result()
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Connections stay, and nothing passes."""
+        """Connections stay open, and nothing passes."""
         self._loop.call_soon_threadsafe(self._passes.clear)
         try:
             yield
@@ -43,7 +43,7 @@ class Cuttable:
         self._loop.call_soon_threadsafe(self._stopped.set)
 
     async def serve(self) -> None:
-        """Until `stop`; whatever is open then breaks."""
+        """Serves until `stop`; connections that are open then break."""
         self._loop, self._passes, self._stopped = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         self._passes.set()
         server = await asyncio.start_server(self._accept, HOST, self._port)

@@ -1,8 +1,8 @@
 """A deployment of real processes, each started by itself, that a test stops, kills, cuts off and starts again.
 
-Apart from the cluster of `conftest`, which is one `moonshard serve`: here every process has its pid, its address and
-its log, a worker that was killed stays away until the test wants it back, and the gateway can be told any address.
-Left out: what clients ask of it (`streams`).
+Unlike the cluster of `conftest`, which is one `moonshard serve`, every process here has its own pid, address and log, a
+killed worker stays away until the test starts it again, and the gateway can be told any address. What clients ask of it
+is in `streams`.
 """
 
 import os
@@ -54,7 +54,7 @@ SETTINGS: Mapping[str, object] = {
 
 @dataclass
 class Process:
-    """One process of moonshard. `role` is the command that runs it."""
+    """One moonshard process. `role` is the command that runs it."""
 
     name: str
     role: str
@@ -83,7 +83,7 @@ class Process:
         return self.log_path.read_text(errors="replace")
 
     def said(self, name: str) -> str:
-        """What the process said it listens at."""
+        """The address that the process printed."""
         found = re.search(rf"moonshard listening.*\b{name}=(\S+)", self.log())
         assert found, f"{self.name} does not listen:\n{self.log()}"
         return found.group(1)
@@ -93,7 +93,7 @@ class Process:
         return self.said("address")
 
     def wait_for(self, text: str) -> None:
-        """Until it is in the log; a process that ends before has failed."""
+        """Waits until the log contains it; fails if the process ends before."""
         is_said = wait_until(lambda: text in self.log() or not self.is_alive, READY_TIMEOUT_S)
         assert is_said, f"{self.name} does not say {text!r}:\n{self.log()}"
         assert text in self.log(), f"{self.name} ended:\n{self.log()}"
@@ -102,13 +102,13 @@ class Process:
         self.running.send_signal(number)
 
     def kill(self) -> None:
-        """As the machine would: at once, stopped or not."""
+        """Kills at once, whether it is stopped or not."""
         self.signal(signal.SIGKILL)
         self.exit_codes.append(self.running.wait(EXIT_TIMEOUT_S))
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stands still for as long as the block runs; it may be killed meanwhile."""
+        """Stops the process for as long as the block runs; it may be killed meanwhile."""
         self.signal(signal.SIGSTOP)
         state = Path(f"/proc/{self.running.pid}/stat")
         assert wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", 5)
@@ -118,12 +118,12 @@ class Process:
             self.signal(signal.SIGCONT)
 
     def terminate(self) -> int:
-        """Asked to end in order; its exit code."""
+        """Asks it to end in order; returns its exit code."""
         self.signal(signal.SIGTERM)
         return self.running.wait(EXIT_TIMEOUT_S)
 
     def restart(self) -> None:
-        """Where it was before; returns when it serves."""
+        """Starts it again at its address; returns when it serves."""
         if self.role != "gateway":
             self.settings[f"{self.role}.port"] = self.address.rpartition(":")[2]
         self.start()
@@ -156,7 +156,7 @@ class Fleet:
             return metric(http, name, **labels)
 
     def label_of(self, worker: Process) -> str:
-        """How the gateway's metrics of requests call a worker: by its place among `gateway.workers`."""
+        """The worker's label in the gateway's metrics of requests: its place among `gateway.workers`."""
         return str(list(self.workers.values()).index(worker))
 
     def restore(self) -> None:
@@ -170,12 +170,12 @@ class Fleet:
         return self.metric("moonshard_worker_up") == len(self.workers)
 
     def assert_as_it_began(self) -> None:
-        """Every pool, slab, slot and count of every worker that is there."""
+        """Every pool, slab, slot and count of every running worker is as it began."""
         wait_until(lambda: not self.remains(), AS_IT_BEGAN_WITHIN_S)
         assert not self.remains(), f"{self.remains()}\n{self.logs()}"
 
     def remains(self) -> dict[str, str]:
-        """What is still held, by worker."""
+        """What workers still hold, by worker."""
         alive = [worker for worker in self.workers.values() if worker.is_alive]
         held = {worker.name: what_is_held(inspect(worker.address, self.credentials)) for worker in alive}
         return {name: what for name, what in held.items() if what}
@@ -198,7 +198,7 @@ def unread_bytes(process: Process) -> int:
 
 
 def is_serving(address: str) -> bool:
-    """What health says of the process; one that does not answer is not."""
+    """Whether the process reports health "serving"; one that does not answer is not."""
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         check = stub.Check  # pyright: ignore[reportAttributeAccessIssue]  # typeshed leaves it out
@@ -209,7 +209,7 @@ def is_serving(address: str) -> bool:
 
 
 def what_is_held(inspection: link_pb2.Inspection) -> str:
-    """Empty when the worker is as it began, but for what it has counted."""
+    """What a worker still holds; empty when it is as it began, apart from counters."""
     held = [
         f"partition: {state}"
         for state in inspection.partitions
@@ -232,7 +232,7 @@ def running_fleet(
     through: Callable[[str], str] = lambda address: address,
     settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[Fleet]:
-    """All of it serves inside the block, and nothing of it is left after. `settings` go before `SETTINGS`.
+    """All processes serve inside the block, and are gone after it. `settings` go before `SETTINGS`.
 
     `through`: what the gateway is told instead of a worker's address.
     """
@@ -276,7 +276,7 @@ def _end(fleet: Fleet) -> None:
 
 
 class Lateness:
-    """How long the gateway takes to say that it is there, at worst, while the block runs: the noise of this machine.
+    """The longest delay of the gateway's health answer while the block runs: the noise of this machine.
 
     The control of every bound on how long something takes.
     """

@@ -39,7 +39,7 @@ class Ask:
 
 @dataclass
 class Heard:
-    """By one client, until its stream ended."""
+    """What one client heard until its stream ended."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Heard:
 
 
 def draw(rng: random.Random, number: int) -> Ask:
-    """Of any kind: short and long, greedy and sampled, over either front."""
+    """A random request of any kind: short or long, greedy or sampled, over either front."""
     return Ask(
         prompt=long_text(
             rng.choice([15, 17, 64, *(rng.randint(1, 1200) for _ in range(3))]), seed=rng.randrange(1 << 30)
@@ -75,7 +75,7 @@ class Listeners:
     """Clients, a thread each, who ask one request after another. Tells how many tokens all have heard so far."""
 
     def __init__(self, fleet: Fleet, asked: Sequence[Ask], num_clients: int | None = None):
-        """As many clients as requests, if nothing else is said."""
+        """As many clients as requests, unless told otherwise."""
         self.asked = tuple(asked)
         self.heard = [Heard() for _ in asked]
         self._fleet = fleet
@@ -161,14 +161,14 @@ def _lines(response, heard: Heard):
 
 
 def assert_right(ask: Ask, heard: Heard) -> bool:
-    """All tokens that were asked for, the reference's, and their logprobs. Says whether a near tie cut it short."""
+    """All tokens and logprobs are the reference's. Returns whether a near tie cut the comparison short."""
     assert not heard.failure, f"{heard.failure} after {len(heard.tokens)} of {ask.max_tokens} tokens"
     assert len(heard.tokens) == ask.max_tokens
     return assert_right_so_far(ask, heard)
 
 
 def assert_right_so_far(ask: Ask, heard: Heard) -> bool:
-    """The same of a stream that was cut off, whose error was typed."""
+    """The same for a stream that was cut off and ended with a typed error."""
     if not heard.tokens:
         return False
     if assert_drawn_from(reference(), ask.prompt, heard.tokens, ask.sampling):

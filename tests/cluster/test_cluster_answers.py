@@ -67,7 +67,7 @@ OVERRIDES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Side:
-    """Who answers, and the tokens of each of its replies, the end of the turn included, by those of the prompt."""
+    """Who answers, and the tokens of each of its replies (with the end of the turn), by the prompt's tokens."""
 
     answerer: Answerer
     tokens: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def pocket_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def there(pocket_cluster: Cluster) -> Iterator[Side]:
-    """The cluster over HTTP, asked for its tokens too."""
+    """The cluster over HTTP, asked to return its tokens too."""
     body_of, reply_of = served.body_of, served.reply_of
 
     def with_tokens(model: str, asked: Asked) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def there(pocket_cluster: Cluster) -> Iterator[Side]:
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Side]:
-    """The model in this process. Fails, and does not skip, where the embedded model has no weights."""
+    """The model in this process. It fails, and does not skip, where the embedded model has no weights."""
     side = Side(InProcess(POCKET, pocket_text(), "float32"))
     generate = GreedyModel.generate
 
@@ -146,7 +146,7 @@ def all_tasks() -> list[Task]:
 
 
 def same_answers(cluster: Cluster, here: Side, there: Side, tasks: list[Task]) -> list[InterviewOutcome]:
-    """What came through the cluster, after a look that it is what one process says, and that KV did move."""
+    """Checks that the cluster's answers are those of one process, and that KV did move; returns them."""
     num_landed = cluster.inspect("decode").load.kv_transfer.num_landed_blocks
     expected, found = (list(interview(side.answerer, tasks)) for side in (here, there))
     assert [outcome.error for outcome in (*expected, *found) if outcome.error] == []

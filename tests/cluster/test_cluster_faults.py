@@ -127,7 +127,7 @@ def test_what_does_not_fit_now_waits_and_then_gets_429_with_retry_after(one_slot
 
 
 def _refusal_over_grpc(cluster) -> float:
-    """After how many seconds its client should try again."""
+    """The refusal's delay: after how many seconds its client should try again."""
     with cluster.client() as client, pytest.raises(Overloaded) as caught:
         client.generate(long_text(100), max_tokens=5)
     return caught.value.retry_after_s or 0.0

@@ -52,7 +52,7 @@ def generate(cluster: Cluster, prompt: Sequence[int] | str, **options: Any) -> C
 
 
 def assert_same_logprobs(one: Completion, other: Completion) -> None:
-    """Of every choice, as far as the tokens before are the same."""
+    """The logprobs of every choice are the same, as far as the tokens before them are."""
     for mine, theirs in zip(one.choices, other.choices, strict=True):
         for at, (here, there) in enumerate(zip(mine.logprobs, theirs.logprobs, strict=True)):
             if mine.token_ids[:at] != theirs.token_ids[:at]:

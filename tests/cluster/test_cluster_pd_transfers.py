@@ -45,12 +45,12 @@ def test_nothing_compiles_on_either_worker_once_it_serves(cluster):
 
 
 def unknown(length: int, test: str) -> list[int]:
-    """A prompt that no other test asks: what a worker knows does not move."""
+    """A prompt that no other test asks: what a worker has cached is not transferred."""
     return long_text(length, seed=zlib.crc32(f"{test} {length}".encode()))
 
 
 def transfers(cluster: Cluster) -> dict[str, float]:
-    """What each side counted of the KV that moved."""
+    """What each side counted of the KV that was transferred."""
     sent = cluster.inspect("prefill").load.kv_transfer
     taken = cluster.inspect("decode").load.kv_transfer
     return {

@@ -69,7 +69,7 @@ def soak(cluster: Cluster, num_requests: int) -> None:
 
 
 def ask(cluster: Cluster, each: Asked) -> list[int]:
-    """The tokens that came until the client left, or all."""
+    """The tokens that arrived before the client left, or all of them."""
     options = {"temperature": each.sampling.temperature, "seed": each.sampling.seed, "top_p": 1.0}
     with (
         cluster.client() as client,

@@ -19,7 +19,7 @@ VOCAB_SIZE = 1000
 
 
 def auc(faster: list[float], slower: list[float]) -> float:
-    """How likely one of the first is less than one of the second: 0.5 where they cannot be told apart."""
+    """The probability that one of the first is less than one of the second: 0.5 where they cannot be told apart."""
     first, second = np.array(faster)[:, None], np.array(slower)[None, :]
     return float(((first < second) + 0.5 * (first == second)).mean())
 
@@ -47,7 +47,7 @@ def test_a_prompt_that_another_tenant_has_asked_is_as_slow_as_a_new_one_and_ones
 
 
 def _times(cluster: Cluster, one: str, other: str) -> tuple[list[float], list[float], list[float]]:
-    """Seconds to the first token: of what another tenant has asked, of what nobody has, of what one asked oneself."""
+    """Seconds to the first token of prompts asked before: by another tenant, by nobody, by oneself."""
     random = Random(0)
     shared: list[float] = []
     new: list[float] = []

@@ -36,7 +36,7 @@ def http_stream(cluster, prompt, **fields) -> list[dict]:
 
 @contextmanager
 def preempted(cluster) -> Iterator[None]:
-    """A request runs beside the block whose choices outgrow the pool, however the block's own overlap."""
+    """A request beside the block, whose choices outgrow the pool however they overlap with the block's."""
     sampling, prompt, before = Sampling(temperature=1.0, seed=5), long_text(300, seed=5), num_preemptions(cluster)
     options = {"temperature": 1.0, "top_p": 1.0, "seed": 5, "ignore_eos": True}
     choices: list[list[int]] = [[] for _ in range(NUM_SLOTS)]

@@ -61,7 +61,7 @@ class Crowd:
 
 
 def rate_of_those_who_stay(fleet: Fleet, num_leaving: int) -> float:
-    """The best second of tokens within the time that recovery may take."""
+    """The best second of tokens within the time allowed for recovery."""
     crowd = Crowd(fleet)
     with ThreadPoolExecutor(NUM_CLIENTS) as threads:
         try:

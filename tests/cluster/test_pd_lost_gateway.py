@@ -17,7 +17,7 @@ NUM_MOMENTS = 10
 
 
 def begin(fleet: Fleet, seed: int) -> Listeners:
-    """Load, up to a moment of the seed."""
+    """Load on the gateway until a moment drawn from the seed."""
     rng = random.Random(seed)
     asked = [draw(rng, number) for number in range(NUM_REQUESTS)]
     moment = rng.randrange(int(0.8 * sum(ask.max_tokens for ask in asked)))

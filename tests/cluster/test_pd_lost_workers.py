@@ -55,7 +55,7 @@ class Loss:
 
 
 def under_load(fleet: Fleet, victim: str, fault: str, seed: int) -> Loss:
-    """Load, and the fault at a moment of the seed. The victim is back and linked afterwards.
+    """Load, with the fault at a moment drawn from the seed. The victim is back and linked afterwards.
 
     The worker's last request may end before the fault. Such a fault shows nothing, and all is asked again, for one that
     comes earlier. A worker that only prefills may be lost unnoticed.
@@ -91,7 +91,7 @@ def lose(fleet: Fleet, victim: str, fault: str, asked: list[Ask], moment: int) -
 
 
 def is_met(fleet: Fleet, victim: str) -> bool:
-    """Whether the loss of that worker would meet a request now."""
+    """Whether a request would be affected if that worker were lost now."""
     return "prefill" in victim or fleet.metric("moonshard_reserved_tokens", worker=fleet[victim].address) > 0
 
 

@@ -39,7 +39,7 @@ OUTSIDE_IDLE_P99_MS = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """One request by its client's stamps."""
+    """One request, by its client's stamps."""
 
     request_id: str
     sent_ns: int
@@ -66,7 +66,7 @@ async def ask(client: AsyncClient, name: str, random: Random) -> Seen:
 
 
 async def ask_many(grpc_address: str, num_clients: int, num_requests: int) -> list[Seen]:
-    """So many at a time."""
+    """Asks `num_requests` requests, by `num_clients` clients at once."""
     numbers = itertools.count()
 
     async def one_after_another(client: AsyncClient) -> list[Seen]:

@@ -55,7 +55,7 @@ def ask_grpc(fleet: Fleet, trace_id: str, *, num_tokens: int = 20) -> None:
 
 
 def trace_of(collector: Collector, trace_id: str, num_parts: int) -> Collector:
-    """Of one trace, once the gateway and so many workers have told their parts."""
+    """The spans of one trace, once the gateway and `num_parts` workers have reported theirs."""
     found = Collector()
 
     def is_whole() -> bool:

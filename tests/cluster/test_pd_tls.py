@@ -37,7 +37,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, certificates: TlsConfig) -> 
 
 
 def stranger(fleet: Fleet, folder: Path, tls: TlsConfig | None) -> Process:
-    """Another gateway before the same workers, with other certificates or none."""
+    """Another gateway in front of the same workers, with other certificates or none."""
     settings = {key: value for key, value in fleet.gateway.settings.items() if not key.startswith("tls.")}
     if tls is not None:
         settings |= {"tls.cert": tls.cert, "tls.key": tls.key, "tls.ca": tls.ca}
@@ -46,7 +46,7 @@ def stranger(fleet: Fleet, folder: Path, tls: TlsConfig | None) -> Process:
 
 
 def told(gateway: Process) -> Unavailable:
-    """What a client of that gateway hears once it has tried its workers. A hang would be another error."""
+    """The error that a client of that gateway gets once the gateway has tried its workers. It must not hang."""
     lone = Fleet({}, gateway)
     gateway.start()
     try:

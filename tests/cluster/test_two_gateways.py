@@ -56,7 +56,7 @@ def body(prompt: list[int], max_tokens: int, *, stream: bool) -> Mapping[str, ob
 
 
 def ask(fleet: Fleet, prompt: list[int]) -> tuple[str, int]:
-    """The worker that had it, and how much of it was found again."""
+    """The worker that served it, and how much of the prompt it had cached."""
     with fleet.http() as http:
         answer = http.post("/v1/completions", json=body(prompt, 2, stream=False)).raise_for_status()
     cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -65,7 +65,7 @@ def ask(fleet: Fleet, prompt: list[int]) -> tuple[str, int]:
 
 @contextmanager
 def streaming(fleet: Fleet, prompt: list[int], max_tokens: int) -> Iterator[httpx.Response]:
-    """Its first token is here."""
+    """A stream whose first token has arrived."""
     with (
         fleet.http() as http,
         http.stream("POST", "/v1/completions", json=body(prompt, max_tokens, stream=True)) as got,

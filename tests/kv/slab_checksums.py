@@ -7,5 +7,5 @@ from moonshard.kv.transfer import checksum
 
 
 def checksums(slab: Slab, cells: Sequence[int]) -> tuple[int, ...]:
-    """Those of whole cells, as they are now."""
+    """The checksums of whole cells, as they are now."""
     return tuple(checksum(slab.cell(cell)) for cell in cells)

@@ -94,7 +94,7 @@ class RemotePeer:
         return json.loads(self.process.stdout.readline())
 
     def stop(self) -> None:
-        """Returns once it has stopped."""
+        """Stops the process; returns once it has stopped."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -114,7 +114,7 @@ class Sender:
         self.transport.register(self.slab)
 
     def begin(self, peer: RemotePeer, *rows: tuple[int, int, int]) -> Future[PublishResult]:
-        """Rows of (offset here, offset there, bytes)."""
+        """Begins a publish of rows (offset here, offset there, bytes)."""
         local, remote, num_bytes = np.array(rows, np.int64).T
         copies = Copies(
             local_addresses=local + self.slab.address, remote_addresses=remote + peer.address, num_bytes=num_bytes

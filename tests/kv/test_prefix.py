@@ -195,7 +195,7 @@ class Caches(RuleBasedStateMachine):
 
     @rule(data=st.data(), num=st.integers(1, 4))
     def lease(self, data: st.DataObject, num: int):
-        """A transfer writes over whatever was there."""
+        """Leases blocks, as a transfer does that writes over whatever was there."""
         partition = data.draw(st.integers(0, self.pool.num_partitions - 1))
         blocks = self.pool.lease(partition, num)
         if blocks is not None:

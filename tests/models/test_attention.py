@@ -20,7 +20,7 @@ def attend(queries, pages, layer, tables, positions):
 
 
 def expected(queries, pages, layer, tables, positions):
-    """Row by row and query by query, in float64."""
+    """Attention row by row and query by query, in float64."""
     out = np.zeros((*queries.shape[:3], RANK))
     for row, query in np.ndindex(positions.shape):
         last = positions[row, query]

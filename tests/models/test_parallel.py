@@ -64,7 +64,7 @@ ALL = [pytest.param(*form, marks=[] if form in FEW else pytest.mark.slow) for fo
 
 
 def a_batch(seed: int = 0) -> Batch:
-    """Rows of their own block each, some of them partly or wholly padding."""
+    """A batch whose rows have a block each, some of them partly or wholly padding."""
     random = np.random.default_rng(seed)
     lengths = np.array([16, 1, 16, 7, 0, 16, 3, 16])
     positions = np.where(np.arange(TOKENS) < lengths[:, None], np.arange(TOKENS), -1)
@@ -97,7 +97,7 @@ def run_stage(
     hidden: jax.Array | None,
     placement: ExpertPlacement | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What the next stage takes, or the logits; and the stage's pages."""
+    """What the stage gives to the next one (or the logits), and the stage's pages."""
     mesh, is_last = build_mesh(shard.mesh, index), layers.stop == CONFIG.num_hidden_layers
     own = None if placement is None else placement.of_layers(CONFIG.moe_layers(layers))
     params = declare(CONFIG, layers, own)

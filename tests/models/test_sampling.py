@@ -51,7 +51,7 @@ def rows(num_rows: int, **fields) -> RowSampling:
 
 
 def first_rows(rows: RowSampling, step: int = 1) -> RowSampling:
-    """The first four; sliced by numpy, since jax compiles for each kind of array."""
+    """The first four rows, sliced by numpy, since jax compiles for each kind of array."""
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[:4][::step]), rows)
 
 

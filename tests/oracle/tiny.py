@@ -20,7 +20,7 @@ ROUTER = "DeepseekV3TopkRouter"
 
 
 def settle(num_threads: int = 2) -> None:
-    """Deterministic kernels, no chatter: the same file and number of threads give the same reference, bit for bit."""
+    """Makes kernels deterministic and quiet: the same file and number of threads give the same bits."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(num_threads)
@@ -58,7 +58,7 @@ def _scale(name: str, values: torch.Tensor) -> tuple[float, float]:
 
 
 def to_bfloat16(model: torch.nn.Module) -> torch.nn.Module:
-    """In place, but for the router's correction bias, which real checkpoints keep in float32."""
+    """Rounds in place, except the router's correction bias, which real checkpoints keep in float32."""
     model = model.to(torch.bfloat16)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -18,7 +18,7 @@ class RawGrpc:
         self._writer = writer
 
     async def begin(self, stream: int, path: str, *, is_last: bool = False) -> None:
-        """A call's head; with `is_last` nothing follows."""
+        """The head of a call; with `is_last` nothing follows."""
         fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "localhost"}
         fields |= {"te": "trailers", "content-type": "application/grpc"}
         flags = END_HEADERS | (END_STREAM if is_last else 0)
@@ -65,7 +65,7 @@ async def connected(address: str) -> AsyncIterator[RawGrpc]:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """Of a protobuf message, with a length: a string, a message or packed numbers."""
+    """A protobuf field with a length: a string, a message or packed numbers."""
     length, groups = len(content), bytearray()
     while length > 0x7F:
         groups.append(length & 0x7F | 0x80)

@@ -23,7 +23,7 @@ UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 
 class Inside(link_pb2_grpc.WorkerServicer):
-    """What is behind the door: it says at once who it is, and keeps what it hears."""
+    """The service behind the door: it says at once who it is, and keeps what it hears."""
 
     def __init__(self) -> None:
         self.heard: list[link_pb2.GatewayMessage] = []
@@ -70,7 +70,7 @@ def raw(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str | bytes]]) 
 
 
 async def refusal(call: Any) -> grpc.StatusCode:
-    """How it ends. Not a byte may come before."""
+    """How the call ends. Not a byte may come before."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call.read()
     return refused.value.code()

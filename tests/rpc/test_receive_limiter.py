@@ -13,7 +13,7 @@ FOREVER_S = 60.0
 
 
 class Message:
-    """One that is on its way."""
+    """A message that is being received."""
 
     def __init__(self, limiter: ReceiveLimiter) -> None:
         self.is_here = asyncio.Event()
@@ -26,7 +26,7 @@ class Message:
 
 @contextlib.asynccontextmanager
 async def on_their_way(limiter: ReceiveLimiter, num: int) -> AsyncIterator[list[Message]]:
-    """The oldest first."""
+    """The messages being received, the oldest first."""
     messages = [Message(limiter) for _ in range(num)]
     await asyncio.sleep(0)
     async with asyncio.timeout(20):

@@ -100,7 +100,7 @@ class FakeDevice:
     def land(
         self, request: Request, partition: int, block_table: tuple[int, ...], num_held: int, due: Set[tuple[int, int]]
     ) -> None:
-        """The prompt's KV, prefilled elsewhere, into the blocks that a request joins with.
+        """Writes KV that was prefilled elsewhere into the blocks with which a request joins.
 
         The first `num_held` are there, but for those `due`, (partition, block): a step writes them that was decided
         before, and that therefore runs before any step that reads them.

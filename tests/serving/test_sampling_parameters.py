@@ -63,7 +63,7 @@ each_parameter = pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda par
 
 @dataclass(frozen=True)
 class Surface:
-    """How a client says a number, and how an error calls it."""
+    """How a client spells a number, and how an error names it."""
 
     name: str
     prefix: str = ""
@@ -115,7 +115,7 @@ def on_the_device(step: Step) -> RowSampling:
 
 
 def value_of(column: np.ndarray, parameter: Parameter) -> float:
-    """Of one row."""
+    """The value in one row."""
     if parameter.is_wide:
         high, low = column.tolist()
         return high << 32 | low

@@ -1,4 +1,4 @@
-"""The embedded model's text files with a few random weights: what answers wrongly, in the right form and in no time."""
+"""The embedded model's text files with a few random weights: it answers wrongly, but in the right form and at once."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A run that nobody measured, on disk and as frames."""
+"""A made-up run, on disk and as frames."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Runs that nobody measured, on disk and in memory: what they say is known, and so is what must come of it."""
+"""Made-up runs, on disk and in memory: their content is known, and so is what must be computed from it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -54,7 +54,7 @@ class Scripted(InferenceServicer):
 
 @asynccontextmanager
 async def listening(scripted: Scripted) -> AsyncIterator[str]:
-    """host:port of it during the block."""
+    """The gateway's host:port, during the block."""
     add = partial(add_InferenceServicer_to_server, scripted)
     server = build_server(host="127.0.0.1", port=0, add_servicers=[add], service_names=[])
     await server.start()

@@ -78,7 +78,7 @@ def recorded(numbers: Sequence[int], epoch: str = "d") -> pl.DataFrame:
 
 
 def answered(**told: object) -> pl.DataFrame:
-    """One request, decoded by `d` and prefilled by nobody that records, unless it is told otherwise."""
+    """One request, decoded by `d`, and prefilled by no worker that records unless told otherwise."""
     known = {
         **{"outcome": "completed", "completion_tokens": 2, "num_choices": 1},
         **{"prefill_epoch": None, "prefill_worker": None, "decode_epoch": "d", "decode_worker": "here:1"},

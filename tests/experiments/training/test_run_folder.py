@@ -82,7 +82,7 @@ def parts_of(step: int) -> Parts:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Checkpoints of the steps 10 and 20."""
+    """A folder with checkpoints of the steps 10 and 20."""
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for step in (10, 20):
         checkpoints.save(step, parts_of(step))
@@ -243,7 +243,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def averaged(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, to spoil."""
+    """A copy of the trained run, to be damaged."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
@@ -301,7 +301,7 @@ def test_steps_that_are_none_are_named(averaged: Path, tmp_path: Path, value: st
 
 
 def weights_of(run: Path, step: int, tmp_path: Path) -> dict[str, np.ndarray]:
-    """As if the run had ended there."""
+    """The folder's weights, as if the run had ended there."""
     alone = tmp_path / f"until {step}"
     shutil.copytree(run / loop.CHECKPOINTS / str(step), alone / loop.CHECKPOINTS / str(step))
     tell(alone, RECIPE, SHAPE)

@@ -88,7 +88,7 @@ def tensors(folder: Path, out: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Path:
-    """A run that nothing happened to."""
+    """A run that nothing interrupts."""
     folder = tmp_path_factory.mktemp("whole")
     assert finish(start(folder, NEVER_S))[0] == 0
     return folder
@@ -194,7 +194,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Takes what room there is."""
+    """Fills up the free space."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(4096)):
             pass

@@ -39,7 +39,7 @@ ALL = [pytest.param(*each, marks=[] if each in FEW else pytest.mark.slow) for ea
 
 
 def spread(how: str) -> np.ndarray:
-    """Chosen experts [t, k]."""
+    """Chosen experts [t, k], spread over the devices as the test wants."""
     random = np.random.default_rng(0)
     match how:
         case "even":

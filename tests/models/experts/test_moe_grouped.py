@@ -46,7 +46,7 @@ def distance(got, expected) -> float:
 
 
 def expected_of(x, routing, valid, layer, dtype):
-    """In float32 from the same values, whatever their dtype."""
+    """The expected sums in float32, from the same values, whatever their dtype."""
     x, experts = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), (x, draw_experts(dtype)))
     with jax.default_matmul_precision("highest"):
         return DENSE(x, routing, valid, experts, np.int32(layer))

@@ -1,4 +1,4 @@
-"""`moonshard experts`, as a user runs it: a file that `decode.expert_loads` reads, a table, and named faults."""
+"""`moonshard experts`, as a user runs it: a file for the key `decode.expert_loads`, a table, and named faults."""
 
 import json
 from pathlib import Path

@@ -69,7 +69,7 @@ def request(number: int = 0, prompt=(1, 2, 3), sampling: Sampling = EVERYTHING, 
 
 
 def fields_of(step: Step) -> dict[str, np.ndarray]:
-    """Each as [partitions, ...], those of its draws too."""
+    """The encoded fields, each [partitions, ...], those of the draws included."""
     packed, views = SHAPES.layout(step.kind, step.bucket).blank(SHAPES.num_partitions)
     packed[...] = step.metadata
     drawn, draws = SHAPES.layout(StepKind.DRAW).blank(SHAPES.num_partitions)

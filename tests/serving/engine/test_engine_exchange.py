@@ -19,7 +19,7 @@ REQUEST = Request(id=b"r" * 16, prompt=(1,) * (2 * TILE + 3), max_tokens=1)
 
 
 async def finish(engine: Engine) -> None:
-    """Lets everything run to its end; a fault is raised, and a request that is forgotten ends in a timeout."""
+    """Runs everything to its end; a fault is raised, and a forgotten request ends in a timeout."""
     async with asyncio.timeout(10):
         idle = asyncio.ensure_future(engine.wait_idle())
         await asyncio.wait({idle, engine.failed}, return_when=asyncio.FIRST_COMPLETED)

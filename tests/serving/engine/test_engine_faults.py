@@ -15,7 +15,7 @@ REQUEST = Request(id=b"r" * 16, prompt=(1, 2, 3), max_tokens=8)
 
 
 class Broken(Exception):
-    """What the test made happen."""
+    """The error that the test makes happen."""
 
 
 async def failure_of(engine: Engine) -> BaseException:
@@ -28,7 +28,7 @@ async def failure_of(engine: Engine) -> BaseException:
 
 
 def breaking(at: int) -> Callable[[object], None]:
-    """Raises when it is called for that many-th time."""
+    """Raises at the call of that number."""
     num_calls = 0
 
     def break_now(_what: object) -> None:

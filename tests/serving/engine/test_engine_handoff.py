@@ -51,7 +51,7 @@ class Prefiller:
         await self._engine.close()
 
     def kv(self, asked: Request) -> np.ndarray:
-        """Of the whole prompt. What lies behind the prompt in the last block is nobody's."""
+        """The KV of the whole prompt. Whatever lies behind the prompt in the last block is not compared."""
         kv = np.concatenate(self.exported[asked.id])
         num_rest = -len(asked.prompt) % BLOCK_SIZE
         return kv[:-1] if num_rest else kv
@@ -65,7 +65,7 @@ class Prefiller:
 
 
 async def decode(asked: Request, kv: np.ndarray, tokens: tuple[int, ...]) -> tuple[Run, list[Phases]]:
-    """What a second engine makes of it, the first tokens left out; its pool is partly taken, so that ids differ."""
+    """The tokens that a second engine decodes, without the first ones; its pool is partly taken, so ids differ."""
     run, phases, blocks = Run(), [], BlockPool(1, NUM_BLOCKS, BLOCK_SIZE)
     others = blocks.allocate(0, 7) or ()
 

@@ -1,8 +1,8 @@
 """What a scripted worker answers: tokens by arithmetic, and the places where a test stops it or makes it fail.
 
 The next token is a function of the choice, its last token and its position, so that a test can say beforehand what a
-stream must hold, whoever generates it and however often it moves. Apart from `fake_worker`, so that the legs of a
-handoff need not know the stream.
+stream must hold, whoever generates it and however often it moves. `fake_worker` has the stream, which the legs of a
+handoff (`fake_legs`) need not know.
 """
 
 import asyncio
@@ -67,12 +67,12 @@ class Points:
         self._held.update(points)
 
     def release(self, *points: str) -> None:
-        """All of them when none is named."""
+        """Releases these points, or all where none is named."""
         self._held.difference_update(points or set(self._held))
         self._wake()
 
     async def reached(self, point: str) -> None:
-        """Until some request has got there."""
+        """Waits until some request has got there."""
         while point not in self._reached:
             await self._changed.wait()
 
@@ -116,7 +116,7 @@ class Generation:
     """One request's choices, as far as this worker has them: each step gives one more token of each."""
 
     def __init__(self, run: link_pb2.Run, script: Script, phases: link_pb2.WorkerPhases = PREFILLED):
-        """Begins, or goes on where `run.resumed` says."""
+        """Begins, or continues where `run.resumed` says."""
         begun = {resumed.choice: list(resumed.token_ids) for resumed in run.resumed}
         self._run, self._script, self._phases = run, script, phases
         self._tokens = begun or {choice: [] for choice in range(run.n)}
@@ -124,7 +124,7 @@ class Generation:
 
     @classmethod
     def after_first_tokens(cls, run: link_pb2.Run, script: Script, first_tokens: Iterable[int]) -> "Generation":
-        """Where a handoff's Start says; a choice that its first token ended is not gone on with."""
+        """Begins where a handoff's Start says; a choice that its first token ended does not go on."""
         self = cls(run, script, LANDED)
         self._tokens = {
             choice: [token]

@@ -105,44 +105,44 @@ class FakeWorker(link_pb2_grpc.WorkerServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def say(self, message: link_pb2.WorkerMessage) -> None:
-        """On the link that is open."""
+        """Sends a message on the open link."""
         await self._outbox.put(message)
 
     async def seen(self, num_runs: int) -> None:
-        """Until that many requests have arrived."""
+        """Waits until that many requests have arrived."""
         while len(self.runs) < num_runs:
             self.run_seen.clear()
             await self.run_seen.wait()
 
     @property
     def num_running(self) -> int:
-        """Requests and legs that have not ended."""
+        """The requests and legs that have not ended."""
         return len(self._running)
 
     def drop_link(self) -> None:
-        """The stream breaks; the next one is welcome."""
+        """Breaks the stream; the next one is welcome."""
         self._drop.set()
 
     def die(self) -> None:
-        """The stream breaks, and every further one until `revive`."""
+        """Breaks the stream, and every further one until `revive`."""
         self._is_dead = True
         self._drop.set()
 
     def revive(self, *, epoch: bytes) -> None:
-        """As another process at the same address."""
+        """Comes back as another process at the same address."""
         self.welcome.epoch = epoch
         self.leases.clear()
         self._is_dead = False
 
     def fall_silent(self) -> None:
-        """Nothing leaves any more, though every stream stays up; what is to be said waits for `speak`."""
+        """Sends nothing any more, though every stream stays up; messages wait for `speak`."""
         self._may_speak.clear()
 
     def speak(self) -> None:
         self._may_speak.set()
 
     def send_load(self, *, draining: bool) -> None:
-        """As a heartbeat would."""
+        """Sends its load, as a heartbeat would."""
         self.load.draining = draining
         self._send(link_pb2.WorkerMessage(load=self.load))
 
@@ -290,7 +290,7 @@ class FakeWorker(link_pb2_grpc.WorkerServicer):
 async def serving(
     worker: FakeWorker, port: int = 0, *, credentials: grpc.ServerCredentials | None = None
 ) -> AsyncIterator[int]:
-    """Serve it on a loopback port, which is given back."""
+    """Serves the worker on a loopback port, which is returned."""
     door = Door(own_key().proofs, lambda: port, has_tls=credentials is not None)
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), interceptors=(door,))
     link_pb2_grpc.add_WorkerServicer_to_server(worker, server)

@@ -11,7 +11,7 @@ from moonshard.serving.gateway.process import RunningGateway
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """One connection."""
+    """One HTTP connection, as bytes."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -21,7 +21,7 @@ class Raw:
         await self.writer.drain()
 
     async def answer(self) -> "RawAnswer":
-        """One whose length is said, or that ends with its connection."""
+        """One answer, whose length is stated or ends with its connection."""
         lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:] if line)}
         length = headers.get("content-length")

@@ -1,4 +1,4 @@
-"""Long work leaves the loop to others, is done in turn, and not begun for whoever has left."""
+"""Long work runs off the event loop, in turn, and is not begun for a client that has left."""
 
 import asyncio
 import threading

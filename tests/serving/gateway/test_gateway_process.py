@@ -31,7 +31,7 @@ ASKED = {"model": "kimi", "prompt": [1, 2], "max_tokens": 4, "return_token_ids":
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """`run_gateway` as a task: signals go to this very process, where it has its handlers."""
+    """`run_gateway` as a task. Signals go to the test's own process, where it has its handlers."""
 
     task: asyncio.Task[int]
     listening: Mapping[str, object]

@@ -60,7 +60,7 @@ type Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Meshes:
-    """Where the two workers compute, and by which rules."""
+    """The mesh and rules of each of the two workers."""
 
     prefill: MeshShape = ONE_DEVICE
     decode: MeshShape = ONE_DEVICE
@@ -72,7 +72,7 @@ ALONE = Meshes()
 
 
 def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: float = 0.5, **kv: object) -> Config:
-    """In the sizes of `tests.engine_room`, so that their programs are these."""
+    """The configuration in the sizes of `tests.engine_room`, so that compiled programs are shared."""
     num_slots = [NUM_SLOTS * mesh.num_partitions for mesh in (meshes.prefill, meshes.decode)]
     return Config(
         model=ModelConfig(
@@ -93,7 +93,7 @@ def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: flo
 
 
 def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE) -> LoadedModel:
-    """Compiled once for each mesh of the role, whatever the other's is."""
+    """A role's model, compiled once for each mesh of the role, whatever the other's is."""
     if role == "prefill":
         return _loaded(role, dtype, Meshes(prefill=meshes.prefill, prefill_rules=meshes.prefill_rules))
     return _loaded(role, dtype, Meshes(decode=meshes.decode, decode_rules=meshes.decode_rules))
@@ -182,7 +182,7 @@ class Pair:
         return answer
 
     async def ask_decode_alone(self, run: link_pb2.Run) -> Answer:
-        """Prefilled there too: no KV moves."""
+        """Prefills on the decode worker too: no KV moves."""
         answer = self._expect(run)
         self._local.add(run.request_id)
         self.to_decode(link_pb2.GatewayMessage(run=run), self.link(self.decode))
@@ -345,7 +345,7 @@ def kv_plane(worker: Worker) -> KvPlane:
 
 
 async def until_as_it_began(worker: Worker) -> None:
-    """Polls: a quarantine ends by the clock."""
+    """Polls until all is as it began: a quarantine ends by the clock."""
     while not is_as_it_began(worker):
         if worker.engine.failed.done():
             worker.engine.failed.result()
@@ -368,7 +368,7 @@ _numbers = count(1)
 def run(
     prompt: Sequence[int], max_tokens: int = 32, *, sampling: dict[str, object] | None = None, **fields
 ) -> link_pb2.Run:
-    """Greedy unless `sampling` says otherwise."""
+    """Runs one request; greedy unless `sampling` says otherwise."""
     neutral = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0}
     return link_pb2.Run(
         request_id=next(_numbers).to_bytes(16, "big"),

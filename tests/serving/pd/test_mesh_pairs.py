@@ -61,7 +61,7 @@ PROMPT = long_text(100, seed=1)  # its last block is not full
 
 
 def mooncake() -> tuple[Transport, Transport]:
-    """Two engines, as in two processes: each has a session of its own, and nothing goes past the wire."""
+    """Two transports as in two processes, each with a session of its own: all bytes go through the network."""
     here, there = (MooncakeTransport.start("127.0.0.1", config=MooncakeConfig(timeout_s=10.0)) for _ in range(2))
     return here, there
 
@@ -95,7 +95,7 @@ async def bytes_arrive_as_they_left(pair: Pair, meshes: Meshes) -> None:
 
 
 async def blank(engine: Engine, partition: int, blocks: Sequence[int]) -> None:
-    """Nothing that another test left can pass for what this one brings."""
+    """Zeroes the blocks, so that nothing left by another test can pass for what this one transfers."""
     landed = asyncio.get_running_loop().create_future()
     pages = await export(engine, partition, blocks)
     engine.land(partition, blocks, np.zeros_like(pages), lambda: landed.set_result(None))
@@ -103,20 +103,20 @@ async def blank(engine: Engine, partition: int, blocks: Sequence[int]) -> None:
 
 
 async def kv_of(engine: Engine, partition: int, blocks: Sequence[int]) -> np.ndarray:
-    """Of the prompt, [tokens, layers, features]."""
+    """The KV of the prompt, [tokens, layers, features]."""
     pages = await export(engine, partition, blocks)
     return pages.swapaxes(1, 2).reshape(-1, *pages.shape[1::2])[: len(PROMPT)]
 
 
 async def export(engine: Engine, partition: int, blocks: Sequence[int]) -> np.ndarray:
-    """[blocks, layers, block_size, features]."""
+    """The exported blocks, [blocks, layers, block_size, features]."""
     found = asyncio.get_running_loop().create_future()
     engine.export(partition, blocks, found.set_result)
     return (await found).copy()
 
 
 async def tokens_are_the_references(pair: Pair, meshes: Meshes) -> None:
-    """With requests in every partition of either side, all at once."""
+    """All tokens are the reference's, with requests in every partition of either side at once."""
     runs, answers = [], []
     for number, length in enumerate(LENGTHS):
         temperature = 0.8 if number % 2 else 0.0

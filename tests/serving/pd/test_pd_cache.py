@@ -38,7 +38,7 @@ def num_landed(pair: Pair) -> int:
 
 
 async def ask(pair: Pair, each: link_pb2.Run) -> tuple[Answer, int]:
-    """The answer, of the reference's tokens, and how many blocks moved for it."""
+    """The answer, checked against the reference, and how many blocks moved for it."""
     before = num_landed(pair)
     answer = await pair.ask(each)
     assert answer.cause is None

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.timeout(120)]
 
 
 def forge(pair: Pair, *, to_prefill=None, to_decode=None) -> None:
-    """Change messages on their way to a worker."""
+    """Changes messages on their way to a worker."""
 
     def through(change, forward):
         def send(message, link):
@@ -31,7 +31,7 @@ def forge(pair: Pair, *, to_prefill=None, to_decode=None) -> None:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """At the loop's very next round after it is."""
+    """Waits, checking on every round of the event loop."""
     while True:
         if is_so():
             return

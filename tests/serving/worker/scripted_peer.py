@@ -64,7 +64,7 @@ class Writer:
 
 
 class ScriptedPeer:
-    """One Link, from its gateway's end. Whatever the worker says is kept until it is asked for."""
+    """The gateway's end of one Link. Whatever the worker says is kept until a test asks for it."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall, welcome: link_pb2.Welcome):
         self.welcome = welcome
@@ -82,7 +82,7 @@ class ScriptedPeer:
                 self._news.notify_all()
 
     async def expect(self, kind: str, handoff: bytes):
-        """The next message of that kind about that handoff, which is then forgotten."""
+        """Waits for the next message of that kind about that handoff, and removes it."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S), self._news:
                 while (found := self._take(kind, handoff)) is None:
@@ -100,7 +100,7 @@ class ScriptedPeer:
         return None
 
     def said_of(self, handoff: bytes) -> list[str | None]:
-        """The kinds of what was said of a handoff and not asked for."""
+        """The kinds of messages about a handoff that were not asked for yet."""
         kinds = [(message.WhichOneof("message"), message) for message in self.heard]
         return [kind for kind, message in kinds if _id_of(getattr(message, kind or "load")) == handoff]
 
@@ -116,7 +116,7 @@ class ScriptedPeer:
         return [token for output in outputs if output.request_id == handoff for token in output.token_ids]
 
     async def barrier(self) -> None:
-        """Until the worker has dealt with everything that was sent: it answers in order."""
+        """Waits until the worker has handled everything sent before: it answers in order."""
         nobody = secrets.token_bytes(16)
         await self.send(landed=link_pb2.Manifest(handoff=nobody, writer_epoch=nobody, target_epoch=nobody))
         await self.expect("failed", nobody)

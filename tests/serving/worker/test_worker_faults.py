@@ -92,7 +92,7 @@ async def assert_as_it_began(worker: Process) -> None:
 
 
 class Handoff:
-    """One that a test conducts step by step: `num_blocks` blocks, of which a worker grants two cells at a time."""
+    """One handoff that a test conducts step by step: `num_blocks` blocks, granted two cells at a time."""
 
     def __init__(self, peer: ScriptedPeer, writer: Writer, num_blocks: int = SLOTS_PER_HANDOFF, **run):
         self.peer, self.writer = peer, writer
@@ -112,7 +112,7 @@ class Handoff:
         await self.peer.send(reserve=reserve)
 
     async def publish(self, first: int, grants, damage: str = "") -> link_pb2.Manifest:
-        """Write the next blocks; the manifest that says so."""
+        """Writes the next blocks; returns the manifest that says so."""
         cells = [grant.cell for grant in grants]
         expected = await self.writer.write(self.peer.welcome.endpoint, cells, damage)
         return link_pb2.Manifest(
@@ -143,7 +143,7 @@ class Handoff:
 
 
 async def hand_over(peer: ScriptedPeer, writer: Writer) -> Handoff:
-    """The control of everything here: done right, a handoff joins, and decodes all but its first token."""
+    """A handoff done right, which joins and decodes all but its first token: the control of every test here."""
     handoff = Handoff(peer, writer, max_tokens=8)
     await handoff.reserve()
     await handoff.start(await handoff.publish(0, handoff.target.grants))

@@ -51,7 +51,7 @@ def model() -> LoadedModel:
 
 @contextlib.asynccontextmanager
 async def serving(**gateway) -> AsyncIterator[tuple[Worker, str]]:
-    """The worker, and where it listens."""
+    """The worker, and the address where it listens."""
     worker = Worker(config(**gateway), "both", model(), CompilationCounter(), None, spans=WorkerSpans())
     worker.start()
     ready: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
@@ -74,7 +74,7 @@ async def serving(**gateway) -> AsyncIterator[tuple[Worker, str]]:
 
 
 def sampling(**fields: Any) -> link_pb2.EngineSampling:
-    """Greedy, but for these."""
+    """Greedy sampling parameters, except for these."""
     return link_pb2.EngineSampling(**{"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, **fields})
 
 
@@ -110,7 +110,7 @@ class Gateway:
         await self.call.write(link_pb2.GatewayMessage(cancel=cancel))
 
     async def first_tokens(self) -> None:
-        """Until something has been generated."""
+        """Waits until some token has been generated."""
         while not (await self.call.read()).step.outputs:
             pass
 

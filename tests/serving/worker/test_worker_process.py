@@ -12,7 +12,7 @@ from moonshard.serving.worker.process import ServedWorker
 
 
 class FakeEngine:
-    """Not failed until the test says so."""
+    """An engine that fails when the test says so."""
 
     def __init__(self):
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -27,7 +27,7 @@ class FakeServer:
 
 
 class FakeWorker:
-    """Not idle until the test says so."""
+    """A worker that is idle when the test says so."""
 
     def __init__(self):
         self.engine = FakeEngine()
@@ -56,7 +56,7 @@ class FakeWorker:
 
 
 class Process:
-    """Its life on its way."""
+    """A worker process whose life is under way."""
 
     def __init__(self, drain_timeout_s: float = 30.0):
         self.worker, self.server, self.stop = FakeWorker(), FakeServer(), asyncio.Event()

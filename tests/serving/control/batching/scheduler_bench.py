@@ -21,7 +21,7 @@ BORROWED = (-1,)  # held for a copy that is under way
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserved:
-    """Of a handoff in progress: the blocks that begin its prompt are held, the others are yet to be written."""
+    """A handoff in progress: the blocks that begin its prompt are held, the others are still to be written."""
 
     request: Request
     partition: int
@@ -30,7 +30,7 @@ class Reserved:
 
 
 class Bench:
-    """One run. `check` holds after every transition, `check_end` when everything has ended."""
+    """One run of a scheduler. `check` must hold after every transition, `check_end` when all has ended."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool):
         self.config, self.pool = config, pool
@@ -68,7 +68,7 @@ class Bench:
             self.homes[request.id] = partition
 
     def add_resumed(self, request: Request, num_generated: Mapping[int, int]) -> None:
-        """Some choices have as many tokens already, the others ended elsewhere."""
+        """Adds a request that was begun elsewhere: some choices have that many tokens, the others have ended."""
         for choice in range(request.n):
             tokens, reason = true_output(request, choice)
             id = SequenceId(request.id, choice)
@@ -81,7 +81,7 @@ class Bench:
         self.resumed.add(request.id)
 
     def reserve(self, request: Request, partition: int) -> bool:
-        """Blocks for the prompt, as the decode side of a handoff takes them."""
+        """Takes blocks for the prompt, as the decode side of a handoff does."""
         self.scheduler.check(request)
         num_blocks = self.pool.num_blocks_for(len(request.prompt))
         names = block_names(request.prefix_root, request.prompt, self.pool.block_size)
@@ -151,7 +151,7 @@ class Bench:
         return True
 
     def num_emitted(self, row: DecodeRow) -> int:
-        """Any number that the row allows: exactly one where no row guesses."""
+        """A random number that the row allows: exactly one where no row guesses."""
         if self.config.q_len == 1:
             return 1
         num_emitted = self.emissions.randint(0, row.q_len)
@@ -178,7 +178,7 @@ class Bench:
             self.num_join_loads += plan.sequence.request_id in self.joined and len(plan.history) == plan.num_prompt + 1
 
     def check_rows(self, plan: DecodePlan) -> None:
-        """One microbatch; where rows guess, one whose last step is over, so that every row's position is known."""
+        """A step is one microbatch; where rows guess, their last step is over, so that every position is known."""
         (microbatch,) = {row.slot.index % self.config.num_microbatches for row in plan.rows}
         assert all(1 <= row.q_len <= self.config.q_len for row in plan.rows)
         if self.config.q_len > 1:
@@ -314,7 +314,7 @@ class Bench:
 
     @property
     def due_blocks(self) -> set[tuple[int, int]]:
-        """(partition, block) of what the steps use that are decided and not handed out."""
+        """(partition, block) written by steps that are decided and not handed out yet."""
         plans = [launch.plan for launch in self.scheduler._launches._outbox]
         return {(slot.partition, block) for plan in plans for slot, block in used_blocks(plan)}
 
@@ -323,7 +323,7 @@ class Bench:
         return [occupancy for partition in self.scheduler._partitions for occupancy in partition.slots]
 
     def check_end(self) -> None:
-        """Everyone ended once, with the right tokens, and every pool is as it began."""
+        """Every request ended once, with the right tokens, and every pool is as it began."""
         assert self.scheduler.is_idle
         assert self.ended == dict.fromkeys(self.requests, 1)
         for request_id, request in self.requests.items():

@@ -40,7 +40,7 @@ def a_request(
 
 
 def lease(scheduler: Scheduler, num_blocks: int, partition: int = 0) -> tuple[int, ...]:
-    """Blocks that a handoff in progress holds."""
+    """Takes blocks as a handoff in progress does."""
     blocks = scheduler._pool.lease(partition, num_blocks)
     assert blocks is not None
     return blocks
@@ -94,7 +94,7 @@ def launch_decode(scheduler: Scheduler) -> DecodePlan:
 
 
 def steps(scheduler: Scheduler, token: int = 7) -> Iterator[Plan]:
-    """Runs one step after the other, each completed before the next is launched."""
+    """Runs steps one after the other, each completed before the next is launched."""
     while (plan := scheduler.schedule()) is not None:
         yield plan
         finish(scheduler, plan, token)

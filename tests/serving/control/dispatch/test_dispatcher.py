@@ -37,7 +37,7 @@ DECODES, PREFILLS = ("d1:1", "d2:1"), ("p1:1", "p2:1")
 def a_dispatcher(
     *, prefill: PrefillRule = MOVES, ttft_slo_s: TtftSlo = None, failover_wait_s: float = 10.0
 ) -> Dispatcher:
-    """Without workers."""
+    """A dispatcher without workers."""
     rules = DispatchRules(failover_wait_s=failover_wait_s, ttft_slo_s=ttft_slo_s, prefill=prefill)
     return Dispatcher(Fleet((*DECODES, *PREFILLS)), Router(), rules, cost)
 
@@ -159,7 +159,7 @@ def test_only_a_request_that_lost_its_worker_waits_for_one_and_it_takes_the_firs
 
 
 def teach(dispatcher: Dispatcher, *, alone_s: float, queued_token_s: float) -> None:
-    """As if every token queued before a prompt had taken so long."""
+    """Makes the router believe that every token queued before a prompt took that long."""
     for queued in range(MIN_SAMPLES):
         dispatcher.forecast.model.observe(
             DECODES[0], own_tokens=40, queued_tokens=queued, ttft_s=alone_s + queued * queued_token_s

@@ -38,7 +38,7 @@ def checksum(content: Bytes) -> int:
 
 @dataclass
 class PrefillTask:
-    """A prompt being prefilled: its blocks are taken when it first runs."""
+    """A prompt being prefilled; its blocks are taken when it first runs."""
 
     target: m.Target
     partition: int
@@ -135,7 +135,7 @@ class Packet:
 
 @dataclass
 class Tally:
-    """How often the interesting things happened."""
+    """How often each interesting event happened."""
 
     num_finished: int = 0
     num_mismatches: int = 0

@@ -135,7 +135,7 @@ def last_of(target: Target) -> Manifest:
 
 
 def join(bench: Bench, target: Target, now_s: float = 0.0) -> Enter[str]:
-    """Its one block comes, and with it the request."""
+    """Its one block lands, and with it the request."""
     start = Start(handoff=target.handoff, tokens=(7,), last=last_of(target))
     (copy,) = bench.reservations.start(start, "link", now_s)
     assert isinstance(copy, CopyOut)

@@ -11,7 +11,7 @@ from moonshard.serving.control.routing.ttft_bound import TooLate
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The last attempt that was left to it failed."""
+    """The request's last possible attempt failed."""
 
     failure: Failure
 
@@ -58,6 +58,6 @@ class Asked:
 
     @property
     def kind(self) -> str:
-        """Of its end."""
+        """How it ended."""
         assert self.ended is not None, "not ended"
         return "Finished" if isinstance(self.ended, FinishReason) else type(self.ended).__name__

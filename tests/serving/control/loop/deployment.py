@@ -32,7 +32,7 @@ BY_LENGTH = replace(BY_COST, prefill=PrefillRule(kind="static", max_left_tokens=
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """Times of deaths, by worker; each comes back after a while."""
+    """Times at which workers die, by worker; each comes back after a while."""
 
     deaths: tuple[tuple[float, str], ...] = ()
     restart_s: float = 1.0
@@ -185,7 +185,7 @@ class Deployment:
         return sum(entry[1] == what for entry in self.events.log)
 
     def check(self) -> None:
-        """Each ended once, with its own tokens or a typed refusal, and all is as it was at the beginning."""
+        """Each request ended once, with its own tokens or a typed refusal, and all is as at the beginning."""
         for asked in self.gateway.asked:
             assert asked.ended is not None
         self.gateway.check_as_begun({name: worker.member for name, worker in self.workers.items()})

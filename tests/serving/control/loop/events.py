@@ -25,7 +25,7 @@ class Events:
         self.log.append((round(self.now_s, 9), *what))
 
     def run(self, is_over: Callable[[], bool], limit_s: float) -> None:
-        """Until `is_over`. An AssertionError where that is not so by then, or nothing is left to happen."""
+        """Runs until `is_over`. AssertionError where time or events run out before."""
         while not is_over():
             assert self._heap, "nothing will ever happen again"
             self.now_s, _, do, what = heapq.heappop(self._heap)

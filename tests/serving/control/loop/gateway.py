@@ -48,7 +48,7 @@ TICK_S = 0.25
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class UnderWay:
-    """An attempt, and what has come of it. Its id is the handoff's where there is one."""
+    """An attempt and its state. Its id is the handoff's where there is one."""
 
     id: bytes
     asked: Asked
@@ -98,7 +98,7 @@ class Gateway:
         return asked
 
     def leave(self, asked: Asked) -> None:
-        """Its client is gone."""
+        """The client has left."""
         if asked.ended is not None:
             return
         for under_way in tuple(self._under_way.values()):
@@ -159,7 +159,7 @@ class Gateway:
         self.dispatcher.end(under_way.attempt)
 
     def _stop(self, under_way: UnderWay) -> None:
-        """Both legs are told, or the one worker that serves it."""
+        """Tells both legs to stop, or the one worker that serves it."""
         self._close(under_way)
         if under_way.attempt.prefill is None:
             self._links.send(under_way.attempt.decode.epoch, End(under_way.id))
@@ -215,7 +215,7 @@ class Gateway:
         self._changed()
 
     def lost(self, address: str, epoch: int) -> None:
-        """The link to a worker broke: what it held is gone with it."""
+        """The link to a worker broke: what the worker held is gone with it."""
         if not self._links.end(epoch):
             return
         self._events.note("lost", address)

@@ -39,7 +39,7 @@ class Links:
         self._sessions[member.epoch] = _Session(member=member, send=send, prefixes=prefixes)
 
     def end(self, epoch: int) -> bool:
-        """Whether there was one."""
+        """Ends the session; returns whether there was one."""
         session = self._sessions.pop(epoch, None)
         if session is None:
             return False
@@ -51,13 +51,13 @@ class Links:
         return epoch in self._sessions
 
     def send(self, epoch: int, message: ToWorker) -> None:
-        """Dropped where that process is gone: what it held is gone with it."""
+        """Sends a message; it is dropped where that process is gone."""
         if (session := self._sessions.get(epoch)) is not None:
             session.num_sent += isinstance(message, Submit | Leg)
             session.send(message)
 
     def sent(self, leg: AttemptLeg, now_s: float) -> None:
-        """A leg was just sent to its worker."""
+        """Notes that a leg was just sent to its worker."""
         self._dispatcher.sent(leg, now_s)
         if (session := self._sessions.get(leg.epoch)) is not None:
             session.unseen.append((session.num_sent, leg.reservation))

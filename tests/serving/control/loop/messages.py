@@ -14,7 +14,7 @@ from moonshard.serving.control.routing.fleet import Member
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Prefill and decode there; `resumed`: only these choices, after these tokens."""
+    """Prefill and decode on one worker; `resumed`: only these choices, after these tokens."""
 
     request: Request
     partition: int
@@ -23,7 +23,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """Reserve or Run, with the request that travels beside it."""
+    """Reserve or Run, together with the request."""
 
     message: m.Reserve | m.Run
     request: Request
@@ -32,7 +32,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Of a request that was submitted, or has joined."""
+    """The end of a request that was submitted, or has joined."""
 
     request_id: bytes
 
@@ -66,14 +66,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What prefixes are known, or no more."""
+    """Prefixes that a worker has gained or lost."""
 
     events: tuple[PrefixEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TurnedDown:
-    """The last word about a request."""
+    """The last message about a request."""
 
     request_id: bytes
     error: Rejected

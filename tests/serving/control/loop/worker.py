@@ -35,7 +35,7 @@ def checksum(content: Content) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Scripted, in seconds."""
+    """Scripted durations, in seconds."""
 
     step_s: float = 0.002
     token_s: float = 0.0002  # of a prefill
@@ -57,7 +57,7 @@ class WorkerConfig:
 
 
 class StepLoop:
-    """A scheduler whose steps run one after the other on a device, each for as long as it takes."""
+    """A scheduler whose steps run one after the other on a device, each for its scripted time."""
 
     def __init__(self, events: Events, scheduler: Scheduler, device: FakeDevice, times: Times):
         self.is_alive = True
@@ -96,7 +96,7 @@ class StepLoop:
 
 
 class Worker:
-    """What both roles have in common. `send` takes what is said to the gateway."""
+    """What both roles have in common. `send` sends a message to the gateway."""
 
     role = ""
 
@@ -155,7 +155,7 @@ class Worker:
         self.steps.is_alive = False
 
     def later(self, delay_s: float, do: Callable[..., None], *what: object) -> None:
-        """Unless the process is dead by then."""
+        """Calls it after a while, unless the process is dead by then."""
 
         def if_alive() -> None:
             if self.is_alive:

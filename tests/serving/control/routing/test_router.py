@@ -33,7 +33,7 @@ def names(*text: str) -> list[bytes]:
 
 
 def prompt(num_blocks: int, **options) -> Ask:
-    """Named p0, p1, ..."""
+    """A prompt of blocks named p0, p1, ..."""
     num_tokens, own = num_blocks * BLOCK, names(*(f"p{i}" for i in range(num_blocks)))
     return Ask(num_tokens=num_tokens, num_prompt=num_tokens, is_prefill=True, names=own, **options)
 
@@ -225,7 +225,7 @@ def test_a_prompt_that_came_before_is_found_again_where_nobody_has_anything_to_d
 
 
 def turn(router: Router, among: list[Home], conversation: str, *, num_blocks: int, num_more: int = 0) -> str:
-    """The worker that its next prompt, which begins as the one before, is given to, and that knows it then."""
+    """Sends the session's next prompt, which begins with the one before: the worker that it goes to, and caches it."""
     own = names(*(f"{conversation} {index}" for index in range(num_blocks)))
     num_tokens = num_blocks * BLOCK + num_more  # the last of them fill no block
     ask = Ask(num_tokens=num_tokens, num_prompt=num_tokens, is_prefill=True, names=own)

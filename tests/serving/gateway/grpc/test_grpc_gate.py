@@ -1,4 +1,4 @@
-"""What gRPC callers send is taken in as HTTP's is: whose it is first, then whether it is in bounds, then what it is."""
+"""A gRPC message is checked in the same order as an HTTP body: its sender first, then its size, then its content."""
 
 import asyncio
 import gc

@@ -22,7 +22,7 @@ def keep_alive_s() -> float:
 
 
 async def answer_of(running: RunningGateway, worker: FakeWorker, request: bytes) -> httpx.Response:
-    """To a client that ends its side before the first token, and waits for some of the gateway's probes."""
+    """The answer to a client that ends its side before the first token, and waits for some of the gateway's probes."""
     worker.script.may_step.clear()
     async with connected(running) as raw:
         await raw.send(request)

@@ -28,14 +28,14 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Input:
-    """Of paths of gRPC methods the body is a message. `num_text_bytes`: what of it is tokenised in one piece."""
+    """A large input; the body is a message where the path is a gRPC method. `num_text_bytes` are tokenised at once."""
 
     path: str
     body: bytes
     num_text_bytes: int = 0
 
     def bytes_in_flight(self) -> int:
-        """What it counts as, once it is let in."""
+        """How many bytes it counts as once it is let in."""
         if self.path in _KINDS:
             found = count_fields(self.body, _KINDS[self.path], MAX_FIELDS, JSON_NAMES)
             contents = Contents(num_objects=found.num_fields, num_values=found.num_packed)
@@ -115,7 +115,7 @@ def longest_bodies(context_tokens: int) -> Inputs:
 
 
 def longest_messages(context_tokens: int) -> Inputs:
-    """The same over gRPC."""
+    """The longest messages over gRPC."""
     ids = [7] * (context_tokens - 10)
     prose = SENTENCE * ((context_tokens - 20) * 2 // (2 * SENTENCE_TOKENS + 1))
     counted = pb.TokenizeRequest(text=2 * prose).SerializeToString()

@@ -52,7 +52,7 @@ class Deployment:
         self.port, self.grpc_port, self.pid = port, grpc_port, pid
 
     def send(self, sent: Input) -> int:
-        """The status, once all of the answer is here; of a call over gRPC that which HTTP would have."""
+        """The HTTP status once the whole answer is here; for gRPC, the status that HTTP would have had."""
         return (self.call if sent.path.startswith("/moonshard.v1.") else self.post)(sent.path, sent.body)
 
     def call(self, path: str, message: bytes) -> int:
@@ -75,7 +75,7 @@ class Deployment:
             return int(answer.split()[1]) if answer else 0
 
     def longest_pause_s(self, is_over: threading.Event) -> float:
-        """Of a stream of tokens, from its first to its last or until it is over."""
+        """The longest pause in a stream of tokens, from its first to its last or until it is over."""
         body = body_of(prompt=[1, 2, 3], max_tokens=NUM_TOKENS, ignore_eos=True, stream=True)
         longest, last = 0.0, None
         with socket.create_connection(("127.0.0.1", self.port), timeout=300) as connection:
@@ -101,7 +101,7 @@ class Deployment:
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def memory_bytes(self, name: str) -> int:
-        """`VmRSS` or `VmHWM`, its peak (proc(5))."""
+        """The value of `VmRSS`, or of `VmHWM`, its peak (proc(5))."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
@@ -128,7 +128,7 @@ class Deployment:
 
 @contextmanager
 def deployment(context_tokens: int, folder: Path, **gateway: object) -> Iterator[Deployment]:
-    """`gateway`: its keys."""
+    """A deployment; `gateway` holds the gateway's keys."""
     script = ["-m", "tests.serving.gateway.fake_process", "both", "65" * 16, str(context_tokens), str(PACE_S)]
     worker = subprocess.Popen([sys.executable, *script], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None

@@ -11,7 +11,7 @@ from moonshard.serving.gateway.intake.json_marks import Contents, contents_of
 
 
 def plainly(body: bytes) -> Contents:
-    """Character by character, as a parser would go."""
+    """What is in the body, character by character, as a parser would read it."""
     counts, level, highest = dict.fromkeys("{[:,", 0), 0, 0
     in_string = is_escaped = False
     for char in body.decode():

@@ -90,7 +90,7 @@ class DecodeLeg:
     missing: set[int] = field(default_factory=set)  # blocks
 
     async def play(self) -> Generation:
-        """From Reserve to the join. LegFailed where the script says, or where the manifests are not right."""
+        """Plays the leg from Reserve to the join. LegFailed where the script says so, or the manifests are wrong."""
         run = self.reserve.run
         await self.script.points.at("target")
         if self.script.reserve_failure is not None:

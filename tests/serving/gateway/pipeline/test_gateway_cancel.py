@@ -18,7 +18,7 @@ NOTICED_S = 5.0  # a bound for a hang, not a measure
 
 @pytest.fixture(autouse=True)
 async def leaves_nothing_behind(running: RunningGateway, worker: FakeWorker) -> AsyncIterator[None]:
-    """After every test here: cancelled at the worker, and nothing held at the gateway."""
+    """After every test here: the request was cancelled at the worker, and the gateway holds nothing."""
     yield
     await asyncio.wait_for(worker.cancel_seen.wait(), NOTICED_S)
     await asyncio.wait_for(running.gateway.wait_idle(), NOTICED_S)

@@ -97,7 +97,7 @@ async def test_decode_needs_no_prefill_worker_that_has_done_its_part():
 
 
 async def until_arrived(running: RunningGateway, num_tokens: int) -> None:
-    """So many tokens, from the workers at the gateway."""
+    """Waits until that many tokens have come from the workers to the gateway."""
     async with httpx.AsyncClient(base_url=running.http, trust_env=False) as http:
         while True:
             families = text_string_to_metric_families((await http.get("/metrics")).text)

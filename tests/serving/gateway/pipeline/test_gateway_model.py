@@ -1,4 +1,4 @@
-"""What would hold up the event loop leaves it: long prompts of every kind, and many ids to spell out."""
+"""Work that would block the event loop runs off it: long prompts of every kind, and many ids to turn into text."""
 
 import threading
 from dataclasses import dataclass, field, replace

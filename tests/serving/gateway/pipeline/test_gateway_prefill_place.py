@@ -33,7 +33,7 @@ async def complete(running: RunningGateway) -> None:
 
 
 async def queue(running: RunningGateway, prefill: FakeWorker, num_tokens: int) -> None:
-    """It says that so many tokens are before the next prompt, and the gateway has heard it."""
+    """The worker reports that many tokens before the next prompt; returns when the gateway has heard it."""
     prefill.load.queued_tokens[:] = [num_tokens]
     prefill.send_load(draining=False)
     session = next(link.session for link in running.gateway.pool.links if link.role == "prefill")

@@ -44,7 +44,7 @@ def section(*calls: str) -> str:
 
 @dataclass(frozen=True)
 class Marked:
-    """Text whose markers are the special tokens, without its last tokens."""
+    """Text in which markers are special tokens, without its last tokens."""
 
     text: str
     num_cut: int = 0
@@ -73,7 +73,7 @@ def tokens_of(parts: Sequence[Part]) -> list[int]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What of a request changes the answer's text."""
+    """Those parts of a request that change the answer's text."""
 
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
@@ -97,7 +97,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Said:
-    """All that a worker gives, ended by the end token or cut off at its last token."""
+    """All that a worker generates, ended by the end token or cut off at its last token."""
 
     parts: tuple[Part, ...]
     finish: pb.FinishReason
@@ -138,7 +138,7 @@ def told(asked: Asked, outputs: list[SequenceOutput]) -> tuple[dict[str, Any], d
 
 
 def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """A stream's chunks as a client puts them together, in a whole choice's shape."""
+    """A stream's chunks put together as a client does, in the shape of a whole choice."""
     parts = [event["choices"][0] for event in events]
     message: dict[str, Any] = {"role": "assistant", "refusal": None}
     message["content"] = "".join(part["delta"].get("content") or "" for part in parts)

@@ -17,7 +17,7 @@ GRANTS = [link_pb2.Grant(cell=cell, number=1 << 40) for cell in range(3)]
 
 
 class Worker:
-    """A session: what was sent to it."""
+    """A worker's session that keeps what was sent to it."""
 
     def __init__(self, epoch: bytes):
         self.epoch = epoch_from(epoch)
@@ -32,7 +32,7 @@ class Worker:
 
 
 class Relay:
-    """A handoff that has begun, between two workers that say what a test says."""
+    """A handoff under way between two workers that send what a test says."""
 
     def __init__(self) -> None:
         self.prefill, self.decode = Worker(PREFILL), Worker(DECODE)
@@ -68,7 +68,7 @@ def manifest(**fields: Any) -> link_pb2.Manifest:
 
 
 def with_more[M: (link_pb2.Target, link_pb2.Credits, link_pb2.Manifest)](message: M) -> M:
-    """Of a worker that says more than the gateway knows."""
+    """A message from a worker that has fields which the gateway does not know."""
     return type(message).FromString(message.SerializeToString() + UNKNOWN)
 
 

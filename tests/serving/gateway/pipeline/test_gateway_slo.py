@@ -39,7 +39,7 @@ def gateway_config(gateway_config: GatewayConfig, ledger: Path) -> GatewayConfig
 
 @pytest.fixture
 def routing() -> RoutingConfig:
-    """No first token can come in a microsecond."""
+    """An SLO that no first token can meet: a microsecond."""
     return RoutingConfig(ttft_slo_s=1e-6)
 
 
@@ -59,7 +59,7 @@ def model_of(running: RunningGateway) -> TtftModel:
 
 
 def teach(running: RunningGateway, ttft_s: float) -> None:
-    """As if every prompt so far had taken that long."""
+    """Makes the router believe that every prompt so far took that long."""
     (link,) = running.gateway.pool.links
     model_of(running).forget(link.address)
     for number in range(MIN_SAMPLES):
@@ -73,7 +73,7 @@ async def learn(http: httpx.AsyncClient) -> None:
 
 @asynccontextmanager
 async def one_before(http: httpx.AsyncClient, worker: FakeWorker) -> AsyncIterator[None]:
-    """Whoever comes during the block finds another request queued."""
+    """During the block another request is queued before anyone who comes."""
     worker.script.may_step.clear()
     num_before = len(worker.runs)
     first = asyncio.create_task(http.post("/v1/completions", json=BODY))
@@ -121,7 +121,7 @@ async def test_what_is_refused_leaves_no_row_no_tokens_and_no_session_behind(
 
 
 def teach_queue(running: RunningGateway, *, alone_s: float, queued_token_s: float) -> None:
-    """As if every token queued before a prompt had taken so long."""
+    """Makes the router believe that every token queued before a prompt took that long."""
     (link,) = running.gateway.pool.links
     model_of(running).forget(link.address)
     for queued in range(MIN_SAMPLES):

@@ -10,7 +10,7 @@ ASSIGNMENT = Assignment(attempt_id=b"a" * 16, prefill=None, decode=Leg("w:1", b"
 
 
 def log_of(*readers: OpenReader, num_choices: int = 1, num_prompt_tokens: int = 4) -> RequestLog:
-    """Of a request that is tokenised, and came at 0."""
+    """The log of a request that is tokenised and arrived at time 0."""
     request = GenerationRequest(request_id="r", received_ns=0, prompt=TokenPrompt([1]), n=num_choices)
     log = RequestLog(request, readers)
     log.append(
@@ -24,7 +24,7 @@ def sent(at_ns: int) -> AttemptSent:
 
 
 def arrived(at_ns: int, choice: int = 0, *, is_last: bool = False, **phases_ms: float) -> TokensArrived:
-    """One token, of which the client is told."""
+    """One token that arrives and is sent to the client."""
     finish_reason = pb.FINISH_REASON_LENGTH if is_last else pb.FINISH_REASON_UNSPECIFIED
     phases = link_pb2.WorkerPhases(**phases_ms) if phases_ms else None
     output = link_pb2.SequenceOutput(choice=choice, token_ids=[1], phases=phases, finish_reason=finish_reason)

@@ -1,4 +1,4 @@
-"""What waits for a request is taken at once, and its client is told at once; what fails comes after that."""
+"""All outputs that wait for a request are taken and sent to its client together; a failure follows them."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Where one life of a link puts what its worker says."""
+"""To whom a session gives each message of its worker, while its link lives."""
 
 import asyncio
 from itertools import pairwise
@@ -15,7 +15,7 @@ Message = link_pb2.WorkerMessage
 
 @pytest.fixture
 def heard() -> list[link_pb2.WorkerMessage]:
-    """What was said of handoffs."""
+    """What was said about handoffs."""
     return []
 
 

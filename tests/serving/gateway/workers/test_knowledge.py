@@ -32,13 +32,13 @@ class Told:
 
     @property
     def said(self) -> list[link_pb2.GatewayMessage]:
-        """All so far."""
+        """All messages so far."""
         while not self.session.outgoing.empty():
             self._said.append(self.session.outgoing.get_nowait())
         return self._said
 
     def known(self) -> list[int]:
-        """Blocks of the chain of all names that each partition is thought to have."""
+        """How many blocks of the chain of all names each partition is thought to have."""
         found = self.router.index.num_known(NAMES)
         return [found.get(self.router.home_number(home), 0) for home in self.homes]
 
