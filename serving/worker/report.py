@@ -1,7 +1,6 @@
 """What a worker says of itself, as messages: who it is, how it is loaded, and what its pools hold.
 
-Apart from `wire.requests`, which translates requests and their outputs, and from the worker, which knows when to say
-it.
+When it is said is `worker.links`' and `worker.link_service`'s.
 """
 
 from moonshard.kv.blocks import BlockPool, PartitionCounts
