@@ -9,7 +9,7 @@
 
 Needs grpcio with its health messages and google.rpc's, nothing else. Every failure is a
 `moonshard.rpc.status.RequestError`. The two clients are built on gRPC's two Python APIs rather than one on the other,
-so that neither hides a thread or an event loop. Leaves out retries: what may be sent twice is the caller's to say.
+so that neither hides a thread or an event loop. Nothing is retried: only the caller knows what may be sent twice.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """What a caller of the public API gives and gets: plain frozen values, no protobuf.
 
-Apart from the client, so that a notebook can keep, compare and print results without holding a channel. Leaves out
-everything that only crosses between gateway and worker. The meaning of each field is said once, in inference.proto.
+They hold no channel, so that a notebook can keep, compare and print results. What only crosses between gateway and
+worker is not here but in link.proto. The meaning of each field is said once, in inference.proto.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """Read a call's request message only when the method asks for it.
 
 gRPC's unary handlers read and parse the message before the method runs. A stream handler is the same on the wire, and
-reads nothing until asked; until then at most one HTTP/2 window of the message has arrived. Left out: who may call, and
-how large a message may be.
+reads nothing until asked; until then at most one HTTP/2 window of the message has arrived. Who may call, and how large
+a message may be, is for the caller's `read` to check.
 Source: gRPC over HTTP/2, "Requests".
 """
 

@@ -8,7 +8,8 @@ pass the challenge on to a worker at another. With TLS, which ends at the holder
 open: a forwarder may change it.
 
 Calls without a stream of requests have no room for this and are refused, but for health and reflection, which say
-nothing of the cluster. Left out: keeping what follows secret or whole (TLS), and where the key comes from.
+nothing of the cluster. What follows is neither kept secret nor protected from changes: that takes TLS. The key comes
+from `serving.config.cluster_key`.
 Source: ISO/IEC 9798-4, mutual authentication in three passes with a cryptographic check function.
 """
 

@@ -2,7 +2,8 @@
 
 Nothing is known of a gRPC message until it is whole. But one that was sent is here in milliseconds, so that nobody has
 to wait in line: every message is received at once, and where there are too many, those that have been coming for
-longest have to be here soon. Left out: requests whose bytes are counted as they come.
+longest have to be here soon. It is for gRPC: the bytes of HTTP bodies are counted as they come, in
+`gateway.intake.bounds`.
 """
 
 import asyncio

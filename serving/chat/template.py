@@ -6,7 +6,7 @@ surrogate: a character that no message can contain (messages are checked), so no
 or make one out of pieces. The sandbox and its extras follow transformers' `apply_chat_template`, and without special
 names in the messages so do the ids.
 
-Left out: a special name that the template puts together while rendering (`'<|' + role + '|>'`) is plain text; a
+Two limits: a special name that the template puts together while rendering (`'<|' + role + '|>'`) is plain text; a
 template that looks for a special name inside a message does not find it. Whether `content` may be a list of parts is
 the template's own affair.
 """

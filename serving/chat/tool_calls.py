@@ -16,7 +16,7 @@ the answer was cut off is neither. A section may lack its end, and a call too wh
 answer follows. What comes out does not depend on how the text is cut
 into pushes.
 
-Pure. Left out: the formats of other models, the arguments' schema.
+Pure. Only Kimi's format is read, and arguments are not checked against their schema.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 A file that its owner alone may read, made on first use by whichever process comes first, so that what one user starts
 on one machine shares one without anybody's doing; other machines are given a copy. What it is used for are keys derived
-from it, one for each purpose, so that none of them tells another. Left out: changing it while processes run.
+from it, one for each purpose, so that none of them tells another. It cannot be changed while processes run.
 """
 
 import hashlib

@@ -3,7 +3,7 @@
 Keys are kept as hashes, so that the file that names them is no secret worth stealing; a tenant may have several. The
 salt that goes into the names of a tenant's blocks comes from here and never from a client; it is derived from the
 cluster's key, so that nobody outside can name a block, and the same after a restart. Without a file of keys there is
-one tenant, and everybody is let in. Left out: limits.
+one tenant, and everybody is let in. Tenants' rates are kept in `gateway.records.accounts.rates`.
 """
 
 import hashlib

@@ -5,7 +5,7 @@ that cannot come back is tried again for ever, ever more rarely, while the other
 
 It knows processes and status events, neither models nor ports: `Commands` says what to run, `Reporter` takes the news.
 Ending is bounded: a drain that takes too long is cut off with SIGKILL, and nothing is left running.
-Left out: several machines.
+All children run on this machine.
 """
 
 import asyncio

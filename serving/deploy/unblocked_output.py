@@ -1,8 +1,9 @@
 """stdout and stderr that hold nobody up: what finds no room is dropped and counted, and the count is said later.
 
 A write to a terminal that somebody has stopped (Ctrl-S) or to a pipe that nobody reads waits until that changes, and
-with the event loop that logs a line waits every stream on it. Left out: what libraries write to the descriptor behind
-Python's back. Under a supervisor their lines find no room without being counted (see `child`); elsewhere they wait.
+with the event loop that logs a line waits every stream on it. This does not cover what libraries write to the
+descriptor without Python. Under a supervisor their lines find no room without being counted (see `child`); elsewhere
+they wait.
 """
 
 import contextlib

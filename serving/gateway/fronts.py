@@ -1,4 +1,6 @@
-"""The gateway's two open doors: HTTP by uvicorn and gRPC, bound, built and closed. What they serve is given to them."""
+"""The gateway's two servers: HTTP by uvicorn, and gRPC. They are bound, built and closed here; what they serve is given
+to them.
+"""
 
 import asyncio
 import contextlib

@@ -74,7 +74,9 @@ class RunningGateway:
 
 @dataclass(frozen=True, slots=True)
 class ServedGateway:
-    """A gateway as what lives: ready while its workers can serve. It fails by no fault of its own process."""
+    """A gateway as `deploy.life` drives it: ready while its workers can serve. Its process has no failure of its
+    own.
+    """
 
     running: RunningGateway
     timings: Timings
@@ -106,7 +108,7 @@ class ServedGateway:
         await self.running.gateway.wait_idle()
 
     async def cut_off(self) -> None:
-        """What runs ends with Unavailable."""
+        """Ends what still runs with Unavailable."""
         gateway = self.running.gateway
         gateway.pool.fail_all(Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S))
         with contextlib.suppress(TimeoutError):

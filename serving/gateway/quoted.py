@@ -1,4 +1,4 @@
-"""A client's own words in what it is told."""
+"""Quotes what a client sent in the message that it is told."""
 
 MAX_CHARS = 100
 

@@ -1,6 +1,6 @@
-"""What is let in of gRPC requests: of callers whose key names a tenant, in bounds, in time; and only then parsed.
+"""What a gRPC call passes before its message is parsed: the caller's key, bounds on the message, and the time it takes.
 
-As `intake.bounds` and `http.edge` do for HTTP. What a message means is the service's.
+This is what `intake.bounds` and `http.edge` do for HTTP. What a message means is `front`'s.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ MAX_FIELDS = 1 << 14  # messages, calls, tools, and numbers where they are not p
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """What its messages are: of which kind, and how many times the context their text may be."""
+    """What a method's messages are: their type, and how many times the context their text may be."""
 
     request: Descriptor
     num_contexts: int

@@ -87,7 +87,7 @@ class Edge:
                 share.give_back()
 
     def _own_answer(self, headers: Headers, method: str, path: str) -> Response | None:
-        """For whom may not go on, and for a browser that asks what a page may."""
+        """The answer to whoever may not go on, and to a browser that asks what a page may; None for all others."""
         try:
             self._strangers.check(headers.getlist)
         except RequestError as error:
@@ -123,11 +123,12 @@ def visible_id(request: Request, prefix: str) -> str:
 
 
 async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) -> tuple[bytes, Contents]:
-    """What the client meant, whatever it was compressed with, and in bounds; and what is in it.
+    """The body, decompressed and within bounds, and what its JSON holds.
 
-    What is beyond them, by what came or by what it holds, is refused as soon as it is known of, and never held. It
+    A body beyond the bounds, by its bytes or by its contents, is refused as soon as that is known, and not held. A body
     counts as in flight, with what is made of it, until the exchange is over. `num_contexts`: how many times the context
     its text may be.
+
     Raises TooLarge, ContextLengthExceeded, Overloaded; InvalidArgument and Unavailable as `Intake.checked`;
     UnsupportedEncoding and InvalidArgument as `inflate`; Cancelled where the client leaves.
     """
@@ -164,7 +165,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def late_headers(request: Request) -> dict[str, str]:
-    """To be filled in by whoever answers: headers that an error answer of this exchange has too."""
+    """Headers to be filled in by whoever answers; an error answer of this exchange has them too."""
     return request.scope.setdefault("late_headers", {})
 
 

@@ -37,7 +37,7 @@ class BytesInFlight:
     num: int = 0
 
     def take(self, num_bytes: int) -> None:
-        """Overloaded where that would be too many. What was taken is given back by its taker."""
+        """Overloaded where that would be too many. Whoever takes bytes gives them back."""
         if self.num + num_bytes > self.limit:
             raise Overloaded(
                 f"all requests' bodies and what is made of them take {self.num} bytes, "
@@ -64,7 +64,9 @@ class BytesShare:
             self._num_bytes = num_bytes
 
     def count_in(self, num_bytes: int) -> None:
-        """What is made already, whether there is room or not: those who come after it are refused instead."""
+        """Counts bytes that exist already, whether or not there is room: requests that come later are refused
+        instead.
+        """
         self._of.num += num_bytes
         self._num_bytes += num_bytes
 
@@ -106,7 +108,9 @@ class Bounds:
             raise ContextLengthExceeded.of(self.max_context_tokens, f"the body of {num_bytes} bytes")
 
     def max_values(self, num_contexts: int = 1) -> int:
-        """Of a body's token ids and all besides; until a worker has told its context, of what is besides alone."""
+        """The most values of a body: its token ids and everything else. Until a worker has told its context, everything
+        else alone.
+        """
         return MAX_OTHER_VALUES + (self.max_context_tokens or 0) * num_contexts
 
     def too_many_values(self, what: str, num_contexts: int = 1) -> ContextLengthExceeded | Unavailable:
@@ -139,7 +143,7 @@ class Bounds:
 
 
 class Intake:
-    """Both fronts' gate. `bounds` are those of now: the context is known once a worker has said."""
+    """The gate of both fronts. `bounds` gives the present ones: the context is known once a worker has told it."""
 
     def __init__(self, max_bytes_in_flight: int, bounds: Callable[[], Bounds]) -> None:
         self.in_flight = BytesInFlight(max_bytes_in_flight)
@@ -147,7 +151,9 @@ class Intake:
         self._scans = Aside(MAX_SCANS, "scan")
 
     async def checked(self, body: bytes, share: BytesShare, num_contexts: int = 1) -> Contents:
-        """What is in it, which counts as in flight from now on. Raises as `Bounds.check_contents`, and Overloaded."""
+        """What is in a body, which counts as in flight from now on. Raises as `Bounds.check_contents`, and
+        Overloaded.
+        """
         bounds = self.bounds()
         contents = await self._scans.run(len(body), contents_of, body, bounds.max_values(num_contexts))
         bounds.check_contents(contents, num_contexts)

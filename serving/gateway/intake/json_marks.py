@@ -23,7 +23,7 @@ _MARKS = (b"{", b"[", b":", b",")
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """`num_levels`: how many objects and lists stand within each other at the most, or more."""
+    """How many values of each kind a body has. `num_levels`: the deepest nesting of its objects and lists, or more."""
 
     num_objects: int = 0
     num_lists: int = 0
@@ -33,7 +33,7 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """What is made of it takes, beside the body."""
+        """The bytes that its decoded values take, besides the body."""
         return (
             OBJECT_BYTES * self.num_objects
             + LIST_BYTES * self.num_lists
@@ -48,7 +48,9 @@ class Contents:
 
 
 def contents_of(body: bytes, enough: int | None = None) -> Contents:
-    """Where marks are few anywhere, those in strings count too. Beyond `enough` values it is not counted on."""
+    """What is in a body. Where marks are few, those within strings are counted too. Counting ends beyond `enough`
+    values.
+    """
     num_objects, num_lists, num_members, num_values = (_count(body, mark) for mark in _MARKS)
     most = Contents(num_objects, num_lists, num_members, num_values, num_objects + num_lists)
     if most.num_bytes <= FEW_BYTES and most.num_levels <= FEW_LEVELS:

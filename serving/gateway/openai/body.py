@@ -1,6 +1,6 @@
 """JSON to a body's struct, msgspec's errors as the parameter at fault, and numbers as JSON has them.
 
-Apart from the bodies, since the parts of one are decoded on their own too.
+The bodies are in `requests`. Parts of one are decoded on their own too, with the same functions.
 """
 
 import re
@@ -54,7 +54,7 @@ def shape_error(error: msgspec.ValidationError) -> InvalidArgument:
 
 
 def is_nothing(value: msgspec.Raw, accepted: Sequence[object] = ()) -> bool:
-    """Whether the value is absent, null or one of those: of a long one nothing is built to find that out."""
+    """Whether the value is absent, null or one of those. Of a long value nothing is built to find that out."""
     raw = memoryview(value)
     if not raw:
         return True

@@ -69,7 +69,7 @@ class Format(Protocol):
         ...
 
     def opening(self, index: int) -> dict[str, object] | None:
-        """What a stream says of a choice before its first token."""
+        """What a stream says of a choice before the choice's first token."""
         ...
 
     def offsets(self) -> TextOffsets:
@@ -185,7 +185,7 @@ class Chunks:
         self._num_tokens = 0  # of all choices, so far
 
     def set_prompt(self, prompt: pb.TokenIds) -> None:
-        """The first chunk will say it, where it was asked for."""
+        """Keeps the prompt for the first chunk, where the client asked for it."""
         self._num_prompt = len(prompt.ids)
         if self._envelope.has_token_ids:
             self._first_extra = {"prompt_token_ids": list(prompt.ids)}

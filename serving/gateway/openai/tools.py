@@ -57,7 +57,7 @@ _ADVICE = "only 'auto', 'none' and a function of the tools, by its name, are sup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What the model is told it may call: nothing, where it is not to call anything."""
+    """Which functions the model is told that it may call; none where it is not to call any."""
 
     tools: Sequence[Tool] = ()
     functions: frozenset[str] = frozenset()

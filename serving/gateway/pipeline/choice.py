@@ -155,7 +155,7 @@ class ChoiceStream:
 
 
 def joined(earlier: pb.Delta, later: pb.Delta) -> pb.Delta:
-    """Two that follow each other in one choice as one. Takes `earlier` apart."""
+    """Two deltas of one choice, one after the other, as one. Empties `earlier`."""
     text = earlier.text + later.text
     earlier.MergeFrom(later)
     earlier.text = text

@@ -60,7 +60,7 @@ class RequestReceived(StampedEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestTokenized(StampedEvent):
-    """It is known what workers are to compute, and that it can be asked for."""
+    """The prompt is tokenised, and what workers are to compute is known and valid."""
 
     num_prompt_tokens: int  # as the client counts them
     max_tokens: int  # likewise, of each choice
@@ -79,7 +79,7 @@ class AttemptSent(StampedEvent):
 
 @dataclass(frozen=True, slots=True)
 class AttemptReserved(StampedEvent):
-    """The decode worker has room for it, after so long in that worker's line."""
+    """The decode worker has room for the attempt, which waited so long in that worker's queue."""
 
     queue_ms: float
 
@@ -105,7 +105,7 @@ class TokensArrived:
 
 @dataclass(frozen=True, slots=True)
 class FirstDelivered(StampedEvent):
-    """Tokens have left the gateway for the first time."""
+    """The first tokens have left the gateway."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The pipeline appends each event in one place and tells nobody else. A reader is called with every event as it is
 appended, for what users watch while a request runs; the last one is `RequestEnded`, when all the rest can be read from
-the log. OutputTally are as many as tokens: the log keeps the first one, and what they come to (`outputs`).
+the log. Outputs are as many as tokens: the log keeps the first one, and what they come to (`outputs`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ type OpenReader = Callable[["RequestLog"], Reader | None]  # None: it has no int
 
 
 class RequestLog:
-    """`context` is the request's span, None where it has none: nobody is told of one then."""
+    """The log of one request. `context` is its span, or None where it has none: then nothing is told of spans."""
 
     def __init__(
         self, request: GenerationRequest, readers: Sequence[OpenReader] = (), context: TraceContext | None = None
@@ -40,7 +40,7 @@ class RequestLog:
         self._readers = [reader for open_reader in readers if (reader := open_reader(self)) is not None]
 
     def append(self, event: LogEvent) -> None:
-        """Readers find it in the log already."""
+        """Appends an event and calls the readers, who find it in the log already."""
         if isinstance(event, TokensArrived):
             if event.delta is not None and not self.outputs.first_ns:
                 self.events.append(event)
@@ -66,12 +66,12 @@ class RequestLog:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything has come back: its prompt was computed."""
+        """Whether an output has come, so that its prompt was computed."""
         return self.outputs.first_ns > 0
 
     @cached_property
     def tokenized(self) -> RequestTokenized:
-        """RuntimeError before it is."""
+        """The event of that kind. RuntimeError before there is one."""
         if (event := self.last(RequestTokenized)) is None:
             raise RuntimeError("nothing is known of a request that was not tokenised")
         return event
@@ -116,7 +116,7 @@ class RequestLog:
 
 
 class RequestLogs:
-    """Of one gateway: a log for each request, with those who read it. Without `sampling` there are no spans."""
+    """The logs of one gateway's requests, with their readers. Without `sampling` there are no spans."""
 
     def __init__(self, readers: Sequence[OpenReader], sampling: TraceSampling | None = None) -> None:
         self._readers = readers

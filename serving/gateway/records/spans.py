@@ -34,7 +34,7 @@ PROVIDER = "moonshard"
 
 @dataclass(frozen=True, slots=True)
 class RequestSpans:
-    """Of one gateway, which clients reach at `host`."""
+    """The spans of one gateway, which clients reach at `host`."""
 
     export: SpanExport
     model: str

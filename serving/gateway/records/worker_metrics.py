@@ -214,7 +214,7 @@ def _by_worker[Family: (CounterMetricFamily, GaugeMetricFamily)](
 
 
 def _load_now(link: WorkerLink) -> WorkerLoad:
-    """Empty while the worker is gone: what it last said of itself is over."""
+    """The worker's last report; empty while the worker is gone, since it no longer holds."""
     return WorkerLoad() if link.session is None else link.last_load
 
 

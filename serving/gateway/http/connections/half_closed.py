@@ -3,8 +3,9 @@
 TCP says the same of a client that has only ended its side (`shutdown(SHUT_WR)`, `nc -N`) and of one that has left: its
 side is ended. Only a byte sent to it tells: a machine answers with a reset where nobody listens any more, and the write
 after that fails, by which the protocol notices that the connection is lost. So bytes that come next in any case are
-sent ahead of their time: every answer begins with `HTTP/1.1 `, and the size of a chunk may begin with zeros. Left out:
-the middle of a body that is not chunked, where only the body itself can come; its next bytes tell.
+sent ahead of their time: every answer begins with `HTTP/1.1 `, and the size of a chunk may begin with zeros. In the
+middle of a body that is not chunked nothing can be sent ahead, since only the body itself can come; its next bytes
+tell.
 Source: RFC 9112, sections 4 and 7.1 (`chunk-size = 1*HEXDIG`, `last-chunk = 1*("0")`).
 """
 

@@ -26,7 +26,7 @@ class Waiting:
         return len(self._oldest_first)
 
     def add(self, connection: Connection) -> None:
-        """One that is there already keeps its place."""
+        """Adds a connection; one that is there already keeps its place."""
         if connection not in self._oldest_first and len(self) >= self._max_connections:
             oldest = next(iter(self._oldest_first))
             del self._oldest_first[oldest]

@@ -35,7 +35,9 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerRow:
-    """Of one request. `outcome` is the finish reason of its first choice, `cancelled`, or the code of its error."""
+    """The row of one request. `outcome` is the finish reason of its first choice, `cancelled`, or the code of its
+    error.
+    """
 
     request_id: str
     ended_at: str  # UTC, ISO 8601 with seconds
@@ -78,7 +80,9 @@ class Ledger:
 
     @property
     def num_failures(self) -> int:
-        """A disk that hangs fails nothing: what is lost meanwhile counts as failed."""
+        """How many rows could not be written. A disk that hangs fails nothing, but rows that are lost meanwhile count
+        as failed.
+        """
         return self._num_failures + self._num_overtaken
 
     def start(self) -> None:
