@@ -274,5 +274,5 @@ def kv_host_of(config: Config) -> str:
 
 
 def roles_of(config: Config) -> tuple[WorkerRole, ...]:
-    """Of the workers that the mode asks for."""
+    """The roles of the workers that the mode asks for."""
     return ("both",) if config.mode == "aggregated" else ("prefill", "decode")

@@ -44,14 +44,14 @@ class Salts:
 
 
 class Tenants:
-    """By key."""
+    """The tenants by their keys."""
 
     def __init__(self, by_hash: Mapping[str, Tenant] | None):
         """None: one tenant for all."""
         self._by_hash = by_hash
 
     def of(self, authorization: str | None) -> Tenant:
-        """By an Authorization header, or a gRPC call's metadata of that name. Raises UnknownKey."""
+        """The tenant of an Authorization header, or of a gRPC call's metadata of that name. Raises UnknownKey."""
         if self._by_hash is None:
             return Tenant(DEFAULT)
         if not authorization:

@@ -36,7 +36,7 @@ def link_credentials(config: Config) -> grpc.ChannelCredentials | None:
 
 
 def _check(tls: TlsConfig) -> None:
-    """gRPC takes any bytes and says nothing until a handshake fails."""
+    """Reads and checks the files: gRPC takes any bytes, and says nothing until a handshake fails."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(str(tls.cert), str(tls.key), password="")  # an encrypted key would ask the terminal

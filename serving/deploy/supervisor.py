@@ -62,7 +62,7 @@ class Commands(Protocol):
 
     @property
     def workers(self) -> Mapping[str, Command]:
-        """By name, in the order in which the gateway is told of them."""
+        """The workers by name, in the order in which the gateway is told of them."""
         ...
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]: ...
@@ -203,7 +203,7 @@ class ChildRole:
             self._child = None
 
     def _fault(self, code: int) -> "Fault | None":
-        """Of the process that ended with this code: its own words where it had some."""
+        """How the process failed that ended with this code, in its own words where it had any."""
         if code == 0 and self._ready_at_s is not None:
             return None
         if self._failure is None:
@@ -218,7 +218,9 @@ class ChildRole:
         return self._ready_at_s is not None and now_s - self._ready_at_s >= self._limits.settled_s
 
     async def _after_drain(self) -> None:
-        """Somebody else told the process to end, and it did so in order: that says nothing against the next one."""
+        """The process ended in order because somebody else told it to: that counts as no crash, and the next one is
+        started after the shortest wait.
+        """
         self._reporter.note(f"{self.name} has drained and ended; starting it again")
         await _wait_for(self._retired, timeout_s=self._limits.first_backoff_s)
 

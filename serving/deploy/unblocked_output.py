@@ -76,7 +76,7 @@ class UnblockedOutput(io.RawIOBase):
 
 @contextlib.contextmanager
 def unblocked_output() -> Iterator[None]:
-    """For this process's stdout and stderr inside the block, where they lead to a file descriptor."""
+    """Makes this process's stdout and stderr unblocked inside the block, where they lead to a file descriptor."""
     replaced = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     with contextlib.ExitStack() as opened:
         for name, stream in replaced.items():

@@ -258,7 +258,7 @@ class Blueprint:
     ) -> Callable[..., Any]:
         """The function jitted over the mesh, with results placed exactly as `out_specs` spells it.
 
-        jax may spell an equal placement otherwise, and the spelling is part of the persistent cache's key: a program
+        jax may spell an equal sharding otherwise, and the spelling is part of the persistent cache's key: a program
         would then be another one depending on which program ran before it.
         """
         mesh = self.part.mesh
@@ -355,8 +355,10 @@ def _run(
     packed: jax.Array,
     *hidden: jax.Array,
 ) -> tuple[Pages, jax.Array | None, jax.Array]:
-    """On the last stage logits of the rows that are drawn for, over the first of `logits`, and a number: all outputs of
-    a program are ready at once. On others the activations."""
+    """Runs a stage's layers; returns the pages with their KV. On the last stage also returns the logits of the rows
+    that are drawn for, written over the first of `logits`, and a number: all outputs of a program are ready at once. On
+    other stages there are no logits, and the activations come instead of the number.
+    """
     f = layout.unpack(packed[0])
     with jax.default_matmul_precision(precision):
         out, pages, _ = part.model.forward(

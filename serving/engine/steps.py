@@ -118,7 +118,7 @@ class StepShapes:
 
     @property
     def buckets(self) -> dict[StepKind, tuple[int, ...]]:
-        """Of the kinds that have several sizes, ascending."""
+        """The buckets of the kinds that have several sizes, ascending."""
         found = {StepKind.DECODE: self.decode_buckets, StepKind.PREFILL: self.prefill_buckets}
         found |= dict.fromkeys((StepKind.EXPORT, StepKind.LAND), self.transfer_buckets)
         return {kind: sizes for kind, sizes in found.items() if sizes}

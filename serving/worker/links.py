@@ -131,7 +131,9 @@ class Links:
 
 
 def _target_epoch(cancel: link_pb2.Cancel) -> int:
-    """0 where none is said: of a request that is no handoff. LinkFault: a cancel is not answered."""
+    """0 where the cancel names none, as for a request that is no handoff. LinkFault for a malformed one, since a cancel
+    is not answered.
+    """
     try:
         return epoch_from(cancel.target_epoch, "target_epoch") if cancel.target_epoch else 0
     except InvalidArgument as error:

@@ -37,7 +37,7 @@ class TemplateLimitError(jinja2.TemplateRuntimeError):
 
 
 def allowed_units(num_chars: int, num_nodes: int) -> int:
-    """For an input of so many characters in so many strings, numbers, lists and objects."""
+    """The units for rendering an input of so many characters in so many strings, numbers, lists and objects."""
     return min(MAX_UNITS, BASE_UNITS + UNITS_PER_INPUT_CHAR * (num_chars + INPUT_NODE_CHARS * num_nodes))
 
 

@@ -162,7 +162,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 def _is_jinjas(obj: object) -> bool:
-    """A loop, macro, namespace and the like; no class and no function."""
+    """Whether it is an object of Jinja's own, such as a loop, macro or namespace, and neither a class nor a
+    function.
+    """
     return type(obj).__module__ in ("jinja2.runtime", "jinja2.utils")
 
 
@@ -208,7 +210,7 @@ class GenerationBlock(Extension):
 
 @pass_context
 def _finalize(context: BudgetContext, value: object) -> object:
-    """Of everything that is printed, and of the template's own text."""
+    """Charges for everything that is printed, the template's own text included."""
     context.budget.read(value)
     return value
 

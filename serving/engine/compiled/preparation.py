@@ -118,7 +118,8 @@ class Preparation:
     def _make_all(
         self, pool: ThreadPoolExecutor, wanted: Sequence[Wanted], progress: Callable[[int], None], *, waits: bool
     ) -> list[Wanted]:
-        """Those that somebody else is making: without `waits` they are left for later, when they may be there.
+        """Makes the programs. Those that somebody else is making are left for later without `waits`, when they may be
+        there.
 
         `progress` is called also while nothing is done, since by raising it ends all this.
         """

@@ -71,7 +71,9 @@ class Strangers:
 
 
 def is_loopback_name(name: str) -> bool:
-    """Without asking a resolver: loopback's addresses, and the names that RFC 6761 reserves for it."""
+    """Whether a name is loopback's, without asking a resolver: its addresses, and the names that RFC 6761 reserves for
+    it.
+    """
     name = name.strip("[]").removesuffix(".")
     return is_loopback(name) or name.endswith(".localhost")
 
@@ -84,7 +86,7 @@ def _only(values: Values, name: str) -> str | None:
 
 
 def _name_and_port(host: str) -> tuple[str, int | None]:
-    """Of `name`, `name:port`, `[address]:port`; an address keeps its brackets."""
+    """The parts of `name`, `name:port` or `[address]:port`; an address keeps its brackets."""
     name, colon, port = host.rpartition(":")
     is_port = port.isascii() and port.isdigit() and len(port) <= MAX_PORT_DIGITS
     if colon and is_port and (":" not in name or name.endswith("]")):

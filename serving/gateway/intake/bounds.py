@@ -84,7 +84,7 @@ class BytesShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Of one body. None: nothing can be said, of the context until a worker has told."""
+    """The bounds of one body. None where a bound is not known, as the context is not until a worker has told it."""
 
     max_body_bytes: int
     max_context_tokens: int | None

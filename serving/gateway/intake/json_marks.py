@@ -67,7 +67,7 @@ def contents_of(body: bytes, enough: int | None = None) -> Contents:
 
 
 def _count(body: bytes, mark: bytes) -> int:
-    """In pieces, since Python's lock is held for each."""
+    """Counts in pieces, since Python's lock is held for each."""
     return sum(body.count(mark, start, start + PIECE_BYTES) for start in range(0, len(body), PIECE_BYTES))
 
 

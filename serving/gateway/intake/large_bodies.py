@@ -54,7 +54,9 @@ class LargeBodies:
 
 
 def _decode_apart(struct: type[Any], body: bytes) -> Any:
-    """In a thread: it waits in the kernel. Ctrl-C at a terminal is the gateway's, which drains, and not the child's."""
+    """Runs on a thread, which waits in the kernel. Ctrl-C at a terminal is for the gateway, which drains, and not for
+    the child.
+    """
     argv = [sys.executable, "-m", __name__, struct.__module__, struct.__qualname__]
     done = subprocess.run(argv, input=body, capture_output=True, check=False, start_new_session=True)
     if done.returncode:

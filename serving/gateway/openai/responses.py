@@ -73,7 +73,7 @@ class Format(Protocol):
         ...
 
     def offsets(self) -> TextOffsets:
-        """Of one choice, from its first token on."""
+        """The text offsets of one choice, from its first token on."""
         ...
 
     def logprobs(self, positions: Sequence[pb.PositionLogprobs], offsets: TextOffsets) -> dict: ...
@@ -255,7 +255,7 @@ def usage_object(num_prompt: int, num_completion: int) -> dict[str, object]:
 
 
 def whole_usage(usage: pb.Usage) -> dict[str, object]:
-    """Of a request that has ended: what was cached is known too."""
+    """The usage of a request that has ended, when the number of cached tokens is known too."""
     details = {"cached_tokens": usage.cached_tokens}
     return usage_object(usage.prompt_tokens, usage.completion_tokens) | {"prompt_tokens_details": details}
 

@@ -120,5 +120,5 @@ def _function(tool: _Tool, where: str) -> str:
 
 
 def _uncached(tool: Tool) -> Tool:
-    """Without what is meant for a cache and not for the model."""
+    """The tool without the keys that are meant for a cache and not for the model."""
     return {key: value for key, value in tool.items() if key != "cache_control"}

@@ -193,7 +193,7 @@ class Attempts:
         self._handoffs.end(handoff, decode=session, is_finished=under_way.is_worker_done)
 
     def _sent(self, under_way: _UnderWay) -> AttemptSent:
-        """As it is recorded."""
+        """The event that is appended to the log."""
         attempt = under_way.attempt
         assignment = Assignment(
             attempt_id=under_way.run.request_id,

@@ -56,7 +56,7 @@ class Routed:
         return Routed(worker, "moved" if is_moved else self.affinity)
 
     def headers(self) -> dict[str, str]:
-        """As clients are told; over gRPC it is metadata."""
+        """What clients are told, as HTTP headers; over gRPC it is metadata."""
         affinity = {} if self.affinity is None else {"x-moonshard-affinity": self.affinity}
         return {"x-moonshard-worker": self.worker, **affinity}
 

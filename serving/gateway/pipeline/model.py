@@ -82,7 +82,9 @@ class ServedModel:
         return 0 if most is None else _num_chars(prompt) // most
 
     def detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
-        """Of one choice. With tools, the markers of their calls are marks in the text: they are a parser's to read."""
+        """The detokenizer of one choice. With tools, the markers of calls are marks in its text, for a parser to
+        read.
+        """
         if self.tokenizer is None:
             return None
         forced = self.forced_call(request)
@@ -96,7 +98,7 @@ class ServedModel:
         )
 
     def call_parser(self, request: GenerationRequest) -> ToolCallParser | None:
-        """Of one choice; None where the request has no tools."""
+        """The parser of one choice's tool calls; None where the request has no tools."""
         if request.tool_use is None:
             return None
         use = request.tool_use
@@ -176,7 +178,9 @@ def too_long(request: GenerationRequest, num_tokens: str, limit: PromptLimit) ->
 
 
 def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:
-    """Of a text, or of a chat's messages, which a template may add to and seldom takes from."""
+    """How many characters a text has, or a chat's messages, to which a template may add and from which it seldom
+    takes.
+    """
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
     contents = (message.get("content") for message in prompt.messages)
@@ -184,7 +188,7 @@ def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:
 
 
 def _size(prompt: TextPrompt | ChatPrompt) -> int:
-    """In characters; large where a template was given something nested, which may be of any size."""
+    """The size in characters; a large number where a template was given nested values, which may be of any size."""
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
     values = [value for message in prompt.messages for value in message.values()]

@@ -121,7 +121,7 @@ class AttemptFailed(StampedEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestRetried(StampedEvent):
-    """It is to go on elsewhere. `cause`: what it had lost, in a word."""
+    """The request is to go on with another attempt. `cause`: what the last one had lost, in a word."""
 
     cause: str
 
@@ -150,7 +150,7 @@ class RequestEnded(StampedEvent):
 
     @property
     def is_complete(self) -> bool:
-        """It has had all its tokens."""
+        """Whether the request has had all its tokens."""
         return self.outcome == COMPLETED
 
 

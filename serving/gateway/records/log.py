@@ -78,19 +78,21 @@ class RequestLog:
 
     @cached_property
     def times(self) -> RequestTimes:
-        """Of a request that has ended."""
+        """The times of a request that has ended."""
         if not isinstance(self.events[-1], RequestEnded):
             raise RuntimeError("the request has not ended")
         return RequestTimes.of(self.events, self.outputs)
 
     @cached_property
     def timing(self) -> pb.Timing:
-        """Of a request that has had all its tokens."""
+        """The timing of a request that has had all its tokens."""
         return self.times.timing()
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, as that worker found that computed it; whoever goes on elsewhere finds more."""
+        """Cached tokens of the prompt, as the worker found that computed it first; a worker that goes on with the
+        request may find more.
+        """
         return min(self.tokenized.num_prompt_tokens - 1, self.outputs.cached_tokens)
 
     def usage(self) -> pb.Usage:
@@ -105,12 +107,14 @@ class RequestLog:
 
     @property
     def finish_reason(self) -> str:
-        """Of the first choice; empty until it has ended."""
+        """The finish reason of the first choice; empty until it has ended."""
         return self.outputs.choices[0].finish_reason
 
     @property
     def finish_reasons(self) -> tuple[str, ...]:
-        """Of each choice, of a request that is over: `abort` of one that was cut short, as in the metrics."""
+        """The finish reason of each choice of a request that is over; `abort` for one that was cut short, as in the
+        metrics.
+        """
         choices = range(self.tokenized.num_choices)
         return tuple(self.outputs.choices[choice].finish_reason or "abort" for choice in choices)
 

@@ -89,6 +89,6 @@ class OutputTally:
 
 
 def _counted_as(finish_reason: int) -> str:
-    """In vLLM's names, which tell nothing of calls."""
+    """The finish reason in vLLM's names, which have none for tool calls."""
     finish = decode_finish_reason(finish_reason) or ""
     return "stop" if finish == "tool_calls" else finish

@@ -97,7 +97,7 @@ class _EndedAttempt:
 
 
 def _attempts(events: Sequence[LogEvent]) -> Iterator[_EndedAttempt]:
-    """In their order. One that was sent has ended by the time that its request has."""
+    """The spans of attempts, in their order. An attempt that was sent has ended by the time that its request has."""
     sent, cause = None, None
     for event in events:
         match event:
@@ -169,7 +169,7 @@ def _asked(request: GenerationRequest) -> dict[str, SpanValue]:
 
 
 def _sizes(log: RequestLog) -> dict[str, SpanValue]:
-    """Of a prompt that was tokenised; what was cached is known with the first output."""
+    """The sizes of a prompt that was tokenised; cached tokens are known with the first output."""
     if (tokenized := log.last(RequestTokenized)) is None:
         return {}
     usage = log.usage()
@@ -187,7 +187,7 @@ def _sizes(log: RequestLog) -> dict[str, SpanValue]:
 
 
 def _times(times: RequestTimes) -> dict[str, SpanValue]:
-    """In seconds under names of others, in milliseconds under our own."""
+    """Times in seconds where the attribute is a convention's, in milliseconds where it is our own."""
     told: dict[str, SpanValue] = {"gen_ai.latency.e2e": times.e2e_ns / 1e9}
     if times.sent_ns:
         told["moonshard.gateway_queue_ms"] = (times.sent_ns - times.received_ns) / 1e6

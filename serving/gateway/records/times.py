@@ -25,7 +25,7 @@ from moonshard.serving.gateway.records.outputs import OutputTally
 
 @dataclass(kw_only=True, slots=True)
 class RequestTimes:
-    """Of a request that has ended, read from its log; a stamp of what did not happen is 0."""
+    """The times of a request that has ended, read from its log. A stamp of what did not happen is 0."""
 
     outputs: OutputTally
     received_ns: int = 0
@@ -102,7 +102,7 @@ class RequestTimes:
         return first.second_ns - first.first_ns if first.second_ns else None
 
     def timing(self) -> inference_pb2.Timing:
-        """For a request that has had all its tokens."""
+        """The timing of a request that has had all its tokens."""
         phases_ms = [phase_ns / 1e6 for phase_ns in self.phases_ns]
         timing = self.worker_timing()
         timing.e2e_ms = self.e2e_ns / 1e6

@@ -45,7 +45,7 @@ class Inbox:
         return self.take_nowait()
 
     def take_nowait(self) -> list[Arrival]:
-        """As `take`; nothing where nothing waits."""
+        """As `take`, but returns nothing where nothing waits."""
         taken: list[Arrival] = []
         while self._items:
             if isinstance(item := self._items[0], RequestError):

@@ -116,7 +116,7 @@ class LinkPool:
         return Unavailable(f"no worker is ready ({reasons})", retry_after_s=LOST_RETRY_AFTER_S)
 
     def worker_states(self) -> dict[str, str]:
-        """By address: `ready`, `draining`, or why there is no link to it."""
+        """The state of each worker by its address: `ready`, `draining`, or why there is no link to it."""
         return {link.address: _state(link) for link in self.links}
 
     def fail_all(self, error: RequestError) -> None:

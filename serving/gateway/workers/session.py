@@ -34,7 +34,7 @@ class WorkerSession:
 
     @property
     def epoch(self) -> int:
-        """Of the worker's process."""
+        """The epoch of the worker's process."""
         return int.from_bytes(self.welcome.epoch, "big")
 
     @property

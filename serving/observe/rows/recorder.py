@@ -149,7 +149,7 @@ class Recorder:
                 self._write(rows, columns)
 
     def _write_young(self) -> None:
-        """Those that are not full, so that no row waits for ever."""
+        """Writes parts that are not full, so that no row waits for ever."""
         for rows in self._rows.values():
             if (columns := rows.take_young()) is not None:
                 self._write(rows, columns)

@@ -82,7 +82,7 @@ class _Tracks:
 
 
 def _request_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[TimelineEvent]:
-    """In the order in which they nest: a reader takes events of one moment as they come."""
+    """A request's events in the order in which they nest: a reader takes events of one moment as they come."""
     pid, start_ns = tracks.gateway(row), clocks.unix_ns(row, row["received_ns"])
     arguments = {name: row[name] for name in _ARGUMENTS if row[name] is not None}
     identity = f"{row['host']} {row['pid']} {row['received_ns']} {row['request_id']}"

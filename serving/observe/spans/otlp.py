@@ -80,7 +80,7 @@ class OtlpExporter:
 
 
 def traces_url(endpoint: str) -> str:
-    """Of a collector's base URL; one that names the path already stays."""
+    """The traces URL of a collector's base URL. A URL that already names the path is kept."""
     base = endpoint.rstrip("/")
     return base if base.endswith(TRACES_PATH) else base + TRACES_PATH
 

@@ -30,7 +30,7 @@ class Probe:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, cycle: RequestResponseCycle) -> None:
-        """Anew where it is the next request's turn."""
+        """Begins to ask, and begins anew where it is the next request's turn."""
         self.stop()
         self._num_sent, self._delay_s = 0, FIRST_DELAY_S
         self._ask(cycle)

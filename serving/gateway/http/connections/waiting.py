@@ -39,7 +39,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """Of one HTTP port."""
+    """The waiting connections of one HTTP port."""
 
     idle: Waiting
     half_open: Waiting

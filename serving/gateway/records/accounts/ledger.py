@@ -178,7 +178,7 @@ class Ledger:
 
 
 def _num_lines(file: int) -> int:
-    """Of a file that nobody else can open any more."""
+    """The number of lines of a file that nobody else can open any more."""
     found = start = 0
     while part := os.pread(file, READ_BYTES, start):
         found += part.count(b"\n")
