@@ -19,7 +19,7 @@ from moonshard.models.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What one push gave."""
+    """What one push settled."""
 
     text: str
     stop_string: str | None = None

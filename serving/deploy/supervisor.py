@@ -58,7 +58,7 @@ Command = Callable[[Mapping[str, object] | None], list[str]]
 
 
 class Commands(Protocol):
-    """What to run."""
+    """The commands to run."""
 
     @property
     def workers(self) -> Mapping[str, Command]:
@@ -69,7 +69,7 @@ class Commands(Protocol):
 
 
 class Reporter(Protocol):
-    """Where news goes."""
+    """Who is told the news."""
 
     def event(self, child: str, event: str, fields: Mapping[str, object]) -> None: ...
     def line(self, child: str, text: str) -> None: ...
@@ -303,7 +303,7 @@ class _Interrupts:
 
 
 def _ending(code: int) -> str:
-    """How a process ended, by its exit code as asyncio gives it: negative for a signal."""
+    """How a process ended, in words, by its exit code as asyncio gives it: negative for a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was ended by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"

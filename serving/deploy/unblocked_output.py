@@ -55,7 +55,7 @@ class UnblockedOutput(io.RawIOBase):
         return True
 
     def _head(self) -> bytes:
-        """What has to come before the next line: the rest of a torn one's, and how many were dropped."""
+        """What comes before the next line: the rest of a line that was cut, and how many bytes were dropped."""
         torn = b"\n" if self._is_torn else b""
         told = f"moonshard: {self._num_untold} lines of output found no room here and were dropped\n".encode()
         return torn + (told if self._num_untold else b"")
@@ -97,7 +97,7 @@ def _text(fd: int, like: io.TextIOBase) -> io.TextIOWrapper:
 
 
 def _descriptor(stream: io.TextIOBase | None) -> int | None:
-    """None for a stream that is in memory, as tests have, or not there at all."""
+    """The stream's file descriptor; None for a stream in memory, as tests have, or where there is no stream."""
     try:
         return None if stream is None else stream.fileno()
     except (OSError, ValueError):  # what io.UnsupportedOperation is

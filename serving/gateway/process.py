@@ -160,7 +160,9 @@ async def _serving(
     export: SpanExport | None,
     keep_alive_s: float,
 ) -> AsyncIterator[RunningGateway]:
-    """With what is open already: the HTTP port, and ledger, recorder and export of spans where there are any."""
+    """The gateway within what is open already: the HTTP port, and ledger, recorder and export of spans where there are
+    any.
+    """
     model = load_served_model(config.model.path, config.model.name)
     _warn_of_open_access_or_no_tokenizer(config, model)
     tenants = load_tenants(config.gateway.keys)

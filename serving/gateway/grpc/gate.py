@@ -35,7 +35,7 @@ class _Method:
 
 
 class GrpcGate(grpc.aio.ServerInterceptor):
-    """For the methods of `service`.
+    """The gate before the methods of `service`.
 
     `num_contexts`: by method, how many times the context its text may be; 1 where it does not say. `json_names`: full
     names of the fields that the service decodes as JSON.

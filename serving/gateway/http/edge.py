@@ -158,7 +158,7 @@ async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) 
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Every error, also of unknown routes and of our own making, in OpenAI's shape."""
+    """Gives every error OpenAI's shape, also those of unknown routes and faults of our own."""
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
@@ -176,14 +176,16 @@ def error_response(error: RequestError, headers: Mapping[str, str] = MappingProx
 
 
 def large_answer(request: Request, body: bytes) -> Response:
-    """JSON that may be long: it counts as in flight until its client has taken nearly all of it."""
+    """An answer of JSON that may be long. It counts as in flight until its client has taken nearly all of it."""
     if (share := request.scope.get(SHARE)) is not None:
         share.count_in(len(body))
     return InPieces(body, headers=late_headers(request), media_type="application/json")
 
 
 class InPieces(Response):
-    """Sent as fast as it is taken: in one piece all of it would lie in the connection's buffer, and nobody wait."""
+    """A body sent piece by piece, as fast as it is taken: in one piece all of it would lie in the connection's buffer,
+    and nothing would wait for the client.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -204,7 +206,7 @@ async def _request_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown route or method."""
+    """The answer to an unknown route or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = f"{request.method} {request.url.path}: {error.detail if isinstance(error, HTTPException) else error}"
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
@@ -213,5 +215,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(_request: Request, _error: Exception) -> Response:
-    """What went wrong is logged by the server, and is no business of the client's."""
+    """The answer to a fault of our own. What went wrong is logged by the server and not told to the client."""
     return error_response(InternalError("internal error"))

@@ -124,7 +124,9 @@ class HttpFront:
     async def _read[T: msgspec.Struct, M](
         self, decoder: BodyDecoder[T], request: Request, meant: Callable[[T], M], *, num_contexts: int = 1
     ) -> tuple[T, M]:
-        """What was sent, and what is `meant` by it. What is unknown is told in the answer's headers, or refused."""
+        """The decoded body, and what it means by `meant`. Unknown fields are named in the answer's headers, or
+        refused.
+        """
         sent, contents = await read_body(request, self._intake, num_contexts=num_contexts)
         if len(sent) <= LARGE_BYTES and contents.num_bytes <= LARGE_CONTENTS_BYTES:
             body, unknown = decoder.decode(sent)

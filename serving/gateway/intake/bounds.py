@@ -31,7 +31,7 @@ RETRY_AFTER_S = 1.0
 
 @dataclass
 class BytesInFlight:
-    """How many bytes bodies and what is made of them take, of how many at most. Runs on one event loop."""
+    """How many bytes bodies take, with what is made of them, and the most that they may. Runs on one event loop."""
 
     limit: int
     num: int = 0
@@ -58,7 +58,7 @@ class BytesShare:
         self._num_bytes = 0
 
     def grow_to(self, num_bytes: int) -> None:
-        """Overloaded where there is no room."""
+        """Grows to so many bytes. Overloaded where there is no room."""
         if num_bytes > self._num_bytes:
             self._of.take(num_bytes - self._num_bytes)
             self._num_bytes = num_bytes
@@ -71,7 +71,8 @@ class BytesShare:
         self._num_bytes += num_bytes
 
     def grow_to_hold(self, num_bytes: int, contents: Contents) -> None:
-        """A body's bytes and what is made of it, which always has room where nothing else is here.
+        """Grows to a body's bytes and what is made of it. There is always room for that where nothing else is in
+        flight.
 
         Overloaded as `grow_to`.
         """
@@ -114,7 +115,7 @@ class Bounds:
         return MAX_OTHER_VALUES + (self.max_context_tokens or 0) * num_contexts
 
     def too_many_values(self, what: str, num_contexts: int = 1) -> ContextLengthExceeded | Unavailable:
-        """The error where `what` has more token ids than that."""
+        """The error of a body (`what`) with more token ids than that."""
         if self.max_context_tokens is None:
             return Unavailable("no worker has told its context yet", retry_after_s=RETRY_AFTER_S)
         return ContextLengthExceeded.of(

@@ -43,7 +43,7 @@ class Contents:
 
     @property
     def num_in_all(self) -> int:
-        """Values of every kind."""
+        """The number of values of every kind."""
         return self.num_objects + self.num_lists + self.num_values
 
 
@@ -72,7 +72,9 @@ def _count(body: bytes, mark: bytes) -> int:
 
 
 def _levels(begins: np.ndarray, ends: np.ndarray, level: int) -> tuple[int, int]:
-    """(how many are open after a piece before which `level` were, the most that were open in it)."""
+    """How many objects and lists are open after a piece, before which `level` were, and the most that were open in
+    it.
+    """
     steps = begins.view(np.int8) - ends.view(np.int8)
     open_levels = np.cumsum(steps[steps != 0], dtype=np.int32)
     if not len(open_levels):
@@ -81,7 +83,7 @@ def _levels(begins: np.ndarray, ends: np.ndarray, level: int) -> tuple[int, int]
 
 
 def _pieces(body: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A body's characters, and which of them stand outside of strings, some at a time."""
+    """Pieces of a body, and which of their characters stand outside of strings."""
     in_string = odd = False
     for start in range(0, len(body), PIECE_BYTES):
         piece = np.frombuffer(body, np.uint8, min(PIECE_BYTES, len(body) - start), start)
@@ -93,7 +95,7 @@ def _pieces(body: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _escaped(piece: np.ndarray, odd: bool) -> tuple[np.ndarray, bool]:
-    """Which characters follow an odd number of backslashes. `odd`: whether what comes before the piece ends so."""
+    """Which characters follow an odd number of backslashes. `odd`: whether an odd number stands before the piece."""
     slashes = piece == _BACKSLASH
     if not odd and not slashes.any():
         return slashes, False

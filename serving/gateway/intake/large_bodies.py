@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class LargeBodies:
-    """Decodes bodies, some at once. One event loop."""
+    """Decodes large bodies, a few at once. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(MAX_AT_ONCE)

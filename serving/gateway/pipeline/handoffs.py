@@ -62,7 +62,7 @@ class Handoff:
 
 
 class Handoffs:
-    """All handoffs of one gateway. `receive` and `lost` are for the links to call."""
+    """All handoffs of one gateway. `receive` and `lost` are called by the links."""
 
     def __init__(self, knowledge: Knowledge, *, lease_s: float) -> None:
         self._knowledge = knowledge

@@ -35,7 +35,7 @@ class PromptLimit:
 
     @classmethod
     def to_generate(cls, context_tokens: int) -> "PromptLimit":
-        """An answer has a token at least."""
+        """The limit of a prompt to be answered: the answer has at least one token."""
         return cls(context_tokens, context_tokens - 1)
 
     @classmethod
@@ -77,7 +77,7 @@ class ServedModel:
         return ids
 
     def _least_tokens(self, prompt: TextPrompt | ChatPrompt) -> int:
-        """What its characters come to if each token stands for as many as any does."""
+        """The fewest tokens that the text can be: as if each token stood for as many characters as any does."""
         most = None if self.tokenizer is None else self.tokenizer.max_token_bytes
         return 0 if most is None else _num_chars(prompt) // most
 
@@ -105,7 +105,9 @@ class ServedModel:
         return ToolCallParser(use.functions, use.call_ids, max_calls=use.max_calls)
 
     def forced_call(self, request: GenerationRequest) -> ForcedCall | None:
-        """How every choice begins; None where the model is free. The prompt was tokenised."""
+        """The call that every choice begins with; None where the model is free. To be asked once the prompt was
+        tokenised.
+        """
         use = request.tool_use
         if self.tokenizer is None or use is None or use.forced is None:
             return None
@@ -164,7 +166,9 @@ class ServedModel:
 
     @staticmethod
     def _check_tools(request: GenerationRequest, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        """A model that is not told of its tools, or whose calls nobody can read, would seem to decide against them."""
+        """Refuses tools that the template does not show, or whose calls nobody can parse: the model would seem to
+        decide against them.
+        """
         if not template.takes_tools:
             raise request.invalid("tools", "the model's chat template takes no tools")
         if not call_marks(tokenizer.special_tokens):

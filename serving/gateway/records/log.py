@@ -132,7 +132,7 @@ class RequestLogs:
 
     @contextmanager
     def opened(self, request: GenerationRequest) -> Iterator[RequestLog]:
-        """The block is the request's time here; however it ends, the log says so once."""
+        """A log for a request, which is in the gateway during the block; however it ends, the log says so once."""
         log = RequestLog(request, self._readers, self._context(request))
         try:
             yield log

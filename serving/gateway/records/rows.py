@@ -66,7 +66,7 @@ class RequestRows:
             tokens.append((self._name, delta.choice, index, arrived.at_ns))
 
     def _row(self, ended: RequestEnded) -> TableRow:
-        """What is not known when it ends is null."""
+        """The row of a request. What is not known when it ends is null."""
         log, caller, sent = self._log, self._log.request.caller, self._log.last(AttemptSent)
         return (
             self._name,
@@ -143,7 +143,7 @@ def _times(times: RequestTimes) -> TableRow:
 
 
 def _worker_times(times: RequestTimes) -> TableRow:
-    """decode_queue_ms to join_ms: null where no worker said so."""
+    """The columns decode_queue_ms to join_ms; null where no worker reported them."""
     if not times.outputs.first_ns:
         return (None,) * 11
     timing, outputs = times.worker_timing(), times.outputs

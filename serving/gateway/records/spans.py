@@ -161,7 +161,7 @@ def mark_attempt(run: link_pb2.Run) -> None:
 
 
 def _asked(request: GenerationRequest) -> dict[str, SpanValue]:
-    """What the client said, but for text, and for numbers that no span can hold."""
+    """What the client asked for, without text, and without numbers that no span can hold."""
     asked = {each.name: request.sampling.get(each.name) for each in PARAMETERS if each.is_in_spans}
     asked["choice.count"] = None if request.n == 1 else request.n
     said = {name: fitting(value) if isinstance(value, int) else value for name, value in asked.items()}

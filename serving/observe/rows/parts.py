@@ -126,7 +126,7 @@ def _read_part(path: Path, table: Table) -> "pl.DataFrame | None":
 
 
 def empty_table(table: Table) -> "pl.DataFrame":
-    """Its columns, and no rows."""
+    """A table with these columns and no rows."""
     import polars as pl
 
     return pl.DataFrame(schema=_schema(table))

@@ -29,7 +29,7 @@ class RecordedSteps:
 
 
 class UnrecordedSteps(RecordedSteps):
-    """Where nothing is recorded: nobody makes a row."""
+    """Stands in where nothing is recorded, so that no row is made."""
 
     def trace(self, *, epoch: bytes, role: str) -> Callable[[StepDone, Plan | None], None]:
         return lambda done, plan: None

@@ -48,7 +48,7 @@ class _FirstWords(logging.Handler):
 
 
 class OtlpExporter:
-    """One process's: `role` and `instance` say which."""
+    """The exporter of one process, which `role` and `instance` identify."""
 
     def __init__(self, config: TelemetryConfig, *, role: str, instance: str) -> None:
         endpoint = config.endpoint or ""

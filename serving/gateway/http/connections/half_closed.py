@@ -59,7 +59,7 @@ class Probe:
 
 
 class Begun(asyncio.Transport):
-    """A transport to which the first bytes of an answer may have gone ahead of it."""
+    """A transport that can send the first bytes of an answer before the answer is there."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Begun(asyncio.Transport):
         self._num_ahead = 0
 
     def send_ahead(self) -> None:
-        """One byte more."""
+        """Sends one more byte of the answer ahead of it."""
         self._transport.write(START[self._num_ahead : self._num_ahead + 1])
         self._num_ahead += 1
 

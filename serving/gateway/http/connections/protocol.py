@@ -105,7 +105,7 @@ class FrontProtocol(HttpToolsProtocol):
         self._check_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """What follows a body in chunks is bounded as the head is, and means nothing here."""
+        """Trailers of a chunked body come here too: they are bounded as a head is, and ignored."""
         if self._is_in_head:
             super().on_header(name, value)
             return
@@ -118,7 +118,7 @@ class FrontProtocol(HttpToolsProtocol):
             self._is_deaf = True
 
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  # uvicorn's says None: close
-        """Whether the connection stays open: for the answer to a request that is complete."""
+        """Whether the connection stays open, which it does for the answer to a request that is complete."""
         if self._phase is not Awaited.ANSWER or self._answering is None:
             return False
         self.cycle.keep_alive = False

@@ -11,12 +11,12 @@ from typing import Protocol
 
 class Connection(Protocol):
     def give_way(self) -> None:
-        """Close: others need the room."""
+        """Closes the connection, since others need the room."""
         ...
 
 
 class Waiting:
-    """Connections in the order in which they came; the oldest leaves where one more would be too many."""
+    """Connections in the order in which they came. The oldest is closed where one more would be too many."""
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections

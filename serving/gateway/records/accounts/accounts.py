@@ -91,11 +91,11 @@ class PromptHold:
             rates.hold(self._tenant, num_prompt)
 
     def computed(self) -> None:
-        """An output has come."""
+        """An output has come, so the prompt was computed and its tokens are used."""
         self._settle(is_used=True)
 
     def close(self, *, is_refused: bool) -> None:
-        """At the request's end. Without a first output the tokens of a refused one are given back.
+        """Called at the request's end. The tokens of a request that was refused before its first output are given back.
 
         A client that left may have had its prompt computed, so its tokens are used.
         """

@@ -157,7 +157,7 @@ class Ledger:
         self._file, self._whole_bytes = anew, None
 
     def _append(self, line: bytes) -> None:
-        """The whole line, or nothing and OSError."""
+        """Appends the whole line, or nothing and raises OSError."""
         self._take_back()
         start = os.fstat(self._file).st_size
         rest = memoryview(line)
@@ -171,7 +171,9 @@ class Ledger:
             raise
 
     def _take_back(self) -> None:
-        """OSError where that has to wait too: file systems that copy on write need room for it."""
+        """Removes what was written of a line. OSError where that has to wait too: file systems that copy on write need
+        room for it.
+        """
         if self._whole_bytes is not None:
             os.ftruncate(self._file, self._whole_bytes)
             self._whole_bytes = None

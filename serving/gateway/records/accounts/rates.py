@@ -51,7 +51,7 @@ class TokenRates:
         self._held[tenant] += num_tokens
 
     def release(self, tenant: str, num_tokens: int) -> None:
-        """What became of it is known: it is `used` now, or was refused."""
+        """Ends a hold: the prompt was either computed, which `used` counts, or refused."""
         self._held[tenant] -= num_tokens
 
     def used(self, tenant: str, num_tokens: int) -> None:
