@@ -1,4 +1,7 @@
-"""The wire: messages, their generated code, and what gRPC calls have in common on either side.
+"""The wire: protobuf messages, their generated code, what gRPC calls have in common at either end, and the clients of
+the public API.
 
-Imports no jax and nothing of the rest. Begin with the `.proto` files, then `status`, the one table of errors.
+It imports no jax and no other package of moonshard. Services belong in `serving`, and so does the translation of the
+cluster's messages (`serving.wire`).
+Begin with the `.proto` files, then read `status`, the one table of errors; `client` is the public Python API.
 """

@@ -9,7 +9,7 @@
 
 Needs grpcio with its health messages and google.rpc's, nothing else. Every failure is a
 `moonshard.rpc.status.RequestError`. The two clients are built on gRPC's two Python APIs rather than one on the other,
-so that neither hides a thread or an event loop. Leaves out retries: what may be sent twice is the caller's to say.
+so that neither hides a thread or an event loop. Nothing is retried: only the caller knows what may be sent twice.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class _Arrivals:
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """As the model saw them. Raises RuntimeError before the first event."""
+        """The prompt's token ids, as the model saw them. Raises RuntimeError before the first event."""
         if self._prompt_token_ids is None:
             raise RuntimeError("the prompt's token ids come with the first event of the stream")
         return self._prompt_token_ids
@@ -82,12 +82,12 @@ class _Arrivals:
 
     @property
     def client_ttft_ms(self) -> float | None:
-        """From the call to the first token here; None while there is none."""
+        """Milliseconds from the call to the first token here; None while there is none."""
         return self._client_ttft_ms
 
     @property
     def client_e2e_ms(self) -> float | None:
-        """From the call to the summary here; None while there is none."""
+        """Milliseconds from the call to the summary here; None while there is none."""
         return self._client_e2e_ms
 
     def _accept(self, response: pb.GenerateResponse) -> Delta | None:

@@ -176,7 +176,7 @@ def _decode_token(token: pb.TokenLogprob) -> TokenLogprob:
 
 
 def decode_finish_reason(number: int) -> FinishReason | None:
-    """None while it goes on."""
+    """None while the choice goes on."""
     if number not in _FINISH_REASONS:
         raise InternalError(f"finish reason {number} is unknown to this client: the server is newer")
     return _FINISH_REASONS[number]

@@ -61,7 +61,8 @@ class ContextLengthExceeded(InvalidArgument):
 
     @classmethod
     def of(cls, context_tokens: int, excess: str, *, field: str | None = None) -> "ContextLengthExceeded":
-        """In the words that clients look for who do not look at codes: LiteLLM for its first, LangChain for its last.
+        """The error in the words that clients look for that do not look at codes: LiteLLM for its first ones, LangChain
+        for its last.
 
         `excess`: what is too long, and how long it is.
         """
@@ -97,7 +98,7 @@ class UnsupportedEncoding(RequestError):
 
 
 class PermissionDenied(RequestError):
-    """Who asks is known, or what they came through, and may not."""
+    """The caller, or the web page it called from, is known and may not."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     http_status = 403

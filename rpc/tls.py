@@ -1,6 +1,6 @@
 """TLS from PEM files, for both ends of a channel.
 
-Leaves out issuing, reloading and revoking certificates: restart the process, or put a proxy in front.
+Certificates are not issued, reloaded or revoked here: restart the process, or put a proxy in front.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """What a caller of the public API gives and gets: plain frozen values, no protobuf.
 
-Apart from the client, so that a notebook can keep, compare and print results without holding a channel. Leaves out
-everything that only crosses between gateway and worker. The meaning of each field is said once, in inference.proto.
+They hold no channel, so that a notebook can keep, compare and print results. What only crosses between gateway and
+worker is not here but in link.proto. The meaning of each field is said once, in inference.proto.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionLogprobs:
-    """Of the model's raw distribution at one generated position."""
+    """Log-probabilities under the model's raw distribution at one generated position."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()  # most likely first
@@ -55,7 +55,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCallPart:
-    """A part of one call: its first has id and name, those after it more of the arguments."""
+    """A part of one tool call: the first part has id and name, later ones have more of the arguments."""
 
     index: int = 0
     id: str = ""
@@ -65,7 +65,7 @@ class ToolCallPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """A whole one, as a chat's later messages may have it."""
+    """A whole tool call, as a chat's later messages may have it."""
 
     id: str
     name: str
@@ -157,7 +157,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice."""
         return self.choices[0].text
 
     @property

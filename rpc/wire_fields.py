@@ -27,7 +27,7 @@ _FIXED_TYPES = {  # numbers that are no varints
 
 @dataclass(frozen=True, slots=True)
 class FieldCounts:
-    """`num_packed`: numbers."""
+    """How many fields and packed numbers a message has."""
 
     num_fields: int
     num_packed: int

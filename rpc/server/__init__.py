@@ -1,4 +1,5 @@
 """The server's end of gRPC: who may call, how much may be received, and how a server is built and ended.
 
-Begin with `server`. Services themselves are `serving`'s.
+The services themselves belong in `serving`.
+Begin with `server`; `door` is the proof that both ends hold the cluster's key.
 """

@@ -1,8 +1,8 @@
 """Read a call's request message only when the method asks for it.
 
 gRPC's unary handlers read and parse the message before the method runs. A stream handler is the same on the wire, and
-reads nothing until asked; until then at most one HTTP/2 window of the message has arrived. Left out: who may call, and
-how large a message may be.
+reads nothing until asked; until then at most one HTTP/2 window of the message has arrived. Who may call, and how large
+a message may be, is for the caller's `read` to check.
 Source: gRPC over HTTP/2, "Requests".
 """
 
@@ -60,13 +60,15 @@ def deferred(handler: Any, read: ReadRequest) -> grpc.RpcMethodHandler:
 
 
 def _without_frames(ended: grpc.aio.AbortError) -> grpc.aio.AbortError:
-    """gRPC's call keeps its error, whose frames would keep the message, until the collector of cycles comes."""
+    """The error without its frames: gRPC's call keeps it, and the frames would keep the message, until the garbage
+    collector runs.
+    """
     ended.__context__ = None
     return ended.with_traceback(None)
 
 
 async def next_message(frames: Frames, limiter: ReceiveLimiter) -> bytes | None:
-    """None: there are no more. Raises as `ReceiveLimiter.receiving`."""
+    """The next message; None where there are no more. Raises as `ReceiveLimiter.receiving`."""
     async with limiter.receiving():
         return await anext(aiter(frames), None)
 

@@ -8,7 +8,8 @@ pass the challenge on to a worker at another. With TLS, which ends at the holder
 open: a forwarder may change it.
 
 Calls without a stream of requests have no room for this and are refused, but for health and reflection, which say
-nothing of the cluster. Left out: keeping what follows secret or whole (TLS), and where the key comes from.
+nothing of the cluster. What follows is neither kept secret nor protected from changes: that takes TLS. The key comes
+from `serving.config.cluster_key`.
 Source: ISO/IEC 9798-4, mutual authentication in three passes with a cryptographic check function.
 """
 
@@ -57,12 +58,12 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class ServerUnproved(Unauthenticated):
-    """Who answers at the address is none of the cluster."""
+    """Whoever answers at the address has not proved that it belongs to the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Terms:
-    """What both sides must mean, and what makes it this call and no other."""
+    """What the two proofs cover, so that they hold for this call and no other."""
 
     method: str
     port: int  # as it was called; 0: open
@@ -70,7 +71,7 @@ class _Terms:
     server_nonce: bytes
 
     def proof(self, key: bytes, role: str) -> bytes:
-        """`role`: whose proof it is."""
+        """The proof of the side in that role."""
         digest = hmac.new(key, digestmod=hashlib.sha256)
         ends = f"{role} {PROTOCOL_VERSION} {self.port} {self.method}".encode()
         for part in (b"moonshard proof", ends, self.caller_nonce, self.server_nonce):
@@ -83,7 +84,7 @@ class _Terms:
 
 
 class Knock:
-    """One call's. `port` is the one that is called; 0 with TLS."""
+    """The caller's side of one call. `port` is the one that is called; 0 with TLS."""
 
     def __init__(self, key: bytes, method: str, port: int):
         self._key = key
@@ -135,7 +136,7 @@ async def open_stream(
 
 
 async def _raise_status(call: grpc.aio.StreamStreamCall) -> None:
-    """Of a call that broke off; nothing where it goes on."""
+    """Raises the status of a call that broke off; does nothing where it goes on."""
     with contextlib.suppress(TimeoutError):
         code = await asyncio.wait_for(call.code(), STATUS_TIMEOUT_S)
         raise grpc.aio.AioRpcError(
@@ -175,7 +176,9 @@ class ProvedFrames(Iterator[bytes]):
 
 
 def _has_ended(call: Any) -> bool:
-    """Of a call whose server told nothing: one that broke off is over a moment after its empty metadata are here."""
+    """Whether a call whose server sent no metadata is over: one that broke off ends a moment after its empty metadata
+    arrive.
+    """
     try:
         with contextlib.suppress(grpc.FutureCancelledError):
             call.exception(timeout=STATUS_TIMEOUT_S)
@@ -294,7 +297,9 @@ class Door(grpc.aio.ServerInterceptor):
         await abort(context, error)
 
     def _log(self, context: grpc.aio.ServicerContext, error: RequestError) -> None:
-        """Once for a peer and a reason, for it may knock as often as it likes. Its ports are all one peer."""
+        """Logs once for each peer and reason, since a peer may try as often as it likes. All ports of a host are one
+        peer.
+        """
         peer = str(context.peer()).rpartition(":")[0]
         told = (peer, error.message)
         if told not in self._logged and len(self._logged) < MAX_LOGGED:

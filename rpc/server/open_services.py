@@ -1,4 +1,7 @@
-"""Health and reflection, which anybody may ask: in short messages that, where many come, have to be here soon."""
+"""Health and reflection, the services that anybody may call.
+
+Their messages are bounded in size and, where many arrive at a time, in the time that they take.
+"""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,8 +1,9 @@
-"""How many request messages are received at a time: each may take as much memory as a message can.
+"""How many request messages are received at a time, since each may take as much memory as a message can.
 
-Nothing is known of a gRPC message until it is whole. But one that was sent is here in milliseconds, so that nobody has
-to wait in line: every message is received at once, and where there are too many, those that have been coming for
-longest have to be here soon. Left out: requests whose bytes are counted as they come.
+Nothing is known of a gRPC message until it is whole. But one that was sent arrives within milliseconds, so nobody has
+to wait in line: every message is received at once, and where there are too many, those that have been arriving for
+longest have only a short time left. HTTP bodies have other bounds (`serving.gateway.intake`), as their bytes are
+counted while they arrive.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ class ReceiveLimiter:
 
     @contextlib.asynccontextmanager
     async def receiving(self) -> AsyncIterator[None]:
-        """Around the receipt of one message. RequestTimeout where it takes too long."""
+        """The block receives one message. RequestTimeout where that takes too long."""
         receipt = _Receipt(asyncio.get_running_loop().time(), asyncio.timeout(self._timeout_s))
         try:
             async with receipt.timeout:
@@ -58,7 +59,7 @@ class ReceiveLimiter:
             self._give(oldest, self._hurried_timeout_s)
 
     def _leave(self, receipt: _Receipt) -> None:
-        """Where there is room again, whoever was hurried last has all its time."""
+        """Ends a receipt. Where there is room again, the one that was hurried last gets its full time back."""
         self._hurried.pop(receipt, None)
         self._patient.pop(receipt, None)
         if self._hurried and len(self._patient) < self._max_patient:

@@ -1,7 +1,7 @@
 """A gRPC server with what every one of ours has: health, reflection, TLS, keepalive, a word on what cannot be read.
 
 Which services it carries is the caller's. Health is NOT_SERVING until the caller says otherwise, since a port is open
-long before a model is ready. Leaves out signal handling and what a drain waits for: the process knows these.
+long before a model is ready. Signals, and what a drain waits for, are the process's.
 """
 
 import errno

@@ -2,8 +2,8 @@
 
 Two things must wait: bytes that do not make a character yet, and characters that may still become a stop string. Each
 stop string is matched by its own Knuth-Morris-Pratt automaton, one step per character, so the work per token does not
-grow with the text. Pure: no clock, no I/O. Leaves out stop tokens (the worker ends on them) and parsing of tool calls:
-for that, `marks` names tokens that are to be told from text that spells them.
+grow with the text. Pure: no clock, no I/O. Stop tokens are the worker's, which ends on them. Tool calls are parsed in
+`tool_calls`: for that, `marks` names tokens that are to be told from text that spells them.
 
 Which stop string: the one that is complete first; the longest when several are complete at the same character. The text
 ends before it. This does not depend on how tokens are grouped into pushes.
@@ -19,7 +19,7 @@ from moonshard.models.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What one push gave."""
+    """What one push settled."""
 
     text: str
     stop_string: str | None = None

@@ -6,7 +6,7 @@ surrogate: a character that no message can contain (messages are checked), so no
 or make one out of pieces. The sandbox and its extras follow transformers' `apply_chat_template`, and without special
 names in the messages so do the ids.
 
-Left out: a special name that the template puts together while rendering (`'<|' + role + '|>'`) is plain text; a
+Two limits: a special name that the template puts together while rendering (`'<|' + role + '|>'`) is plain text; a
 template that looks for a special name inside a message does not find it. Whether `content` may be a list of parts is
 the template's own affair.
 """
@@ -167,7 +167,9 @@ class MarkedTemplate:
 
 
 def _up_to(rendered: str, begun: str) -> str:
-    """The prompt without what the template writes after the last message's content. Raises TemplateError."""
+    """The prompt up to the end of the last message's content, without what the template writes after it. Raises
+    TemplateError.
+    """
     for said in (begun, begun.strip()):  # some templates strip what they are given
         before, found, _ = rendered.rpartition(said)
         if said and found:
@@ -176,9 +178,9 @@ def _up_to(rendered: str, begun: str) -> str:
 
 
 def _checked_budget(values: Sequence[object]) -> RenderBudget:
-    """What these values allow, after a look at every string of them, keys included.
+    """The budget that these values allow, after a check of every string in them, keys included.
 
-    Without recursion: a client chooses how deep they are nested.
+    Without recursion, since a client chooses how deep the values are nested.
     """
     pending = list(values)
     num_chars = num_nodes = 0
@@ -221,7 +223,7 @@ def _source(folder: Path, config_path: Path, config: Mapping[str, object]) -> tu
 
 
 def _default_template(value: object, path: Path) -> str | None:
-    """A string, or a list of {name, template} of which one is called default."""
+    """The template itself: the file has a string, or a list of {name, template} of which one is called default."""
     if value is None or isinstance(value, str):
         return value
     named = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
@@ -232,7 +234,7 @@ def _default_template(value: object, path: Path) -> str | None:
 
 
 def _token_variables(config: Mapping[str, object]) -> dict[str, str]:
-    """bos_token, eos_token and so on: strings, or objects with their `content`."""
+    """The variables bos_token, eos_token and so on: strings in the file, or objects with their `content`."""
     contents = {
         key: value.get("content") if isinstance(value, dict) else value
         for key, value in config.items()

@@ -16,7 +16,7 @@ the answer was cut off is neither. A section may lack its end, and a call too wh
 answer follows. What comes out does not depend on how the text is cut
 into pushes.
 
-Pure. Left out: the formats of other models, the arguments' schema.
+Pure. Only Kimi's format is read, and arguments are not checked against their schema.
 """
 
 import re
@@ -80,9 +80,9 @@ def free_call_id(name: str, number: str, taken: Collection[str]) -> str:
 
 @final
 class ToolCallParser:
-    """Takes one answer's text apart.
+    """Separates one answer's text into content and tool calls.
 
-    `call_ids`: those of the conversation so far, which no new call gets again. `max_calls`: further ones are dropped.
+    `call_ids`: those of the conversation so far, which no new call gets again. `max_calls`: further calls are dropped.
     """
 
     def __init__(self, functions: Collection[str], call_ids: Collection[str] = (), *, max_calls: int | None = None):
@@ -99,7 +99,7 @@ class ToolCallParser:
 
     @property
     def num_calls(self) -> int:
-        """How many have begun; dropped ones are none."""
+        """How many calls have begun, without the dropped ones."""
         return self._num_calls if self._max_calls is None else min(self._num_calls, self._max_calls)
 
     @property
@@ -160,7 +160,7 @@ class ToolCallParser:
             self._content.append(text)
 
     def _let_go(self) -> None:
-        """The open section has a fault, or nothing more will come: what is held of it is text."""
+        """The open section is malformed, or nothing more will come: what is held of it becomes text."""
         self._content.append(spelt("".join(self._held)))
         self._held, self._last_mark = [], ""
 
@@ -182,7 +182,9 @@ class ToolCallParser:
             self._calls.append(ToolCallPart(index=self._num_calls - 1, id=call_id, name=name))
 
     def _argue(self, text: str) -> None:
-        """More of the arguments. White space waits: at their end it is nobody's."""
+        """Takes more of a call's arguments. White space is held back, since at the end of the arguments it belongs to
+        nothing.
+        """
         if self._arguments is None:
             raise RuntimeError("there are arguments and no call")
         if not (settled := text.rstrip()):

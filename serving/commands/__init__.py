@@ -1,1 +1,7 @@
-"""The subcommands of `moonshard`, a file each; `cli` finds them. They parse, check, start, and say what went wrong."""
+"""The subcommands of `moonshard`, a file each, which `serving.cli` finds. They parse, check, start, and say what went
+wrong.
+
+A command of an experiment belongs in `experiments`, which registers it as an entry point. What several commands check
+before they start is in `checks`, options that they share in `options`.
+Begin with `serve`.
+"""

@@ -1,7 +1,7 @@
 """A conversation in the terminal with a running server, over its OpenAI-compatible HTTP API.
 
-Deliberately a client like any other: it knows the URL and nothing of the server's insides. Leaves out line editing
-beyond readline's, and saving conversations.
+Deliberately a client like any other: it knows the URL and nothing of the server's insides. Conversations are not saved,
+and lines are edited as readline does.
 """
 
 import json

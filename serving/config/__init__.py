@@ -1,4 +1,6 @@
-"""The configuration: its keys, where they are read from, what is wrong with them, and the keys of cluster and tenants.
+"""The configuration: its keys, where they are read from, which values do not fit together, and the keys of cluster and
+tenants.
 
-A new key is a field in `keys`. Nothing here loads jax or numpy.
+Nothing here loads jax or numpy. What only a loaded model can tell (whether a pool fits) belongs in `engine.capacity`.
+Begin with `keys`: a new key is a field there.
 """

@@ -1,8 +1,9 @@
-"""The key that gateways and workers of one cluster share: by it they know each other, and name tenants' blocks.
+"""The key that the gateways and workers of one cluster share: they prove themselves by it, and tenants' blocks are
+named by it.
 
-A file that its owner alone may read, made on first use by whichever process comes first, so that what one user starts
-on one machine shares one without anybody's doing; other machines are given a copy. What it is used for are keys derived
-from it, one for each purpose, so that none of them tells another. Left out: changing it while processes run.
+It is a file that only its owner may read, made on first use by whichever process comes first. So processes that one
+user starts on one machine share a key without any configuration; other machines are given a copy. Only keys derived
+from it are used, one for each purpose, so that none of them reveals another. It cannot be changed while processes run.
 """
 
 import hashlib
@@ -24,14 +25,16 @@ KEY = "cluster.key_file"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterKey:
-    """What is derived from the key, 32 bytes each."""
+    """The keys that are derived from the cluster's key, 32 bytes each."""
 
     proofs: bytes = field(repr=False)  # with which the ends of a call know each other
     salts: bytes = field(repr=False)  # for the names of tenants' blocks
 
 
 def cluster_key(config: Config, environ: Mapping[str, str]) -> ClusterKey:
-    """Of the configured file, or of that in the user's state folder. ConfigError for one that is no secret."""
+    """The keys of the configured file, or of the one in the user's state folder. ConfigError for a file that others may
+    read.
+    """
     return key_of(key_file_of(config, environ))
 
 

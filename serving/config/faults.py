@@ -1,7 +1,7 @@
 """Values that are valid alone and do not fit together, each fault with the key to change.
 
-Apart from `keys`, which says what there is, and from `reading`, which reads it. What only a loaded model can tell
-(a slab smaller than one block, a context beyond the pool) is left to whoever loads it.
+Bounds of single values are in `keys`. What only a loaded model can tell (a slab smaller than one block, a context
+beyond the pool) is found by whoever loads it.
 """
 
 import re

@@ -2,8 +2,8 @@
 
 This file is the list of all keys: a key's name, type, bounds, default and meaning stand here and nowhere else, and the
 reader `reading` walks these dataclasses. A comment with `auto: ...` or `none: ...` also says how a file spells a
-default of None, which `listing` reads. Left out: which values do not fit together (`faults`), and the
-model's own shape, which its folder's config.json tells.
+default of None, which `listing` reads. Which values do not fit together is in `faults`; the model's own shape is in its
+folder's config.json.
 """
 
 from collections.abc import Sequence
@@ -274,5 +274,5 @@ def kv_host_of(config: Config) -> str:
 
 
 def roles_of(config: Config) -> tuple[WorkerRole, ...]:
-    """Of the workers that the mode asks for."""
+    """The roles of the workers that the mode asks for."""
     return ("both",) if config.mode == "aggregated" else ("prefill", "decode")

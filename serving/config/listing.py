@@ -23,7 +23,7 @@ class Key:
 
 
 def listed_keys(prefix: str = "") -> list[Key]:
-    """Those that begin with `prefix`, in the order of the dataclasses."""
+    """The keys that begin with `prefix`, in the order of the dataclasses."""
     return [key for key in _keys(Config, "") if key.name.startswith(prefix)]
 
 
@@ -52,7 +52,7 @@ def _written(default: object, meaning: str) -> str | None:
 
 
 def _comments(node: type) -> dict[str, str]:
-    """By field, also of the classes that it is made from: the comment above it and the one beside it, as one text."""
+    """The comments of each field, inherited ones too: the comment above it and the one beside it, as one text."""
     found: dict[str, str] = {}
     for base in reversed([base for base in node.__mro__ if is_dataclass(base)]):
         source = inspect.cleandoc("\n" + inspect.getsource(base))

@@ -4,7 +4,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Only addresses, and the one name that RFC 6761 reserves."""
+    """True only for loopback's addresses, and for the one name that RFC 6761 reserves."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -37,7 +37,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_of(tree: Mapping[str, object]) -> Config:
-    """Of tables as a file has them, but with whole paths. ConfigError names every fault at once."""
+    """The configuration of tables as a file has them, but with absolute paths. ConfigError names every fault at
+    once.
+    """
     return _checked(copy.deepcopy(dict(tree)), [])
 
 
@@ -252,7 +254,9 @@ def _complete_model(values: Tree, faults: list[str]) -> None:
 
 
 def _name_of(folder: Path) -> str:
-    """As whoever named the folder calls it: a link is not followed, and a snapshot of the hub is its repository's."""
+    """The model's name, from the folder as the user spelt it: links are not followed, and a snapshot of the hub has its
+    repository's name.
+    """
     path = Path(os.path.abspath(folder))  # `resolve` follows links
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith("models--"):

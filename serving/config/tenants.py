@@ -3,7 +3,7 @@
 Keys are kept as hashes, so that the file that names them is no secret worth stealing; a tenant may have several. The
 salt that goes into the names of a tenant's blocks comes from here and never from a client; it is derived from the
 cluster's key, so that nobody outside can name a block, and the same after a restart. Without a file of keys there is
-one tenant, and everybody is let in. Left out: limits.
+one tenant, and everybody is let in. Tenants' rates are kept in `gateway.records.accounts.rates`.
 """
 
 import hashlib
@@ -44,14 +44,14 @@ class Salts:
 
 
 class Tenants:
-    """By key."""
+    """The tenants by their keys."""
 
     def __init__(self, by_hash: Mapping[str, Tenant] | None):
         """None: one tenant for all."""
         self._by_hash = by_hash
 
     def of(self, authorization: str | None) -> Tenant:
-        """By an Authorization header, or a gRPC call's metadata of that name. Raises UnknownKey."""
+        """The tenant of an Authorization header, or of a gRPC call's metadata of that name. Raises UnknownKey."""
         if self._by_hash is None:
             return Tenant(DEFAULT)
         if not authorization:

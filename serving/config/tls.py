@@ -2,8 +2,8 @@
 
 Both sides show the same kind of certificate and believe the same authority, so one pair per machine serves its workers
 and its gateway. Files are read and checked here, when a process starts: a pair that does not match is a message that
-names the key, not a handshake that fails later. Left out: the public API (put a proxy in front), reloading, revoking,
-and Mooncake, which knows neither encryption nor authentication (see `faults`).
+names the key, not a handshake that fails later. Not covered are the public API (put a proxy in front), reloading and
+revoking, and Mooncake, which knows neither encryption nor authentication (see `faults`).
 """
 
 import ssl
@@ -36,7 +36,7 @@ def link_credentials(config: Config) -> grpc.ChannelCredentials | None:
 
 
 def _check(tls: TlsConfig) -> None:
-    """gRPC takes any bytes and says nothing until a handshake fails."""
+    """Reads and checks the files: gRPC takes any bytes, and says nothing until a handshake fails."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(str(tls.cert), str(tls.key), password="")  # an encrypted key would ask the terminal

@@ -1,8 +1,8 @@
-"""The life of a process that serves, once it is there: ready, told to end, drained, closed.
+"""The life of a process that serves, from when it is there: ready, told to end, drained, closed.
 
-A gateway and a worker live alike, and know nothing of each other. SIGTERM and SIGINT drain: whoever asks is told first,
-what runs then finishes, or is cut off when the time is over. How each of them starts is its own: what is bound, loaded
-and opened before it serves, and in which order that closes.
+Gateway and worker live alike. SIGTERM and SIGINT begin a drain: whoever asks is told first, then what runs may finish,
+or is cut off when the time is over. What is bound, loaded and opened before that, and in which order it is closed, is
+`gateway.process`' and `worker.process`'.
 """
 
 import asyncio
@@ -23,46 +23,46 @@ FAILED_EXIT_CODE = 1
 
 
 class Served(Protocol):
-    """What lives: it serves already, or will by itself."""
+    """What `Life` drives: a gateway or a worker that serves already, or will without further calls."""
 
     async def failure(self) -> BaseException:
-        """Returns why, once it can serve no longer; what is left of it is then `fail`'s."""
+        """Returns why, once it can serve no longer; afterwards `fail` is called instead of `close`."""
         ...
 
     async def set_serving(self, is_serving: bool) -> None:
-        """What health says from now on."""
+        """Sets what the health service says from now on."""
         ...
 
     async def wait_ready(self) -> None: ...
 
     async def wait_not_ready(self) -> None:
-        """Asked while it is ready: a gateway may lose its workers."""
+        """Awaited while it is ready: returns when it is no longer, as when a gateway loses its workers."""
         ...
 
     def on_ready(self) -> Mapping[str, object]:
-        """It is ready for the first time; what is told with that, besides."""
+        """Called when it is ready for the first time. Returns what is reported beside that."""
         ...
 
     def on_told(self) -> None:
-        """It was told that it is ready: time for what may come later."""
+        """Called after `ready` was reported: work that could wait may begin."""
         ...
 
     def begin_drain(self) -> None:
-        """Takes nothing new."""
+        """Takes nothing new from now on."""
         ...
 
     async def wait_idle(self) -> None: ...
 
     async def cut_off(self) -> None:
-        """The time for a drain is over, and not all has ended."""
+        """Called when the time for a drain is over and something still runs."""
         ...
 
     async def close(self) -> None:
-        """After a drain, however that ended."""
+        """Called after a drain, however that ended."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Instead of `close`, where it cannot go on."""
+        """Called instead of `close` where it can serve no longer."""
         ...
 
 
@@ -81,7 +81,7 @@ def stop_signals() -> Iterator[asyncio.Event]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Life:
-    """Of a process in its role. `stop` is set when it is told to end."""
+    """The life of a process in its role. `stop` is set when the process is told to end."""
 
     role: str
     status: Status

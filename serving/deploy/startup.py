@@ -144,9 +144,9 @@ def prepare_jax(mesh: MeshShape) -> None:
 
 
 def prepare_worker(mesh: MeshShape) -> Path | None:
-    """Likewise for a worker; where its compiled programs are kept, None for nowhere.
+    """As `prepare_jax`, for a worker. Returns the folder where its compiled programs are kept; None for nowhere.
 
-    Without jax's own cache: its programs are kept whole, and what came out of that cache could not be.
+    jax's own cache is not used: programs are kept whole, which is impossible for those that came out of that cache.
     """
     folder = programs_folder(os.environ)
     prepare_jax(mesh)

@@ -95,7 +95,7 @@ class StatusWriter:
 
 
 class StatusPrinter:
-    """The same for a process that a person started: a line on stderr for each event."""
+    """As `StatusWriter`, for a process that a person started: prints a line on stderr for each event."""
 
     def __init__(self):
         self._throttle = ProgressThrottle()

@@ -5,7 +5,7 @@ that cannot come back is tried again for ever, ever more rarely, while the other
 
 It knows processes and status events, neither models nor ports: `Commands` says what to run, `Reporter` takes the news.
 Ending is bounded: a drain that takes too long is cut off with SIGKILL, and nothing is left running.
-Left out: several machines.
+All children run on this machine.
 """
 
 import asyncio
@@ -58,18 +58,18 @@ Command = Callable[[Mapping[str, object] | None], list[str]]
 
 
 class Commands(Protocol):
-    """What to run."""
+    """The commands to run."""
 
     @property
     def workers(self) -> Mapping[str, Command]:
-        """By name, in the order in which the gateway is told of them."""
+        """The workers by name, in the order in which the gateway is told of them."""
         ...
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]: ...
 
 
 class Reporter(Protocol):
-    """Where news goes."""
+    """Who is told the news."""
 
     def event(self, child: str, event: str, fields: Mapping[str, object]) -> None: ...
     def line(self, child: str, text: str) -> None: ...
@@ -203,7 +203,7 @@ class ChildRole:
             self._child = None
 
     def _fault(self, code: int) -> "Fault | None":
-        """Of the process that ended with this code: its own words where it had some."""
+        """How the process failed that ended with this code, in its own words where it had any."""
         if code == 0 and self._ready_at_s is not None:
             return None
         if self._failure is None:
@@ -218,7 +218,9 @@ class ChildRole:
         return self._ready_at_s is not None and now_s - self._ready_at_s >= self._limits.settled_s
 
     async def _after_drain(self) -> None:
-        """Somebody else told the process to end, and it did so in order: that says nothing against the next one."""
+        """The process ended in order because somebody else told it to: that counts as no crash, and the next one is
+        started after the shortest wait.
+        """
         self._reporter.note(f"{self.name} has drained and ended; starting it again")
         await _wait_for(self._retired, timeout_s=self._limits.first_backoff_s)
 
@@ -301,7 +303,7 @@ class _Interrupts:
 
 
 def _ending(code: int) -> str:
-    """How a process ended, by its exit code as asyncio gives it: negative for a signal."""
+    """How a process ended, in words, by its exit code as asyncio gives it: negative for a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was ended by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"

@@ -14,8 +14,9 @@ from moonshard.serving.deploy.timings import StartPhase, nested, phases_told
 
 
 class TerminalReporter:
-    """A supervisor's reporter. After `finish` the children's progress is no news any more; their output is,
-    and that a restarted one is ready."""
+    """A supervisor's reporter. After `finish` the children's progress is no longer told, but their output is, and that
+    a restarted child is ready.
+    """
 
     def __init__(self, *, has_timings: bool = False) -> None:
         self._has_timings = has_timings

@@ -36,13 +36,13 @@ class Timings:
 
     @property
     def phases(self) -> tuple[StartPhase, ...]:
-        """In the order in which they began."""
+        """The phases in the order in which they began."""
         with self._lock:
             return tuple(sorted(self._phases, key=lambda phase: phase.begun_s))
 
     @property
     def now_s(self) -> float:
-        """Since the process began."""
+        """Seconds since the process began."""
         return time.perf_counter() - self._origin_s
 
     @contextlib.contextmanager
@@ -67,12 +67,12 @@ class Timings:
             begun_s += took
 
     def told(self) -> list[list[object]]:
-        """For the status pipe: each as [name, detail, begun_ms, took_ms]."""
+        """The phases for the status pipe: each as [name, detail, begun_ms, took_ms]."""
         return [[p.name, p.detail, round(p.begun_s * 1e3, 1), round(p.took_s * 1e3, 1)] for p in self.phases]
 
 
 def nested(phases: Iterable[StartPhase]) -> Iterator[tuple[StartPhase, int]]:
-    """In the order in which they began, each with the number of those that it lies within."""
+    """The phases in the order in which they began, each with the number of phases that it lies within."""
     around_s: list[float] = []  # when those end that the last one lies within, itself included
     for phase in sorted(phases, key=lambda phase: (phase.begun_s, -phase.took_s)):
         end_s = phase.begun_s + phase.took_s
@@ -94,7 +94,9 @@ def phases_told(fields: Mapping[str, object]) -> list[StartPhase]:
 
 
 def since_process_began_s() -> float:
-    """By the kernel's account, to a hundredth (proc(5): field 22 of `stat`, in ticks since boot). Linux; else 0."""
+    """Seconds since the process began, by the kernel's account, to a hundredth (proc(5): field 22 of `stat`, in ticks
+    since boot). Linux only; else 0.
+    """
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

@@ -1,8 +1,9 @@
 """stdout and stderr that hold nobody up: what finds no room is dropped and counted, and the count is said later.
 
 A write to a terminal that somebody has stopped (Ctrl-S) or to a pipe that nobody reads waits until that changes, and
-with the event loop that logs a line waits every stream on it. Left out: what libraries write to the descriptor behind
-Python's back. Under a supervisor their lines find no room without being counted (see `child`); elsewhere they wait.
+with the event loop that logs a line waits every stream on it. This does not cover what libraries write to the
+descriptor without Python. Under a supervisor their lines find no room without being counted (see `child`); elsewhere
+they wait.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ class UnblockedOutput(io.RawIOBase):
         return True
 
     def _head(self) -> bytes:
-        """What has to come before the next line: the rest of a torn one's, and how many were dropped."""
+        """What comes before the next line: the rest of a line that was cut, and how many bytes were dropped."""
         torn = b"\n" if self._is_torn else b""
         told = f"moonshard: {self._num_untold} lines of output found no room here and were dropped\n".encode()
         return torn + (told if self._num_untold else b"")
@@ -75,7 +76,7 @@ class UnblockedOutput(io.RawIOBase):
 
 @contextlib.contextmanager
 def unblocked_output() -> Iterator[None]:
-    """For this process's stdout and stderr inside the block, where they lead to a file descriptor."""
+    """Makes this process's stdout and stderr unblocked inside the block, where they lead to a file descriptor."""
     replaced = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     with contextlib.ExitStack() as opened:
         for name, stream in replaced.items():
@@ -96,7 +97,7 @@ def _text(fd: int, like: io.TextIOBase) -> io.TextIOWrapper:
 
 
 def _descriptor(stream: io.TextIOBase | None) -> int | None:
-    """None for a stream that is in memory, as tests have, or not there at all."""
+    """The stream's file descriptor; None for a stream in memory, as tests have, or where there is no stream."""
     try:
         return None if stream is None else stream.fileno()
     except (OSError, ValueError):  # what io.UnsupportedOperation is

@@ -1,4 +1,6 @@
-"""Turns what the scheduler plans into steps of a device, and what comes out of them into tokens.
+"""Turns the scheduler's plans into steps of a device, and their results into tokens.
 
-Knows no network. Begin with `engine`; `programs` are the functions that are compiled, `stage` runs them on a mesh.
+Which step runs next belongs in `control.batching`, a model's mathematics in `models`, and everything that knows a
+network in `serving.worker`. `capacity` decides sizes, `compiled` prepares programs before they run.
+Begin with `engine`; `programs` runs steps through all stages, and `stage` is the compiled functions of one.
 """

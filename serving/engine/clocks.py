@@ -24,7 +24,7 @@ class Phases:
 
 @dataclass(slots=True)
 class _Clocked:
-    """Stamps of one request, in nanoseconds."""
+    """The stamps of one request, in nanoseconds."""
 
     arrived_ns: int
     land_ms: float | None  # None: it did not join
@@ -40,7 +40,7 @@ class RequestClocks:
         self._unlaunched: set[bytes] = set()
 
     def start(self, request_id: bytes, now_ns: int, *, land_ms: float | None = None) -> None:
-        """A request arrived, or, with `land_ms`, joined."""
+        """A request arrived. With `land_ms` it joined with landed KV, which took so long to land."""
         self._clocks[request_id] = _Clocked(arrived_ns=now_ns, land_ms=land_ms)
         self._unlaunched.add(request_id)
 
@@ -56,7 +56,7 @@ class RequestClocks:
                 self._unlaunched.remove(request_id)
 
     def phases(self, output: Output, now_ns: int) -> Phases | None:
-        """What an output closes: a sequence's first one here, and its last."""
+        """The phases that an output closes: those of a sequence's first output here, and of its last."""
         clock, choice = self._clocks[output.sequence.request_id], output.sequence.choice
         is_first = choice not in clock.first_token_ns
         first_ns = clock.first_token_ns.setdefault(choice, now_ns)

@@ -45,7 +45,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """Keeps the step, whose payload the device may be reading."""
+    """A launched step. It keeps the step alive, whose payload the device may be reading."""
 
     step: Step
     launched: Launched

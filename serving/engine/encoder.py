@@ -1,9 +1,9 @@
 """From plans to steps: positions, block tables and sampling parameters packed as a device program wants them.
 
-Apart from the scheduler, which knows no padding, and from the programs, which know no requests. A decode step differs
-from the one before in little more than its positions, so its rows are kept and only what changed is written again.
-Exports and lands of blocks, which no plan asks for, are packed here too. Every partition has a row of its own in the
-packed array, with slots and blocks as the partition counts them.
+The scheduler knows no padding and the programs know no requests: both meet only here. A decode step differs from the
+one before in little more than its positions, so its rows are kept and only what changed is written again. Exports and
+lands of blocks, which no plan asks for, are packed here too. Every partition has a row of its own in the packed array,
+with slots and blocks as the partition counts them.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _Written = tuple[SequenceId, tuple[int, ...]]  # whose row it is, and the blocks
 
 
 class StepEncoder:
-    """Packs plans. Holds the rows of the last decode step, and nothing that decides anything."""
+    """Packs plans into steps. It holds the rows of the last decode step, and decides nothing."""
 
     def __init__(self, shapes: StepShapes, bucket_for: Callable[[StepKind, int], int] | None = None):
         """`bucket_for`: the bucket of a kind that holds a size; by default the smallest of the shapes' that does."""
@@ -47,7 +47,7 @@ class StepEncoder:
 
     @property
     def max_transfer_blocks(self) -> int:
-        """Of one export or land. ValueError for a worker whose programs have neither."""
+        """The most blocks of one export or land. ValueError for a worker whose programs have neither."""
         return max(self._shapes.transfer_buckets)
 
     def encode(self, plan: Plan) -> Step:
@@ -145,7 +145,9 @@ class StepEncoder:
         )
 
     def _allowed(self, masks: Mapping[int, tuple[int, TokenMask]]) -> np.ndarray:
-        """By row of the draws: how many positions it has, and their mask. All else may draw any token."""
+        """For each row of the draws that has a mask, its number of positions and the mask. Other rows may draw any
+        token.
+        """
         num_words = {len(mask) // (4 * num_positions) for num_positions, mask in masks.values()}
         shape = (self._shapes.num_partitions * self._shapes.slots_per_partition, self._shapes.q_len, max(num_words))
         found = np.full(shape, ANY_TOKEN, np.uint32)
@@ -204,7 +206,10 @@ class StepEncoder:
         return Step(number, StepKind.EXPORT, bucket, packed, partition=partition, num_blocks=len(blocks))
 
     def encode_land(self, number: int, partition: int, blocks: Sequence[int], payload: np.ndarray) -> Step:
-        """Overwrite them with `payload` [len(blocks), ...], which is copied only where the bucket has more room."""
+        """Overwrite blocks of one partition with `payload` [len(blocks), ...].
+
+        The payload is copied only where the bucket has more room than it has blocks.
+        """
         bucket = self._bucket_for(StepKind.LAND, len(blocks))
         packed, fields = self._blank(StepKind.LAND, bucket)
         fields["destination"][partition, : len(blocks)] = blocks

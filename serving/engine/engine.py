@@ -70,7 +70,8 @@ class Engine:
         resumed: Mapping[int, tuple[int, ...]] | None = None,
         partition: int | None = None,
     ) -> None:
-        """Accepts a request, in `partition` if that is named; `resumed`: only these choices, after these tokens.
+        """Accepts a request, in `partition` if that is named. `resumed`: only these choices go on, each after these
+        tokens.
 
         Raises what `Scheduler.add` raises.
         """
@@ -86,9 +87,9 @@ class Engine:
         tokens: tuple[int, ...],
         land_ms: float,
     ) -> bool:
-        """Decodes a request whose prompt's KV is in these blocks, as `Scheduler.join` says; False: it is over already.
+        """Decodes a request whose prompt's KV is in these blocks, as `Scheduler.join` says. False: it is over already.
 
-        `land_ms` is told among its phases.
+        `land_ms`, how long its KV took to land, becomes one of its phases.
         """
         is_running = self._scheduler.join(request, partition, block_table, tokens)
         if is_running:
@@ -113,17 +114,17 @@ class Engine:
         self._idle.clear()
 
     def wake(self) -> None:
-        """Launches what can be; for whoever gave blocks back to the pool by itself."""
+        """Launches what can be launched. To be called by whoever gave blocks back to the pool without the engine."""
         self._idle.clear()
         self.guard(self._launch)
         self.guard(self._note_idle)
 
     def cancel(self, request_id: bytes) -> None:
-        """Ends a request without a word. Its slot and blocks are free once what is in flight has run."""
+        """Ends a request without any output for it. Its slot and blocks are free once what is in flight has run."""
         self.guard(self._end, request_id)
 
     async def wait_idle(self) -> None:
-        """Until no request is left and nothing is in flight, exports and lands neither."""
+        """Until no request is left and nothing is in flight, no export and no land either."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -140,7 +141,7 @@ class Engine:
         self._loop.call_soon_threadsafe(self.guard, handle, what)
 
     def guard[*Ts](self, handle: Callable[[*Ts], None], *what: *Ts) -> None:
-        """A fault in the bookkeeping is one of the engine: no step would follow, and nobody would be told."""
+        """An error in the bookkeeping is a fault of the engine: else no step would follow, and nobody would be told."""
         try:
             handle(*what)
         except Exception as error:  # whatever it was: what is held and what is in flight are then unknown
@@ -153,7 +154,9 @@ class Engine:
             self._note_idle()
 
     def _launch(self) -> None:
-        """As much as may be in flight. Asked for by a listener to a launch, it goes on when that one is done."""
+        """Launches as many steps as may be in flight. A launch that a listener asks for during a launch follows when
+        that one is done.
+        """
         if self._is_launching:
             return
         self._is_launching = True
@@ -212,7 +215,7 @@ class Engine:
             self._events.on_expired(request_id, error)
 
     def _expire(self) -> None:
-        """Also while no step completes."""
+        """Runs on a timer, so that requests expire while no step completes too."""
         self._drop_expired()
         self._note_idle()
         self._expiry = self._loop.call_later(EXPIRY_PERIOD_S, self.guard, self._expire)

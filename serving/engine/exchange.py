@@ -1,9 +1,9 @@
 """KV blocks that leave the device pages and come into them, as steps between the scheduler's own.
 
-Apart from the engine, whose steps have plans and give tokens: these have neither, and the scheduler never hears of
-them. They are numbered downwards from `FIRST_NUMBER`, so that no number is one of the scheduler's. Since the device
-runs its steps in order, an export reads what was written by every step submitted before it and by none after, and what
-is decided after a land reads the landed blocks. Left out: whose blocks they are, and where the bytes go.
+Unlike the engine's own steps, these have no plan and give no tokens, and the scheduler never hears of them. They are
+numbered downwards from `FIRST_NUMBER`, so that no number is one of the scheduler's. Since the device runs its steps in
+order, an export reads what was written by every step submitted before it and by none after, and what is decided after a
+land reads the landed blocks. Whose blocks they are, and where the bytes go, is the caller's.
 """
 
 import functools
@@ -36,7 +36,7 @@ class BlockExchange:
         return number in self._in_flight
 
     def complete(self, done: StepDone) -> None:
-        """Takes a step of ours that is done."""
+        """Takes an export or a land that is done."""
         self._in_flight.pop(done.number)(done)
 
     def export(self, partition: int, blocks: Sequence[int], on_done: Callable[[np.ndarray], None]) -> None:
@@ -71,7 +71,7 @@ class BlockExchange:
             self._launch(step, functools.partial(take, end == len(blocks)))
 
     def _pieces(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Where each step's blocks begin and end. ValueError for no blocks, whose end nothing would tell."""
+        """Where each step's blocks begin and end. ValueError for no blocks: no step would tell of the end."""
         if not blocks:
             raise ValueError("an exchange of no blocks")
         largest = self._encoder.max_transfer_blocks

@@ -61,7 +61,7 @@ class LoadedModel:
 
     @property
     def block_bytes(self) -> int:
-        """Of a whole block of all groups."""
+        """Bytes of one whole block, of all KV groups together."""
         blocks = [group.block for group in self.layout.groups]
         return sum(b.num_layers * b.block_size * b.num_features * b.itemsize_bytes for b in blocks)
 
@@ -84,7 +84,9 @@ class LoadedModel:
 
 @contextmanager
 def _mesh_by_its_key(role: WorkerRole) -> Iterator[None]:
-    """MeshErrors, which begin with `mesh`, under the configuration's name for it: `decode.mesh.tensor = 3 ...`."""
+    """Renames MeshErrors, whose messages begin with `mesh`, to the configuration's key: `decode.mesh.tensor = 3
+    ...`.
+    """
     try:
         yield
     except MeshError as error:

@@ -1,6 +1,6 @@
 """How many steps the engine keeps in flight, from how long the last one took.
 
-Apart from the engine because it is a measurement's rule and knows no plan. Left out: which steps count.
+Which steps are measured is `engine`'s to say.
 """
 
 from moonshard.serving.engine.device import StepDone
@@ -10,12 +10,12 @@ SHORT_STEP_NS = 5_000_000
 
 
 class Pace:
-    """On one stage two steps, or three while they are short.
+    """On one stage two steps are in flight, or three while they are short.
 
     Two short steps may both end while the event loop sends the tokens of the one before, and the device would wait.
-    Where steps are long the loop is always in time, and a third would delay whoever arrives by its whole length. Side
-    by side on two cores with steps of 0.3 to 1 ms, three gave 1.17, 1.03 and 1.07 times the tokens per second of 1, 8
-    and 16 streams.
+    Where steps are long the loop is always in time, and a third would delay a new request by its whole length. Side by
+    side on two cores with steps of 0.3 to 1 ms, three gave 1.17, 1.03 and 1.07 times the tokens per second of 1, 8 and
+    16 streams.
     """
 
     def __init__(self, num_stages: int = 1) -> None:
@@ -30,5 +30,5 @@ class Pace:
         self.skip(done)
 
     def skip(self, done: StepDone) -> None:
-        """A step that says nothing of the others' length; the next one ran no sooner than this was done."""
+        """A step is done that says nothing of the others' length; the next one began to run no sooner than now."""
         self._last_done_ns = done.done_ns

@@ -29,9 +29,9 @@ MIN_ASKED = 3  # a size that comes once is no reason to compile for it
 class Launched:
     """A step in flight, and what it gives, still on the devices.
 
-    The packed draws, or where nobody draws a number that is ready once the step has run; an export's blocks, by stage;
-    of a land, by stage, a number that is ready once the blocks have landed. Nothing for the kinds whose end nobody
-    waits for.
+    For a step with draws, the packed draws; for one without, a number that is ready once the step has run. For an
+    export its blocks, by stage; for a land, by stage, a number that is ready once the blocks have landed. Nothing for
+    the kinds whose end nobody waits for.
     """
 
     step: Step
@@ -52,14 +52,14 @@ class Drawn:
     top_logprobs: np.ndarray  # [rows, q_len, top] f32
 
     def logprobs_of(self, row: int, index: int, num_top: int) -> Logprobs:
-        """Of the `index`-th token of a row."""
+        """The log-probabilities of the `index`-th token of a row."""
         ids, values = self.top_ids[row, index, :num_top].tolist(), self.top_logprobs[row, index, :num_top].tolist()
         return Logprobs(chosen=float(self.logprobs[row, index]), top=tuple(zip(ids, values, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """Draws that the first stage has not taken yet, and the slots that they are for, each as (partition, slot)."""
+    """Draws that the first stage has not taken yet, and their slots as (partition, slot)."""
 
     slots: frozenset[tuple[int, int]]
     sampling: np.ndarray  # of the step that drew them
@@ -77,7 +77,7 @@ class Wanted:
 
 
 class Programs:
-    """What a device thread runs steps on. All `stages` have the same shapes of steps."""
+    """The stages of a worker, on which a device thread runs steps. All of them have the same shapes of steps."""
 
     def __init__(self, shapes: StepShapes, stages: Sequence[Stage]):
         self.shapes = shapes
@@ -96,12 +96,14 @@ class Programs:
 
     @property
     def needed(self) -> tuple[Wanted, ...]:
-        """Without these nothing is served: of each kind the largest, in the order of `StepShapes.programs`."""
+        """The programs without which nothing is served: the largest of each kind, in the order of
+        `StepShapes.programs`.
+        """
         return tuple(wanted for wanted in self._wanted() if wanted.is_needed)
 
     @property
     def others(self) -> tuple[Wanted, ...]:
-        """What serves smaller steps faster; the smallest first, of each kind in turn."""
+        """The programs that only serve smaller steps faster; the smallest first, of each kind in turn."""
         others = [wanted for wanted in self._wanted() if not wanted.is_needed]
         return tuple(sorted(others, key=lambda wanted: self.shapes.buckets[wanted.key[0]].index(wanted.key[1])))
 
@@ -113,19 +115,21 @@ class Programs:
                 yield Wanted(stage=index, key=key, blueprint=stage.blueprint, is_needed=is_needed)
 
     def only_needed(self) -> None:
-        """From now on a step takes the largest bucket of its kind, until smaller ones have been taken."""
+        """From now on a step takes the largest bucket of its kind, until smaller programs have been taken."""
         self._ready = {kind: sizes[-1:] for kind, sizes in self.shapes.buckets.items()}
 
     def tell_missing(self, on_missing: Callable[[ProgramKey], None]) -> None:
-        """From now on `on_missing` hears, on the thread that makes steps, of programs that steps would rather have."""
+        """From now on `on_missing` is told, on the thread that makes steps, of missing programs that steps could
+        use.
+        """
         self._on_missing = on_missing
 
     def has(self, wanted: Wanted) -> bool:
-        """Whether it was taken."""
+        """Whether the program was taken."""
         return (wanted.stage, wanted.key) in self._taken
 
     def take(self, wanted: Wanted, program: Callable[..., Any]) -> None:
-        """A prepared program. Any thread: once every stage has its own, steps of that bucket are made."""
+        """Takes a prepared program, from any thread. Steps of its bucket are made once every stage has its own."""
         self.stages[wanted.stage].take(wanted.key, program)
         kind, bucket = wanted.key
         with self._taking:
@@ -136,7 +140,7 @@ class Programs:
     def bucket_for(self, kind: StepKind, size: int) -> int:
         """The smallest bucket that is there and holds `size`.
 
-        A smaller one that is not there is told once (`tell_missing`), when it would have served for `MIN_ASKED` times.
+        A smaller one that is missing is told once (`tell_missing`), after it would have served `MIN_ASKED` steps.
         """
         bucket = smallest(self._ready[kind], size)
         best = smallest(self.shapes.buckets[kind], size)
@@ -190,7 +194,9 @@ class Programs:
                 return None
 
     def _run(self, step: Step) -> jax.Array:
-        """A prefill or a decode, through all stages. Returns the packed draws, or a number where nobody draws."""
+        """Runs a prefill or a decode through all stages. Returns the packed draws, or a number where nothing is
+        drawn.
+        """
         slots = self._slots(step)
         self._note_due(slots)
         result = None
@@ -219,7 +225,7 @@ class Programs:
         return frozenset(zip(partitions.tolist(), slots[partitions, rows].tolist(), strict=True))
 
     def _note_due(self, slots: frozenset[tuple[int, int]]) -> None:
-        """Before a step of these slots, let the first stage take what was drawn for them, and all that is older."""
+        """Before a step of these slots, lets the first stage take what was drawn for them, and every older draw."""
         last = max((index for index, due in enumerate(self._due) if due.slots & slots), default=-1)
         for due in self._due[: last + 1]:
             self.stages[0].note(due.sampling, due.draws)
@@ -233,7 +239,7 @@ class Programs:
 
 
 def _drawn(packed: np.ndarray) -> Drawn:
-    """Of a stage's draws, which give each row one token."""
+    """The tokens of a stage's draws, one for each row."""
     top = (packed.shape[1] - 2) // 2
     packed = packed[:, None]
     return Drawn(

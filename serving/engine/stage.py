@@ -4,8 +4,8 @@ A worker without a pipeline is one stage, the first and the last at once. The fi
 last draws the next tokens and holds the slots' state. A program is written for one device and runs on all of the
 stage's under `shard_map`: state and packed array are cut by partition, so that a device sees its own partition's alone;
 the devices along `tensor` all see the same, and draw the same tokens. Programs and the state that they take are settled
-before any array is made, so that a step can be lowered from shapes alone. Left out: what goes from one stage to the
-next, which is `engine.programs`' business.
+before any array is made, so that a step can be lowered from shapes alone. What goes from one stage to the next is
+`engine.programs`'.
 """
 
 import dataclasses
@@ -132,7 +132,7 @@ class Blueprint:
                 return (state.pages, packed, self._payload(bucket))
 
     def result_tree(self, key: ProgramKey) -> Any:
-        """How what a program returns hangs together; known without tracing it."""
+        """The tree structure of what a program returns, known without tracing it."""
         state, leaf = self._abstract_state(), 0
         match key[0]:
             case StepKind.PREFILL | StepKind.DECODE:
@@ -157,7 +157,7 @@ class Blueprint:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_partition)
 
     def _stream(self, kind: StepKind, bucket: int) -> jax.ShapeDtypeStruct:
-        """The activations that come from the stage before."""
+        """The shape of the activations that come from the stage before."""
         tile = self.shapes.q_tile if kind is StepKind.PREFILL else 1
         rows = self.shapes.num_partitions * bucket // tile
         return self._cut(rows, tile, self.part.model.config.hidden_size, dtype=self._dtype)
@@ -189,9 +189,10 @@ class Blueprint:
     # ---- programs
 
     def made_of(self, key: ProgramKey) -> tuple[object, ...]:
-        """All that decides what a program is, besides its arguments and the code.
+        """Everything that decides what a program is, besides its arguments and the code.
 
-        Of the rules only what they cut on this mesh, so that workers of either role share what is the same for both.
+        Of the sharding rules only what they cut on this mesh counts, so that workers of either role share the programs
+        that are the same for both.
         """
         part, shard = self.part, self.part.shard
         cuts = tuple((field.name, shard.axes(field.name)) for field in dataclasses.fields(shard.rules))
@@ -200,14 +201,14 @@ class Blueprint:
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
-        """Every program that the stage runs."""
+        """The keys of all programs that the stage runs."""
         is_first, is_last = self.part.is_first, self.part.is_last
         own = [key for key in self.shapes.programs if key[0] is not StepKind.DRAW or is_last]
         own = [key for key in own if key[0] is not StepKind.LOAD or is_first or is_last]
         return (*own, (StepKind.NOTE, 0)) if is_first and not is_last else tuple(own)
 
     def program(self, key: ProgramKey) -> Any:
-        """Jitted. Donates the state that it changes."""
+        """The jitted function of a key. It donates the state that it changes."""
         kind, bucket = key
         layout, shards, state = self.shapes.layout(kind, bucket), self.shards, self._specs
         packed = BY_PARTITION
@@ -246,17 +247,19 @@ class Blueprint:
 
     @property
     def _draw_tile(self) -> int:
-        """A CPU draws row by row, so that a row pays for what it asks for itself; elsewhere rows are drawn at once."""
+        """How many rows are drawn at once. A CPU draws row by row, so that a row costs only what it asks for; elsewhere
+        all are drawn together.
+        """
         is_cpu = self.part.mesh.devices.flat[0].platform == "cpu"
         return 1 if is_cpu else self.shapes.slots_per_partition
 
     def _jitted(
         self, body: Callable[..., Any], in_specs: Any, out_specs: Any, donated: tuple[int, ...] = ()
     ) -> Callable[..., Any]:
-        """Over the mesh. What comes out is placed in the very words of `out_specs`.
+        """The function jitted over the mesh, with results placed exactly as `out_specs` spells it.
 
-        jax may spell an equal placement otherwise, and it stands in what the persistent cache is asked for: a program
-        would be another one for each program that can have run before it.
+        jax may spell an equal sharding otherwise, and the spelling is part of the persistent cache's key: a program
+        would then be another one depending on which program ran before it.
         """
         mesh = self.part.mesh
         over = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -287,7 +290,7 @@ class Stage:
         }
 
     def take(self, key: ProgramKey, program: Callable[..., Any]) -> None:
-        """A compiled program in place of the one that its first launch would compile."""
+        """A compiled program takes the place of the one that its first launch would compile."""
         self.programs[key] = program
 
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
@@ -302,14 +305,14 @@ class Stage:
         return result
 
     def draw(self, packed: np.ndarray) -> jax.Array:
-        """On the last stage: the packed draws, of all partitions, from what the step before left."""
+        """On the last stage: the packed draws of all partitions, from what the step before left."""
         state = self.state
         slots, last_token, drawn = self.programs[_DRAW](state.slots, state.last_token, state.logits, packed)
         self.state = state._replace(slots=slots, last_token=last_token)
         return drawn
 
     def note(self, packed: np.ndarray, draws: jax.Array) -> None:
-        """On the first stage: take what the last one drew as the input of the slots' next decode step."""
+        """On the first stage: what the last one drew becomes the input of the slots' next decode step."""
         given = jax.device_put(draws, self._by_partition)
         self.state = self.state._replace(last_token=self.programs[_NOTE](self.state.last_token, packed, given))
 
@@ -352,8 +355,10 @@ def _run(
     packed: jax.Array,
     *hidden: jax.Array,
 ) -> tuple[Pages, jax.Array | None, jax.Array]:
-    """On the last stage logits of the rows that are drawn for, over the first of `logits`, and a number: all outputs of
-    a program are ready at once. On others the activations."""
+    """Runs a stage's layers; returns the pages with their KV. On the last stage also returns the logits of the rows
+    that are drawn for, written over the first of `logits`, and a number: all outputs of a program are ready at once. On
+    other stages there are no logits, and the activations come instead of the number.
+    """
     f = layout.unpack(packed[0])
     with jax.default_matmul_precision(precision):
         out, pages, _ = part.model.forward(
@@ -373,7 +378,7 @@ def _run(
 
 
 class _Reading(NamedTuple):
-    """How a kind of step reads its fields: what it runs over, and which of the rows that come out are drawn for."""
+    """How a kind of step reads its fields: what it runs over, and for which of the resulting rows tokens are drawn."""
 
     batch: Callable[[jax.Array | None, Fields], Batch]
     drawn_for: Callable[[jax.Array, Fields], jax.Array]
@@ -420,7 +425,7 @@ def _note(
 
 
 def _noted(last_token: Int[Array, "slots"], f: Fields, tokens: Int[Array, "slots"]) -> Int[Array, "slots"]:
-    """Tokens drawn, each in its slot: the first `num_rows` of them."""
+    """Writes drawn tokens to their slots: the first `num_rows` of them."""
     rows = jnp.arange(len(tokens))
     return last_token.at[jnp.where(rows < f["num_rows"], f["sample_slot"], len(last_token))].set(tokens, mode="drop")
 

@@ -118,7 +118,7 @@ class StepShapes:
 
     @property
     def buckets(self) -> dict[StepKind, tuple[int, ...]]:
-        """Of the kinds that have several sizes, ascending."""
+        """The buckets of the kinds that have several sizes, ascending."""
         found = {StepKind.DECODE: self.decode_buckets, StepKind.PREFILL: self.prefill_buckets}
         found |= dict.fromkeys((StepKind.EXPORT, StepKind.LAND), self.transfer_buckets)
         return {kind: sizes for kind, sizes in found.items() if sizes}
@@ -135,7 +135,7 @@ class StepShapes:
         return tuple((kind, size) for kind in kinds for size in reversed(sizes[kind]))
 
     def layout(self, kind: StepKind, bucket: int = 0) -> StepLayout:
-        """Works a layout out; whoever packs every step keeps it."""
+        """Computes a layout; whoever packs every step keeps the result."""
         match kind:
             case StepKind.PREFILL:
                 return self._prefill(bucket)
@@ -164,7 +164,7 @@ class StepShapes:
         )
 
     def _decode(self, rows: int) -> StepLayout:
-        """Where every row has one position, nothing says so."""
+        """The fields of a decode step. Where every row has one position, no field gives its length."""
         q_len = (Field("q_len", (rows,)),) if self.q_len > 1 else ()
         return StepLayout(
             (
@@ -176,7 +176,7 @@ class StepShapes:
         )
 
     def _draw(self) -> StepLayout:
-        """The same for prefills and decodes of every bucket, so that draws are compiled once."""
+        """The fields of draws: the same for prefills and decodes of every bucket, so that draws are compiled once."""
         rows = self.slots_per_partition
         return StepLayout(
             (
@@ -214,7 +214,7 @@ class StepShapes:
 
 
 def _column(parameter: Parameter, rows: int) -> Field:
-    """64 bits are two words, the high one first."""
+    """A field as columns of words: 64 bits are two words, the high one first."""
     if parameter.is_wide:
         return Field(parameter.name, (rows, 2), "uint32", neutral=parameter.neutral)
     return Field(parameter.name, (rows,), parameter.dtype, neutral=parameter.neutral)

@@ -1,7 +1,7 @@
-"""What takes long of one request's work, done beside the event loop.
+"""Work for one request that takes long, done beside the event loop on a few threads.
 
-In few threads: work in Python and the loop take turns of `SWITCH_INTERVAL_S`, so that streams go on, if somewhat
-slower, and large requests wait for each other rather than all for all of them.
+Python code on a thread and the loop take turns of `SWITCH_INTERVAL_S`, so streams go on, somewhat slower. The threads
+are few so that large requests wait for each other, and not everybody for all of them.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class Aside:
-    """One event loop's."""
+    """The threads of one event loop."""
 
     def __init__(self, num_threads: int = 1, name: str = "aside", *, max_inline_size: int = MAX_INLINE_SIZE) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._max_inline_size = max_inline_size
 
     async def run[**P, T](self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` returns or raises. By `size`, bytes or tokens, small work is done here and now.
+        """What `work` returns or raises. Small work, by `size` in bytes or tokens, is done at once on the event loop.
 
-        Cancelled while it waits, it is never done, and nothing of it is kept; later, it runs to its end and nobody gets
-        its result.
+        Cancelled while it waits for a thread, the work is never done and nothing of it is kept; cancelled later, it
+        runs to its end and its result is dropped.
         """
         if size <= self._max_inline_size:
             return work(*args, **kwargs)
@@ -38,7 +38,9 @@ class Aside:
 
 
 class _Task[T]:
-    """Emptied when it is over: cancelled, it lies in the threads' queue until one of them comes to it."""
+    """Work that waits for a thread. It is emptied when it is over, since a cancelled one stays in the threads' queue
+    until its turn.
+    """
 
     __slots__ = ("work",)
 

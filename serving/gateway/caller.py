@@ -73,7 +73,7 @@ def metadata_value(context: grpc.aio.ServicerContext) -> Callable[[str], str | N
 
 
 def metadata_values(context: grpc.aio.ServicerContext) -> Callable[[str], list[str]]:
-    """The same where a name may come more than once."""
+    """As `metadata_value`, but with all values of a name, which may come more than once."""
     metadata = context.invocation_metadata() or ()
     return lambda name: [_text(value) for key, value in metadata if key == name]
 

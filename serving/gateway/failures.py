@@ -1,4 +1,4 @@
-"""How the errors of links and handoffs are told: to the control plane as failures, to clients as what they can act on.
+"""What the errors of links and handoffs become: failures for the control plane, and errors that clients can act on.
 
 What may be tried again is decided in `control.dispatch.retries`.
 """
@@ -11,7 +11,7 @@ RETRY_AFTER_S = 1.0
 
 
 class HandoffFailed(Unavailable):
-    """A handoff ended before its request did. Never a client's to see: `final_error` says what it is told."""
+    """A handoff ended before its request did. Clients never see this error: `final_error` is what they are told."""
 
     def __init__(self, cause: Cause, *, retry_after_s: float | None = None) -> None:
         super().__init__(f"the handoff failed: {cause.value}", retry_after_s=retry_after_s or RETRY_AFTER_S)
@@ -19,14 +19,14 @@ class HandoffFailed(Unavailable):
 
 
 def failure_of(error: RequestError) -> Failure:
-    """What ended an attempt, to the control plane."""
+    """The failure that ended an attempt, as the control plane names it."""
     if isinstance(error, HandoffFailed):
         return error.cause
     return LegFailure.WORKER_GONE if isinstance(error, Unavailable) else LegFailure.REFUSED
 
 
 def final_error(error: RequestError) -> RequestError:
-    """What a client is told of it."""
+    """The error that a client is told."""
     if not isinstance(error, HandoffFailed):
         return error
     match error.cause:

@@ -1,4 +1,6 @@
-"""The gateway's two open doors: HTTP by uvicorn and gRPC, bound, built and closed. What they serve is given to them."""
+"""The gateway's two servers: HTTP by uvicorn, and gRPC. They are bound, built and closed here; what they serve is given
+to them.
+"""
 
 import asyncio
 import contextlib
@@ -57,7 +59,7 @@ def bind_http(host: str, port: int) -> socket.socket:
 
 
 def _probe_silent_clients(listener: socket.socket) -> None:
-    """Of the connections that it accepts."""
+    """Sets keepalive on the listening socket: connections that it accepts inherit it, and silent clients are probed."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE_PROBES.items():
         if hasattr(socket, name):

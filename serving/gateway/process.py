@@ -74,7 +74,9 @@ class RunningGateway:
 
 @dataclass(frozen=True, slots=True)
 class ServedGateway:
-    """A gateway as what lives: ready while its workers can serve. It fails by no fault of its own process."""
+    """A gateway as `deploy.life` drives it: ready while its workers can serve. Its process has no failure of its
+    own.
+    """
 
     running: RunningGateway
     timings: Timings
@@ -106,7 +108,7 @@ class ServedGateway:
         await self.running.gateway.wait_idle()
 
     async def cut_off(self) -> None:
-        """What runs ends with Unavailable."""
+        """Ends what still runs with Unavailable."""
         gateway = self.running.gateway
         gateway.pool.fail_all(Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S))
         with contextlib.suppress(TimeoutError):
@@ -158,7 +160,9 @@ async def _serving(
     export: SpanExport | None,
     keep_alive_s: float,
 ) -> AsyncIterator[RunningGateway]:
-    """With what is open already: the HTTP port, and ledger, recorder and export of spans where there are any."""
+    """The gateway within what is open already: the HTTP port, and ledger, recorder and export of spans where there are
+    any.
+    """
     model = load_served_model(config.model.path, config.model.name)
     _warn_of_open_access_or_no_tokenizer(config, model)
     tenants = load_tenants(config.gateway.keys)

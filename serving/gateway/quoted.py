@@ -1,8 +1,10 @@
-"""A client's own words in what it is told."""
+"""Quotes what a client sent in the message that it is told."""
 
 MAX_CHARS = 100
 
 
 def quoted(text: str) -> str:
-    """As Python writes it; of a long one its beginning. Writing 16 MB of control characters would take 90 ms."""
+    """The text as Python's repr, of a long one only the beginning: writing 16 MB of control characters would take 90
+    ms.
+    """
     return repr(text) if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]!r}..."

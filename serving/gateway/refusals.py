@@ -1,4 +1,6 @@
-"""What the gateway refuses by a limit of its own, before any worker is asked. Metrics tell the limits apart."""
+"""The errors with which the gateway refuses a request by a limit of its own, before any worker is asked. Metrics tell
+the limits apart.
+"""
 
 from typing import Literal
 

@@ -1,5 +1,7 @@
-"""How what happens leaves a process beside metrics: as rows in files, and as spans to a collector.
+"""How records of what happens leave a process: as rows in files (`rows`) and as spans to a collector (`spans`).
 
-`rows` and `spans` hold formats, buffers and threads, for gateways and workers alike. Not here: what a request's row or
-span says, which is its process's (`gateway.records`, `worker.spans`), but for a step's row (`rows.steps`).
+Formats, buffers and threads are here, for gateways and workers alike. What a request's row or span says belongs to the
+process that has the request (`gateway.records`, `worker.spans`); only a step's row is filled here (`rows.steps`).
+Metrics are in `gateway.records`.
+Begin with `rows.recorder` and `spans.export`.
 """

@@ -1,5 +1,7 @@
-"""The shells that move KV blocks between workers: slabs, endpoints, transports. What moves when is `control.handoff`'s.
+"""Moves KV blocks between workers: the slab, its endpoint, and the transports that carry bytes.
 
-Begin with `plane`; a new transport has the methods of `kv.transfer.Transport` (`kv.inproc` is the shortest there
-is) and is made in `transports`.
+What moves, and when, is decided in `control.handoff`; the pages on the device, the slab's memory and Mooncake are in
+`kv`; who owns which part of a block is in `sharding`.
+Begin with `plane`. A new transport has the methods of `kv.transfer.Transport` (`kv.inproc` is the shortest there is)
+and is made in `transports`.
 """

@@ -1,7 +1,8 @@
 """Where a decode worker's landing slab is and how KV lies in it, as it is announced, and what a writer makes of it.
 
 The writer intersects the announced layout with its own (`sharding.reshard`) and turns cells into addresses; whether the
-two fit is found here, before a byte moves. Left out: moving the bytes, and which cells may be written.
+two fit is found here, before a byte moves. Bytes are moved by `plane`; which cells may be written is decided in
+`control.handoff`.
 """
 
 import re
@@ -111,7 +112,9 @@ def endpoint_message(endpoint: Endpoint) -> link_pb2.KvEndpoint:
 
 
 def endpoint_from(message: link_pb2.KvEndpoint) -> Endpoint:
-    """Raises InvalidArgument where it is none, whatever the layout; whether that is ours `plan_to` says."""
+    """The announced endpoint. InvalidArgument where the message is none; whether its layout fits ours is for `plan_to`
+    to say.
+    """
     if not _SESSION.fullmatch(message.session):
         raise InvalidArgument("the session of an endpoint is no address", field="session")
     if len({region.owner for region in message.regions}) < len(message.regions):

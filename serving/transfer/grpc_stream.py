@@ -1,7 +1,7 @@
 """The KV transport over gRPC, `transport = "grpc"`: where Mooncake does not load, or the network asks for TLS.
 
-A publish is one `KvStream.Write`; the worker's own server takes it in and writes into the slab. Stands in `serving`
-because it joins kv to gRPC. Both ends of each prove that they are of the cluster (`rpc.server.door`). Sessions read
+A publish is one `KvStream.Write`; the worker's own server takes it in and writes into the slab. It is here and not in
+`kv` because that knows no gRPC. Both ends of each prove that they are of the cluster (`rpc.server.door`). Sessions read
 `grpc://host:port/<id>`, with an id that is drawn per `KvStreamReceiver`: a later process at that address turns away
 what was meant for the former.
 
@@ -9,7 +9,7 @@ Measured on loopback with two cores, GB/s of 16 and 64 MiB in messages of 1 MiB:
 payload, 2.7 and 3.4 as `rpc.kv_write` does. At the sending end gRPC's threads and its asyncio calls were equally fast;
 the threads leave the worker's event loop alone. The receiving loop was held up by 1.3 ms at most, and by 6 ms with
 messages of 4 MiB.
-Left out: resuming a broken stream, and fencing: what a stopped receiver has in its sockets lands when it goes on.
+A broken stream is not resumed, and nothing is fenced: what a stopped receiver has in its sockets lands when it goes on.
 """
 
 import re
@@ -55,7 +55,9 @@ _REFUSALS = {
 
 
 class KvStreamReceiver:
-    """What peers write into. Made before the server that carries it, whose port only the transport has to know."""
+    """The receiving end, into which peers write. Made before the server that carries it: only the transport has to know
+    that server's port.
+    """
 
     def __init__(self):
         self.id = secrets.token_hex(16)
@@ -199,7 +201,7 @@ class _Outgoing(Iterator[bytes]):
 
     @property
     def may_land(self) -> bool:
-        """Whether more than the session may have gone out, which is the first message."""
+        """Whether more may have gone out than the first message, which only names the session."""
         return self._num_taken > 1
 
     def __next__(self) -> bytes:
@@ -219,7 +221,9 @@ def _messages(session: str, rows: Sequence[tuple[memoryview, int]]) -> Iterator[
 
 
 def _await(call: grpc.Future, frames: ProvedFrames, outgoing: _Outgoing, timeout_s: float) -> grpc.RpcError | None:
-    """How the call ended. Raises TransferFailed where it does not, and after `close` or a stranger had it cancelled."""
+    """Waits for the call to end. TransferFailed where it fails, or where `close`, or a server that proved nothing, had
+    it cancelled.
+    """
     while (left_s := outgoing.taken_s + timeout_s - time.perf_counter()) > 0:
         try:
             return cast(grpc.RpcError | None, call.exception(timeout=left_s))
@@ -235,7 +239,9 @@ def _await(call: grpc.Future, frames: ProvedFrames, outgoing: _Outgoing, timeout
 
 
 def _failure(error: grpc.RpcError, session: str, outgoing: _Outgoing) -> TransferFailed:
-    """What the peer itself says is its last word; a connection that broke leaves open what it had taken."""
+    """What a failed call means: an answer of the peer is final; a connection that broke leaves open what had
+    arrived.
+    """
     code, detail = error.code(), f"{session}: {error.details()}"
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return TransferFailed(FailureCause.BAD_RANGE, detail, may_still_land=False)

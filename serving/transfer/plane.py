@@ -2,8 +2,8 @@
 
 A prefill worker stages pages into its slab and publishes from it; a decode worker's slab is written by others, and what
 is landed from it is a private copy that matched its checksums. Long copies run on threads of their own, since the event
-loop must not wait; short ones do not, since the way to a thread and back takes longer than they do. Left out: which
-cells are whose (`serving.handoff`), and the pages themselves.
+loop must not wait; short ones do not, since the way to a thread and back takes longer than they do. Which cells are
+whose is decided in `control.handoff`; the pages are the engine's.
 """
 
 import asyncio
@@ -102,18 +102,22 @@ class KvPlane:
         return copied.view(self._dtype).reshape(len(cells), *self._block_shape)
 
     def clear(self, partition: int, cells: Sequence[int]) -> None:
-        """Cells that come back hold nothing of what was sent through them; what a late writer writes there stays."""
+        """Clears cells that came back, so that they hold nothing of what was sent through them. What a late writer
+        writes there afterwards remains.
+        """
         self._clear(self.endpoint.cells(partition, cells).tolist())
 
     def close(self) -> None:
-        """Fails what is under way."""
+        """Fails the copies that are under way."""
         self._transport.close()
         self._threads.shutdown(wait=True)
 
     def _copies(
         self, partition: int, cells: Sequence[int], to: Endpoint, to_partition: int, to_cells: Sequence[int]
     ) -> Copies:
-        """TransferFailed where the other's cells are at no addresses, or two of them at one."""
+        """The copies to be made. TransferFailed where the other slab's cells have no addresses, or two of them the same
+        one.
+        """
         own_cells = self.endpoint.cells(partition, cells)
         try:
             return copies_between(

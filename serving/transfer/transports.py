@@ -21,7 +21,7 @@ from moonshard.serving.transfer.plane import KvPlane
 
 
 class KvTransports:
-    """One worker's. `key` is what the workers of its cluster prove themselves by."""
+    """The transports of one worker. With `key` the workers of its cluster prove themselves."""
 
     def __init__(self, config: Config, key: bytes):
         self._config = config
@@ -29,12 +29,12 @@ class KvTransports:
         self._receiver = KvStreamReceiver() if config.kv.transport == "grpc" else None
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Whatever the transport needs of the worker's own server."""
+        """Adds to the worker's own server what the transport needs there."""
         if self._receiver is not None:
             self._receiver.add_to(server)
 
     def open_plane(self, model: LoadedModel, port: int) -> KvPlane:
-        """Allocate the slab and start the transport. Blocks: for the longest where Mooncake's ports are at rest.
+        """Allocate the slab and start the transport. This blocks, for longest where Mooncake's ports are still at rest.
 
         Raises:
             ConfigError: the slab has not one cell per partition, or the machine has not that much memory left.

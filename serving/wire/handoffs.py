@@ -1,8 +1,9 @@
 """A handoff's messages on the Link and back, for all three sides.
 
-Apart from `wire.requests`, which translates requests and their outputs, because the gateway needs these too. Epochs are
-16 bytes on the wire and integers inside. What comes over the wire is checked for what would otherwise fail far away:
-the length of ids, columns that do not pair up. Left out: where KV is written to (`transfer.endpoint`).
+Workers and the gateway use it, while `wire.requests`, which translates requests and their outputs, is for workers
+alone. Epochs are 16 bytes on the wire and integers inside. What comes over the wire is checked for what would otherwise
+fail far away: the length of ids, columns that do not pair up. Where KV is written to is translated in
+`transfer.endpoint`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +33,7 @@ def handoff_from(handoff: bytes) -> bytes:
 
 
 def is_duration(seconds: float) -> bool:
-    """Above zero and no more than a day: neither NaN nor what a clock cannot be moved by."""
+    """Above zero and at most a day: no NaN, and nothing that overflows when it is added to a clock."""
     return 0 < seconds <= MAX_DURATION_S
 
 
@@ -93,7 +94,7 @@ def cancel_message(cancel: m.Cancel) -> link_pb2.Cancel:
 
 
 def target_message(target: m.Target, *, queue_ms: float = 0.0) -> link_pb2.Target:
-    """`queue_ms`: what the reservation waited for room, which is for the gateway to know."""
+    """`queue_ms`: how long the reservation waited for room, for the gateway to record."""
     return link_pb2.Target(
         handoff=target.handoff,
         epoch=epoch_bytes(target.epoch),
@@ -221,7 +222,7 @@ def failed_message(handoff: bytes, cause: m.Cause, *, retry_after_s: float = 0.0
 
 
 def cause_from(failed: link_pb2.Failed) -> m.Cause | None:
-    """None where it is no handoff that failed, but a request that was turned down."""
+    """None where no handoff failed, but a request was refused."""
     return _CAUSES.get(failed.cause)
 
 

@@ -1,6 +1,7 @@
-"""What a worker's parts know of a link to a gateway: how to answer on it, and what a message on it is about.
+"""A link to a gateway as the parts of a worker know it: how to answer on it, and which request a message on it is
+about.
 
-Apart from `link_service`, which owns the stream, so that the worker and its handoffs know nothing of gRPC.
+The stream itself is `worker.link_service`'s, so that the worker's other parts know nothing of gRPC.
 """
 
 from typing import Protocol
@@ -21,10 +22,11 @@ class Link(Protocol):
 
 
 def request_id_of(message: link_pb2.GatewayMessage) -> bytes:
-    """Of the request, or of the handoff, which has its request's id; empty where it is about none.
+    """The id of the request, or of the handoff, which is its request's, that a message is about; empty where it is
+    about none.
 
     Raises:
-        InvalidArgument: it is about one whose id has another size, so that nobody could be answered.
+        InvalidArgument: the id has another size than ids have, so that nobody could be answered.
     """
     name = message.WhichOneof("message")
     request_id = _id_in(name, message)

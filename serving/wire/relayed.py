@@ -13,7 +13,7 @@ from moonshard.serving.wire.handoffs import check_columns, epoch_from, handoff_f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelayedTarget:
-    """Of a decode worker, for the prefill worker's Run."""
+    """A decode worker's Target, for the prefill worker's Run."""
 
     handoff: bytes
     epoch: int
@@ -23,7 +23,7 @@ class RelayedTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelayedCredits:
-    """Of a decode worker, for the prefill worker."""
+    """A decode worker's Credits, for the prefill worker."""
 
     handoff: bytes
     message: link_pb2.Credits
@@ -31,7 +31,7 @@ class RelayedCredits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelayedManifest:
-    """Of a prefill worker, for the decode worker: by itself, or the last one within Start."""
+    """A prefill worker's manifest, for the decode worker: by itself, or within Start if it is the last."""
 
     handoff: bytes
     writer_epoch: int
@@ -41,7 +41,7 @@ class RelayedManifest:
 
 
 def relayed_target(target: link_pb2.Target) -> RelayedTarget:
-    """Raises InvalidArgument naming the field; so do the others."""
+    """Raises InvalidArgument naming the field; so do the other functions of this module."""
     return RelayedTarget(
         handoff=handoff_from(target.handoff),
         epoch=epoch_from(target.epoch),

@@ -36,7 +36,7 @@ _FINISH = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of the model: what a message must stay within."""
+    """The model's limits, which a message must keep."""
 
     vocab_size: int
     block_size: int  # tokens
@@ -44,7 +44,7 @@ class Limits:
 
 
 def request_from(run: link_pb2.Run, limits: Limits) -> Request:
-    """With the names of all its prompt's full blocks. Raises InvalidArgument naming the field."""
+    """The request with the names of all full blocks of its prompt. Raises InvalidArgument naming the field."""
     _check(run, limits)
     sampling = run.sampling
     prompt = tuple(run.prompt_tokens)
@@ -67,7 +67,7 @@ def request_from(run: link_pb2.Run, limits: Limits) -> Request:
 
 
 def _check(run: link_pb2.Run, limits: Limits) -> None:
-    """Lengths before contents: what is too long is not looked at."""
+    """Lengths are checked before contents: what is too long is not looked at."""
     if len(run.prompt_tokens) > limits.max_context_tokens:
         num_tokens = len(run.prompt_tokens)
         raise InvalidArgument(f"the prompt has {num_tokens} tokens, {limits.max_context_tokens} fit", field="prompt")
@@ -119,18 +119,18 @@ def resumed_from(run: link_pb2.Run, limits: Limits) -> dict[int, tuple[int, ...]
 
 
 def partition_from(run: link_pb2.Run) -> int | None:
-    """Where the request is to live; None where the worker chooses."""
+    """The partition that the request is sent to; None where the worker chooses."""
     return run.partition if run.HasField("partition") else None
 
 
 def check_first_tokens(start: link_pb2.Start, limits: Limits) -> None:
-    """Raises InvalidArgument where one is no token of the model: it would be decoded from all the same."""
+    """Raises InvalidArgument for an id that is no token of the model: the device would decode from it all the same."""
     if len(start.token_ids) > MAX_CHOICES or not _are_tokens(start.token_ids, limits):
         raise InvalidArgument("token_ids of a Start message is out of range", field="token_ids")
 
 
 def rejection(error: Rejected) -> RequestError:
-    """The scheduler's refusal as an error of the request."""
+    """The scheduler's refusal as the error that the request ends with."""
     match error:
         case NeverFits(field=field):
             return InvalidArgument(error.message, field=field)

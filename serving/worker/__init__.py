@@ -1,4 +1,7 @@
-"""A worker's process: links to gateways, an engine, handoffs. Knows no gateway.
+"""A worker's process: links to gateways, an engine, and its part of KV handoffs.
 
-Begin with `process`, then `worker`; `links` finds the verb for each message, and `roles` say what each role does of it.
+It imports nothing of `serving.gateway`. What steps compute belongs in `serving.engine`, what a handoff does next in
+`control.handoff`, how bytes move in `serving.transfer`, and messages' translation in `serving.wire`.
+Begin with `process`, then `worker`; `links` finds the verb for each message, and `roles` say what each role does with
+it.
 """

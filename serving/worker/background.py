@@ -1,4 +1,4 @@
-"""Coroutines that run beside whoever started them, none of whose errors is lost."""
+"""Coroutines that run beside whoever started them; an error in any of them is told."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Background:
-    """Belongs to one event loop. `on_fault` is told each error but a cancellation; nobody waits for the end."""
+    """The tasks of one event loop. `on_fault` is told each error but a cancellation; nobody waits for their end."""
 
     def __init__(self, on_fault: Callable[[BaseException], None]):
         self._on_fault = on_fault

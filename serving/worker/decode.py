@@ -2,7 +2,7 @@
 
 Messages become its verbs, and what it asks is done: answers are sent, cells are copied out and checked, what is intact
 is landed in the device's pages, and a request whose prompt has landed joins the engine's batch. Nothing is decided
-here. Who may write the slab is `transfer.plane`'s, and nobody can be kept out.
+here. Whoever knows the slab's address can write to it, so only a copy that was checked is landed.
 """
 
 import logging
@@ -44,7 +44,9 @@ class DecodeHandoffConfig:
 
 
 class DecodeHandoffs:
-    """All on the event loop. `on_join` is told the link of a request that joins, before its first output."""
+    """The handoffs of one decode worker, all on its event loop. `on_join` is told the link of a request that joins,
+    before its first output.
+    """
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class DecodeHandoffs:
         return self._reservations.num_handoffs
 
     def reserved_tokens(self, partition: int) -> int:
-        """Of prompts that are to come there, those that wait for room included."""
+        """How many tokens the prompts have that are to come to the partition, those that wait for room included."""
         return self._reservations.num_tokens(partition)
 
     # ---- what the gateway says
@@ -126,7 +128,7 @@ class DecodeHandoffs:
     # ---- what the worker says
 
     def admit(self) -> None:
-        """There may be room for those who wait."""
+        """Reserves for those who wait, where there is room now."""
         self._do(self._reservations.admit(time.perf_counter()))
 
     def tick(self) -> None:

@@ -49,12 +49,12 @@ class LinkSession:
         self._news.set()
 
     def end(self) -> None:
-        """What waits is still sent."""
+        """Takes no more; what waits is still sent."""
         self._has_ended = True
         self._news.set()
 
     async def send_all(self, context: grpc.aio.ServicerContext) -> None:
-        """Until it has ended."""
+        """Sends what waits, until the session has ended."""
         while True:
             while self._waiting:
                 message = self._waiting.popleft()
@@ -119,7 +119,7 @@ async def _carry(
     worker: Worker,
     session: LinkSession,
 ) -> RequestError | None:
-    """Both ways, until either is over; what ends the link, where that is a fault of the gateway."""
+    """Reads and writes until either is over. Returns what ends the link, where that is a fault of the gateway."""
     reading = asyncio.create_task(_read(requests, worker, session))
     writing = asyncio.create_task(session.send_all(context))
     reporting = asyncio.create_task(_report_load(worker, session))
@@ -152,7 +152,7 @@ async def _read(
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: RequestError) -> None:
-    """A gateway that does not read does not hear of it either: the stream then breaks."""
+    """Ends the call with the error. A gateway that does not read does not get it either: then the stream breaks."""
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await abort(context, error)
@@ -161,7 +161,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: RequestError) -> None
 
 
 async def _report_load(worker: Worker, session: LinkSession) -> None:
-    """Every step says it too; an idle worker has no steps."""
+    """Reports the load at intervals. Every step's message says it too, but an idle worker has no steps."""
     while True:
         await asyncio.sleep(LOAD_PERIOD_S)
         if session.is_empty:  # a gateway that does not read is not told the same thing for ever

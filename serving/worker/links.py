@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkFault(InvalidArgument):
-    """Said by no gateway, and about no request: the link ends."""
+    """A message that no gateway sends and that is about no request: the link ends with it."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Open:
 
 
 class Links:
-    """`new_feed` makes what tells one link of the prefix cache."""
+    """The open links of a worker. `new_feed` makes what tells one link of the prefix cache."""
 
     def __init__(self, role: Role, spans: WorkerSpans, new_feed: Callable[[], PrefixFeed]):
         self._role = role
@@ -54,14 +54,14 @@ class Links:
         self._open.pop(link, None)
 
     def num_seen(self, link: Link) -> int:
-        """How many Run and Reserve messages came over it."""
+        """How many Run and Reserve messages came over the link."""
         return self._open[link].num_seen
 
     def receive(self, message: link_pb2.GatewayMessage, link: Link) -> None:
-        """Do what a gateway says, or end the request that it names with an error.
+        """Do what a gateway's message says, or end the request that it names with an error.
 
         Raises:
-            InvalidArgument: it is nothing that a gateway says, or is about no request that could be answered.
+            InvalidArgument: no gateway sends such a message, or it is about no request that could be answered.
         """
         request_id = request_id_of(message)
         try:
@@ -103,14 +103,14 @@ class Links:
                 raise LinkFault("hello was said, or nothing that this worker knows", field="message")
 
     def _turn_down(self, request_id: bytes, error: RequestError, link: Link) -> None:
-        """A fault in what is said of it ends whatever there is of it: no output follows."""
+        """A malformed message about a request ends the request: no output follows."""
         self._spans.end(request_id, error.code.name.lower())
         if isinstance(error, InvalidArgument):
             self._role.give_up(request_id, link)
         link.send(wire.failed(request_id, error))
 
     def _refused(self, reason: str) -> None:
-        """Log why a gateway does not route here: once, for it knocks again every second."""
+        """Log why a gateway does not route here: once, since it asks again every second."""
         reason = "".join(char if char.isprintable() else " " for char in reason[:MAX_REFUSAL_CHARS])
         if reason != self._refusal:
             logger.warning("a gateway refuses this worker: %s", reason)
@@ -124,14 +124,16 @@ class Links:
             link.send(link_pb2.WorkerMessage(step=output))
 
     def tell_prefixes(self) -> None:
-        """Every tick and not with every step: what a router knows may be that old."""
+        """Called at intervals and not with every step: what a router knows may be that old."""
         for link, known in self._open.items():
             while (news := known.feed.news()) is not None:
                 link.send(news)
 
 
 def _target_epoch(cancel: link_pb2.Cancel) -> int:
-    """0 where none is said: of a request that is no handoff. LinkFault: a cancel is not answered."""
+    """0 where the cancel names none, as for a request that is no handoff. LinkFault for a malformed one, since a cancel
+    is not answered.
+    """
     try:
         return epoch_from(cancel.target_epoch, "target_epoch") if cancel.target_epoch else 0
     except InvalidArgument as error:

@@ -136,13 +136,13 @@ class PrefillHandoffs:
         self._do(self._publications.credits(message))
 
     def give_up(self, handoff: bytes, link: Link) -> None:
-        """One that came over this link; nothing is said of any other."""
+        """Gives a handoff up that came over this link; does nothing for any other."""
         self._do(self._publications.give_up(handoff, link))
 
     def cancel(self, handoff: bytes, target_epoch: int, link: Link) -> None:
-        """Give up; says Drained when that is true, at once for a handoff that is not here.
+        """Gives a handoff up and answers Drained when that is true, at once for a handoff that is not here.
 
-        One that came over another link is left alone.
+        Does nothing for a handoff that came over another link.
         """
         self._do(self._publications.cancel(handoff, target_epoch, link))
 
@@ -150,7 +150,7 @@ class PrefillHandoffs:
         self._do(self._publications.close(link))
 
     def turned_down(self, handoff: bytes, message: link_pb2.WorkerMessage) -> None:
-        """The queue was too long for a request of ours: nothing of it had begun."""
+        """The engine's queue was too long for a prefill of ours, which it refused; nothing of it had begun."""
         self._withdraw(handoff).send(message)
 
     # ---- what the engine says
@@ -164,7 +164,7 @@ class PrefillHandoffs:
         self._do(self._publications.launched(plan))
 
     def emitted(self, emitted: Emitted) -> None:
-        """A first token; all of a request's are told together."""
+        """A first token was drawn; the first tokens of all of a request's choices are told together."""
         leg = self._legs[emitted.output.sequence.request_id]
         output = wire.sequence_output(emitted)
         if p.finish_of(leg.request, emitted.output) is None:
@@ -207,7 +207,7 @@ class PrefillHandoffs:
                 return link_pb2.WorkerMessage(failed=handoff_wire.failed_message(message.handoff, message.cause))
 
     def _chunk(self, manifest: m.Manifest) -> link_pb2.Manifest:
-        """The last tells how long the transfer took."""
+        """The manifest as a message. The last one tells how long the transfer took."""
         if not manifest.is_last:
             return handoff_wire.manifest_message(manifest)
         leg = self._legs[manifest.handoff]
@@ -221,7 +221,7 @@ class PrefillHandoffs:
         return handoff_wire.first_tokens_message(first, [leg.outputs[choice] for choice in range(leg.request.n)])
 
     def _export(self, stage: m.CopyIn) -> None:
-        """At once: the pages are read in launch order, before anything decided later can write them."""
+        """Exports at once: the pages are read in launch order, before anything decided later can overwrite them."""
         blocks = [block for block, _ in stage.pairs]
         self._engine.export(stage.partition, blocks, lambda pages: self._background.spawn(self._stage(stage, pages)))
 

@@ -1,7 +1,7 @@
 """What a worker tells each gateway of its prefix cache: all there is when asked, and from then on what changes.
 
 One per link. Events are numbered by the cache, for all links alike; a link that lags further than the cache remembers
-is told everything again. Left out: what a gateway makes of it (`routing.prefix_index`).
+is told everything again. A gateway keeps it in `routing.prefix_index`.
 """
 
 from moonshard.kv.prefix import PrefixCache
@@ -17,13 +17,13 @@ class PrefixFeed:
         self._next: int | None = None  # of the event that this link has not heard; None: it has not asked
 
     def snapshot(self) -> link_pb2.WorkerMessage:
-        """All that is known now; what changes afterwards is in `news`."""
+        """All that the cache knows now; later changes are in `news`."""
         self._next = self._cache.num_events
         names = [b"".join(self._cache.snapshot(partition)) for partition in range(self._num_partitions)]
         return link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(next_number=self._next, names=names))
 
     def news(self) -> link_pb2.WorkerMessage | None:
-        """What changed since the last message; None where nothing did, or nobody asked."""
+        """What changed since the last message; None where nothing changed, or where no snapshot was asked for."""
         if self._next is None or self._next == self._cache.num_events:
             return None
         events = self._cache.events_from(self._next)

@@ -125,7 +125,7 @@ async def _listening(
 
 @dataclass(frozen=True, slots=True)
 class ServedWorker:
-    """A worker behind its open port, as what lives: ready from the first, until its engine fails."""
+    """A worker behind its open port, as `deploy.life` drives it: ready from the first, until its engine fails."""
 
     worker: Worker
     server: BoundServer
@@ -159,7 +159,7 @@ class ServedWorker:
         await self.worker.wait_idle()
 
     async def cut_off(self) -> None:
-        """By its end."""
+        """Only warns: `close` ends what still runs."""
         logger.warning("requests were still running after %g s and are cancelled", self.drain_timeout_s)
 
     async def close(self) -> None:
@@ -171,7 +171,7 @@ class ServedWorker:
 
 
 def _openness(config: Config, role: WorkerRole, port: int) -> dict[str, object]:
-    """What stands open beside the worker's own port, where the key is asked for: in words, for whoever reads it."""
+    """The ports besides the worker's own that are open without the cluster's key, in words for the ready message."""
     if role == "both" or config.kv.transport != "mooncake":
         return {}
     ports = ", ".join(map(str, sorted(listening_ports() - {port})))
@@ -192,7 +192,7 @@ class _Loaded:
 async def _load(
     config: Config, role: WorkerRole, open_plane: Callable[[LoadedModel], KvPlane], life: Life
 ) -> _Loaded | None:
-    """On a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
+    """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
     loop, start = asyncio.get_running_loop(), life.start
     compilations = CompilationCounter()
     compilations.start()

@@ -1,7 +1,6 @@
 """What a worker says of itself, as messages: who it is, how it is loaded, and what its pools hold.
 
-Apart from `wire.requests`, which translates requests and their outputs, and from the worker, which knows when to say
-it.
+When it is said is `worker.links`' and `worker.link_service`'s.
 """
 
 from moonshard.kv.blocks import BlockPool, PartitionCounts
@@ -56,7 +55,7 @@ def load_message(counters: Counters, **rest: object) -> link_pb2.WorkerLoad:
 
 
 def kv_transfer_message(plane: KvPlane, slab: BlockPool, num_handoffs: int) -> link_pb2.KvTransfer:
-    """The KV plane as it is now, with the slab's slots summed over the partitions."""
+    """The KV plane as it is now, with the slab's cells summed over the partitions."""
     counters = plane.counters
     counts = [slab.counts(partition) for partition in range(slab.num_partitions)]
     return link_pb2.KvTransfer(

@@ -21,7 +21,7 @@ FAILED = "internal"  # an outcome: the status that clients are told where a work
 
 @dataclass(kw_only=True, slots=True)
 class _Part:
-    """One request's, while it is here."""
+    """What is kept of one request while it is here."""
 
     parent: TraceContext
     context: TraceContext
@@ -34,7 +34,7 @@ class _Part:
 
 
 class WorkerSpans:
-    """Of one worker. Without an export nothing is kept. All on the event loop."""
+    """The spans of one worker. Without an export nothing is kept. All calls are on the event loop."""
 
     def __init__(self, export: SpanExport | None = None, *, role: str = "") -> None:
         self._export = export
@@ -48,11 +48,11 @@ class WorkerSpans:
 
     @property
     def num_open(self) -> int:
-        """Requests and legs that are here."""
+        """How many requests and legs are here."""
         return len(self._parts)
 
     def begin(self, run: link_pb2.Run) -> None:
-        """It has arrived, as it is or within a Reserve. One that is here already is not begun again."""
+        """A request has arrived, by itself or within a Reserve. One that is here already is not begun again."""
         if self._export is None or not run.traceparent or run.request_id in self._parts:
             return
         parent = parse_context(run.traceparent, run.tracestate)
@@ -71,12 +71,12 @@ class WorkerSpans:
         )
 
     def phase(self, request_id: bytes, name: str, begun_s: float) -> None:
-        """One has just ended. `begun_s`: perf_counter."""
+        """A phase of a request has just ended. `begun_s` is of perf_counter."""
         if (part := self._parts.get(request_id)) is not None:
             part.phases.append((name, int(begun_s * 1e9), time.perf_counter_ns()))
 
     def joined(self, request_id: bytes, landing_from_s: float) -> None:
-        """Its KV has landed, and it waits for its first step."""
+        """The request's KV has landed, and it waits for its first step."""
         if (part := self._parts.get(request_id)) is not None:
             part.waited_from_ns = time.perf_counter_ns()
             part.phases.append(("land", int(landing_from_s * 1e9), part.waited_from_ns))
@@ -94,7 +94,7 @@ class WorkerSpans:
             part.decoded_ns = max(part.decoded_ns, part.waited_from_ns + int(since_ms * 1e6))
 
     def end(self, request_id: bytes, outcome: str | None = None) -> None:
-        """It is over here. `outcome`: None where all was done; "cancelled"; else a word for what failed."""
+        """The request is over here. `outcome`: None where all was done; "cancelled"; else a word for what failed."""
         part = self._parts.pop(request_id, None)
         if part is None or self._export is None:
             return
@@ -125,7 +125,7 @@ class WorkerSpans:
         self._export.append(whole)
 
     def close(self, outcome: str = CANCELLED) -> None:
-        """What still runs is cut off."""
+        """Everything that still runs is cut off."""
         for request_id in tuple(self._parts):
             self.end(request_id, outcome)
 

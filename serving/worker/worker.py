@@ -1,8 +1,8 @@
 """A worker: one engine behind gateway links, in one of three roles.
 
 `both` prefills and decodes. `prefill` runs requests up to their first token and publishes their KV; `decode` takes KV
-and decodes, and prefills too where it is asked to. What each does of it is in `roles`, and which message asks for it in
-`links`; here are the worker's life, its engine's events and what it says of itself.
+and decodes, and prefills too where it is asked to. The roles' verbs are in `roles`, and `links` finds the verb for a
+message; here are the worker's life, its engine's events and what it says of itself.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """What is behind the links: the engine, whose events it hears, and the role.
+    """What is behind the links: the engine, whose events it listens to, and the role.
 
-    `plane` is that of a worker whose role has handoffs, and None for `both`.
+    `plane` is the KV plane of a worker whose role has handoffs; None for `both`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Worker:
         return welcome_message(self._model, role=self.role.name, epoch=self.epoch, endpoint=self.role.endpoint)
 
     def load(self, link: Link | None = None) -> link_pb2.WorkerLoad:
-        """As `link` is told it: `num_seen` counts what came over that one."""
+        """The load as `link` is told it: `num_seen` counts the messages of that link."""
         partitions = range(self._pool.num_partitions)
         return load_message(
             self.engine.counters(),

@@ -5,7 +5,7 @@ that one render is bounded in time and in memory however its loops are nested. V
 when they are made (`weigh`): a list doubled within itself forty times is a handful of objects, and 2^40 in print.
 Units are rough: some operations take ten times as long as they are charged. So a render also ends when it has taken so
 much processor time of its thread (`MAX_RENDER_S`) that no template has a use for, whatever it has left.
-Left out: who calls these (template_sandbox), and what single operations cost (template_costs).
+`environment` and `costs` charge here; what single operations cost is `costs`'.
 """
 
 import time
@@ -37,7 +37,7 @@ class TemplateLimitError(jinja2.TemplateRuntimeError):
 
 
 def allowed_units(num_chars: int, num_nodes: int) -> int:
-    """For an input of so many characters in so many strings, numbers, lists and objects."""
+    """The units for rendering an input of so many characters in so many strings, numbers, lists and objects."""
     return min(MAX_UNITS, BASE_UNITS + UNITS_PER_INPUT_CHAR * (num_chars + INPUT_NODE_CHARS * num_nodes))
 
 

@@ -146,7 +146,7 @@ def charge_format_spec(budget: RenderBudget, value: object, spec: str) -> None:
 
 
 def charge_strftime(budget: RenderBudget, pattern: object) -> None:
-    """The C library knows widths too."""
+    """Charges for widths in the format, which the C library knows too."""
     text = str(pattern) if isinstance(pattern, str) else ""
     for number in NUMBERS.findall(text):
         _check_width(number)
@@ -154,7 +154,7 @@ def charge_strftime(budget: RenderBudget, pattern: object) -> None:
 
 
 def charge_replace(budget: RenderBudget, subject: str, given: Sequence[object]) -> None:
-    """`given` begins with what is replaced and what by."""
+    """Charges for a replacement. `given` begins with what is replaced and what it is replaced by."""
     if len(given) >= 2 and isinstance(given[0], str) and isinstance(given[1], str):
         budget.spend(len(subject) + (subject.count(given[0]) + 1) * len(given[1]))
 
@@ -165,12 +165,14 @@ def _check_width(digits: str) -> None:
 
 
 def _charge_ints(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
-    """Numbers among the arguments are lengths."""
+    """Charges for numbers among the arguments as lengths."""
     budget.spend(ITEM_UNITS * sum(abs(number) for number in given if isinstance(number, int)))
 
 
 def _charge_each(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
-    """Every argument may stand before or after every element of the value: a separator, an indent."""
+    """Charges for every argument as if it stood before or after each element of the value, as a separator or an indent
+    does.
+    """
     budget.spend(size * sum(map(_width, given)))
 
 
@@ -195,7 +197,7 @@ def _charge_trim(budget: RenderBudget, value: object, size: int, given: Sequence
 
 
 def _charge_sum(budget: RenderBudget, value: object, size: int, given: Sequence[object]) -> None:
-    """Lists can be summed too, each sum a copy of the one before."""
+    """Charges for a sum of lists too, where each sum is a copy of the one before."""
     if not all(isinstance(argument, int | float | str) for argument in given):
         budget.spend(size * (len(value) if isinstance(value, list | tuple) else size))
 

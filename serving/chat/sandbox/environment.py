@@ -1,12 +1,12 @@
 """Jinja's sandbox with a budget: a template renders within bounds of time and memory, and reaches nothing but its data.
 
 Jinja's own sandbox keeps a template from Python's internals, and lets it loop and multiply without end. Here each
-template is rewritten after parsing (template_rewriting), so that what Jinja would do by itself goes through this
-environment and is charged to the render's budget; and of the methods of strings, lists and objects only those in a list
-exist. Constants are not folded: that would be work without a budget.
+template is rewritten after parsing (`rewriting`), so that what Jinja would do by itself goes through this environment
+and is charged to the render's budget; and of the methods of strings, lists and objects only those in a list exist.
+Constants are not folded: that would be work without a budget.
 
-The dialect (globals, tojson, generation blocks) follows transformers' `apply_chat_template`. Left out: `lipsum`, and
-printing or comparing a namespace.
+The dialect (globals, tojson, generation blocks) follows transformers' `apply_chat_template`. Not supported are
+`lipsum`, and printing or comparing a namespace.
 """
 
 import json
@@ -162,7 +162,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 def _is_jinjas(obj: object) -> bool:
-    """A loop, macro, namespace and the like; no class and no function."""
+    """Whether it is an object of Jinja's own, such as a loop, macro or namespace, and neither a class nor a
+    function.
+    """
     return type(obj).__module__ in ("jinja2.runtime", "jinja2.utils")
 
 
@@ -208,7 +210,7 @@ class GenerationBlock(Extension):
 
 @pass_context
 def _finalize(context: BudgetContext, value: object) -> object:
-    """Of everything that is printed, and of the template's own text."""
+    """Charges for everything that is printed, the template's own text included."""
     context.budget.read(value)
     return value
 

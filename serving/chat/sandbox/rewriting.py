@@ -73,7 +73,9 @@ class ChargedTree(NodeTransformer):
         return self._applied("tested", node)
 
     def visit_FilterBlock(self, node: nodes.FilterBlock) -> list[nodes.Node]:
-        """As an assignment whose value is then filtered: of a block's own filter Jinja asks nobody."""
+        """Becomes an assignment whose value is then filtered, since Jinja calls a block's own filter without the
+        environment.
+        """
         name = self._block_name()
         assign = nodes.AssignBlock(nodes.Name(name, "store"), None, node.body, lineno=node.lineno)
         printed = nodes.Output([_with_innermost(node.filter, name)], lineno=node.lineno)

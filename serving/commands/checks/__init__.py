@@ -1,1 +1,5 @@
-"""What commands look at before they start processes."""
+"""What commands check before they start processes: the model folder, the ports, and whether a step compiles.
+
+Checks of the configuration by itself belong in `config.faults`.
+Begin with `folders`.
+"""

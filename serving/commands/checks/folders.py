@@ -1,7 +1,7 @@
 """A model folder's files, looked through before any process is started for them.
 
-Apart from who serves them: a gateway would find a damaged tokenizer only beside workers that load weights for minutes.
-Left out: whether the weights fit the configuration, which takes jax.
+Otherwise a gateway would find a damaged tokenizer only while workers load weights for minutes. Whether the weights fit
+the configuration is not checked, since that takes jax.
 """
 
 from pathlib import Path

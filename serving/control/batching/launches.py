@@ -48,7 +48,7 @@ class Launches:
         return bool(self._outbox)
 
     def next_number(self) -> int:
-        """For the plan that is pushed next."""
+        """The number for the plan that is pushed next."""
         return next(self._numbers)
 
     def push(
@@ -58,7 +58,7 @@ class Launches:
         draws: Sequence[Draw] = (),
         borrowed: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """From now on the occupancies keep what they hold, until the step has completed, and expect what it draws.
+        """Adds a step. Its occupancies keep what they hold until it has completed, and expect the tokens that it draws.
 
         References to `borrowed` blocks go over to the step, and are released by whoever completes it.
         """

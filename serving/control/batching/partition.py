@@ -120,7 +120,9 @@ class Partition:
         return found
 
     def _prefill_short(self, found: Prefills, budget: int) -> int:
-        """Those who wait and fit whole into their share of the budget, beside one that it cuts; what they take."""
+        """Prefills waiting sequences that fit whole into their share of the budget, beside one that the budget cuts.
+        Returns how many tokens that takes.
+        """
         share = int(budget * self._config.short_share)
         left = share - share % self._config.q_tile
         taken = 0

@@ -24,7 +24,7 @@ class Rejected(Exception):
 
 
 class NeverFits(Rejected):
-    """As asked, the request can never be served; `field` of the request says why."""
+    """The request can never be served as asked; `field` names the field that says why."""
 
     def __init__(self, field: str, message: str):
         super().__init__(message)
@@ -102,16 +102,18 @@ class WaitingLine:
         insort(self._returning, sequence, key=lambda sequence: sequence.order)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Who may be admitted, the oldest first: of a request never admitted, the leader."""
+        """The sequences that may be admitted, oldest first. Of a request that was never admitted only the leader is
+        among them.
+        """
         leaders = (accepted.leader for accepted in self._queue)
         return merge(self._returning, leaders, key=lambda sequence: sequence.order)
 
     def head(self) -> Sequence | None:
-        """Whose turn it is, the oldest here."""
+        """The oldest here, whose turn it is."""
         return next(iter(self), None)
 
     def take(self, sequence: Sequence) -> None:
-        """One of those here was admitted."""
+        """Removes a sequence that was admitted."""
         if sequence in self._returning:
             self._returning.remove(sequence)
         else:

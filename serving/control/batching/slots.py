@@ -102,5 +102,5 @@ class Slots:
         return not self._occupancies
 
     def running(self) -> list[Occupancy]:
-        """Those that still schedule steps, oldest first."""
+        """The occupancies that still schedule steps, oldest first."""
         return [occupancy for occupancy in self._occupancies if occupancy.is_running]

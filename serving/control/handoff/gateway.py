@@ -136,7 +136,7 @@ class GatewaySide:
         return _start(legs)
 
     def first_tokens(self, first: FirstTokens) -> tuple[GatewayAction, ...]:
-        """To the client at once: they never wait for the transfer."""
+        """First tokens are delivered to the client at once: they never wait for the transfer."""
         legs = self._legs.get(first.handoff)
         if legs is None:
             return _cancel_stray(first)

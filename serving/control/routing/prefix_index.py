@@ -80,7 +80,7 @@ class PrefixIndex:
         return found
 
     def _num_found(self, names: Sequence[BlockName]) -> int:
-        """Of the first names, how many anybody knows: by bisection, since what is known begins a chain."""
+        """How many of the first names any home knows: found by bisection, since what is known begins a chain."""
         low, high = 0, len(names)
         while low < high:
             middle = (low + high) // 2

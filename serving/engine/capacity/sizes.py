@@ -116,7 +116,7 @@ def buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BlockBytes:
-    """What one block of a partition takes."""
+    """The bytes that one block of a partition takes."""
 
     everywhere: int  # on all its devices together, which hold it whole each, or context-parallel a part each
     on_a_device: int  # on one of the stage with most layers
@@ -133,10 +133,11 @@ class _BlockBytes:
 
 
 def _auto_blocks(config: Config, model: Model, shard: Shard, block: _BlockBytes, role: WorkerRole) -> int:
-    """Of each partition, in half of the free memory: a device's, or the machine's up to `MAX_AUTO_POOL_BYTES`.
+    """Blocks of each partition, so many that they take half of the free memory: a device's, or the machine's up to
+    `MAX_AUTO_POOL_BYTES`.
 
-    Of the machine's no more than all slots could fill with the longest context: the kernel takes half a second to give
-    a GiB, which a small model's start would wait for.
+    In the machine's memory no more than all slots could fill with the longest context: the kernel takes half a second
+    to give a GiB, which a small model's start would wait for.
     """
     device_bytes = free_device_bytes(shard.mesh.num_devices)
     if device_bytes is not None:
@@ -149,7 +150,7 @@ def _auto_blocks(config: Config, model: Model, shard: Shard, block: _BlockBytes,
 
 
 def _check_slots_fit(config: Config, model: Model, role: WorkerRole) -> None:
-    """ConfigError where the rows of the vocabulary's length that each slot has are more than the memory there is."""
+    """ConfigError where the slots' rows, each as long as the vocabulary, take more than the memory there is."""
     own, key = (config.prefill, "prefill") if role == "prefill" else (config.decode, "decode")
     needed = own.max_slots * model.config.vocab_size * SLOT_BYTES_PER_TOKEN
     device_bytes = free_device_bytes(own.mesh.num_devices)
@@ -161,7 +162,9 @@ def _check_slots_fit(config: Config, model: Model, role: WorkerRole) -> None:
 
 
 def _check_pool_fits(num_blocks: int, shard: Shard, block: _BlockBytes) -> None:
-    """ConfigError where it cannot: the allocation itself would fail in XLA's words, or be promised and then killed."""
+    """ConfigError where the pool does not fit: the allocation itself would fail with XLA's message, or would succeed
+    and the process be killed later.
+    """
     device_bytes, partitions = free_device_bytes(shard.mesh.num_devices), shard.mesh.num_partitions
     if device_bytes is None:
         needed, free_bytes = num_blocks * partitions * block.everywhere, free_memory_bytes()

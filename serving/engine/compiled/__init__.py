@@ -1,1 +1,6 @@
-"""Programs before they run: traced, lowered, compiled, kept on disk and found again. Begin with `preparation`."""
+"""Programs before they run: traced, lowered, compiled, kept on disk and found again.
+
+What a program computes belongs in `engine.stage`.
+Begin with `preparation`; `store` keeps programs under the keys of `digest`, and `lowering` compiles a step without any
+weights.
+"""

@@ -1,6 +1,6 @@
 """Counts what XLA compiles in this process, so that a worker can prove that no request waits for it.
 
-Programs that are prepared behind the first ones, on threads that say so, are none that a request waits for.
+Threads that prepare programs beside the serving exempt themselves, since no request waits for them.
 """
 
 import threading
@@ -19,7 +19,7 @@ class CompilationCounter:
         self._thread = threading.local()
 
     def exempt_this_thread(self) -> None:
-        """What it compiles from now on is not counted: nobody waits for it."""
+        """Compilations of this thread are not counted from now on: no request waits for them."""
         self._thread.is_exempt = True
 
     def start(self) -> None:

@@ -1,8 +1,8 @@
 """What a compiled program is made of, as one digest: its key in the store, the same in every clone, process and role.
 
 Its kind and bucket, its blueprint, the code that traces it, and what compiles it: versions, settings, devices and
-processor. Equal digests promise equal programs; unequal ones promise nothing, since equal placements may be written in
-different words. Left out: where anything lies.
+processor. Equal digests promise equal programs; unequal ones promise nothing, since equal shardings may be written in
+different words. No path of a file or folder is part of it.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def source_files() -> list[Path]:
 
 @functools.cache
 def source_digest() -> str:
-    """By content and name alone, so that it is the same in every clone."""
+    """The digest of files by content and name alone, so that it is the same in every clone."""
     digest = hashlib.sha256()
     for path in source_files():
         _feed(digest, (path.parent.name, path.name, path.read_bytes()))
@@ -95,7 +95,7 @@ def source_digest() -> str:
 
 
 def _instruction_set() -> str:
-    """Machine code for one processor may be none for another."""
+    """The processor's instruction set: machine code for one processor may not run on another."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -145,7 +145,7 @@ def _feed(digest: Any, value: object) -> None:
 
 
 def _placed(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """Where a leaf lies, in the words of its sharding: equal placements in other words are other programs."""
+    """Where a leaf lies, as its sharding is spelt: an equal sharding that is spelt otherwise gives another program."""
     sharding = leaf.sharding
     assert isinstance(sharding, jax.sharding.NamedSharding)
     mesh = sharding.mesh

@@ -2,8 +2,8 @@
 
 The code that serves, `engine.stage`, builds it for as many devices as the mesh has; virtual ones of the CPU will do.
 What a device then holds before and after the step, as XLA plans it, stands beside what the budget counts from the same
-shapes; that they agree is the test of the budget. Weights are in bf16, as they are served. Left out: temporaries on a
-GPU. On CPU XLA widens bf16 to float32 on the way, and experts do not run in the GPU's kernels.
+shapes; that they agree is the test of the budget. Weights are in bf16, as they are served. Temporaries on a GPU cannot
+be told from this: on CPU XLA widens bf16 to float32 on the way, and experts do not run in the GPU's kernels.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ StepRole = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBytes:
-    """Of one device. The state, which a step changes in place, counts on both sides."""
+    """Bytes of one device. The state, which a step changes in place, counts on both sides."""
 
     arguments: int
     outputs: int

@@ -54,7 +54,7 @@ class LoweringJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledBytes:
-    """Of one device, as XLA plans them."""
+    """Bytes of one device, as XLA plans them."""
 
     held: StepBytes
     in_place: int  # of the outputs, those that take the place of arguments

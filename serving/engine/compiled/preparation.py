@@ -73,7 +73,7 @@ class Preparation:
     def _behind(
         self, make: Callable[[Wanted], object], wanted: Wanted, on_failed: Callable[[BaseException], None]
     ) -> None:
-        """A program that cannot be made leaves the others to be made."""
+        """Where a program cannot be made, the others are made all the same."""
         try:
             make(wanted)
         except Exception as error:  # whatever jax or XLA raises
@@ -87,7 +87,7 @@ class Preparation:
             self._programs.take(wanted, found)
 
     def finish(self) -> None:
-        """What was asked for until now is the last that is made behind."""
+        """Nothing more is made after what has been asked for until now."""
         self._asked.put(None)
 
     def stop(self) -> None:
@@ -118,7 +118,8 @@ class Preparation:
     def _make_all(
         self, pool: ThreadPoolExecutor, wanted: Sequence[Wanted], progress: Callable[[int], None], *, waits: bool
     ) -> list[Wanted]:
-        """Those that somebody else is making: without `waits` they are left for later, when they may be there.
+        """Makes the programs. Those that somebody else is making are left for later without `waits`, when they may be
+        there.
 
         `progress` is called also while nothing is done, since by raising it ends all this.
         """

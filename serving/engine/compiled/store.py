@@ -5,7 +5,7 @@ there still traces and lowers all of it. Here the key is what a program is made 
 that is), so that nothing of it needs to be made. Processes share a folder: an entry is written beside its place and
 moved there, and one that is being made is claimed by a lock that ends with its process. Whatever is wrong with the
 folder or with an entry is said once, and the program is compiled anew. Entries hold machine code, as those of jax's
-cache do: a folder or an entry that others may write to is not used. Left out: what the bytes mean.
+cache do: a folder or an entry that others may write to is not used. What the bytes mean is `compiled.preparation`'s.
 """
 
 import contextlib
@@ -129,13 +129,13 @@ class ProgramStore:
         return found
 
     def complain(self, fault: str) -> None:
-        """Once in a process: the next fault is of the same kind, and costs what the first did."""
+        """Warns once in a process: the next fault is of the same kind, and costs what the first did."""
         if not self._has_complained:
             self._has_complained = True
             logger.warning("the cache of compiled programs: %s; what is not found is compiled", fault)
 
     def _make_folder(self) -> None:
-        """For its owner alone, whatever new folders are otherwise."""
+        """Makes it for its owner alone, whatever permissions new folders get otherwise."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _path(self, key: str) -> Path:
@@ -160,7 +160,7 @@ class ProgramStore:
         return self._is_usable
 
     def _fault(self) -> str | None:
-        """Why nothing is read here and nothing written. A folder that is not there yet is made."""
+        """Why the folder is neither read nor written; None where it is. A folder that is not there yet is made."""
         try:
             self._make_folder()
             found = self.folder.stat()
@@ -171,7 +171,9 @@ class ProgramStore:
 
 
 def _stranger(found: os.stat_result) -> str | None:
-    """Why what lies there may be another's: machine code is run as ourselves."""
+    """Why what lies there may be another user's, whose machine code would run with this user's rights; None where it is
+    not.
+    """
     if found.st_uid != os.geteuid():
         return "belongs to another user"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -1,1 +1,6 @@
-"""The public gRPC service. Begin with `front`; `gate` is what a call passes first."""
+"""The public gRPC service, `Inference`.
+
+What HTTP has in common with it belongs in `gateway.intake` and `gateway.pipeline`; gRPC servers as such are in
+`rpc.server`.
+Begin with `front`; `gate` is what each call passes first.
+"""

@@ -1,6 +1,6 @@
-"""Chats of the public gRPC API: its messages and tools as HTTP has them, so that one place checks them.
+"""Chats of the public gRPC API: messages and tools become what HTTP's are, so that one place checks both.
 
-And the calls of an answer as its messages.
+The tool calls of an answer become this API's messages here too.
 """
 
 from collections.abc import Sequence

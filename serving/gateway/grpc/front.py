@@ -38,7 +38,7 @@ _SPELLING: Mapping[str, str] = {
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """Behind `GrpcGate`, which has looked at keys and sizes."""
+    """The service, behind `GrpcGate`, which has checked keys and sizes."""
 
     def __init__(self, gateway: Gateway, *, version: str, tenants: Tenants) -> None:
         self._gateway = gateway

@@ -1,6 +1,6 @@
-"""What is let in of gRPC requests: of callers whose key names a tenant, in bounds, in time; and only then parsed.
+"""What a gRPC call passes before its message is parsed: the caller's key, bounds on the message, and the time it takes.
 
-As `intake.bounds` and `http.edge` do for HTTP. What a message means is the service's.
+This is what `intake.bounds` and `http.edge` do for HTTP. What a message means is `front`'s.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ MAX_FIELDS = 1 << 14  # messages, calls, tools, and numbers where they are not p
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """What its messages are: of which kind, and how many times the context their text may be."""
+    """What a method's messages are: their type, and how many times the context their text may be."""
 
     request: Descriptor
     num_contexts: int
 
 
 class GrpcGate(grpc.aio.ServerInterceptor):
-    """For the methods of `service`.
+    """The gate before the methods of `service`.
 
     `num_contexts`: by method, how many times the context its text may be; 1 where it does not say. `json_names`: full
     names of the fields that the service decodes as JSON.

@@ -31,7 +31,9 @@ def preflight_response(strangers: Strangers, headers: Headers) -> Response | Non
 
 
 def readable_headers(strangers: Strangers, headers: Headers, answer: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
-    """To add to an answer with these headers: that the page may read it, and of its headers those that are ours."""
+    """Headers to add to an answer with these headers: that the page may read it, and which of our own headers it may
+    read.
+    """
     varies = strangers.allowed_origins and ANY not in strangers.allowed_origins
     added: RawHeaders = [(b"vary", b"origin")] if varies else []
     origin = headers.get("origin")

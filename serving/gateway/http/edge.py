@@ -87,7 +87,7 @@ class Edge:
                 share.give_back()
 
     def _own_answer(self, headers: Headers, method: str, path: str) -> Response | None:
-        """For whom may not go on, and for a browser that asks what a page may."""
+        """The answer to whoever may not go on, and to a browser that asks what a page may; None for all others."""
         try:
             self._strangers.check(headers.getlist)
         except RequestError as error:
@@ -123,11 +123,12 @@ def visible_id(request: Request, prefix: str) -> str:
 
 
 async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) -> tuple[bytes, Contents]:
-    """What the client meant, whatever it was compressed with, and in bounds; and what is in it.
+    """The body, decompressed and within bounds, and what its JSON holds.
 
-    What is beyond them, by what came or by what it holds, is refused as soon as it is known of, and never held. It
+    A body beyond the bounds, by its bytes or by its contents, is refused as soon as that is known, and not held. A body
     counts as in flight, with what is made of it, until the exchange is over. `num_contexts`: how many times the context
     its text may be.
+
     Raises TooLarge, ContextLengthExceeded, Overloaded; InvalidArgument and Unavailable as `Intake.checked`;
     UnsupportedEncoding and InvalidArgument as `inflate`; Cancelled where the client leaves.
     """
@@ -157,14 +158,14 @@ async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) 
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Every error, also of unknown routes and of our own making, in OpenAI's shape."""
+    """Gives every error OpenAI's shape, also those of unknown routes and faults of our own."""
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
 
 
 def late_headers(request: Request) -> dict[str, str]:
-    """To be filled in by whoever answers: headers that an error answer of this exchange has too."""
+    """Headers to be filled in by whoever answers; an error answer of this exchange has them too."""
     return request.scope.setdefault("late_headers", {})
 
 
@@ -175,14 +176,16 @@ def error_response(error: RequestError, headers: Mapping[str, str] = MappingProx
 
 
 def large_answer(request: Request, body: bytes) -> Response:
-    """JSON that may be long: it counts as in flight until its client has taken nearly all of it."""
+    """An answer of JSON that may be long. It counts as in flight until its client has taken nearly all of it."""
     if (share := request.scope.get(SHARE)) is not None:
         share.count_in(len(body))
     return InPieces(body, headers=late_headers(request), media_type="application/json")
 
 
 class InPieces(Response):
-    """Sent as fast as it is taken: in one piece all of it would lie in the connection's buffer, and nobody wait."""
+    """A body sent piece by piece, as fast as it is taken: in one piece all of it would lie in the connection's buffer,
+    and nothing would wait for the client.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -203,7 +206,7 @@ async def _request_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown route or method."""
+    """The answer to an unknown route or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = f"{request.method} {request.url.path}: {error.detail if isinstance(error, HTTPException) else error}"
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
@@ -212,5 +215,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(_request: Request, _error: Exception) -> Response:
-    """What went wrong is logged by the server, and is no business of the client's."""
+    """The answer to a fault of our own. What went wrong is logged by the server and not told to the client."""
     return error_response(InternalError("internal error"))

@@ -113,7 +113,7 @@ class HttpFront:
         self.app: ASGIApp = Edge(fastapi, metrics, frozenset(routes), strangers)
 
     def _keyed(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The handler, for callers whose key names a tenant: of nobody else is the body read."""
+        """The handler for callers whose key names a tenant. Nobody else's body is read."""
 
         async def keyed(request: Request) -> Response:
             check_key(self._tenants, header_of(request))
@@ -124,7 +124,9 @@ class HttpFront:
     async def _read[T: msgspec.Struct, M](
         self, decoder: BodyDecoder[T], request: Request, meant: Callable[[T], M], *, num_contexts: int = 1
     ) -> tuple[T, M]:
-        """What was sent, and what is `meant` by it. What is unknown is told in the answer's headers, or refused."""
+        """The decoded body, and what it means by `meant`. Unknown fields are named in the answer's headers, or
+        refused.
+        """
         sent, contents = await read_body(request, self._intake, num_contexts=num_contexts)
         if len(sent) <= LARGE_BYTES and contents.num_bytes <= LARGE_CONTENTS_BYTES:
             body, unknown = decoder.decode(sent)
@@ -259,7 +261,9 @@ class HttpFront:
         }
 
     async def _health(self, _request: Request) -> Response:
-        """200 as long as the gateway lives; `degraded` where a worker is away, which is tried again."""
+        """200 as long as the gateway lives; `degraded` where a worker is away, to which the gateway goes on trying to
+        connect.
+        """
         workers = self._gateway.pool.worker_states()
         is_whole = all(state == "ready" for state in workers.values())
         return json_response({"status": "ok" if is_whole else "degraded", "workers": workers})

@@ -24,7 +24,9 @@ type Values = Callable[[str], Sequence[str]]  # all values of a header
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strangers:
-    """`is_guarded`: by default too. `port` is where the server listens."""
+    """Which hosts and origins may call. `is_guarded`: whether they are checked where nothing is configured. `port` is
+    where the server listens.
+    """
 
     allowed_origins: frozenset[str]
     allowed_hosts: frozenset[str]  # with or without a port
@@ -61,7 +63,7 @@ class Strangers:
             )
 
     def _is_own(self, origin: str, host: str) -> bool:
-        """A page that this server, or a proxy before it, has served: the same place as the request goes to."""
+        """Whether the page was served by this server, or by a proxy before it: its origin is where the request goes."""
         scheme, _, place = origin.lower().partition("://")
         name, port = _name_and_port(place)
         if not place or scheme not in _DEFAULT_PORTS:
@@ -71,7 +73,9 @@ class Strangers:
 
 
 def is_loopback_name(name: str) -> bool:
-    """Without asking a resolver: loopback's addresses, and the names that RFC 6761 reserves for it."""
+    """Whether a name is loopback's, without asking a resolver: its addresses, and the names that RFC 6761 reserves for
+    it.
+    """
     name = name.strip("[]").removesuffix(".")
     return is_loopback(name) or name.endswith(".localhost")
 
@@ -84,7 +88,7 @@ def _only(values: Values, name: str) -> str | None:
 
 
 def _name_and_port(host: str) -> tuple[str, int | None]:
-    """Of `name`, `name:port`, `[address]:port`; an address keeps its brackets."""
+    """The parts of `name`, `name:port` or `[address]:port`; an address keeps its brackets."""
     name, colon, port = host.rpartition(":")
     is_port = port.isascii() and port.isdigit() and len(port) <= MAX_PORT_DIGITS
     if colon and is_port and (":" not in name or name.endswith("]")):

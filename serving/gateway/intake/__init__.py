@@ -1,1 +1,5 @@
-"""What is let in of requests and by how much, before anything is made of it. Begin with `bounds`."""
+"""Bounds on requests' bodies, for both fronts, before they are decoded.
+
+What the fields of a body may be belongs in `gateway.openai` and `gateway.request`.
+Begin with `bounds`.
+"""

@@ -1,4 +1,7 @@
-"""A body as it grows, in pieces: one buffer of 32 MB would be copied again and again, while every stream waits."""
+"""A body as it grows, kept in pieces.
+
+In one buffer a body of 32 MB would be copied again and again, while every stream waits.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +27,9 @@ class Body:
             self._end_piece()
 
     async def whole(self) -> bytes:
-        """To be asked for once. A large one is joined by a thread, which holds no lock of Python's meanwhile."""
+        """The joined body; to be asked for once. A large one is joined on a thread, which does not hold Python's lock
+        meanwhile.
+        """
         self._end_piece()
         pieces, self._pieces = self._pieces, []
         if self._num_bytes <= AT_ONCE_BYTES:

@@ -31,13 +31,13 @@ RETRY_AFTER_S = 1.0
 
 @dataclass
 class BytesInFlight:
-    """How many bytes bodies and what is made of them take, of how many at most. Runs on one event loop."""
+    """How many bytes bodies take, with what is made of them, and the most that they may. Runs on one event loop."""
 
     limit: int
     num: int = 0
 
     def take(self, num_bytes: int) -> None:
-        """Overloaded where that would be too many. What was taken is given back by its taker."""
+        """Overloaded where that would be too many. Whoever takes bytes gives them back."""
         if self.num + num_bytes > self.limit:
             raise Overloaded(
                 f"all requests' bodies and what is made of them take {self.num} bytes, "
@@ -58,18 +58,21 @@ class BytesShare:
         self._num_bytes = 0
 
     def grow_to(self, num_bytes: int) -> None:
-        """Overloaded where there is no room."""
+        """Grows to so many bytes. Overloaded where there is no room."""
         if num_bytes > self._num_bytes:
             self._of.take(num_bytes - self._num_bytes)
             self._num_bytes = num_bytes
 
     def count_in(self, num_bytes: int) -> None:
-        """What is made already, whether there is room or not: those who come after it are refused instead."""
+        """Counts bytes that exist already, whether or not there is room: requests that come later are refused
+        instead.
+        """
         self._of.num += num_bytes
         self._num_bytes += num_bytes
 
     def grow_to_hold(self, num_bytes: int, contents: Contents) -> None:
-        """A body's bytes and what is made of it, which always has room where nothing else is here.
+        """Grows to a body's bytes and what is made of it. There is always room for that where nothing else is in
+        flight.
 
         Overloaded as `grow_to`.
         """
@@ -82,7 +85,7 @@ class BytesShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Of one body. None: nothing can be said, of the context until a worker has told."""
+    """The bounds of one body. None where a bound is not known, as the context is not until a worker has told it."""
 
     max_body_bytes: int
     max_context_tokens: int | None
@@ -106,11 +109,13 @@ class Bounds:
             raise ContextLengthExceeded.of(self.max_context_tokens, f"the body of {num_bytes} bytes")
 
     def max_values(self, num_contexts: int = 1) -> int:
-        """Of a body's token ids and all besides; until a worker has told its context, of what is besides alone."""
+        """The most values of a body: its token ids and everything else. Until a worker has told its context, everything
+        else alone.
+        """
         return MAX_OTHER_VALUES + (self.max_context_tokens or 0) * num_contexts
 
     def too_many_values(self, what: str, num_contexts: int = 1) -> ContextLengthExceeded | Unavailable:
-        """The error where `what` has more token ids than that."""
+        """The error of a body (`what`) with more token ids than that."""
         if self.max_context_tokens is None:
             return Unavailable("no worker has told its context yet", retry_after_s=RETRY_AFTER_S)
         return ContextLengthExceeded.of(
@@ -139,7 +144,7 @@ class Bounds:
 
 
 class Intake:
-    """Both fronts' gate. `bounds` are those of now: the context is known once a worker has said."""
+    """The gate of both fronts. `bounds` gives the present ones: the context is known once a worker has told it."""
 
     def __init__(self, max_bytes_in_flight: int, bounds: Callable[[], Bounds]) -> None:
         self.in_flight = BytesInFlight(max_bytes_in_flight)
@@ -147,7 +152,9 @@ class Intake:
         self._scans = Aside(MAX_SCANS, "scan")
 
     async def checked(self, body: bytes, share: BytesShare, num_contexts: int = 1) -> Contents:
-        """What is in it, which counts as in flight from now on. Raises as `Bounds.check_contents`, and Overloaded."""
+        """What is in a body, which counts as in flight from now on. Raises as `Bounds.check_contents`, and
+        Overloaded.
+        """
         bounds = self.bounds()
         contents = await self._scans.run(len(body), contents_of, body, bounds.max_values(num_contexts))
         bounds.check_contents(contents, num_contexts)

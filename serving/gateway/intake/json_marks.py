@@ -23,7 +23,7 @@ _MARKS = (b"{", b"[", b":", b",")
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """`num_levels`: how many objects and lists stand within each other at the most, or more."""
+    """How many values of each kind a body has. `num_levels`: the deepest nesting of its objects and lists, or more."""
 
     num_objects: int = 0
     num_lists: int = 0
@@ -33,7 +33,7 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """What is made of it takes, beside the body."""
+        """The bytes that its decoded values take, besides the body."""
         return (
             OBJECT_BYTES * self.num_objects
             + LIST_BYTES * self.num_lists
@@ -43,12 +43,14 @@ class Contents:
 
     @property
     def num_in_all(self) -> int:
-        """Values of every kind."""
+        """The number of values of every kind."""
         return self.num_objects + self.num_lists + self.num_values
 
 
 def contents_of(body: bytes, enough: int | None = None) -> Contents:
-    """Where marks are few anywhere, those in strings count too. Beyond `enough` values it is not counted on."""
+    """What is in a body. Where marks are few, those within strings are counted too. Counting ends beyond `enough`
+    values.
+    """
     num_objects, num_lists, num_members, num_values = (_count(body, mark) for mark in _MARKS)
     most = Contents(num_objects, num_lists, num_members, num_values, num_objects + num_lists)
     if most.num_bytes <= FEW_BYTES and most.num_levels <= FEW_LEVELS:
@@ -65,12 +67,14 @@ def contents_of(body: bytes, enough: int | None = None) -> Contents:
 
 
 def _count(body: bytes, mark: bytes) -> int:
-    """In pieces, since Python's lock is held for each."""
+    """Counts in pieces, since Python's lock is held for each."""
     return sum(body.count(mark, start, start + PIECE_BYTES) for start in range(0, len(body), PIECE_BYTES))
 
 
 def _levels(begins: np.ndarray, ends: np.ndarray, level: int) -> tuple[int, int]:
-    """(how many are open after a piece before which `level` were, the most that were open in it)."""
+    """How many objects and lists are open after a piece, before which `level` were, and the most that were open in
+    it.
+    """
     steps = begins.view(np.int8) - ends.view(np.int8)
     open_levels = np.cumsum(steps[steps != 0], dtype=np.int32)
     if not len(open_levels):
@@ -79,7 +83,7 @@ def _levels(begins: np.ndarray, ends: np.ndarray, level: int) -> tuple[int, int]
 
 
 def _pieces(body: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A body's characters, and which of them stand outside of strings, some at a time."""
+    """Pieces of a body, and which of their characters stand outside of strings."""
     in_string = odd = False
     for start in range(0, len(body), PIECE_BYTES):
         piece = np.frombuffer(body, np.uint8, min(PIECE_BYTES, len(body) - start), start)
@@ -91,7 +95,7 @@ def _pieces(body: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _escaped(piece: np.ndarray, odd: bool) -> tuple[np.ndarray, bool]:
-    """Which characters follow an odd number of backslashes. `odd`: whether what comes before the piece ends so."""
+    """Which characters follow an odd number of backslashes. `odd`: whether an odd number stands before the piece."""
     slashes = piece == _BACKSLASH
     if not odd and not slashes.any():
         return slashes, False

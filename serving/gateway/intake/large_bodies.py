@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class LargeBodies:
-    """Decodes bodies, some at once. One event loop."""
+    """Decodes large bodies, a few at once. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
@@ -54,7 +54,9 @@ class LargeBodies:
 
 
 def _decode_apart(struct: type[Any], body: bytes) -> Any:
-    """In a thread: it waits in the kernel. Ctrl-C at a terminal is the gateway's, which drains, and not the child's."""
+    """Runs on a thread, which waits in the kernel. Ctrl-C at a terminal is for the gateway, which drains, and not for
+    the child.
+    """
     argv = [sys.executable, "-m", __name__, struct.__module__, struct.__qualname__]
     done = subprocess.run(argv, input=body, capture_output=True, check=False, start_new_session=True)
     if done.returncode:

@@ -15,14 +15,16 @@ _OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a struct knows: its fields' names, and of those that are structs or lists of them, what these know."""
+    """What a struct knows: the names of its fields and, for those that are structs or lists of them, their shapes."""
 
     names: frozenset[str]
     inner: Mapping[str, "_Shape"]
 
 
 def unknown_fields(struct: type[msgspec.Struct], body: bytes) -> Iterator[str]:
-    """The paths, as `messages[0].colour`, of what `struct` has no field for. The body is one that decodes as it."""
+    """The paths, such as `messages[0].colour`, of what `struct` has no field for. The body must decode as the
+    struct.
+    """
     return _unknown(_shape(struct), body, "")
 
 
@@ -54,7 +56,7 @@ def _shape(struct: type[msgspec.Struct]) -> _Shape:
 
 
 def _struct_in(kind: msgspec.inspect.Type) -> type[msgspec.Struct] | None:
-    """The struct that a field is, or is a list of."""
+    """The struct that a field is, or is a list of; None for other fields."""
     match kind:
         case msgspec.inspect.StructType(cls=struct):
             return struct

@@ -1,2 +1,6 @@
-"""OpenAI's shapes: bodies in, objects and chunks out. Begin with `requests`; a field is added there, but a
-sampling parameter in `control.sampling_parameters`."""
+"""OpenAI's API: request bodies to what the pipeline takes, its events to response objects and stream chunks.
+
+Routes belong in `gateway.http`, checks that gRPC needs too in `gateway.request`.
+Begin with `requests`, where a field is added, but for a sampling parameter, which is added in
+`control.sampling_parameters`; `responses` is the way back.
+"""

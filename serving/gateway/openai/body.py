@@ -1,6 +1,6 @@
 """JSON to a body's struct, msgspec's errors as the parameter at fault, and numbers as JSON has them.
 
-Apart from the bodies, since the parts of one are decoded on their own too.
+The bodies are in `requests`. Parts of one are decoded on their own too, with the same functions.
 """
 
 import re
@@ -32,7 +32,7 @@ def decode[T](decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw) -> T:
 
 
 class BodyDecoder[T: msgspec.Struct]:
-    """JSON to one struct, and to the names of what the struct has no field for."""
+    """Decodes JSON to one struct, and finds the fields that the struct does not have."""
 
     def __init__(self, struct: type[T]) -> None:
         self.struct = struct
@@ -54,7 +54,7 @@ def shape_error(error: msgspec.ValidationError) -> InvalidArgument:
 
 
 def is_nothing(value: msgspec.Raw, accepted: Sequence[object] = ()) -> bool:
-    """Whether the value is absent, null or one of those: of a long one nothing is built to find that out."""
+    """Whether the value is absent, null or one of those. Of a long value nothing is built to find that out."""
     raw = memoryview(value)
     if not raw:
         return True
@@ -77,7 +77,7 @@ def whole(name: str, value: float) -> int:
 
 
 def whole_list(name: str, values: Sequence[float]) -> Sequence[int]:
-    """The same of each; a list of integers is given back as it is."""
+    """As `whole`, for each of a list; a list of integers is returned as it is."""
     if float not in set(map(type, values)):
         return values  # pyright: ignore[reportReturnType]  # all of them are integers
     return [whole(f"{name}[{index}]", value) for index, value in enumerate(values)]
@@ -89,7 +89,7 @@ def _is_same(value: object, other: object) -> bool:
 
 
 def _field_of(message: str) -> str | None:
-    """The parameter that a msgspec error speaks of: `$.a[0].b`, and a missing field of it."""
+    """The parameter that a msgspec error is about, from its path (`$.a[0].b`) or from the name of a missing field."""
     path = match["path"] if (match := _PATH.search(message)) else None
     field = match["missing"] if (match := _FIELD.search(message)) else None
     return ".".join(part for part in (path, field) if part) or None

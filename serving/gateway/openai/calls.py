@@ -8,7 +8,7 @@ from moonshard.serving.gateway.pipeline.choice import CallsMade
 
 
 def with_calls(choice: dict[str, object], text: str, parts: Sequence[ToolCallPart]) -> dict[str, object]:
-    """A whole choice of a chat, with these calls in its message; as it is where there are none."""
+    """A whole choice of a chat with these calls in its message; the choice as it is where there are none."""
     if not parts:
         return choice
     calls = list(map(_whole, whole_calls(parts)))
@@ -16,7 +16,9 @@ def with_calls(choice: dict[str, object], text: str, parts: Sequence[ToolCallPar
 
 
 def chunk_choices(made: CallsMade) -> Iterator[dict[str, object]]:
-    """A stream's choices, as clients expect them: who is called, then with what, in pieces."""
+    """The choices of a stream that clients expect for calls: first the function's name, then its arguments in
+    pieces.
+    """
     for part in made.calls:
         told: dict[str, object] = {"index": part.index}
         if part.id:

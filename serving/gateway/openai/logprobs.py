@@ -28,7 +28,7 @@ class TextOffsets:
         self._offset = 0
 
     def next(self, token_id: int) -> int:
-        """Of this token, which follows those that were asked for before."""
+        """The offset of this token, which follows those that were asked for before."""
         offset = self._offset
         if self._detokenizer is not None:
             with suppress(TokenIdError):

@@ -69,11 +69,11 @@ class Format(Protocol):
         ...
 
     def opening(self, index: int) -> dict[str, object] | None:
-        """What a stream says of a choice before its first token."""
+        """What a stream says of a choice before the choice's first token."""
         ...
 
     def offsets(self) -> TextOffsets:
-        """Of one choice, from its first token on."""
+        """The text offsets of one choice, from its first token on."""
         ...
 
     def logprobs(self, positions: Sequence[pb.PositionLogprobs], offsets: TextOffsets) -> dict: ...
@@ -185,7 +185,7 @@ class Chunks:
         self._num_tokens = 0  # of all choices, so far
 
     def set_prompt(self, prompt: pb.TokenIds) -> None:
-        """The first chunk will say it, where it was asked for."""
+        """Keeps the prompt for the first chunk, where the client asked for it."""
         self._num_prompt = len(prompt.ids)
         if self._envelope.has_token_ids:
             self._first_extra = {"prompt_token_ids": list(prompt.ids)}
@@ -255,7 +255,7 @@ def usage_object(num_prompt: int, num_completion: int) -> dict[str, object]:
 
 
 def whole_usage(usage: pb.Usage) -> dict[str, object]:
-    """Of a request that has ended: what was cached is known too."""
+    """The usage of a request that has ended, when the number of cached tokens is known too."""
     details = {"cached_tokens": usage.cached_tokens}
     return usage_object(usage.prompt_tokens, usage.completion_tokens) | {"prompt_tokens_details": details}
 

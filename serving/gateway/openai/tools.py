@@ -57,7 +57,7 @@ _ADVICE = "only 'auto', 'none' and a function of the tools, by its name, are sup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What the model is told it may call: nothing, where it is not to call anything."""
+    """Which functions the model is told that it may call; none where it is not to call any."""
 
     tools: Sequence[Tool] = ()
     functions: frozenset[str] = frozenset()
@@ -120,5 +120,5 @@ def _function(tool: _Tool, where: str) -> str:
 
 
 def _uncached(tool: Tool) -> Tool:
-    """Without what is meant for a cache and not for the model."""
+    """The tool without the keys that are meant for a cache and not for the model."""
     return {key: value for key, value in tool.items() if key != "cache_control"}

@@ -43,7 +43,7 @@ from moonshard.serving.gateway.workers.session import WorkerSession
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """An attempt is on its way."""
+    """Told once an attempt was sent."""
 
     worker: str  # the address of the one that prefills it
     affinity: Affinity | None
@@ -51,7 +51,7 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _UnderWay:
-    """What one attempt was sent as, and where. `choices` are those that had not ended before it."""
+    """An attempt that was sent: its messages, and where they went. `choices` are those that had not ended before it."""
 
     attempt: Attempt
     run: link_pb2.Run
@@ -69,7 +69,7 @@ class _UnderWay:
         return all(choice.is_worker_done for choice in self.choices)
 
     async def arrivals(self) -> list[Arrival]:
-        """All that has come, at least one. Raises the error that ends the attempt."""
+        """All that has arrived and was not taken, at least one. Raises the error that ends the attempt."""
         return await self.inbox.take()
 
 
@@ -165,7 +165,7 @@ class Attempts:
         return _UnderWay(attempt=attempt, run=rest, choices=going_on, session=session, inbox=inbox, handoff=handoff)
 
     def _begun(self, attempt: Attempt, first: Arrival) -> None:
-        """Its first token came."""
+        """The attempt's first token has come."""
         phases = first.output.phases if first.output.HasField("phases") else None
         self._dispatcher.first_token(
             attempt,
@@ -175,7 +175,7 @@ class Attempts:
         )
 
     def _failed(self, attempt: Attempt, retries: Retries, error: RequestError) -> str:
-        """Its cause in a word. Raises where the request ends with it."""
+        """The cause of a failed attempt, in a word. Raises the request's error where there is no further attempt."""
         failure = failure_of(error)
         is_over = not self._dispatcher.failed(attempt, retries, failure, retry_after_s=error.retry_after_s)
         if is_over or not self._may_retry():
@@ -193,7 +193,7 @@ class Attempts:
         self._handoffs.end(handoff, decode=session, is_finished=under_way.is_worker_done)
 
     def _sent(self, under_way: _UnderWay) -> AttemptSent:
-        """As it is recorded."""
+        """The event that is appended to the log."""
         attempt = under_way.attempt
         assignment = Assignment(
             attempt_id=under_way.run.request_id,
@@ -220,7 +220,7 @@ def _demand(run: link_pb2.Run, affinity_key: bytes | None) -> Demand:
 
 
 def rest_of(run: link_pb2.Run, choices: Sequence[ChoiceStream]) -> link_pb2.Run:
-    """What is left to do of a request, under an id of its own: what still comes for the last attempt is nobody's."""
+    """The rest of a request, under an id of its own, so that late messages of the last attempt concern nobody."""
     rest = link_pb2.Run()
     rest.CopyFrom(run)
     rest.request_id = secrets.token_bytes(REQUEST_ID_BYTES)

@@ -112,12 +112,12 @@ class ChoiceStream:
         return delta
 
     def take_calls(self) -> CallsMade | None:
-        """What the last `accept` gave of them; None: nothing."""
+        """The parts of calls that the last `accept` gave, removed from here; None where it gave none."""
         calls, self._calls = self._calls, ()
         return CallsMade(self.index, calls) if calls else None
 
     def _content(self, delta: pb.Delta, parser: ToolCallParser, text: str) -> str:
-        """What of the text is for the client to read; its calls are kept for `take_calls`."""
+        """The part of the text that is for the client to read; parts of calls are kept for `take_calls`."""
         if self._forced is not None:
             text = self._forced.text + text
             tokens = [*self._forced.token_ids, *delta.token_ids]
@@ -155,7 +155,7 @@ class ChoiceStream:
 
 
 def joined(earlier: pb.Delta, later: pb.Delta) -> pb.Delta:
-    """Two that follow each other in one choice as one. Takes `earlier` apart."""
+    """Two deltas of one choice, one after the other, as one. Empties `earlier`."""
     text = earlier.text + later.text
     earlier.MergeFrom(later)
     earlier.text = text

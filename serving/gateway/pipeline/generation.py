@@ -51,12 +51,12 @@ class Routed:
     affinity: Affinity | None  # None: it has no affinity key
 
     def again(self, worker: str) -> "Routed":
-        """It was lost there before its first token, and has gone to that one."""
+        """The request was lost there before its first token, and has been sent to another worker."""
         is_moved = self.affinity == "hit" and worker != self.worker
         return Routed(worker, "moved" if is_moved else self.affinity)
 
     def headers(self) -> dict[str, str]:
-        """As clients are told; over gRPC it is metadata."""
+        """What clients are told, as HTTP headers; over gRPC it is metadata."""
         affinity = {} if self.affinity is None else {"x-moonshard-affinity": self.affinity}
         return {"x-moonshard-worker": self.worker, **affinity}
 
@@ -159,7 +159,7 @@ class Gateway:
 
     @contextmanager
     def _admitted(self, request: GenerationRequest) -> Iterator[AdmittedRequest]:
-        """Refuse at once what cannot be served, before any work is spent on it; else count it in during the block."""
+        """Refuses what cannot be served before any work is spent on it; else counts the request in during the block."""
         self.model.check_name(request.model)
         if self.is_draining:
             raise Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S)

@@ -1,8 +1,8 @@
 """The handoffs of a gateway: the shell around the pure `GatewaySide`, between it and the workers' links.
 
 Workers' messages become its verbs, its actions become messages; what concerns the client goes into the request's inbox
-(P's first tokens as arrivals, the end of a handoff as `HandoffFailed`). Left out: which workers take part and what
-follows a failure, which the dispatcher decides.
+(P's first tokens as arrivals, the end of a handoff as `HandoffFailed`). Which workers take part, and what follows a
+failure, is decided in `control.dispatch`.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class Handoff:
 
 
 class Handoffs:
-    """All handoffs of one gateway. `receive` and `lost` are for the links to call."""
+    """All handoffs of one gateway. `receive` and `lost` are called by the links."""
 
     def __init__(self, knowledge: Knowledge, *, lease_s: float) -> None:
         self._knowledge = knowledge
@@ -98,7 +98,7 @@ class Handoffs:
         return handoff
 
     def end(self, handoff: Handoff, *, decode: WorkerSession, is_finished: bool) -> None:
-        """The request has its last token, or gives up: both legs are told at once."""
+        """The request has its last token, or is given up: both legs are told at once."""
         handoff_id = handoff.run.request_id
         if is_finished:
             self._execute(self._side.finished(m.Finished(handoff=handoff_id, epoch=decode.epoch)))
@@ -150,7 +150,7 @@ class Handoffs:
             self._close_prefill_leg(handoff)
 
     def _failed(self, session: WorkerSession, failed: link_pb2.Failed) -> None:
-        """A leg gave up, or turned its part down: then the request hears the worker's own words."""
+        """A worker gave its leg up or refused it. Where it refused, the request gets the worker's own error."""
         handoff = self._handoffs.get(failed.request_id)
         cause = handoff_wire.cause_from(failed)
         if handoff is not None:
@@ -165,7 +165,7 @@ class Handoffs:
             self._execute(self._side.failed(m.Failed(handoff=failed.request_id, epoch=session.epoch, cause=cause)))
 
     def _refused(self, session: WorkerSession, failed: link_pb2.Failed) -> None:
-        """A prefill worker that takes nothing now is as good as gone; all else is said of the request itself."""
+        """A prefill worker that takes nothing now counts as gone; any other refusal is about the request itself."""
         error = error_from_code(failed.code, failed.message, failed.field, failed.retry_after_s)
         if isinstance(error, Unavailable):
             gone = m.Failed(handoff=failed.request_id, epoch=session.epoch, cause=m.Cause.PREFILL_GONE)
@@ -189,7 +189,7 @@ class Handoffs:
                     self._over(handoff_id, cause)
 
     def _send(self, epoch: int, message: m.ToPrefill | m.ToDecode) -> None:
-        """Dropped when that worker is gone: what it held is gone with it."""
+        """Drops the message where the worker is gone, since all that it held is gone with it."""
         session = self._knowledge.session_of(epoch)
         if session is not None:
             session.send(self._message(message))

@@ -1,7 +1,7 @@
 """What the gateway itself knows of the model: its name, tokenizer, chat template and generation defaults.
 
-Read from the model's folder once, at start. Vocabulary and context are the workers' to say (`pool.ModelLimits`): they
-hold the weights. Texts become tokens here and nowhere else.
+Read from the model's folder once, at start. Vocabulary and context are the workers' to say
+(`routing.fleet.ModelLimits`): they hold the weights. Texts become tokens here and nowhere else.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class PromptLimit:
 
     @classmethod
     def to_generate(cls, context_tokens: int) -> "PromptLimit":
-        """An answer has a token at least."""
+        """The limit of a prompt to be answered: the answer has at least one token."""
         return cls(context_tokens, context_tokens - 1)
 
     @classmethod
@@ -77,12 +77,14 @@ class ServedModel:
         return ids
 
     def _least_tokens(self, prompt: TextPrompt | ChatPrompt) -> int:
-        """What its characters come to if each token stands for as many as any does."""
+        """The fewest tokens that the text can be: as if each token stood for as many characters as any does."""
         most = None if self.tokenizer is None else self.tokenizer.max_token_bytes
         return 0 if most is None else _num_chars(prompt) // most
 
     def detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
-        """Of one choice. With tools, the markers of their calls are marks in the text: they are a parser's to read."""
+        """The detokenizer of one choice. With tools, the markers of calls are marks in its text, for a parser to
+        read.
+        """
         if self.tokenizer is None:
             return None
         forced = self.forced_call(request)
@@ -96,14 +98,16 @@ class ServedModel:
         )
 
     def call_parser(self, request: GenerationRequest) -> ToolCallParser | None:
-        """Of one choice; None where the request has no tools."""
+        """The parser of one choice's tool calls; None where the request has no tools."""
         if request.tool_use is None:
             return None
         use = request.tool_use
         return ToolCallParser(use.functions, use.call_ids, max_calls=use.max_calls)
 
     def forced_call(self, request: GenerationRequest) -> ForcedCall | None:
-        """How every choice begins; None where the model is free. The prompt was tokenised."""
+        """The call that every choice begins with; None where the model is free. To be asked once the prompt was
+        tokenised.
+        """
         use = request.tool_use
         if self.tokenizer is None or use is None or use.forced is None:
             return None
@@ -162,7 +166,9 @@ class ServedModel:
 
     @staticmethod
     def _check_tools(request: GenerationRequest, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        """A model that is not told of its tools, or whose calls nobody can read, would seem to decide against them."""
+        """Refuses tools that the template does not show, or whose calls nobody can parse: the model would seem to
+        decide against them.
+        """
         if not template.takes_tools:
             raise request.invalid("tools", "the model's chat template takes no tools")
         if not call_marks(tokenizer.special_tokens):
@@ -176,7 +182,9 @@ def too_long(request: GenerationRequest, num_tokens: str, limit: PromptLimit) ->
 
 
 def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:
-    """Of a text, or of a chat's messages, which a template may add to and seldom takes from."""
+    """How many characters a text has, or a chat's messages, to which a template may add and from which it seldom
+    takes.
+    """
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
     contents = (message.get("content") for message in prompt.messages)
@@ -184,7 +192,7 @@ def _num_chars(prompt: TextPrompt | ChatPrompt) -> int:
 
 
 def _size(prompt: TextPrompt | ChatPrompt) -> int:
-    """In characters; large where a template was given something nested, which may be of any size."""
+    """The size in characters; a large number where a template was given nested values, which may be of any size."""
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
     values = [value for message in prompt.messages for value in message.values()]

@@ -60,7 +60,7 @@ class RequestReceived(StampedEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestTokenized(StampedEvent):
-    """It is known what workers are to compute, and that it can be asked for."""
+    """The prompt is tokenised, and what workers are to compute is known and valid."""
 
     num_prompt_tokens: int  # as the client counts them
     max_tokens: int  # likewise, of each choice
@@ -79,7 +79,7 @@ class AttemptSent(StampedEvent):
 
 @dataclass(frozen=True, slots=True)
 class AttemptReserved(StampedEvent):
-    """The decode worker has room for it, after so long in that worker's line."""
+    """The decode worker has room for the attempt, which waited so long in that worker's queue."""
 
     queue_ms: float
 
@@ -105,7 +105,7 @@ class TokensArrived:
 
 @dataclass(frozen=True, slots=True)
 class FirstDelivered(StampedEvent):
-    """Tokens have left the gateway for the first time."""
+    """The first tokens have left the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class AttemptFailed(StampedEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestRetried(StampedEvent):
-    """It is to go on elsewhere. `cause`: what it had lost, in a word."""
+    """The request is to go on with another attempt. `cause`: what the last one had lost, in a word."""
 
     cause: str
 
@@ -150,7 +150,7 @@ class RequestEnded(StampedEvent):
 
     @property
     def is_complete(self) -> bool:
-        """It has had all its tokens."""
+        """Whether the request has had all its tokens."""
         return self.outcome == COMPLETED
 
 

@@ -2,7 +2,7 @@
 
 The pipeline appends each event in one place and tells nobody else. A reader is called with every event as it is
 appended, for what users watch while a request runs; the last one is `RequestEnded`, when all the rest can be read from
-the log. OutputTally are as many as tokens: the log keeps the first one, and what they come to (`outputs`).
+the log. Outputs are as many as tokens: the log keeps the first one, and what they come to (`outputs`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ type OpenReader = Callable[["RequestLog"], Reader | None]  # None: it has no int
 
 
 class RequestLog:
-    """`context` is the request's span, None where it has none: nobody is told of one then."""
+    """The log of one request. `context` is its span, or None where it has none: then nothing is told of spans."""
 
     def __init__(
         self, request: GenerationRequest, readers: Sequence[OpenReader] = (), context: TraceContext | None = None
@@ -40,7 +40,7 @@ class RequestLog:
         self._readers = [reader for open_reader in readers if (reader := open_reader(self)) is not None]
 
     def append(self, event: LogEvent) -> None:
-        """Readers find it in the log already."""
+        """Appends an event and calls the readers, who find it in the log already."""
         if isinstance(event, TokensArrived):
             if event.delta is not None and not self.outputs.first_ns:
                 self.events.append(event)
@@ -66,31 +66,33 @@ class RequestLog:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything has come back: its prompt was computed."""
+        """Whether an output has come, so that its prompt was computed."""
         return self.outputs.first_ns > 0
 
     @cached_property
     def tokenized(self) -> RequestTokenized:
-        """RuntimeError before it is."""
+        """The event of that kind. RuntimeError before there is one."""
         if (event := self.last(RequestTokenized)) is None:
             raise RuntimeError("nothing is known of a request that was not tokenised")
         return event
 
     @cached_property
     def times(self) -> RequestTimes:
-        """Of a request that has ended."""
+        """The times of a request that has ended."""
         if not isinstance(self.events[-1], RequestEnded):
             raise RuntimeError("the request has not ended")
         return RequestTimes.of(self.events, self.outputs)
 
     @cached_property
     def timing(self) -> pb.Timing:
-        """Of a request that has had all its tokens."""
+        """The timing of a request that has had all its tokens."""
         return self.times.timing()
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, as that worker found that computed it; whoever goes on elsewhere finds more."""
+        """Cached tokens of the prompt, as the worker found that computed it first; a worker that goes on with the
+        request may find more.
+        """
         return min(self.tokenized.num_prompt_tokens - 1, self.outputs.cached_tokens)
 
     def usage(self) -> pb.Usage:
@@ -105,18 +107,20 @@ class RequestLog:
 
     @property
     def finish_reason(self) -> str:
-        """Of the first choice; empty until it has ended."""
+        """The finish reason of the first choice; empty until it has ended."""
         return self.outputs.choices[0].finish_reason
 
     @property
     def finish_reasons(self) -> tuple[str, ...]:
-        """Of each choice, of a request that is over: `abort` of one that was cut short, as in the metrics."""
+        """The finish reason of each choice of a request that is over; `abort` for one that was cut short, as in the
+        metrics.
+        """
         choices = range(self.tokenized.num_choices)
         return tuple(self.outputs.choices[choice].finish_reason or "abort" for choice in choices)
 
 
 class RequestLogs:
-    """Of one gateway: a log for each request, with those who read it. Without `sampling` there are no spans."""
+    """The logs of one gateway's requests, with their readers. Without `sampling` there are no spans."""
 
     def __init__(self, readers: Sequence[OpenReader], sampling: TraceSampling | None = None) -> None:
         self._readers = readers
@@ -128,7 +132,7 @@ class RequestLogs:
 
     @contextmanager
     def opened(self, request: GenerationRequest) -> Iterator[RequestLog]:
-        """The block is the request's time here; however it ends, the log says so once."""
+        """A log for a request, which is in the gateway during the block; however it ends, the log says so once."""
         log = RequestLog(request, self._readers, self._context(request))
         try:
             yield log

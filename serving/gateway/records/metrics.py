@@ -71,7 +71,9 @@ HELP = {
 
 
 class GatewayRegistry(CollectorRegistry):
-    """Without the `_created` samples, which in Prometheus' text format are gauges of their own that nobody reads."""
+    """A registry without the `_created` samples, which in Prometheus' text format are gauges of their own that nobody
+    reads.
+    """
 
     def collect(self) -> Iterator[Metric]:
         for metric in super().collect():

@@ -1,4 +1,4 @@
-"""What the outputs of one request come to: tokens, stamps and phases, added up as they arrive."""
+"""The sums of a request's outputs: tokens, stamps and phases, added up as they arrive."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from moonshard.serving.gateway.records.events import TokensArrived
 
 @dataclass(slots=True)
 class ChoiceOutputs:
-    """Of one choice; a stamp is 0 until then."""
+    """The outputs of one choice. A stamp is 0 until its event."""
 
     num_tokens: int = 0  # that the client was told
     num_new_tokens: int = 0  # of these: with the last output
@@ -23,7 +23,7 @@ class ChoiceOutputs:
 
 @dataclass(slots=True)
 class OutputTally:
-    """Of all choices. What came after the end of its choice is no part of the answer, nor its time."""
+    """The outputs of all choices. What came after the end of its choice counts neither as tokens nor as time."""
 
     first_ns: int = 0
     last_ns: int = 0
@@ -64,7 +64,7 @@ class OutputTally:
 
     @property
     def num_begun(self) -> int:
-        """Choices that have outputs."""
+        """How many choices have outputs."""
         return sum(choice.first_ns > 0 for choice in self.choices.values())
 
     @property
@@ -89,6 +89,6 @@ class OutputTally:
 
 
 def _counted_as(finish_reason: int) -> str:
-    """In vLLM's names, which tell nothing of calls."""
+    """The finish reason in vLLM's names, which have none for tool calls."""
     finish = decode_finish_reason(finish_reason) or ""
     return "stop" if finish == "tool_calls" else finish

@@ -25,7 +25,7 @@ def request_logs(
     recorder: Recorder | None,
     export: SpanExport | None,
 ) -> RequestLogs:
-    """A new reader is added here. They read in this order."""
+    """The logs with their readers, which read in this order. A new reader is added here."""
     accounts = Accounts(model=metrics.model_name, prices=config.prices, ledger=ledger, rates=rates)
     readers: list[OpenReader] = [partial(RequestMetrics, metrics), accounts.reader]
     if ledger is not None:

@@ -24,7 +24,9 @@ _PHASES = ("gateway_queue", "first_token", "decode", "finish")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Engine:
-    """Whom a request was sent to last, and the metrics of its tokens: looked up once, used for each."""
+    """The worker that a request was sent to last, and the metrics of its tokens: looked up once and then used for each
+    token.
+    """
 
     labels: tuple[str, str]
     is_moving: bool

@@ -40,7 +40,7 @@ class RecordedRequests:
 
 
 class RequestRows:
-    """A reader of one log: its request's row is appended as it ends, a token's as it arrives."""
+    """A reader of one log: appends the request's row when it ends, and a token's row as it arrives."""
 
     def __init__(self, recorded: RecordedRequests, log: RequestLog) -> None:
         self._recorded = recorded
@@ -58,7 +58,7 @@ class RequestRows:
                 pass
 
     def _append_tokens(self, tokens: UnwrittenRows, arrived: TokensArrived) -> None:
-        """Those that the client is told of."""
+        """Appends rows for the tokens that the client is told of."""
         if (delta := arrived.delta) is None:
             return
         choice = self._log.outputs.choices[delta.choice]
@@ -66,7 +66,7 @@ class RequestRows:
             tokens.append((self._name, delta.choice, index, arrived.at_ns))
 
     def _row(self, ended: RequestEnded) -> TableRow:
-        """What is not known when it ends is null."""
+        """The row of a request. What is not known when it ends is null."""
         log, caller, sent = self._log, self._log.request.caller, self._log.last(AttemptSent)
         return (
             self._name,
@@ -125,7 +125,7 @@ def _sizes(log: RequestLog) -> TableRow:
 
 
 def _places(sent: AttemptSent | None) -> TableRow:
-    """Of the last attempt."""
+    """The columns that say where the last attempt ran."""
     if sent is None:
         return (None,) * 7
     assignment = sent.assignment
@@ -143,7 +143,7 @@ def _times(times: RequestTimes) -> TableRow:
 
 
 def _worker_times(times: RequestTimes) -> TableRow:
-    """decode_queue_ms to join_ms: null where no worker said so."""
+    """The columns decode_queue_ms to join_ms; null where no worker reported them."""
     if not times.outputs.first_ns:
         return (None,) * 11
     timing, outputs = times.worker_timing(), times.outputs

@@ -34,7 +34,7 @@ PROVIDER = "moonshard"
 
 @dataclass(frozen=True, slots=True)
 class RequestSpans:
-    """Of one gateway, which clients reach at `host`."""
+    """The spans of one gateway, which clients reach at `host`."""
 
     export: SpanExport
     model: str
@@ -97,7 +97,7 @@ class _EndedAttempt:
 
 
 def _attempts(events: Sequence[LogEvent]) -> Iterator[_EndedAttempt]:
-    """In their order. One that was sent has ended by the time that its request has."""
+    """The spans of attempts, in their order. An attempt that was sent has ended by the time that its request has."""
     sent, cause = None, None
     for event in events:
         match event:
@@ -161,7 +161,7 @@ def mark_attempt(run: link_pb2.Run) -> None:
 
 
 def _asked(request: GenerationRequest) -> dict[str, SpanValue]:
-    """What the client said, but for text, and for numbers that no span can hold."""
+    """What the client asked for, without text, and without numbers that no span can hold."""
     asked = {each.name: request.sampling.get(each.name) for each in PARAMETERS if each.is_in_spans}
     asked["choice.count"] = None if request.n == 1 else request.n
     said = {name: fitting(value) if isinstance(value, int) else value for name, value in asked.items()}
@@ -169,7 +169,7 @@ def _asked(request: GenerationRequest) -> dict[str, SpanValue]:
 
 
 def _sizes(log: RequestLog) -> dict[str, SpanValue]:
-    """Of a prompt that was tokenised; what was cached is known with the first output."""
+    """The sizes of a prompt that was tokenised; cached tokens are known with the first output."""
     if (tokenized := log.last(RequestTokenized)) is None:
         return {}
     usage = log.usage()
@@ -187,7 +187,7 @@ def _sizes(log: RequestLog) -> dict[str, SpanValue]:
 
 
 def _times(times: RequestTimes) -> dict[str, SpanValue]:
-    """In seconds under names of others, in milliseconds under our own."""
+    """Times in seconds where the attribute is a convention's, in milliseconds where it is our own."""
     told: dict[str, SpanValue] = {"gen_ai.latency.e2e": times.e2e_ns / 1e9}
     if times.sent_ns:
         told["moonshard.gateway_queue_ms"] = (times.sent_ns - times.received_ns) / 1e6

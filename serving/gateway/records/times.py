@@ -25,7 +25,7 @@ from moonshard.serving.gateway.records.outputs import OutputTally
 
 @dataclass(kw_only=True, slots=True)
 class RequestTimes:
-    """Of a request that has ended, read from its log; a stamp of what did not happen is 0."""
+    """The times of a request that has ended, read from its log. A stamp of what did not happen is 0."""
 
     outputs: OutputTally
     received_ns: int = 0
@@ -72,7 +72,7 @@ class RequestTimes:
 
     @property
     def ttft_ns(self) -> int | None:
-        """None where nothing was delivered."""
+        """The time to the first delivered token; None where nothing was delivered."""
         return self.first_delivered_ns - self.received_ns if self.first_delivered_ns else None
 
     @property
@@ -81,14 +81,14 @@ class RequestTimes:
 
     @property
     def lost_ns(self) -> int:
-        """What attempts took that were lost before the first token."""
+        """How long the attempts took that were lost before the first token."""
         return self.first_attempt_ns - self.sent_ns
 
     @property
     def phases_ns(self) -> tuple[int, int, int, int]:
-        """Gateway's queue, wait for the first token, decode, finish.
+        """The four phases: the gateway's queue, the wait for the first token, decode, finish.
 
-        A request that is not complete has the rest of its time in the phase it ended in.
+        A request that is not complete has the rest of its time in the phase in which it ended.
         """
         ended_ns = self.ended_ns
         sent_ns, first_ns = self.sent_ns or ended_ns, self.outputs.first_ns or ended_ns
@@ -102,7 +102,7 @@ class RequestTimes:
         return first.second_ns - first.first_ns if first.second_ns else None
 
     def timing(self) -> inference_pb2.Timing:
-        """For a request that has had all its tokens."""
+        """The timing of a request that has had all its tokens."""
         phases_ms = [phase_ns / 1e6 for phase_ns in self.phases_ns]
         timing = self.worker_timing()
         timing.e2e_ms = self.e2e_ns / 1e6
@@ -112,7 +112,9 @@ class RequestTimes:
         return timing
 
     def worker_timing(self) -> inference_pb2.Timing:
-        """What workers measured, and what the way to the first token took besides, of a request that has had it."""
+        """What workers measured of a request that has had its first token, and how much longer the first token took on
+        its way.
+        """
         phases, transfer = self.outputs.phases, self.transfer
         attempt_ms = (self.outputs.first_ns - self.first_attempt_ns) / 1e6
         reserved_ms = self.reserved_ms or 0.0

@@ -111,7 +111,7 @@ class WorkerCollector(Collector):
         return info
 
     def _transfers(self) -> Iterator[Metric]:
-        """The KV plane, of workers that send or take handoffs."""
+        """Metrics of the KV plane, for workers that send or receive handoffs."""
         moving = [link for link in self._pool.links if link.last_load.HasField("kv_transfer")]
         for name, (text, value) in _TRANSFER_COUNTERS.items():
             yield self._counter(name, text, ((link, value(link.last_load.kv_transfer)) for link in moving))
@@ -214,7 +214,7 @@ def _by_worker[Family: (CounterMetricFamily, GaugeMetricFamily)](
 
 
 def _load_now(link: WorkerLink) -> WorkerLoad:
-    """Empty while the worker is gone: what it last said of itself is over."""
+    """The worker's last report; empty while the worker is gone, since it no longer holds."""
     return WorkerLoad() if link.session is None else link.last_load
 
 

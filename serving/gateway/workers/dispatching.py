@@ -1,4 +1,4 @@
-"""The control plane of one gateway, as it is configured."""
+"""Builds the control plane of one gateway from its configuration."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from moonshard.serving.control.routing.router import Router
 
 
 def dispatcher_of(addresses: Sequence[str], routing: RoutingConfig) -> Dispatcher:
-    """For workers at these addresses, of which none is there yet."""
+    """A dispatcher for workers at these addresses, none of which is there yet."""
     rules = DispatchRules(
         failover_wait_s=routing.failover_wait_s,
         ttft_slo_s=routing.ttft_slo_s,

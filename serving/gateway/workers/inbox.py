@@ -1,7 +1,8 @@
 """What arrives for one request, until it is taken; all that waits is taken at once.
 
-So a reader who is behind (its client is slow, or this process has more to do than it can) catches up with one message
-to its client instead of one for each token, as vLLM's output collectors do. Of one event loop, with one reader.
+So a reader that is behind (its client is slow, or this process has too much to do) catches up with one message to its
+client instead of one for each token, as vLLM's output collectors do. An inbox belongs to one event loop and has one
+reader.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ class Inbox:
         return self.take_nowait()
 
     def take_nowait(self) -> list[Arrival]:
-        """As `take`; nothing where nothing waits."""
+        """As `take`, but returns nothing where nothing waits."""
         taken: list[Arrival] = []
         while self._items:
             if isinstance(item := self._items[0], RequestError):

@@ -37,7 +37,7 @@ def member_of(address: str, welcome: link_pb2.Welcome) -> Member:
 
 @dataclass(kw_only=True, slots=True)
 class _Heard:
-    """Of one session."""
+    """What one session has told."""
 
     homes: tuple[Home, ...]
     prefixes: PrefixSubscriber
@@ -46,7 +46,7 @@ class _Heard:
 
 
 class Knowledge:
-    """Of all workers of one gateway."""
+    """What all workers of one gateway have told."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
@@ -72,7 +72,7 @@ class Knowledge:
         return None if misfit is None else FailedPrecondition(misfit.message, field=misfit.field)
 
     def begin(self, session: WorkerSession) -> None:
-        """A worker is there, and fits: ask what it knows."""
+        """A worker that fits has come: it is asked which blocks it knows."""
         member = member_of(session.address, session.welcome)
         self.dispatcher.join(member)
         self._by_epoch[member.epoch] = session
@@ -82,7 +82,7 @@ class Knowledge:
         session.send(TELL_PREFIXES)
 
     def end(self, session: WorkerSession) -> None:
-        """It is lost: what it knew may be gone, and it reports nothing."""
+        """A worker is lost: the blocks that it knew are forgotten, and its reports end."""
         if (heard := self._heard.pop(session, None)) is None:
             return
         heard.prefixes.gone()
@@ -90,7 +90,7 @@ class Knowledge:
         self.dispatcher.leave(session.address)
 
     def prefixes(self, session: WorkerSession, message: link_pb2.WorkerMessage) -> None:
-        """After a gap everything is asked for anew; what is malformed is a gap."""
+        """Takes news of a prefix cache. After a gap, or a malformed message, everything is asked for anew."""
         heard = self._heard.get(session)
         if heard is None:
             return
@@ -111,9 +111,10 @@ class Knowledge:
             heard.unseen.append((session.num_sent, leg.reservation))
 
     def loaded(self, session: WorkerSession) -> bool:
-        """A report came: of each partition, what is to be prefilled and, where it decodes, what is held or to come.
+        """Takes a report: for each partition the tokens to be prefilled and, where the worker decodes, those that are
+        held or to come.
 
-        Whether the worker can be routed to from now on, or no longer.
+        Says whether the worker has become routable, or has ceased to be.
         """
         load, heard = session.load, self._heard[session]
         while heard.unseen and heard.unseen[0][0] <= load.num_seen:

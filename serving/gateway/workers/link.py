@@ -1,9 +1,9 @@
 """The gateway's end of a `Link`: one stream to one worker that carries all of its requests, for ever reconnected.
 
-Apart from the pool, so that this file knows nothing of routing and the pool nothing of gRPC. A worker proves that it is
-of the cluster before it is told anything: whoever took a port is sent no prompt. Losing the stream ends every request
-on it; whether one is continued elsewhere is decided where requests are. A worker from which nothing comes for a while
-(it speaks four times a second) is treated as lost: a stopped process keeps its connections.
+It knows nothing of routing, as `pool` knows nothing of gRPC. A worker proves that it is of the cluster before it is
+told anything: whoever took a port is sent no prompt. Losing the stream ends every request on it; whether one is
+continued elsewhere is decided where requests are. A worker from which nothing comes for a while (it speaks four times a
+second) is treated as lost: a stopped process keeps its connections.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class LinkConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkEvents:
-    """What a link asks and tells. None of these may block."""
+    """What a link asks of the gateway and tells it. None of these methods may block."""
 
     accept: Callable[[str, link_pb2.Welcome], FailedPrecondition | None]  # what does not fit of the one there
     on_change: Callable[["WorkerLink"], None]  # `session` is another one, or none
@@ -201,7 +201,9 @@ async def _watch(session: WorkerSession, silence_s: float) -> None:
 
 
 async def _refuse(call: grpc.aio.StreamStreamCall, fault: FailedPrecondition) -> None:
-    """Say why and hang up; then wait for the worker's end of the stream, or a broken off call may swallow it."""
+    """Tells the worker why and ends the stream; then waits for its end, since a call that is broken off may lose the
+    message.
+    """
     refused = link_pb2.Refused(field=fault.field or "", message=fault.message)
     try:
         async with asyncio.timeout(REFUSED_TIMEOUT_S):

@@ -23,7 +23,7 @@ from moonshard.serving.gateway.workers.session import WorkerSession
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolEvents:
-    """Whom a pool tells what. None of these may block."""
+    """What a pool tells, and to whom. None of these methods may block."""
 
     on_load: Callable[[int, link_pb2.WorkerLoad], None]  # after each message of a worker, by its index
     on_handoff: Callable[[WorkerSession, link_pb2.WorkerMessage], None]  # what a worker says of a handoff
@@ -100,14 +100,14 @@ class LinkPool:
         return True
 
     def index_of(self, address: str) -> int:
-        """As metrics name it."""
+        """The worker's index, as metrics name it."""
         return self._index[address]
 
     def in_flight_tokens(self, address: str) -> int:
         return self._router.worker_tokens(address)
 
     def num_known_blocks(self, address: str, partition: int) -> int:
-        """That the worker said can be found again."""
+        """How many blocks the worker said that it has in its prefix cache."""
         return self._router.num_known_blocks(Home(address, partition))
 
     def unavailable(self) -> Unavailable:
@@ -116,7 +116,7 @@ class LinkPool:
         return Unavailable(f"no worker is ready ({reasons})", retry_after_s=LOST_RETRY_AFTER_S)
 
     def worker_states(self) -> dict[str, str]:
-        """By address: `ready`, `draining`, or why there is no link to it."""
+        """The state of each worker by its address: `ready`, `draining`, or why there is no link to it."""
         return {link.address: _state(link) for link in self.links}
 
     def fail_all(self, error: RequestError) -> None:
@@ -139,7 +139,7 @@ class LinkPool:
         self._notice()
 
     def _notice(self) -> None:
-        """Who can be routed to has changed."""
+        """Tells that the set of routable workers has changed."""
         became, was = (self._ready, self._not_ready) if self.is_ready else (self._not_ready, self._ready)
         became.set()
         was.clear()
@@ -154,6 +154,6 @@ def _state(link: WorkerLink) -> str:
 
 
 def _reason(link: WorkerLink) -> str:
-    """Why it decodes nothing new."""
+    """Why the worker takes no new requests for decoding."""
     is_prefill = link.session is not None and link.session.role not in DECODE_ROLES
     return "only prefills" if is_prefill else _state(link)

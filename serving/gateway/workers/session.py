@@ -1,8 +1,8 @@
 """One life of a `Link`: from a worker's Welcome to the stream's end, as the gateway's requests see it.
 
-Apart from `link`, which keeps the stream up, so that this file does no I/O. A step's message is taken apart here: each
-request waits on an inbox of its own, so that one slow client holds up no other. An inbox is bounded by its request (`n`
-times `max_tokens`). What concerns a handoff is passed on whole: it is not one session's affair.
+It does no I/O: `link` keeps the stream up. A step's message is divided here: each request waits on an inbox of its own,
+so that one slow client holds up no other. An inbox is bounded by its request (`n` times `max_tokens`). What concerns a
+handoff is passed on whole: it is not one session's affair.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ NUM_AT_A_TIME = 16  # outputs of a step
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WorkerSession:
-    """Compared by identity: a worker that came back has another one, with the same epoch or not."""
+    """A session, compared by identity: a worker that comes back has another one, even with the same epoch."""
 
     address: str
     welcome: link_pb2.Welcome
@@ -34,7 +34,7 @@ class WorkerSession:
 
     @property
     def epoch(self) -> int:
-        """Of the worker's process."""
+        """The epoch of the worker's process."""
         return int.from_bytes(self.welcome.epoch, "big")
 
     @property
@@ -43,7 +43,7 @@ class WorkerSession:
         return self.welcome.role
 
     def open(self, request_id: bytes) -> Inbox:
-        """What arrives for this request, from now on. Whoever calls this calls `close` exactly once."""
+        """The inbox of a request from now on. Whoever calls this calls `close` exactly once."""
         inbox = Inbox()
         self.inboxes[request_id] = inbox
         return inbox
@@ -85,7 +85,8 @@ class WorkerSession:
                 self.on_handoff(self, message)
 
     async def deliver(self, step: link_pb2.StepOutput) -> None:
-        """To those who wait, some at a time: each of them has a message to send, and so much else would wait for all.
+        """Gives a step's outputs to their inboxes, some at a time: each reader then has a message to send, and
+        everybody else would wait for all of them.
 
         With hundreds at a time a new request waited a second to be let in: gRPC accepts one each time around the loop.
         """
@@ -97,7 +98,9 @@ class WorkerSession:
                 await asyncio.sleep(0)
 
     def _fail(self, message: link_pb2.WorkerMessage) -> None:
-        """A handoff's failure is the handoff's; so is a refusal of a request that has no inbox here: a prefill leg."""
+        """Passes a failure on: to the handoffs if it is a handoff's, or a refusal of a request without an inbox here,
+        which is a prefill leg.
+        """
         failed = message.failed
         inbox = self.inboxes.get(failed.request_id)
         if inbox is None or failed.cause != link_pb2.HANDOFF_CAUSE_UNSPECIFIED:

@@ -16,7 +16,7 @@ _BEFORE_ERRNO = "Failed to connect to remote host: "  # and once more, which who
 
 
 def reason(error: Exception, *, has_tls: bool) -> str:
-    """One line."""
+    """The reason on one line."""
     if isinstance(error, RequestError):
         return error.message
     details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
@@ -30,5 +30,5 @@ def reason(error: Exception, *, has_tls: bool) -> str:
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether a wire brings it about: no traceback is needed."""
+    """Whether the network can cause the error, so that no traceback is needed."""
     return isinstance(error, RequestError | grpc.RpcError | asyncio.InvalidStateError)

@@ -1,5 +1,7 @@
-"""Tables of requests, steps, tokens and starts, as Parquet files.
+"""Tables of requests, steps, tokens and starts, written as Parquet files.
 
-Begin with `schema`, every column of every table; `recorder` keeps rows and writes them, `parts` is the files, `steps`
-fills the table of steps, and `timeline` draws a recording. What is computed from rows is in `experiments.reading`.
+`schema` has every column of every table, `recorder` keeps rows and writes them, `parts` is the files, `steps` fills the
+table of steps, and `timeline` draws a recording. The rows of requests are filled in `gateway.records.rows`; what is
+computed from rows belongs in `experiments.reading`.
+Begin with `schema`.
 """

@@ -28,7 +28,9 @@ class Origin:
 
 
 def this_process() -> Origin:
-    """Where the kernel tells no boot, only this process's own stamps compare."""
+    """The origin of this process. Where the kernel names no boot, only its own stamps can be compared with each
+    other.
+    """
     host, pid = socket.gethostname(), os.getpid()
     try:
         clock = BOOT_ID.read_text().strip()

@@ -57,7 +57,7 @@ def encode_part(table: Table, columns: Sequence[list[Value]], origin: TableRow) 
 
 
 def without_unfit(table: Table, columns: Sequence[list[Value]]) -> Sequence[list[Value]]:
-    """Without the rows that `encode_part` refuses, as their columns cannot hold what is in them."""
+    """The rows without those that `encode_part` refuses, because a column cannot hold their values."""
     unfit = {
         index
         for column, values in zip(table.columns, columns, strict=True)
@@ -126,7 +126,7 @@ def _read_part(path: Path, table: Table) -> "pl.DataFrame | None":
 
 
 def empty_table(table: Table) -> "pl.DataFrame":
-    """Its columns, and no rows."""
+    """A table with these columns and no rows."""
     import polars as pl
 
     return pl.DataFrame(schema=_schema(table))

@@ -59,7 +59,7 @@ class UnwrittenRows:
             return self._full.popleft() if self._full else None
 
     def take_young(self) -> Columns | None:
-        """What is in no full part, likewise."""
+        """The rows that are in no full part, likewise."""
         with self._lock:
             if not self._columns[0]:
                 return None
@@ -106,7 +106,7 @@ class Recorder:
         return self._num_unwritten + sum(rows.num_lost for rows in self._rows.values())
 
     def rows(self, table: Table) -> UnwrittenRows:
-        """Where to append."""
+        """The rows of one table, to append to."""
         return self._rows[table.name]
 
     def start(self) -> None:
@@ -143,13 +143,13 @@ class Recorder:
         self._write_young()
 
     def _write_full(self) -> None:
-        """What was handed over behind the word that ends the thread."""
+        """Writes the full parts that were handed over after the thread was told to end."""
         for rows in self._rows.values():
             while (columns := rows.take_full()) is not None:
                 self._write(rows, columns)
 
     def _write_young(self) -> None:
-        """Those that are not full, so that no row waits for ever."""
+        """Writes parts that are not full, so that no row waits for ever."""
         for rows in self._rows.values():
             if (columns := rows.take_young()) is not None:
                 self._write(rows, columns)
@@ -197,7 +197,7 @@ class Recorder:
 
 
 class _WrittenParts:
-    """What this process has written and not deleted. On one thread."""
+    """The parts that this process has written and not deleted. Used on one thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -205,7 +205,7 @@ class _WrittenParts:
         self._num_bytes = 0
 
     def add(self, path: Path, num_bytes: int) -> None:
-        """Deletes the oldest ones where all are too much; the newest stays, whatever its size."""
+        """Adds a part, and deletes the oldest ones where all take too much; the newest is kept, whatever its size."""
         self._parts.append((path, num_bytes))
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes and len(self._parts) > 1:
@@ -215,9 +215,9 @@ class _WrittenParts:
                 oldest.unlink()
 
     def forget_gone(self) -> int:
-        """How many of the oldest others have deleted since the last time: they take no room any more.
+        """How many of the oldest parts others have deleted since the last call; they take no room any more.
 
-        Only those: to look for each of thousands at every write would cost more than it tells.
+        Only the oldest are looked for: to look for each of thousands at every write would cost more than it tells.
         """
         num_gone = 0
         while self._parts and not self._parts[0][0].exists():

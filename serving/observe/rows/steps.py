@@ -29,7 +29,7 @@ class RecordedSteps:
 
 
 class UnrecordedSteps(RecordedSteps):
-    """Where nothing is recorded: nobody makes a row."""
+    """Stands in where nothing is recorded, so that no row is made."""
 
     def trace(self, *, epoch: bytes, role: str) -> Callable[[StepDone, Plan | None], None]:
         return lambda done, plan: None
@@ -39,7 +39,9 @@ NO_STEPS = UnrecordedSteps(append=lambda row: None, worker="")
 
 
 class StepTrace:
-    """Of one worker; `append` takes its rows. Called on the event loop, in the order in which steps end."""
+    """The rows of one worker's steps; `append` takes them. Called on the event loop, in the order in which steps
+    end.
+    """
 
     def __init__(self, append: Callable[[TableRow], None], worker: tuple[str, str, str]) -> None:
         """`worker`: its address, epoch and role."""

@@ -28,7 +28,7 @@ _STEP_ARGUMENTS = ("number", "batch", "tokens", "context_tokens", "blocks", "buc
 
 
 def timeline(requests: Iterable[Record], steps: Iterable[Record]) -> dict[str, Any]:
-    """The whole file. Rows need not be in any order."""
+    """The whole file's content. Rows may come in any order."""
     requests, steps = list(requests), list(steps)
     clocks = _Clocks([*requests, *steps])
     tracks = _Tracks()
@@ -54,7 +54,7 @@ class _Clocks:
 
 
 class _Tracks:
-    """Numbers for processes, gateways first, then the transfers, then workers by their role."""
+    """The numbers of processes: gateways first, then the transfers, then workers by their role."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, str], int] = {}
@@ -82,7 +82,7 @@ class _Tracks:
 
 
 def _request_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[TimelineEvent]:
-    """In the order in which they nest: a reader takes events of one moment as they come."""
+    """A request's events in the order in which they nest: a reader takes events of one moment as they come."""
     pid, start_ns = tracks.gateway(row), clocks.unix_ns(row, row["received_ns"])
     arguments = {name: row[name] for name in _ARGUMENTS if row[name] is not None}
     identity = f"{row['host']} {row['pid']} {row['received_ns']} {row['request_id']}"
@@ -121,6 +121,8 @@ def _step_events(row: Record, clocks: _Clocks, tracks: _Tracks) -> Iterator[Time
 
 
 def _slice(pid: int, identity: str, name: str, start_ns: int, end_ns: int) -> tuple[TimelineEvent, TimelineEvent]:
-    """Its begin and its end: those of one process's identity nest, and those of others may overlap them."""
+    """The begin and end events of a slice. Slices of one process's identity nest; those of different ones may
+    overlap.
+    """
     common = {"name": name, "cat": "request", "id2": {"local": identity}, "pid": pid, "tid": pid}
     return common | {"ph": "b", "ts": start_ns}, common | {"ph": "e", "ts": end_ns}

@@ -1,6 +1,7 @@
-"""Spans in OpenTelemetry's sense: whose trace a request belongs to, what a span is, and how it gets to a collector.
+"""Spans in OpenTelemetry's sense: which trace a request belongs to, what a span is, and how it gets to a collector.
 
-Begin with `span`; `context` is the W3C headers and who is sampled, `export` the queue and its thread, `otlp` the only
-import of OpenTelemetry, `environment` its variables. Not here: who has which spans (`gateway.records.spans`,
-`worker.spans`).
+`context` has the W3C headers and decides who is sampled, `export` has the queue and its thread, `otlp` is the only
+import of OpenTelemetry, and `environment` reads its variables. Which spans there are belongs in `gateway.records.spans`
+and `worker.spans`.
+Begin with `span`.
 """

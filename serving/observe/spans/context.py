@@ -25,7 +25,7 @@ _SPAN_ID = slice(36, 52)  # of a traceparent
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """One span, as those below it know it."""
+    """One span, as the spans below it know it."""
 
     trace_id: bytes
     span_id: bytes

@@ -48,7 +48,7 @@ class _FirstWords(logging.Handler):
 
 
 class OtlpExporter:
-    """One process's: `role` and `instance` say which."""
+    """The exporter of one process, which `role` and `instance` identify."""
 
     def __init__(self, config: TelemetryConfig, *, role: str, instance: str) -> None:
         endpoint = config.endpoint or ""
@@ -80,7 +80,7 @@ class OtlpExporter:
 
 
 def traces_url(endpoint: str) -> str:
-    """Of a collector's base URL; one that names the path already stays."""
+    """The traces URL of a collector's base URL. A URL that already names the path is kept."""
     base = endpoint.rstrip("/")
     return base if base.endswith(TRACES_PATH) else base + TRACES_PATH
 

@@ -44,10 +44,10 @@ def error_of(outcome: str | None) -> str | None:
 
 
 def bounded(name: str) -> str:
-    """A client's word for something, as it is kept: no client has us keep megabytes of it."""
+    """A client's word, cut to a bounded length, so that no client has us keep megabytes of it."""
     return name[:MAX_NAME_CHARS]
 
 
 def fitting(number: int | None) -> int | None:
-    """A client's number that nobody has checked, as it can be kept: None beyond 64 bits."""
+    """A client's number that nobody has checked; None where it does not fit in 64 bits."""
     return number if number is not None and -(2**63) <= number < 2**63 else None

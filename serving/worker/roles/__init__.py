@@ -1,5 +1,6 @@
-"""What a worker does of what gateways ask: one class for each role, all with the verbs of `role.Role`.
+"""What a worker does with the messages of gateways: one class for each role, all with the verbs of `role.Role`.
 
-Begin with `role`, which refuses what a role does not do. `requests` are those that an engine serves from their prompt,
-or from their landed KV, to their last token.
+The handoffs of the roles `prefill` and `decode` are driven in `worker.prefill` and `worker.decode`.
+Begin with `role`, which refuses what a role does not do. `requests` holds the requests that the engine serves to their
+last token, from their prompt or from landed KV.
 """

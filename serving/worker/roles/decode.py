@@ -14,7 +14,7 @@ from moonshard.serving.worker.roles.role import Outputs, Parts, Role
 
 
 def handoff_config(config: Config, num_cells: int) -> DecodeHandoffConfig:
-    """`num_cells` are each partition's."""
+    """`num_cells` are the cells of each partition."""
     kv, gateway = config.kv, config.gateway
     return DecodeHandoffConfig(
         lease_s=kv.lease_s,
@@ -26,7 +26,7 @@ def handoff_config(config: Config, num_cells: int) -> DecodeHandoffConfig:
 
 
 class DecodeRole(Role):
-    """A reservation's link is its handoff's until it has joined the engine, and then as that of any request."""
+    """A handoff knows its link until it has joined the engine; from then on the link is kept as for any request."""
 
     name = "decode"
 
@@ -79,7 +79,9 @@ class DecodeRole(Role):
             self.handoffs.cancel(request_id, link)
 
     def close_link(self, link: Link) -> None:
-        """Its handoffs first: room that a request leaves is none of theirs any more."""
+        """Gives up the link's handoffs before its requests, so that room that a request leaves does not go to one of
+        them.
+        """
         self.handoffs.close_link(link)
         for request_id in self._requests.of(link):
             self._end(request_id)
@@ -94,7 +96,7 @@ class DecodeRole(Role):
         outputs = self._requests.outputs(report)
         for request_id in report.ended:
             self.handoffs.left(request_id)
-        self.handoffs.admit()  # the one ahead may sit now, or one of several choices has left its slot
+        self.handoffs.admit()  # the request ahead of its slot may have one now, or a choice has left its slot
         return outputs
 
     def turned_down(self, request_id: bytes, message: link_pb2.WorkerMessage) -> None:

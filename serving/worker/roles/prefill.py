@@ -13,7 +13,7 @@ from moonshard.serving.worker.roles.role import Outputs, Parts, Role
 
 
 class PrefillRole(Role):
-    """Every request of it is a handoff's, which knows its link."""
+    """Every request of this role belongs to a handoff, which knows its link."""
 
     name = "prefill"
 
@@ -60,7 +60,7 @@ class PrefillRole(Role):
         self.handoffs.launched(plan)
 
     def outputs(self, report: StepReport) -> Outputs:
-        """None: first tokens are told as the handoff's."""
+        """Nothing is sent as outputs: first tokens are told by their handoffs."""
         for item in report.emitted:
             self.handoffs.emitted(item)
         return {}

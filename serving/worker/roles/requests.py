@@ -26,7 +26,7 @@ class ServedRequests:
         self._links[request.id] = link
 
     def joined(self, request_id: bytes, link: Link) -> None:
-        """The engine has one whose KV has landed."""
+        """The engine has taken a request whose KV has landed."""
         self._links[request_id] = link
 
     def is_of(self, request_id: bytes, link: Link) -> bool:
@@ -36,13 +36,13 @@ class ServedRequests:
         return [request_id for request_id, owner in self._links.items() if owner is link]
 
     def end(self, request_id: bytes) -> None:
-        """Without a word."""
+        """Ends a request without telling its link."""
         del self._links[request_id]
         self._spans.end(request_id, CANCELLED)
         self._engine.cancel(request_id)
 
     def outputs(self, report: StepReport) -> Outputs:
-        """By link. Those that have ended are no longer here."""
+        """A step's outputs by link. Requests that ended with it are removed."""
         by_link: Outputs = {}
         for item in report.emitted:
             link = self._links[item.output.sequence.request_id]

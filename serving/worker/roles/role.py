@@ -33,10 +33,10 @@ class Parts:
 
 
 class Role(ABC):
-    """One worker's. All on the event loop.
+    """One worker's role, on its event loop.
 
     The verbs of gateways raise RequestError about the request that the message names, and Rejected where the scheduler
-    turns it down. Those of the engine are `EngineEvents`, but for the outputs, which the worker sends.
+    refuses it. The verbs of the engine are `EngineEvents`, without the outputs, which the worker sends.
     """
 
     name: ClassVar[WorkerRole]
@@ -81,15 +81,15 @@ class Role(ABC):
 
     @abstractmethod
     def cancel(self, request_id: bytes, target_epoch: int, link: Link) -> None:
-        """End a request that came over this link, or a leg of a handoff; any other is left alone."""
+        """End a request that came over this link, or a leg of a handoff; do nothing for any other."""
 
     @abstractmethod
     def give_up(self, request_id: bytes, link: Link) -> None:
-        """End what there is of a request that came over this link and is faulty; nothing is said of it."""
+        """End whatever there is of a request that came over this link and is malformed, without telling anybody."""
 
     @abstractmethod
     def close_link(self, link: Link) -> None:
-        """End all that came over it."""
+        """End everything that came over the link."""
 
     # ---- what the engine says
 
@@ -101,23 +101,25 @@ class Role(ABC):
 
     @abstractmethod
     def outputs(self, report: StepReport) -> Outputs:
-        """What is to be sent of a step, and nothing of what a handoff keeps."""
+        """The outputs of a step that are to be sent, without what a handoff keeps."""
 
     @abstractmethod
     def turned_down(self, request_id: bytes, message: link_pb2.WorkerMessage) -> None:
-        """A request is gone that waited too long for its first step: `message` says so to whoever asked for it."""
+        """A request waited too long for its first step and is gone: `message` says so to whoever asked for it."""
 
     # ---- its handoffs, where it has any
 
     def tick(self) -> None:  # noqa: B027  # no role must
-        """Every tick of the worker's clock."""
+        """Called at each tick of the worker's clock."""
 
     @property
     def num_handoffs(self) -> int:
         return 0
 
     def reserved_tokens(self, partition: int) -> int:
-        """Between a Reserve and its first step: nobody else counts it, for its gateway no longer does."""
+        """Tokens of handoffs between their Reserve and their first step. Nobody else counts these: their gateway no
+        longer does.
+        """
         del partition
         return 0
 

@@ -3,8 +3,9 @@
 TCP says the same of a client that has only ended its side (`shutdown(SHUT_WR)`, `nc -N`) and of one that has left: its
 side is ended. Only a byte sent to it tells: a machine answers with a reset where nobody listens any more, and the write
 after that fails, by which the protocol notices that the connection is lost. So bytes that come next in any case are
-sent ahead of their time: every answer begins with `HTTP/1.1 `, and the size of a chunk may begin with zeros. Left out:
-the middle of a body that is not chunked, where only the body itself can come; its next bytes tell.
+sent ahead of their time: every answer begins with `HTTP/1.1 `, and the size of a chunk may begin with zeros. In the
+middle of a body that is not chunked nothing can be sent ahead, since only the body itself can come; its next bytes
+tell.
 Source: RFC 9112, sections 4 and 7.1 (`chunk-size = 1*HEXDIG`, `last-chunk = 1*("0")`).
 """
 
@@ -29,7 +30,7 @@ class Probe:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, cycle: RequestResponseCycle) -> None:
-        """Anew where it is the next request's turn."""
+        """Begins to ask, and begins anew where it is the next request's turn."""
         self.stop()
         self._num_sent, self._delay_s = 0, FIRST_DELAY_S
         self._ask(cycle)
@@ -58,7 +59,7 @@ class Probe:
 
 
 class Begun(asyncio.Transport):
-    """A transport to which the first bytes of an answer may have gone ahead of it."""
+    """A transport that can send the first bytes of an answer before the answer is there."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class Begun(asyncio.Transport):
         self._num_ahead = 0
 
     def send_ahead(self) -> None:
-        """One byte more."""
+        """Sends one more byte of the answer ahead of it."""
         self._transport.write(START[self._num_ahead : self._num_ahead + 1])
         self._num_ahead += 1
 

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 def framed_as_1_0(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """The app, for the one exchange of this cycle."""
+    """The app with its answer framed for HTTP/1.0, for the one exchange of this cycle."""
     cycle.waiting_for_100_continue = False  # HTTP/1.0 has no interim answers
 
     async def framed(scope: Scope, receive: Receive, send: Send) -> None:

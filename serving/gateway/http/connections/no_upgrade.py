@@ -16,7 +16,7 @@ type Headers = Sequence[tuple[bytes, bytes]]
 
 
 class PlainParser:
-    """Stands where httptools' parser would. `listener` has its callbacks; `headers` gives those of the last head."""
+    """Takes the place of httptools' parser. `listener` has its callbacks; `headers` gives those of the last head."""
 
     def __init__(self, listener: object, headers: Callable[[], Headers]) -> None:
         self._listener = listener
@@ -25,7 +25,9 @@ class PlainParser:
 
     @property
     def is_offered(self) -> bool:
-        """Whether the parser holds the request for complete as its head is: its body is still to come."""
+        """Whether a change of protocol is offered: the parser then takes the request to end with its head, while its
+        body is still to come.
+        """
         return self._parser.should_upgrade()
 
     def feed_data(self, data: bytes) -> None:
@@ -52,14 +54,14 @@ class PlainParser:
         return False
 
     def _decline(self) -> None:
-        """Go on with a parser that takes its first request's body, if any, by a head that offers nothing."""
+        """Goes on with a new parser, which reads the request's body, if any, after a head that offers nothing."""
         framing = b"".join(b"%b: %b\r\n" % line for line in self._headers() if line[0] in _FRAMING)
         self._parser = _new_parser(_Resumed(self._listener))
         self._parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n")
 
 
 class _Resumed:
-    """Hands on to `listener` what a parser finds behind its first head, which is one of our own making."""
+    """Passes on to `listener` what the new parser finds behind its first head, which is one of our own making."""
 
     def __init__(self, listener: Any) -> None:
         self._listener = listener

@@ -13,7 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def allow_connections(num_waiting: int) -> None:
-    """For so many that wait, and all others; with a warning where the system lets it have fewer."""
+    """Raises the limit of open files for so many waiting connections and all others; warns where the system allows
+    fewer.
+    """
     wanted = num_waiting + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _reaches(soft, wanted):

@@ -43,7 +43,7 @@ class Timeouts:
 
 
 class HttpConfig(uvicorn.Config):
-    """uvicorn's, and what `FrontProtocol` is to keep."""
+    """uvicorn's configuration, and what `FrontProtocol` keeps."""
 
     def __init__(self, app: ASGIApp, *, timeouts: Timeouts, connections: Connections, **more: Any) -> None:
         super().__init__(app, http=FrontProtocol, **more)
@@ -105,7 +105,7 @@ class FrontProtocol(HttpToolsProtocol):
         self._check_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """What follows a body in chunks is bounded as the head is, and means nothing here."""
+        """Trailers of a chunked body come here too: they are bounded as a head is, and ignored."""
         if self._is_in_head:
             super().on_header(name, value)
             return
@@ -118,7 +118,7 @@ class FrontProtocol(HttpToolsProtocol):
             self._is_deaf = True
 
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  # uvicorn's says None: close
-        """Whether the connection stays open: for the answer to a request that is complete."""
+        """Whether the connection stays open, which it does for the answer to a request that is complete."""
         if self._phase is not Awaited.ANSWER or self._answering is None:
             return False
         self.cycle.keep_alive = False
@@ -158,11 +158,13 @@ class FrontProtocol(HttpToolsProtocol):
             self._settle()
 
     def give_way(self) -> None:
-        """For a newer connection, while this one waits for its client."""
+        """Closes this connection, which waits for its client, to make room for a newer one."""
         self._end(Unavailable("too many connections are waiting", retry_after_s=ROOM_RETRY_AFTER_S))
 
     def send_400_response(self, msg: str) -> None:
-        """A request that is being answered is so to its end: what follows it is then not listened to."""
+        """A request that is being answered is answered to its end; what follows it on the connection is then not
+        read.
+        """
         if self._phase is Awaited.ANSWER:
             self._is_deaf = True
             self.cycle.keep_alive = False
@@ -181,7 +183,9 @@ class FrontProtocol(HttpToolsProtocol):
         return self._probe is not None and self._is_in_body and cycle is self.cycle
 
     def _settle(self) -> None:
-        """Wait for what is to be waited for now; where that is the same as before, no longer than was said then."""
+        """Sets the timer for what the connection waits for now. Where that is the same as before, the timer is not set
+        anew.
+        """
         phase = self._what_is_missing()
         if phase is self._phase or self.transport.is_closing():
             return
@@ -231,21 +235,23 @@ class FrontProtocol(HttpToolsProtocol):
             self._end(RequestTimeout(f"the {'body' if self._is_in_body else 'head'} took too long to arrive"))
 
     def _more_time_s(self) -> float:
-        """For a body: what its bytes have earned, and anew where it is us who do not read."""
+        """The time that a body still gets: what its bytes have earned, and all of it anew where this side did not
+        read.
+        """
         if self.flow.read_paused:
             self._began_s = self.loop.time()
         earned_s = self._timeouts.body_s + self._num_body_bytes / MIN_BODY_BYTES_PER_S
         return self._began_s + earned_s - self.loop.time()
 
     def _end(self, error: RequestError) -> None:
-        """In words where a request has begun."""
+        """Ends the connection, with an error answer where a request has begun."""
         if self._is_in_head or self._phase is Awaited.BODY:
             self._refuse(error)
         else:
             self._close()
 
     def _refuse(self, error: RequestError) -> None:
-        """Past the app, which may not know of the request."""
+        """Answers with an error without the app, which may not know of the request."""
         if self.transport.is_closing():
             return
         is_answered = self._phase is Awaited.REST or (self._phase is Awaited.BODY and self.cycle.response_started)

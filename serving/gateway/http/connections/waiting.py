@@ -11,12 +11,12 @@ from typing import Protocol
 
 class Connection(Protocol):
     def give_way(self) -> None:
-        """Close: others need the room."""
+        """Closes the connection, since others need the room."""
         ...
 
 
 class Waiting:
-    """Connections in the order in which they came; the oldest leaves where one more would be too many."""
+    """Connections in the order in which they came. The oldest is closed where one more would be too many."""
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
@@ -26,7 +26,7 @@ class Waiting:
         return len(self._oldest_first)
 
     def add(self, connection: Connection) -> None:
-        """One that is there already keeps its place."""
+        """Adds a connection; one that is there already keeps its place."""
         if connection not in self._oldest_first and len(self) >= self._max_connections:
             oldest = next(iter(self._oldest_first))
             del self._oldest_first[oldest]
@@ -39,7 +39,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """Of one HTTP port."""
+    """The waiting connections of one HTTP port."""
 
     idle: Waiting
     half_open: Waiting

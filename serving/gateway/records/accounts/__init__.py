@@ -1,4 +1,5 @@
-"""Who used how much: tenants' accounts, the ledger on disk, and their rates.
+"""How much each tenant used: accounts of requests, the ledger on disk, and tenants' rates.
 
-Begin with `accounts`. Prices are `serving.config.prices`', metrics lie beside this folder.
+Prices belong in `config.prices`, who a tenant is in `config.tenants`.
+Begin with `accounts`.
 """

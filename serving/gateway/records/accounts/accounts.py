@@ -23,7 +23,7 @@ from moonshard.serving.observe.spans.span import CANCELLED
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accounts:
-    """Of one gateway. Without a ledger nothing is written; without rates nobody's tokens are counted."""
+    """The accounts of one gateway. Without a ledger nothing is written; without rates nobody's tokens are counted."""
 
     model: str
     prices: Prices
@@ -35,7 +35,7 @@ class Accounts:
 
 
 class RequestAccount:
-    """A reader of one log."""
+    """The account of one request: a reader of its log."""
 
     def __init__(self, accounts: Accounts, log: RequestLog) -> None:
         self._accounts = accounts
@@ -82,7 +82,7 @@ class PromptHold:
     """One prompt's tokens against its tenant's rate: held from the beginning, then used or given back, once."""
 
     def __init__(self, rates: TokenRates | None, tenant: Tenant, num_prompt: int) -> None:
-        """It was admitted, and is on its way to a worker."""
+        """The request was admitted, and is on its way to a worker."""
         self._rates = rates
         self._tenant = tenant.name
         self._num_prompt = num_prompt
@@ -91,11 +91,11 @@ class PromptHold:
             rates.hold(self._tenant, num_prompt)
 
     def computed(self) -> None:
-        """An output has come."""
+        """An output has come, so the prompt was computed and its tokens are used."""
         self._settle(is_used=True)
 
     def close(self, *, is_refused: bool) -> None:
-        """At the request's end. Without a first output the tokens of a refused one are given back.
+        """Called at the request's end. The tokens of a request that was refused before its first output are given back.
 
         A client that left may have had its prompt computed, so its tokens are used.
         """

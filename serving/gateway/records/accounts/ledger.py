@@ -35,7 +35,9 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerRow:
-    """Of one request. `outcome` is the finish reason of its first choice, `cancelled`, or the code of its error."""
+    """The row of one request. `outcome` is the finish reason of its first choice, `cancelled`, or the code of its
+    error.
+    """
 
     request_id: str
     ended_at: str  # UTC, ISO 8601 with seconds
@@ -78,7 +80,9 @@ class Ledger:
 
     @property
     def num_failures(self) -> int:
-        """A disk that hangs fails nothing: what is lost meanwhile counts as failed."""
+        """How many rows could not be written. A disk that hangs fails nothing, but rows that are lost meanwhile count
+        as failed.
+        """
         return self._num_failures + self._num_overtaken
 
     def start(self) -> None:
@@ -153,7 +157,7 @@ class Ledger:
         self._file, self._whole_bytes = anew, None
 
     def _append(self, line: bytes) -> None:
-        """The whole line, or nothing and OSError."""
+        """Appends the whole line, or nothing and raises OSError."""
         self._take_back()
         start = os.fstat(self._file).st_size
         rest = memoryview(line)
@@ -167,14 +171,16 @@ class Ledger:
             raise
 
     def _take_back(self) -> None:
-        """OSError where that has to wait too: file systems that copy on write need room for it."""
+        """Removes what was written of a line. OSError where that has to wait too: file systems that copy on write need
+        room for it.
+        """
         if self._whole_bytes is not None:
             os.ftruncate(self._file, self._whole_bytes)
             self._whole_bytes = None
 
 
 def _num_lines(file: int) -> int:
-    """Of a file that nobody else can open any more."""
+    """The number of lines of a file that nobody else can open any more."""
     found = start = 0
     while part := os.pread(file, READ_BYTES, start):
         found += part.count(b"\n")

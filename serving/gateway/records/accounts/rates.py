@@ -19,7 +19,7 @@ LIMIT: Limit = "tenant_tokens_per_minute"
 
 
 class TokenRates:
-    """Of all tenants, each by itself."""
+    """The rates of all tenants, each by itself."""
 
     def __init__(
         self, num_tokens: int, window_s: int = WINDOW_S, *, clock_s: Callable[[], float] = time.monotonic
@@ -51,7 +51,7 @@ class TokenRates:
         self._held[tenant] += num_tokens
 
     def release(self, tenant: str, num_tokens: int) -> None:
-        """What became of it is known: it is `used` now, or was refused."""
+        """Ends a hold: the prompt was either computed, which `used` counts, or refused."""
         self._held[tenant] -= num_tokens
 
     def used(self, tenant: str, num_tokens: int) -> None:
@@ -60,7 +60,7 @@ class TokenRates:
         self._pay(tenant)
 
     def _pay(self, tenant: str) -> int:
-        """As far as there is room; what is still owed."""
+        """Pays as much of what is owed as there is room for; returns what is still owed."""
         paid = min(self._owed[tenant], self._room(tenant))
         self._window.use(tenant, paid, self._clock_s())
         self._owed[tenant] -= paid
