@@ -6,7 +6,7 @@
 from moonshard.serving.observe.rows.schema import Column, Table
 
 # `schema_version` of run.json and trial.json: another one for every change of a run's folder or of these tables that is
-# more than a new column. Their column `version` is that of `rows.schema`.
+# more than a new column. Their column `version` is that of `serving.observe.rows.schema`.
 VERSION = 2
 
 CLIENT_REQUESTS = Table(

@@ -1,7 +1,7 @@
-"""A writer that is killed while its reader stands still: its last bytes land after it is gone, and are never decoded.
+"""A writer that is killed while its reader is stopped: its last bytes land after it is gone, and are never decoded.
 
-What a killed process had handed to its kernel still arrives when the receiver goes on. Then the slots may be another
-handoff's already; only the check of a private copy stands between those bytes and a wrong token.
+What a killed process had given to its kernel still arrives when the receiver continues. By then the cells may belong to
+another handoff; only the check of a private copy stands between those bytes and a wrong token.
 """
 
 import random
@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]
 BLOCK_BYTES = 4 * 16 * (32 + 16) * 4  # layers, tokens, latent and rope features, float32
 NUM_SLAB_SLOTS = 32  # less than the prompts of a test have blocks
 SLOTS_PER_HANDOFF = 12
-NO_QUARANTINE_S = 0.001  # so that a slot is granted again as soon as its writer is gone
+NO_QUARANTINE_S = 0.001  # so that a cell is granted again as soon as its writer is gone
 NUM_CLIENTS = 6
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """The reader may stand still for longer than its silence would be borne."""
+    """The reader may stand still for longer than a silent process is tolerated."""
     settings = {
         "kv.slab_bytes": NUM_SLAB_SLOTS * BLOCK_BYTES,
         "kv.slots_per_handoff": SLOTS_PER_HANDOFF,
@@ -59,7 +59,7 @@ def num_mismatches(fleet: Fleet) -> int:
 
 
 def kill_while_bytes_are_on_their_way(fleet: Fleet, listeners: Listeners) -> int:
-    """How many wait in the reader's kernel when it goes on and the writer is gone. Tries until there are some."""
+    """Returns how many bytes wait in the reader's kernel once the writer is gone. Tries until there are some."""
     reader, writer = fleet["decode 0"], fleet["prefill 0"]
     num_late_bytes = 0
     while not num_late_bytes:

@@ -1,4 +1,4 @@
-"""Slabs: where cells lie."""
+"""Slabs: aligned cells that tile them; cells outside, and slabs without bytes or larger than memory, are refused."""
 
 import pytest
 

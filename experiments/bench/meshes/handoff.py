@@ -1,4 +1,4 @@
-"""The exposed part of a handoff between workers on different meshes: as `handoff` measures it, a deployment each."""
+"""The exposed part of a handoff between workers on different meshes, as `bench.serving.handoff` measures it."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tokens are read as a client of the gateway would see them."""
+"""Generated tokens are turned into the reply that a client of the gateway would see."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is reckoned of gaps is what counting them gives, and what the study's README says of it is what comes out."""
+"""The predicted shares of gaps equal those from counting, and the study's README has the numbers that are computed."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A child whose reader is stopped: the event loop of the test, which plays the supervisor, stands still meanwhile."""
+"""A child process whose reader is stopped: the test plays the supervisor, and its event loop stands still meanwhile."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Which skills a stage's rows practise, and how often; and what of a row counts how much."""
+"""Which skills a stage's rows practise and how often, and how much each token of a row counts."""
 
 from collections import Counter
 from random import Random

@@ -1,4 +1,4 @@
-"""What a prompt's beginning has in common with earlier ones is not computed again, and says so once."""
+"""A prompt's beginning that is cached from earlier ones is not computed again, and is reported as cached once."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Where attempts go and what they leave behind: nothing, whatever comes in which order."""
+"""Which workers attempts go to; and that they leave nothing behind, in whatever order events come."""
 
 from collections.abc import Sequence
 

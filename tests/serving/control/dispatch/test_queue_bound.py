@@ -1,4 +1,4 @@
-"""Who is let in, against two plain sets."""
+"""Which requests the bound admits, held against two plain sets."""
 
 from hypothesis import given
 from hypothesis import strategies as st

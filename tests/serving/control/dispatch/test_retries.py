@@ -1,4 +1,4 @@
-"""What a failure means for the next attempt: whom it spares, and when there is none."""
+"""What a failure means for the next attempt: which workers it avoids, and when no attempt follows."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a prefill worker publishes of which step, and when it says that a handoff is over."""
+"""What a prefill worker publishes after which step, and when it says that a handoff is over."""
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import PrefixCache

@@ -1,4 +1,4 @@
-"""Where and when a decode worker reserves, for a scheduler of which nothing is asked but how much runs there."""
+"""Where and when a decode worker reserves. The scheduler is a stand-in that only says how much runs in a partition."""
 
 from typing import Any
 

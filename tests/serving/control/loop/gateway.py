@@ -1,6 +1,6 @@
 """The gateway of the loop: the dispatcher and the gateway's side of handoffs, between clients and workers.
 
-It does what the real one's shells do around the same objects, and nothing else.
+It does what the real gateway's asynchronous code does around the same objects, and nothing else.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Which prompt goes on which earlier one."""
+"""Which earlier conversation a prompt continues."""
 
 from moonshard.serving.control.routing.conversations import Conversations, LastTurn
 

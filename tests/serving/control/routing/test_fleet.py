@@ -1,4 +1,4 @@
-"""Who is there, who fits, and who is asked: by joining, leaving and reporting alone."""
+"""Which workers are present, fit a request, and get it, as they join, leave and report."""
 
 from dataclasses import replace
 

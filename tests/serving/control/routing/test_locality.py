@@ -1,4 +1,4 @@
-"""The decision follows what was seen, and each thing that it weighs pulls in its own direction."""
+"""Where a prompt is prefilled follows the recorded times, and each cost that is weighed pushes in its own direction."""
 
 from dataclasses import replace
 

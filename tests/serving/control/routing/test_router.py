@@ -1,4 +1,4 @@
-"""Decisions of the router: tokens and not requests, what is known of a prompt, and everything released once."""
+"""The router counts tokens and not requests, prefers workers that cached a prompt, and releases everything once."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Whose first token comes too late, and when to try again."""
+"""Which requests would get their first token too late, and when they are told to try again."""
 
 import math
 

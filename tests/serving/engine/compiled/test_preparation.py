@@ -1,4 +1,4 @@
-"""A program that is found is the one that would be compiled; one that is another is not found."""
+"""A stored program is found if and only if it is the one that would be compiled."""
 
 import hashlib
 import os

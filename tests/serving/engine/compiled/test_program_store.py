@@ -1,4 +1,4 @@
-"""What is kept comes back whole or not at all, whoever writes beside it, and a faulty folder is said once."""
+"""A stored program is read back whole or not at all, whoever else writes, and a faulty folder is reported once."""
 
 import errno
 import fcntl

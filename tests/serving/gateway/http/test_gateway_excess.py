@@ -1,4 +1,4 @@
-"""What is too much of anything in a request is refused as such, and what others sent is answered meanwhile."""
+"""A request with too much of anything is refused for that, and the requests of others are answered meanwhile."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What HTTP says of versions, methods and paths, whatever the request is about."""
+"""Versions, methods and paths are handled as HTTP demands, whatever the request is about."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""A request's head has an end, however it is drawn out; a large body and many requests are none of its business."""
+"""A request's head is bounded, however it is sent; bodies and later requests on the connection do not count."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Clients that keep a connection waiting are given up, one by one and by number; a request in flight never is."""
+"""Connections whose client keeps them waiting are closed, by time or when too many; a request in flight never is."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A gateway may open as many files as its limits on connections speak of."""
+"""A gateway may open as many files as its limits on connections need."""
 
 import logging
 import resource

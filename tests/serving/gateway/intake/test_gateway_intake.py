@@ -1,4 +1,4 @@
-"""What no context could hold is refused before anything is made of it, and what is here at once is bounded."""
+"""Input that no context could hold is refused before it is parsed, and the bytes in flight at once are bounded."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What a body has is found as a parser finds it, however the body is cut for that."""
+"""Scanning a JSON body finds what a parser finds, however the body is cut into pieces."""
 
 import json
 import random

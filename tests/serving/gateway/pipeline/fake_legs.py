@@ -78,7 +78,7 @@ class PrefillLeg:
 
 @dataclass
 class DecodeLeg:
-    """Grants slots, takes what is said to have landed, and says when it can decode."""
+    """Grants cells, believes what is said to have landed, and says when it can decode."""
 
     reserve: link_pb2.Reserve
     epoch: bytes

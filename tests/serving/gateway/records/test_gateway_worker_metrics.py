@@ -1,4 +1,4 @@
-"""What /metrics says of workers that only prefill or only decode."""
+"""What /metrics reports about workers that only prefill or only decode."""
 
 import httpx
 import pytest

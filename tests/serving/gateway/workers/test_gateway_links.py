@@ -1,4 +1,4 @@
-"""Workers that go, come back, differ or are full."""
+"""Links to workers that leave, come back, do not fit the others or are full."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Which workers are there, whether they agree, and which of them takes a request or a leg of one."""
+"""Which workers are connected, whether they agree on the model, and which one takes a request or a leg of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""What parts say is read back as it was; what they cannot say is refused by their name."""
+"""Rows written to part files are read back unchanged; parts of another table or version are refused by name."""
 
 from pathlib import Path
 
