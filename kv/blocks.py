@@ -138,20 +138,20 @@ class BlockPool:
         return self._take(partition, num, BlockState.USED)
 
     def retain(self, partition: int, blocks: Collection[int]) -> None:
-        """One more reference to each used block."""
+        """Adds a reference to each used block."""
         pool = self._partitions[partition]
         pool.check(blocks, BlockState.USED)
         for block in blocks:
             pool.num_refs[block] += 1
 
     def keep(self, partition: int, block: int) -> None:
-        """From now on a used block is worth keeping once it is free, until it is taken for something else."""
+        """Marks a used block as worth keeping once it is free, until it is taken for something else."""
         pool = self._partitions[partition]
         pool.check((block,), BlockState.USED)
         pool.is_kept[block] = True
 
     def hold(self, partition: int, blocks: Collection[int]) -> None:
-        """One more reference to each kept block, be it used or free."""
+        """One more reference to each kept block, whether it is used or free."""
         pool = self._partitions[partition]
         pool.check(blocks, BlockState.USED, BlockState.FREE)
         if strangers := [block for block in blocks if not pool.is_kept[block]]:
@@ -176,7 +176,7 @@ class BlockPool:
         return sum(states[block] is BlockState.FREE for block in blocks)
 
     def release(self, partition: int, blocks: Collection[int]) -> None:
-        """One reference less to each used block; a block without any is free."""
+        """Removes one reference from each used block; a block without any is free."""
         pool = self._partitions[partition]
         pool.check(blocks, BlockState.USED)
         for block in blocks:
@@ -189,15 +189,15 @@ class BlockPool:
         return self._take(partition, num, BlockState.LEASED)
 
     def land(self, partition: int, blocks: Collection[int]) -> None:
-        """The transfer wrote them: used, with one reference each."""
+        """The transfer wrote the leased blocks: they are used, with one reference each."""
         self._move(partition, blocks, BlockState.LEASED, BlockState.USED)
 
     def quarantine(self, partition: int, blocks: Collection[int]) -> None:
-        """The transfer was given up, and may still write."""
+        """The transfer was given up, and may still write: the blocks may not be reused until `restore`."""
         self._move(partition, blocks, BlockState.LEASED, BlockState.QUARANTINED)
 
     def restore(self, partition: int, blocks: Collection[int]) -> None:
-        """Nobody can write them any more."""
+        """Nobody can write the quarantined blocks any more: they are free."""
         self._move(partition, blocks, BlockState.QUARANTINED, BlockState.FREE)
 
     def _take(self, partition: int, num: int, target: BlockState) -> tuple[int, ...] | None:

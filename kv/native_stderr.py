@@ -1,7 +1,7 @@
 """Filters known harmless lines out of what native code writes to stderr.
 
 Only the file descriptor can be redirected, and that for the whole process: whatever else is written to it meanwhile is
-written again afterwards.
+written out afterwards.
 """
 
 import contextlib

@@ -86,7 +86,7 @@ class PrefixCache:
         return found if len(set(found)) == len(found) else _before_any_again(found)
 
     def hold(self, partition: int, blocks: Sequence[int]) -> None:
-        """One more reference to each of these blocks, as `match` gave them."""
+        """Adds a reference to each of these blocks, as `match` gave them."""
         self._pool.hold(partition, blocks)
 
     def renew(self, partition: int, names: Sequence[BlockName]) -> None:

@@ -72,7 +72,7 @@ class Copies:
             raise ValueError("a copy has no bytes")
 
     def rows(self) -> list[tuple[int, int, int]]:
-        """(local address, remote address, bytes) of each."""
+        """Each range as (local address, remote address, bytes)."""
         columns = (self.local_addresses, self.remote_addresses, self.num_bytes)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -88,7 +88,7 @@ class PublishResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportCounters:
-    """Since the transport started. Bytes and transfers are those of publishes that completed."""
+    """Counts since the transport started. Bytes and transfers are those of publishes that completed."""
 
     num_bytes: int
     num_transfers: int
@@ -98,7 +98,7 @@ class TransportCounters:
 
 @runtime_checkable
 class Transport(Protocol):
-    """One process's end."""
+    """One process's end of a transport."""
 
     @property
     def session(self) -> str:
@@ -171,7 +171,7 @@ def checksum(data: Bytes) -> int:
 
 @runtime_checkable
 class Cells(Protocol):
-    """What cells can be copied out of: a slab, or one whose cells are cut (`kv.slab_shards`)."""
+    """Cells that can be copied out: those of a slab, or of one whose cells are cut (`kv.slab_shards`)."""
 
     cell_bytes: int
 

@@ -116,7 +116,7 @@ def merge_over(shard: Shard, partial: Partial) -> Float[Array, "n t own_h r"]:
 
 
 def _finite(peak: Float[Array, "n t h"]) -> Float[Array, "n t h"]:
-    """0 where no key was seen, so that nothing becomes -inf minus -inf."""
+    """0 where no key was seen, so that -inf minus -inf does not occur."""
     return jnp.where(jnp.isfinite(peak), peak, 0.0)
 
 

@@ -23,7 +23,7 @@ TOKENS_PER_BLOCK = 128  # of one expert
 
 
 def no_pages() -> Pages:
-    """Stands where forward takes pages and nothing is paged."""
+    """Stands in for pages where `forward` takes them and nothing is paged."""
     return jnp.zeros((0, 0, 0, 0))
 
 

@@ -47,7 +47,7 @@ class ModelPieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageBudget:
-    """One device of one stage. The devices of a stage hold equally much."""
+    """The memory of one device of a stage. The devices of a stage hold equally much."""
 
     num_layers: int
     weight_bytes: float
@@ -68,13 +68,13 @@ class Budget:
 
     @property
     def headroom_bytes(self) -> float:
-        """For KV, over all devices."""
+        """Bytes left for KV, over all devices."""
         per_stage = self.mesh.num_devices // self.mesh.pipe
         return per_stage * math.fsum(stage.headroom_bytes for stage in self.stages)
 
     @property
     def num_tokens(self) -> int:
-        """Unique tokens that every stage can hold, in all partitions, however many devices repeat their latents."""
+        """Unique tokens that every stage can hold, over all partitions; repeated latents count once."""
         if self.reason is not None:
             return 0
         per_partition = min(int(stage.headroom_bytes // stage.kv_bytes_per_token) for stage in self.stages)
@@ -109,7 +109,7 @@ def all_meshes(num_devices: int) -> Iterator[MeshShape]:
 
 
 def ranked(budgets: Sequence[Budget]) -> list[Budget]:
-    """Most unique tokens first; those that do not fit last, by how near they come."""
+    """Sorted by unique tokens, most first; those that do not fit come last, by how near they come."""
     return sorted(budgets, key=lambda each: (each.reason is not None, -each.num_tokens, -each.headroom_bytes))
 
 

@@ -76,7 +76,7 @@ def _pack(load_of_copy: np.ndarray, num_copies: np.ndarray, num_devices: int) ->
 
 
 def _places(expert_of: np.ndarray, num_copies: np.ndarray) -> np.ndarray:
-    """Where each expert's copies are [layers, experts, most copies]."""
+    """The places of each expert's copies [layers, experts, most copies]."""
     found = np.empty((*num_copies.shape, int(num_copies.max())), np.int32)
     for layer, expert in np.ndindex(num_copies.shape):
         found[layer, expert] = np.resize(np.flatnonzero(expert_of[layer] == expert), found.shape[-1])

@@ -166,15 +166,15 @@ def _check_tiling(side: Side, block: BlockShape, by_tile: dict[Tile, list[int]])
 
 
 def intersect(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops, each [n, m, 3], of what tiles a[n, 3, 2] and b[m, 3, 2] share: nothing where start >= stop."""
+    """Starts and stops, each [n, m, 3], of what tiles a[n, 3, 2] and b[m, 3, 2] share; empty where start >= stop."""
     return np.maximum(a[:, None, :, 0], b[None, :, :, 0]), np.minimum(a[:, None, :, 1], b[None, :, :, 1])
 
 
 def extents(tiles: np.ndarray) -> np.ndarray:
-    """Layers, tokens and features of each tile: [..., 3, 2] to [..., 3]."""
+    """The numbers of layers, tokens and features of each tile: [..., 3, 2] to [..., 3]."""
     return tiles[..., 1] - tiles[..., 0]
 
 
 def sizes(tiles: np.ndarray) -> np.ndarray:
-    """Values in each tile: [..., 3, 2] to [...]."""
+    """The number of values in each tile: [..., 3, 2] to [...]."""
     return extents(tiles).prod(axis=-1)

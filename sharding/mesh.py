@@ -28,7 +28,7 @@ _AUTO = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
 
 
 def partition_spec(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], rules: Rules) -> PartitionSpec:
-    """MeshError where a dimension does not divide.
+    """The mesh axes that cut each dimension, for jax. MeshError where a dimension does not divide.
 
     Mesh axes of size 1 are not named, so that tables that cut alike give the same program, compiled once for both.
     """

@@ -19,7 +19,7 @@ HEADS = 2  # the dimension of queries [n, t, heads, f]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """A device of a mesh, under a table of rules. The default is a device on its own."""
+    """A device of a mesh under a table of rules. The default is a device on its own."""
 
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: Rules = PREFILL
@@ -43,7 +43,7 @@ class Shard:
         return jax.lax.axis_index(axes) if axes else jnp.int32(0)
 
     def sum(self, x: Array, axes: tuple[MeshAxis, ...]) -> Array:
-        """Partial sums of the devices along these axes, added up."""
+        """Adds up the partial sums of the devices along these axes."""
         return jax.lax.psum(x, axes) if axes else x
 
     def max(self, x: Array, axes: tuple[MeshAxis, ...]) -> Array:

@@ -26,7 +26,7 @@ def split_layers(
     sums = [0.0, *itertools.accumulate(costs)]
 
     def weight(start: int, stop: int) -> tuple[float, int]:
-        """Of one stage; of two that cost the same, the one with fewer layers is lighter."""
+        """The cost of one stage; of two with equal cost, the one with fewer layers is lighter."""
         ends = before * (start == 0) + after * (stop == num_layers)
         return sums[stop] - sums[start] + ends, stop - start
 

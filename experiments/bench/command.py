@@ -146,7 +146,7 @@ def run_bench(
 
 @dataclass(slots=True)
 class _BenchRun:
-    """What has been measured so far. It has a compile cache of its own, so that each first start finds it empty."""
+    """What has been measured so far. The compile cache is the run's own, so it is empty at the first start."""
 
     config: Config
     plan: Plan

@@ -28,7 +28,7 @@ NORMAL = 1.959964
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Samples:
-    """The values of one repeat, with the index of each one's request; a request may have none, one or many."""
+    """The values of one repeat, and of each its request (numbered from 0), which may have none, one or many."""
 
     values: np.ndarray  # [values] float64
     owners: np.ndarray  # [values] int64

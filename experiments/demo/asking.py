@@ -52,7 +52,7 @@ class Session:
         self._messages: list[Message] = []
 
     async def ask(self, question: str, title: str) -> DemoTurn:
-        """Asks until the model answers in words, running the tools it calls for up to `MAX_ROUNDS` rounds.
+        """Asks until the model answers in words, with up to `MAX_ROUNDS` rounds of tools. ServerError if refused.
 
         A model that goes on calling is asked no more: the answer is what it said beside its last calls, perhaps "".
         `title` is the account's; those of further requests, after calls, are "answer".

@@ -53,7 +53,7 @@ def exchanged(backend: Backend, shard: Shard) -> Backend:
 
 
 def _owners(shard: Shard, chosen: Int[Array, "t k"], num_own: int) -> tuple[Int[Array, "t k"], Int[Array, "t k"]]:
-    """Of each choice: which device along `expert` holds the expert, and the expert's number there.
+    """For each choice, the device along `expert` that holds the expert, and the expert's number there.
 
     The owner is -1 where another device along `tensor` sends the token. Devices are counted as the rules name the axes,
     major first.
@@ -117,7 +117,7 @@ def _pack(
 def _visit(
     backend: Backend, parcel: _Parcel, experts: Experts[Array], layer: Int[Array, ""]
 ) -> Float[Array, "devices c d"]:
-    """What this device's experts make of the tokens that came."""
+    """Runs this device's experts on the tokens that arrived."""
     flat = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), parcel)
     valid = (flat.experts < experts.down.shape[1]).any(axis=1)
     routing = Routing(weights=flat.weights, experts=flat.experts, margin=jnp.zeros(len(valid)))
@@ -125,7 +125,7 @@ def _visit(
 
 
 def _swap(parts: Array) -> Array:
-    """Part i goes to device i; part j of the result came from device j."""
+    """An all-to-all: part i goes to device i, and part j of the result came from device j."""
     return jax.lax.all_to_all(parts, "expert", split_axis=0, concat_axis=0, tiled=True)
 
 

@@ -33,7 +33,7 @@ class GenerationDefaults:
 
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Raises GenerationConfigError. A file that is missing says nothing."""
+    """Reads both files; a missing file sets no defaults. Raises GenerationConfigError."""
     generation_path, config_path = folder / "generation_config.json", folder / "config.json"
     generation = read_json_object(generation_path, GenerationConfigError)
     config = read_json_object(config_path, GenerationConfigError)
@@ -66,7 +66,7 @@ def _token_ids(config: Mapping[str, object], path: Path) -> frozenset[int]:
 def _number(
     config: Mapping[str, object], key: str, path: Path, *, least: float = 0.0, most: float = math.inf
 ) -> float | None:
-    """A finite number from `least` to `most`: what a client could not ask for must not be a default either."""
+    """A finite number from `least` to `most`, so that no default is one that a client could not ask for."""
     value = config.get(key)
     if value is None:
         return None

@@ -26,7 +26,7 @@ BYTES = 2  # of a bf16 activation
 
 
 def pieces(config: KimiConfig, weight_format: WeightFormat) -> ModelPieces:
-    """Every declared weight, the stacked layers apart."""
+    """Every declared weight with the bits of its values, layer by layer, for the budget of a mesh."""
     weights = declare(config)
     layers: list[tuple[WeightPiece, ...]] = []
     for stack, experts in ((weights.dense, None), (weights.sparse, weights.experts)):
@@ -44,7 +44,7 @@ def pieces(config: KimiConfig, weight_format: WeightFormat) -> ModelPieces:
 
 
 def workspace_bytes(config: KimiConfig, step: StepSize, mesh: MeshShape, rules: Rules) -> int:
-    """Of one device in bf16, besides weights and pages: the residual stream and the largest of what comes and goes."""
+    """Bytes of one device in bf16 besides weights and pages: the residual stream, and the largest temporaries."""
     tensor = {name: mesh.tensor if "tensor" in rules.of(name) else 1 for name in ("heads", "ffw", "vocab")}
     residual = 3 * step.num_tokens * config.hidden_size * BYTES  # itself, normed, and what a layer adds
     return residual + max(

@@ -107,7 +107,7 @@ def _feed_forward(
     backend: moe.Backend,
     shard: Shard,
 ) -> tuple[Float[Array, "n t d"], moe.Routing | None]:
-    """Dense MLP, or routed plus shared experts. `layer` counts within the stack."""
+    """A dense MLP, or routed plus shared experts. `layer` counts within the stack."""
     x = rms_norm(x, w.mlp_norm, config.rms_norm_eps)
     out = _mlp(w.mlp, x) if w.mlp is not None else jnp.zeros_like(x)
     if w.router is None or experts is None:
@@ -128,7 +128,7 @@ def _feed_forward(
 
 
 def _add_partial(shard: Shard, shared: Float[Array, "n t d"], routed: Float[Array, "n t d"]) -> Float[Array, "n t d"]:
-    """Shared and routed experts; each is a partial sum where `tensor` cuts it. One all-reduce where it cuts both."""
+    """Adds shared and routed experts, partial sums where `tensor` cuts them: one all-reduce where it cuts both."""
     over_shared = shard.axes("ffw")
     cuts_routed = "tensor" in (*shard.axes("experts"), *shard.axes("expert_ffw"))
     if cuts_routed and over_shared == ("tensor",):

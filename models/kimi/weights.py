@@ -61,7 +61,7 @@ class Stack[Leaf]:
 
 @pytree
 class Weights[Leaf]:
-    """Those of the whole model, or of a stage: some consecutive layers."""
+    """The weights of the whole model, or of a stage: some consecutive layers."""
 
     embed: Leaf | None  # [v d], of the first stage
     dense: Stack[Leaf] | None

@@ -50,7 +50,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def load_json(path: Path) -> tuple[Vocabulary, Encoder]:
-    """Raises TokenizerError naming the file."""
+    """Loads a tokenizer.json. Raises TokenizerError naming the file."""
     with foreign_errors(TokenizerError, str(path)):
         definition = path.read_text("utf-8")
         spec = json.loads(definition)
@@ -63,7 +63,7 @@ def load_json(path: Path) -> tuple[Vocabulary, Encoder]:
 
 
 def _mark_markers(spec: Mapping[str, Any]) -> frozenset[int]:
-    """Makes special what is a marker by its name and was not; their ids."""
+    """Makes tokens special that are markers by their name and were not; returns their ids."""
     markers = [
         token
         for token in spec.get("added_tokens") or ()
@@ -97,7 +97,7 @@ def _check_added_ids(spec: Mapping[str, Any], tokenizer: Tokenizer) -> None:
 
 
 def _without_limits(definition: str) -> Tokenizer:
-    """A file may ask to cut or pad every text, which is meant for training."""
+    """Drops limits from the file: cutting or padding every text is meant for training."""
     tokenizer = Tokenizer.from_str(definition)
     tokenizer.no_truncation()
     tokenizer.no_padding()

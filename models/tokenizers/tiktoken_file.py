@@ -94,7 +94,7 @@ class TiktokenEncoder:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Parts of at most MAX_TEXT_CHARS, in none of which white space or its absence lasts longer than MAX_RUN_CHARS."""
+    """Cuts into parts of at most MAX_TEXT_CHARS, with no run of white space or of other text over MAX_RUN_CHARS."""
     for start in range(0, len(text), MAX_TEXT_CHARS):
         part = text[start : start + MAX_TEXT_CHARS]
         begin = 0
@@ -106,7 +106,7 @@ def cut(text: str) -> Iterator[str]:
 
 
 def load_tiktoken(path: Path) -> tuple[Vocabulary, Encoder]:
-    """Raises TokenizerError naming the file."""
+    """Loads a tiktoken.model. Raises TokenizerError naming the file."""
     ranks = read_ranks(path)
     names, shown = special_names(path.parent, len(ranks))
     pieces: list[bytes | None] = [None] * (max(names, default=len(ranks) - 1) + 1)

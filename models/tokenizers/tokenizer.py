@@ -79,7 +79,7 @@ class Tokenizer:
         return encode(text)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Bytes that are no UTF-8 become U+FFFD. Raises TokenIdError."""
+        """The text of these ids; bytes that are no UTF-8 become U+FFFD. Raises TokenIdError."""
         hidden = self.hidden_ids if skip_special else frozenset()
         shown = [token_id for token_id in ids if token_id not in hidden]
         pieces = [self.token_bytes(token_id, is_first=position == 0) for position, token_id in enumerate(shown)]
@@ -117,7 +117,7 @@ def _probe(encode: Callable[[str], list[int]], text: str, max_tokens: int) -> No
 
 
 def check_text(text: str) -> int:
-    """How many bytes of UTF-8 it has. Raises TextError at a lone surrogate, which JSON can spell and UTF-8 has not."""
+    """Its number of bytes in UTF-8. Raises TextError at a lone surrogate, which JSON can spell and UTF-8 has not."""
     try:
         return len(text.encode("utf-8"))
     except UnicodeEncodeError as cause:
@@ -125,7 +125,7 @@ def check_text(text: str) -> int:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's tokenizer, from tokenizer.json where there is one; None when it has none. Raises TokenizerError."""
+    """The folder's tokenizer, from tokenizer.json if there is one; None if it has none. Raises TokenizerError."""
     if (path := folder / "tokenizer.json").exists():
         return Tokenizer(*load_json(path))
     if (path := folder / "tiktoken.model").exists():
