@@ -84,8 +84,9 @@ class LoadedModel:
 
 @contextmanager
 def _mesh_by_its_key(role: WorkerRole) -> Iterator[None]:
-    """Renames MeshErrors, whose messages begin with `mesh`, to the configuration's key: `decode.mesh.tensor = 3
-    ...`.
+    """Renames MeshErrors, whose messages begin with `mesh`, to the configuration's key.
+
+    So `mesh.tensor = 3 ...` becomes `decode.mesh.tensor = 3 ...`.
     """
     try:
         yield

@@ -221,8 +221,10 @@ def _messages(session: str, rows: Sequence[tuple[memoryview, int]]) -> Iterator[
 
 
 def _await(call: grpc.Future, frames: ProvedFrames, outgoing: _Outgoing, timeout_s: float) -> grpc.RpcError | None:
-    """Waits for the call to end. TransferFailed where it fails, or where `close`, or a server that proved nothing, had
-    it cancelled.
+    """How the call ended: its error, or None.
+
+    Raises TransferFailed where it does not end in time, or where `close`, or a server that proved nothing, had it
+    cancelled.
     """
     while (left_s := outgoing.taken_s + timeout_s - time.perf_counter()) > 0:
         try:

@@ -24,7 +24,7 @@ class Rejected(Exception):
 
 
 class NeverFits(Rejected):
-    """The request can never be served as asked; `field` names the field that says why."""
+    """The request can never be served as asked; `field` is the part of it that is at fault."""
 
     def __init__(self, field: str, message: str):
         super().__init__(message)

@@ -47,8 +47,7 @@ from moonshard.serving.control.request import Output, Request
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig(PartitionConfig):
-    """The sizes of each partition, and for the whole worker the longest context, the bound of the queue and the number
-    of microbatches.
+    """The sizes of each partition; of the whole worker the longest context, the queue and the microbatches.
 
     An equal share of the queue is kept for each partition, however long the others' queues are.
     """
@@ -156,7 +155,7 @@ class Scheduler:
         return accepted
 
     def cancel(self, request_id: bytes) -> bool:
-        """End a request and give no output for it; says whether it was there. What is in flight for it is dropped on
+        """End a request without output for it; says whether it was there. What is in flight for it is dropped on
         arrival.
         """
         accepted = self._accepted.pop(request_id, None)
@@ -327,15 +326,11 @@ class Scheduler:
         return self._partitions[partition].landed_tokens
 
     def num_sequences(self, partition: int) -> int:
-        """How many sequences may need another block of the partition: those that run there and those that have landed
-        there.
-        """
+        """How many sequences may need another block: those that run there, and those that have landed there."""
         return self._partitions[partition].num_sequences
 
     def num_blocks_due(self, partition: int) -> int:
-        """Blocks that the next request of the partition's queue needs. Whoever takes blocks from outside should leave
-        as many.
-        """
+        """What the next in the queue there needs: whoever takes blocks from outside should leave as many."""
         return self._partitions[partition].admission.num_blocks_due
 
     def counters(self) -> Counters:
