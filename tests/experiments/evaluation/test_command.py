@@ -56,7 +56,7 @@ class There(Interrupted):
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of a server that answers once, and then is interrupted."""
-    monkeypatch.setattr(command, "Served", There)
+    monkeypatch.setattr(command, "ServedAnswers", There)
     return "http://there"
 
 
