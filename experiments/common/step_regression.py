@@ -1,7 +1,8 @@
 """The times of steps fitted to a recording of them: least absolute relative error, no coefficient below 0.
 
 Relative, so that short steps count as long ones do; absolute, so that a step that waited for somebody else, which on a
-shared machine takes several times as long, pulls no more than any other. What steps do not tell apart has no
+shared machine takes several times as long, pulls no more than any other. A step that is told far too short pulls more:
+what is predicted too low is wrong by 1 at most, too high by any factor. What steps do not tell apart has no
 coefficient: where every bucket is the same, nobody knows what a row costs beside the step itself. A coefficient that
 would have to be below 0 to fit best is 0, and that is said.
 It runs with numpy alone, so that a bare GPU machine can fit its own steps; `reading.step_fit` needs polars.

@@ -16,10 +16,10 @@ from random import Random
 import numpy as np
 
 from moonshard.experiments.bench.gpu.checks import Check
-from moonshard.experiments.bench.gpu.serving.apart import Apart, Together
+from moonshard.experiments.bench.gpu.serving.apart import APART, Apart, Together
 from moonshard.experiments.bench.gpu.serving.clients import Build, serve, serve_alone
 from moonshard.experiments.bench.gpu.serving.engines import EnginePair, EngineSizes, build_pair, ignore
-from moonshard.experiments.bench.gpu.serving.mix import APART, Mix, arms, draw_requests, num_alike
+from moonshard.experiments.bench.gpu.serving.mix import Mix, arms, draw_requests, num_alike
 from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.registry import open_model

@@ -13,7 +13,7 @@ from random import Random
 
 import numpy as np
 
-from moonshard.experiments.bench.gpu.serving.apart import Apart, OnDone, Together
+from moonshard.experiments.bench.gpu.serving.apart import APART, Apart, OnDone, Together
 from moonshard.experiments.bench.gpu.serving.clients import Build, Heard, serve
 from moonshard.experiments.bench.gpu.serving.engines import EnginePair, EngineSizes, ignore
 from moonshard.experiments.bench.gpu.serving.steps import StepRows
@@ -21,7 +21,6 @@ from moonshard.experiments.workload.arrivals import arrivals
 from moonshard.serving.control.request import Request
 from moonshard.serving.control.sampling_parameters import Sampling
 
-APART = "apart"
 WORTH_WAITING = 2.0  # a chunk size is no candidate for the best where TTFT's p90 is so many times the lowest
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moonshard.experiments.bench.gpu.serving.apart import APART
 from moonshard.experiments.bench.gpu.serving.engines import EnginePair, EngineSizes
 from moonshard.experiments.bench.gpu.serving.mix import (
-    APART,
     ArmRun,
     Mix,
     ServingPlan,

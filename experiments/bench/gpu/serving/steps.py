@@ -1,7 +1,9 @@
 """Steps of the engines on one device as columns, and how long steps take by their sizes: the fit of `step_regression`.
 
-Two engines have one stream: a step runs behind whatever either of them launched before, and what it took is what it
-added to the time that the device had been busy. Loads and copies are left out, since nobody waits for their end.
+What a step took is what it added to the time that the device had been busy. Loads and copies are left out, since nobody
+waits for their end. Only steps of a single engine are fitted: on a GPU the kernels of two engines' steps run among one
+another and end almost at once, so that one step is told with the time of both and the other with a fraction of a
+millisecond.
 """
 
 from collections.abc import Mapping
@@ -9,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moonshard.experiments.bench.gpu.serving.apart import OnDone
+from moonshard.experiments.bench.gpu.serving.apart import APART, OnDone
 from moonshard.experiments.common.step_regression import COEFFICIENTS, KINDS, Kind, StepRegression
 from moonshard.serving.control.plan import Plan
 from moonshard.serving.engine.device import StepDone
@@ -18,6 +20,7 @@ from moonshard.serving.observe.rows.schema import STEPS, TableRow
 from moonshard.serving.observe.rows.steps import StepTrace
 
 COLUMNS = {column.name: index for index, column in enumerate(STEPS.columns)}
+WORST_MEDIAN_ERROR = 0.25  # a fit that is further off for every other step is no model of them
 KEPT = ("kind", "bucket", "batch", "tokens", "context_tokens", "blocks", "device_ns")
 
 
@@ -46,11 +49,14 @@ class StepRows:
 
 
 def fit_columns(columns: Mapping[str, list[Any]]) -> dict[Kind, StepRegression]:
-    """Fits both kinds of step, from columns as in `StepRows.columns`. TooFewSteps for fewer than three of a kind."""
-    kinds = np.asarray(columns["kind"])
+    """Fits both kinds of step, from columns as in `StepRows.columns`; the steps of two engines are left out.
+
+    Raises TooFewSteps for fewer than three of a kind.
+    """
+    kinds, is_single = np.asarray(columns["kind"]), np.asarray(columns["arm"]) != APART
 
     def own(kind: Kind, name: str) -> np.ndarray:
-        return np.asarray(columns[name])[kinds == kind]
+        return np.asarray(columns[name])[is_single & (kinds == kind)]
 
     return {
         kind: StepRegression.of(
@@ -84,10 +90,12 @@ def _as_json(fit: StepRegression) -> dict[str, Any]:
 
 
 def spell_fit(fit: StepRegression) -> str:
-    """The fit in one line; a coefficient that these steps cannot tell has no number."""
+    """The fit in one line. A coefficient that these steps cannot tell has no number; a fit that is far off has none."""
+    errors = f"median error {fit.median_error:.1%}, p90 {fit.p90_error:.1%}, {len(fit.measured_ms):,} steps"
+    if fit.median_error > WORST_MEDIAN_ERROR:
+        return f"{fit.kind}: bucket, batch and context do not say how long these steps take; {errors}"
     named = zip(COEFFICIENTS, fit.coefficients, strict=True)
     said = ", ".join(
         f"{name} {'unidentified' if name in fit.unidentified else f'{value:.3f}'}" for name, value in named
     )
-    errors = f"median error {fit.median_error:.1%}, p90 {fit.p90_error:.1%}"
-    return f"{fit.kind}: {said}; {errors}, {len(fit.measured_ms):,} steps"
+    return f"{fit.kind}: {said}; {errors}"

@@ -9,12 +9,11 @@ import pytest
 
 from moonshard.experiments.bench.gpu.scale import quick, trial_scale
 from moonshard.experiments.bench.gpu.serving import clients as gpu_clients
-from moonshard.experiments.bench.gpu.serving.apart import Apart
+from moonshard.experiments.bench.gpu.serving.apart import APART, Apart
 from moonshard.experiments.bench.gpu.serving.apart_checks import check_alone, check_recorded, recorded_pair
 from moonshard.experiments.bench.gpu.serving.clients import Stuck, serve
 from moonshard.experiments.bench.gpu.serving.engines import Receiver, build_pair, ignore
 from moonshard.experiments.bench.gpu.serving.mix import (
-    APART,
     Mix,
     ServingPlan,
     arms,

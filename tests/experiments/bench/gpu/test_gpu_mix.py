@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonshard.experiments.bench.gpu.serving.apart import APART
 from moonshard.experiments.bench.gpu.serving.clients import Heard
 from moonshard.experiments.bench.gpu.serving.mix import (
-    APART,
     ArmRun,
     Mix,
     best_of,
@@ -125,19 +125,24 @@ PREFILL = StepTimes(fixed_ms=2.0, row_us=30.0, pair_ns=4.0)
 DECODE = StepTimes(fixed_ms=0.5, row_us=200.0, pair_ns=800.0)
 
 
-def made_up(prefill: StepTimes, decode: StepTimes, seed: int = 0) -> dict[str, list]:
+STEP_COLUMNS = ("arm", "kind", "bucket", "batch", "context_tokens", "device_ns")
+
+
+def made_up(
+    prefill: StepTimes, decode: StepTimes, seed: int = 0, decode_buckets: tuple[int, ...] = (4, 8, 16, 32)
+) -> dict[str, list]:
     """Columns of 200 steps of each kind and some lands, which take what these times say."""
     random = Random(seed)
-    columns: dict[str, list] = {name: [] for name in ("kind", "bucket", "batch", "context_tokens", "device_ns")}
+    columns: dict[str, list] = {name: [] for name in STEP_COLUMNS}
     for kind, times in (("prefill", prefill), ("decode", decode)):
         for _ in range(200):
-            bucket = random.choice((64, 256, 512, 1024) if kind == "prefill" else (4, 8, 16, 32))
+            bucket = random.choice((64, 256, 512, 1024) if kind == "prefill" else decode_buckets)
             batch = random.randint(1, 4)
             context = batch * random.randint(64, 2048)
             ms = times.ms(bucket=bucket, batch=batch, context_tokens=context)
-            for name, value in zip(columns, (kind, bucket, batch, context, round(ms * MS)), strict=True):
+            for name, value in zip(columns, ("both", kind, bucket, batch, context, round(ms * MS)), strict=True):
                 columns[name].append(value)
-    for name, value in zip(columns, ("land", 4, 0, 0, 9 * MS), strict=True):
+    for name, value in zip(columns, ("both", "land", 4, 0, 0, 9 * MS), strict=True):
         columns[name] += [value] * 5
     return columns
 
@@ -170,12 +175,27 @@ class TestStepTimes:
         assert model["prefill"]["num_steps"] == 200
 
     def test_what_steps_do_not_tell_has_no_number(self):
-        columns = made_up(PREFILL, DECODE)
-        named = zip(columns["kind"], columns["bucket"], strict=True)
-        columns["bucket"] = [8 if kind == "decode" else size for kind, size in named]
-        fit = fit_columns(columns)["decode"]
+        fit = fit_columns(made_up(PREFILL, DECODE, decode_buckets=(8,)))["decode"]
         assert fit.unidentified == ("each row, us",)
         assert "each row, us unidentified" in spell_fit(fit)
+
+    def test_steps_of_two_engines_change_no_fit(self):
+        columns = made_up(PREFILL, DECODE)
+        for name, value in zip(columns, (APART, "prefill", 1024, 1, 2048, MS // 5), strict=True):
+            columns[name] += [value] * 100
+        fit = fit_columns(columns)["prefill"]
+        assert fit.coefficients == pytest.approx((2.0, 30.0, 4.0), rel=1e-3)
+        assert len(fit.measured_ms) == 200
+
+    def test_a_fit_that_says_nothing_of_its_steps_is_told_without_numbers(self):
+        columns = made_up(PREFILL, DECODE)
+        random = Random(5)
+        columns["device_ns"] = [round(random.choice((0.2, 20.0)) * MS) for _ in columns["kind"]]
+        fit = fit_columns(columns)["prefill"]
+        assert fit.median_error > 0.25
+        said = spell_fit(fit)
+        assert "each row" not in said
+        assert "do not say how long these steps take; median error" in said
 
     def test_too_few_steps_of_a_kind_are_refused(self):
         columns = made_up(PREFILL, DECODE)
