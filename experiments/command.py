@@ -25,7 +25,7 @@ PIPED_WIDTH = 200  # characters; a terminal has its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunCommand:
+class Run:
     """Run the sweep of an experiment's config.toml, and leave OUT/NAME/STAMP."""
 
     folder: Annotated[Path, tyro.conf.Positional]
@@ -73,10 +73,10 @@ class Compare:
     """Also write the differences here."""
 
 
-def experiment(action: Annotated[RunCommand | Compare, tyro.conf.arg(name="")]) -> int:
+def experiment(action: Annotated[Run | Compare, tyro.conf.arg(name="")]) -> int:
     """Run an experiment's sweep over a workload, or compare two runs with intervals."""
     try:
-        return run_command(action) if isinstance(action, RunCommand) else compare_command(action)
+        return run_command(action) if isinstance(action, Run) else compare_command(action)
     except (ExperimentError, WorkloadError) as error:
         _complain(str(error))
         return 2
@@ -85,7 +85,7 @@ def experiment(action: Annotated[RunCommand | Compare, tyro.conf.arg(name="")]) 
         return INTERRUPTED
 
 
-def run_command(options: RunCommand) -> int:
+def run_command(options: Run) -> int:
     """The exit code: 1 for an incomplete run, 130 or 143 for one that a signal ended. All of these can be resumed.
 
     ExperimentError or WorkloadError for what the user can mend.
@@ -150,7 +150,7 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
-def _folder(options: RunCommand, asked: Experiment) -> AbstractContextManager[RunFolder]:
+def _folder(options: Run, asked: Experiment) -> AbstractContextManager[RunFolder]:
     if options.resume is None:
         return new_run(options.out, asked)
     named = options.out / asked.name / options.resume

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moonshard.experiments.command import RunCommand, experiment
+from moonshard.experiments.command import Run, experiment
 from moonshard.experiments.common.fields import ExperimentError
 from moonshard.experiments.runner.experiment import load_experiment
 from moonshard.experiments.workload.options import FixedOptions
@@ -126,7 +126,7 @@ def test_paths_are_beside_the_file_and_those_of_the_command_line_beside_the_call
     ],
 )
 def test_mistakes_are_named_with_the_key_that_may_have_been_meant(tmp_path: Path, capsys, mistake: str, said: str):
-    assert experiment(RunCommand(folder=folder(tmp_path, BASE), set=(mistake,), out=tmp_path / "results")) == 2
+    assert experiment(Run(folder=folder(tmp_path, BASE), set=(mistake,), out=tmp_path / "results")) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
@@ -199,19 +199,19 @@ def test_a_broken_trace_is_refused_with_its_line_before_a_server_starts(tmp_path
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "127.0.0.1", "grpc://", "host:x"])
 def test_an_address_that_is_not_of_grpc_is_refused_as_it_was_typed(tmp_path: Path, capsys, url: str):
-    assert experiment(RunCommand(folder=folder(tmp_path, BASE), url=url)) == 2
+    assert experiment(Run(folder=folder(tmp_path, BASE), url=url)) == 2
     assert f"--url {url}: requests are sent over gRPC" in capsys.readouterr().err
 
 
 def test_a_server_that_runs_already_cannot_be_swept(tmp_path: Path, capsys):
     text = BASE + '[sweep]\nserver.mode = ["aggregated"]\n'
-    assert experiment(RunCommand(folder=folder(tmp_path, text), url="127.0.0.1:1")) == 2
+    assert experiment(Run(folder=folder(tmp_path, text), url="127.0.0.1:1")) == 2
     assert "--url: a server that runs already does not follow server.mode" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setting", ["server.decode.max_slot=2", "server.mod=aggregated"])
 def test_an_unknown_key_of_the_server_is_refused_also_where_one_runs_already(tmp_path: Path, capsys, setting: str):
-    assert experiment(RunCommand(folder=folder(tmp_path, BASE), url="127.0.0.1:1", set=(setting,))) == 2
+    assert experiment(Run(folder=folder(tmp_path, BASE), url="127.0.0.1:1", set=(setting,))) == 2
     assert "unknown key; did you mean" in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ from signal import SIGINT, SIGTERM, Signals
 import pytest
 from rich.console import Console
 
-from moonshard.experiments.command import RunCommand, experiment
+from moonshard.experiments.command import Run, experiment
 from moonshard.experiments.reading.tables.frames import load_run
 from moonshard.experiments.runner.experiment import load_experiment
 from moonshard.experiments.runner.run import run_all
@@ -100,20 +100,20 @@ def test_a_run_does_not_go_on_at_a_server_that_has_another_model_by_now(
     tmp_path: Path, scripted: Scripted, url: str, capsys, left: Sequence[str]
 ):
     folder, out = mini(tmp_path, FIXED), tmp_path / "results"
-    assert experiment(RunCommand(folder=folder, out=out, url=url)) == 0
+    assert experiment(Run(folder=folder, out=out, url=url)) == 0
     run = the_run(out)
     for name in left:
         shutil.rmtree(run / name)
     scripted.fingerprint = "another"
-    assert experiment(RunCommand(folder=folder, out=out, url=url, resume=Path(run.name))) == 1
+    assert experiment(Run(folder=folder, out=out, url=url, resume=Path(run.name))) == 1
     assert f"{left[0]}: model.fingerprint was one and is another; a run goes on" in capsys.readouterr().err
     scripted.fingerprint = "one"
-    assert experiment(RunCommand(folder=folder, out=out, url=url, resume=Path(run.name))) == 0
+    assert experiment(Run(folder=folder, out=out, url=url, resume=Path(run.name))) == 0
 
 
 def test_what_failed_was_late_or_was_cut_is_said_while_it_runs_and_in_the_summary(tmp_path: Path, url: str, capsys):
     out = tmp_path / "results"
-    assert experiment(RunCommand(folder=traced(tmp_path), out=out, url=url)) == 0
+    assert experiment(Run(folder=traced(tmp_path), out=out, url=url)) == 0
     said = capsys.readouterr().out
     assert "1/1: as configured, repeat 1: 3 requests, 1 failed, 3 late, 1 cut to the context, " in said
     summary = (the_run(out) / "summary.md").read_text()
@@ -134,7 +134,7 @@ def test_what_failed_was_late_or_was_cut_is_said_while_it_runs_and_in_the_summar
 def test_a_server_that_keeps_its_cache_is_never_sent_a_prompt_twice(tmp_path: Path, scripted: Scripted, url: str):
     folder = mini(tmp_path, FIXED)
     for _ in range(2):
-        assert experiment(RunCommand(folder=folder, out=tmp_path / "results", url=url)) == 0
+        assert experiment(Run(folder=folder, out=tmp_path / "results", url=url)) == 0
     prompts = [tuple(request.tokens.ids) for request in scripted.came]
     assert len(prompts) == 2 * 4 * (5 + 2)
     assert len({prompt[:6] for prompt in prompts}) == len(prompts)  # nor one that begins like another
@@ -160,7 +160,7 @@ def test_a_pipe_gets_a_line_for_each_trial_with_its_label_as_it_is(tmp_path: Pat
     swept = f"sweep.workload.path={json.dumps([str(folder / name)])}"
     text = (folder / "config.toml").read_text().replace('path = "trace.jsonl"\n', "")
     (folder / "config.toml").write_text(text)
-    assert experiment(RunCommand(folder=folder, out=tmp_path / "results", url=url, set=(swept,))) == 0
+    assert experiment(Run(folder=folder, out=tmp_path / "results", url=url, set=(swept,))) == 0
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if line.startswith("1/1: ")]
     assert line.startswith(f"1/1: path={folder / name}, repeat 1: 3 requests, 1 failed, ")
@@ -242,7 +242,7 @@ def test_a_disk_that_takes_no_more_ends_the_run_and_loses_no_trial_that_is_done(
     record = read_run(run)
     assert [(trial.state, trial.why) for trial in record.trials] == [("done", None), ("incomplete", "File too large")]
     before = load_run(run).trials[0, 0].requests
-    assert experiment(RunCommand(folder=folder, out=out, url=url, resume=run)) == 0
+    assert experiment(Run(folder=folder, out=out, url=url, resume=run)) == 0
     after = load_run(run)
     assert after.trials[0, 0].requests.equals(before)
     assert after.trials[1, 0].requests.height == 200

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from moonshard.experiments.command import RunCommand, experiment
+from moonshard.experiments.command import Run, experiment
 from moonshard.experiments.common.fields import ExperimentError
 from moonshard.experiments.common.machine import describe_machine
 from moonshard.experiments.runner import run_folder
@@ -153,7 +153,7 @@ def test_a_run_whose_code_changed_says_so_also_in_its_summary(tmp_path: Path, ca
     told = json.loads((path / "run.json").read_text())
     told["starts"].append(told["starts"][0] | {"commit": "other"})
     (path / "run.json").write_text(json.dumps(told))
-    assert experiment(RunCommand(folder=tmp_path / "made_up", out=tmp_path / "results", resume=Path(path.name))) == 0
+    assert experiment(Run(folder=tmp_path / "made_up", out=tmp_path / "results", resume=Path(path.name))) == 0
     change = f"commit {told['starts'][0]['commit']}, then other"
     assert f"not all of this run is measured with the same code: {change}\n" in capsys.readouterr().err
     assert f"Measured with more than one code: {change}." in (path / "summary.md").read_text()
@@ -162,7 +162,7 @@ def test_a_run_whose_code_changed_says_so_also_in_its_summary(tmp_path: Path, ca
 def test_a_summary_that_cannot_be_written_is_said(tmp_path: Path, capsys):
     path = made_up_run(tmp_path)
     (path / "summary.md").mkdir()
-    assert experiment(RunCommand(folder=tmp_path / "made_up", out=tmp_path / "results", resume=path)) == 1
+    assert experiment(Run(folder=tmp_path / "made_up", out=tmp_path / "results", resume=path)) == 1
     assert f"incomplete: {path}/summary.md: Is a directory\n" in capsys.readouterr().err
 
 
@@ -252,12 +252,12 @@ def test_a_file_that_tells_of_no_run_is_refused(tmp_path: Path, text: str):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys):
-    asked = RunCommand(folder=folder(tmp_path, SWEEP), out=tmp_path, resume=Path("none"))
+    asked = Run(folder=folder(tmp_path, SWEEP), out=tmp_path, resume=Path("none"))
     assert experiment(asked) == 2
     assert "none: no run of an experiment: run.json: No such file" in capsys.readouterr().err
 
 
 def test_results_that_cannot_be_written_are_refused_by_their_name(tmp_path: Path, capsys):
     (tmp_path / "file").touch()
-    assert experiment(RunCommand(folder=folder(tmp_path, SWEEP), out=tmp_path / "file")) == 2
+    assert experiment(Run(folder=folder(tmp_path, SWEEP), out=tmp_path / "file")) == 2
     assert f"--out {tmp_path / 'file'}: " in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from moonshard.experiments.command import RunCommand, experiment
+from moonshard.experiments.command import Run, experiment
 from moonshard.experiments.common.fields import ExperimentError
 from moonshard.experiments.reading.child import run_experiment
 from moonshard.experiments.reading.tables.run_tables import load_runs
@@ -85,7 +85,7 @@ def test_texts_and_chats_are_sent_as_the_models_tokens(tmp_path: Path):
 def test_ids_that_the_served_model_has_not_are_refused_with_their_line(tmp_path: Path, capsys):
     (tmp_path / "config.toml").write_text(f'{SERVER}[workload]\nkind = "prompts"\npath = "lines.jsonl"\n')
     (tmp_path / "lines.jsonl").write_text('{"prompt": [1], "max_tokens": 1}\n{"prompt": [999999], "max_tokens": 1}')
-    assert experiment(RunCommand(folder=tmp_path, out=tmp_path / "results")) == 2
+    assert experiment(Run(folder=tmp_path, out=tmp_path / "results")) == 2
     assert "lines.jsonl, line 2: id 999999 of a model that has" in capsys.readouterr().err
 
 
