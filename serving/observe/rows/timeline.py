@@ -34,9 +34,9 @@ def timeline(requests: Iterable[Record], steps: Iterable[Record]) -> dict[str, A
     tracks = _Tracks()
     events = [event for row in requests for event in _request_events(row, clocks, tracks)]
     events += [event for row in steps for event in _step_events(row, clocks, tracks)]
-    start_us = min((event["ts"] for event in events), default=0)
+    start_ns = min((event["ts"] for event in events), default=0)
     for event in events:
-        event["ts"] = (event["ts"] - start_us) / 1e3
+        event["ts"] = (event["ts"] - start_ns) / 1e3
     return {"traceEvents": [*tracks.names(), *events], "displayTimeUnit": "ms"}
 
 
