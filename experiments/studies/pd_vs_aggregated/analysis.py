@@ -63,7 +63,7 @@ ATTAINMENT = study.slo.attainment
 
 
 def wide(table: pl.DataFrame, name: str) -> pl.DataFrame:
-    """The table with a column for each percentile."""
+    """A column for each percentile."""
     named = table.with_columns(pl.concat_str(pl.lit(f"{name} "), "percentile", pl.lit(", ms")).alias("name"))
     return named.pivot("name", index=keys, values="ms")
 
@@ -160,7 +160,7 @@ best = best_table(
 
 
 def times_better(metric: Metric, share: float) -> pl.DataFrame:
-    """For each rate, a percentile of the best aggregated arm divided by the disaggregated one's."""
+    """By rate: this percentile of the best aggregated arm, by that of the disaggregated one."""
     by_repeat = tables.latencies(metric).with_columns(arm).group_by(*keys, "repeat", maintain_order=True)
     found = by_repeat.agg(pl.col("ms").quantile(share, "equiprobable"))
     beside = found.join(best.select(RATE, pl.col("best").alias("arm")), on=keys)
