@@ -321,6 +321,6 @@ def test_markers_are_control_tokens_whatever_the_file_calls_them(from_json: Toke
 
 def test_no_jax_is_needed():
     models, chat = "moonshard.models", "moonshard.serving.chat"
-    modules = f"{models}.tokenizer, {models}.generation, {chat}.template, {chat}.detokenizer"
+    modules = f"{models}.tokenizers.tokenizer, {models}.folder.generation, {chat}.template, {chat}.detokenizer"
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
