@@ -15,6 +15,7 @@ import pytest
 from moonshard.experiments.bench.gpu import command as gpu
 from moonshard.experiments.bench.gpu.checks import Check, MoeCase, check_sums
 from moonshard.experiments.bench.gpu.rows import Bench
+from moonshard.experiments.bench.gpu.serving.steps import WORST_MEDIAN_ERROR
 from moonshard.experiments.bench.gpu.slice import decode_batch, draw_weights, kimi_k2_slice, prefill_batch
 from moonshard.experiments.bench.gpu.sweep import neighbours
 from moonshard.experiments.bench.gpu.timing import Effort, measure
@@ -97,7 +98,10 @@ def check_served(report, said):
         assert fitted["num_steps"] <= report["steps"]["kind"].count(kind)
     assert StepModel.from_json(json.dumps(report["step_times"])).source == report["step_times"]["source"]
     assert {len(column) for column in report["steps"].values()} == {len(report["steps"]["kind"])}
-    assert said.splitlines()[-2].startswith("decode: each step")
+    last, error = said.splitlines()[-2], report["step_times"]["decode"]["median_error"]
+    assert last.startswith("decode: ")
+    assert f"median error {error:.1%}" in last
+    assert ("each step" in last) == (error <= WORST_MEDIAN_ERROR)  # steps this small may follow no size
 
 
 def test_without_a_gpu_it_refuses_in_one_line(capsys):
