@@ -13,7 +13,7 @@ from moonshard.serving.deploy.status_pipe import StatusWriter
 NOISY = """
 import os, sys
 from moonshard.serving.config.reading import load_config
-from moonshard.serving.deploy.startup import Start, run_process
+from moonshard.serving.deploy.startup import ProcessStart, run_process
 from moonshard.serving.deploy.timings import Timings
 path, _, fd = sys.argv[1:]
 async def run(config, *, status, start):
@@ -32,7 +32,7 @@ async def run(config, *, status, start):
         fifo.read()  # until it is read
     sys.stderr.write("the last line\\n")
     return 0
-raise SystemExit(run_process(lambda: run, load_config(None), int(fd), Start(timings=Timings())))
+raise SystemExit(run_process(lambda: run, load_config(None), int(fd), ProcessStart(timings=Timings())))
 """
 
 
