@@ -164,19 +164,14 @@ class DecodeHandoffs:
         target = handoff_wire.target_message(reserved.target, queue_ms=queue_ms)
         reserved.owner.send(link_pb2.WorkerMessage(target=target))
 
-    def _tell(self, link: Link, message: m.NoRoom | m.Credits | m.Failed) -> None:
+    def _tell(self, link: Link, message: m.Credits | m.Failed) -> None:
         match message:
             case m.Credits():
                 link.send(link_pb2.WorkerMessage(credits=handoff_wire.credits_message(message)))
-            case m.Failed():
-                self._end(link, message.handoff, message.cause)
-            case m.NoRoom():
-                self._end(link, message.handoff, m.Cause.OVERLOADED, retry_after_s=message.retry_after_s)
-
-    def _end(self, link: Link, handoff: bytes, cause: m.Cause, *, retry_after_s: float = 0.0) -> None:
-        self._spans.end(handoff, cause.name.lower())
-        failed = handoff_wire.failed_message(handoff, cause, retry_after_s=retry_after_s)
-        link.send(link_pb2.WorkerMessage(failed=failed))
+            case m.Failed(handoff=handoff, cause=cause):
+                self._spans.end(handoff, cause.name.lower())
+                failed = handoff_wire.failed_message(handoff, cause, retry_after_s=message.retry_after_s)
+                link.send(link_pb2.WorkerMessage(failed=failed))
 
     async def _copy(self, copy: m.CopyOut) -> None:
         copied = await self._plane.copy_out(copy.partition, copy.cells, copy.checksums)

@@ -17,7 +17,6 @@ from moonshard.serving.control.handoff.messages import (
     Finished,
     FirstTokens,
     ManifestHeader,
-    NoRoom,
     Reserve,
     Run,
     Start,
@@ -106,10 +105,6 @@ class GatewaySide:
         legs.is_running = True
         return (SendPrefill(legs.prefill_epoch, Run(target=target)),)
 
-    def overloaded(self, overloaded: NoRoom) -> tuple[GatewayAction, ...]:
-        legs = self._legs.get(overloaded.handoff)
-        return () if legs is None or legs.is_running else self._end(legs, Cause.OVERLOADED)
-
     def credits(self, credits: CreditsHeader) -> tuple[GatewayAction, ...]:
         legs = self._legs.get(credits.handoff)
         return () if legs is None else (SendPrefill(legs.prefill_epoch, credits),)
@@ -161,6 +156,15 @@ class GatewaySide:
             return ()
         return self._end(legs, failed.cause)
 
+    def refused(self, handoff: bytes, epoch: int, *, is_for_now: bool) -> tuple[GatewayAction, ...]:
+        """A worker turned its part of a request down. One that takes nothing now counts as gone; any other refusal is
+        about the request itself, which ends.
+        """
+        legs = self._legs.get(handoff)
+        if legs is None or not is_for_now:
+            return self.cancel(handoff)
+        return self.failed(Failed(handoff=handoff, epoch=epoch, cause=_gone(legs, epoch)))
+
     def cancel(self, handoff: bytes) -> tuple[GatewayAction, ...]:
         """The client left."""
         legs = self._legs.get(handoff)
@@ -171,8 +175,7 @@ class GatewaySide:
         actions: list[GatewayAction] = []
         for legs in tuple(self._legs.values()):
             if epoch in _epochs(legs):
-                is_decode = epoch == legs.decode_epoch
-                actions += self._end(legs, Cause.DECODE_GONE if is_decode else Cause.PREFILL_GONE)
+                actions += self._end(legs, _gone(legs, epoch))
         return tuple(actions)
 
     def expire(self, now_s: float) -> tuple[GatewayAction, ...]:
@@ -193,6 +196,11 @@ class GatewaySide:
             unused = Drained(handoff=legs.handoff, writer_epoch=legs.prefill_epoch, target_epoch=legs.decode_epoch)
             leg = SendDecode(legs.decode_epoch, unused)
         return (SendDecode(legs.decode_epoch, cancel), leg, Outcome(legs.handoff, cause))
+
+
+def _gone(legs: _Legs, epoch: int) -> Cause:
+    """The cause of a handoff's end where this one of its workers is gone."""
+    return Cause.DECODE_GONE if epoch == legs.decode_epoch else Cause.PREFILL_GONE
 
 
 def _epochs(legs: _Legs) -> tuple[int, ...]:

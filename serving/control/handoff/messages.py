@@ -70,14 +70,6 @@ class TargetHeader(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoRoom:
-    """D to gateway, instead of a Target: nothing was reserved."""
-
-    handoff: bytes
-    retry_after_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """Gateway to P, with the request itself."""
 
@@ -169,11 +161,14 @@ class Drained:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """Either side to gateway: it gave up and holds nothing for this handoff but what is in quarantine."""
+    """Either side to gateway: it gave up, or had no room to begin, and holds nothing for this handoff but what is in
+    quarantine.
+    """
 
     handoff: bytes
     epoch: int  # the sender's
     cause: Cause
+    retry_after_s: float = 0.0  # of one without room: when there may be some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +243,6 @@ class Join:
 type ToPrefill = Run | CreditsHeader | Cancel
 type ToDecode = Reserve | ManifestHeader | Start[ManifestHeader] | Cancel | Drained
 type FromPrefill = Manifest | FirstTokens | Drained | Failed
-type FromDecode = Target | NoRoom | Credits | Failed | Finished
+type FromDecode = Target | Credits | Failed | Finished
 type PrefillAction = FromPrefill | CopyIn | Write | Stop
 type DecodeAction = Credits | Failed | CopyOut | Land | Join

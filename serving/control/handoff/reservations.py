@@ -22,6 +22,7 @@ from moonshard.serving.control.batching.queue import NeverFits
 from moonshard.serving.control.fifo import Fifo, is_full
 from moonshard.serving.control.handoff.decode import DecodeSide
 from moonshard.serving.control.handoff.messages import (
+    Cause,
     CopyOut,
     Credits,
     DecodeAction,
@@ -29,7 +30,6 @@ from moonshard.serving.control.handoff.messages import (
     Join,
     Land,
     Manifest,
-    NoRoom,
     Reserve,
     Start,
     Target,
@@ -78,10 +78,10 @@ class Reserved[Owner: Hashable]:
 
 @dataclass(frozen=True, slots=True)
 class Tell[Owner: Hashable]:
-    """Send the owner a message. After Overloaded and Failed the reservation is gone."""
+    """Send the owner a message. After Failed the reservation is gone."""
 
     owner: Owner
-    message: NoRoom | Credits | Failed
+    message: Credits | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,4 +334,5 @@ class Reservations[Owner: Hashable]:
         return num_spare >= self._batch.num_sequences(partition) + self._batch.num_blocks_due(partition)
 
     def _refuse(self, handoff: bytes, owner: Owner) -> Tell[Owner]:
-        return Tell(owner, NoRoom(handoff=handoff, retry_after_s=self._config.retry_after_s))
+        cause, retry_after_s = Cause.OVERLOADED, self._config.retry_after_s
+        return Tell(owner, Failed(handoff=handoff, epoch=self._side.epoch, cause=cause, retry_after_s=retry_after_s))

@@ -157,22 +157,15 @@ class Handoffs:
             handoff.retry_after_s = failed.retry_after_s
         if cause is None:
             self._refused(session, failed)
-        elif cause is m.Cause.OVERLOADED:
-            overloaded = m.NoRoom(handoff=failed.request_id, retry_after_s=failed.retry_after_s)
-            turned_down = m.Failed(handoff=failed.request_id, epoch=session.epoch, cause=cause)
-            self._execute(self._side.overloaded(overloaded) or self._side.failed(turned_down))
         else:
             self._execute(self._side.failed(m.Failed(handoff=failed.request_id, epoch=session.epoch, cause=cause)))
 
     def _refused(self, session: WorkerSession, failed: link_pb2.Failed) -> None:
-        """A prefill worker that takes nothing now counts as gone; any other refusal is about the request itself."""
         error = error_from_code(failed.code, failed.message, failed.field, failed.retry_after_s)
-        if isinstance(error, Unavailable):
-            gone = m.Failed(handoff=failed.request_id, epoch=session.epoch, cause=m.Cause.PREFILL_GONE)
-            self._execute(self._side.failed(gone))
-            return
-        self._tell(failed.request_id, error)
-        self._execute(self._side.cancel(failed.request_id))
+        is_for_now = isinstance(error, Unavailable)
+        if not is_for_now:
+            self._tell(failed.request_id, error)
+        self._execute(self._side.refused(failed.request_id, session.epoch, is_for_now=is_for_now))
 
     # ---- what the side decides
 

@@ -233,3 +233,17 @@ def test_what_is_not_started_when_its_lease_ends_is_over_and_what_decodes_goes_o
         outcomes = [action for action in gateway.expire(100.0) if isinstance(action, Outcome)]
         assert outcomes == ([] if is_started else [Outcome(HANDOFF, Cause.LEASE)])
         assert gateway.num_handoffs == is_started
+
+
+def test_a_worker_that_takes_nothing_now_counts_as_gone_and_another_refusal_ends_the_request():
+    def outcome(epoch: int, *, is_for_now: bool) -> list[Outcome]:
+        gateway = GatewaySide()
+        gateway.begin(RESERVE, D_EPOCH, 0.0)
+        actions = gateway.refused(HANDOFF, epoch, is_for_now=is_for_now)
+        assert gateway.refused(HANDOFF, epoch, is_for_now=is_for_now) == ()
+        return [action for action in actions if isinstance(action, Outcome)]
+
+    assert outcome(D_EPOCH, is_for_now=True) == [Outcome(HANDOFF, Cause.DECODE_GONE)]
+    assert outcome(P_EPOCH, is_for_now=True) == [Outcome(HANDOFF, Cause.PREFILL_GONE)]
+    assert outcome(3, is_for_now=True) == []  # who has no part in it says nothing of it
+    assert outcome(D_EPOCH, is_for_now=False) == [Outcome(HANDOFF, Cause.CANCELLED)]

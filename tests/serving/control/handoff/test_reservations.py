@@ -15,7 +15,6 @@ from moonshard.serving.control.handoff.messages import (
     Failed,
     Land,
     Manifest,
-    NoRoom,
     Reserve,
     Start,
     Target,
@@ -113,7 +112,7 @@ def reserved(actions: tuple[ReservationAction[str], ...]) -> list[int]:
 
 def refused(actions: tuple[ReservationAction[str], ...]) -> list[int]:
     told = [action.message for action in actions if isinstance(action, Tell)]
-    return [message.handoff[0] for message in told if isinstance(message, NoRoom)]
+    return [message.handoff[0] for message in told if isinstance(message, Failed) and message.cause is Cause.OVERLOADED]
 
 
 def target_of(actions: tuple[ReservationAction[str], ...]) -> Target:

@@ -114,8 +114,6 @@ class World:
         match message:
             case m.Target():
                 return self.gateway.target(message)
-            case m.NoRoom():
-                return self.gateway.overloaded(message)
             case m.Credits():
                 return self.gateway.credits(message)
             case m.Finished():
@@ -240,10 +238,10 @@ class World:
             self.check_grants(target.grants)
         self.network.append(Packet(("D", "G"), None, target))
 
-    def tell(self, message: m.NoRoom | m.Credits | m.Failed) -> None:
+    def tell(self, message: m.Credits | m.Failed) -> None:
         if isinstance(message, m.Credits):
             self.check_grants(message.grants)
-        elif isinstance(message, m.NoRoom):
+        elif message.cause is m.Cause.OVERLOADED:
             self.wait_no_more(message.handoff)
         self.network.append(Packet(("D", "G"), None, message))
 

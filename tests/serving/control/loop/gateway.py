@@ -252,9 +252,6 @@ class Gateway:
         match message:
             case m.Target():
                 return self.side.target(message)
-            case m.NoRoom(handoff=handoff):
-                turned_down = m.Failed(handoff=handoff, epoch=epoch, cause=m.Cause.OVERLOADED)
-                return self.side.overloaded(message) or self.side.failed(turned_down)
             case m.Credits():
                 return self.side.credits(message)
             case m.Manifest():
