@@ -170,10 +170,13 @@ class BlockPool:
         lost, self._lost = self._lost, []
         return lost
 
-    def num_free_of(self, partition: int, blocks: Collection[int]) -> int:
-        """How many of `blocks` are free."""
+    def num_needed(self, partition: int, num_blocks: int, found: Collection[int]) -> int:
+        """How many blocks have to be free for a table of `num_blocks` that begins with `found`.
+
+        Those are the rest, and of `found` the free ones, which are taken as well.
+        """
         states = self._partitions[partition].states
-        return sum(states[block] is BlockState.FREE for block in blocks)
+        return num_blocks - len(found) + sum(states[block] is BlockState.FREE for block in found)
 
     def release(self, partition: int, blocks: Collection[int]) -> None:
         """Removes one reference from each used block; a block without any is free."""

@@ -53,7 +53,7 @@ class DecodeHandoffs:
         config: DecodeHandoffConfig,
         *,
         engine: Engine,
-        batch: r.Batch,
+        batch: r.SchedulerView,
         pool: BlockPool,
         cache: PrefixCache,
         plane: KvPlane,
@@ -141,7 +141,7 @@ class DecodeHandoffs:
             match action:
                 case r.Reserved():
                     self._answer(action)
-                case r.Tell():
+                case m.Tell():
                     self._tell(action.owner, action.message)
                 case r.NotHere():
                     error = NotFound("there is no such handoff here", field="handoff")

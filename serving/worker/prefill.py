@@ -188,7 +188,7 @@ class PrefillHandoffs:
                     self._background.spawn(self._write(action))
                 case m.Stop():
                     self._engine.cancel(action.handoff)
-                case p.Tell():
+                case m.Tell():
                     action.owner.send(self._message(action.message))
                 case p.Over():
                     del self._legs[action.handoff]

@@ -226,8 +226,7 @@ class Admission:
     def _num_free_to_admit(self, sequence: Sequence) -> int:
         """How many blocks have to be free, including those free ones that already hold its beginning."""
         found = self._found_before_last(sequence)
-        num_shared = len(found) - self._pool.num_free_of(self._slots.partition, found)
-        return self._num_blocks_to_admit(sequence) - num_shared
+        return self._pool.num_needed(self._slots.partition, self._num_blocks_to_admit(sequence), found)
 
     def _load_where_needed(self, occupancy: Occupancy) -> None:
         if needs_slot_state(occupancy.sequence.request):

@@ -46,12 +46,10 @@ class Slots:
 
     def enter_behind(self, sequence: Sequence, num_blocks: int, found: tuple[int, ...]) -> Occupancy | None:
         """As `enter`, but the occupancy begins with blocks that the prefix cache found, which may be free ones."""
-        num_own = num_blocks - len(found)
-        num_revived = self._pool.num_free_of(self.partition, found)
-        if not self._free_slots or self.num_free_blocks < num_own + num_revived:
+        if not self._free_slots or self.num_free_blocks < self._pool.num_needed(self.partition, num_blocks, found):
             return None
         self._cache.hold(self.partition, found)
-        own = self._pool.allocate(self.partition, num_own)
+        own = self._pool.allocate(self.partition, num_blocks - len(found))
         assert own is not None  # as was just seen
         return self.occupy(sequence, found + own)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class QueueFull:
+class TooManyWaiting:
     """A request is refused since as many wait as may."""
 
     num_waiting: int
@@ -24,9 +24,9 @@ class QueueBound:
     def num_running(self) -> int:
         return len(self._running)
 
-    def enter(self) -> int | QueueFull:
+    def enter(self) -> int | TooManyWaiting:
         if len(self._waiting) >= self._max_waiting:
-            return QueueFull(len(self._waiting))
+            return TooManyWaiting(len(self._waiting))
         number = next(self._numbers)
         self._running.add(number)
         self._waiting.add(number)

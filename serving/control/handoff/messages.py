@@ -8,6 +8,7 @@ order.
 """
 
 import enum
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -238,6 +239,14 @@ class Join:
     block_table: tuple[int, ...]
     tokens: tuple[int, ...]
     started_s: float  # when Start came
+
+
+@dataclass(frozen=True, slots=True)
+class Tell[Owner: Hashable, Message]:
+    """Either side: send the gateway that owns the handoff a message. After Failed the handoff is gone."""
+
+    owner: Owner
+    message: Message
 
 
 type ToPrefill = Run | CreditsHeader | Cancel

@@ -26,17 +26,12 @@ from moonshard.serving.control.handoff.messages import (
     PrefillAction,
     Stop,
     Target,
+    Tell,
     Write,
 )
 from moonshard.serving.control.handoff.prefill import PrefillSide
 from moonshard.serving.control.plan import PrefillChunk, PrefillPlan
 from moonshard.serving.control.request import FinishReason, Output, Request
-
-
-@dataclass(frozen=True, slots=True)
-class Tell[Owner: Hashable]:
-    owner: Owner
-    message: Manifest | FirstTokens | Drained | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +42,13 @@ class Over:
     is_done: bool
 
 
-type PublicationAction[Owner: Hashable] = Tell[Owner] | CopyIn | Write | Stop | Over
+type Told = Manifest | FirstTokens | Drained | Failed
+type PublicationAction[Owner: Hashable] = Tell[Owner, Told] | CopyIn | Write | Stop | Over
 type Actions[Owner: Hashable] = tuple[PublicationAction[Owner], ...]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class _Leg[Owner: Hashable]:
+class _Publication[Owner: Hashable]:
     """One handoff's part here, from Run until everything was published and told, or given up."""
 
     owner: Owner
@@ -89,7 +85,7 @@ class Publications[Owner: Hashable]:
         self._side = side
         self._pool = pool
         self._cache = cache
-        self._legs: dict[bytes, _Leg[Owner]] = {}
+        self._legs: dict[bytes, _Publication[Owner]] = {}
 
     @property
     def num_handoffs(self) -> int:
@@ -111,7 +107,7 @@ class Publications[Owner: Hashable]:
         """Begins a handoff that is neither here nor being given up. The caller then gives its prefill to the engine, or
         calls `withdraw`.
         """
-        self._legs[request.id] = _Leg(owner=owner, request=request, target=target, arrived_s=now_s)
+        self._legs[request.id] = _Publication(owner=owner, request=request, target=target, arrived_s=now_s)
 
     def withdraw(self, handoff: bytes) -> Owner:
         """The engine refuses the prefill, at once or after it has waited; nothing of it had begun."""
@@ -214,19 +210,19 @@ class Publications[Owner: Hashable]:
         end = chunk.start + len(chunk.tokens)
         return chunk.block_table[chunk.start // self._pool.block_size : self._pool.num_blocks_for(end)]
 
-    def _chunks(self, plan: PrefillPlan) -> Iterator[tuple[_Leg[Owner], PrefillChunk]]:
+    def _chunks(self, plan: PrefillPlan) -> Iterator[tuple[_Publication[Owner], PrefillChunk]]:
         for chunk in plan.chunks:
             leg = self._legs.get(chunk.request.id)
             if leg is not None and not leg.is_given_up and chunk.sequence.choice == 0:
                 yield leg, chunk
 
-    def _run(self, leg: _Leg[Owner], chunk: PrefillChunk, now_s: float) -> None:
+    def _run(self, leg: _Publication[Owner], chunk: PrefillChunk, now_s: float) -> None:
         """Its lease is what is left of it: it has waited for its first step."""
         target = replace(leg.target, lease_s=leg.target.lease_s - (now_s - leg.arrived_s))
         self._side.run(target, chunk.slot.partition, now_s)
         leg.partition = chunk.slot.partition
 
-    def _finish(self, leg: _Leg[Owner], chunk: PrefillChunk, num_finished: int) -> tuple[PrefillAction, ...]:
+    def _finish(self, leg: _Publication[Owner], chunk: PrefillChunk, num_finished: int) -> tuple[PrefillAction, ...]:
         fresh = range(leg.num_finished, num_finished)
         leg.num_finished = max(leg.num_finished, num_finished)
         return self._side.finished(leg.target.handoff, [(index, chunk.block_table[index]) for index in fresh])

@@ -33,11 +33,12 @@ from moonshard.serving.control.handoff.messages import (
     Reserve,
     Start,
     Target,
+    Tell,
 )
 from moonshard.serving.control.request import Request
 
 
-class Batch(Protocol):
+class SchedulerView(Protocol):
     """What the reservations must know of the scheduler's partitions."""
 
     def check(self, request: Request, partition: int | None = None) -> None:
@@ -77,14 +78,6 @@ class Reserved[Owner: Hashable]:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell[Owner: Hashable]:
-    """Send the owner a message. After Failed the reservation is gone."""
-
-    owner: Owner
-    message: Credits | Failed
-
-
-@dataclass(frozen=True, slots=True)
 class NotHere[Owner: Hashable]:
     """Tell whoever spoke of a handoff that it is not here, so that one who still counts on it learns of that."""
 
@@ -117,7 +110,14 @@ class CameBack:
 
 
 type ReservationAction[Owner: Hashable] = (
-    Reserved[Owner] | Tell[Owner] | NotHere[Owner] | GivenUp | Enter[Owner] | CameBack | CopyOut | Land
+    Reserved[Owner]
+    | Tell[Owner, Credits | Failed]
+    | NotHere[Owner]
+    | GivenUp
+    | Enter[Owner]
+    | CameBack
+    | CopyOut
+    | Land
 )
 type Actions[Owner: Hashable] = tuple[ReservationAction[Owner], ...]
 
@@ -143,7 +143,7 @@ class Reservations[Owner: Hashable]:
         pool: BlockPool,
         slab: BlockPool,
         cache: PrefixCache,
-        batch: Batch,
+        batch: SchedulerView,
     ):
         self._config = config
         self._side = side
@@ -329,10 +329,11 @@ class Reservations[Owner: Hashable]:
 
     def _has_blocks(self, request: Request, partition: int) -> bool:
         found = self._found(request, partition)
-        num_shared = len(found) - self._pool.num_free_of(partition, found)
-        num_spare = self._pool.num_free(partition) - self._pool.num_blocks_for(len(request.prompt)) + num_shared
-        return num_spare >= self._batch.num_sequences(partition) + self._batch.num_blocks_due(partition)
+        num_needed = self._pool.num_needed(partition, self._pool.num_blocks_for(len(request.prompt)), found)
+        return self._pool.num_free(partition) - num_needed >= self._batch.num_sequences(
+            partition
+        ) + self._batch.num_blocks_due(partition)
 
-    def _refuse(self, handoff: bytes, owner: Owner) -> Tell[Owner]:
+    def _refuse(self, handoff: bytes, owner: Owner) -> Tell[Owner, Failed]:
         cause, retry_after_s = Cause.OVERLOADED, self._config.retry_after_s
         return Tell(owner, Failed(handoff=handoff, epoch=self._side.epoch, cause=cause, retry_after_s=retry_after_s))

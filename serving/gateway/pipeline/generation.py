@@ -18,7 +18,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InternalError, Unavailable
 from moonshard.serving.config.tenants import Salts
-from moonshard.serving.control.dispatch.queue_bound import QueueBound, QueueFull
+from moonshard.serving.control.dispatch.queue_bound import QueueBound, TooManyWaiting
 from moonshard.serving.control.routing.fleet import ModelLimits
 from moonshard.serving.control.routing.router import Affinity
 from moonshard.serving.control.sampling_parameters import PARAMETERS, SEED_BITS
@@ -166,7 +166,7 @@ class Gateway:
         limits = self.limits()
         check_parameters(request, vocab_size=limits.vocab_size, has_tokenizer=self.model.tokenizer is not None)
         number = self._queue.enter()
-        if isinstance(number, QueueFull):
+        if isinstance(number, TooManyWaiting):
             raise LimitReached(
                 "max_queued_requests",
                 f"{number.num_waiting} requests are waiting",

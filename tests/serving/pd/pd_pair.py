@@ -266,9 +266,7 @@ class Pair:
         if answer is not None and not answer.is_over.is_set():
             answer.failed = failed
         cause = handoff_wire.cause_from(failed)
-        if cause is m.Cause.OVERLOADED:
-            self._act(self.side.overloaded(m.NoRoom(handoff=failed.request_id, retry_after_s=1.0)))
-        elif cause is not None:
+        if cause is not None:
             for epoch in (self.prefill.epoch, self.decode.epoch):
                 failure = m.Failed(handoff=failed.request_id, epoch=handoff_wire.epoch_from(epoch), cause=cause)
                 self._act(self.side.failed(failure))

@@ -20,7 +20,7 @@ Maker = Callable[[Random], Value]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
+class ToolParameter:
     """`names[0]` is the placeholder of question and answer; a declaration uses any of the names."""
 
     names: tuple[str, ...]
@@ -37,7 +37,7 @@ class Purpose:
 
     names: tuple[str, ...]
     description: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[ToolParameter, ...]
     questions: tuple[str, ...]
     answer: str
     result: Mapping[str, Maker]
@@ -75,11 +75,11 @@ def placeholders(purpose: Purpose, values: tuple[Value, ...]) -> dict[str, Value
     return {parameter.names[0]: value for parameter, value in zip(purpose.parameters, values, strict=True)}
 
 
-def _takes(*names: str, value: Maker) -> Parameter:
-    return Parameter(names=names, value=value)
+def _takes(*names: str, value: Maker) -> ToolParameter:
+    return ToolParameter(names=names, value=value)
 
 
-def _city() -> Parameter:
+def _city() -> ToolParameter:
     return _takes("city", "place", "town", value=tool_words.city)
 
 

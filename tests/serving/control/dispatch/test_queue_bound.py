@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.serving.control.dispatch.queue_bound import QueueBound, QueueFull
+from moonshard.serving.control.dispatch.queue_bound import QueueBound, TooManyWaiting
 
 
 @given(
@@ -19,7 +19,7 @@ def test_no_more_wait_for_their_first_token_than_may_and_those_that_have_it_keep
         if what == "enter":
             answer = bound.enter()
             if len(waiting) == max_waiting:
-                assert answer == QueueFull(max_waiting)
+                assert answer == TooManyWaiting(max_waiting)
             else:
                 assert isinstance(answer, int)
                 assert answer not in running

@@ -212,7 +212,7 @@ class World:
             match action:
                 case r.Reserved():
                     self.reserved(action.target)
-                case r.Tell():
+                case m.Tell():
                     self.tell(action.message)
                 case r.GivenUp():
                     self.wait_no_more(action.handoff)

@@ -93,7 +93,7 @@ class DecodeWorker(Worker):
             match action:
                 case r.Reserved():
                     self.send(action.target)
-                case r.Tell():
+                case m.Tell():
                     self.send(action.message)
                 case r.Enter():
                     self._join(action.join)

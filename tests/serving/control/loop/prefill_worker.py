@@ -65,7 +65,7 @@ class PrefillWorker(Worker):
     def _do(self, actions: p.Actions[str]) -> None:
         for action in actions:
             match action:
-                case p.Tell():
+                case m.Tell():
                     self.send(action.message)
                 case p.Over():
                     self.events.note("published", self.name, action.handoff.hex(), action.is_done)
