@@ -150,18 +150,7 @@ def forward(
     observe: bool = False,
     unrolled: bool = False,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
-    """Runs all layers of these weights over a batch of rows, writing their latents into the pages.
-
-    Args:
-        hidden: the residual stream from the stage before; None on the first stage, which embeds the tokens.
-        shard: what the device that runs this must know of its mesh; weights, pages and rows are its own parts of them.
-        placement: the one that these weights were declared with.
-        unrolled: layers one after the other instead of in a loop. A gradient then copies nothing into stacks and out
-            of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.
-
-    Returns:
-        The residual stream, on the last stage after the final norm; the pages; the observations if asked for.
-    """
+    """`models.model.Model.forward` of this family: what is cached are the tokens' latents."""
     valid = batch.positions >= 0
     attend = attend or functools.partial(attend_paged, shard=shard)
     backend = exchanged(backend, shard)

@@ -58,8 +58,8 @@ def _measure_writes(config: Config, model: "LoadedModel", plan: Plan) -> list[Me
     from moonshard.models.registry import open_model
     from moonshard.sharding.mesh import build_mesh, replicated
 
-    _, kimi_config = open_model(config.model.path)
-    (group,) = kimi_config.kv_groups(model.dtype)
+    _, served = open_model(config.model.path)
+    (group,) = served.kv_groups(model.dtype)
     return measure_writes(
         group,
         num_blocks=model.pool.num_partitions * model.pool.blocks_per_partition,

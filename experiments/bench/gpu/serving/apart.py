@@ -5,10 +5,10 @@ prefills and draws each request's first token, its blocks leave right behind the
 second engine decodes on. Blocks of the second are taken as a request comes, and its pool holds all of them at once:
 waiting for room, leases and whatever goes wrong on a network are left out.
 
-What it cannot show: both engines share one device and its one stream. On a GPU the kernels of a decode step run among
-those of the chunks that the prefill engine has launched: its host waits for the device inside of a step, where a loop's
-length is known on the device only, and meanwhile the other one's kernels are queued. So neither engine's steps take
-what they would take alone. That long prompts no longer stand between two tokens, which is what two devices buy, is not
+What it cannot show: both engines share one device and its one stream. On a GPU the kernels of both seem to take turns,
+by how steps end: a host waits for the device inside of a step, where a loop's length is known on the device only, and
+meanwhile the other one's kernels are queued; no trace of kernels was taken. So neither engine's steps take what they
+would take alone. That long prompts no longer stand between two tokens, which is what two devices buy, is not
 seen here; what a handoff costs is. Nothing of a gateway, a wire or a network is in any figure.
 """
 

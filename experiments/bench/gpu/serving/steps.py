@@ -1,8 +1,8 @@
 """Steps of the engines on one device as columns, and how long steps take by their sizes: the fit of `step_regression`.
 
 What a step took is what it added to the time that the device had been busy. Loads and copies are left out, since nobody
-waits for their end. Only steps of a single engine are fitted: on a GPU the kernels of two engines' steps run among one
-another and end almost at once, so that one step is told with the time of both and the other with a fraction of a
+waits for their end. Only steps of a single engine are fitted: on a GPU steps of two engines that are
+under way at once end almost together, so that one is told with the time of both and the other with a fraction of a
 millisecond.
 """
 
