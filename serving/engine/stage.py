@@ -24,18 +24,16 @@ from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, gather_blocks
 from moonshard.models import sampling
 from moonshard.models.experts import moe
 from moonshard.models.model import Batch, Model
-from moonshard.models.sampling import Draws, RowSampling, SlotState
+from moonshard.models.sampling import SlotState
 from moonshard.models.spec import matmul_precision
-from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
-from moonshard.serving.control.sampling_parameters import PARAMETERS
+from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
+from moonshard.serving.engine import draws
+from moonshard.serving.engine.draws import DRAWN_COLUMNS, Fields
 from moonshard.serving.engine.steps import ProgramKey, StepKind, StepLayout, StepShapes
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
 from moonshard.sharding.mesh import BY_PARTITION
 from moonshard.sharding.shard import Shard
-
-Fields = dict[str, jax.Array]
-DRAWN_COLUMNS = 2 + 2 * MAX_LOGPROBS  # of the packed draws, int32
 
 
 class DeviceState(NamedTuple):
@@ -224,12 +222,12 @@ class Blueprint:
                 return self._jitted(body, (shards.pages, packed), shards.pages, donated=(0,))
             case StepKind.LOAD:
                 slots = (state.slots, state.last_token)
-                return self._jitted(functools.partial(_load, layout), (*slots, packed), slots, donated=(0, 1))
+                return self._jitted(functools.partial(draws.load, layout), (*slots, packed), slots, donated=(0, 1))
             case StepKind.NOTE:
-                body = functools.partial(_note, layout)
+                body = functools.partial(draws.note, layout)
                 return self._jitted(body, (packed, packed, packed), packed, donated=(0,))
             case StepKind.DRAW:
-                body, slots = functools.partial(_draw, layout, self._draw_tile), (state.slots, state.last_token)
+                body, slots = functools.partial(draws.draw, layout, self._draw_tile), (state.slots, state.last_token)
                 given = (*slots, state.logits, packed)
                 return self._jitted(body, given, (*slots, BY_PARTITION), donated=(0, 1))
             case StepKind.PREFILL | StepKind.DECODE:
@@ -401,58 +399,6 @@ _READINGS = {
 }
 
 
-def _draw(
-    layout: StepLayout,
-    tile: int,
-    slots: SlotState[Array],
-    last_token: jax.Array | None,
-    logits: jax.Array,
-    packed: jax.Array,
-) -> tuple[SlotState[Array], jax.Array | None, jax.Array]:
-    f = layout.unpack(packed[0])
-    draws, slots = sampling.draw(
-        logits, _row_sampling(f), slots, f["sample_slot"], f["num_rows"], num_top=MAX_LOGPROBS, tile=tile
-    )
-    if last_token is not None:
-        last_token = _noted(last_token, f, draws.tokens)
-    return slots, last_token, _pack(draws)
-
-
-def _note(
-    layout: StepLayout, last_token: Int[Array, "slots"], packed: jax.Array, draws: jax.Array
-) -> Int[Array, "slots"]:
-    return _noted(last_token, layout.unpack(packed[0]), draws[:, 0])
-
-
-def _noted(last_token: Int[Array, "slots"], f: Fields, tokens: Int[Array, "slots"]) -> Int[Array, "slots"]:
-    """Writes drawn tokens to their slots: the first `num_rows` of them."""
-    rows = jnp.arange(len(tokens))
-    return last_token.at[jnp.where(rows < f["num_rows"], f["sample_slot"], len(last_token))].set(tokens, mode="drop")
-
-
-def _load(
-    layout: StepLayout, slots: SlotState[Array] | None, last_token: jax.Array | None, packed: jax.Array
-) -> tuple[SlotState[Array] | None, jax.Array | None]:
-    """The newest of a request's tokens is the next decode step's input: one whose KV is here already has no step before
-    that to leave it."""
-    f = layout.unpack(packed[0])
-    if last_token is not None:
-        token = f["history"][jnp.maximum(f["num_history"] - 1, 0)]
-        last_token = last_token.at[f["slot"]].set(token, mode="drop")
-    if slots is not None:
-        slots = sampling.load_slot(
-            slots,
-            f["slot"],
-            f["history"],
-            f["num_prompt"],
-            f["num_history"],
-            f["bias_ids"],
-            f["bias_values"],
-            f["stop_ids"],
-        )
-    return slots, last_token
-
-
 def _copy(layout: StepLayout, pages: Pages, packed: jax.Array) -> Pages:
     f = layout.unpack(packed[0])
     return copy_blocks(pages, f["source"], f["destination"])
@@ -467,24 +413,3 @@ def _land(
 ) -> tuple[Pages, jax.Array]:
     pages = scatter_blocks(pages, layout.unpack(packed[0])["destination"], shards.whole(payload))
     return pages, jnp.int32(0)  # all outputs of a program are ready at once
-
-
-def _row_sampling(f: Fields) -> RowSampling:
-    return RowSampling(
-        **{parameter.name: f[parameter.name] for parameter in PARAMETERS},
-        choice=f["choice"],
-        position=f["sample_position"],
-        has_bias=f["has_bias"] != 0,
-        bans_stops=f["bans_stops"] != 0,
-        wants_logprobs=f["wants_logprobs"] != 0,
-    )
-
-
-def _pack(draws: Draws) -> jax.Array:
-    """[rows, `DRAWN_COLUMNS`] int32: token, bits of its log-probability, likeliest ids, bits of theirs."""
-
-    def bits(x: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-
-    columns = (draws.tokens[:, None], bits(draws.logprobs)[:, None], draws.top_ids, bits(draws.top_logprobs))
-    return jnp.concatenate(columns, axis=1)

@@ -17,8 +17,8 @@ from moonshard.rpc.types import GenerateOptions
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Parameter, Sampling
+from moonshard.serving.engine.draws import row_sampling
 from moonshard.serving.engine.encoder import StepEncoder
-from moonshard.serving.engine.stage import _row_sampling
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 from moonshard.serving.gateway.grpc.front import generation_request
 from moonshard.serving.gateway.openai.body import BodyDecoder
@@ -111,7 +111,7 @@ def steps_of(request: Request) -> list[Step]:
 
 def on_the_device(step: Step) -> RowSampling:
     assert step.sampling is not None
-    return _row_sampling(SHAPES.layout(StepKind.DRAW).unpack(jnp.asarray(step.sampling[0])))
+    return row_sampling(SHAPES.layout(StepKind.DRAW).unpack(jnp.asarray(step.sampling[0])))
 
 
 def value_of(column: np.ndarray, parameter: Parameter) -> float:

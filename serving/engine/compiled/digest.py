@@ -77,6 +77,7 @@ def source_files() -> list[Path]:
         "control/request",
         "control/sampling_parameters",
         "engine/stage",
+        "engine/draws",
         "engine/steps",
         "engine/compiled/preparation",
         "engine/compiled/digest",
