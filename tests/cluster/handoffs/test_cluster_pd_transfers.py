@@ -8,7 +8,7 @@ import pytest
 from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import assert_drawn_from, reference
 from tests.cluster.conftest import BLOCK_BYTES, Cluster, running, wait_until
-from tests.cluster.test_cluster_pd_tokens import IDLE_WITHIN_S, KINDS, NUM_TOKENS, generate
+from tests.cluster.handoffs.test_cluster_pd_tokens import IDLE_WITHIN_S, KINDS, NUM_TOKENS, generate
 from tests.engine_room import long_text
 from tests.sizes import BLOCK_SIZE
 
