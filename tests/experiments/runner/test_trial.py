@@ -133,7 +133,8 @@ async def test_a_run_does_not_go_on_with_another_model(tmp_path: Path, name: str
 
 
 async def test_a_server_that_ran_already_and_goes_away_ends_the_trial_with_what_it_has(tmp_path: Path):
-    sets = ("workload.num_requests=5000", "workload.rate_per_s=20", "warmup_requests=0")
+    """One client asks one after the other: once the third request has come, the first two have been answered."""
+    sets = ("workload.num_requests=50000", "workload.num_clients=1", "warmup_requests=0")
     scripted = Scripted()
     scripted.opened.set()
     scripted.awaited = 3
