@@ -12,13 +12,20 @@ Always `free + used + leased + quarantined == total`, per partition. A free bloc
 reused, it can be held again with what it has. Free blocks are reused in the order in which they became free, those
 worth keeping last: so release a chain from its end, and the end is lost first. What a block holds is known in
 `kv.prefix`; when a quarantine ends is the caller's decision.
-Source: PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4); vLLM's automatic prefix caching for the order.
+
+A block holds some tokens of one KV group's layers, and any block may be of any group: `BlockGroups` says of which group
+and which tokens each block of a sequence is.
+Source: PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4); vLLM's automatic prefix caching for the order,
+and its hybrid KV cache manager for groups that share a pool.
 """
 
 import enum
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+UNLIMITED_TOKENS = 1 << 62  # what blocks hold that are written round and round
 
 
 class BlockState(enum.Enum):
@@ -44,6 +51,95 @@ class PartitionCounts:
     @property
     def total(self) -> int:
         return self.free + self.used + self.leased + self.quarantined
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockGroup:
+    """A KV group as the bookkeeping sees it. A window and a bound come together, or neither."""
+
+    window: int | None = None  # how many tokens back from its own, itself included, a position sees; None: all
+    max_blocks: int | None = None  # that a sequence has of the group; None: as many as its tokens take
+
+    @classmethod
+    def bounded(cls, window: int, step_tokens: int, block_size: int) -> "BlockGroup":
+        """A group that a step writes at most so many tokens of a sequence to. Those, and what the first of them sees,
+        lie in blocks of their own, wherever in a block they begin.
+        """
+        return cls(window=window, max_blocks=-(-(window - 2 + step_tokens) // block_size) + 1)
+
+
+class Piece(NamedTuple):
+    """A block of a prompt that whoever goes on behind it needs: of which column, and its place in the sequence."""
+
+    column: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGroups:
+    """Which block of a sequence holds what. A column is as many tokens as a block has, counted from the beginning.
+
+    A sequence's blocks are one tuple in the order in which they are taken: for each column a block of each group. A
+    group that is bounded takes no more than its `max_blocks`, and its further columns are written over those, round and
+    round. So where there is one group without a bound, a block's place in the tuple is its column.
+    """
+
+    groups: tuple[BlockGroup, ...] = (BlockGroup(),)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a block's place is its column."""
+        return len(self.groups) == 1 and not self.is_bounded
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether blocks are written over while their sequence goes on."""
+        return any(group.max_blocks is not None for group in self.groups)
+
+    def num_blocks(self, num_columns: int) -> int:
+        """How many blocks a sequence of so many columns takes."""
+        if self.is_plain:
+            return num_columns
+        return sum(_bounded(num_columns, group) for group in self.groups)
+
+    def num_columns(self, num_blocks: int) -> int | None:
+        """For how many whole columns so many blocks are enough; None: for any number."""
+        num_columns = 0
+        for bound in sorted({group.max_blocks for group in self.groups if group.max_blocks is not None}):
+            if self.num_blocks(bound) > num_blocks:
+                break
+            num_columns = bound
+        num_growing = sum(group.max_blocks is None or group.max_blocks > num_columns for group in self.groups)
+        if not num_growing:
+            return None
+        return num_columns + (num_blocks - self.num_blocks(num_columns)) // num_growing
+
+    def place(self, group: int, column: int) -> int:
+        """Where the block of a group's column stands among the blocks of the sequence."""
+        bound = self.groups[group].max_blocks
+        own = column if bound is None else column % bound
+        beside = sum(other.max_blocks is None or other.max_blocks > own for other in self.groups[:group])
+        return self.num_blocks(own) + beside
+
+    def pieces(self, num_tokens: int, block_size: int) -> tuple[Piece, ...]:
+        """The blocks that the position behind so many tokens sees, in the order of columns, then of groups."""
+        num_columns = -(-num_tokens // block_size)
+        if self.is_plain:
+            return tuple(Piece(column, column) for column in range(num_columns))
+        firsts = [0 if g.window is None else max(0, num_tokens - g.window + 1) // block_size for g in self.groups]
+        return tuple(
+            Piece(column, self.place(group, column))
+            for column in range(num_columns)
+            for group, first in enumerate(firsts)
+            if column >= first
+        )
+
+
+PLAIN = BlockGroups()
+
+
+def _bounded(num_columns: int, group: BlockGroup) -> int:
+    return num_columns if group.max_blocks is None else min(num_columns, group.max_blocks)
 
 
 class _Partition:
@@ -111,17 +207,30 @@ class _Partition:
 class BlockPool:
     """The blocks of a worker. Ids count from 0 within a partition and mean nothing in another."""
 
-    def __init__(self, num_partitions: int, blocks_per_partition: int, block_size: int):
+    def __init__(self, num_partitions: int, blocks_per_partition: int, block_size: int, groups: BlockGroups = PLAIN):
         if min(num_partitions, blocks_per_partition, block_size) < 1:
             raise ValueError("a pool has at least one partition, one block per partition and one token per block")
         self.num_partitions = num_partitions
         self.blocks_per_partition = blocks_per_partition
         self.block_size = block_size
+        self.groups = groups
         self._lost: list[tuple[int, int]] = []  # (partition, block), until `take_lost`
         self._partitions = tuple(_Partition(blocks_per_partition) for _ in range(num_partitions))
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """How many blocks a sequence of so many tokens takes, of all groups together."""
+        return self.groups.num_blocks(-(-num_tokens // self.block_size))
+
+    def num_tokens_in(self, num_blocks: int) -> int:
+        """How long a sequence may be with so many blocks."""
+        if self.groups.is_plain:
+            return num_blocks * self.block_size
+        num_columns = self.groups.num_columns(num_blocks)
+        return UNLIMITED_TOKENS if num_columns is None else num_columns * self.block_size
+
+    def pieces(self, num_tokens: int) -> tuple[Piece, ...]:
+        """The blocks of a prompt of so many tokens that whoever decodes it needs."""
+        return self.groups.pieces(num_tokens, self.block_size)
 
     def num_free(self, partition: int) -> int:
         """Free blocks, those worth keeping included."""

@@ -68,11 +68,15 @@ class PrefixEvent:
 
 
 class PrefixCache:
-    """The names of the blocks in one worker's pool. A cache that is switched off knows none."""
+    """The names of the blocks in one worker's pool. A cache that is switched off knows none.
+
+    It is off where a model has several KV groups, or one with a window: a name stands for one block that is not written
+    over.
+    """
 
     def __init__(self, pool: BlockPool, *, is_on: bool = True):
         self._pool = pool
-        self._is_on = is_on
+        self.is_on = is_on and pool.groups.is_plain
         self._blocks: tuple[dict[BlockName, int], ...] = tuple({} for _ in range(pool.num_partitions))
         self._names: tuple[dict[int, BlockName], ...] = tuple({} for _ in range(pool.num_partitions))
         self._num_events = 0
@@ -104,7 +108,7 @@ class PrefixCache:
         A second block of the same name stays without one: it is free as soon as it is released.
         """
         self._forget_lost()
-        if not self._is_on or name in self._blocks[partition] or block in self._names[partition]:
+        if not self.is_on or name in self._blocks[partition] or block in self._names[partition]:
             return
         self._pool.keep(partition, block)
         self._blocks[partition][name] = block

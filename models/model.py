@@ -25,12 +25,14 @@ class Batch:
     """Rows of tokens of one sequence each: tiles of prompts, or decode slots.
 
     `positions` below 0 are padding. A row's tokens are consecutive, and rows of one sequence may share a step: every
-    row sees what all rows write.
+    row sees what all rows write. A row has a block table for each KV group, in the order of `Model.kv_groups`: the
+    block of position p is in column p // block_size. Where the group has a window, columns that lie wholly before a
+    row's window name blocks of something else: what is read there must be masked.
     """
 
     tokens: Int[Array, "n t"]
     positions: Int[Array, "n t"]
-    block_tables: Int[Array, "n m"]
+    block_tables: Int[Array, "n groups m"]
 
 
 @pytree
@@ -98,7 +100,7 @@ class Model(Protocol):
         ...
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
-        """The kinds of cache that its layers keep. The engine serves models with exactly one as yet."""
+        """The groups of layers that share block tables; each layer is in one of them."""
         ...
 
     def forward(

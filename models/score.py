@@ -16,7 +16,7 @@ from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.model import Batch
 from moonshard.models.registry import open_model
-from moonshard.models.spec import ModelError, matmul_precision
+from moonshard.models.spec import ModelError, matmul_precision, page_layers
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
@@ -75,7 +75,7 @@ class Scorer:
     def observe(self, tokens: Sequence[int]) -> Scored:
         """What the model makes of a prompt. ModelError for a token outside the vocabulary, or an empty prompt."""
         _check_tokens(tokens, self.config.vocab_size)
-        batch, count = _rows(tokens), len(tokens)
+        batch, count = _rows(tokens, len(self._groups)), len(tokens)
         logits, seen = self._run(self._weights, self._pages(batch), batch)
         layers = seen.hidden.shape[0]
         return Scored(
@@ -86,12 +86,12 @@ class Scorer:
         )
 
     def _pages(self, batch: Batch) -> Pages:
-        (group,) = self._groups
+        _, num_groups, num_columns = batch.block_tables.shape
         return allocate_pages(
-            batch.block_tables.shape[1],
-            group.num_layers,
+            num_groups * num_columns,
+            page_layers(self._groups, range(self.config.num_hidden_layers)),
             BLOCK_SIZE,
-            group.num_features,
+            self._groups[0].num_features,
             dtype=self._dtype,
             sharding=replicated(self._mesh),
         )
@@ -105,15 +105,15 @@ def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
             raise ModelError(f"tokens: {token} is outside the vocabulary of {vocab_size}")
 
 
-def _rows(tokens: Sequence[int]) -> Batch:
-    """One prompt as rows of `ROW_TOKENS` queries over one run of blocks."""
+def _rows(tokens: Sequence[int], num_groups: int) -> Batch:
+    """One prompt as rows of `ROW_TOKENS` queries over one run of blocks, as long for each KV group."""
     num_rows = -(-len(tokens) // ROW_TOKENS)
     padded = np.zeros(num_rows * ROW_TOKENS, np.int32)
     padded[: len(tokens)] = tokens
     positions = np.where(np.arange(len(padded)) < len(tokens), np.arange(len(padded)), -1).astype(np.int32)
-    blocks = np.arange(-(-len(padded) // BLOCK_SIZE), dtype=np.int32)
+    blocks = np.arange(num_groups * -(-len(padded) // BLOCK_SIZE), dtype=np.int32).reshape(1, num_groups, -1)
     return Batch(
         tokens=jnp.asarray(padded.reshape(num_rows, -1)),
         positions=jnp.asarray(positions.reshape(num_rows, -1)),
-        block_tables=jnp.asarray(np.tile(blocks, (num_rows, 1))),
+        block_tables=jnp.asarray(np.tile(blocks, (num_rows, 1, 1))),
     )

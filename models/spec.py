@@ -4,11 +4,13 @@ A parameter is declared once. Its abstract array, its sharding, its random initi
 Face checkpoint all follow from that one declaration (as in jax-llm-examples).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
+from moonshard.sharding.budget import KvPiece
 
 WeightFormat = Literal["bf16", "fp8", "int4-experts"]  # in a folder: what the budget counts, more than is served
 
@@ -19,17 +21,43 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvGroup:
-    """Layers that keep the same kind of cache: one array of pages."""
+    """Layers whose blocks are taken and given back together: a sequence has one block table for each group.
+
+    A block is one group's: so many tokens of all of its layers. Blocks of all groups have one shape, so that a pool
+    gives any block to any group. A group with fewer layers than another leaves the rest of its blocks unused: a model
+    makes its groups as even as it can. Source: vLLM's hybrid KV cache manager.
+    """
 
     name: str
-    kind: Literal["full", "window", "state"]
-    num_layers: int
-    num_features: int  # values per token and layer
+    layers: tuple[int, ...]  # of the model, ascending; layer i of a block is the i-th of them
+    num_features: int  # values per token and layer; the same in all groups of a model
     dtype: str
+    window: int | None = None  # how many tokens back from its own, itself included, a query sees; None: all of them
 
     @property
-    def bytes_per_token(self) -> int:
-        return self.num_layers * self.num_features * (2 if self.dtype == "bfloat16" else 4)
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def itemsize_bytes(self) -> int:
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
+    def layer_bytes_per_token(self) -> int:
+        return self.num_features * self.itemsize_bytes
+
+
+def kv_pieces(groups: Sequence[KvGroup]) -> tuple[KvPiece, ...]:
+    """What the groups keep of each token, for the budget of a mesh."""
+    return tuple(
+        KvPiece(layers=group.layers, layer_bytes_per_token=group.layer_bytes_per_token, window=group.window)
+        for group in groups
+    )
+
+
+def page_layers(groups: Sequence[KvGroup], layers: range) -> int:
+    """How many layers a block has where these layers of the model are: as many as the largest group has there."""
+    return max(sum(layer in layers for layer in group.layers) for group in groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,6 +29,15 @@ class WeightPiece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvPiece:
+    """What a KV group keeps of each token. Blocks of all groups have the shape of the largest, on every stage."""
+
+    layers: tuple[int, ...]
+    layer_bytes_per_token: int
+    window: int | None = None  # of how many of a sequence's last tokens; None: of all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPieces:
     """All weights of a model, by where a pipeline may be cut."""
 
@@ -38,7 +47,7 @@ class ModelPieces:
     tied: tuple[
         WeightPiece, ...
     ] = ()  # of the first that are needed behind the layers too, by a stage that is not the first
-    kv_bytes_per_token: int  # of one layer
+    kv: tuple[KvPiece, ...]
 
     @property
     def num_bytes(self) -> float:
@@ -53,7 +62,7 @@ class StageBudget:
     weight_bytes: float
     workspace_bytes: int
     headroom_bytes: float  # for KV; below 0 where the weights alone do not fit
-    kv_bytes_per_token: float
+    kv_bytes_per_token: float  # of a sequence's, on average
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,11 +93,22 @@ class Budget:
 Workspace = Callable[[MeshShape, Rules], int]  # bytes per device
 
 
-def budget(model: ModelPieces, mesh: MeshShape, rules: Rules, device_bytes: int, workspace: Workspace) -> Budget:
-    """What each device of the mesh holds. A mesh that does not fit says why instead of raising."""
+def budget(
+    model: ModelPieces,
+    mesh: MeshShape,
+    rules: Rules,
+    device_bytes: int,
+    workspace: Workspace,
+    context_tokens: int | None = None,
+) -> Budget:
+    """What each device of the mesh holds. A mesh that does not fit says why instead of raising.
+
+    Tokens are those of sequences of `context_tokens`, of which a group with a window keeps the last; None: of sequences
+    that fit into every window.
+    """
     try:
         check_rules(rules)
-        stages = _stages(model, mesh, rules, device_bytes, workspace(mesh, rules))
+        stages = _stages(model, mesh, rules, device_bytes, workspace(mesh, rules), context_tokens)
     except ValueError as error:  # a MeshError, or more stages than layers
         return Budget(mesh=mesh, rules=rules, reason=str(error))
     per_stage = mesh.num_devices // mesh.pipe
@@ -114,7 +134,12 @@ def ranked(budgets: Sequence[Budget]) -> list[Budget]:
 
 
 def _stages(
-    model: ModelPieces, mesh: MeshShape, rules: Rules, device_bytes: int, workspace_bytes: int
+    model: ModelPieces,
+    mesh: MeshShape,
+    rules: Rules,
+    device_bytes: int,
+    workspace_bytes: int,
+    context_tokens: int | None,
 ) -> tuple[StageBudget, ...]:
     before, layers, after = _weights_on_a_device(model, mesh, rules)
     num_token_shards = mesh.tensor if rules.kv_tokens else 1
@@ -127,10 +152,22 @@ def _stages(
                 weight_bytes=weights,
                 workspace_bytes=workspace_bytes,
                 headroom_bytes=device_bytes - weights - workspace_bytes,
-                kv_bytes_per_token=len(own) * model.kv_bytes_per_token / num_token_shards,
+                kv_bytes_per_token=_kv_bytes_per_token(model, own, context_tokens) / num_token_shards,
             )
         )
     return tuple(stages)
+
+
+def _kv_bytes_per_token(model: ModelPieces, layers: range, context_tokens: int | None) -> float:
+    """Bytes of a token in all groups' blocks on a stage of these layers."""
+    largest = max(sum(layer in layers for layer in piece.layers) for piece in model.kv)
+    return largest * math.fsum(piece.layer_bytes_per_token * _share_kept(piece, context_tokens) for piece in model.kv)
+
+
+def _share_kept(piece: KvPiece, context_tokens: int | None) -> float:
+    if piece.window is None or context_tokens is None:
+        return 1.0
+    return min(1.0, piece.window / context_tokens)
 
 
 def stage_layers(model: ModelPieces, mesh: MeshShape, rules: Rules) -> tuple[range, ...]:

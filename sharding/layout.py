@@ -8,7 +8,7 @@ the same bytes came to have them.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -78,6 +78,10 @@ class Layout:
     version: int
     groups: tuple[GroupLayout, ...]
 
+    def of_group(self, index: int) -> "Layout":
+        """One of the groups by itself."""
+        return Layout(version=self.version, groups=(self.groups[index],))
+
 
 def tile_group(
     block: BlockShape,
@@ -126,6 +130,14 @@ def check_same_blocks(source: Layout, destination: Layout) -> None:
             pair = getattr(ours, field.name), getattr(theirs, field.name)
             if pair[0] != pair[1]:
                 raise LayoutMismatch(field.name, f"group {ours.name}: source {pair[0]}, destination {pair[1]}")
+
+
+def check_alike(side: Side, layout: Layout) -> None:
+    """LayoutMismatch unless blocks of all groups are cut in the same way, so that a cell takes any of them."""
+    first = layout.groups[0]
+    for group in layout.groups[1:]:
+        if group.shards != first.shards or replace(group.block, name=first.block.name) != first.block:
+            raise LayoutMismatch(side, f"blocks of group {group.block.name} are not cut as those of {first.block.name}")
 
 
 def owners_by_tile(side: Side, group: GroupLayout) -> dict[Tile, list[int]]:

@@ -57,7 +57,7 @@ class Reference:
         batch = Batch(
             tokens=jnp.asarray(padded.reshape(rows, ROW)),
             positions=jnp.asarray(positions.reshape(rows, ROW)),
-            block_tables=jnp.asarray(np.tile(np.arange(rows, dtype=np.int32), (rows, 1))),
+            block_tables=jnp.asarray(np.tile(np.arange(rows, dtype=np.int32), (rows, 1, 1))),
         )
         (group,) = self.model.kv_groups("float32")
         pages = allocate_pages(

@@ -22,7 +22,7 @@ from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.model import Batch, Model
 from moonshard.models.registry import open_model
-from moonshard.models.spec import ModelError, matmul_precision
+from moonshard.models.spec import ModelError, matmul_precision, page_layers
 from moonshard.serving.engine.loading import backend_for
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
@@ -94,12 +94,13 @@ class GreedyModel:
         self._width = num_blocks_of(max_context_tokens)  # of a block table
         self._blocks = Blocks(NUM_SLOTS * self._width)
         self._weights: Any = weights.load(params, checkpoint, dtype, mesh)
-        (group,) = model.kv_groups(dtype)
+        groups = model.kv_groups(dtype)
+        self._num_groups = len(groups)
         self._pages = allocate_pages(
-            self._blocks.num_blocks,
-            group.num_layers,
+            self._num_groups * self._blocks.num_blocks,
+            page_layers(groups, range(model.config.num_hidden_layers)),
             BLOCK_SIZE,
-            group.num_features,
+            groups[0].num_features,
             dtype=dtype,
             sharding=replicated(mesh),
         )
@@ -202,7 +203,9 @@ class GreedyModel:
         return np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros((num_rows, self._width), np.int32)
 
     def _launch(self, tokens: np.ndarray, positions: np.ndarray, tables: np.ndarray, last: np.ndarray) -> np.ndarray:
-        batch = Batch(tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), block_tables=jnp.asarray(tables))
+        first = np.arange(self._num_groups, dtype=np.int32)[:, None] * self._blocks.num_blocks  # of each KV group
+        of_groups = tables[:, None] + first
+        batch = Batch(tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), block_tables=jnp.asarray(of_groups))
         drawn, self._pages, loads = self._step(self._weights, self._pages, batch, last)
         self.expert_loads += np.asarray(loads)
         return np.asarray(drawn)

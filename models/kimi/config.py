@@ -67,10 +67,8 @@ class KimiConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
-        latent = KvGroup(
-            name="latent", kind="full", num_layers=self.num_hidden_layers, num_features=self.latent_size, dtype=dtype
-        )
-        return (latent,)
+        layers = tuple(range(self.num_hidden_layers))
+        return (KvGroup(name="latent", layers=layers, num_features=self.latent_size, dtype=dtype),)
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any]) -> "KimiConfig":

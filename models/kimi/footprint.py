@@ -13,7 +13,7 @@ import jax
 from moonshard.models.attention import KEYS_PER_STEP
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.weights import declare
-from moonshard.models.spec import Param, StepSize, WeightFormat
+from moonshard.models.spec import Param, StepSize, WeightFormat, kv_pieces
 from moonshard.models.weights import is_param
 from moonshard.sharding.budget import ModelPieces, WeightPiece
 from moonshard.sharding.rules import Rules
@@ -33,13 +33,12 @@ def pieces(config: KimiConfig, weight_format: WeightFormat) -> ModelPieces:
         if stack is not None:
             one = (*_of_layer(stack, weight_format), *_of_layer(experts, weight_format, is_experts=True))
             layers += [one] * stack.mlp_norm.shape[0]
-    (group,) = config.kv_groups("bfloat16")
     return ModelPieces(
         first=_whole(weights.embed),
         layers=tuple(layers),
         last=_whole((weights.norm, weights.head)),
         tied=_whole(weights.embed) if weights.head is None else (),
-        kv_bytes_per_token=group.num_features * BYTES,
+        kv=kv_pieces(config.kv_groups("bfloat16")),
     )
 
 

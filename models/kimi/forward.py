@@ -47,7 +47,7 @@ def attend_paged(
     shard: Shard = ALONE,
 ) -> tuple[Float[Array, "n t h r"], Pages]:
     """Writes the tokens' latents, then attends over everything written."""
-    tables, positions = batch.block_tables, batch.positions
+    tables, positions = batch.block_tables[:, 0], batch.positions  # of the only group
     cut = TokenCut(part=shard.part("kv_tokens"), num_parts=shard.num_parts("kv_tokens"))
     pages = write_tokens(pages, layer, tables, positions, features, cut)
     if cut.num_parts == 1:

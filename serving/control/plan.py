@@ -48,6 +48,8 @@ class LoadPlan:
 class PrefillChunk:
     """Tokens of one sequence at positions `start, start + 1, ...`, whose KV is computed and written.
 
+    `block_table` has the sequence's blocks, of all KV groups, as `kv.blocks.BlockGroups` orders them.
+
     `samples` is empty before the last chunk. On the last it names each sequence that draws its next token, at position
     `start + len(tokens)`, from the last token's logits: this one first, then those forked from it. `allowed` has for
     each of them the mask of its one position, or None; it is empty where none has one.

@@ -38,6 +38,8 @@ class StepEncoder:
         self._shapes = shapes
         self._bucket_for = bucket_for or (lambda kind, size: smallest(shapes.buckets[kind], size))
         self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
+        groups, columns = shapes.groups, range(shapes.blocks_per_sequence)
+        self._places = [np.array([groups.place(g, c) for c in columns]) for g in range(len(groups.groups))]
         decode, draw = shapes.layout(StepKind.DECODE, shapes.slots_per_partition), self._layouts[StepKind.DRAW, 0]
         self._blank_rows = decode.blank()[1] | draw.blank()[1]
         _, rows = decode.blank(shapes.num_partitions)
@@ -117,7 +119,17 @@ class StepEncoder:
         fields["tokens"].reshape(-1)[begin : begin + count] = chunk.tokens
         fields["positions"].reshape(-1)[begin : begin + count] = np.arange(chunk.start, chunk.start + count)
         rows = slice(first_row, first_row + self._num_rows(chunk))
-        fields["block_tables"][rows, : len(chunk.block_table)] = chunk.block_table
+        self._write_table(fields["block_tables"][rows], chunk.block_table)
+
+    def _write_table(self, rows: np.ndarray, blocks: tuple[int, ...]) -> None:
+        """Writes a sequence's blocks into [..., groups, columns], each under all columns that it is for."""
+        if self._shapes.groups.is_plain:
+            rows[..., 0, : len(blocks)] = blocks
+            return
+        found = np.asarray(blocks, np.int32)
+        for group, places in enumerate(self._places):
+            is_there = places < len(blocks)
+            rows[..., group, is_there] = found[places[is_there]]
 
     def _encode_decode(self, plan: DecodePlan) -> Step:
         by_partition = self._by_partition(plan.rows)
@@ -160,7 +172,7 @@ class StepEncoder:
         if written is None or written[0] is not row.sequence:  # an equal id may be of another request
             _write_sampling(fields, index, row.request, row.sequence.choice)
         if written is None or written[1] is not row.block_table:
-            fields["block_tables"][index, : len(row.block_table)] = row.block_table
+            self._write_table(fields["block_tables"][index], row.block_table)
         self._written[partition][index] = (row.sequence, row.block_table)
         # preempted, a sequence may come back to its row in another slot
         fields["slot"][index] = fields["sample_slot"][index] = row.slot.index

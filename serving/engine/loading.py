@@ -61,12 +61,13 @@ class LoadedModel:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one whole block, of all KV groups together."""
-        blocks = [group.block for group in self.layout.groups]
-        return sum(b.num_layers * b.block_size * b.num_features * b.itemsize_bytes for b in blocks)
+        """Bytes of one whole block, whichever KV group it is of."""
+        block = self.layout.groups[0].block
+        return block.num_layers * block.block_size * block.num_features * block.itemsize_bytes
 
     def block_pool(self) -> BlockPool:
-        return BlockPool(self.pool.num_partitions, self.pool.blocks_per_partition, self.block_size)
+        pool = self.pool
+        return BlockPool(pool.num_partitions, pool.blocks_per_partition, self.block_size, self.shapes.groups)
 
     def scheduler_config(self, config: Config) -> SchedulerConfig:
         return SchedulerConfig(
@@ -155,7 +156,12 @@ def _load_model(
         vocab_size=model.config.vocab_size,
         dtype=dtype,
         fingerprint=checkpoint.fingerprint,
-        layout=slab_layout(model.kv_groups(dtype), config.kv.block_size, shard, [len(part.layers) for part in parts]),
+        layout=slab_layout(
+            model.kv_groups(dtype),
+            config.kv.block_size,
+            shard,
+            [stage.blueprint.num_page_layers for stage in programs.stages],
+        ),
         preparation=preparation,
         load_s=load_s,
         compile_s=timings.now_s - begun_s,

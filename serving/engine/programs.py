@@ -82,7 +82,7 @@ class Programs:
     def __init__(self, shapes: StepShapes, stages: Sequence[Stage]):
         self.shapes = shapes
         self.stages = tuple(stages)
-        ends = list(itertools.accumulate(len(stage.part.layers) for stage in stages))
+        ends = list(itertools.accumulate(stage.blueprint.num_page_layers for stage in stages))
         self._layers = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self._layouts = {key: shapes.layout(*key) for key in ((StepKind.LOAD, 0), (StepKind.DRAW, 0))}
         self._due: list[_Due] = []  # at most one for each slot, oldest first

@@ -25,7 +25,7 @@ from moonshard.models import sampling
 from moonshard.models.experts import moe
 from moonshard.models.model import Batch, Model
 from moonshard.models.sampling import SlotState
-from moonshard.models.spec import matmul_precision
+from moonshard.models.spec import matmul_precision, page_layers
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 from moonshard.serving.engine import draws
 from moonshard.serving.engine.draws import DRAWN_COLUMNS, Fields
@@ -77,7 +77,9 @@ class Blueprint:
             raise ValueError(f"decode programs have rows of 1 position, not {shapes.q_len}")
         self.part = part
         self.shapes = shapes
-        self.shards = BlockShards(part.mesh, part.shard, num_layers=len(part.layers), block_size=block_size)
+        self._groups = part.model.kv_groups(dtype)
+        self.num_page_layers = page_layers(self._groups, part.layers)
+        self.shards = BlockShards(part.mesh, part.shard, num_layers=self.num_page_layers, block_size=block_size)
         self.by_partition = NamedSharding(part.mesh, BY_PARTITION)
         self._num_blocks = shapes.num_partitions * blocks_per_partition
         self._block_size = block_size
@@ -86,13 +88,12 @@ class Blueprint:
     def empty_state(self) -> DeviceState:
         """Allocates pages and slots."""
         part, num_slots = self.part, self.shapes.num_partitions * self.shapes.slots_per_partition
-        (group,) = part.model.kv_groups(self._dtype)
         vocab_size = part.model.config.vocab_size
         pages = allocate_pages(
             self._num_blocks,
-            len(part.layers),
+            self.num_page_layers,
             self._block_size,
-            group.num_features,
+            self._groups[0].num_features,
             dtype=self._dtype,
             sharding=NamedSharding(part.mesh, self.shards.pages),
         )
@@ -162,8 +163,7 @@ class Blueprint:
 
     def _payload(self, bucket: int) -> jax.ShapeDtypeStruct:
         """Blocks of one partition, as `shards.spread` places them."""
-        (group,) = self.part.model.kv_groups(self._dtype)
-        shape = (bucket, len(self.part.layers), self._block_size, group.num_features)
+        shape = (bucket, self.num_page_layers, self._block_size, self._groups[0].num_features)
         return self.shards.abstract_payload(shape, self._dtype)
 
     def _abstract_state(self) -> Any:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moonshard.kv.blocks import PLAIN, BlockGroups
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Parameter
 
@@ -108,7 +109,8 @@ class StepShapes:
 
     num_partitions: int = 1
     slots_per_partition: int
-    blocks_per_sequence: int
+    blocks_per_sequence: int  # columns of a block table
+    groups: BlockGroups = PLAIN
     max_context_tokens: int
     q_tile: int  # queries per row of a prefill: a row belongs to one sequence
     q_len: int = 1  # positions per row of a decode, at most
@@ -158,7 +160,7 @@ class StepShapes:
             (
                 Field("tokens", (rows, self.q_tile)),
                 Field("positions", (rows, self.q_tile), neutral=-1),  # below 0: padding
-                Field("block_tables", (rows, self.blocks_per_sequence)),
+                self._tables(rows),
                 Field("sample_from", (num_slots,)),  # flat index into tokens
             )
         )
@@ -170,10 +172,13 @@ class StepShapes:
             (
                 Field("slot", (rows,), neutral=self.slots_per_partition),  # slots_per_partition: padding
                 Field("positions", (rows,), neutral=-1),  # of the input token; below 0: padding
-                Field("block_tables", (rows, self.blocks_per_sequence)),
+                self._tables(rows),
                 *q_len,
             )
         )
+
+    def _tables(self, rows: int) -> Field:
+        return Field("block_tables", (rows, len(self.groups.groups), self.blocks_per_sequence))
 
     def _draw(self) -> StepLayout:
         """The fields of draws: the same for prefills and decodes of every bucket, so that draws are compiled once."""

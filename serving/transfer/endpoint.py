@@ -24,6 +24,7 @@ from moonshard.sharding.layout import (
     ShardLayout,
     Span,
     Tile,
+    check_alike,
 )
 
 MAX_SHARDS = 1024  # of a partition: what a plan takes grows with their square
@@ -50,7 +51,7 @@ class Endpoint:
 
 
 def plan_to(source: Endpoint, destination: Endpoint) -> reshard.Template:
-    """How a block goes from one slab to the other.
+    """How a block goes from one slab to the other, whichever KV group it is of.
 
     Raises:
         FailedPrecondition: naming the field in which the two differ.
@@ -60,7 +61,10 @@ def plan_to(source: Endpoint, destination: Endpoint) -> reshard.Template:
         if ours != theirs:
             raise FailedPrecondition(f"{field} is {theirs!r} there and {ours!r} here", field=field)
     try:
-        return reshard.plan(source.layout, destination.layout)
+        reshard.plan(source.layout, destination.layout)  # for what it raises: of every group
+        check_alike("source", source.layout)
+        check_alike("destination", destination.layout)
+        return reshard.plan(source.layout.of_group(0), destination.layout.of_group(0))
     except LayoutMismatch as error:
         raise FailedPrecondition(str(error), field=error.field) from error
 

@@ -1,11 +1,11 @@
 """The block pool against a model that keeps every block's state in a plain dictionary."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moonshard.kv.blocks import BlockMisuse, BlockPool, PartitionCounts
+from moonshard.kv.blocks import BlockGroup, BlockGroups, BlockMisuse, BlockPool, PartitionCounts
 
 
 def test_allocation_is_all_or_nothing():
@@ -137,3 +137,78 @@ class Pools(RuleBasedStateMachine):
 
 TestPools = Pools.TestCase
 TestPools.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# ---- groups
+
+GROUPS = st.lists(
+    st.one_of(
+        st.just(BlockGroup()), st.builds(BlockGroup.bounded, st.integers(2, 20), st.integers(1, 12), st.integers(1, 5))
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def in_the_order_of_taking(groups: list[BlockGroup], num_columns: int) -> list[tuple[int, int]]:
+    """(group, column) of each block, as a sequence takes them that grows column by column."""
+    order = list[tuple[int, int]]()
+    for column in range(num_columns):
+        order += ((i, column) for i, group in enumerate(groups) if column < (group.max_blocks or num_columns))
+    return order
+
+
+@given(groups=GROUPS, num_columns=st.integers(0, 30))
+def test_blocks_stand_in_the_order_in_which_columns_take_them(groups: list[BlockGroup], num_columns: int):
+    found, order = BlockGroups(tuple(groups)), in_the_order_of_taking(groups, num_columns)
+    assert found.num_blocks(num_columns) == len(order)
+    for i, group in enumerate(groups):
+        for column in range(num_columns):
+            own = column if group.max_blocks is None else column % group.max_blocks
+            assert found.place(i, column) == order.index((i, own))
+
+
+@given(groups=GROUPS, num_blocks=st.integers(0, 60))
+def test_as_many_columns_fit_as_their_blocks_do(groups: list[BlockGroup], num_blocks: int):
+    found = BlockGroups(tuple(groups))
+    num_columns = found.num_columns(num_blocks)
+    if num_columns is None:
+        assert all(group.max_blocks is not None for group in groups)
+        assert found.num_blocks(1000) <= num_blocks
+    else:
+        assert found.num_blocks(num_columns) <= num_blocks < found.num_blocks(num_columns + 1)
+
+
+@given(window=st.integers(1, 40), step=st.integers(1, 20), size=st.integers(1, 9), start=st.integers(0, 200))
+def test_a_step_writes_over_nothing_that_it_or_a_later_one_sees(window: int, step: int, size: int, start: int):
+    group = BlockGroup.bounded(window, step, size)
+    columns = {position // size for position in range(max(0, start - window + 1), start + step)}
+    assert group.max_blocks is not None
+    assert len({column % group.max_blocks for column in columns}) == len(columns)
+
+
+@given(window=st.integers(2, 40), step=st.integers(1, 20), size=st.integers(1, 9))
+def test_a_bound_is_no_larger_than_some_step_needs(window: int, step: int, size: int):
+    starts = range(window, window + size)
+    needed = max(len({position // size for position in range(start - window + 1, start + step)}) for start in starts)
+    assert BlockGroup.bounded(window, step, size).max_blocks == needed
+
+
+@given(groups=GROUPS, num_tokens=st.integers(1, 60), size=st.integers(1, 5))
+def test_the_pieces_of_a_prompt_are_the_blocks_that_the_next_position_sees(
+    groups: list[BlockGroup], num_tokens: int, size: int
+):
+    found = BlockGroups(tuple(groups))
+    seen = set[tuple[int, int]]()
+    for i, group in enumerate(groups):
+        first = 0 if group.window is None else max(0, num_tokens - group.window + 1)
+        seen |= {(position // size, found.place(i, position // size)) for position in range(first, num_tokens)}
+    pieces = found.pieces(num_tokens, size)
+    assert set(pieces) == seen
+    assert len(pieces) == len(seen)
+    assert [piece.column for piece in pieces] == sorted(piece.column for piece in pieces)
+
+
+def test_one_group_without_a_window_has_its_columns_as_places():
+    assert BlockGroups().pieces(20, 8) == ((0, 0), (1, 1), (2, 2))
+    assert BlockPool(1, 4, 8).num_tokens_in(3) == 24

@@ -96,7 +96,7 @@ def compiled_forward(name: str):
     @jax.jit
     def run(loaded, pages, tokens, positions, tables):
         with jax.default_matmul_precision("highest"):
-            batch = Batch(tokens=tokens, positions=positions, block_tables=tables)
+            batch = Batch(tokens=tokens, positions=positions, block_tables=tables[:, None])
             hidden, pages, _ = forward(model.config, loaded, pages, batch)
             return unembed(loaded, hidden.reshape(-1, hidden.shape[-1])), pages
 
@@ -186,7 +186,7 @@ def dense_only_logits(dtype: str, tokens: np.ndarray) -> np.ndarray:
         return unembed(loaded, hidden[0]), pages
 
     positions, table = jnp.arange(len(tokens))[None], jnp.asarray([[1, 0]])
-    batch = Batch(tokens=jnp.asarray(tokens)[None], positions=positions, block_tables=table)
+    batch = Batch(tokens=jnp.asarray(tokens)[None], positions=positions, block_tables=table[:, None])
     logits, pages = run(in_dtype(loaded, dtype), pages, batch)
     assert pages.dtype == jnp.dtype(dtype)
     return np.asarray(logits)

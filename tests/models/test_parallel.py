@@ -71,7 +71,7 @@ def a_batch(seed: int = 0) -> Batch:
     return Batch(
         tokens=jnp.asarray(random.integers(0, CONFIG.vocab_size, (ROWS, TOKENS)), jnp.int32),
         positions=jnp.asarray(positions, jnp.int32),
-        block_tables=jnp.zeros((ROWS, 1), jnp.int32),
+        block_tables=jnp.zeros((ROWS, 1, 1), jnp.int32),
     )
 
 
@@ -81,7 +81,7 @@ def run(
     """Logits [rows, t, v] and pages [rows, layers, block, features], one block to a row."""
     per_partition = ROWS // mesh.num_partitions
     tables = np.tile(np.arange(per_partition, dtype=np.int32), mesh.num_partitions)[:, None]
-    batch = replace(batch, block_tables=jnp.asarray(tables))
+    batch = replace(batch, block_tables=jnp.asarray(tables)[:, None])
     shard, found, pages = Shard(mesh=mesh, rules=rules), None, []
     for index, layers in enumerate(split_stages(Kimi(CONFIG), shard)):
         found, own_pages = run_stage(shard, index, layers, batch, found, placement)

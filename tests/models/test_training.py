@@ -35,7 +35,9 @@ def batch_of(num_rows, num_tokens):
     positions = np.tile(np.arange(num_tokens, dtype=np.int32), (num_rows, 1))
     tokens = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(num_rows, num_tokens), dtype=np.int32)
     tables = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
-    return Batch(tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), block_tables=jnp.asarray(tables))
+    return Batch(
+        tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), block_tables=jnp.asarray(tables)[:, None]
+    )
 
 
 def draw(num_rows, num_tokens, seed=0):

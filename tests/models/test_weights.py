@@ -68,7 +68,7 @@ def test_a_sharded_forward_gives_the_logits_of_hugging_face(shape):
             return unembed(loaded, hidden[0])
 
     ids = jnp.asarray(ref["ids1"], jnp.int32)[None]
-    batch = Batch(tokens=ids, positions=jnp.asarray(np.arange(ids.size)[None]), block_tables=jnp.asarray([[1, 0]]))
+    batch = Batch(tokens=ids, positions=jnp.asarray(np.arange(ids.size)[None]), block_tables=jnp.asarray([[[1, 0]]]))
     np.testing.assert_allclose(run(loaded, pages, batch), ref["logits1"], atol=LOGIT_TOLERANCE)
 
 

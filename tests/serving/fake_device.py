@@ -3,13 +3,14 @@
 It draws tokens from (seed, choice, absolute position) alone, so that the right output of a request is known without
 running it, and it keeps the contents of every block. A stale block, a wrong fork, a slot handed on too early or a
 position off by one shows as contents that are not the sequence's own tokens. How many tokens a row of a decode step
-emits is the script's; of its guesses those that are not emitted are wrong, and stay in the blocks. A plan has run when
-`run` returns.
+emits is the script's; of its guesses those that are not emitted are wrong, and stay in the blocks. Of a KV group with
+a window it looks at what the window has. A plan has run when `run` returns.
 """
 
 import zlib
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 
+from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.plan import (
     CopyPlan,
     DecodePlan,
@@ -25,6 +26,7 @@ from moonshard.serving.control.request import FinishReason, Request, SequenceId,
 
 VOCAB_SIZE = 12
 WRONG = -1  # a guess that the model does not confirm
+GROUP = 1000  # what tells a token of one KV group from the same token of the one before
 
 
 def truth(request: Request, choice: int, position: int) -> int:
@@ -53,8 +55,8 @@ def true_output(request: Request, choice: int) -> tuple[list[int], FinishReason]
 class FakeDevice:
     """Runs plans at once, in launch order, and refuses any that would read or write something wrong."""
 
-    def __init__(self, block_size: int, num_emitted: Callable[[DecodeRow], int] = lambda row: 1):
-        self.block_size = block_size
+    def __init__(self, pool: BlockPool, num_emitted: Callable[[DecodeRow], int] = lambda row: 1):
+        self.pool, self.groups, self.block_size = pool, pool.groups, pool.block_size
         self.num_emitted = num_emitted
         self.pages: dict[tuple[int, int], list[int | None]] = {}
         self.last_token: dict[SlotId, tuple[SequenceId, int]] = {}
@@ -105,22 +107,40 @@ class FakeDevice:
         The first `num_held` are there, but for those `due`, (partition, block): a step writes them that was decided
         before, and that therefore runs before any step that reads them.
         """
-        for index, block in enumerate(block_table):
-            content = list(request.prompt[index * self.block_size : (index + 1) * self.block_size])
+        for block in block_table[num_held:]:
+            self.pages[partition, block] = [None] * self.block_size
+        for index, piece in enumerate(self.pool.pieces(len(request.prompt))):
+            block, begin = block_table[piece.place], piece.column * self.block_size
+            (group,) = (g for g in self.all_groups if self.groups.place(g, piece.column) == piece.place)
+            content = [token + GROUP * group for token in request.prompt[begin : begin + self.block_size]]
             if index < num_held:
                 assert (partition, block) in due or self.pages[partition, block] == content
             else:
                 self.pages[partition, block] = content + [None] * (self.block_size - len(content))
 
     def write(self, item: PrefillChunk | DecodeRow, position: int, token: int) -> None:
-        block = item.block_table[position // self.block_size]
-        page = self.pages.setdefault((item.slot.partition, block), [None] * self.block_size)
-        page[position % self.block_size] = token
+        for group in self.all_groups:
+            self.page(item, group, position)[position % self.block_size] = token + GROUP * group
+
+    def page(self, item: PrefillChunk | DecodeRow, group: int, position: int) -> list[int | None]:
+        block = item.block_table[self.groups.place(group, position // self.block_size)]
+        return self.pages.setdefault((item.slot.partition, block), [None] * self.block_size)
+
+    @property
+    def all_groups(self) -> range:
+        return range(len(self.groups.groups))
 
     def check_kv(self, item: PrefillChunk | DecodeRow, num_tokens: int) -> None:
-        num_blocks = -(-num_tokens // self.block_size)
-        held = [token for b in item.block_table[:num_blocks] for token in self.pages[item.slot.partition, b]]
-        assert held[:num_tokens] == true_tokens(item.request, item.sequence.choice, num_tokens)
+        """All that the first position of a chunk or of a row sees is there, up to so many tokens of the sequence."""
+        right = true_tokens(item.request, item.sequence.choice, num_tokens)
+        first = item.start if isinstance(item, PrefillChunk) else item.position
+        for group, window in enumerate(group.window for group in self.groups.groups):
+            seen = range(0 if window is None else max(0, first - window + 1), num_tokens)
+            held = list(self.held(item, group, seen))
+            assert held == [right[position] + GROUP * group for position in seen]
+
+    def held(self, item: PrefillChunk | DecodeRow, group: int, positions: range) -> Iterator[int | None]:
+        return (self.page(item, group, position)[position % self.block_size] for position in positions)
 
     def draw(self, request: Request, id: SequenceId, slot: SlotId, position: int) -> int:
         token = truth(request, id.choice, position)

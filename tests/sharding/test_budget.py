@@ -12,7 +12,7 @@ from moonshard.models.kimi.footprint import pieces
 from moonshard.models.kimi.weights import declare
 from moonshard.models.shapes import KNOWN
 from moonshard.models.weights import abstract, is_param
-from moonshard.sharding.budget import Budget, ModelPieces, WeightPiece, all_meshes, budget, ranked
+from moonshard.sharding.budget import Budget, KvPiece, ModelPieces, WeightPiece, all_meshes, budget, ranked
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.rules import DECODE, PREFILL, Rules, context_parallel
 from moonshard.sharding.shape import MeshShape
@@ -134,7 +134,9 @@ def _divisors(number: int) -> list[int]:
 
 def test_stages_hold_as_many_tokens_as_the_tightest_of_them():
     layer = (WeightPiece(axes=("embed",), shape=(1000,), bits=8.0),)
-    model = ModelPieces(first=layer, layers=(layer,) * 4, last=(), kv_bytes_per_token=10)
+    model = ModelPieces(
+        first=layer, layers=(layer,) * 4, last=(), kv=(KvPiece(layers=tuple(range(4)), layer_bytes_per_token=10),)
+    )
     found = of(MeshShape(pipe=2), model, device_bytes=4000)
     assert [stage.num_layers for stage in found.stages] == [2, 2]
     assert [stage.weight_bytes for stage in found.stages] == [3000, 2000]

@@ -18,6 +18,7 @@ from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.model import Batch, Model
 from moonshard.models.registry import open_model
+from moonshard.models.spec import page_layers
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 
@@ -85,10 +86,11 @@ def _logits(model: Model, backend: moe.Backend, loaded: Any, pages: jax.Array, b
 def _feed(model: Model, loaded: Any, run: Any, fed: np.ndarray) -> np.ndarray:
     """All but the last few tokens as one padded chunk, the others one by one: logits [T, vocab]."""
     everywhere = replicated(build_mesh(MeshShape()))
-    (group,) = model.kv_groups("float32")
-    shape = (NUM_BLOCKS, group.num_layers, BLOCK_SIZE, group.num_features)
+    groups, num_layers = model.kv_groups("float32"), model.config.num_hidden_layers
+    num_blocks = len(groups) * NUM_BLOCKS
+    shape = (num_blocks, page_layers(groups, range(num_layers)), BLOCK_SIZE, groups[0].num_features)
     pages = allocate_pages(*shape, dtype="float32", sharding=everywhere)
-    table = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32)
+    table = np.random.default_rng(0).permutation(num_blocks).reshape(len(groups), NUM_BLOCKS)
     count, size = len(fed) - DECODED, 128
     tokens, positions = np.zeros(size, np.int32), np.full(size, -1, np.int32)
     tokens[:count], positions[:count] = fed[:count], np.arange(count)

@@ -106,7 +106,7 @@ def attention_rows(bench: Bench, pages: Pages) -> Iterator[Row]:
         queries = jax.random.normal(jax.random.key(bench.seed), shape, DTYPE)
         for context in bench.sizes.context_tokens:
             step = decode_batch(bench.sizes, batch, context, bench.seed)
-            call = functools.partial(attend, queries, pages, jnp.int32(0), step.block_tables, step.positions)
+            call = functools.partial(attend, queries, pages, jnp.int32(0), step.block_tables[:, 0], step.positions)
             work = attention_work(model, [(context, context + 1)] * batch, ITEM_BYTES)
             yield Row(
                 name=f"attention, batch {batch}, context {context}",

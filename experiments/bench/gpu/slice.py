@@ -125,7 +125,7 @@ def _batch(tokens: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> Bat
     return Batch(
         tokens=jnp.asarray(tokens, jnp.int32),
         positions=jnp.asarray(positions, jnp.int32),
-        block_tables=jnp.asarray(tables, jnp.int32),
+        block_tables=jnp.asarray(tables[:, None], jnp.int32),  # of the only KV group
     )
 
 

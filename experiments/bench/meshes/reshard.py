@@ -32,7 +32,7 @@ from moonshard.sharding.reshard import expand, plan
 from moonshard.sharding.shard import Shard
 from moonshard.sharding.stages import split_layers
 
-K2 = KvGroup(name="latent", kind="full", num_layers=NUM_LAYERS, num_features=NUM_FEATURES, dtype=DTYPE)
+K2 = KvGroup(name="latent", layers=tuple(range(NUM_LAYERS)), num_features=NUM_FEATURES, dtype=DTYPE)
 NUM_SLOTS = 64 * NUM_BLOCKS  # of a slab, from which scattered blocks are drawn
 
 

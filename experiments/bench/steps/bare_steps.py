@@ -83,7 +83,7 @@ class BareSteps:
         return SlotId(index // per_partition, index % per_partition)
 
     def _block_table(self, index: int, num_tokens: int) -> tuple[int, ...]:
-        needed = -(-num_tokens // self._model.block_size)
+        needed = self._model.shapes.groups.num_blocks(-(-num_tokens // self._model.block_size))
         share = self._model.pool.blocks_per_partition // self._model.pool.slots_per_partition
         if needed > share:
             raise ValueError(f"{num_tokens} tokens in each slot need {needed} blocks; the pool has {share} for each")

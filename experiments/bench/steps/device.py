@@ -59,15 +59,18 @@ def _measure_writes(config: Config, model: "LoadedModel", plan: Plan) -> list[Me
     from moonshard.sharding.mesh import build_mesh, replicated
 
     _, served = open_model(config.model.path)
-    (group,) = served.kv_groups(model.dtype)
-    return measure_writes(
-        group,
-        num_blocks=model.pool.num_partitions * model.pool.blocks_per_partition,
-        block_size=model.block_size,
-        num_slots=model.pool.num_slots,
-        sharding=replicated(build_mesh(config.decode.mesh)),
-        repeats=plan.repeats,
-    )
+    return [
+        each
+        for group in served.kv_groups(model.dtype)
+        for each in measure_writes(
+            group,
+            num_blocks=model.pool.num_partitions * model.pool.blocks_per_partition,
+            block_size=model.block_size,
+            num_slots=model.pool.num_slots,
+            sharding=replicated(build_mesh(config.decode.mesh)),
+            repeats=plan.repeats,
+        )
+    ]
 
 
 if __name__ == "__main__":

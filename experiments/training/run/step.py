@@ -166,7 +166,7 @@ def _logits(
     batch = Batch(
         tokens=lesson.tokens[:, :-1],
         positions=jnp.where(is_real, lesson.positions, -1),
-        block_tables=jnp.zeros((len(lesson.tokens), 0), jnp.int32),
+        block_tables=jnp.zeros((len(lesson.tokens), 1, 0), jnp.int32),
     )
     hidden, _, seen = model.forward(
         weights,

@@ -1,9 +1,9 @@
 """Who enters a slot, and with which blocks: three ways in.
 
 Admitted, from the waiting line, with fresh blocks, to be prefilled: its head, or beside a long prefill a short one.
-Forked, beside a leader whose prefill ends, sharing its blocks. Landed, with blocks whose KV was computed elsewhere, to
-decode at once; the other choices of a landed request fork from its leader as it takes its slot. The scheduler decides
-when each is tried, and `slots` keeps the account.
+Forked, beside a leader whose prefill ends, sharing what it may of its blocks. Landed, with blocks whose KV was computed
+elsewhere, to decode at once; the other choices of a landed request fork from its leader as it takes its slot. The
+scheduler decides when each is tried, and `slots` keeps the account.
 
 A landed request needs no blocks to enter, so it would always be served before an older sequence that does. Hence the
 last free slot is left to an older one that waits for admission, unless that one could not use it: nobody runs in the
@@ -11,6 +11,7 @@ partition, and landed requests or leases hold the blocks it lacks. Since nobody 
 who wait with blocks are the youngest of their partition.
 """
 
+import itertools
 from collections.abc import Iterable, Set
 
 from moonshard.kv.blocks import BlockPool
@@ -80,7 +81,7 @@ class Admission:
 
     def _leaves_room(self, sequence: Sequence, older: Sequence) -> bool:
         """Whether the older one that it overtakes would still find a slot and its blocks."""
-        num_own = self._num_free_to_admit(sequence) + len(sequence.accepted.to_fork)  # each fork has a tail of its own
+        num_own = self._num_free_to_admit(sequence) + self._num_blocks_of_forks(sequence)
         return self._may_enter(sequence) and self._slots.num_free_blocks >= num_own + self._num_free_to_admit(older)
 
     def _admit(self, sequence: Sequence, unlaunched: Set[int]) -> Occupancy | None:
@@ -133,6 +134,8 @@ class Admission:
         return self._found(sequence)[: (sequence.num_tokens - 1) // self._pool.block_size]
 
     def _found(self, sequence: Sequence) -> tuple[int, ...]:
+        if not self._cache.is_on:
+            return ()
         block_size = self._pool.block_size
         names = sequence.names(sequence.num_tokens // block_size, block_size)
         return self._cache.match(self._slots.partition, names)
@@ -150,19 +153,19 @@ class Admission:
         return followers
 
     def copy_tails(self, forks: Iterable[tuple[Occupancy, Occupancy]]) -> None:
-        """Full blocks are shared; a partly filled last one is copied for each follower, who writes into it next."""
-        tails = [
-            (leader, follower)
-            for leader, follower in forks
-            if len(leader.sequence.request.prompt) % self._pool.block_size
-        ]
-        if tails:
-            pairs = tuple(
-                (leader.slot.partition, leader.blocks[len(follower.blocks) - 1], follower.blocks[-1])
-                for leader, follower in tails
-            )
-            occupancies = dict.fromkeys(occupancy for tail in tails for occupancy in tail)
-            self._launches.push(CopyPlan(number=self._launches.next_number(), pairs=pairs), list(occupancies))
+        """What a follower does not share with its leader is copied for it: mostly the last block, where that is partly
+        filled, since the follower writes into it next.
+        """
+        pairs = list[tuple[int, int, int]]()
+        occupancies = dict[Occupancy, None]()
+        for leader, follower in forks:
+            num_prompt = len(leader.sequence.request.prompt)
+            own = slice(self._num_shared(num_prompt), self._pool.num_blocks_for(num_prompt))
+            found = zip(leader.blocks[own], follower.blocks[own], strict=True)
+            pairs += ((leader.slot.partition, source, destination) for source, destination in found)
+            occupancies |= dict.fromkeys((leader, follower))
+        for plan in itertools.batched(pairs, self._slots.num_slots):  # as many as a step copies
+            self._launches.push(CopyPlan(number=self._launches.next_number(), pairs=plan), list(occupancies))
 
     @property
     def num_blocks_due(self) -> int:
@@ -205,11 +208,11 @@ class Admission:
     # ---- what the ways have in common
 
     def _enter_beside(self, leader: Occupancy, sequences: list[Sequence]) -> list[Occupancy]:
-        """The other choices that find room share the leader's full blocks of the prompt and own a copy of its tail; the
-        rest go back to the line.
+        """The other choices that find room share blocks of the leader's prompt and own copies of the rest; those that
+        do not go back to the line.
         """
         num_prompt = len(leader.sequence.request.prompt)
-        shared = leader.blocks[: num_prompt // self._pool.block_size]
+        shared = leader.blocks[: self._num_shared(num_prompt)]
         followers = list[Occupancy]()
         for sequence in sequences:
             num_blocks = self._pool.num_blocks_for(num_prompt)
@@ -219,6 +222,18 @@ class Admission:
             else:
                 followers.append(occupancy)
         return followers
+
+    def _num_shared(self, num_prompt: int) -> int:
+        """How many of a prompt's blocks its choices share: the full ones, which nobody writes again, unless blocks are
+        written over.
+        """
+        return 0 if self._pool.groups.is_bounded else self._pool.groups.num_blocks(num_prompt // self._pool.block_size)
+
+    def _num_blocks_of_forks(self, leader: Sequence) -> int:
+        """How many blocks the choices that wait for this leader need for themselves, in order to go on."""
+        num_prompt = len(leader.request.prompt)
+        num_own = self._pool.num_blocks_for(num_prompt + 1) - self._num_shared(num_prompt)
+        return len(leader.accepted.to_fork) * num_own
 
     def _num_blocks_to_admit(self, sequence: Sequence) -> int:
         return self._pool.num_blocks_for(sequence.num_tokens + 1)

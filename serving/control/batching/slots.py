@@ -20,6 +20,7 @@ class Slots:
 
     def __init__(self, pool: BlockPool, cache: PrefixCache, partition: int, num_slots: int):
         self.partition = partition
+        self.num_slots = num_slots
         self._pool = pool
         self._cache = cache
         self._occupancies: list[Occupancy] = []
@@ -55,7 +56,7 @@ class Slots:
 
     def note(self, occupancy: Occupancy) -> tuple[int, ...]:
         """Tell the prefix cache which blocks have been completed since the last call; returns them."""
-        num_complete = occupancy.num_complete_tokens // self._pool.block_size
+        num_complete = occupancy.num_complete_tokens // self._pool.block_size if self._cache.is_on else 0
         if num_complete <= occupancy.num_noted:
             return ()
         names = occupancy.sequence.names(num_complete, self._pool.block_size)
@@ -83,13 +84,14 @@ class Slots:
         """Take blocks for the KV of the next `q_len` tokens as far as blocks are free; returns for how many tokens
         there is room.
         """
-        block_size = self._pool.block_size
-        room = len(occupancy.blocks) * block_size - occupancy.num_computed
-        if room >= q_len:
+        num_computed, num_held = occupancy.num_computed, len(occupancy.blocks)
+        if num_computed + q_len <= self._pool.num_tokens_in(num_held):
             return q_len
-        num_more = min(self._pool.num_blocks_for(q_len - room), self.num_free_blocks)
-        occupancy.blocks += self._pool.allocate(self.partition, num_more) or ()
-        return min(q_len, room + num_more * block_size)
+        end = min(num_computed + q_len, self._pool.num_tokens_in(num_held + self.num_free_blocks))
+        num_more = self._pool.num_blocks_for(end) - num_held
+        if num_more > 0:
+            occupancy.blocks += self._pool.allocate(self.partition, num_more) or ()
+        return end - num_computed
 
     def is_draining(self) -> bool:
         """Whether some occupancy ends as soon as its launched steps have completed."""

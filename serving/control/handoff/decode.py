@@ -16,7 +16,7 @@ Which blocks begin a prompt is for the caller to say, and who is reserved for in
 import itertools
 from dataclasses import dataclass, field
 
-from moonshard.kv.blocks import BlockPool
+from moonshard.kv.blocks import BlockPool, Piece
 from moonshard.serving.control.handoff.messages import (
     Cause,
     CopyOut,
@@ -51,7 +51,8 @@ class _Reservation:
     held_blocks: tuple[int, ...]
     own_blocks: tuple[int, ...]
     lease_end_s: float
-    missing: set[int]  # blocks of the prompt that have not landed
+    pieces: tuple[Piece, ...]  # of the prompt
+    missing: set[int]  # pieces that have not landed
     granted: dict[int, int] = field(default_factory=dict[int, int])  # cell -> grant's number, until a manifest names it
     num_copying: int = 0
     tokens: tuple[int, ...] | None = None  # set by Start
@@ -139,17 +140,18 @@ class DecodeSide:
         if reserve.handoff in self._reservations:
             return self._reservations[reserve.handoff].target
         num_blocks = self._pool.num_blocks_for(len(request.prompt))
+        pieces = self._pool.pieces(len(request.prompt))
         held = held_blocks[:num_blocks]
-        num_missing = num_blocks - len(held)
+        num_missing = len(pieces) - len(held)
         self._pool.hold(partition, held)
         has_cell = num_missing == 0 or self._slab.num_free(partition) > 0
-        own = self._pool.lease(partition, num_missing) if has_cell else None
+        own = self._pool.lease(partition, num_blocks - len(held)) if has_cell else None
         if own is None:
             self._pool.release(partition, held[::-1])
             return None
         grants = self._grant(partition, min(num_missing, self.config.max_cells_per_handoff))
         lease_s = min(self.config.lease_s, reserve.lease_s)
-        target = self._target(reserve, partition, num_blocks, len(held), grants, lease_s)
+        target = self._target(reserve, partition, len(pieces), len(held), grants, lease_s)
         self._reservations[reserve.handoff] = _Reservation(
             reserve=reserve,
             request=request,
@@ -157,7 +159,8 @@ class DecodeSide:
             held_blocks=held,
             own_blocks=own,
             lease_end_s=now_s + lease_s,
-            missing=set(range(len(held), num_blocks)),
+            pieces=pieces,
+            missing=set(range(len(held), len(pieces))),
             granted={grant.cell: grant.number for grant in grants},
         )
         return target
@@ -192,7 +195,7 @@ class DecodeSide:
         if not is_intact or not reservation.missing.issuperset(manifest.blocks):
             return self._fail(reservation, Cause.CORRUPT, now_s)
         reservation.missing -= set(manifest.blocks)
-        blocks = tuple(reservation.block_table[index] for index in manifest.blocks)
+        blocks = tuple(reservation.block_table[reservation.pieces[index].place] for index in manifest.blocks)
         land = Land(ticket=ticket, partition=partition, blocks=blocks)
         return (land, *self._credit(reservation, len(manifest.grants)), *self._join(reservation))
 

@@ -46,7 +46,9 @@ class Reserve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """D to gateway, and on to P in Run. The first `num_blocks_held` of the prompt's `num_blocks` need not be sent."""
+    """D to gateway, and on to P in Run. The prompt's `num_blocks` are those that decode needs, numbered as
+    `BlockGroups.pieces` orders them; the first `num_blocks_held` need not be sent.
+    """
 
     handoff: bytes
     epoch: int
@@ -81,7 +83,7 @@ class Run:
 class Manifest:
     """P to gateway (Chunk) and on to D (Landed): these blocks of the prompt were written into these cells.
 
-    `blocks`, `grants` and `checksums` are parallel; blocks count from the prompt's start. Checksums are of the bytes as
+    `blocks`, `grants` and `checksums` are parallel; blocks are numbered as in the Target. Checksums are of the bytes as
     P staged them, one cell each. Only the last manifest of a prompt that D holds already names none.
     """
 

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from moonshard.kv.blocks import BlockPool
+from moonshard.kv.blocks import BlockPool, Piece
 from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.control.handoff.messages import (
     CopyIn,
@@ -54,9 +54,10 @@ class _Publication[Owner: Hashable]:
     owner: Owner
     request: Request  # as the client asked
     target: Target
+    pieces: tuple[Piece, ...]  # of the prompt
     arrived_s: float
     partition: int | None = None  # of this worker, once a step for it was launched or is about to be
-    num_finished: int = 0  # blocks whose KV launched steps complete
+    num_finished: int = 0  # pieces whose KV launched steps complete
     first: dict[int, Output] = field(default_factory=dict[int, Output])  # by choice
     is_told: bool = False  # the first tokens were
     is_published: bool = False
@@ -107,7 +108,9 @@ class Publications[Owner: Hashable]:
         """Begins a handoff that is neither here nor being given up. The caller then gives its prefill to the engine, or
         calls `withdraw`.
         """
-        self._legs[request.id] = _Publication(owner=owner, request=request, target=target, arrived_s=now_s)
+        pieces = self._pool.pieces(len(request.prompt))
+        publication = _Publication(owner=owner, request=request, target=target, pieces=pieces, arrived_s=now_s)
+        self._legs[request.id] = publication
 
     def withdraw(self, handoff: bytes) -> Owner:
         """The engine refuses the prefill, at once or after it has waited; nothing of it had begun."""
@@ -152,6 +155,8 @@ class Publications[Owner: Hashable]:
         for leg, chunk in self._chunks(plan):
             if leg.partition is None:
                 self._run(leg, chunk, now_s)
+                if not self._cache.is_on:
+                    continue  # nothing was written earlier
                 blocks = chunk.block_table[: chunk.start // self._pool.block_size]
                 known = ((chunk.slot.partition, block) for block in blocks)
                 num_earlier = sum(1 for _ in itertools.takewhile(lambda place: place not in written, known))
@@ -163,8 +168,8 @@ class Publications[Owner: Hashable]:
         actions: list[PrefillAction] = []
         for leg, chunk in self._chunks(plan):
             end = chunk.start + len(chunk.tokens)
-            num_finished = leg.target.num_blocks if chunk.samples else end // self._pool.block_size
-            actions += self._finish(leg, chunk, num_finished)
+            num_written = -(-end // self._pool.block_size) if chunk.samples else end // self._pool.block_size
+            actions += self._finish(leg, chunk, num_written)
         return self._addressed(actions)
 
     def emitted(self, output: Output) -> Actions[Owner]:
@@ -222,10 +227,15 @@ class Publications[Owner: Hashable]:
         self._side.run(target, chunk.slot.partition, now_s)
         leg.partition = chunk.slot.partition
 
-    def _finish(self, leg: _Publication[Owner], chunk: PrefillChunk, num_finished: int) -> tuple[PrefillAction, ...]:
-        fresh = range(leg.num_finished, num_finished)
-        leg.num_finished = max(leg.num_finished, num_finished)
-        return self._side.finished(leg.target.handoff, [(index, chunk.block_table[index]) for index in fresh])
+    def _finish(self, leg: _Publication[Owner], chunk: PrefillChunk, num_columns: int) -> tuple[PrefillAction, ...]:
+        """So many columns are complete."""
+        blocks: list[tuple[int, int]] = []
+        for piece in itertools.islice(leg.pieces, leg.num_finished, None):
+            if piece.column >= num_columns:
+                break
+            blocks.append((leg.num_finished, chunk.block_table[piece.place]))
+            leg.num_finished += 1
+        return self._side.finished(leg.target.handoff, blocks)
 
     # ---- what follows
 

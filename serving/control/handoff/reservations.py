@@ -330,9 +330,8 @@ class Reservations[Owner: Hashable]:
     def _has_blocks(self, request: Request, partition: int) -> bool:
         found = self._found(request, partition)
         num_needed = self._pool.num_needed(partition, self._pool.num_blocks_for(len(request.prompt)), found)
-        return self._pool.num_free(partition) - num_needed >= self._batch.num_sequences(
-            partition
-        ) + self._batch.num_blocks_due(partition)
+        num_to_grow = self._batch.num_sequences(partition) * len(self._pool.groups.groups)
+        return self._pool.num_free(partition) - num_needed >= num_to_grow + self._batch.num_blocks_due(partition)
 
     def _refuse(self, handoff: bytes, owner: Owner) -> Tell[Owner, Failed]:
         cause, retry_after_s = Cause.OVERLOADED, self._config.retry_after_s

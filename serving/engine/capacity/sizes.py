@@ -4,12 +4,14 @@ From a configuration, a model and the memory there is; nothing is allocated. Wha
 key that says so, and not by whoever allocates it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 
+from moonshard.kv.blocks import BlockGroup, BlockGroups, BlockPool
 from moonshard.models.model import Model
-from moonshard.models.spec import ModelError
+from moonshard.models.spec import KvGroup, ModelError, page_layers
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, mesh_of, rules_of
 from moonshard.serving.engine.capacity.memory import MAX_AUTO_POOL_BYTES, free_device_bytes, free_memory_bytes
 from moonshard.serving.engine.steps import StepShapes
@@ -63,23 +65,25 @@ def choose_sizes(config: Config, model: Model, dtype: str, role: WorkerRole = "b
 
     Raises:
         ModelError: the configured context is longer than the model's or than the pool.
+        MeshError: the stages of a pipeline cut the model's KV groups unevenly.
         ConfigError: the pool is larger than the memory there is.
     """
     shard, block_size = shard_of(config, role), config.kv.block_size
-    (group,) = model.kv_groups(dtype)
-    block = _BlockBytes.of(model, group.bytes_per_token * block_size, shard)
+    groups, stages = model.kv_groups(dtype), split_stages(model, shard)
+    _check_blocks_are_alike(groups, stages)
+    block = _BlockBytes.of(groups, stages, block_size, shard)
     if config.kv.num_blocks is not None:
         _check_pool_fits(config.kv.num_blocks, shard, block)
     _check_slots_fit(config, model, role)
-    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, shard, block, role)
-    pool_tokens = num_blocks * block_size
+    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, dtype, shard, block, role)
+    pool_tokens = BlockPool(1, num_blocks, block_size, block_groups(config, groups)).num_tokens_in(num_blocks)
     wanted = config.model.max_context_tokens
     longest = model.config.max_position_embeddings
     for limit, what in ((longest, "max_position_embeddings"), (pool_tokens, "the KV pool")):
         if wanted is not None and wanted > limit:
             raise ModelError(f"model.max_context_tokens = {wanted} is more than {what} of {limit} tokens")
     context = wanted or min(longest, DEFAULT_MAX_CONTEXT_TOKENS, pool_tokens)
-    shapes = step_shapes(config, context, role)
+    shapes = step_shapes(config, context, role, groups)
     pool = PoolShape(
         num_partitions=shapes.num_partitions,
         slots_per_partition=shapes.slots_per_partition,
@@ -88,7 +92,17 @@ def choose_sizes(config: Config, model: Model, dtype: str, role: WorkerRole = "b
     return shapes, pool
 
 
-def step_shapes(config: Config, context_tokens: int, role: WorkerRole) -> StepShapes:
+def block_groups(config: Config, groups: Sequence[KvGroup]) -> BlockGroups:
+    """A model's KV groups as the bookkeeping sees them, of a worker that computes prompts in chunks so long."""
+    step_tokens, block_size = buckets(config.prefill.chunk_tokens, Q_TILE)[-1], config.kv.block_size
+    found = (
+        BlockGroup() if group.window is None else BlockGroup.bounded(group.window, step_tokens, block_size)
+        for group in groups
+    )
+    return BlockGroups(tuple(found))
+
+
+def step_shapes(config: Config, context_tokens: int, role: WorkerRole, groups: Sequence[KvGroup]) -> StepShapes:
     """The sizes of a worker's programs, for sequences of up to `context_tokens`."""
     partitions = mesh_of(config, role).num_partitions
     max_slots = config.prefill.max_slots if role == "prefill" else config.decode.max_slots
@@ -97,6 +111,7 @@ def step_shapes(config: Config, context_tokens: int, role: WorkerRole) -> StepSh
         num_partitions=partitions,
         slots_per_partition=slots_per_partition,
         blocks_per_sequence=-(-context_tokens // config.kv.block_size),
+        groups=block_groups(config, groups),
         max_context_tokens=context_tokens,
         q_tile=Q_TILE,
         prefill_buckets=buckets(config.prefill.chunk_tokens, Q_TILE),
@@ -122,17 +137,33 @@ class _BlockBytes:
     on_a_device: int  # on one of the stage with most layers
 
     @classmethod
-    def of(cls, model: Model, whole: int, shard: Shard) -> "_BlockBytes":
-        """`whole` as one device has it that has all layers. MeshError where the model cannot be cut so."""
+    def of(cls, groups: Sequence[KvGroup], stages: Sequence[range], block_size: int, shard: Shard) -> "_BlockBytes":
         num_parts = shard.num_parts("kv_tokens")
-        num_layers = max(map(len, split_stages(model, shard)))
+        layer_bytes = groups[0].layer_bytes_per_token * block_size
+        by_stage = [page_layers(groups, layers) for layers in stages]
         return cls(
-            everywhere=whole * shard.mesh.tensor // num_parts,
-            on_a_device=whole * num_layers // model.config.num_hidden_layers // num_parts,
+            everywhere=sum(by_stage) * layer_bytes * shard.mesh.tensor // num_parts,
+            on_a_device=max(by_stage) * layer_bytes // num_parts,
         )
 
 
-def _auto_blocks(config: Config, model: Model, shard: Shard, block: _BlockBytes, role: WorkerRole) -> int:
+def _check_blocks_are_alike(groups: Sequence[KvGroup], stages: Sequence[range]) -> None:
+    """Blocks of all groups have one shape, and are cut alike over the stages.
+
+    Raises:
+        ModelError: the features of a token are not as many in each group.
+        MeshError: a stage has more layers of one group than of another.
+    """
+    if len({(group.num_features, group.dtype) for group in groups}) > 1:
+        raise ModelError("KV groups whose tokens have different features have no blocks in common")
+    for index, layers in enumerate(stages if len(stages) > 1 else ()):
+        counts = {group.name: page_layers([group], layers) for group in groups}
+        if len(set(counts.values())) > 1:
+            what = ", ".join(f"{count} of {name}" for name, count in counts.items())
+            raise MeshError(f"mesh.pipe = {len(stages)}: stage {index} has unequal numbers of layers, {what}")
+
+
+def _auto_blocks(config: Config, model: Model, dtype: str, shard: Shard, block: _BlockBytes, role: WorkerRole) -> int:
     """Blocks of each partition, so many that they take half of the free memory: a device's, or the machine's up to
     `MAX_AUTO_POOL_BYTES`.
 
@@ -144,8 +175,8 @@ def _auto_blocks(config: Config, model: Model, shard: Shard, block: _BlockBytes,
         return max(1, device_bytes // 2 // block.on_a_device)
     half_bytes = min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2)
     context = config.model.max_context_tokens or min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
-    shapes = step_shapes(config, context, role)
-    fillable = shapes.slots_per_partition * shapes.blocks_per_sequence
+    shapes = step_shapes(config, context, role, model.kv_groups(dtype))
+    fillable = shapes.slots_per_partition * shapes.groups.num_blocks(shapes.blocks_per_sequence)
     return max(1, min(fillable, half_bytes // (block.everywhere * shard.mesh.num_partitions)))
 
 

@@ -14,27 +14,30 @@ def slab_layout(
 ) -> Layout:
     """How a worker's slab holds blocks: an owner for each device of a partition, and no byte twice.
 
+    Any block may be of any group, so all of them are cut alike: `layers_per_stage` are those of a block
+    (`page_layers`), by default in one stage.
+
     Context-parallel, an owner has the tokens that its pages have. Else every device needs the whole block: each
     receives some of the layers, and they gather the rest from one another. Layers, because a layer's bytes lie
     together.
     """
-    num_owners = shard.mesh.tensor
+    num_owners, layers = shard.mesh.tensor, layers_per_stage or [max(group.num_layers for group in groups)]
     is_token_cut = bool(shard.axes("kv_tokens"))
     blocks = [
         BlockShape(
             name=group.name,
             dtype=group.dtype,
-            itemsize_bytes=group.bytes_per_token // (group.num_layers * group.num_features),
+            itemsize_bytes=group.itemsize_bytes,
             block_size=block_size,
-            num_layers=group.num_layers,
+            num_layers=sum(layers),
             num_features=group.num_features,
         )
         for group in groups
     ]
     groups_cut = (
-        tile_group(block, layers_per_stage=layers_per_stage, num_token_shards=num_owners)
+        tile_group(block, layers_per_stage=layers, num_token_shards=num_owners)
         if is_token_cut
-        else tile_group(block, layers_per_stage=_layers_per_owner(layers_per_stage or [block.num_layers], num_owners))
+        else tile_group(block, layers_per_stage=_layers_per_owner(layers, num_owners))
         for block in blocks
     )
     return Layout(version=LAYOUT_VERSION, groups=tuple(groups_cut))

@@ -68,15 +68,19 @@ def lower_stages(config: Config, model: Model, role: StepRole) -> Iterator[Lower
         MeshError: the model cannot be cut so, or there are too few devices.
     """
     shard = shard_of(config, role)
-    shapes = step_shapes(config, min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS), role)
+    context_tokens = min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
+    shapes = step_shapes(config, context_tokens, role, model.kv_groups(DTYPE))
     is_prefill = role == "prefill"
     kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
     num_blocks, block_size = shapes.slots_per_partition * shapes.blocks_per_sequence, config.kv.block_size
+    num_groups = len(shapes.groups.groups)
     budgets = budget(model.pieces("bf16"), shard.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
     for stage, its_budget in zip(abstract_stages(model, shard, DTYPE), budgets, strict=True):
         blueprint = Blueprint(stage, shapes, blocks_per_partition=num_blocks, block_size=block_size, dtype=DTYPE)
         program = blueprint.lower((kind, sizes[-1]))
-        page_bytes = int(its_budget.kv_bytes_per_token * block_size) * num_blocks
+        page_bytes = (
+            int(its_budget.kv_bytes_per_token * block_size) // num_groups * num_blocks
+        )  # a block is of one group
         counted = _count(stage, shapes, kind, sizes[-1], its_budget, page_bytes)
         yield LoweredStage(num_layers=len(stage.layers), num_blocks=num_blocks, program=program, counted=counted)
 

@@ -30,7 +30,7 @@ def likeliest(weights: Any, tokens: np.ndarray) -> np.ndarray:
     batch = Batch(
         tokens=jnp.asarray(tokens[None]),
         positions=jnp.arange(len(tokens), dtype=jnp.int32)[None],
-        block_tables=jnp.zeros((1, 0), jnp.int32),
+        block_tables=jnp.zeros((1, 1, 0), jnp.int32),
     )
     hidden, _, _ = MODEL.forward(
         weights, training.no_pages(), batch, backend=training.all_blocks, attend=training.attend_causal

@@ -120,7 +120,7 @@ def test_a_decode_row_carries_its_slot_position_blocks_and_sampling(encoder):
     assert fields["positions"].tolist() == [[-1] * 4, [7, 3, 3, -1]]
     assert fields["sample_position"][1, 0] == 8
     assert fields["choice"][1, 0] == 3
-    assert fields["block_tables"][1, 0, :2].tolist() == [4, 2]
+    assert fields["block_tables"][1, 0, 0, :2].tolist() == [4, 2]
     assert_empty(fields, 3, partition=1)
 
 
@@ -177,7 +177,7 @@ def test_without_a_mask_a_step_carries_none(encoder):
 def test_partitions_keep_their_slots_and_blocks_apart(encoder):
     fields = decode(encoder, row(request(1), SlotId(0, 1), table=(9,)), row(request(2), SlotId(1, 1), table=(8,)))
     assert fields["slot"].tolist() == [[1], [1]]
-    assert fields["block_tables"][:, 0, 0].tolist() == [9, 8]
+    assert fields["block_tables"][:, 0, 0, 0].tolist() == [9, 8]
 
 
 def test_a_row_that_left_is_neutral_again_and_those_after_it_move_up(encoder):
@@ -192,7 +192,7 @@ def test_a_row_that_left_is_neutral_again_and_those_after_it_move_up(encoder):
         == [0, 2]
     )
     assert fields["num_rows"][0] == 2
-    assert fields["block_tables"][0, :, :2].tolist() == [[0, 7], [2, 9]]
+    assert fields["block_tables"][0, :, 0, :2].tolist() == [[0, 7], [2, 9]]
     back = decode(encoder, *rows, row(asked, SlotId(0, 3), choice=3))
     assert back["slot"][0].tolist() == [0, 1, 2, 3]
     assert values(back, ASKED, 3) == ASKED
@@ -219,12 +219,12 @@ def test_a_new_owner_of_a_row_brings_its_own_sampling_and_blocks(encoder):
     fields = decode(encoder, row(request(2, sampling=plain), slot, position=20, table=(30, 31)))
     assert values(fields, NEUTRAL, 0) == NEUTRAL
     assert fields["seed"][0, 0].tolist() == [0, 1]
-    assert fields["block_tables"][0, 0, :2].tolist() == [30, 31]
+    assert fields["block_tables"][0, 0, 0, :2].tolist() == [30, 31]
     assert (fields["positions"][0, 0], fields["sample_position"][0, 0]) == (20, 21)
     assert decode(encoder, row(request(2, sampling=plain), slot, choice=1))["choice"][0, 0] == 1
     back = decode(encoder, before)
     assert values(back, ASKED, 0) == ASKED
-    assert back["block_tables"][0, 0, :2].tolist() == [4, 2]
+    assert back["block_tables"][0, 0, 0, :2].tolist() == [4, 2]
 
 
 def test_an_id_used_again_brings_the_sampling_of_its_new_request(encoder):
@@ -239,14 +239,14 @@ def test_a_sequence_that_comes_back_to_its_row_in_another_slot_is_read_from_ther
     decode(encoder, row(first, SlotId(0, 0)))
     fields = decode(encoder, row(first, SlotId(0, 0)), row(back, SlotId(0, 2), table=(8,)))
     assert fields["slot"][0].tolist() == fields["sample_slot"][0, :2].tolist() == [0, 2]
-    assert fields["block_tables"][0, 1, 0] == 8
+    assert fields["block_tables"][0, 1, 0, 0] == 8
 
 
 def test_a_table_that_grew_is_written_again(encoder):
     asked, slot = request(), SlotId(1, 0)
     decode(encoder, row(asked, slot, table=(4, 2)))
     fields = decode(encoder, row(asked, slot, position=4, table=(4, 2, 17)))
-    assert fields["block_tables"][1, 0, :3].tolist() == [4, 2, 17]
+    assert fields["block_tables"][1, 0, 0, :3].tolist() == [4, 2, 17]
 
 
 def test_a_step_in_flight_is_not_changed_by_the_next(encoder):
@@ -285,8 +285,8 @@ def test_prefill_chunks_fill_whole_tiles_of_one_sequence_each(encoder):
     assert fields["tokens"][1, 0].tolist() == [1, 2, 3, 0]
     assert fields["positions"][0].tolist() == [[3, 4, 5, 6], [7, 8, -1, -1], [0, 1, -1, -1], [-1] * 4]
     assert fields["positions"][1].tolist() == [[0, 1, 2, -1], *[[-1] * 4] * 3]
-    assert fields["block_tables"][0, :2, :3].tolist() == [[7, 8, 9]] * 2
-    assert (fields["block_tables"][0, 2, 0], fields["block_tables"][1, 0, 0]) == (5, 6)
+    assert fields["block_tables"][0, :2, 0, :3].tolist() == [[7, 8, 9]] * 2
+    assert (fields["block_tables"][0, 2, 0, 0], fields["block_tables"][1, 0, 0, 0]) == (5, 6)
     assert fields["sample_slot"].tolist() == [[0, 2, SLOTS, SLOTS], [3, SLOTS, SLOTS, SLOTS]]
     assert fields["sample_from"][:, :2].tolist() == [[5, 5], [2, 0]]
     assert fields["sample_position"][:, 0].tolist() == [9, 3]

@@ -116,7 +116,7 @@ def test_layouts_follow_their_bucket():
     assert {field.shape[0] for field in rows.values()} == {1}
     _, views = SHAPES.layout(StepKind.PREFILL, 24).blank()
     assert views["tokens"].shape == views["positions"].shape == (1, 6, 4)
-    assert views["block_tables"].shape == (1, 6, 5)
+    assert views["block_tables"].shape == (1, 6, 1, 5)
     assert views["sample_from"].shape == (1, 3)
 
 

@@ -18,7 +18,7 @@ from moonshard.serving.worker.spans import WorkerSpans
 NUM_PARTITIONS = 4
 NUM_SPARE_SLOTS = 4
 BLOCK_SIZE = 16
-GROUP = KvGroup(name="kv", kind="full", num_layers=1, num_features=2, dtype="float32")
+GROUP = KvGroup(name="kv", layers=(0,), num_features=2, dtype="float32")
 
 
 class Quiet:
@@ -56,7 +56,7 @@ def handoffs(
     num_partitions: int = NUM_PARTITIONS, num_spare_slots: int = NUM_SPARE_SLOTS, queue_timeout_s: float = 20.0
 ) -> tuple[DecodeHandoffs, Quiet]:
     layout = slab_layout([GROUP], BLOCK_SIZE)
-    slab = Slab(2 * NUM_PARTITIONS, GROUP.bytes_per_token * BLOCK_SIZE)
+    slab = Slab(2 * NUM_PARTITIONS, GROUP.layer_bytes_per_token * BLOCK_SIZE)
     plane = KvPlane(
         InprocTransport(InprocNetwork()),
         slab,

@@ -231,7 +231,7 @@ def test_sequences_of_a_batch_share_no_block_and_reach_their_context():
     blocks = np.asarray(batch.block_tables).ravel()
     assert len(set(blocks.tolist())) == len(blocks)
     assert blocks.max() < sizes.num_blocks
-    assert max(sizes.context_tokens) < batch.block_tables.shape[1] * sizes.block_size
+    assert max(sizes.context_tokens) < batch.block_tables.shape[2] * sizes.block_size
 
 
 def test_a_prompts_rows_hold_every_position_once():

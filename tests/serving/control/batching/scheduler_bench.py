@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moonshard.kv.blocks import BlockPool
+from moonshard.kv.blocks import BlockGroup, BlockGroups, BlockPool
 from moonshard.kv.prefix import block_names
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.batching.sequence import Occupancy, Phase, Sequence
@@ -35,7 +35,7 @@ class Bench:
     def __init__(self, config: SchedulerConfig, pool: BlockPool):
         self.config, self.pool = config, pool
         self.scheduler = Scheduler(config, pool)
-        self.device = FakeDevice(pool.block_size, self.num_emitted)
+        self.device = FakeDevice(pool, self.num_emitted)
         self.emissions = random.Random(0)
         self.num_emissions: Counter[int] = Counter()  # rows of several positions, by the tokens they emitted
         self.in_flight: deque[tuple[Plan, Mapping[SequenceId, Sampled]]] = deque()
@@ -277,9 +277,11 @@ class Bench:
         self.check_counters()
 
     def note_holder(self, holders: Holders, partition: int, blocks: tuple[int, ...], sequence: Sequence) -> None:
-        for index, block in enumerate(blocks):
-            end = (index + 1) * self.pool.block_size
-            content = sequence.tokens(0, end) if end <= sequence.num_tokens else None
+        groups = self.pool.groups
+        for place, block in enumerate(blocks):
+            end = (place // len(groups.groups) + 1) * self.pool.block_size
+            is_shared = not groups.is_bounded and end <= sequence.num_tokens
+            content = sequence.tokens(0, end) if is_shared else None
             holders.setdefault((partition, block), []).append(content)
 
     def check_conservation(self, holders: Holders, slots: list[SlotId]):
@@ -363,7 +365,10 @@ def a_bench(
     num_microbatches: int = 1,
     short_share: float = 0.5,
     q_len: int = 1,
+    groups: tuple[BlockGroup, ...] = (BlockGroup(),),
 ) -> Bench:
+    """With a group that has a window, sequences may be longer than all blocks of the pool."""
+    pool = BlockPool(num_partitions, num_blocks, block_size, BlockGroups(groups))
     config = SchedulerConfig(
         slots_per_partition=slots,
         chunk_tokens=2 * block_size,
@@ -372,11 +377,11 @@ def a_bench(
         max_prefill_sequences=3,
         num_microbatches=min(num_microbatches, slots),
         q_len=q_len,
-        max_context_tokens=num_blocks * block_size,
+        max_context_tokens=min(pool.num_tokens_in(num_blocks), 2 * num_blocks * block_size),
         max_queued_requests=1000,
         queue_timeout_s=30.0,
     )
-    return Bench(config, BlockPool(num_partitions, num_blocks, block_size))
+    return Bench(config, pool)
 
 
 def a_request(

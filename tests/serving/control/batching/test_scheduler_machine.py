@@ -8,13 +8,15 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moonshard.kv.blocks import BlockPool
+from moonshard.kv.blocks import BlockGroup, BlockPool
 from moonshard.serving.control.batching.scheduler import SchedulerConfig
 from moonshard.serving.control.request import Request
 from tests.serving.control.batching.scheduler_bench import Bench, a_bench, a_request
 from tests.serving.fake_device import true_output
 
 type Asked = dict[str, Any]
+
+WINDOW = BlockGroup.bounded(window=3, step_tokens=8, block_size=4)
 
 ASKED = st.fixed_dictionaries(
     {
@@ -40,13 +42,14 @@ class Schedules(RuleBasedStateMachine):
         num_microbatches=st.sampled_from([1, 1, 2, 3]),
         short_share=st.sampled_from([0.0, 0.5, 0.75]),
         q_len=st.sampled_from([1, 1, 2, 4]),
+        groups=st.sampled_from([(BlockGroup(),)] * 3 + [(BlockGroup(), WINDOW), (WINDOW,)]),
     )
     def start(self, num_partitions: int, num_blocks: int, depth: int, **kinds: Any):
         self.bench = a_bench(num_partitions, num_blocks, **kinds)
         self.depth = depth
 
     def fitting(self, asked: Asked) -> Request:
-        max_context_tokens = self.bench.config.max_context_tokens
+        max_context_tokens = min(self.bench.config.max_context_tokens, 40)
         num_prompt = min(asked["num_prompt"], max_context_tokens - 1)
         max_tokens = min(asked["max_tokens"], max_context_tokens - num_prompt)
         return a_request(next(self.bench.numbers), **asked | {"num_prompt": num_prompt, "max_tokens": max_tokens})
@@ -210,6 +213,48 @@ def test_joined_and_resumed_requests_share_small_pools_and_still_give_the_right_
     assert bench.num_held > 5
 
 
+SMALL = BlockGroup.bounded(window=5, step_tokens=8, block_size=4)  # chunks are of 8 tokens: 4 blocks
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_blocks"),
+    [((BlockGroup(), SMALL), 16), ((SMALL, BlockGroup(), SMALL), 26), ((SMALL,), 7), ((BlockGroup(),) * 2, 16)],
+)
+def test_sequences_of_several_groups_find_what_their_windows_have(groups: tuple[BlockGroup, ...], num_blocks: int):
+    benches = [a_bench(1, num_blocks, slots=3, groups=groups) for _ in range(3)]
+    for depth, bench in enumerate(benches, start=1):
+        drive(bench, random.Random(60 + depth), depth, num_requests=40, has_handoffs=True)
+    assert sum(bench.scheduler.counters().totals.num_preemptions for bench in benches) > 5
+    assert sum(bench.num_forks for bench in benches) > 5
+    assert sum(bench.num_join_loads for bench in benches) > 20
+    assert sum(bench.num_held for bench in benches) == 0  # nothing is found again
+
+
+@pytest.mark.parametrize("max_blocks", [3, 4])
+def test_a_bound_below_what_a_step_needs_would_lose_what_it_sees(max_blocks: int):
+    """So the bound is no larger than it must be, and the test above can fail."""
+    bench = a_bench(1, 12, groups=(BlockGroup(window=6, max_blocks=max_blocks),))
+    bench.add(a_request(0, 40, 8))
+    if max_blocks == BlockGroup.bounded(6, 8, 4).max_blocks:
+        bench.drain(2)
+        bench.check_end()
+    else:
+        with pytest.raises(AssertionError):
+            bench.drain(2)
+
+
+def test_a_sequence_far_longer_than_its_window_holds_no_more_than_its_bound():
+    bench = a_bench(1, 12, groups=(SMALL,))
+    bench.add(a_request(0, 50, 40))
+    most = 0
+    while not bench.scheduler.is_idle:
+        bench.launch()
+        most = max(most, bench.scheduler.counts(0).used)
+        bench.complete()
+    bench.check_end()
+    assert most == SMALL.max_blocks
+
+
 def test_a_request_may_join_behind_blocks_that_a_decided_step_has_yet_to_write():
     """Blocks are known from the decision on: who joins behind them runs after the step that writes them."""
     bench = a_bench(1, 10)
@@ -229,7 +274,7 @@ def test_a_request_may_join_behind_blocks_that_a_decided_step_has_yet_to_write()
 @pytest.mark.parametrize("num_partitions", [1, 4])
 @pytest.mark.parametrize("seed", range(100))
 def test_many_long_runs_over_small_pools_give_the_right_tokens(num_partitions: int, seed: int, has_handoffs: bool):
-    shape = {"slots": 1 + seed % 5, "num_microbatches": 1 + seed % 3, "q_len": (1, 4, 2)[seed % 7 % 3]}
+    shape: dict[str, Any] = {"slots": 1 + seed % 5, "num_microbatches": 1 + seed % 3, "q_len": (1, 4, 2)[seed % 7 % 3]}
     bench = a_bench(num_partitions, 3 + seed % 12, **shape)
     drive(bench, random.Random(1000 + seed), 1 + seed % 3, num_requests=100, has_handoffs=has_handoffs)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from moonshard.kv.blocks import PLAIN, BlockGroups
 from moonshard.kv.prefix import block_names
 from moonshard.serving.control.batching.scheduler import SchedulerConfig
 from moonshard.serving.control.dispatch.dispatcher import DispatchRules
@@ -75,7 +76,9 @@ class Deployment:
         num_decode: int = 3,
         faults: Faults,
         rules: DispatchRules = BY_COST,
+        groups: tuple[BlockGroups, BlockGroups] = (PLAIN, PLAIN),  # of prefill and of decode workers
     ):
+        self.configs = [replace(WORKER, groups=own) for own in groups]
         self.events = Events()
         self.draw = random.Random(seed)
         self.faults = faults
@@ -107,10 +110,11 @@ class Deployment:
             self._deliver((name, "gateway", epoch), self._at_gateway, name, epoch, message)
 
         common = {"events": self.events, "times": self.times, "draw": self.draw, "send": say}
+        prefill, decode = self.configs
         if name.startswith("p"):
-            worker = PrefillWorker(name, epoch, WORKER, peers=self.peers, write_faults=self.faults.writes, **common)
+            worker = PrefillWorker(name, epoch, prefill, peers=self.peers, write_faults=self.faults.writes, **common)
         else:
-            worker = DecodeWorker(name, epoch, WORKER, **common)
+            worker = DecodeWorker(name, epoch, decode, **common)
             self.peers[worker.session] = worker
         self.workers[name] = worker
         worker.start()

@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from moonshard.kv.blocks import BlockGroup, BlockGroups
 from moonshard.serving.control.batching.partition import Partition
 from moonshard.serving.control.dispatch.dispatcher import DispatchRules
 from moonshard.serving.control.dispatch.retries import LegFailure
@@ -13,7 +15,7 @@ from moonshard.serving.control.handoff.messages import Cause
 from moonshard.serving.control.handoff.prefill import PrefillSide
 from moonshard.serving.control.handoff.reservations import Reservations
 from moonshard.serving.control.routing.router import Reservation, Router
-from tests.serving.control.loop.deployment import BY_COST, BY_LENGTH, Deployment, Faults, Traffic
+from tests.serving.control.loop.deployment import BLOCK_SIZE, BY_COST, BY_LENGTH, Deployment, Faults, Traffic
 
 DEATHS = (
     (1.0, "d0"),
@@ -30,7 +32,7 @@ ALL = Faults(deaths=DEATHS, writes=0.02, leaving=0.05)
 
 
 def served(
-    seed: int, traffic: Traffic, faults: Faults = NONE, rules: DispatchRules = BY_COST, **workers: int
+    seed: int, traffic: Traffic, faults: Faults = NONE, rules: DispatchRules = BY_COST, **workers: Any
 ) -> Deployment:
     deployment = Deployment(seed, faults=faults, rules=rules, **workers)
     try:
@@ -78,6 +80,16 @@ def test_a_prefill_worker_that_has_too_much_to_do_refuses_with_a_word_of_its_own
     deployment = served(4, Traffic(num_requests=200, per_s=60.0, bursts=((0, 150),)), num_prefill=1, num_decode=6)
     assert deployment.ends["QueueFull"] + deployment.ends["QueueTimeout"] > 0
     assert deployment.ends["Finished"] > 50
+
+
+def test_prompts_with_a_window_are_handed_over_and_decoded_whatever_fails():
+    """The two kinds of workers keep their windows in rings of different lengths."""
+    groups = [BlockGroups((BlockGroup(), BlockGroup.bounded(20, step, BLOCK_SIZE))) for step in (64, 80)]
+    deployment = served(
+        7, Traffic(num_requests=300, per_s=60.0, bursts=((100, 60),)), ALL, groups=(groups[0], groups[1])
+    )
+    assert deployment.ends["Finished"] > 200
+    assert deployment.ends.total() == 300
 
 
 def test_the_same_seed_gives_the_same_events_and_another_gives_others():

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from moonshard.kv.blocks import BlockPool
+from moonshard.kv.blocks import PLAIN, BlockGroups, BlockPool
 from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
@@ -54,6 +54,7 @@ class WorkerConfig:
     lease_s: float
     quarantine_s: float
     block_size: int = 8
+    groups: BlockGroups = PLAIN
 
 
 class StepLoop:
@@ -112,10 +113,10 @@ class Worker:
         send: Callable[[FromWorker], None],
     ):
         self.name, self.epoch, self.config = name, epoch, config
-        self.pool = BlockPool(config.num_partitions, config.num_blocks, config.block_size)
+        self.pool = BlockPool(config.num_partitions, config.num_blocks, config.block_size, config.groups)
         self.slab = BlockPool(config.num_partitions, config.num_cells, 1)
         self.scheduler = Scheduler(config.scheduler, self.pool)
-        self.device = FakeDevice(config.block_size)
+        self.device = FakeDevice(self.pool)
         self.cells: Cells = {}
         self.send = send
         self.events, self.times, self.draw = events, times, draw
