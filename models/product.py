@@ -1,9 +1,11 @@
 """The one function through which an activation meets a weight matrix, but for the GPU kernels (`experts.grouped`).
 
 A quantised weight is another kind of leaf that this function knows, so that a forward pass does not change for it (the
-habit of jax-llm-examples). Such a format also touches how a folder is read (`folder.checkpoint`, `spec.Param`,
-`weights`), the family's names and scales (`kimi.weights`, and `kimi.config`, which refuses it today), and where experts
-are cut out of their stack (`experts.moe`, `experts.grouped`).
+habit of jax-llm-examples). Such a format also touches how a folder is read (`folder.checkpoint`, `spec.Param`, whose
+leaf has one source and one dtype today, and `weights`), the family's names and scales (`kimi.weights`, and
+`kimi.config`, which refuses it today), and whoever cuts experts out of their stack or reads the shape of one
+(`experts.moe`, `experts.grouped`, `experts.exchange`). The formats have names in `spec.WeightFormat` already, and their
+bits in `kimi.footprint`.
 """
 
 import jax

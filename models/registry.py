@@ -1,6 +1,8 @@
 """Says which family of models a folder belongs to. No other place names the families.
 
-A new model is a folder beside `kimi` with a class that has `models.model.Model`'s methods, and a line here.
+A new model is a folder beside `kimi` with a class that has `models.model.Model`'s methods, a line in `FAMILIES` (in
+`LATENT` if its attention is latent), and the folder's name among the protected modules in pyproject.toml. How it writes
+tool calls belongs in `serving.chat.tool_calls`, its tokenizer's file in `models.tokenizers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +19,7 @@ from moonshard.models.spec import ModelError
 LATENT: dict[str, Callable[[Mapping[str, Any]], LatentModel]] = {
     model_type: lambda raw: Kimi(KimiConfig.from_hugging_face(raw)) for model_type in MODEL_TYPES
 }
-FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Model]] = LATENT  # by config.json's model_type
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], Model]] = {**LATENT}  # by config.json's model_type
 
 
 def model_of(raw: Mapping[str, Any]) -> Model:

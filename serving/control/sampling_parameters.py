@@ -5,9 +5,10 @@ what may be asked for; `PARAMETERS` has these declarations in order. Bodies of H
 to a worker, the layout of a step, its encoder and the rows on the device are read and written by loops over it, under
 the parameter's own name. A new one takes a field here; a field of that name in `SamplingParams`, `EngineSampling`
 (rpc/*.proto) and `GenerateOptions` (rpc/types.py), since `rpc` imports nothing of the server; and one of `RowSampling`
-beside its mathematics (models/sampling.py); then `make proto`. One that was refused until then leaves `NO_OPS` and
-`GenerationBody` (gateway/openai/requests.py); one that generation_config.json may set is a field of
-`GenerationDefaults` (models/folder/generation.py) too. What is no single number (`logit_bias`) goes its own way.
+beside its mathematics (models/sampling.py); then `make proto`, and a higher `PROTOCOL_VERSION` (rpc/link.py). One that
+was refused until then leaves `NO_OPS` and `GenerationBody` (gateway/openai/requests.py); one that
+generation_config.json may set is a field of `GenerationDefaults` (models/folder/generation.py) too. What is no single
+number (`logit_bias`) goes its own way.
 
 The table is of the control plane, the lowest floor that gateway, wire and engine share. The model side does not import
 it: the engine fills `RowSampling` by name.

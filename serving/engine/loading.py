@@ -5,6 +5,7 @@ the worker answers; but programs that only make small steps faster may be left f
 `progress` tells how far it is.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from moonshard.sharding.layout import Layout
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.rules import MeshError
 from moonshard.sharding.shard import Shard
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 Prepares = Literal["all", "needed", "none"]
@@ -75,7 +78,7 @@ class LoadedModel:
             chunk_tokens=self.shapes.prefill_buckets[-1],
             short_share=config.prefill.short_share,
             q_tile=self.shapes.q_tile,
-            has_prefix_cache=config.kv.prefix_cache,
+            has_prefix_cache=config.kv.prefix_cache and self.shapes.groups.is_plain,
             num_microbatches=min(self.num_stages, self.pool.slots_per_partition),
             max_context_tokens=self.shapes.max_context_tokens,
             max_queued_requests=config.gateway.max_queued_requests,
@@ -141,6 +144,8 @@ def _load_model(
         shapes, pool = choose_sizes(config, model, dtype, role)
         sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
         programs = Programs(shapes, [Stage(part, shapes, **sizes, dtype=dtype) for part in parts])
+    if config.kv.prefix_cache and not shapes.groups.is_plain:
+        logger.warning("kv.prefix_cache: off, since the model has several KV groups or a window")
     begun_s = timings.now_s
     preparation = Preparation(programs, store, timings)
     if prepares != "all":

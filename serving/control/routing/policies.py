@@ -1,7 +1,8 @@
 """How a home is chosen among several, by name, so that studies can compare.
 
 Each policy looks at the same columns and returns a row. Pure, and but for the draws of `random` without memory: what a
-policy goes by is in the columns.
+policy goes by is in the columns. A new one is a function here, an entry in `policy_of`, a name in `names` and a word in
+the README's row of `routing.policy`; a new column is filled by `router`.
 """
 
 import random
