@@ -25,8 +25,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-UNLIMITED_TOKENS = 1 << 62  # what blocks hold that are written round and round
-
 
 class BlockState(enum.Enum):
     FREE = "free"
@@ -61,15 +59,19 @@ class BlockGroup:
     max_blocks: int | None = None  # that a sequence has of the group; None: as many as its tokens take
 
     @classmethod
-    def bounded(cls, window: int, step_tokens: int, block_size: int) -> "BlockGroup":
-        """A group that a step writes at most so many tokens of a sequence to. Those, and what the first of them sees,
-        lie in blocks of their own, wherever in a block they begin.
+    def sliding(cls, window: int, step_tokens: int, block_size: int) -> "BlockGroup":
+        """A group with a window, of whose sequences a step writes at most so many tokens. Those, and what the first of
+        them sees, lie in blocks of their own, wherever in a block they begin.
+
+        ValueError for a window of fewer than 2 tokens: it would see nothing that was written before.
         """
+        if window < 2:
+            raise ValueError(f"a window of {window} tokens sees none but its own")
         return cls(window=window, max_blocks=-(-(window - 2 + step_tokens) // block_size) + 1)
 
 
-class Piece(NamedTuple):
-    """A block of a prompt that whoever goes on behind it needs: of which column, and its place in the sequence."""
+class SeenBlock(NamedTuple):
+    """A block of a prompt that the position behind it sees: of which column, and its place in the sequence."""
 
     column: int
     place: int
@@ -80,27 +82,23 @@ class BlockGroups:
     """Which block of a sequence holds what. A column is as many tokens as a block has, counted from the beginning.
 
     A sequence's blocks are one tuple in the order in which they are taken: for each column a block of each group. A
-    group that is bounded takes no more than its `max_blocks`, and its further columns are written over those, round and
-    round. So where there is one group without a bound, a block's place in the tuple is its column.
+    group with a window takes no more than its `max_blocks`, and its further columns are written over those, round and
+    round. So where there is one group and it has no window, a block's place in the tuple is its column.
     """
 
     groups: tuple[BlockGroup, ...] = (BlockGroup(),)
 
+    def __len__(self) -> int:
+        return len(self.groups)
+
     @property
     def is_plain(self) -> bool:
         """Whether a block's place is its column."""
-        return len(self.groups) == 1 and not self.is_bounded
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether blocks are written over while their sequence goes on."""
-        return any(group.max_blocks is not None for group in self.groups)
+        return len(self.groups) == 1 and self.groups[0].max_blocks is None
 
     def num_blocks(self, num_columns: int) -> int:
         """How many blocks a sequence of so many columns takes."""
-        if self.is_plain:
-            return num_columns
-        return sum(_bounded(num_columns, group) for group in self.groups)
+        return sum(num_columns if g.max_blocks is None else min(num_columns, g.max_blocks) for g in self.groups)
 
     def num_columns(self, num_blocks: int) -> int | None:
         """For how many whole columns so many blocks are enough; None: for any number."""
@@ -121,25 +119,26 @@ class BlockGroups:
         beside = sum(other.max_blocks is None or other.max_blocks > own for other in self.groups[:group])
         return self.num_blocks(own) + beside
 
-    def pieces(self, num_tokens: int, block_size: int) -> tuple[Piece, ...]:
+    def seen(self, num_tokens: int, block_size: int) -> tuple[SeenBlock, ...]:
         """The blocks that the position behind so many tokens sees, in the order of columns, then of groups."""
         num_columns = -(-num_tokens // block_size)
         if self.is_plain:
-            return tuple(Piece(column, column) for column in range(num_columns))
+            return tuple(SeenBlock(column, column) for column in range(num_columns))
         firsts = [0 if g.window is None else max(0, num_tokens - g.window + 1) // block_size for g in self.groups]
         return tuple(
-            Piece(column, self.place(group, column))
+            SeenBlock(column, self.place(group, column))
             for column in range(num_columns)
             for group, first in enumerate(firsts)
             if column >= first
         )
 
+    def places_to_share(self, num_columns: int) -> frozenset[int]:
+        """The places of the first columns' blocks that are never written again: those of groups without a window."""
+        of_groups = (index for index, group in enumerate(self.groups) if group.max_blocks is None)
+        return frozenset(self.place(index, column) for index in of_groups for column in range(num_columns))
+
 
 PLAIN = BlockGroups()
-
-
-def _bounded(num_columns: int, group: BlockGroup) -> int:
-    return num_columns if group.max_blocks is None else min(num_columns, group.max_blocks)
 
 
 class _Partition:
@@ -214,23 +213,35 @@ class BlockPool:
         self.blocks_per_partition = blocks_per_partition
         self.block_size = block_size
         self.groups = groups
+        self._is_plain = groups.is_plain  # asked for every row of every step
+        self._num_columns = () if self._is_plain else tuple(map(groups.num_columns, range(blocks_per_partition + 1)))
         self._lost: list[tuple[int, int]] = []  # (partition, block), until `take_lost`
         self._partitions = tuple(_Partition(blocks_per_partition) for _ in range(num_partitions))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """How many blocks a sequence of so many tokens takes, of all groups together."""
-        return self.groups.num_blocks(-(-num_tokens // self.block_size))
+        num_columns = -(-num_tokens // self.block_size)
+        return num_columns if self._is_plain else self.groups.num_blocks(num_columns)
 
-    def num_tokens_in(self, num_blocks: int) -> int:
-        """How long a sequence may be with so many blocks."""
-        if self.groups.is_plain:
-            return num_blocks * self.block_size
-        num_columns = self.groups.num_columns(num_blocks)
-        return UNLIMITED_TOKENS if num_columns is None else num_columns * self.block_size
+    def num_tokens_in(self, num_blocks: int, most_tokens: int) -> int:
+        """How long a sequence of at most so many tokens may be with so many blocks of a partition."""
+        num_columns = num_blocks if self._is_plain else self._num_columns[num_blocks]
+        return most_tokens if num_columns is None else min(most_tokens, num_columns * self.block_size)
 
-    def pieces(self, num_tokens: int) -> tuple[Piece, ...]:
+    def num_blocks_to_grow(self, num_blocks: int) -> int:
+        """How many blocks a sequence that has so many takes for its next column."""
+        if self._is_plain:
+            return 1
+        num_columns = self._num_columns[num_blocks]
+        return 0 if num_columns is None else self.groups.num_blocks(num_columns + 1) - num_blocks
+
+    def seen(self, num_tokens: int) -> tuple[SeenBlock, ...]:
         """The blocks of a prompt of so many tokens that whoever decodes it needs."""
-        return self.groups.pieces(num_tokens, self.block_size)
+        return self.groups.seen(num_tokens, self.block_size)
+
+    def num_seen(self, num_tokens: int) -> int:
+        """How many those are."""
+        return self.num_blocks_for(num_tokens) if self._is_plain else len(self.seen(num_tokens))
 
     def num_free(self, partition: int) -> int:
         """Free blocks, those worth keeping included."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from moonshard.sharding.rules import Rules, check_rules, shard_shape
+from moonshard.sharding.rules import MeshError, Rules, check_rules, shard_shape
 from moonshard.sharding.shape import MeshShape
 from moonshard.sharding.stages import split_layers
 
@@ -100,15 +100,17 @@ def budget(
     device_bytes: int,
     workspace: Workspace,
     context_tokens: int | None = None,
+    step_tokens: int = 0,
 ) -> Budget:
     """What each device of the mesh holds. A mesh that does not fit says why instead of raising.
 
-    Tokens are those of sequences of `context_tokens`, of which a group with a window keeps the last; None: of sequences
-    that fit into every window.
+    Tokens are those of sequences of `context_tokens`, of which a group with a window keeps the last, and those that a
+    step writes; None: of sequences that fit into every window.
     """
+    kept_tokens = None if context_tokens is None else (context_tokens, step_tokens)
     try:
         check_rules(rules)
-        stages = _stages(model, mesh, rules, device_bytes, workspace(mesh, rules), context_tokens)
+        stages = _stages(model, mesh, rules, device_bytes, workspace(mesh, rules), kept_tokens)
     except ValueError as error:  # a MeshError, or more stages than layers
         return Budget(mesh=mesh, rules=rules, reason=str(error))
     per_stage = mesh.num_devices // mesh.pipe
@@ -139,7 +141,7 @@ def _stages(
     rules: Rules,
     device_bytes: int,
     workspace_bytes: int,
-    context_tokens: int | None,
+    tokens: tuple[int, int] | None,  # of a sequence, and of a step
 ) -> tuple[StageBudget, ...]:
     before, layers, after = _weights_on_a_device(model, mesh, rules)
     num_token_shards = mesh.tensor if rules.kv_tokens else 1
@@ -152,35 +154,49 @@ def _stages(
                 weight_bytes=weights,
                 workspace_bytes=workspace_bytes,
                 headroom_bytes=device_bytes - weights - workspace_bytes,
-                kv_bytes_per_token=_kv_bytes_per_token(model, own, context_tokens) / num_token_shards,
+                kv_bytes_per_token=_kv_bytes_per_token(model, own, tokens) / num_token_shards,
             )
         )
     return tuple(stages)
 
 
-def _kv_bytes_per_token(model: ModelPieces, layers: range, context_tokens: int | None) -> float:
+def _kv_bytes_per_token(model: ModelPieces, layers: range, tokens: tuple[int, int] | None) -> float:
     """Bytes of a token in all groups' blocks on a stage of these layers."""
     largest = max(sum(layer in layers for layer in piece.layers) for piece in model.kv)
-    return largest * math.fsum(piece.layer_bytes_per_token * _share_kept(piece, context_tokens) for piece in model.kv)
+    return largest * math.fsum(piece.layer_bytes_per_token * _share_kept(piece, tokens) for piece in model.kv)
 
 
-def _share_kept(piece: KvPiece, context_tokens: int | None) -> float:
-    if piece.window is None or context_tokens is None:
+def _share_kept(piece: KvPiece, tokens: tuple[int, int] | None) -> float:
+    """Of a sequence's tokens; `tokens` are the sequence's and a step's."""
+    if piece.window is None or tokens is None:
         return 1.0
-    return min(1.0, piece.window / context_tokens)
+    context, step = tokens
+    return min(1.0, (piece.window + step) / context)
 
 
 def stage_layers(model: ModelPieces, mesh: MeshShape, rules: Rules) -> tuple[range, ...]:
     """The layers of each stage, so that their devices hold weights as evenly as whole layers allow.
 
     Raises:
-        MeshError: a dimension does not divide.
+        MeshError: a dimension does not divide, or a stage would have more layers of one KV group than of another.
         ValueError: more stages than layers.
     """
     before, layers, after = _weights_on_a_device(model, mesh, rules)
     counts = split_layers(layers, mesh.pipe, before=before, after=after)
     ends = itertools.accumulate(counts)
-    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+    stages = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+    if len(stages) > 1:
+        _check_groups_are_cut_alike(model.kv, stages)
+    return stages
+
+
+def _check_groups_are_cut_alike(groups: Sequence[KvPiece], stages: Sequence[range]) -> None:
+    """MeshError where a stage has more layers of one KV group than of another: blocks would be cut differently."""
+    for index, stage in enumerate(stages):
+        counts = [sum(layer in stage for layer in group.layers) for group in groups]
+        if len(set(counts)) > 1:
+            what = f"stage {index} has {counts} layers of the KV groups, not equally many"
+            raise MeshError(f"mesh.pipe = {len(stages)}: {what}")
 
 
 def _weights_on_a_device(model: ModelPieces, mesh: MeshShape, rules: Rules) -> tuple[float, list[float], float]:

@@ -5,8 +5,8 @@ value lies. Pure: it needs no device and no transport.
 
 Moving the bytes is a transport's work (`kv.transfer`), and replicating what has landed that of `kv.block_shards`. The
 groups of a layout that is planned share their block ids: where a block is one group's alone, plan `Layout.of_group`.
-Source: array redistribution by
-intersecting index ranges, as ScaLAPACK's P_GEMR2D does it (Prylli and Tourancheau 1997).
+Source: array redistribution by intersecting index ranges, as ScaLAPACK's P_GEMR2D does it (Prylli and Tourancheau
+1997).
 """
 
 from collections import Counter

@@ -84,7 +84,7 @@ def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", shard: Sh
     shapes = StepShapes(
         num_partitions=shard.mesh.num_partitions,
         slots_per_partition=NUM_SLOTS,
-        blocks_per_sequence=MAX_CONTEXT_TOKENS // BLOCK_SIZE,
+        columns_per_sequence=MAX_CONTEXT_TOKENS // BLOCK_SIZE,
         max_context_tokens=MAX_CONTEXT_TOKENS,
         q_tile=Q_TILE,
         prefill_buckets=(CHUNK_TOKENS,) if is_small else buckets(CHUNK_TOKENS, Q_TILE),

@@ -75,9 +75,9 @@ def budget(
 
     rules = PREFILL if role == "prefill" else DECODE
     longest = served.config.max_position_embeddings
-    found = ranked([budget_of(whole, shape, rules, device_bytes, workspace, longest) for shape in shapes])
+    found = ranked([budget_of(whole, shape, rules, device_bytes, workspace, longest, chunk_tokens) for shape in shapes])
     parallel = context_parallel(rules)
-    split = [budget_of(whole, each.mesh, parallel, device_bytes, workspace, longest) for each in found]
+    split = [budget_of(whole, each.mesh, parallel, device_bytes, workspace, longest, chunk_tokens) for each in found]
     title = f"{model}: {whole.num_bytes / GIB:.1f} GiB of weights ({weight_format}) on {device}, rules for {role}"
     sys.stdout.write(f"{title}\n{_table(found, split)}\n")
     records = [_record(*pair) for pair in zip(found, split, strict=True)]

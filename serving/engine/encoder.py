@@ -38,8 +38,7 @@ class StepEncoder:
         self._shapes = shapes
         self._bucket_for = bucket_for or (lambda kind, size: smallest(shapes.buckets[kind], size))
         self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
-        groups, columns = shapes.groups, range(shapes.blocks_per_sequence)
-        self._places = [np.array([groups.place(g, c) for c in columns]) for g in range(len(groups.groups))]
+        self._places = () if shapes.groups.is_plain else _places(shapes)
         decode, draw = shapes.layout(StepKind.DECODE, shapes.slots_per_partition), self._layouts[StepKind.DRAW, 0]
         self._blank_rows = decode.blank()[1] | draw.blank()[1]
         _, rows = decode.blank(shapes.num_partitions)
@@ -123,7 +122,7 @@ class StepEncoder:
 
     def _write_table(self, rows: np.ndarray, blocks: tuple[int, ...]) -> None:
         """Writes a sequence's blocks into [..., groups, columns], each under all columns that it is for."""
-        if self._shapes.groups.is_plain:
+        if not self._places:
             rows[..., 0, : len(blocks)] = blocks
             return
         found = np.asarray(blocks, np.int32)
@@ -239,6 +238,12 @@ class StepEncoder:
         for part in parts:
             found[part.slot.partition].append(part)
         return found
+
+
+def _places(shapes: StepShapes) -> tuple[np.ndarray, ...]:
+    """Of each group, where the block of each column stands among those of the sequence."""
+    groups, columns = shapes.groups, range(shapes.columns_per_sequence)
+    return tuple(np.array([groups.place(group, column) for column in columns]) for group in range(len(groups)))
 
 
 def _of(fields: Fields, partition: int) -> dict[str, np.ndarray]:

@@ -109,7 +109,7 @@ class StepShapes:
 
     num_partitions: int = 1
     slots_per_partition: int
-    blocks_per_sequence: int  # columns of a block table
+    columns_per_sequence: int  # of a block table: a block of each group
     groups: BlockGroups = PLAIN
     max_context_tokens: int
     q_tile: int  # queries per row of a prefill: a row belongs to one sequence
@@ -178,7 +178,7 @@ class StepShapes:
         )
 
     def _tables(self, rows: int) -> Field:
-        return Field("block_tables", (rows, len(self.groups.groups), self.blocks_per_sequence))
+        return Field("block_tables", (rows, len(self.groups), self.columns_per_sequence))
 
     def _draw(self) -> StepLayout:
         """The fields of draws: the same for prefills and decodes of every bucket, so that draws are compiled once."""

@@ -117,10 +117,12 @@ class PrefillHandoffs:
             raise InvalidArgument(f"a lease of {target.lease_s:g} s is none", field="lease_s")
         if (target.handoff, target.writer_epoch, target.session) != (request.id, self._epoch, remote.session):
             raise FailedPrecondition("this target is for another handoff or another process", field="target")
-        num_blocks = len(self._pool.pieces(len(request.prompt)))
+        num_blocks = self._pool.num_seen(len(request.prompt))
         max_held = len(request.prompt) // self._pool.block_size if self._pool.groups.is_plain else 0
         if target.num_blocks != num_blocks or target.num_blocks_held > max_held:
-            raise FailedPrecondition(f"this target is not for a prompt of {num_blocks} blocks", field="target")
+            raise FailedPrecondition(
+                f"this target is not for a prompt of which {num_blocks} blocks move", field="target"
+            )
         if len(target.grants) > num_blocks:
             raise InvalidArgument(f"{len(target.grants)} grants for {num_blocks} blocks", field="grants")
 

@@ -143,7 +143,7 @@ TestPools.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 GROUPS = st.lists(
     st.one_of(
-        st.just(BlockGroup()), st.builds(BlockGroup.bounded, st.integers(2, 20), st.integers(1, 12), st.integers(1, 5))
+        st.just(BlockGroup()), st.builds(BlockGroup.sliding, st.integers(2, 20), st.integers(1, 12), st.integers(1, 5))
     ),
     min_size=1,
     max_size=3,
@@ -179,9 +179,9 @@ def test_as_many_columns_fit_as_their_blocks_do(groups: list[BlockGroup], num_bl
         assert found.num_blocks(num_columns) <= num_blocks < found.num_blocks(num_columns + 1)
 
 
-@given(window=st.integers(1, 40), step=st.integers(1, 20), size=st.integers(1, 9), start=st.integers(0, 200))
+@given(window=st.integers(2, 40), step=st.integers(1, 20), size=st.integers(1, 9), start=st.integers(0, 200))
 def test_a_step_writes_over_nothing_that_it_or_a_later_one_sees(window: int, step: int, size: int, start: int):
-    group = BlockGroup.bounded(window, step, size)
+    group = BlockGroup.sliding(window, step, size)
     columns = {position // size for position in range(max(0, start - window + 1), start + step)}
     assert group.max_blocks is not None
     assert len({column % group.max_blocks for column in columns}) == len(columns)
@@ -191,11 +191,11 @@ def test_a_step_writes_over_nothing_that_it_or_a_later_one_sees(window: int, ste
 def test_a_bound_is_no_larger_than_some_step_needs(window: int, step: int, size: int):
     starts = range(window, window + size)
     needed = max(len({position // size for position in range(start - window + 1, start + step)}) for start in starts)
-    assert BlockGroup.bounded(window, step, size).max_blocks == needed
+    assert BlockGroup.sliding(window, step, size).max_blocks == needed
 
 
 @given(groups=GROUPS, num_tokens=st.integers(1, 60), size=st.integers(1, 5))
-def test_the_pieces_of_a_prompt_are_the_blocks_that_the_next_position_sees(
+def test_of_a_prompt_the_blocks_are_told_that_the_next_position_sees(
     groups: list[BlockGroup], num_tokens: int, size: int
 ):
     found = BlockGroups(tuple(groups))
@@ -203,12 +203,40 @@ def test_the_pieces_of_a_prompt_are_the_blocks_that_the_next_position_sees(
     for i, group in enumerate(groups):
         first = 0 if group.window is None else max(0, num_tokens - group.window + 1)
         seen |= {(position // size, found.place(i, position // size)) for position in range(first, num_tokens)}
-    pieces = found.pieces(num_tokens, size)
-    assert set(pieces) == seen
-    assert len(pieces) == len(seen)
-    assert [piece.column for piece in pieces] == sorted(piece.column for piece in pieces)
+    told = found.seen(num_tokens, size)
+    assert set(told) == seen
+    assert len(told) == len(seen) == BlockPool(1, 1, size, found).num_seen(num_tokens)
+    assert [block.column for block in told] == sorted(block.column for block in told)
 
 
 def test_one_group_without_a_window_has_its_columns_as_places():
-    assert BlockGroups().pieces(20, 8) == ((0, 0), (1, 1), (2, 2))
-    assert BlockPool(1, 4, 8).num_tokens_in(3) == 24
+    assert BlockGroups().seen(20, 8) == ((0, 0), (1, 1), (2, 2))
+    assert BlockPool(1, 4, 8).num_tokens_in(3, 100) == 24
+
+
+@given(groups=GROUPS, num_columns=st.integers(1, 30))
+def test_what_a_pool_says_of_lengths_is_what_its_groups_say(groups: list[BlockGroup], num_columns: int):
+    pool = BlockPool(1, 120, 4, BlockGroups(tuple(groups)))
+    num_blocks = pool.num_blocks_for(4 * num_columns)
+    assert num_blocks == pool.num_blocks_for(4 * num_columns - 3) == pool.groups.num_blocks(num_columns)
+    assert pool.num_tokens_in(num_blocks, 4 * num_columns) == 4 * num_columns
+    assert pool.num_blocks_to_grow(num_blocks) == pool.groups.num_blocks(num_columns + 1) - num_blocks
+
+
+@given(groups=GROUPS, num_columns=st.integers(0, 30))
+def test_only_blocks_that_are_never_written_over_are_shared(groups: list[BlockGroup], num_columns: int):
+    found = BlockGroups(tuple(groups))
+    places = {
+        found.place(index, column)
+        for index, group in enumerate(groups)
+        for column in range(num_columns)
+        if group.window is None
+    }
+    assert found.places_to_share(num_columns) == places
+    later = {found.place(i, c) for i in range(len(groups)) for c in range(num_columns, num_columns + 40)}
+    assert not places & later
+
+
+def test_a_window_that_sees_nothing_before_it_is_refused():
+    with pytest.raises(ValueError, match="a window of 1 tokens"):
+        BlockGroup.sliding(1, 8, 4)

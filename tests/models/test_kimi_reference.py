@@ -204,7 +204,7 @@ def test_the_programs_serve_in_bfloat16():
     config, loaded = dense_only()
     shapes = StepShapes(
         slots_per_partition=2,
-        blocks_per_sequence=2,
+        columns_per_sequence=2,
         max_context_tokens=64,
         q_tile=32,
         prefill_buckets=(32,),

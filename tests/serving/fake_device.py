@@ -109,9 +109,9 @@ class FakeDevice:
         """
         for block in block_table[num_held:]:
             self.pages[partition, block] = [None] * self.block_size
-        for index, piece in enumerate(self.pool.pieces(len(request.prompt))):
-            block, begin = block_table[piece.place], piece.column * self.block_size
-            (group,) = (g for g in self.all_groups if self.groups.place(g, piece.column) == piece.place)
+        for index, seen in enumerate(self.pool.seen(len(request.prompt))):
+            block, begin = block_table[seen.place], seen.column * self.block_size
+            (group,) = (g for g in self.all_groups if self.groups.place(g, seen.column) == seen.place)
             content = [token + GROUP * group for token in request.prompt[begin : begin + self.block_size]]
             if index < num_held:
                 assert (partition, block) in due or self.pages[partition, block] == content
@@ -128,7 +128,7 @@ class FakeDevice:
 
     @property
     def all_groups(self) -> range:
-        return range(len(self.groups.groups))
+        return range(len(self.groups))
 
     def check_kv(self, item: PrefillChunk | DecodeRow, num_tokens: int) -> None:
         """All that the first position of a chunk or of a row sees is there, up to so many tokens of the sequence."""

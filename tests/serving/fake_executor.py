@@ -67,7 +67,7 @@ class FakeExecutor:
 def some_shapes(q_len: int = 1) -> StepShapes:
     return StepShapes(
         slots_per_partition=NUM_SLOTS,
-        blocks_per_sequence=CONTEXT_TOKENS // BLOCK_SIZE,
+        columns_per_sequence=CONTEXT_TOKENS // BLOCK_SIZE,
         max_context_tokens=CONTEXT_TOKENS,
         q_tile=TILE,
         q_len=q_len,

@@ -32,7 +32,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 LIMITS = Limits(vocab_size=VOCAB_SIZE, block_size=16, max_context_tokens=64)
 SHAPES = StepShapes(
     slots_per_partition=2,
-    blocks_per_sequence=4,
+    columns_per_sequence=4,
     max_context_tokens=64,
     q_tile=4,
     prefill_buckets=(4,),

@@ -132,16 +132,41 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def test_stages_hold_as_many_tokens_as_the_tightest_of_them():
+def four_layers(*kv: KvPiece) -> ModelPieces:
+    """Of 1,000 bytes each, behind a table of as many."""
     layer = (WeightPiece(axes=("embed",), shape=(1000,), bits=8.0),)
-    model = ModelPieces(
-        first=layer, layers=(layer,) * 4, last=(), kv=(KvPiece(layers=tuple(range(4)), layer_bytes_per_token=10),)
-    )
+    return ModelPieces(first=layer, layers=(layer,) * 4, last=(), kv=kv)
+
+
+def test_stages_hold_as_many_tokens_as_the_tightest_of_them():
+    model = four_layers(KvPiece(layers=(0, 1, 2, 3), layer_bytes_per_token=10))
     found = of(MeshShape(pipe=2), model, device_bytes=4000)
     assert [stage.num_layers for stage in found.stages] == [2, 2]
     assert [stage.weight_bytes for stage in found.stages] == [3000, 2000]
     assert found.num_tokens == min(1000 // 20, 2000 // 20)
     assert found.headroom_bytes == 3000
+
+
+def test_of_a_group_with_a_window_the_last_tokens_count_and_a_block_has_as_many_layers_as_the_largest():
+    whole = KvPiece(layers=(0,), layer_bytes_per_token=10)
+    window = KvPiece(layers=(1, 2, 3), layer_bytes_per_token=10, window=30)
+
+    def kv_bytes_per_token(context_tokens: int | None) -> float:
+        found = budget(
+            four_layers(whole, window), MeshShape(), DECODE, 9000, lambda mesh, rules: 0, context_tokens, step_tokens=20
+        )
+        return found.stages[0].kv_bytes_per_token
+
+    assert kv_bytes_per_token(None) == kv_bytes_per_token(50) == 3 * 10 * 2
+    assert kv_bytes_per_token(200) == 3 * 10 * (1 + (30 + 20) / 200)
+
+
+def test_a_pipeline_that_cuts_groups_unevenly_does_not_fit():
+    groups = KvPiece(layers=(0, 1, 3), layer_bytes_per_token=10), KvPiece(layers=(2,), layer_bytes_per_token=10)
+    found = of(MeshShape(pipe=2), four_layers(*groups), device_bytes=9000)
+    assert found.reason == "mesh.pipe = 2: stage 0 has [2, 0] layers of the KV groups, not equally many"
+    even = KvPiece(layers=(0, 2), layer_bytes_per_token=10), KvPiece(layers=(1, 3), layer_bytes_per_token=10)
+    assert of(MeshShape(pipe=2), four_layers(*even), device_bytes=9000).reason is None
 
 
 def test_the_workspace_is_taken_from_the_headroom():

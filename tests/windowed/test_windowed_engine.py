@@ -1,13 +1,17 @@
 """The engine serves a model of two KV groups: the reference's tokens, and a bounded number of blocks for the window."""
 
+from pathlib import Path
+
 import pytest
 
+from moonshard.serving.config.keys import ConfigError
 from moonshard.serving.control.request import SequenceId
 from moonshard.serving.control.sampling_parameters import Sampling
+from moonshard.serving.engine.loading import load_model
 from tests.engine_room import request
 from tests.windowed.folder import WINDOW, a_prompt
 from tests.windowed.reference import Reference
-from tests.windowed.room import BLOCK_SIZE, GREEDY, NUM_SLOTS, assert_drawn_from, most_window_blocks, serve
+from tests.windowed.room import BLOCK_SIZE, GREEDY, NUM_SLOTS, assert_drawn_from, config, most_window_blocks, serve
 
 pytestmark = pytest.mark.xdist_group("jax")
 LENGTHS = [1, 5, 15, 16, 17, 39, 40, 41, 64, 65, 150, 500]
@@ -139,3 +143,8 @@ def test_a_pool_that_holds_one_long_sequence_only_because_of_the_bound_serves_it
     num_columns = -(-620 // BLOCK_SIZE)
     run = serve(folder, [asked], num_blocks=num_columns + most_window_blocks(32))
     assert run.of(asked) == reference.greedy(asked.prompt, 120)
+
+
+def test_a_pool_without_a_block_for_each_group_is_refused_by_its_key(folder: Path):
+    with pytest.raises(ConfigError, match=r"^kv\.num_blocks: 1 are fewer than the 2 KV groups of the model"):
+        load_model(config(folder, 32, num_blocks=1), "both", lambda message: None, prepares="none")

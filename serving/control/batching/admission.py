@@ -160,10 +160,11 @@ class Admission:
         occupancies = dict[Occupancy, None]()
         for leader, follower in forks:
             num_prompt = len(leader.sequence.request.prompt)
-            own = slice(self._num_shared(num_prompt), self._pool.num_blocks_for(num_prompt))
-            found = zip(leader.blocks[own], follower.blocks[own], strict=True)
-            pairs += ((leader.slot.partition, source, destination) for source, destination in found)
-            occupancies |= dict.fromkeys((leader, follower))
+            shared = self._shared_places(num_prompt)
+            own = [seen.place for seen in self._pool.seen(num_prompt) if seen.place not in shared]
+            if own:
+                pairs += ((leader.slot.partition, leader.blocks[place], follower.blocks[place]) for place in own)
+                occupancies |= dict.fromkeys((leader, follower))
         for plan in itertools.batched(pairs, self._slots.num_slots):  # as many as a step copies
             self._launches.push(CopyPlan(number=self._launches.next_number(), pairs=plan), list(occupancies))
 
@@ -212,7 +213,7 @@ class Admission:
         do not go back to the line.
         """
         num_prompt = len(leader.sequence.request.prompt)
-        shared = leader.blocks[: self._num_shared(num_prompt)]
+        shared = {place: leader.blocks[place] for place in self._shared_places(num_prompt)}
         followers = list[Occupancy]()
         for sequence in sequences:
             num_blocks = self._pool.num_blocks_for(num_prompt)
@@ -223,16 +224,14 @@ class Admission:
                 followers.append(occupancy)
         return followers
 
-    def _num_shared(self, num_prompt: int) -> int:
-        """How many of a prompt's blocks its choices share: the full ones, which nobody writes again, unless blocks are
-        written over.
-        """
-        return 0 if self._pool.groups.is_bounded else self._pool.groups.num_blocks(num_prompt // self._pool.block_size)
+    def _shared_places(self, num_prompt: int) -> frozenset[int]:
+        """Which of a prompt's blocks its choices share: the full ones, which nobody writes again."""
+        return self._pool.groups.places_to_share(num_prompt // self._pool.block_size)
 
     def _num_blocks_of_forks(self, leader: Sequence) -> int:
         """How many blocks the choices that wait for this leader need for themselves, in order to go on."""
         num_prompt = len(leader.request.prompt)
-        num_own = self._pool.num_blocks_for(num_prompt + 1) - self._num_shared(num_prompt)
+        num_own = self._pool.num_blocks_for(num_prompt + 1) - len(self._shared_places(num_prompt))
         return len(leader.accepted.to_fork) * num_own
 
     def _num_blocks_to_admit(self, sequence: Sequence) -> int:

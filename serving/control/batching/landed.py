@@ -15,7 +15,7 @@ from moonshard.serving.control.batching.sequence import Accepted, Sequence
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class LandedRequest:
-    """A request's first choice that goes on, and the blocks that hold its whole prompt."""
+    """A request's first choice that goes on, and its blocks, with all of the prompt that it still sees."""
 
     leader: Sequence
     blocks: tuple[int, ...]
@@ -47,6 +47,11 @@ class LandedRequests:
         """Removes it and gives its blocks back. No launched step uses them: what wrote them came before."""
         self._landed.remove(landed_request)
         self._pool.release(self._partition, landed_request.blocks[::-1])
+
+    @property
+    def num_blocks_to_grow(self) -> int:
+        """How many blocks their sequences take, if each goes on by one column."""
+        return sum(one.num_sequences * self._pool.num_blocks_to_grow(len(one.blocks)) for one in self._landed)
 
     def remove(self, accepted: Accepted) -> None:
         """Removes everything of one request; does nothing where the request is not here."""

@@ -217,6 +217,6 @@ class Partition:
         return self.slots.num_free_slots - sum(landed_request.num_sequences for landed_request in self.landed)
 
     @property
-    def num_sequences(self) -> int:
-        """How many sequences may need another block: those that run here and those that have landed here."""
-        return len(self.slots.running()) + sum(landed_request.num_sequences for landed_request in self.landed)
+    def num_blocks_to_grow(self) -> int:
+        """How many blocks the sequences take that run here or have landed here, if each goes on by one column."""
+        return sum(map(self.slots.num_blocks_to_grow, self.slots.running())) + self.landed.num_blocks_to_grow

@@ -52,7 +52,7 @@ def check_fits(request: Request, max_context_tokens: int, pool: BlockPool) -> No
     if request.n < 1:
         raise NeverFits("n", f"n is {request.n}, at least 1 is needed")
     num_tokens = len(request.prompt) + request.max_tokens
-    capacity_tokens = min(max_context_tokens, pool.num_tokens_in(pool.blocks_per_partition))
+    capacity_tokens = pool.num_tokens_in(pool.blocks_per_partition, max_context_tokens)
     if num_tokens > capacity_tokens:
         field = "prompt" if len(request.prompt) >= capacity_tokens else "max_tokens"
         raise NeverFits(field, f"prompt and max_tokens are {num_tokens} tokens, {capacity_tokens} fit")

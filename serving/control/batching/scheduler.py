@@ -325,9 +325,9 @@ class Scheduler:
         """How many tokens the landed requests of the partition have, which wait for a slot."""
         return self._partitions[partition].landed_tokens
 
-    def num_sequences(self, partition: int) -> int:
-        """How many sequences may need another block: those that run there, and those that have landed there."""
-        return self._partitions[partition].num_sequences
+    def num_blocks_to_grow(self, partition: int) -> int:
+        """How many blocks the sequences take that run or have landed there, if each goes on by one column."""
+        return self._partitions[partition].num_blocks_to_grow
 
     def num_blocks_due(self, partition: int) -> int:
         """What the next in the queue there needs: whoever takes blocks from outside should leave as many."""

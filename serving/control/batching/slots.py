@@ -7,7 +7,7 @@ Entering takes a slot and blocks together or neither; leaving gives back both. W
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import PrefixCache
@@ -37,13 +37,17 @@ class Slots:
     def num_free_blocks(self) -> int:
         return self._pool.num_free(self.partition)
 
-    def enter(self, sequence: Sequence, num_blocks: int, shared: tuple[int, ...] = ()) -> Occupancy | None:
-        """An occupancy that begins with `shared` blocks, held by reference; None where a slot or blocks are lacking."""
+    def enter(self, sequence: Sequence, num_blocks: int, shared: Mapping[int, int]) -> Occupancy | None:
+        """An occupancy that has `shared` blocks, by place, held by reference; None where a slot or blocks are
+        lacking.
+        """
         own = self._pool.allocate(self.partition, num_blocks - len(shared)) if self._free_slots else None
         if own is None:
             return None
-        self._pool.retain(self.partition, shared)
-        return self.occupy(sequence, shared + own)
+        self._pool.retain(self.partition, tuple(shared.values()))
+        fresh = iter(own)
+        blocks = tuple(shared[place] if place in shared else next(fresh) for place in range(num_blocks))
+        return self.occupy(sequence, blocks)
 
     def enter_behind(self, sequence: Sequence, num_blocks: int, found: tuple[int, ...]) -> Occupancy | None:
         """As `enter`, but the occupancy begins with blocks that the prefix cache found, which may be free ones."""
@@ -85,13 +89,18 @@ class Slots:
         there is room.
         """
         num_computed, num_held = occupancy.num_computed, len(occupancy.blocks)
-        if num_computed + q_len <= self._pool.num_tokens_in(num_held):
+        wanted = num_computed + q_len
+        if self._pool.num_tokens_in(num_held, wanted) == wanted:
             return q_len
-        end = min(num_computed + q_len, self._pool.num_tokens_in(num_held + self.num_free_blocks))
+        end = self._pool.num_tokens_in(num_held + self.num_free_blocks, wanted)
         num_more = self._pool.num_blocks_for(end) - num_held
         if num_more > 0:
             occupancy.blocks += self._pool.allocate(self.partition, num_more) or ()
         return end - num_computed
+
+    def num_blocks_to_grow(self, occupancy: Occupancy) -> int:
+        """How many blocks it takes for its next column."""
+        return self._pool.num_blocks_to_grow(len(occupancy.blocks))
 
     def is_draining(self) -> bool:
         """Whether some occupancy ends as soon as its launched steps have completed."""

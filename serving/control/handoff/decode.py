@@ -16,7 +16,7 @@ Which blocks begin a prompt is for the caller to say, and who is reserved for in
 import itertools
 from dataclasses import dataclass, field
 
-from moonshard.kv.blocks import BlockPool, Piece
+from moonshard.kv.blocks import BlockPool, SeenBlock
 from moonshard.serving.control.handoff.messages import (
     Cause,
     CopyOut,
@@ -51,8 +51,8 @@ class _Reservation:
     held_blocks: tuple[int, ...]
     own_blocks: tuple[int, ...]
     lease_end_s: float
-    pieces: tuple[Piece, ...]  # of the prompt
-    missing: set[int]  # pieces that have not landed
+    seen: tuple[SeenBlock, ...]  # of the prompt, what decode needs
+    missing: set[int]  # of these, what has not landed
     granted: dict[int, int] = field(default_factory=dict[int, int])  # cell -> grant's number, until a manifest names it
     num_copying: int = 0
     tokens: tuple[int, ...] | None = None  # set by Start
@@ -129,7 +129,7 @@ class DecodeSide:
     def reserve(
         self, reserve: Reserve, request: Request, partition: int, held_blocks: tuple[int, ...], now_s: float
     ) -> Target | None:
-        """Hold the blocks of the whole prompt, and a cell at least if any is to move.
+        """Hold a sequence's blocks for the whole prompt, and a cell at least if any is to move.
 
         `held_blocks` are kept blocks that begin the prompt, used or free. Where they are all of it, the last manifest
         names none. None, and nothing is held, where blocks or cells are lacking, or it has joined; asked twice, it
@@ -140,9 +140,9 @@ class DecodeSide:
         if reserve.handoff in self._reservations:
             return self._reservations[reserve.handoff].target
         num_blocks = self._pool.num_blocks_for(len(request.prompt))
-        pieces = self._pool.pieces(len(request.prompt))
+        seen = self._pool.seen(len(request.prompt))
         held = held_blocks[:num_blocks]
-        num_missing = len(pieces) - len(held)
+        num_missing = len(seen) - len(held)
         self._pool.hold(partition, held)
         has_cell = num_missing == 0 or self._slab.num_free(partition) > 0
         own = self._pool.lease(partition, num_blocks - len(held)) if has_cell else None
@@ -151,7 +151,7 @@ class DecodeSide:
             return None
         grants = self._grant(partition, min(num_missing, self.config.max_cells_per_handoff))
         lease_s = min(self.config.lease_s, reserve.lease_s)
-        target = self._target(reserve, partition, len(pieces), len(held), grants, lease_s)
+        target = self._target(reserve, partition, len(seen), len(held), grants, lease_s)
         self._reservations[reserve.handoff] = _Reservation(
             reserve=reserve,
             request=request,
@@ -159,8 +159,8 @@ class DecodeSide:
             held_blocks=held,
             own_blocks=own,
             lease_end_s=now_s + lease_s,
-            pieces=pieces,
-            missing=set(range(len(held), len(pieces))),
+            seen=seen,
+            missing=set(range(len(held), len(seen))),
             granted={grant.cell: grant.number for grant in grants},
         )
         return target
@@ -195,7 +195,7 @@ class DecodeSide:
         if not is_intact or not reservation.missing.issuperset(manifest.blocks):
             return self._fail(reservation, Cause.CORRUPT, now_s)
         reservation.missing -= set(manifest.blocks)
-        blocks = tuple(reservation.block_table[reservation.pieces[index].place] for index in manifest.blocks)
+        blocks = tuple(reservation.block_table[reservation.seen[index].place] for index in manifest.blocks)
         land = Land(ticket=ticket, partition=partition, blocks=blocks)
         return (land, *self._credit(reservation, len(manifest.grants)), *self._join(reservation))
 

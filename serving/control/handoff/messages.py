@@ -47,7 +47,7 @@ class Reserve:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
     """D to gateway, and on to P in Run. The prompt's `num_blocks` are those that decode needs, numbered as
-    `BlockGroups.pieces` orders them; the first `num_blocks_held` need not be sent.
+    `BlockGroups.seen` orders them; the first `num_blocks_held` need not be sent.
     """
 
     handoff: bytes

@@ -41,7 +41,7 @@ class _Run:
     grants: deque[Grant]
     grants_seen: set[int]
     num_left: int  # blocks that are not written
-    # (index in the prompt, block), each block retained
+    # (number of the block as in the Target, block), each block retained
     queue: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     num_publishing: int = 0
     is_aborted: bool = False
@@ -110,7 +110,7 @@ class PrefillSide:
         return True
 
     def finished(self, handoff: bytes, blocks: Iterable[tuple[int, int]]) -> tuple[PrefillAction, ...]:
-        """KV of (index within the prompt, used block) is complete: in order, each once, cached blocks too."""
+        """KV of (number of the block, used block) is complete: in order, each once, cached blocks too."""
         run = self._runs.get(handoff)
         if run is None:
             return ()
@@ -128,7 +128,7 @@ class PrefillSide:
             return ()
         fresh = [grant for grant in credits.grants if grant.number not in run.grants_seen]
         if len(run.grants_seen) + len(fresh) > run.target.num_blocks:
-            return self._fail(run, Cause.CORRUPT)  # nobody grants more cells than there are blocks
+            return self._fail(run, Cause.CORRUPT)  # nobody grants more cells than blocks move
         run.grants_seen |= {grant.number for grant in fresh}
         run.grants.extend(fresh)
         return self._publish()

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from moonshard.kv.blocks import BlockPool, Piece
+from moonshard.kv.blocks import BlockPool, SeenBlock
 from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.control.handoff.messages import (
     CopyIn,
@@ -54,10 +54,10 @@ class _Publication[Owner: Hashable]:
     owner: Owner
     request: Request  # as the client asked
     target: Target
-    pieces: tuple[Piece, ...]  # of the prompt
+    seen: tuple[SeenBlock, ...]  # of the prompt, what decode needs
     arrived_s: float
     partition: int | None = None  # of this worker, once a step for it was launched or is about to be
-    num_finished: int = 0  # pieces whose KV launched steps complete
+    num_finished: int = 0  # of these, whose KV launched steps complete
     first: dict[int, Output] = field(default_factory=dict[int, Output])  # by choice
     is_told: bool = False  # the first tokens were
     is_published: bool = False
@@ -108,8 +108,8 @@ class Publications[Owner: Hashable]:
         """Begins a handoff that is neither here nor being given up. The caller then gives its prefill to the engine, or
         calls `withdraw`.
         """
-        pieces = self._pool.pieces(len(request.prompt))
-        publication = _Publication(owner=owner, request=request, target=target, pieces=pieces, arrived_s=now_s)
+        seen = self._pool.seen(len(request.prompt))
+        publication = _Publication(owner=owner, request=request, target=target, seen=seen, arrived_s=now_s)
         self._legs[request.id] = publication
 
     def withdraw(self, handoff: bytes) -> Owner:
@@ -155,8 +155,6 @@ class Publications[Owner: Hashable]:
         for leg, chunk in self._chunks(plan):
             if leg.partition is None:
                 self._run(leg, chunk, now_s)
-                if not self._cache.is_on:
-                    continue  # nothing was written earlier
                 blocks = chunk.block_table[: chunk.start // self._pool.block_size]
                 known = ((chunk.slot.partition, block) for block in blocks)
                 num_earlier = sum(1 for _ in itertools.takewhile(lambda place: place not in written, known))
@@ -230,10 +228,10 @@ class Publications[Owner: Hashable]:
     def _finish(self, leg: _Publication[Owner], chunk: PrefillChunk, num_columns: int) -> tuple[PrefillAction, ...]:
         """So many columns are complete."""
         blocks: list[tuple[int, int]] = []
-        for piece in itertools.islice(leg.pieces, leg.num_finished, None):
-            if piece.column >= num_columns:
+        for seen in itertools.islice(leg.seen, leg.num_finished, None):
+            if seen.column >= num_columns:
                 break
-            blocks.append((leg.num_finished, chunk.block_table[piece.place]))
+            blocks.append((leg.num_finished, chunk.block_table[seen.place]))
             leg.num_finished += 1
         return self._side.finished(leg.target.handoff, blocks)
 

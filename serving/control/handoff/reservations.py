@@ -6,7 +6,7 @@ clock may bring. Its process translates messages into verbs and does what is ret
 - First come, first served within a partition; one that is full stops nobody elsewhere. Who waits too long is refused.
 - At most one request comes ahead of its slot, so that none stands empty for a whole handoff, and so that those whom the
   scheduler itself has waiting do not take every slot before one can be reserved for.
-- A block to grow into stays free for each sequence that runs there, and what the next in the scheduler's own queue
+- Blocks to grow into stay free for the sequences that run there, and what the next in the scheduler's own queue
   needs. Else those would be preempted for newcomers, and be overtaken for ever when they come back.
 - A reservation is its owner's, whoever asked for it (a link to a gateway), until it has joined. What others say of it
   changes nothing, and they are told that there is none.
@@ -49,8 +49,8 @@ class SchedulerView(Protocol):
         """Free slots, less those that requests which have joined still lack."""
         ...
 
-    def num_sequences(self, partition: int) -> int:
-        """How many may need a block for their next token."""
+    def num_blocks_to_grow(self, partition: int) -> int:
+        """How many blocks its sequences take for their next tokens, if all of them need some."""
         ...
 
     def num_blocks_due(self, partition: int) -> int:
@@ -330,8 +330,8 @@ class Reservations[Owner: Hashable]:
     def _has_blocks(self, request: Request, partition: int) -> bool:
         found = self._found(request, partition)
         num_needed = self._pool.num_needed(partition, self._pool.num_blocks_for(len(request.prompt)), found)
-        num_to_grow = self._batch.num_sequences(partition) * len(self._pool.groups.groups)
-        return self._pool.num_free(partition) - num_needed >= num_to_grow + self._batch.num_blocks_due(partition)
+        num_kept = self._batch.num_blocks_to_grow(partition) + self._batch.num_blocks_due(partition)
+        return self._pool.num_free(partition) - num_needed >= num_kept
 
     def _refuse(self, handoff: bytes, owner: Owner) -> Tell[Owner, Failed]:
         cause, retry_after_s = Cause.OVERLOADED, self._config.retry_after_s

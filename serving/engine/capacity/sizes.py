@@ -65,20 +65,22 @@ def choose_sizes(config: Config, model: Model, dtype: str, role: WorkerRole = "b
 
     Raises:
         ModelError: the configured context is longer than the model's or than the pool.
-        MeshError: the stages of a pipeline cut the model's KV groups unevenly.
         ConfigError: the pool is larger than the memory there is.
     """
     shard, block_size = shard_of(config, role), config.kv.block_size
     groups, stages = model.kv_groups(dtype), split_stages(model, shard)
-    _check_blocks_are_alike(groups, stages)
+    if len({(group.num_features, group.dtype) for group in groups}) > 1:
+        raise ModelError("KV groups whose tokens have different features have no blocks in common")
     block = _BlockBytes.of(groups, stages, block_size, shard)
     if config.kv.num_blocks is not None:
         _check_pool_fits(config.kv.num_blocks, shard, block)
     _check_slots_fit(config, model, role)
     num_blocks = config.kv.num_blocks or _auto_blocks(config, model, dtype, shard, block, role)
-    pool_tokens = BlockPool(1, num_blocks, block_size, block_groups(config, groups)).num_tokens_in(num_blocks)
-    wanted = config.model.max_context_tokens
-    longest = model.config.max_position_embeddings
+    wanted, longest = config.model.max_context_tokens, model.config.max_position_embeddings
+    pool = BlockPool(1, num_blocks, block_size, block_groups(config, groups))
+    pool_tokens = pool.num_tokens_in(num_blocks, longest)
+    if not pool_tokens:
+        raise ConfigError([f"kv.num_blocks: {num_blocks} are fewer than the {len(groups)} KV groups of the model"])
     for limit, what in ((longest, "max_position_embeddings"), (pool_tokens, "the KV pool")):
         if wanted is not None and wanted > limit:
             raise ModelError(f"model.max_context_tokens = {wanted} is more than {what} of {limit} tokens")
@@ -96,7 +98,7 @@ def block_groups(config: Config, groups: Sequence[KvGroup]) -> BlockGroups:
     """A model's KV groups as the bookkeeping sees them, of a worker that computes prompts in chunks so long."""
     step_tokens, block_size = buckets(config.prefill.chunk_tokens, Q_TILE)[-1], config.kv.block_size
     found = (
-        BlockGroup() if group.window is None else BlockGroup.bounded(group.window, step_tokens, block_size)
+        BlockGroup() if group.window is None else BlockGroup.sliding(group.window, step_tokens, block_size)
         for group in groups
     )
     return BlockGroups(tuple(found))
@@ -110,7 +112,7 @@ def step_shapes(config: Config, context_tokens: int, role: WorkerRole, groups: S
     return StepShapes(
         num_partitions=partitions,
         slots_per_partition=slots_per_partition,
-        blocks_per_sequence=-(-context_tokens // config.kv.block_size),
+        columns_per_sequence=-(-context_tokens // config.kv.block_size),
         groups=block_groups(config, groups),
         max_context_tokens=context_tokens,
         q_tile=Q_TILE,
@@ -147,22 +149,6 @@ class _BlockBytes:
         )
 
 
-def _check_blocks_are_alike(groups: Sequence[KvGroup], stages: Sequence[range]) -> None:
-    """Blocks of all groups have one shape, and are cut alike over the stages.
-
-    Raises:
-        ModelError: the features of a token are not as many in each group.
-        MeshError: a stage has more layers of one group than of another.
-    """
-    if len({(group.num_features, group.dtype) for group in groups}) > 1:
-        raise ModelError("KV groups whose tokens have different features have no blocks in common")
-    for index, layers in enumerate(stages if len(stages) > 1 else ()):
-        counts = {group.name: page_layers([group], layers) for group in groups}
-        if len(set(counts.values())) > 1:
-            what = ", ".join(f"{count} of {name}" for name, count in counts.items())
-            raise MeshError(f"mesh.pipe = {len(stages)}: stage {index} has unequal numbers of layers, {what}")
-
-
 def _auto_blocks(config: Config, model: Model, dtype: str, shard: Shard, block: _BlockBytes, role: WorkerRole) -> int:
     """Blocks of each partition, so many that they take half of the free memory: a device's, or the machine's up to
     `MAX_AUTO_POOL_BYTES`.
@@ -176,7 +162,7 @@ def _auto_blocks(config: Config, model: Model, dtype: str, shard: Shard, block: 
     half_bytes = min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2)
     context = config.model.max_context_tokens or min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
     shapes = step_shapes(config, context, role, model.kv_groups(dtype))
-    fillable = shapes.slots_per_partition * shapes.groups.num_blocks(shapes.blocks_per_sequence)
+    fillable = shapes.slots_per_partition * shapes.groups.num_blocks(shapes.columns_per_sequence)
     return max(1, min(fillable, half_bytes // (block.everywhere * shard.mesh.num_partitions)))
 
 

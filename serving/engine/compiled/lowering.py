@@ -72,8 +72,8 @@ def lower_stages(config: Config, model: Model, role: StepRole) -> Iterator[Lower
     shapes = step_shapes(config, context_tokens, role, model.kv_groups(DTYPE))
     is_prefill = role == "prefill"
     kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
-    num_blocks, block_size = shapes.slots_per_partition * shapes.blocks_per_sequence, config.kv.block_size
-    num_groups = len(shapes.groups.groups)
+    num_blocks, block_size = shapes.slots_per_partition * shapes.columns_per_sequence, config.kv.block_size
+    num_groups = len(shapes.groups)
     budgets = budget(model.pieces("bf16"), shard.mesh, rules_of(config, role), 0, lambda mesh, rules: 0).stages
     for stage, its_budget in zip(abstract_stages(model, shard, DTYPE), budgets, strict=True):
         blueprint = Blueprint(stage, shapes, blocks_per_partition=num_blocks, block_size=block_size, dtype=DTYPE)

@@ -59,7 +59,7 @@ def test_buckets_ascend_by_at_most_doubling_to_the_largest(largest, smallest):
 def test_the_pool_and_the_steps_have_the_configured_sizes():
     shapes, pool = size(config(num_blocks=64, decode=DecodeConfig(max_slots=6)))
     assert (pool.num_partitions, pool.slots_per_partition, pool.blocks_per_partition) == (1, 6, 64)
-    assert (shapes.max_context_tokens, shapes.blocks_per_sequence) == (64 * BLOCK_SIZE, 64)
+    assert (shapes.max_context_tokens, shapes.columns_per_sequence) == (64 * BLOCK_SIZE, 64)
     assert (shapes.prefill_buckets, shapes.q_tile) == ((32, 64, 128), Q_TILE)
     assert shapes.decode_buckets == (1, 2, 4, 6)
     assert (shapes.num_partitions, shapes.slots_per_partition) == (1, 6)
@@ -124,8 +124,8 @@ def test_a_device_with_memory_of_its_own_holds_only_its_partition_its_layers_and
 def test_a_context_is_the_least_of_model_pool_and_default_unless_configured():
     assert size(config(num_blocks=10_000))[0].max_context_tokens == DEFAULT_MAX_CONTEXT_TOKENS
     assert size(config(num_blocks=10_000), max_position_embeddings=500)[0].max_context_tokens == 500
-    assert size(config(num_blocks=10_000), max_position_embeddings=500)[0].blocks_per_sequence == 8
-    assert size(config(max_context_tokens=65))[0].blocks_per_sequence == 2
+    assert size(config(num_blocks=10_000), max_position_embeddings=500)[0].columns_per_sequence == 8
+    assert size(config(max_context_tokens=65))[0].columns_per_sequence == 2
 
 
 def test_a_context_longer_than_model_or_pool_is_refused_by_key():

@@ -13,7 +13,7 @@ from moonshard.serving.engine.steps import NOWHERE, Field, StepKind, StepLayout,
 pytestmark = pytest.mark.xdist_group("jax")
 WITHOUT_HANDOFFS = StepShapes(
     slots_per_partition=3,
-    blocks_per_sequence=5,
+    columns_per_sequence=5,
     max_context_tokens=40,
     q_tile=4,
     prefill_buckets=(4, 8, 24),

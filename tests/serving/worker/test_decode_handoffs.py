@@ -31,7 +31,7 @@ class Quiet:
     def check(self, request: Request, partition: int | None = None) -> None:
         pass
 
-    def num_sequences(self, partition: int) -> int:
+    def num_blocks_to_grow(self, partition: int) -> int:
         return self.num_running
 
     def num_spare_slots(self, partition: int) -> int:

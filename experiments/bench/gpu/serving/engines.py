@@ -49,7 +49,7 @@ class EngineSizes:
         """Of programs that decode and exchange blocks, and prefill too, or leave that to others."""
         return StepShapes(
             slots_per_partition=self.decode_buckets[-1],
-            blocks_per_sequence=-(-self.max_context_tokens // self.block_size),
+            columns_per_sequence=-(-self.max_context_tokens // self.block_size),
             max_context_tokens=self.max_context_tokens,
             q_tile=self.q_tile,
             prefill_buckets=self.prefill_buckets if prefills else (),

@@ -277,11 +277,12 @@ class Bench:
         self.check_counters()
 
     def note_holder(self, holders: Holders, partition: int, blocks: tuple[int, ...], sequence: Sequence) -> None:
-        groups = self.pool.groups
+        groups, block_size = self.pool.groups, self.pool.block_size
+        growing = [index for index, group in enumerate(groups.groups) if group.window is None]
+        num_full = min(sequence.num_tokens // block_size, len(blocks))
+        columns = {groups.place(group, column): column for group in growing for column in range(num_full)}
         for place, block in enumerate(blocks):
-            end = (place // len(groups.groups) + 1) * self.pool.block_size
-            is_shared = not groups.is_bounded and end <= sequence.num_tokens
-            content = sequence.tokens(0, end) if is_shared else None
+            content = sequence.tokens(0, (columns[place] + 1) * block_size) if place in columns else None
             holders.setdefault((partition, block), []).append(content)
 
     def check_conservation(self, holders: Holders, slots: list[SlotId]):
@@ -377,7 +378,7 @@ def a_bench(
         max_prefill_sequences=3,
         num_microbatches=min(num_microbatches, slots),
         q_len=q_len,
-        max_context_tokens=min(pool.num_tokens_in(num_blocks), 2 * num_blocks * block_size),
+        max_context_tokens=pool.num_tokens_in(num_blocks, 2 * num_blocks * block_size),
         max_queued_requests=1000,
         queue_timeout_s=30.0,
     )

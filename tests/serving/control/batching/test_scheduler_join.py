@@ -148,7 +148,7 @@ def test_a_joiner_without_a_slot_keeps_its_blocks_and_is_never_prefilled():
     assert names(plan) == ["a"]
     counters = scheduler.counters()
     assert (counters.num_running, counters.num_waiting, counters.queued_tokens) == (1, 1, (0,))
-    assert scheduler.num_sequences(0) == 2
+    assert scheduler.num_blocks_to_grow(0) == 2
     assert scheduler.counts(0).used == 4
     finish(scheduler, plan)
     plans = list(steps(scheduler))
@@ -169,7 +169,7 @@ def test_a_joiner_has_slot_only_in_the_partition_of_its_blocks():
     scheduler = a_scheduler(num_partitions=2, slots_per_partition=1)
     for name, partition in (("a", 1), ("b", 1), ("c", 0)):
         join(scheduler, a_request(name, 20, max_tokens=2), partition=partition)
-    assert [scheduler.num_sequences(partition) for partition in range(2)] == [1, 2]
+    assert [scheduler.num_blocks_to_grow(partition) for partition in range(2)] == [1, 2]
     loads = [(plan.sequence.request_id, plan.slot) for plan in steps(scheduler) if isinstance(plan, LoadPlan)]
     assert loads == [(b"c", SlotId(0, 0)), (b"a", SlotId(1, 0)), (b"b", SlotId(1, 0))]
 
@@ -178,7 +178,7 @@ def test_a_joined_choice_without_room_comes_back_with_its_first_token():
     scheduler = a_scheduler(slots_per_partition=2)
     request = a_request("a", 20, max_tokens=3, n=3)
     join(scheduler, request, (5, 6, 8))
-    assert scheduler.num_sequences(0) == 3
+    assert scheduler.num_blocks_to_grow(0) == 3
     plans = list(steps(scheduler))
     assert [(piece.sequence.choice, piece.tokens) for piece in chunks(plans)] == [(2, (*request.prompt, 8))]
     assert scheduler.is_idle
@@ -212,7 +212,7 @@ def test_cancelling_a_joined_request_gives_its_blocks_back(has_slot: bool):
     assert scheduler.counters().totals.wasted_tokens == (2 if has_slot else 0)
     assert scheduler.is_idle
     assert scheduler.counts(0).free == 64
-    assert scheduler.num_sequences(0) == 0
+    assert scheduler.num_blocks_to_grow(0) == 0
 
 
 # ---- who goes first

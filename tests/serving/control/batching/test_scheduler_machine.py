@@ -16,7 +16,7 @@ from tests.serving.fake_device import true_output
 
 type Asked = dict[str, Any]
 
-WINDOW = BlockGroup.bounded(window=3, step_tokens=8, block_size=4)
+WINDOW = BlockGroup.sliding(window=3, step_tokens=8, block_size=4)
 
 ASKED = st.fixed_dictionaries(
     {
@@ -213,7 +213,7 @@ def test_joined_and_resumed_requests_share_small_pools_and_still_give_the_right_
     assert bench.num_held > 5
 
 
-SMALL = BlockGroup.bounded(window=5, step_tokens=8, block_size=4)  # chunks are of 8 tokens: 4 blocks
+SMALL = BlockGroup.sliding(window=5, step_tokens=8, block_size=4)  # chunks are of 8 tokens: 4 blocks
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_bound_below_what_a_step_needs_would_lose_what_it_sees(max_blocks: int
     """So the bound is no larger than it must be, and the test above can fail."""
     bench = a_bench(1, 12, groups=(BlockGroup(window=6, max_blocks=max_blocks),))
     bench.add(a_request(0, 40, 8))
-    if max_blocks == BlockGroup.bounded(6, 8, 4).max_blocks:
+    if max_blocks == BlockGroup.sliding(6, 8, 4).max_blocks:
         bench.drain(2)
         bench.check_end()
     else:

@@ -116,9 +116,9 @@ class DecodeProcess:
         del request, partition
 
     def num_spare_slots(self, partition: int) -> int:
-        return NUM_SLOTS - self.num_sequences(partition)
+        return NUM_SLOTS - self.num_blocks_to_grow(partition)
 
-    def num_sequences(self, partition: int) -> int:
+    def num_blocks_to_grow(self, partition: int) -> int:
         return sum(join.partition == partition for join in self.running.values())
 
     def num_blocks_due(self, partition: int) -> int:

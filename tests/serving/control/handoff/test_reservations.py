@@ -49,7 +49,7 @@ class QuietBatch:
         if request.max_tokens > 100:
             raise NeverFits("max_tokens", "too many")
 
-    def num_sequences(self, partition: int) -> int:
+    def num_blocks_to_grow(self, partition: int) -> int:
         return self.num_running
 
     def num_spare_slots(self, partition: int) -> int:

@@ -77,8 +77,10 @@ class Deployment:
         faults: Faults,
         rules: DispatchRules = BY_COST,
         groups: tuple[BlockGroups, BlockGroups] = (PLAIN, PLAIN),  # of prefill and of decode workers
+        chunk_tokens: int = WORKER.scheduler.chunk_tokens,
     ):
-        self.configs = [replace(WORKER, groups=own) for own in groups]
+        scheduler = replace(WORKER.scheduler, chunk_tokens=chunk_tokens)
+        self.configs = [replace(WORKER, groups=own, scheduler=scheduler) for own in groups]
         self.events = Events()
         self.draw = random.Random(seed)
         self.faults = faults

@@ -83,13 +83,16 @@ def test_a_prefill_worker_that_has_too_much_to_do_refuses_with_a_word_of_its_own
 
 
 def test_prompts_with_a_window_are_handed_over_and_decoded_whatever_fails():
-    """The two kinds of workers keep their windows in rings of different lengths."""
-    groups = [BlockGroups((BlockGroup(), BlockGroup.bounded(20, step, BLOCK_SIZE))) for step in (64, 80)]
-    deployment = served(
-        7, Traffic(num_requests=300, per_s=60.0, bursts=((100, 60),)), ALL, groups=(groups[0], groups[1])
-    )
-    assert deployment.ends["Finished"] > 200
+    """The two kinds of workers write a window's blocks over after different numbers of them."""
+    windows = [BlockGroup.sliding(12, step, BLOCK_SIZE) for step in (16, 24)]
+    groups = [BlockGroups((BlockGroup(), window)) for window in windows]
+    traffic = Traffic(num_requests=300, per_s=60.0, bursts=((100, 60),))
+    deployment = served(7, traffic, ALL, groups=(groups[0], groups[1]), chunk_tokens=16)
+    assert deployment.ends["Finished"] > 150
     assert deployment.ends.total() == 300
+    lengths = [len(asked.request.prompt) for asked in deployment.gateway.asked]
+    most = max(window.max_blocks or 0 for window in windows)
+    assert sum(length // BLOCK_SIZE > most for length in lengths) > 10
 
 
 def test_the_same_seed_gives_the_same_events_and_another_gives_others():

@@ -180,7 +180,7 @@ CHANGES = {
     "block size": lambda b: Blueprint(b.part, b.shapes, blocks_per_partition=NUM_BLOCKS, block_size=8, dtype="float32"),
     "pool": lambda b: Blueprint(b.part, b.shapes, blocks_per_partition=7, block_size=BLOCK_SIZE, dtype="float32"),
     "dtype": lambda b: _like(b, dtype="bfloat16"),
-    "context": lambda b: _like(b, shapes=replace(b.shapes, blocks_per_sequence=9)),
+    "context": lambda b: _like(b, shapes=replace(b.shapes, columns_per_sequence=9)),
     "slots": lambda b: _like(b, shapes=replace(b.shapes, slots_per_partition=3)),
     "a number of the model": lambda b: _like(
         b, part=replace(b.part, model=Kimi(replace(b.part.model.config, routed_scaling_factor=2.0)))
