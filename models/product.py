@@ -8,6 +8,8 @@ leaf has one source and one dtype today, and `weights`), the family's names and 
 bits in `kimi.footprint`.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -25,6 +27,23 @@ def product(
 ) -> Float[Array, "..."]:
     """`einsum(equation, x, weight)`: activations first, the weight second.
 
+    A weight is multiplied as the matrix that it is in memory, [its own dimensions, what is summed over], wherever the
+    equation names them in that order. XLA on CPU takes only matrices as they lie: of a weight with two dimensions of
+    its own it would make a transposed copy in every step.
+
     `accumulate` is the type of the result; None: that of the arguments. `precision` None: as the context says.
     """
-    return jnp.einsum(equation, x, weight, preferred_element_type=accumulate, precision=precision)
+    given, result = equation.split("->")
+    of_x, of_weight = given.split(",")
+    own = "".join(name for name in of_weight if name not in of_x)
+    summed = of_weight.removeprefix(own)
+    is_matrix = of_x.endswith(summed) and result == of_x.removesuffix(summed) + own
+    if not is_matrix:
+        return jnp.einsum(equation, x, weight, preferred_element_type=accumulate, precision=precision)
+    shape, num_own = (
+        (*x.shape[: len(of_x) - len(summed)], *weight.shape[: len(own)]),
+        math.prod(weight.shape[: len(own)]),
+    )
+    rows, matrix = x.reshape(-1, math.prod(weight.shape[len(own) :])), weight.reshape(num_own, -1)
+    found = jnp.einsum("xs,os->xo", rows, matrix, preferred_element_type=accumulate, precision=precision)
+    return found.reshape(shape)
