@@ -4,6 +4,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 ORACLE := .venv-oracle
 TRAINED := results/pocket/model
+KERNELS := $(wildcard models/native/csrc/*.* models/native/csrc/*/*.*)
 PROTOS := rpc/inference.proto rpc/link.proto
 # A step allocates the same memory again and again: without a heap that keeps it, a tenth of the tokens per second is lost.
 KEEP_MEMORY := GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=100000000000
@@ -30,9 +31,10 @@ $(BIN)/uv: locks/bootstrap.txt
 	@py=$$($(find_python)); "$$py" -m venv --clear .venv
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r locks/bootstrap.txt
 	@touch $@
-.venv/.ready: $(BIN)/uv pyproject.toml locks/requirements.txt Makefile
+.venv/.ready: $(BIN)/uv pyproject.toml setup.py locks/requirements.txt Makefile $(KERNELS)
 	@$(BIN)/uv pip sync -q --compile-bytecode --require-hashes --python $(BIN)/python locks/requirements.txt locks/bootstrap.txt
 	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@[ -e models/native/kernels.so ] || echo "The kernels for CPUs were not built: see setup.py, which needs a C++ compiler on x86-64" >&2
 	@$(BIN)/python -m compileall -q src/moonshard/*/
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null \
 	|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 >/dev/null; } \

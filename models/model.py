@@ -116,6 +116,7 @@ class Model(Protocol):
         placement: ExpertPlacement | None = None,
         observe: bool = False,
         unrolled: bool = False,
+        in_place: bool = False,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         """Runs all layers of these weights over a batch of rows, writing what they cache into the pages.
 
@@ -125,14 +126,18 @@ class Model(Protocol):
             placement: the one that these weights were declared with.
             unrolled: layers one after the other instead of in a loop. A gradient then copies nothing into stacks and
                 out of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.
+            in_place: where a family can, weights and pages are read where they lie, by the kernels of `models.native`:
+                only on a CPU, where those are there. They have no gradient.
 
         Returns:
             The residual stream, on the last stage after the final norm; the pages; the observations if asked for.
         """
         ...
 
-    def unembed(self, weights: Any, hidden: Float[Array, "b d"], shard: Shard = ALONE) -> Float[Array, "b v"]:
-        """Logits in float32, of the last stage's weights."""
+    def unembed(
+        self, weights: Any, hidden: Float[Array, "b d"], shard: Shard = ALONE, *, in_place: bool = False
+    ) -> Float[Array, "b v"]:
+        """Logits in float32, of the last stage's weights. `in_place` as for `forward`."""
         ...
 
     def pieces(self, weight_format: WeightFormat) -> ModelPieces:

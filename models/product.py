@@ -1,4 +1,4 @@
-"""The one function through which an activation meets a weight matrix, but for the GPU kernels (`experts.grouped`).
+"""The one function through which an activation meets a weight matrix, but for the kernels of routed experts.
 
 A quantised weight is another kind of leaf that this function knows, so that a forward pass does not change for it (the
 habit of jax-llm-examples). Such a format also touches how a folder is read (`folder.checkpoint`, `spec.Param`, whose
@@ -14,13 +14,29 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moonshard.sharding.arrays import Array, Float
+from moonshard.models.native.stacked_product import MAX_ROWS, stacked_product
+from moonshard.models.pytree import pytree
+from moonshard.sharding.arrays import Array, Float, Int
+
+
+@pytree
+class Stacked:
+    """A layer's weight where it lies in its stack, for the kernels of `models.native`, which read it there.
+
+    XLA on CPU would copy it out first, in every step.
+    """
+
+    stack: Float[Array, "l ..."]
+    layer: Int[Array, ""]
+
+    def copied(self) -> Float[Array, "..."]:
+        return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
 
 
 def product(
     equation: str,
     x: Float[Array, "..."],
-    weight: Float[Array, "..."],
+    weight: Float[Array, "..."] | Stacked,
     *,
     accumulate: DTypeLike | None = None,
     precision: jax.lax.Precision | None = None,
@@ -35,6 +51,11 @@ def product(
     """
     given, result = equation.split("->")
     of_x, of_weight = given.split(",")
+    if isinstance(weight, Stacked):
+        found = _in_place(of_x, of_weight, result, x, weight)
+        if found is not None:
+            return found.astype(accumulate or jnp.result_type(x, weight.stack))
+        weight = weight.copied()
     own = "".join(name for name in of_weight if name not in of_x)
     summed = of_weight.removeprefix(own)
     is_matrix = of_x.endswith(summed) and result == of_x.removesuffix(summed) + own
@@ -47,3 +68,29 @@ def product(
     rows, matrix = x.reshape(-1, math.prod(weight.shape[len(own) :])), weight.reshape(num_own, -1)
     found = jnp.einsum("xs,os->xo", rows, matrix, preferred_element_type=accumulate, precision=precision)
     return found.reshape(shape)
+
+
+def _in_place(
+    of_x: str, of_weight: str, result: str, x: Float[Array, "..."], weight: Stacked
+) -> Float[Array, "..."] | None:
+    """The product in float32, by the kernel. None where the weight does not lie as it takes it, or for many rows.
+
+    It takes [groups, own, summed], where each group (such as a head) has its own activations: [rows, groups, summed].
+    """
+    groups = "".join(name for name in of_weight if name in of_x and name in result)
+    own = "".join(name for name in of_weight if name not in of_x)
+    summed = of_weight.removeprefix(groups).removeprefix(own)
+    rows = of_x.removesuffix(summed).removesuffix(groups)
+    lies_so = of_weight == groups + own + summed and of_x == rows + groups + summed and result == rows + groups + own
+    shape_x, shape = dict(zip(of_x, x.shape, strict=True)), dict(zip(of_weight, weight.stack.shape[1:], strict=True))
+    num_rows, num_groups, num_own, num_summed = (
+        math.prod((shape | shape_x)[name] for name in names) for names in (rows, groups, own, summed)
+    )
+    if not lies_so or num_rows > MAX_ROWS:
+        return None
+    found = stacked_product(
+        x.reshape(num_rows, num_groups, num_summed),
+        weight.stack.reshape(-1, num_groups, num_own, num_summed),
+        weight.layer,
+    )
+    return found.reshape([(shape | shape_x)[name] for name in result])

@@ -1,6 +1,6 @@
 """What is installed is what is tracked: the folders at the top, as `moonshard.<folder>`, and nothing beside.
 
-With them goes the embedded model's folder, which is data.
+With them goes the embedded model's folder, which is data, and the kernels, which the build makes where it can.
 """
 
 import subprocess
@@ -15,10 +15,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from moonshard.models.native import library
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("serving", "models", "sharding", "kv", "rpc", "experiments")
 SHIPPED = (".py", ".pyi", ".proto", "py.typed")
 EMBEDDED = "models/pocket/"
+KERNELS = "moonshard/models/native/kernels.so"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,12 @@ def test_the_wheel_holds_every_tracked_module_the_embedded_model_and_nothing_els
         ["git", "ls-tree", "-r", "--name-only", "HEAD", *FOLDERS], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.splitlines()
     expected = {f"moonshard/{name}" for name in tracked if name.endswith(SHIPPED) or name.startswith(EMBEDDED)}
-    assert {name for name in wheel if ".dist-info/" not in name} == expected
+    assert {name for name in wheel if ".dist-info/" not in name} - {KERNELS} == expected
+
+
+@pytest.mark.skipif(library.chosen() is None, reason="what built this installation builds no kernels")
+def test_the_wheel_holds_the_kernels(wheel: set[str]):
+    assert KERNELS in wheel
 
 
 def closure(names: Iterable[str]) -> set[str]:

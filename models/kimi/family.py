@@ -45,6 +45,7 @@ class Kimi:
         placement: ExpertPlacement | None = None,
         observe: bool = False,
         unrolled: bool = False,
+        in_place: bool = False,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         return forward.forward(
             self.config,
@@ -58,12 +59,18 @@ class Kimi:
             placement=placement,
             observe=observe,
             unrolled=unrolled,
+            in_place=in_place,
         )
 
     def unembed(
-        self, weights: weights.Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE
+        self,
+        weights: weights.Weights[Array],
+        hidden: Float[Array, "b d"],
+        shard: Shard = ALONE,
+        *,
+        in_place: bool = False,
     ) -> Float[Array, "b v"]:
-        return forward.unembed(weights, hidden, shard)
+        return forward.unembed(weights, hidden, shard, in_place=in_place)
 
     def pieces(self, weight_format: WeightFormat) -> ModelPieces:
         return footprint.pieces(self.config, weight_format)

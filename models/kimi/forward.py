@@ -19,11 +19,13 @@ from moonshard.models.attention import latent_attention, merge_over, partial_att
 from moonshard.models.experts import moe
 from moonshard.models.experts.copies import to_copies
 from moonshard.models.experts.exchange import exchanged
+from moonshard.models.kimi import weights as weights_of
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.rotary import rotary_frequencies, rotate, softmax_scale
 from moonshard.models.kimi.weights import Attention, Mlp, Stack, Weights
 from moonshard.models.model import Attend, Batch, Observations
-from moonshard.models.product import product
+from moonshard.models.native import attention as native_attention
+from moonshard.models.product import Stacked, product
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
 from moonshard.sharding.shard import ALONE, Shard
@@ -45,13 +47,15 @@ def attend_paged(
     value_rank: int,
     scale: float,
     shard: Shard = ALONE,
+    in_place: bool = False,
 ) -> tuple[Float[Array, "n t h r"], Pages]:
-    """Writes the tokens' latents, then attends over everything written."""
+    """Writes the tokens' latents, then attends over everything written; `in_place` by a kernel, that copies none."""
     tables, positions = batch.block_tables[:, 0], batch.positions  # of the only group
     cut = TokenCut(part=shard.part("kv_tokens"), num_parts=shard.num_parts("kv_tokens"))
     pages = write_tokens(pages, layer, tables, positions, features, cut)
     if cut.num_parts == 1:
-        return latent_attention(queries, pages, layer, tables, positions, value_rank=value_rank, scale=scale), pages
+        attention = native_attention.latent_attention if in_place else latent_attention
+        return attention(queries, pages, layer, tables, positions, value_rank=value_rank, scale=scale), pages
     partial = partial_attention(
         shard.gather_heads(queries), pages, layer, tables, positions, value_rank=value_rank, scale=scale, cut=cut
     )
@@ -149,10 +153,11 @@ def forward(
     placement: ExpertPlacement | None = None,
     observe: bool = False,
     unrolled: bool = False,
+    in_place: bool = False,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
     """`models.model.Model.forward` of this family: what is cached are the tokens' latents."""
     valid = batch.positions >= 0
-    attend = attend or functools.partial(attend_paged, shard=shard)
+    attend = attend or functools.partial(attend_paged, shard=shard, in_place=in_place)
     backend = exchanged(backend, shard)
     if placement is not None:
         backend = to_copies(backend, placement, shard)
@@ -163,7 +168,7 @@ def forward(
     def scan_stack(x, pages, stack: Stack[Array], experts: moe.Experts[Array] | None, first: int):
         def step(carry, inputs):
             x, pages = carry
-            w, index = inputs
+            w, index = (weights_of.in_place(stack, inputs), inputs) if in_place else inputs
             with jax.named_scope("attention"):
                 attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary, attend, shard)
             x = x + attended
@@ -173,8 +178,9 @@ def forward(
             return (x, pages), (x, routing) if observe else (None, None)
 
         num_layers = stack.mlp_norm.shape[0]
+        layers = jnp.arange(num_layers)
         (x, pages), (streams, routing) = jax.lax.scan(
-            step, (x, pages), (stack, jnp.arange(num_layers)), unroll=num_layers if unrolled else 1
+            step, (x, pages), layers if in_place else (stack, layers), unroll=num_layers if unrolled else 1
         )
         return x, pages, streams, routing
 
@@ -215,8 +221,11 @@ def _embed(table: Float[Array, "v d"], tokens: Int[Array, "n t"], shard: Shard) 
     return shard.sum(found, axes)
 
 
-def unembed(weights: Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE) -> Float[Array, "b v"]:
+def unembed(
+    weights: Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE, *, in_place: bool = False
+) -> Float[Array, "b v"]:
     """Logits in float32."""
     head = weights.embed if weights.head is None else weights.head
     assert head is not None  # of the last stage
-    return shard.gather(product("bd,vd->bv", hidden, head, accumulate=jnp.float32), "vocab")
+    given = Stacked(head[None], jnp.int32(0)) if in_place else head
+    return shard.gather(product("bd,vd->bv", hidden, given, accumulate=jnp.float32), "vocab")

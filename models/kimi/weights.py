@@ -6,12 +6,17 @@ Einsum alphabet: b batch, n row, t query position, s key position, d embed, h he
 f ffw, v vocab.
 """
 
+import dataclasses
 from typing import Any
+
+import jax
 
 from moonshard.models.experts import moe
 from moonshard.models.kimi.config import KimiConfig
+from moonshard.models.product import Stacked
 from moonshard.models.pytree import pytree
 from moonshard.models.spec import Param
+from moonshard.sharding.arrays import Array, Int
 from moonshard.sharding.experts import ExpertPlacement
 
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -69,6 +74,16 @@ class Weights[Leaf]:
     experts: moe.Experts[Leaf] | None
     norm: Leaf | None  # [d], of the last stage
     head: Leaf | None  # [v d], of the last stage; None there too: tied to `embed`
+
+
+def in_place(stack: Stack[Array], layer: Int[Array, ""]) -> Stack[Any]:
+    """A layer's weights; those that `product` takes as they lie stay in their stacks."""
+
+    def taken(leaf: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+
+    own = jax.tree.map(lambda leaf: Stacked(leaf, layer) if leaf.ndim > 2 else taken(leaf), stack)
+    return dataclasses.replace(own, router=jax.tree.map(taken, stack.router))
 
 
 def declare(

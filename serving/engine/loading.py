@@ -19,6 +19,8 @@ from moonshard.models.experts import moe
 from moonshard.models.experts.loads import read_loads
 from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.model import Model
+from moonshard.models.native import library
+from moonshard.models.native.experts import grouped_experts
 from moonshard.models.registry import open_model
 from moonshard.serving.config.keys import Config, WorkerRole, experts_of
 from moonshard.serving.control.batching.scheduler import SchedulerConfig
@@ -138,7 +140,7 @@ def _load_model(
         weights.check_shapes(model.declare(), checkpoint)
         placement = _place_experts(config, role, checkpoint, model, shard)
         choose_sizes(config, model, dtype, role)  # for its errors: with the weights there will only be less room
-    parts = _load_stages(checkpoint, model, shard, placement, dtype, backend_for(platform), progress, timings)
+    parts = _load_stages(checkpoint, model, shard, placement, dtype, platform, progress, timings)
     load_s = timings.now_s - begun_s
     with timings.phase("pages"):
         shapes, pool = choose_sizes(config, model, dtype, role)
@@ -198,7 +200,7 @@ def _load_stages(
     shard: Shard,
     placement: ExpertPlacement | None,
     dtype: str,
-    backend: moe.Backend,
+    platform: str,
     progress: Progress,
     timings: Timings,
 ) -> list[StageModel]:
@@ -220,7 +222,14 @@ def _load_stages(
         )
         found.append(
             StageModel(
-                model=model, layers=layers, weights=loaded, mesh=mesh, shard=shard, backend=backend, placement=own
+                model=model,
+                layers=layers,
+                weights=loaded,
+                mesh=mesh,
+                shard=shard,
+                backend=backend_for(platform),
+                placement=own,
+                in_place=reads_in_place(platform),
             )
         )
     jax.block_until_ready([part.weights for part in found])
@@ -229,9 +238,14 @@ def _load_stages(
 
 
 def backend_for(platform: str) -> moe.Backend:
-    """The kernels on GPUs, plain XLA elsewhere. Either runs the experts of one device."""
-    if platform != "gpu":
-        return moe.blocks
-    from moonshard.models.experts.grouped import grouped  # Pallas, only where it runs
+    """The kernels on GPUs, and on CPUs where they are; else plain XLA. Each runs the experts of one device."""
+    if platform == "gpu":
+        from moonshard.models.experts.grouped import grouped  # Pallas, only where it runs
 
-    return grouped
+        return grouped
+    return grouped_experts if reads_in_place(platform) else moe.blocks
+
+
+def reads_in_place(platform: str) -> bool:
+    """Whether weights stay in their stacks, where kernels read them: on CPUs, where these are."""
+    return platform == "cpu" and library.chosen() is not None

@@ -56,6 +56,7 @@ class StageModel:
     shard: Shard
     backend: moe.Backend
     placement: ExpertPlacement | None = None  # that the weights were declared with
+    in_place: bool = False  # kernels read weights in their stacks: only on a CPU, where `models.native` has them
 
     @property
     def is_first(self) -> bool:
@@ -195,7 +196,8 @@ class Blueprint:
         part, shard = self.part, self.part.shard
         cuts = tuple((field.name, shard.axes(field.name)) for field in dataclasses.fields(shard.rules))
         layout = self.shapes.layout(*key).fields
-        return (*key, part.model, part.layers, part.backend, part.placement, shard.mesh, cuts, layout, self._dtype)
+        computed = (part.model, part.layers, part.backend, part.placement, part.in_place)
+        return (*key, *computed, shard.mesh, cuts, layout, self._dtype)
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
@@ -367,11 +369,12 @@ def _run(
             backend=part.backend,
             shard=part.shard,
             placement=part.placement,
+            in_place=part.in_place,
         )
         if logits is None:
             return pages, None, out
         drawn_for = reading.drawn_for(out.reshape(-1, out.shape[-1]), f)
-        found = part.model.unembed(weights, drawn_for, part.shard)
+        found = part.model.unembed(weights, drawn_for, part.shard, in_place=part.in_place)
     return pages, jax.lax.dynamic_update_slice(logits, found, (0, 0)), jnp.int32(0)
 
 

@@ -189,9 +189,10 @@ class Windowed:
         placement: ExpertPlacement | None = None,
         observe: bool = False,
         unrolled: bool = False,
+        in_place: bool = False,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         """Of all layers, on one device."""
-        del backend, placement, unrolled
+        del backend, placement, unrolled, in_place
         assert hidden is None
         assert attend is None
         assert shard.mesh.num_devices == 1
@@ -212,8 +213,9 @@ class Windowed:
         return x, pages, observations if observe else None
 
     def unembed(
-        self, weights: Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE
+        self, weights: Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE, *, in_place: bool = False
     ) -> Float[Array, "b v"]:
+        del in_place
         assert shard.mesh.num_devices == 1
         assert weights.head is not None
         return product("bd,vd->bv", hidden, weights.head, accumulate=jnp.float32)

@@ -21,6 +21,7 @@ import numpy as np
 import moonshard.kv.pages
 import moonshard.models.model
 import moonshard.sharding.mesh
+from moonshard.models.native import library
 from moonshard.serving.engine import stage as stage_module
 from moonshard.serving.engine.stage import Blueprint
 from moonshard.serving.engine.steps import ProgramKey
@@ -53,7 +54,8 @@ def _surroundings() -> tuple[object, ...]:
     device = jax.devices()[0]
     runtime = (device.platform, device.device_kind, device.client.platform_version, len(jax.devices()))
     config = sorted((name, repr(value)) for name, value in jax.config.values.items() if name in _TRACING_SETTINGS)
-    return (source_digest(), platform.python_version(), versions, settings, config, runtime, _instruction_set())
+    code = (source_digest(), library.made_of() if device.platform == "cpu" else ())
+    return (*code, platform.python_version(), versions, settings, config, runtime, _instruction_set())
 
 
 _TRACING_SETTINGS = frozenset(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moonshard.models.experts.loads import read_loads, write_loads
 from moonshard.models.folder.checkpoint import CheckpointError
 from moonshard.models.kimi.family import Kimi
+from moonshard.models.native import library
 from moonshard.models.registry import open_model
 from moonshard.models.score import score
 from moonshard.models.spec import ModelError
@@ -212,6 +213,10 @@ def test_a_faulty_configuration_is_named_by_the_path_of_its_file(tmp_path):
             read(tmp_path)
 
 
-@pytest.mark.parametrize(("platform", "expected"), [("gpu", "grouped"), ("cpu", "blocks")])
-def test_gpus_get_the_kernels_and_everything_else_the_portable_loop(platform, expected):
-    assert loading.backend_for(platform).__name__ == expected
+def test_each_platform_gets_its_kernels_and_without_any_the_portable_loop(monkeypatch: pytest.MonkeyPatch):
+    on_cpu = "blocks" if library.chosen() is None else "grouped_experts"
+    found = [loading.backend_for(platform).__name__ for platform in ("gpu", "cpu", "tpu")]
+    assert found == ["grouped", on_cpu, "blocks"]
+    monkeypatch.setattr(library, "chosen", lambda: None)
+    assert loading.backend_for("cpu").__name__ == "blocks"
+    assert not loading.reads_in_place("cpu")

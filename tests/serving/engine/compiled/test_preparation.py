@@ -186,6 +186,7 @@ CHANGES = {
         b, part=replace(b.part, model=Kimi(replace(b.part.model.config, routed_scaling_factor=2.0)))
     ),
     "backend": lambda b: _like(b, part=replace(b.part, backend=print)),
+    "where weights are read": lambda b: _like(b, part=replace(b.part, in_place=not b.part.in_place)),
     "layers": lambda b: _like(b, part=replace(b.part, layers=range(len(b.part.layers) - 1))),
     "where experts lie": lambda b: _like(
         b, part=replace(b.part, placement=place_experts(np.ones((3, 16)), num_places=16, num_devices=1))

@@ -1,0 +1,100 @@
+// The binding of `experts.h`: x [t, d] float, experts [t, k], weights [t, k] float, valid [t], gate_up [l, e, 2, f, d],
+// down [l, e, d, f], layer [] -> out [t, d] float, and room for what is between the two products, [t * k, f].
+#include "experts.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "library.h"
+#include "parallel.h"
+
+namespace moonshard {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Sorts what valid tokens chose by expert, by counting. An expert that is not among them is another device's.
+std::vector<Pair> sort_pairs(ffi::Buffer<ffi::S32> experts, const float* weights, const bool* valid,
+                             std::vector<long>& first_pair) {
+  const long t = experts.dimensions()[0], k = experts.dimensions()[1], e = static_cast<long>(first_pair.size()) - 1;
+  const int32_t* chosen = experts.typed_data();
+  const auto counts = [&](long index) { return valid[index / k] && chosen[index] >= 0 && chosen[index] < e; };
+  for (long i = 0; i < t * k; ++i)
+    if (counts(i)) ++first_pair[chosen[i] + 1];
+  for (long i = 0; i < e; ++i) first_pair[i + 1] += first_pair[i];
+  std::vector<Pair> pairs(first_pair[e]);
+  std::vector<long> next(first_pair);
+  for (long i = 0; i < t * k; ++i)
+    if (counts(i)) pairs[next[chosen[i]]++] = {static_cast<int>(i / k), weights[i]};
+  return pairs;
+}
+
+// Columns of an item of work: some items for each thread, each of whole tiles of rows.
+long panel_of(long columns, long num_items_wanted, long most) {
+  const long panel = columns / std::max(1L, num_items_wanted) / 16 * 16;
+  return std::clamp(panel, 16L, most);
+}
+
+template <class Form>
+ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> experts,
+               ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::PRED> valid, ffi::AnyBuffer gate_up,
+               ffi::AnyBuffer down, ffi::BufferR0<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::F32>> out,
+               ffi::Result<ffi::Buffer<ffi::F32>> hidden) {
+  const auto of = gate_up.dimensions(), of_down = down.dimensions(), of_x = x.dimensions();
+  if (of.size() != 5 || of_down.size() != 4 || of_x.size() != 2 || experts.dimensions().size() != 2)
+    return ffi::Error::InvalidArgument("experts takes x [t, d], experts [t, k], [l, e, 2, f, d] and [l, e, d, f]");
+  const long t = of_x[0], d = of_x[1], e = of[1], f = of[3];
+  if (of[2] != 2 || of[4] != d || of_down[0] != of[0] || of_down[1] != e || of_down[2] != d || of_down[3] != f ||
+      experts.dimensions()[0] != t || weights.element_count() != experts.element_count() ||
+      valid.dimensions().front() != t || hidden->element_count() != experts.element_count() * f)
+    return ffi::Error::InvalidArgument("experts was given shapes that do not fit each other");
+  if (!is_weight(gate_up) || gate_up.element_type() != down.element_type())
+    return ffi::Error::InvalidArgument("experts takes weights of float or of bfloat16");
+
+  std::vector<long> first_pair(e + 1);
+  const std::vector<Pair> pairs = sort_pairs(experts, weights.typed_data(), valid.typed_data(), first_pair);
+  std::vector<long> chosen;
+  for (long expert = 0; expert < e; ++expert)
+    if (first_pair[expert] < first_pair[expert + 1]) chosen.push_back(expert);
+
+  const ExpertsCall call{x.typed_data(),       layer_of(gate_up, layer), layer_of(down, layer), pairs.data(),
+                         first_pair.data(),    hidden->typed_data(),     out->typed_data(),     t,
+                         e,                    d,                        f,                     is_bf16(gate_up)};
+  const long num_chosen = static_cast<long>(chosen.size()), num_items = 8 * std::max<long>(1, pool.num_threads());
+  const long first_panel = panel_of(f, num_items / std::max(1L, num_chosen), Experts<Form>::max_columns);
+  const long per_expert = (f + first_panel - 1) / first_panel, panel = panel_of(d, num_items, 64);
+  const bool is_worth_it = num_chosen * 3 * f * d * itemsize(gate_up) >= min_shared_bytes;
+  share(pool, is_worth_it, {num_chosen * per_expert, (d + panel - 1) / panel}, [&](long stage, long index) {
+    if (stage == 0) {
+      const long begin = index % per_expert * first_panel;
+      Experts<Form>::hidden(call, chosen[index / per_expert], begin, std::min(f, begin + first_panel));
+    } else {
+      Experts<Form>::out(call, index * panel, std::min(d, (index + 1) * panel));
+    }
+  });
+  return ffi::Error::Success();
+}
+
+template <class Form>
+XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::Buffer<ffi::PRED>>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::BufferR0<ffi::S32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .To(run<Form>)
+                                   .release();
+  return handler->Call(frame);
+}
+
+}  // namespace
+
+const Kernel experts{"experts", handle<Sse4>, handle<Avx2>, handle<Avx512>};
+
+}  // namespace moonshard

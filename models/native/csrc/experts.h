@@ -1,0 +1,33 @@
+// The routed experts of one layer, on the tokens that chose them.
+#pragma once
+
+namespace moonshard {
+
+// A token that chose an expert. Pairs are sorted by expert; those of one expert by token.
+struct Pair {
+  int token;
+  float weight;
+};
+
+struct ExpertsCall {
+  const float* x;       // [t, d]
+  const void* gate_up;  // [e, 2, f, d], one layer's: float, or bfloat16
+  const void* down;     // [e, d, f]
+  const Pair* pairs;
+  const long* first_pair;  // [e + 1]: where each expert's pairs begin
+  float* hidden;           // [pairs, f]: silu(gate) * up
+  float* out;              // [t, d]
+  long num_tokens, num_experts, d, f;
+  bool is_bf16;
+};
+
+template <class Form>
+struct Experts {
+  // The columns [begin, end) of `hidden`, at most `max_columns`, of all pairs of one expert.
+  static constexpr long max_columns = 64;
+  static void hidden(const ExpertsCall& call, long expert, long begin, long end);
+  // The columns [begin, end) of `out`, of all tokens. Experts are added in order, whoever computes which columns.
+  static void out(const ExpertsCall& call, long begin, long end);
+};
+
+}  // namespace moonshard

@@ -1,0 +1,96 @@
+// The work of `experts.h`, for the units in forms/.
+#pragma once
+
+#include "experts.h"
+#include "tiles.h"
+
+namespace moonshard {
+
+template <class Form, class Weight>
+struct ExpertsOf {
+  static constexpr long max_columns = Experts<Form>::max_columns, max_tokens = 48;  // 48: whole tiles of every form
+
+  static void hidden(const ExpertsCall& call, long expert, long begin, long end) {
+    const long d = call.d, f = call.f;
+    const Weight* gate = static_cast<const Weight*>(call.gate_up) + (expert * 2 * f + begin) * d;
+    const Weight* up = gate + f * d;
+    for (long first = call.first_pair[expert]; first < call.first_pair[expert + 1]; first += max_tokens) {
+      const long left = call.first_pair[expert + 1] - first, count = left < max_tokens ? left : max_tokens;
+      const auto token = [&](long index) { return call.x + call.pairs[first + index].token * d; };
+      float gates[max_tokens][max_columns], ups[max_tokens][max_columns];
+      product(gate, end - begin, count, d, token, gates);
+      product(up, end - begin, count, d, token, ups);
+      for (long t = 0; t < count; ++t) {
+        float* to = call.hidden + (first + t) * f + begin;
+        for (long i = 0; i < end - begin; ++i) to[i] = gates[t][i] * ups[t][i] / (1 + exponential(-gates[t][i]));
+      }
+    }
+  }
+
+  static void out(const ExpertsCall& call, long begin, long end) {
+    const long d = call.d, f = call.f;
+    for (long token = 0; token < call.num_tokens; ++token)
+      for (long i = begin; i < end; ++i) call.out[token * d + i] = 0;
+    for (long expert = 0; expert < call.num_experts; ++expert) {
+      const long first = call.first_pair[expert], count = call.first_pair[expert + 1] - first;
+      const Weight* weight = static_cast<const Weight*>(call.down) + (expert * d + begin) * f;
+      Tiles<Form, Weight>::cover(
+          end - begin, count, f, [&](long row) { return weight + row * f; },
+          [&](long index) { return call.hidden + (first + index) * f; },
+          [&](long index, long row, float sum) {
+            const Pair& pair = call.pairs[first + index];
+            call.out[pair.token * d + begin + row] += pair.weight * sum;
+          });
+    }
+  }
+
+ private:
+  template <class TokenOf>
+  [[gnu::noinline]] static void product(const Weight* weight, long num_rows, long count, long k, TokenOf token,
+                                        float (*to)[max_columns]) {
+    Tiles<Form, Weight>::cover(
+        num_rows, count, k, [&](long row) { return weight + row * k; }, token,
+        [&](long index, long row, float sum) { to[index][row] = sum; });
+  }
+
+  // e^x within 2 ulp, in plain operations, which the compiler puts into registers' lanes; what would overflow is e^88.
+  // x = n ln 2 + r: the polynomial (Cephes' expf) gives e^r, and n goes into the exponent.
+  [[gnu::always_inline]] static inline float exponential(float x) {
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    const float n = (x * 1.44269504088896341f + shift) - shift;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1;
+    const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+    float power;
+    __builtin_memcpy(&power, &bits, sizeof power);
+    return p * power;
+  }
+};
+
+template <class Form>
+void Experts<Form>::hidden(const ExpertsCall& call, long expert, long begin, long end) {
+  if (call.is_bf16) {
+    ExpertsOf<Form, Bf16>::hidden(call, expert, begin, end);
+  } else {
+    ExpertsOf<Form, float>::hidden(call, expert, begin, end);
+  }
+}
+
+template <class Form>
+void Experts<Form>::out(const ExpertsCall& call, long begin, long end) {
+  if (call.is_bf16) {
+    ExpertsOf<Form, Bf16>::out(call, begin, end);
+  } else {
+    ExpertsOf<Form, float>::out(call, begin, end);
+  }
+}
+
+}  // namespace moonshard

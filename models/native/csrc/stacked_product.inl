@@ -1,0 +1,31 @@
+// The work of `stacked_product.h`, for the units in forms/.
+#pragma once
+
+#include "stacked_product.h"
+#include "tiles.h"
+
+namespace moonshard {
+
+template <class Form, class Weight>
+struct StackedProductOf {
+  static void columns(const StackedProductCall& call, long group, long begin, long end) {
+    const Weight* weight = static_cast<const Weight*>(call.layer) + (group * call.out + begin) * call.k;
+    const float* x = call.x + group * call.k;
+    float* y = call.y + group * call.out + begin;
+    Tiles<Form, Weight>::cover(
+        end - begin, call.n, call.k, [&](long row) { return weight + row * call.k; },
+        [&](long token) { return x + token * call.groups * call.k; },
+        [&](long token, long row, float sum) { y[token * call.groups * call.out + row] = sum; });
+  }
+};
+
+template <class Form>
+void StackedProduct<Form>::columns(const StackedProductCall& call, long group, long begin, long end) {
+  if (call.is_bf16) {
+    StackedProductOf<Form, Bf16>::columns(call, group, begin, end);
+  } else {
+    StackedProductOf<Form, float>::columns(call, group, begin, end);
+  }
+}
+
+}  // namespace moonshard

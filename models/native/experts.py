@@ -1,0 +1,45 @@
+"""The MoE backend for CPUs: each chosen expert's weights are read once, where they lie, by all tokens that chose it.
+
+It takes the place of `moe.blocks`, which is its reference. One call first makes silu(gate) * up of every (token,
+choice) pair, sorted by expert, then adds up the down projections, weighted, in the order of the experts: a token's
+result is the same in whatever batch and on however many threads. Sums are float32.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from moonshard.models.experts import moe
+from moonshard.models.native.library import target
+from moonshard.sharding.arrays import Array, Bool, Float, Int
+
+
+def grouped_experts(
+    x: Float[Array, "t d"],
+    routing: moe.Routing,
+    valid: Bool[Array, "t"],
+    experts: moe.Experts[Array],
+    layer: Int[Array, ""],
+    *,
+    form: str | None = None,
+) -> Float[Array, "t d"]:
+    """A `moe.Backend`. An invalid token's result is zero. Weights are float32 or bfloat16.
+
+    Args:
+        form: the instruction set; None: the best that there is.
+
+    Raises:
+        LibraryError: no library, or no such form.
+    """
+    (t, k), f = routing.experts.shape, experts.down.shape[3]
+    out, hidden = jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct((t * k, f), jnp.float32)
+    call = jax.ffi.ffi_call(target("experts", form), (out, hidden))
+    result, _ = call(
+        x.astype(jnp.float32),
+        routing.experts.astype(jnp.int32),
+        routing.weights.astype(jnp.float32),
+        valid,
+        experts.gate_up,
+        experts.down,
+        layer.astype(jnp.int32),
+    )
+    return result.astype(x.dtype)

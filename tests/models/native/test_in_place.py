@@ -1,0 +1,96 @@
+"""A model whose weights stay in their stacks gives the logits that it gives when XLA copies them out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from moonshard.kv.pages import allocate_pages
+from moonshard.models import weights
+from moonshard.models.experts import moe
+from moonshard.models.model import Batch
+from moonshard.models.native import library
+from moonshard.models.native.experts import grouped_experts
+from moonshard.models.native.stacked_product import MAX_ROWS, stacked_product
+from moonshard.models.product import Stacked, product
+from moonshard.models.registry import open_model
+from moonshard.sharding.mesh import build_mesh, replicated
+from moonshard.sharding.shape import MeshShape
+from tests.agreement import FIXTURES
+
+pytestmark = [
+    pytest.mark.xdist_group("jax"),
+    pytest.mark.skipif(library.chosen() is None, reason="there are no kernels here"),
+]
+EQUATIONS = {  # of the weights that a layer has, with those that kernels take as they lie
+    "ntd,gfd->ntgf": True,
+    "ntr,hkr->nthk": True,
+    "nthv,dhv->ntd": True,
+    "nthr,hvr->nthv": True,
+    "ntd,rd->ntr": True,
+    "nthk,hkr->nthr": False,
+}
+SIZES = {"n": 3, "t": 2, "d": 20, "g": 2, "f": 12, "h": 4, "k": 6, "r": 9, "v": 5}
+
+
+@pytest.mark.parametrize(("equation", "is_taken"), EQUATIONS.items())
+@pytest.mark.parametrize("rows", [3, MAX_ROWS])
+def test_a_product_in_place_is_the_einsum_whatever_it_sums_over(equation, is_taken, rows):
+    sizes = SIZES | {"n": rows}
+    of_x, of_weight = equation.split("->")[0].split(",")
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=[sizes[name] for name in of_x]), jnp.float32)
+    stack = jnp.asarray(rng.normal(size=[3, *(sizes[name] for name in of_weight)]), jnp.float32)
+    run = jax.jit(lambda x, stack, layer: product(equation, x, Stacked(stack, layer)))
+    expected = np.einsum(equation, np.asarray(x, np.float64), np.asarray(stack[1], np.float64))
+    np.testing.assert_allclose(run(x, stack, jnp.int32(1)), expected, rtol=1e-4, atol=1e-4)
+    is_called = "moonshard_stacked_product" in run.lower(x, stack, jnp.int32(1)).as_text()
+    assert is_called == (is_taken and rows * SIZES["t"] <= MAX_ROWS)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_a_model_in_place_gives_the_logits_of_the_reference(dtype, error):
+    checkpoint, model = open_model(FIXTURES / "kimi_k2")
+    mesh, (group,) = build_mesh(MeshShape()), model.kv_groups(dtype)
+    loaded = weights.load(model.declare(), checkpoint, dtype, mesh)
+    positions = np.where(np.arange(8) < 6, np.arange(8), -1)[None].repeat(2, axis=0).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 8)).astype(np.int32)
+    batch = Batch(*map(jnp.asarray, (tokens, positions, np.arange(2, dtype=np.int32).reshape(2, 1, 1))))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(in_place, loaded, batch):
+        pages = allocate_pages(2, len(group.layers), 8, group.num_features, dtype=dtype, sharding=replicated(mesh))
+        backend = grouped_experts if in_place else moe.blocks
+        hidden, _, _ = model.forward(loaded, pages, batch, backend=backend, in_place=in_place)
+        return model.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), in_place=in_place)
+
+    found, expected = np.asarray(run(True, loaded, batch)), np.asarray(run(False, loaded, batch))
+    is_real = positions.ravel() >= 0
+    np.testing.assert_allclose(found[is_real], expected[is_real], atol=error * np.abs(expected).max())
+
+
+def test_devices_that_share_a_pool_of_threads_all_end_with_their_own_parts():
+    """Each call waits only for work that some thread has begun, however many others have the pool."""
+    devices = np.array(jax.devices())
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(len(devices) * 4, 1, 256)).astype(np.float32)
+    stack = rng.normal(size=(4, len(devices), 640, 256)).astype(np.float32)
+
+    def own(x, stack):
+        def step(total, layer):
+            return total + stacked_product(x, stack, layer), None
+
+        return jax.lax.scan(step, jnp.zeros((4, 1, 640)), jnp.arange(4, dtype=jnp.int32))[0]
+
+    cut = PartitionSpec("device")
+    mesh = Mesh(devices, ("device",))
+    over = jax.shard_map(own, mesh=mesh, in_specs=(cut, PartitionSpec(None, "device")), out_specs=cut, check_vma=False)
+    run = jax.jit(over)
+    results = [run(x, stack) for _ in range(10)]
+    rows = x.reshape(len(devices), 4, 256).astype(np.float64)
+    expected = np.einsum("gnk,lgok->gno", rows, stack.astype(np.float64)).reshape(-1, 1, 640)
+    for result in results:
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
