@@ -2,7 +2,7 @@
 
 It takes the place of `models.attention.latent_attention`, which is its reference and gathers them. Sums are float32,
 and a query's result is the same, bit by bit, in whatever batch, with whatever other queries of its row, and on however
-many threads. What lies beyond a row's positions, in its table or its last block, is never looked at.
+many threads. What lies beyond a row's positions, in its table or its last block, never matters.
 """
 
 import functools

@@ -14,7 +14,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr long max_rows = 128;       // query positions times heads that share what is read of a key, if they are several
+constexpr long max_rows = 128;        // query positions times heads of an item, unless one position has more heads
 constexpr long items_per_thread = 4;  // so that a thread that is interrupted leaves its share to the others
 constexpr long max_partial_floats = 8 << 20;  // beyond, what could be cut over threads is not
 

@@ -1,9 +1,9 @@
 // The work of `attention.h`, for the units in forms/.
 //
-// A row here is a query position and a head. Rows are packed in panels of R, queries as [feature / width][row][lane] and
-// scores, then weights, as [key][row]: so both products, queries x keys and weights x keys, run over the rows of a panel
-// with each key in a register. Keys are read where they lie, a tile at a time, once from memory: the second product, and
-// the other panels, find them in the second-level cache.
+// A row here is a query position and a head. Rows are packed in panels of R, queries as [feature / width][row][lane]
+// and scores, then weights, as [key][row]: so both products, queries x keys and weights x keys, run over the rows of a
+// panel with each key in a register. Keys are read where they lie, a tile at a time, once from memory: the second
+// product, and the other panels, find them in the second-level cache.
 // Sources: FlashAttention (arXiv 2205.14135), section 3.1; parts of equal length and one merge as in Flash-Decoding.
 #pragma once
 
@@ -95,8 +95,8 @@ struct AttentionOf {
   }
 
   // scores[key][row] = <query of row, key>, of `rows` rows from the panel's `row` on and `num` keys.
-  // Meanwhile the next tile's keys, which lie `ahead`, are fetched from memory, a share by each run through these. In the
-  // second product it would cost more than it hides, measured.
+  // Meanwhile the next tile's keys, which lie `ahead`, are fetched from memory, a share by each run through these. In
+  // the second product it would cost more than it hides, measured.
   template <long R, long rows, long num, class Key, class Source>
   [[gnu::always_inline]] static inline void score(const float* queries, long row, const Key* const* keys,
                                                   const Source* const* ahead, long f, float* scores) {
@@ -136,7 +136,7 @@ struct AttentionOf {
     }
   }
 
-  // Register tiles as measured: the fewer times a panel's queries are read the better, and so for making floats of keys.
+  // Register tiles as measured: it counts how often a panel's queries are read, and how often floats are made of keys.
   template <long R, class Key, class Source>
   [[gnu::always_inline]] static inline void score_tile(const float* queries, const Key* const* keys,
                                                        const Source* const* ahead, long num_keys, long f,
@@ -150,8 +150,8 @@ struct AttentionOf {
     }
   }
 
-  // Scales and masks a panel's scores, makes weights of them and updates peaks and totals: `decay` is what was summed up
-  // before has to be multiplied with. A row sees keys up to its position; `first` is the first key's.
+  // Scales and masks a panel's scores, makes weights of them and updates peaks and totals: `decay` is what was summed
+  // up before has to be multiplied with. A row sees keys up to its position; `first` is the first key's.
   template <long R, bool is_masked>
   static void weigh(float* scores, long num_keys, float scale, long first, const int32_t* positions, float* state,
                     float* decay) {
