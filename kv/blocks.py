@@ -132,10 +132,20 @@ class BlockGroups:
             if column >= first
         )
 
-    def places_to_share(self, num_columns: int) -> frozenset[int]:
+    def places_to_share(self, num_columns: int) -> Collection[int]:
         """The places of the first columns' blocks that are never written again: those of groups without a window."""
+        if self.is_plain:
+            return range(num_columns)
         of_groups = (index for index, group in enumerate(self.groups) if group.max_blocks is None)
         return frozenset(self.place(index, column) for index in of_groups for column in range(num_columns))
+
+    def places_to_copy(self, num_tokens: int, block_size: int) -> Collection[int]:
+        """The places of what another choice of a prompt of so many tokens sees and may not share."""
+        num_full = num_tokens // block_size
+        if self.is_plain:
+            return range(num_full, -(-num_tokens // block_size))
+        shared = self.places_to_share(num_full)
+        return tuple(block.place for block in self.seen(num_tokens, block_size) if block.place not in shared)
 
 
 PLAIN = BlockGroups()

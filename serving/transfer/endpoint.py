@@ -8,7 +8,6 @@ two fit is found here, before a byte moves. Bytes are moved by `plane`; which ce
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -62,18 +61,12 @@ def plan_to(source: Endpoint, destination: Endpoint) -> reshard.Template:
         if ours != theirs:
             raise FailedPrecondition(f"{field} is {theirs!r} there and {ours!r} here", field=field)
     try:
-        return _template(source.layout, destination.layout)
+        reshard.plan(source.layout, destination.layout)  # for what it raises: every group has to fit
+        check_alike("source", source.layout)
+        check_alike("destination", destination.layout)
+        return reshard.plan(source.layout.of_group(0), destination.layout.of_group(0))
     except LayoutMismatch as error:
         raise FailedPrecondition(str(error), field=error.field) from error
-
-
-@lru_cache(maxsize=reshard.NUM_CACHED_PLANS)
-def _template(source: Layout, destination: Layout) -> reshard.Template:
-    """LayoutMismatch where blocks of some group do not fit, or not all groups are cut alike."""
-    reshard.plan(source, destination)  # for what it raises
-    check_alike("source", source)
-    check_alike("destination", destination)
-    return reshard.plan(source.of_group(0), destination.of_group(0))
 
 
 def copies_between(

@@ -232,9 +232,17 @@ def test_only_blocks_that_are_never_written_over_are_shared(groups: list[BlockGr
         for column in range(num_columns)
         if group.window is None
     }
-    assert found.places_to_share(num_columns) == places
+    assert set(found.places_to_share(num_columns)) == places
     later = {found.place(i, c) for i in range(len(groups)) for c in range(num_columns, num_columns + 40)}
     assert not places & later
+
+
+@given(groups=GROUPS, num_tokens=st.integers(1, 60), size=st.integers(1, 5))
+def test_another_choice_copies_what_it_sees_and_may_not_share(groups: list[BlockGroup], num_tokens: int, size: int):
+    found = BlockGroups(tuple(groups))
+    shared = set(found.places_to_share(num_tokens // size))
+    seen = {block.place for block in found.seen(num_tokens, size)}
+    assert sorted(found.places_to_copy(num_tokens, size)) == sorted(seen - shared)
 
 
 def test_a_window_that_sees_nothing_before_it_is_refused():

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "attention.h"
-#include "vectors.h"
+#include "common/vectors.h"
 
 namespace moonshard {
 

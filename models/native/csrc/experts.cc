@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "library.h"
-#include "parallel.h"
+#include "common/parallel.h"
 
 namespace moonshard {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "experts.h"
-#include "tiles.h"
+#include "common/tiles.h"
 
 namespace moonshard {
 

@@ -35,7 +35,8 @@ extern "C" {
 [[gnu::visibility("default")]] const char* moonshard_kernels() {
   static const std::string names = [] {
     std::string joined;
-    for (const moonshard::Kernel* known : moonshard::kernels) joined += (joined.empty() ? "" : " ") + std::string(known->name);
+    for (const moonshard::Kernel* known : moonshard::kernels)
+      joined += (joined.empty() ? "" : " ") + std::string(known->name);
     return joined;
   }();
   return names.c_str();

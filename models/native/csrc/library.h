@@ -1,7 +1,7 @@
 // What bindings share, and how a kernel makes itself known: a name, and a handler for each form.
 #pragma once
 
-#include "forms.h"
+#include "common/forms.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace moonshard {

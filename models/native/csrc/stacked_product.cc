@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "library.h"
-#include "parallel.h"
+#include "common/parallel.h"
 
 namespace moonshard {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "stacked_product.h"
-#include "tiles.h"
+#include "common/tiles.h"
 
 namespace moonshard {
 

@@ -12,7 +12,7 @@ who wait with blocks are the youngest of their partition.
 """
 
 import itertools
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import PrefixCache
@@ -159,9 +159,7 @@ class Admission:
         pairs = list[tuple[int, int, int]]()
         occupancies = dict[Occupancy, None]()
         for leader, follower in forks:
-            num_prompt = len(leader.sequence.request.prompt)
-            shared = self._shared_places(num_prompt)
-            own = [seen.place for seen in self._pool.seen(num_prompt) if seen.place not in shared]
+            own = self._pool.groups.places_to_copy(len(leader.sequence.request.prompt), self._pool.block_size)
             if own:
                 pairs += ((leader.slot.partition, leader.blocks[place], follower.blocks[place]) for place in own)
                 occupancies |= dict.fromkeys((leader, follower))
@@ -224,7 +222,7 @@ class Admission:
                 followers.append(occupancy)
         return followers
 
-    def _shared_places(self, num_prompt: int) -> frozenset[int]:
+    def _shared_places(self, num_prompt: int) -> Collection[int]:
         """Which of a prompt's blocks its choices share: the full ones, which nobody writes again."""
         return self._pool.groups.places_to_share(num_prompt // self._pool.block_size)
 

@@ -148,7 +148,8 @@ class Publications[Owner: Hashable]:
 
     def launching(self, plan: PrefillPlan, now_s: float) -> Actions[Owner]:
         """A prefill step is about to be launched: the blocks of its prompts are complete but for those that the step
-        itself writes.
+        itself writes. Only behind blocks that were found does a prompt begin later than at its first token, and then
+        a block's place is its column.
         """
         written = {(chunk.slot.partition, block) for chunk in plan.chunks for block in self._written(chunk)}
         actions: list[PrefillAction] = []

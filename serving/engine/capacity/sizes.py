@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax
 
-from moonshard.kv.blocks import BlockGroup, BlockGroups, BlockPool
+from moonshard.kv.blocks import BlockGroup, BlockGroups
 from moonshard.models.model import Model
 from moonshard.models.spec import KvGroup, ModelError, page_layers
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, mesh_of, rules_of
@@ -77,8 +77,8 @@ def choose_sizes(config: Config, model: Model, dtype: str, role: WorkerRole = "b
     _check_slots_fit(config, model, role)
     num_blocks = config.kv.num_blocks or _auto_blocks(config, model, dtype, shard, block, role)
     wanted, longest = config.model.max_context_tokens, model.config.max_position_embeddings
-    pool = BlockPool(1, num_blocks, block_size, block_groups(config, groups))
-    pool_tokens = pool.num_tokens_in(num_blocks, longest)
+    num_columns = block_groups(config, groups).num_columns(num_blocks)
+    pool_tokens = longest if num_columns is None else num_columns * block_size
     if not pool_tokens:
         raise ConfigError([f"kv.num_blocks: {num_blocks} are fewer than the {len(groups)} KV groups of the model"])
     for limit, what in ((longest, "max_position_embeddings"), (pool_tokens, "the KV pool")):

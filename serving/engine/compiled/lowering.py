@@ -78,9 +78,8 @@ def lower_stages(config: Config, model: Model, role: StepRole) -> Iterator[Lower
     for stage, its_budget in zip(abstract_stages(model, shard, DTYPE), budgets, strict=True):
         blueprint = Blueprint(stage, shapes, blocks_per_partition=num_blocks, block_size=block_size, dtype=DTYPE)
         program = blueprint.lower((kind, sizes[-1]))
-        page_bytes = (
-            int(its_budget.kv_bytes_per_token * block_size) // num_groups * num_blocks
-        )  # a block is of one group
+        block_bytes = int(its_budget.kv_bytes_per_token * block_size) // num_groups  # a block is of one group
+        page_bytes = block_bytes * num_blocks
         counted = _count(stage, shapes, kind, sizes[-1], its_budget, page_bytes)
         yield LoweredStage(num_layers=len(stage.layers), num_blocks=num_blocks, program=program, counted=counted)
 

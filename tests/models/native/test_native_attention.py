@@ -1,5 +1,7 @@
 """Paged attention is a softmax in float64 over the keys that a query sees, in every form, whatever the sizes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from moonshard.models import attention
 from moonshard.models.native import library
 from moonshard.models.native.attention import latent_attention
+from moonshard.models.native.library import LibraryError
 
 CHOSEN = library.chosen()
 FORMS = () if CHOSEN is None else CHOSEN.forms
@@ -154,22 +157,21 @@ def test_pages_are_neither_copied_nor_gathered():
     assert all("parameter(" in line or "get-tuple-element(" in line for line in made)
 
 
-def check_is_the_reference(arguments):
-    of = {"value_rank": 16, "scale": SCALE}
-    result, plain = (
-        jax.jit(lambda *a, f=f: f(*a, **of))(*arguments) for f in (latent_attention, attention.latent_attention)
-    )
-    np.testing.assert_array_equal(result, plain)
+def test_it_takes_the_place_of_the_function_that_gathers_keys():
+    arguments = case((40, 9), t=2)
+    gathering = jax.jit(functools.partial(attention.latent_attention, value_rank=16, scale=SCALE))
+    plain, result = gathering(*arguments), ATTEND(*arguments, value_rank=16, scale=SCALE)
+    assert (result.shape, result.dtype) == (plain.shape, plain.dtype)
+    np.testing.assert_allclose(result, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_for_pages_of_another_dtype_the_reference_serves():
+def test_what_the_kernel_does_not_take_is_refused(monkeypatch):
     queries, pages, *rest = case((40, 9), t=2)
-    check_is_the_reference((queries, jnp.minimum(pages, 1e4).astype(jnp.float16), *rest))
-
-
-def test_without_kernels_the_reference_serves(monkeypatch):
-    monkeypatch.setattr("moonshard.models.native.attention.chosen", lambda: None)
-    check_is_the_reference(case((40, 9), t=2))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="takes pages of float or bfloat16"):
+        ATTEND(queries, np.minimum(pages, 1e4).astype(np.float16), *rest, value_rank=16, scale=SCALE)
+    monkeypatch.setattr("moonshard.models.native.library.chosen", lambda: None)
+    with pytest.raises(LibraryError, match="no kernels here"):  # a rank that no program was made for yet
+        ATTEND(queries, pages, *rest, value_rank=11, scale=SCALE)
 
 
 def test_bfloat16_queries_give_bfloat16():

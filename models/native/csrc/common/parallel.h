@@ -11,7 +11,7 @@
 
 namespace moonshard {
 
-inline constexpr long min_shared_bytes = 96 << 10;  // less is read before another thread has woken up
+inline constexpr long min_shared_bytes = 96 << 10;  // for less no other thread is woken up; not tuned
 
 // Runs body(stage, index) for every index below each stage's count. No item of a stage begins before all of the stages
 // before it are done. Returns once everything is done.

@@ -10,8 +10,8 @@
 
 namespace moonshard {
 
-// A register as floats, as words, and half of one. `tokens`: activations of a register tile beside its four weight rows, as many as leave
-// all sums in registers (16 of them, 32 with AVX-512).
+// A register as floats, as words, and half of one. `tokens`: activations of a register tile beside its four weight rows,
+// as many as leave all sums in registers (16 of them, 32 with AVX-512).
 struct Sse4 {
   static constexpr const char* name = "sse4";
   typedef float Vec __attribute__((vector_size(16)));
