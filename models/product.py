@@ -47,15 +47,19 @@ def product(
     equation names them in that order. XLA on CPU takes only matrices as they lie: of a weight with two dimensions of
     its own it would make a transposed copy in every step.
 
-    `accumulate` is the type of the result; None: that of the arguments. `precision` None: as the context says.
+    A weight may be held in another type than the activations': what is computed in is the wider one. `accumulate` is
+    the type of the result; None: that of the activations. `precision` None: as the context says.
     """
     given, result = equation.split("->")
     of_x, of_weight = given.split(",")
     if isinstance(weight, Stacked):
         found = _in_place(of_x, of_weight, result, x, weight)
         if found is not None:
-            return found.astype(accumulate or jnp.result_type(x, weight.stack))
+            return found.astype(accumulate or x.dtype)
         weight = weight.copied()
+    if weight.dtype != x.dtype:
+        accumulate = accumulate or x.dtype
+        weight = weight.astype(jnp.result_type(x, weight))
     own = "".join(name for name in of_weight if name not in of_x)
     summed = of_weight.removeprefix(own)
     is_matrix = of_x.endswith(summed) and result == of_x.removesuffix(summed) + own

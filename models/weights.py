@@ -7,8 +7,8 @@ read from the memory-mapped files.
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from jax.sharding import Mesh
 from moonshard.models.spec import ModelError, Param
 from moonshard.sharding.mesh import sharding_of
 from moonshard.sharding.rules import PREFILL, Rules
+
+
+Holding = Literal["native", "float32", "bf16"]  # how matrices lie in memory: see `load`
 
 
 @runtime_checkable
@@ -47,12 +50,16 @@ def load(
     dtype: str,
     mesh: Mesh,
     rules: Rules = PREFILL,
+    *,
+    holding: Holding | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     on_read: Callable[[float], None] = lambda seconds: None,
 ) -> Any:
-    """Reads every parameter onto its devices, converted to `dtype`.
+    """Reads every parameter onto its devices, converted to `dtype`, which is what is computed in.
 
     Args:
+        holding: for matrices, which are nearly all of the bytes and which kernels widen as they read them: `native` as
+            they are stored, unless that is wider than `dtype`; `float32` or `bf16` whatever is stored. None: `dtype`.
         progress: called with (leaves read, leaves in all).
         on_read: called with how long it took to read and convert each device's part of a leaf, before that is placed.
 
@@ -62,7 +69,8 @@ def load(
     leaves, tree = jax.tree.flatten(params, is_leaf=is_param)
     arrays = []
     for index, param in enumerate(leaves):
-        arrays.append(_load_leaf(param, source, dtype, sharding_of(mesh, param.axes, param.shape, rules), on_read))
+        target = _held_dtype(param, source, jnp.dtype(dtype), holding)
+        arrays.append(_load_leaf(param, source, target, sharding_of(mesh, param.axes, param.shape, rules), on_read))
         progress(index + 1, len(leaves))
     return jax.tree.unflatten(tree, arrays)
 
@@ -74,15 +82,27 @@ def check_shapes(params: Any, source: TensorSource) -> None:
         ModelError: naming the first tensor whose shape is not the declared one.
     """
     for param in jax.tree.leaves(params, is_leaf=is_param):
-        for index in itertools.product(*(range(n) for n in param.shape[: param.stacked])):
-            _view(param, source, index)
+        for _ in _views(param, source):
+            pass
+
+
+def _held_dtype(param: Param, source: TensorSource, computed: np.dtype, holding: Holding | None) -> np.dtype:
+    """What a parameter is held in. Of tensors that are stored differently and stacked, the widest decides."""
+    if param.dtype is not None or holding is None or len(param.tensor_shape or param.shape[param.stacked :]) < 2:
+        return jnp.dtype(param.dtype or computed)
+    if holding != "native":
+        return jnp.dtype(jnp.float32 if holding == "float32" else jnp.bfloat16)
+    is_bf16 = all(view.dtype == jnp.bfloat16 for view in _views(param, source))
+    return jnp.dtype(jnp.bfloat16) if is_bf16 else computed
 
 
 def _load_leaf(
-    param: Param, source: TensorSource, dtype: str, sharding: jax.sharding.Sharding, on_read: Callable[[float], None]
+    param: Param,
+    source: TensorSource,
+    target: np.dtype,
+    sharding: jax.sharding.Sharding,
+    on_read: Callable[[float], None],
 ) -> jax.Array:
-    target = jnp.dtype(param.dtype or dtype)
-
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         begun_s = time.perf_counter()
         index = index if index is not None else (slice(None),) * len(param.shape)
@@ -97,6 +117,12 @@ def _load_leaf(
         return out
 
     return jax.make_array_from_callback(param.shape, sharding, read)
+
+
+def _views(param: Param, source: TensorSource) -> Iterator[np.ndarray]:
+    """Every tensor of a parameter, of which no value is read."""
+    for index in itertools.product(*(range(n) for n in param.shape[: param.stacked])):
+        yield _view(param, source, index)
 
 
 def _view(param: Param, source: TensorSource, index: Sequence[int]) -> np.ndarray:

@@ -186,7 +186,7 @@ def forward(
 
     if hidden is None:
         assert weights.embed is not None  # of the first stage
-        hidden = _embed(weights.embed, batch.tokens, shard)
+        hidden = _embed(weights.embed, batch.tokens, shard).astype(_computed_dtype(weights))
     x = hidden
     seen: list[Any] = [x[None]]
     routing = None
@@ -208,6 +208,13 @@ def _observations(hidden: list[Array], routing: moe.Routing | None) -> Observati
         experts=None if routing is None else routing.experts,
         router_margin=None if routing is None else routing.margin,
     )
+
+
+def _computed_dtype(weights: Weights[Array]) -> jnp.dtype:
+    """Vectors are held in what is computed in, whatever matrices are held in (`models.weights.load`)."""
+    stack = weights.sparse if weights.dense is None else weights.dense
+    assert stack is not None  # there is a layer at least
+    return stack.mlp_norm.dtype
 
 
 def _embed(table: Float[Array, "v d"], tokens: Int[Array, "n t"], shard: Shard) -> Float[Array, "n t d"]:

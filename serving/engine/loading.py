@@ -140,7 +140,8 @@ def _load_model(
         weights.check_shapes(model.declare(), checkpoint)
         placement = _place_experts(config, role, checkpoint, model, shard)
         choose_sizes(config, model, dtype, role)  # for its errors: with the weights there will only be less room
-    parts = _load_stages(checkpoint, model, shard, placement, dtype, platform, progress, timings)
+    holding = config.model.weights if reads_in_place(platform) else None
+    parts = _load_stages(checkpoint, model, shard, placement, dtype, holding, platform, progress, timings)
     load_s = timings.now_s - begun_s
     with timings.phase("pages"):
         shapes, pool = choose_sizes(config, model, dtype, role)
@@ -200,6 +201,7 @@ def _load_stages(
     shard: Shard,
     placement: ExpertPlacement | None,
     dtype: str,
+    holding: weights.Holding | None,
     platform: str,
     progress: Progress,
     timings: Timings,
@@ -217,6 +219,7 @@ def _load_stages(
             dtype,
             mesh,
             shard.rules,
+            holding=holding,
             progress=lambda done, total, which=which: progress(f"loading weights{which} {done}/{total}"),
             on_read=read_s.append,
         )

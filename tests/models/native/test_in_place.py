@@ -1,9 +1,10 @@
 """A model whose weights stay in their stacks gives the logits that it gives when XLA copies them out."""
 
-import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
@@ -11,7 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import weights
 from moonshard.models.experts import moe
-from moonshard.models.model import Batch
+from moonshard.models.folder.checkpoint import Checkpoint, write_checkpoint
+from moonshard.models.model import Batch, Model
 from moonshard.models.native import library
 from moonshard.models.native.experts import grouped_experts
 from moonshard.models.native.stacked_product import MAX_ROWS, stacked_product
@@ -54,22 +56,50 @@ def test_a_product_in_place_is_the_einsum_whatever_it_sums_over(equation, is_tak
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 3e-2)])
 def test_a_model_in_place_gives_the_logits_of_the_reference(dtype, error):
     checkpoint, model = open_model(FIXTURES / "kimi_k2")
+    loaded = weights.load(model.declare(), checkpoint, dtype, build_mesh(MeshShape()))
+    found, expected = (_logits(model, loaded, in_place=in_place, dtype=dtype) for in_place in (True, False))
+    np.testing.assert_allclose(found, expected, atol=error * np.abs(expected).max())
+
+
+def _logits(model: Model, loaded, *, in_place: bool, dtype: str) -> np.ndarray:
+    """Of the real tokens of two rows with padding."""
     mesh, (group,) = build_mesh(MeshShape()), model.kv_groups(dtype)
-    loaded = weights.load(model.declare(), checkpoint, dtype, mesh)
     positions = np.where(np.arange(8) < 6, np.arange(8), -1)[None].repeat(2, axis=0).astype(np.int32)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 8)).astype(np.int32)
     batch = Batch(*map(jnp.asarray, (tokens, positions, np.arange(2, dtype=np.int32).reshape(2, 1, 1))))
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(in_place, loaded, batch):
+    @jax.jit
+    def run(loaded, batch):
         pages = allocate_pages(2, len(group.layers), 8, group.num_features, dtype=dtype, sharding=replicated(mesh))
         backend = grouped_experts if in_place else moe.blocks
         hidden, _, _ = model.forward(loaded, pages, batch, backend=backend, in_place=in_place)
         return model.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), in_place=in_place)
 
-    found, expected = np.asarray(run(True, loaded, batch)), np.asarray(run(False, loaded, batch))
-    is_real = positions.ravel() >= 0
-    np.testing.assert_allclose(found[is_real], expected[is_real], atol=error * np.abs(expected).max())
+    return np.asarray(run(loaded, batch))[positions.ravel() >= 0]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_weights_held_as_they_are_stored_give_the_logits_of_weights_that_were_widened(tmp_path, in_place):
+    """Nothing but the order of sums differs: a bfloat16 is a float32."""
+    checkpoint, model = _rounded(tmp_path)
+    mesh = build_mesh(MeshShape())
+    native, wide = (
+        weights.load(model.declare(), checkpoint, "float32", mesh, holding=holding) for holding in ("native", None)
+    )
+    matrices = [leaf for leaf in jax.tree.leaves(native.experts) + [native.embed, native.head, native.sparse.attention.k_up]]
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in matrices)
+    assert native.norm.dtype == native.sparse.router.bias.dtype == jnp.float32
+    found, expected = (_logits(model, loaded, in_place=in_place, dtype="float32") for loaded in (native, wide))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def _rounded(folder: Path) -> tuple[Checkpoint, Model]:
+    """The fixture with its weights rounded to bfloat16 and stored so."""
+    checkpoint = Checkpoint.open(FIXTURES / "kimi_k2")
+    tensors = {name: checkpoint.tensor(name).astype(ml_dtypes.bfloat16) for name in checkpoint.names}
+    write_checkpoint(folder, checkpoint.config, tensors)
+    return open_model(folder)
 
 
 def test_devices_that_share_a_pool_of_threads_all_end_with_their_own_parts():
