@@ -79,13 +79,16 @@ def _in_place(
 ) -> Float[Array, "..."] | None:
     """The product in float32, by the kernel. None where the weight does not lie as it takes it, or for many rows.
 
-    It takes [groups, own, summed], where each group (such as a head) has its own activations: [rows, groups, summed].
+    It takes [groups, own, summed], where each group (such as a head) has its own activations: [rows, groups, summed];
+    and [groups, summed, own].
     """
     groups = "".join(name for name in of_weight if name in of_x and name in result)
     own = "".join(name for name in of_weight if name not in of_x)
-    summed = of_weight.removeprefix(groups).removeprefix(own)
+    summed = "".join(name for name in of_weight if name in of_x and name not in result)
     rows = of_x.removesuffix(summed).removesuffix(groups)
-    lies_so = of_weight == groups + own + summed and of_x == rows + groups + summed and result == rows + groups + own
+    is_transposed = of_weight == groups + summed + own
+    lies_so = is_transposed or of_weight == groups + own + summed
+    lies_so = lies_so and of_x == rows + groups + summed and result == rows + groups + own
     shape_x, shape = dict(zip(of_x, x.shape, strict=True)), dict(zip(of_weight, weight.stack.shape[1:], strict=True))
     num_rows, num_groups, num_own, num_summed = (
         math.prod((shape | shape_x)[name] for name in names) for names in (rows, groups, own, summed)
@@ -94,7 +97,8 @@ def _in_place(
         return None
     found = stacked_product(
         x.reshape(num_rows, num_groups, num_summed),
-        weight.stack.reshape(-1, num_groups, num_own, num_summed),
+        weight.stack.reshape(-1, num_groups, *((num_summed, num_own) if is_transposed else (num_own, num_summed))),
         weight.layer,
+        is_transposed=is_transposed,
     )
     return found.reshape([(shape | shape_x)[name] for name in result])

@@ -1,4 +1,4 @@
-"""x · Wᵀ with a weight that stays in its stack of layers: read once, where it lies, by up to some tens of rows.
+"""x · Wᵀ, or x · W, with a weight that stays in its stack of layers: read once, where it lies, by up to some tens of rows.
 
 More rows are multiplied as well, in the same order; beyond `MAX_ROWS` XLA's own product is as fast, its copy included.
 Sums are float32 whatever the weight is, and a row's result is the same in every batch.
@@ -14,24 +14,32 @@ MAX_ROWS = 128
 
 
 def stacked_product(
-    x: Float[Array, "n g k"], stack: Float[Array, "l g out k"], layer: Int[Array, ""], *, form: str | None = None
+    x: Float[Array, "n g k"],
+    stack: Float[Array, "l g _ _"],
+    layer: Int[Array, ""],
+    *,
+    is_transposed: bool = False,
+    form: str | None = None,
 ) -> Float[Array, "n g out"]:
     """`x · stack[layer]ᵀ` in float32, of every group (such as a head) its own. The stack is float32 or bfloat16.
 
     Args:
+        stack: [l g out k].
+        is_transposed: the stack is [l g k out] instead, and the product x · stack[layer].
         form: the instruction set; None: the best that there is.
 
     Raises:
         LibraryError: no library, or no such form.
     """
-    out = jax.ShapeDtypeStruct((*x.shape[:2], stack.shape[2]), jnp.float32)
+    out = jax.ShapeDtypeStruct((*x.shape[:2], stack.shape[3 if is_transposed else 2]), jnp.float32)
     call = jax.ffi.ffi_call(target("stacked_product", form), out, vmap_method="sequential")
-    return call(x.astype(jnp.float32), stack, layer.astype(jnp.int32))
+    return call(x.astype(jnp.float32), stack, layer.astype(jnp.int32), is_transposed=is_transposed)
 
 
 def reference(
-    x: Float[Array, "n g k"], stack: Float[Array, "l g out k"], layer: Int[Array, ""]
+    x: Float[Array, "n g k"], stack: Float[Array, "l g _ _"], layer: Int[Array, ""], *, is_transposed: bool = False
 ) -> Float[Array, "n g out"]:
     """The same as XLA has it, on any platform."""
     weight = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
-    return jnp.einsum("ngk,gok->ngo", x, weight, preferred_element_type=jnp.float32)
+    equation = "ngk,gko->ngo" if is_transposed else "ngk,gok->ngo"
+    return jnp.einsum(equation, x, weight, preferred_element_type=jnp.float32)

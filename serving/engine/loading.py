@@ -54,6 +54,7 @@ class LoadedModel:
     block_size: int
     vocab_size: int
     dtype: str
+    kernels: str  # that its steps run: see `kernels_of`
     fingerprint: str
     layout: Layout  # of a block on its way between workers
     preparation: Preparation  # of `programs.others`, where they were left for later
@@ -163,6 +164,7 @@ def _load_model(
         block_size=config.kv.block_size,
         vocab_size=model.config.vocab_size,
         dtype=dtype,
+        kernels=kernels_of(platform),
         fingerprint=checkpoint.fingerprint,
         layout=slab_layout(
             model.kv_groups(dtype),
@@ -247,6 +249,14 @@ def backend_for(platform: str) -> moe.Backend:
 
         return grouped
     return grouped_experts if reads_in_place(platform) else moe.blocks
+
+
+def kernels_of(platform: str) -> str:
+    """What runs the parts of a step that kernels are written for: on CPUs the instruction set, or `xla`."""
+    if platform == "gpu":
+        return "pallas"
+    found = library.chosen() if platform == "cpu" else None
+    return "xla" if found is None else found.best
 
 
 def reads_in_place(platform: str) -> bool:

@@ -31,6 +31,7 @@ def welcome_message(
         max_slots=model.pool.num_slots,
         load_s=model.load_s,
         compile_s=model.compile_s,
+        kernels=model.kernels,
         endpoint=None if endpoint is None else endpoint_message(endpoint),
     )
 

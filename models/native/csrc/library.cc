@@ -9,7 +9,7 @@
 namespace moonshard {
 namespace {
 
-constexpr int version = 1;
+constexpr int version = 2;
 const Kernel* const kernels[] = {&attention, &experts, &exponential, &stacked_product};
 
 }  // namespace

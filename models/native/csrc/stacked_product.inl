@@ -2,6 +2,7 @@
 #pragma once
 
 #include "stacked_product.h"
+#include "common/column_tiles.h"
 #include "common/tiles.h"
 
 namespace moonshard {
@@ -9,6 +10,7 @@ namespace moonshard {
 template <class Form, class Weight>
 struct StackedProductOf {
   static void columns(const StackedProductCall& call, long group, long begin, long end) {
+    if (call.is_transposed) return columns_of_transposed(call, group, begin, end);
     const Weight* weight = static_cast<const Weight*>(call.layer) + (group * call.out + begin) * call.k;
     const float* x = call.x + group * call.k;
     float* y = call.y + group * call.out + begin;
@@ -16,6 +18,12 @@ struct StackedProductOf {
         end - begin, call.n, call.k, [&](long row) { return weight + row * call.k; },
         [&](long token) { return x + token * call.groups * call.k; },
         [&](long token, long row, float sum) { y[token * call.groups * call.out + row] = sum; });
+  }
+
+  static void columns_of_transposed(const StackedProductCall& call, long group, long begin, long end) {
+    const Weight* weight = static_cast<const Weight*>(call.layer) + group * call.k * call.out + begin;
+    ColumnTiles<Form, Weight>::cover(call.x + group * call.k, call.groups * call.k, call.n, weight, call.out, call.k,
+                                     call.y + group * call.out + begin, call.groups * call.out, end - begin);
   }
 };
 

@@ -90,6 +90,7 @@ class WorkerCollector(Collector):
         reserved = ((link, self._pool.in_flight_tokens(link.address)) for link in links)
         yield self._gauge("reserved_tokens", "Tokens that requests sent there may still come to.", reserved)
         yield self._info()
+        yield self._kernels()
         yield from self._blocks()
         yield from self._start_times()
         yield from self._transfers()
@@ -109,6 +110,17 @@ class WorkerCollector(Collector):
             if link.role:
                 info.add_metric((link.address, link.role), 1)
         return info
+
+    def _kernels(self) -> Metric:
+        kernels = GaugeMetricFamily(
+            "moonshard_worker_kernels",
+            "Always 1; the label is what a worker's steps run: kernels for CPUs by their instruction set, pallas, or xla.",
+            labels=("worker", "kernels"),
+        )
+        for link in self._pool.links:
+            if link.session is not None:
+                kernels.add_metric((link.address, link.session.welcome.kernels), 1)
+        return kernels
 
     def _transfers(self) -> Iterator[Metric]:
         """Metrics of the KV plane, for workers that send or receive handoffs."""

@@ -33,7 +33,8 @@ EQUATIONS = {  # of the weights that a layer has, with those that kernels take a
     "nthv,dhv->ntd": True,
     "nthr,hvr->nthv": True,
     "ntd,rd->ntr": True,
-    "nthk,hkr->nthr": False,
+    "nthk,hkr->nthr": True,
+    "ntk,rhk->nthr": False,
 }
 SIZES = {"n": 3, "t": 2, "d": 20, "g": 2, "f": 12, "h": 4, "k": 6, "r": 9, "v": 5}
 
@@ -57,12 +58,15 @@ def test_a_product_in_place_is_the_einsum_whatever_it_sums_over(equation, is_tak
 def test_a_model_in_place_gives_the_logits_of_the_reference(dtype, error):
     checkpoint, model = open_model(FIXTURES / "kimi_k2")
     loaded = weights.load(model.declare(), checkpoint, dtype, build_mesh(MeshShape()))
-    found, expected = (_logits(model, loaded, in_place=in_place, dtype=dtype) for in_place in (True, False))
-    np.testing.assert_allclose(found, expected, atol=error * np.abs(expected).max())
+    (found, _), (expected, margin) = (_logits(model, loaded, in_place=in_place, dtype=dtype) for in_place in (True, False))
+    # Rounding may send a token to another expert where two score nearly the same, and whatever attends to it differs.
+    is_clear = margin > error / 3
+    assert is_clear.sum() >= len(margin) / 2
+    np.testing.assert_allclose(found[is_clear], expected[is_clear], atol=error * np.abs(expected).max())
 
 
-def _logits(model: Model, loaded, *, in_place: bool, dtype: str) -> np.ndarray:
-    """Of the real tokens of two rows with padding."""
+def _logits(model: Model, loaded, *, in_place: bool, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of the real tokens of two rows with padding; and of each the smallest router margin up to it."""
     mesh, (group,) = build_mesh(MeshShape()), model.kv_groups(dtype)
     positions = np.where(np.arange(8) < 6, np.arange(8), -1)[None].repeat(2, axis=0).astype(np.int32)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 8)).astype(np.int32)
@@ -72,10 +76,13 @@ def _logits(model: Model, loaded, *, in_place: bool, dtype: str) -> np.ndarray:
     def run(loaded, batch):
         pages = allocate_pages(2, len(group.layers), 8, group.num_features, dtype=dtype, sharding=replicated(mesh))
         backend = grouped_experts if in_place else moe.blocks
-        hidden, _, _ = model.forward(loaded, pages, batch, backend=backend, in_place=in_place)
-        return model.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), in_place=in_place)
+        hidden, _, seen = model.forward(loaded, pages, batch, backend=backend, in_place=in_place, observe=True)
+        logits = model.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), in_place=in_place)
+        return logits, jax.lax.cummin(seen.router_margin.min(axis=0).reshape(positions.shape), axis=1).ravel()
 
-    return np.asarray(run(loaded, batch))[positions.ravel() >= 0]
+    is_real = positions.ravel() >= 0
+    logits, margin = (np.asarray(each)[is_real] for each in run(loaded, batch))
+    return logits, margin
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -89,7 +96,7 @@ def test_weights_held_as_they_are_stored_give_the_logits_of_weights_that_were_wi
     matrices = [leaf for leaf in jax.tree.leaves(native.experts) + [native.embed, native.head, native.sparse.attention.k_up]]
     assert all(leaf.dtype == jnp.bfloat16 for leaf in matrices)
     assert native.norm.dtype == native.sparse.router.bias.dtype == jnp.float32
-    found, expected = (_logits(model, loaded, in_place=in_place, dtype="float32") for loaded in (native, wide))
+    (found, _), (expected, _) = (_logits(model, loaded, in_place=in_place, dtype="float32") for loaded in (native, wide))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.xdist_group("jax"),
     pytest.mark.skipif(CHOSEN is None, reason="there are no kernels here"),
 ]
-PRODUCT = jax.jit(stacked_product, static_argnames="form")
+PRODUCT = jax.jit(stacked_product, static_argnames=("form", "is_transposed"))
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
 NUM_LAYERS = 3
 
@@ -27,6 +27,12 @@ def case(n: int, groups: int, k: int, out: int, dtype, seed: int):
     return x, jnp.asarray(rng.normal(size=(NUM_LAYERS, groups, out, k)), dtype)
 
 
+def multiply(x, stack, layer: int, form: str | None = None, *, is_transposed: bool):
+    """x · stack[layer]ᵀ, of a stack that lies one way or the other."""
+    given = jnp.swapaxes(stack, 2, 3) if is_transposed else stack
+    return PRODUCT(x, given, np.int32(layer), form=form, is_transposed=is_transposed)
+
+
 def check(result, x, weight):
     """The error of a float32 sum of k products is at most some roundings of the sum of their sizes."""
     wide, weight = x.astype(np.float64), np.asarray(weight, np.float64)
@@ -34,6 +40,7 @@ def check(result, x, weight):
     assert (np.abs(np.asarray(result) - expected) <= 8 * np.finfo(np.float32).eps * size).all()
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=30)
 @given(
@@ -42,24 +49,26 @@ def check(result, x, weight):
     st.integers(0, NUM_LAYERS - 1),
     st.integers(0),
 )
-def test_a_product_reads_its_own_layer_whatever_the_sizes(form, sizes, dtype, layer, seed):
+def test_a_product_reads_its_own_layer_whatever_the_sizes(form, is_transposed, sizes, dtype, layer, seed):
     x, stack = case(*sizes, dtype=dtype, seed=seed)
-    check(PRODUCT(x, stack, np.int32(layer), form=form), x, stack[layer])
+    check(multiply(x, stack, layer, form, is_transposed=is_transposed), x, stack[layer])
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [(1, 1, 2048, 515), (8, 8, 64, 512), (65, 1, 1001, 130), (300, 2, 513, 67)])
-def test_a_product_that_threads_share_and_that_is_cut_into_blocks_is_the_same(form, sizes):
+def test_a_product_that_threads_share_and_that_is_cut_into_blocks_is_the_same(form, is_transposed, sizes):
     x, stack = case(*sizes, dtype=jnp.float32, seed=0)
-    check(PRODUCT(x, stack, np.int32(2), form=form), x, stack[2])
+    check(multiply(x, stack, 2, form, is_transposed=is_transposed), x, stack[2])
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_gives_the_same_bits_in_every_batch(form):
+def test_a_row_gives_the_same_bits_in_every_batch(form, is_transposed):
     x, stack = case(64, 1, 515, 301, jnp.float32, 0)
-    whole = np.asarray(PRODUCT(x, stack, np.int32(1), form=form))
+    whole = np.asarray(multiply(x, stack, 1, form, is_transposed=is_transposed))
     for n in (1, 2, 5, 8, 33):
-        np.testing.assert_array_equal(PRODUCT(x[:n], stack, np.int32(1), form=form), whole[:n])
+        np.testing.assert_array_equal(multiply(x[:n], stack, 1, form, is_transposed=is_transposed), whole[:n])
 
 
 def test_an_index_beyond_the_stack_reads_the_nearest_layer_as_the_reference_does():

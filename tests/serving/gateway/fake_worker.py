@@ -60,6 +60,7 @@ class FakeWorker(link_pb2_grpc.WorkerServicer):
             max_slots=8,
             load_s=1.5,
             compile_s=2.5,
+            kernels="avx2",
             endpoint=link_pb2.KvEndpoint(transport="fake", session="127.0.0.1:1") if role == "decode" else None,
         )
         self.runs: list[link_pb2.Run] = []  # with or without a target

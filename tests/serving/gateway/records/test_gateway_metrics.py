@@ -103,7 +103,8 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     busy = await samples(http)
     names = {key[0] for key in busy}
     assert names >= VLLM_NAMES
-    still = {"vllm:cache_config_info", "moonshard_worker_start_seconds", "moonshard_worker_up", "moonshard_worker_info"}
+    of_worker = {f"moonshard_worker_{name}" for name in ("start_seconds", "up", "info", "kernels")}
+    still = {"vllm:cache_config_info", *of_worker}
     never = {"moonshard_worker_restarts_total", "moonshard_reserved_tokens"}  # nothing restarted, nothing is held now
     for name in names - still - never:
         values = {key: value for key, value in busy.items() if key[0] == name}

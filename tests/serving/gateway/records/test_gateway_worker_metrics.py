@@ -72,4 +72,5 @@ async def test_only_workers_that_decode_are_engines_to_vllms_boards(samples: tup
     found, prefill, decode = samples
     assert found["moonshard_worker_info", "prefill", prefill] == 1
     assert found["moonshard_worker_info", "decode", decode] == 1
+    assert found["moonshard_worker_kernels", "avx2", decode] == 1
     assert {key[1] for key in found if key[0] == "vllm:num_requests_running"} == {"1"}
