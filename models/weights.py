@@ -19,7 +19,6 @@ from moonshard.models.spec import ModelError, Param
 from moonshard.sharding.mesh import sharding_of
 from moonshard.sharding.rules import PREFILL, Rules
 
-
 Holding = Literal["native", "float32", "bf16"]  # how matrices lie in memory: see `load`
 
 

@@ -1,4 +1,4 @@
-"""x · Wᵀ, or x · W, with a weight that stays in its stack of layers: read once, where it lies, by up to some tens of rows.
+"""x · Wᵀ, or x · W, with a weight that stays in its stack of layers: read once, where it lies, by some tens of rows.
 
 More rows are multiplied as well, in the same order; beyond `MAX_ROWS` XLA's own product is as fast, its copy included.
 Sums are float32 whatever the weight is, and a row's result is the same in every batch.

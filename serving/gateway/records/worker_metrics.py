@@ -114,7 +114,7 @@ class WorkerCollector(Collector):
     def _kernels(self) -> Metric:
         kernels = GaugeMetricFamily(
             "moonshard_worker_kernels",
-            "Always 1; the label is what a worker's steps run: kernels for CPUs by their instruction set, pallas, or xla.",
+            "Always 1; what a worker's steps run: kernels for CPUs by their instruction set, pallas, or xla.",
             labels=("worker", "kernels"),
         )
         for link in self._pool.links:
