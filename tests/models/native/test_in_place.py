@@ -79,7 +79,8 @@ def _logits(model: Model, loaded, *, in_place: bool, dtype: str) -> tuple[np.nda
         backend = grouped_experts if in_place else moe.blocks
         hidden, _, seen = model.forward(loaded, pages, batch, backend=backend, in_place=in_place, observe=True)
         logits = model.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), in_place=in_place)
-        assert seen is not None and seen.router_margin is not None
+        assert seen is not None
+        assert seen.router_margin is not None
         return logits, jax.lax.cummin(seen.router_margin.min(axis=0).reshape(positions.shape), axis=1).ravel()
 
     is_real = positions.ravel() >= 0
