@@ -18,6 +18,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("models/native/csrc")
+# MOONSHARD_KERNEL_FLAGS: more of them, behind these, for compiler and linker: tests ask for sanitizers.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi")
 # Of the files in forms/, by their names; the others run on every processor.
 INSTRUCTIONS = {"sse4": "-march=x86-64-v2", "avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4"}
@@ -48,20 +49,21 @@ def find_headers() -> Path:
 
 def build_library(into: Path, scratch: Path) -> None:
     compiler, headers = find_compiler(), find_headers()
+    more = os.environ.get("MOONSHARD_KERNEL_FLAGS", "").split()
     into.parent.mkdir(parents=True, exist_ok=True)
     scratch.mkdir(parents=True, exist_ok=True)
 
     def compile_one(source: Path) -> Path:
         made = scratch / f"{source.stem}.o"
         machine = [INSTRUCTIONS[source.stem]] if source.parent.name == "forms" else []
-        _run([compiler, *FLAGS, *machine, "-isystem", str(headers), "-c", str(source), "-o", str(made)])
+        _run([compiler, *FLAGS, *machine, *more, "-isystem", str(headers), "-c", str(source), "-o", str(made)])
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         objects = list(threads.map(compile_one, sorted(SOURCES.rglob("*.cc"))))
     partial = into.with_suffix(".partial")  # a running process may have the old one mapped
     exports = f"-Wl,--version-script={SOURCES / 'exports.map'}"
-    _run([compiler, "-shared", "-Wl,-z,defs", exports, *map(str, objects), "-o", str(partial)])
+    _run([compiler, "-shared", "-Wl,-z,defs", *more, exports, *map(str, objects), "-o", str(partial)])
     partial.replace(into)
 
 

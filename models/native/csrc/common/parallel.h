@@ -7,8 +7,6 @@
 #include <memory>
 #include <thread>
 
-#include "xla/ffi/api/ffi.h"
-
 namespace moonshard {
 
 inline constexpr long min_shared_bytes = 96 << 10;  // for less no other thread is woken up; not tuned
@@ -19,9 +17,9 @@ inline constexpr long min_shared_bytes = 96 << 10;  // for less no other thread 
 // The caller may itself be a thread of the pool, and the pool may be busy or have no other thread, so nobody waits for
 // a thread to begin: items are claimed from one counter by whoever is there, the caller too, and what is waited for is
 // only items that somebody has claimed and therefore runs. Helpers that come late find nothing and touch nothing but
-// the counters, which they own a share of.
-template <class Body>
-void share(xla::ffi::ThreadPool& pool, bool is_worth_it, std::initializer_list<long> counts, const Body& body) {
+// the counters, which they own a share of. `Pool` is `xla::ffi::ThreadPool`, or the like of it.
+template <class Pool, class Body>
+void share(Pool& pool, bool is_worth_it, std::initializer_list<long> counts, const Body& body) {
   struct Progress {
     std::atomic<long> claimed{0}, done{0};
   };
