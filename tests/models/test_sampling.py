@@ -316,3 +316,12 @@ def test_a_temperature_next_to_nothing_takes_the_likeliest_token(cuts):
     logits = logits_of(len(temperatures))
     sampled, _ = DRAW(logits, rows(len(temperatures), temperature=temperatures, **cuts), empty(), np.arange(4))
     np.testing.assert_array_equal(sampled.tokens, logits.argmax(axis=1))
+
+
+def test_of_equal_logits_the_first_is_drawn_and_a_row_without_numbers_draws_a_token_of_the_vocabulary():
+    logits = np.random.default_rng(0).integers(0, 3, (4, VOCAB)).astype(np.float32)
+    logits[2], logits[3] = -np.inf, np.nan
+    sampled, _ = DRAW(logits, rows(4), empty(), np.arange(4))
+    tokens = np.asarray(sampled.tokens)
+    np.testing.assert_array_equal(tokens[:3], logits[:3].argmax(axis=1))
+    assert 0 <= tokens[3] < VOCAB
