@@ -5,7 +5,8 @@ number of blocks is the null page: what is written there is dropped, and a read 
 masked. Layer-major pages would suit the scan over layers better, and cost a transfer one range per block and layer.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,21 @@ Pages = Float[Array, "blocks layers block_size features"]
 
 
 def allocate_pages(
-    num_blocks: int, num_layers: int, block_size: int, num_features: int, *, dtype: str, sharding: jax.sharding.Sharding
+    num_blocks: int,
+    num_layers: int,
+    block_size: int,
+    num_features: int,
+    *,
+    dtype: str,
+    sharding: jax.sharding.NamedSharding,
+    zeros: Callable[..., Any] = jnp.zeros,
 ) -> Pages:
-    """Zeroed pages, made on the device."""
-    shape = (num_blocks, num_layers, block_size, num_features)
-    return jax.jit(lambda: jnp.zeros(shape, jnp.dtype(dtype)), out_shardings=sharding)()
+    """Zeroed pages, made on their devices. `zeros` gives a device's own part, from its shape and dtype."""
+    part = sharding.shard_shape((num_blocks, num_layers, block_size, num_features))
+    made = jax.shard_map(
+        lambda: zeros(part, jnp.dtype(dtype)), mesh=sharding.mesh, in_specs=(), out_specs=sharding.spec, check_vma=False
+    )
+    return jax.jit(made, out_shardings=sharding)()
 
 
 class TokenCut(NamedTuple):

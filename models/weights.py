@@ -1,11 +1,13 @@
 """From declared parameters to arrays on a mesh: read from a checkpoint, or drawn at random.
 
 Works on any pytree of `Param`, of any model. Each device asks for its own slice, and only the bytes of that slice are
-read from the memory-mapped files.
+read from the memory-mapped files. They are held once: a device that lives in the machine's memory keeps the array that
+they were read into, and of the files nothing stays mapped that was read.
 """
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -20,6 +22,7 @@ from moonshard.sharding.mesh import sharding_of
 from moonshard.sharding.rules import PREFILL, Rules
 
 Holding = Literal["native", "float32", "bf16"]  # how matrices lie in memory: see `load`
+ALIGNMENT_BYTES = 64  # of arrays on CPU (xla/cpu_function_runtime.h: MinAlign)
 
 
 @runtime_checkable
@@ -28,17 +31,34 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str) -> np.ndarray: ...
 
+    def release(self, name: str) -> None:
+        """Called once a device's part of a tensor was read: its memory is needed no longer."""
+        ...
+
 
 def is_param(leaf: Any) -> bool:
     return isinstance(leaf, Param)
 
 
-def abstract(params: Any, dtype: str, mesh: Mesh, rules: Rules = PREFILL) -> Any:
-    """The tree as shapes, dtypes and shardings: enough to lower a program without weights."""
+def abstract(
+    params: Any,
+    dtype: str,
+    mesh: Mesh,
+    rules: Rules = PREFILL,
+    *,
+    source: TensorSource | None = None,
+    holding: Holding | None = None,
+) -> Any:
+    """The tree as shapes, dtypes and shardings: enough to lower a program without weights.
+
+    As `load` would give it from `source`; without one all is in `dtype`.
+    """
 
     def leaf(param: Param) -> jax.ShapeDtypeStruct:
         sharding = sharding_of(mesh, param.axes, param.shape, rules)
-        return jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype or dtype), sharding=sharding)
+        computed = jnp.dtype(dtype)
+        held = jnp.dtype(param.dtype or dtype) if source is None else _held_dtype(param, source, computed, holding)
+        return jax.ShapeDtypeStruct(param.shape, held, sharding=sharding)
 
     return jax.tree.map(leaf, params, is_leaf=is_param)
 
@@ -108,10 +128,11 @@ def _load_leaf(
         leading, trailing = index[: param.stacked], index[param.stacked :]
         ranges = [range(*part.indices(size)) for part, size in zip(leading, param.shape, strict=False)]
         shape = [len(range(*part.indices(size))) for part, size in zip(index, param.shape, strict=True)]
-        out = np.empty(shape, target)
+        out = _aligned(shape, target)
         for place in itertools.product(*(range(len(r)) for r in ranges)):
             where = tuple(r[i] for r, i in zip(ranges, place, strict=True))
             out[place] = _view(param, source, where)[trailing]
+            source.release(param.source(*where))
         on_read(time.perf_counter() - begun_s)
         return out
 
@@ -122,6 +143,14 @@ def _views(param: Param, source: TensorSource) -> Iterator[np.ndarray]:
     """Every tensor of a parameter, of which no value is read."""
     for index in itertools.product(*(range(n) for n in param.shape[: param.stacked])):
         yield _view(param, source, index)
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An unfilled array that begins where XLA's do: on CPU it becomes one as it is, where any other is copied."""
+    size = math.prod(shape) * dtype.itemsize
+    room = np.empty(size + ALIGNMENT_BYTES, np.uint8)
+    begin = -room.__array_interface__["data"][0] % ALIGNMENT_BYTES
+    return room[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _view(param: Param, source: TensorSource, index: Sequence[int]) -> np.ndarray:

@@ -19,12 +19,13 @@ from moonshard.serving.deploy.startup import programs_folder
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.capacity.sizes import buckets, split_stages
 from moonshard.serving.engine.compiled.preparation import Preparation
+from moonshard.serving.engine.compiled.prepared import Wanted
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
-from moonshard.serving.engine.programs import Programs, Wanted
-from moonshard.serving.engine.stage import Stage, StageModel
+from moonshard.serving.engine.programs import Programs
+from moonshard.serving.engine.stage import StageModel
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shard import ALONE, Shard
@@ -50,7 +51,8 @@ def _programs(name: str, worker: int, shard: Shard) -> Programs:
 
 def prepared(programs: Programs) -> Programs:
     """Programs that are all compiled, as in a worker that is ready."""
-    Preparation(programs, program_store(), Timings()).prepare((*programs.needed, *programs.others))
+    own = programs.prepared
+    Preparation(own, program_store(), Timings()).prepare((*own.needed, *own.others))
     return programs
 
 
@@ -59,14 +61,14 @@ def at_first_launch(programs: Programs) -> Programs:
 
     What any process of a run of tests has compiled is there for the others.
     """
-    preparation = Preparation(programs, program_store(), Timings())
+    preparation = Preparation(programs.prepared, program_store(), Timings())
 
     def prepare(wanted: Wanted, *arguments: object) -> object:
         preparation.prepare([wanted])
         return programs.stages[wanted.stage].programs[wanted.key](*arguments)
 
-    for wanted in (*programs.needed, *programs.others):
-        programs.stages[wanted.stage].take(wanted.key, functools.partial(prepare, wanted))
+    for wanted in (*programs.prepared.needed, *programs.prepared.others):
+        programs.prepared.take(wanted, functools.partial(prepare, wanted))
     return programs
 
 
@@ -91,13 +93,12 @@ def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", shard: Sh
         decode_buckets=(NUM_SLOTS,) if is_small else buckets(NUM_SLOTS),
         transfer_buckets=TRANSFER_BUCKETS,
     )
-    stages = []
+    parts = []
     for index, layers in enumerate(split_stages(model, shard)):
         mesh = build_mesh(shard.mesh, index)
         loaded = weights.load(model.declare(layers), Checkpoint.open(FIXTURES / name), dtype, mesh, shard.rules)
-        part = StageModel(model=model, layers=layers, weights=loaded, mesh=mesh, shard=shard, backend=moe.blocks)
-        stages.append(Stage(part, shapes, blocks_per_partition=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype))
-    return Programs(shapes, stages)
+        parts.append(StageModel(model=model, layers=layers, weights=loaded, mesh=mesh, shard=shard, backend=moe.blocks))
+    return Programs.of(parts, shapes, blocks_per_partition=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype)
 
 
 @dataclass

@@ -20,6 +20,8 @@ from typing import Any, TypeGuard
 import ml_dtypes
 import numpy as np
 
+from moonshard.models.folder.mapped_file import MappedFile
+
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,7 +55,7 @@ class TensorEntry:
 class Checkpoint:
     """An opened folder. Nothing but headers has been read; pages of a tensor come in as it is touched."""
 
-    def __init__(self, *, folder: Path, config_text: str, entries: dict[str, TensorEntry], maps: dict[str, np.ndarray]):
+    def __init__(self, *, folder: Path, config_text: str, entries: dict[str, TensorEntry], maps: dict[str, MappedFile]):
         self.folder = folder
         self._config_text = config_text
         self._entries = entries
@@ -108,6 +110,11 @@ class Checkpoint:
             raise CheckpointError(f"{where} has dtype {entry.dtype}; {', '.join(READABLE)} can be read")
         return self._bytes(entry).view(READABLE[entry.dtype]).reshape(entry.shape)
 
+    def release(self, name: str) -> None:
+        """Takes what was read of a tensor out of this process's memory; views of it stay good."""
+        entry = self._entry(name)
+        self._maps[entry.file].release(entry.start, entry.end)
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 (hex) of what is served: workers with the same fingerprint hold the same model.
@@ -133,7 +140,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: no tensor {name!r}") from None
 
     def _bytes(self, entry: TensorEntry) -> np.ndarray:
-        return self._maps[entry.file][entry.start : entry.end]
+        return self._maps[entry.file].bytes[entry.start : entry.end]
 
 
 def write_checkpoint(
@@ -166,8 +173,8 @@ def write_checkpoint(
 # ---- reading
 
 
-def _open_weights(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, np.ndarray]]:
-    """All tensors by name, and each file's bytes by file name."""
+def _open_weights(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, MappedFile]]:
+    """All tensors by name, and each file by its name."""
     weight_map: dict[str, str] = {}
     if (folder / WEIGHTS).exists():  # transformers too prefers the single file where both exist
         files = [WEIGHTS]
@@ -177,10 +184,10 @@ def _open_weights(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, np.nd
     else:
         raise CheckpointError(f"{folder}: no weights: neither {WEIGHTS} nor {INDEX}")
     entries: dict[str, TensorEntry] = {}
-    maps: dict[str, np.ndarray] = {}
+    maps: dict[str, MappedFile] = {}
     for file in files:
         maps[file] = _map_file(folder / file)
-        for name, entry in _read_header(folder / file, maps[file]).items():
+        for name, entry in _read_header(folder / file, maps[file].bytes).items():
             if name in entries:
                 raise CheckpointError(f"{folder / file}: tensor {name!r} is already in {entries[name].file}")
             entries[name] = entry
@@ -203,12 +210,11 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _map_file(path: Path) -> np.ndarray:
-    """The file's bytes, mapped read-only, as a plain array."""
+def _map_file(path: Path) -> MappedFile:
     try:
         if path.stat().st_size < LENGTH_BYTES:
             raise CheckpointError(f"{path}: truncated: {path.stat().st_size} bytes, a safetensors file starts with 8")
-        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        return MappedFile(path)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
 

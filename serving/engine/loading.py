@@ -1,15 +1,17 @@
 """From a configuration to a device side that is ready to serve: read, place, size the pool, prepare the programs.
 
 Everything slow about starting a worker, and everything that can be wrong with its model folder, happens here and before
-the worker answers; but programs that only make small steps faster may be left for later. Runs on a thread of its own;
-`progress` tells how far it is.
+the worker answers; but programs that only make small steps faster may be left for later. Programs are made from shapes
+alone, while another thread reads the weights. Runs on a thread of its own; `progress` tells how far it is.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -24,13 +26,22 @@ from moonshard.models.native.experts import grouped_experts
 from moonshard.models.registry import open_model
 from moonshard.serving.config.keys import Config, WorkerRole, experts_of
 from moonshard.serving.control.batching.scheduler import SchedulerConfig
+from moonshard.serving.deploy.startup import PREPARING
 from moonshard.serving.deploy.timings import Timings
-from moonshard.serving.engine.capacity.sizes import PoolShape, choose_sizes, resolve_dtype, shard_of, split_stages
+from moonshard.serving.engine.capacity.sizes import (
+    PoolShape,
+    WeightBytes,
+    choose_sizes,
+    resolve_dtype,
+    shard_of,
+    split_stages,
+)
 from moonshard.serving.engine.capacity.slab_layout import slab_layout
 from moonshard.serving.engine.compiled.preparation import Preparation
+from moonshard.serving.engine.compiled.prepared import PreparedPrograms
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.programs import Programs
-from moonshard.serving.engine.stage import Stage, StageModel
+from moonshard.serving.engine.stage import Blueprint, Stage, StageModel
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.layout import Layout
@@ -140,23 +151,25 @@ def _load_model(
         progress("loading weights")
         weights.check_shapes(model.declare(), checkpoint)
         placement = _place_experts(config, role, checkpoint, model, shard)
-        choose_sizes(config, model, dtype, role)  # for its errors: with the weights there will only be less room
-    holding = config.model.weights if reads_in_place(platform) else None
-    parts = _load_stages(checkpoint, model, shard, placement, dtype, holding, platform, progress, timings)
-    load_s = timings.now_s - begun_s
-    with timings.phase("pages"):
-        shapes, pool = choose_sizes(config, model, dtype, role)
+        holding = config.model.weights if reads_in_place(platform) else None
+        parts = abstract_stages(model, shard, dtype, placement, checkpoint, holding)
+        shapes, pool = choose_sizes(config, model, dtype, role, WeightBytes.of(part.weights for part in parts))
         sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
-        programs = Programs(shapes, [Stage(part, shapes, **sizes, dtype=dtype) for part in parts])
+        prepared = PreparedPrograms(shapes, [Blueprint(part, shapes, **sizes, dtype=dtype) for part in parts])
     if config.kv.prefix_cache and not shapes.groups.is_plain:
         logger.warning("kv.prefix_cache: off, since the model has several KV groups or a window")
-    begun_s = timings.now_s
-    preparation = Preparation(programs, store, timings)
+    preparation = Preparation(prepared, store, timings)
     if prepares != "all":
-        programs.only_needed()
-    wanted = {"all": (*programs.needed, *programs.others), "needed": programs.needed, "none": ()}[prepares]
-    with timings.phase("programs", str(len(wanted))):
-        preparation.prepare(wanted, lambda done, total: progress(f"preparing programs {done}/{total}"))
+        prepared.only_needed()
+    wanted = {"all": (*prepared.needed, *prepared.others), "needed": prepared.needed, "none": ()}[prepares]
+    with _Reading(progress) as reading:
+        stages = reading.begin(lambda told: _load_stages(checkpoint, prepared, dtype, holding, told, timings))
+        prepared_s = timings.now_s
+        with timings.phase("programs", str(len(wanted))):
+            preparation.prepare(wanted, reading.count_programs, prepared.firsts if prepares == "needed" else ())
+        compile_s = timings.now_s - prepared_s
+        programs = Programs(prepared, stages.result())
+        reading.tell_programs()
     return LoadedModel(
         programs=programs,
         pool=pool,
@@ -173,9 +186,43 @@ def _load_model(
             [stage.blueprint.num_page_layers for stage in programs.stages],
         ),
         preparation=preparation,
-        load_s=load_s,
-        compile_s=timings.now_s - begun_s,
+        load_s=timings.now_s - begun_s - compile_s,
+        compile_s=compile_s,
     )
+
+
+def abstract_stages(
+    model: Model,
+    shard: Shard,
+    dtype: str,
+    placement: ExpertPlacement | None = None,
+    source: Checkpoint | None = None,
+    holding: weights.Holding | None = None,
+) -> list[StageModel]:
+    """The stages of a worker, with shapes for weights, held as those of `source` would be.
+
+    MeshError: it cannot be cut so, or there are too few devices.
+    """
+    found = []
+    for index, layers in enumerate(split_stages(model, shard)):
+        mesh = build_mesh(shard.mesh, index)
+        platform = mesh.devices.flat[0].platform
+        own = None if placement is None else placement.of_layers(model.config.moe_layers(layers))
+        found.append(
+            StageModel(
+                model=model,
+                layers=layers,
+                weights=weights.abstract(
+                    model.declare(layers, own), dtype, mesh, shard.rules, source=source, holding=holding
+                ),
+                mesh=mesh,
+                shard=shard,
+                backend=backend_for(platform),
+                placement=own,
+                in_place=reads_in_place(platform),
+            )
+        )
+    return found
 
 
 def _place_experts(
@@ -199,47 +246,78 @@ def _place_experts(
 
 def _load_stages(
     checkpoint: Checkpoint,
-    model: Model,
-    shard: Shard,
-    placement: ExpertPlacement | None,
+    prepared: PreparedPrograms,
     dtype: str,
     holding: weights.Holding | None,
-    platform: str,
     progress: Progress,
     timings: Timings,
-) -> list[StageModel]:
-    """Every stage with its weights on its own mesh. Returns once these are there."""
-    stages, found = split_stages(model, shard), []
+) -> list[Stage]:
+    """Every stage with its weights and its pages on its own mesh. Returns once these are there."""
+    blueprints, found = prepared.blueprints, list[Any]()
     begun_s, read_s = timings.now_s, list[float]()
-    for index, layers in enumerate(stages):
-        which = f" of stage {index + 1} of {len(stages)}" if len(stages) > 1 else ""
-        mesh = build_mesh(shard.mesh, index)
-        own = None if placement is None else placement.of_layers(model.config.moe_layers(layers))
-        loaded = weights.load(
-            model.declare(layers, own),
-            checkpoint,
-            dtype,
-            mesh,
-            shard.rules,
-            holding=holding,
-            progress=lambda done, total, which=which: progress(f"loading weights{which} {done}/{total}"),
-            on_read=read_s.append,
-        )
+    for index, part in enumerate(blueprint.part for blueprint in blueprints):
+        which = f" of stage {index + 1} of {len(blueprints)}" if len(blueprints) > 1 else ""
         found.append(
-            StageModel(
-                model=model,
-                layers=layers,
-                weights=loaded,
-                mesh=mesh,
-                shard=shard,
-                backend=backend_for(platform),
-                placement=own,
-                in_place=reads_in_place(platform),
+            weights.load(
+                part.declared(),
+                checkpoint,
+                dtype,
+                part.mesh,
+                part.shard.rules,
+                holding=holding,
+                progress=lambda done, total, which=which: progress(f"loading weights{which} {done}/{total}"),
+                on_read=read_s.append,
             )
         )
-    jax.block_until_ready([part.weights for part in found])
+    jax.block_until_ready(found)
     timings.divide(begun_s, reading=sum(read_s), placing=timings.now_s - begun_s - sum(read_s))
-    return found
+    with timings.phase("pages"):
+        built = enumerate(zip(blueprints, found, strict=True))
+        return [Stage(blueprint, loaded, prepared.of(index)) for index, (blueprint, loaded) in built]
+
+
+class _Reading:
+    """A thread that reads the weights while programs are made, within the block; and which of both is told of.
+
+    The weights, while they are read; then the programs. Whatever ends the one ends the other.
+    """
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        self._pool = ThreadPoolExecutor(1, PREPARING)
+        self._stages: Future[list[Stage]] | None = None
+        self._is_over = threading.Event()
+        self._read = self._made = ""  # what was last to be told of each
+
+    def __enter__(self) -> "_Reading":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._is_over.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, read: Callable[[Progress], list[Stage]]) -> "Future[list[Stage]]":
+        self._stages = self._pool.submit(read, self._tell_read)
+        return self._stages
+
+    def _tell_read(self, message: str) -> None:
+        if self._is_over.is_set():
+            raise CancelledError
+        self._read = message
+        self._progress(message)
+
+    def count_programs(self, done: int, total: int) -> None:
+        """Tells how many programs there are, once the weights are there. Raises what ended the reading."""
+        self._made = f"preparing programs {done}/{total}"
+        if self._stages is not None and self._stages.done():
+            self._stages.result()
+            self.tell_programs()
+        elif self._read:
+            self._progress(self._read)
+
+    def tell_programs(self) -> None:
+        if self._made:
+            self._progress(self._made)
 
 
 def backend_for(platform: str) -> moe.Backend:

@@ -9,20 +9,16 @@ No scheduler object comes here.
 """
 
 import itertools
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
 from moonshard.serving.control.request import Logprobs
-from moonshard.serving.engine.stage import Blueprint, Stage
-from moonshard.serving.engine.steps import ProgramKey, Step, StepKind, StepShapes, smallest
-
-MIN_ASKED = 3  # a size that comes once is no reason to compile for it
+from moonshard.serving.engine.compiled.prepared import PreparedPrograms
+from moonshard.serving.engine.stage import Blueprint, Stage, StageModel
+from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,94 +62,27 @@ class _Due:
     draws: jax.Array
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """A program of a stage, still to be prepared."""
-
-    stage: int
-    key: ProgramKey
-    blueprint: Blueprint
-    is_needed: bool  # before anything can be served
-
-
 class Programs:
     """The stages of a worker, on which a device thread runs steps. All of them have the same shapes of steps."""
 
-    def __init__(self, shapes: StepShapes, stages: Sequence[Stage]):
-        self.shapes = shapes
+    def __init__(self, prepared: PreparedPrograms, stages: Sequence[Stage]):
+        self.prepared = prepared
+        self.shapes = prepared.shapes
         self.stages = tuple(stages)
         ends = list(itertools.accumulate(stage.blueprint.num_page_layers for stage in stages))
         self._layers = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        self._layouts = {key: shapes.layout(*key) for key in ((StepKind.LOAD, 0), (StepKind.DRAW, 0))}
+        self._layouts = {key: self.shapes.layout(*key) for key in ((StepKind.LOAD, 0), (StepKind.DRAW, 0))}
         self._due: list[_Due] = []  # at most one for each slot, oldest first
-        self._ready = shapes.buckets
-        self._taken: set[tuple[int, ProgramKey]] = set()
-        self._taking = threading.Lock()
-        self._num_asked: Counter[ProgramKey] = Counter()
-        self._on_missing: Callable[[ProgramKey], None] = lambda key: None
 
-    # ---- which programs are there
-
-    @property
-    def needed(self) -> tuple[Wanted, ...]:
-        """The programs without which nothing is served: the largest of each kind, in the order of
-        `StepShapes.programs`.
-        """
-        return tuple(wanted for wanted in self._wanted() if wanted.is_needed)
-
-    @property
-    def others(self) -> tuple[Wanted, ...]:
-        """The programs that only serve smaller steps faster; the smallest first, of each kind in turn."""
-        others = [wanted for wanted in self._wanted() if not wanted.is_needed]
-        return tuple(sorted(others, key=lambda wanted: self.shapes.buckets[wanted.key[0]].index(wanted.key[1])))
-
-    def _wanted(self) -> Iterator[Wanted]:
-        for index, stage in enumerate(self.stages):
-            for key in stage.blueprint.keys:
-                kind, bucket = key
-                is_needed = bucket == max(self.shapes.buckets.get(kind, (0,)))
-                yield Wanted(stage=index, key=key, blueprint=stage.blueprint, is_needed=is_needed)
-
-    def only_needed(self) -> None:
-        """From now on a step takes the largest bucket of its kind, until smaller programs have been taken."""
-        self._ready = {kind: sizes[-1:] for kind, sizes in self.shapes.buckets.items()}
-
-    def tell_missing(self, on_missing: Callable[[ProgramKey], None]) -> None:
-        """From now on `on_missing` is told, on the thread that makes steps, of missing programs that steps could
-        use.
-        """
-        self._on_missing = on_missing
-
-    def has(self, wanted: Wanted) -> bool:
-        """Whether the program was taken."""
-        return (wanted.stage, wanted.key) in self._taken
-
-    def take(self, wanted: Wanted, program: Callable[..., Any]) -> None:
-        """Takes a prepared program, from any thread. Steps of its bucket are made once every stage has its own."""
-        self.stages[wanted.stage].take(wanted.key, program)
-        kind, bucket = wanted.key
-        with self._taking:
-            self._taken.add((wanted.stage, wanted.key))
-            if kind in self._ready and all((index, wanted.key) in self._taken for index in range(len(self.stages))):
-                self._ready |= {kind: tuple(sorted({*self._ready[kind], bucket}))}
-
-    def bucket_for(self, kind: StepKind, size: int) -> int:
-        """The smallest bucket that is there and holds `size`.
-
-        A smaller one that is missing is told once (`tell_missing`), after it would have served `MIN_ASKED` steps.
-        """
-        bucket = smallest(self._ready[kind], size)
-        best = smallest(self.shapes.buckets[kind], size)
-        if best < bucket:
-            self._num_asked[kind, best] += 1
-            if self._num_asked[kind, best] == MIN_ASKED:
-                self._on_missing((kind, best))
-        return bucket
-
-    def compile(self) -> None:
-        """Every program, one after another, with nothing kept: for benches and tests."""
-        for wanted in (*self.needed, *self.others):
-            self.take(wanted, wanted.blueprint.lower(wanted.key).compile())
+    @classmethod
+    def of(
+        cls, parts: Sequence[StageModel], shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str
+    ) -> "Programs":
+        """Stages whose weights are there, with pages of their own; none of their programs is prepared."""
+        sizes = {"blocks_per_partition": blocks_per_partition, "block_size": block_size}
+        prepared = PreparedPrograms(shapes, [Blueprint(part, shapes, **sizes, dtype=dtype) for part in parts])
+        built = zip(prepared.blueprints, parts, strict=True)
+        return cls(prepared, [Stage(b, part.weights, prepared.of(i)) for i, (b, part) in enumerate(built)])
 
     def launch(self, step: Step) -> Launched:
         """Enqueues a step and returns without waiting for it. ValueError for one with a mask: no draw takes it yet."""

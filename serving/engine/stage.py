@@ -10,7 +10,7 @@ before any array is made, so that a step can be lowered from shapes alone. What 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, gather_blocks
 from moonshard.models import sampling
 from moonshard.models.experts import moe
 from moonshard.models.model import Batch, Model
+from moonshard.models.native.zeros import zeros
 from moonshard.models.sampling import SlotState
 from moonshard.models.spec import matmul_precision, page_layers
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
@@ -47,7 +48,7 @@ class DeviceState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageModel:
-    """What a stage computes, and where. `weights` lie on the mesh as the rules of `shard` say."""
+    """What a stage computes, and where. `weights` lie on the mesh as the rules of `shard` say; they may be abstract."""
 
     model: Model
     layers: range
@@ -57,6 +58,10 @@ class StageModel:
     backend: moe.Backend
     placement: ExpertPlacement | None = None  # that the weights were declared with
     in_place: bool = False  # kernels read weights in their stacks: only on a CPU, where `models.native` has them
+
+    def declared(self) -> Any:
+        """The parameters that `weights` are of, in the same tree."""
+        return self.model.declare(self.layers, self.placement)
 
     @property
     def is_first(self) -> bool:
@@ -87,7 +92,7 @@ class Blueprint:
         self._dtype = dtype
 
     def empty_state(self) -> DeviceState:
-        """Allocates pages and slots."""
+        """Allocates pages and slots. Pages that kernels made take memory as they are written."""
         part, num_slots = self.part, self.shapes.num_partitions * self.shapes.slots_per_partition
         vocab_size = part.model.config.vocab_size
         pages = allocate_pages(
@@ -97,6 +102,7 @@ class Blueprint:
             self._groups[0].num_features,
             dtype=self._dtype,
             sharding=NamedSharding(part.mesh, self.shards.pages),
+            zeros=zeros if part.in_place else jnp.zeros,
         )
         last_token = logits = slots = None
         if part.is_first:
@@ -272,26 +278,18 @@ def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDty
 
 
 class Stage:
-    """A blueprint with its state and its programs. Methods enqueue work and return without waiting for it.
+    """A blueprint with its weights, its state and its programs. Methods enqueue work and return without waiting for it.
 
-    A program that was not prepared is compiled by its first launch.
+    `programs` may change meanwhile. One that was not prepared is compiled by its first launch.
     """
 
-    def __init__(self, part: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str):
-        self.blueprint = Blueprint(
-            part, shapes, blocks_per_partition=blocks_per_partition, block_size=block_size, dtype=dtype
-        )
-        self.part = part
-        self.shards = self.blueprint.shards
-        self._by_partition = self.blueprint.by_partition
-        self.state = self.blueprint.empty_state()
-        self.programs: dict[ProgramKey, Callable[..., Any]] = {
-            key: self.blueprint.program(key) for key in self.blueprint.keys
-        }
-
-    def take(self, key: ProgramKey, program: Callable[..., Any]) -> None:
-        """A compiled program takes the place of the one that its first launch would compile."""
-        self.programs[key] = program
+    def __init__(self, blueprint: Blueprint, weights: Any, programs: Mapping[ProgramKey, Callable[..., Any]]):
+        self.blueprint = blueprint
+        self.shards = blueprint.shards
+        self.weights = weights
+        self.programs = programs
+        self.state = blueprint.empty_state()
+        self._by_partition = blueprint.by_partition
 
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
         """A prefill or a decode. Returns the activations, or on the last stage a number that is ready once it has run.
@@ -300,7 +298,7 @@ class Stage:
         """
         given = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
         state, program = self.state, self.programs[kind, bucket]
-        pages, logits, result = program(self.part.weights, state.pages, state.logits, state.last_token, packed, *given)
+        pages, logits, result = program(self.weights, state.pages, state.logits, state.last_token, packed, *given)
         self.state = state._replace(pages=pages, logits=logits)
         return result
 

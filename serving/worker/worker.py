@@ -68,7 +68,7 @@ class Worker:
         self.engine = Engine(
             scheduler=self._scheduler,
             executor=model.programs,
-            encoder=StepEncoder(model.shapes, model.programs.bucket_for),
+            encoder=StepEncoder(model.shapes, model.programs.prepared.bucket_for),
             events=self,
             num_stages=model.num_stages,
         )

@@ -25,7 +25,7 @@ from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.programs import Drawn, Programs
-from moonshard.serving.engine.stage import Stage, StageModel
+from moonshard.serving.engine.stage import StageModel
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
@@ -214,8 +214,7 @@ def test_the_programs_serve_in_bfloat16():
     mesh = build_mesh(MeshShape())
     layers = range(config.num_hidden_layers)
     part = StageModel(model=Kimi(config), layers=layers, weights=rounded, mesh=mesh, shard=ALONE, backend=moe.blocks)
-    stage = Stage(part, shapes, blocks_per_partition=2, block_size=32, dtype="bfloat16")
-    programs = Programs(shapes, [stage])
+    programs = Programs.of([part], shapes, blocks_per_partition=2, block_size=32, dtype="bfloat16")
     encoder = StepEncoder(shapes)
     prompt = np.random.default_rng(0).integers(0, 2048, 20)
     request = Request(id=bytes(16), prompt=tuple(prompt.tolist()), max_tokens=8, sampling=Sampling(temperature=0.0))
@@ -226,7 +225,7 @@ def test_the_programs_serve_in_bfloat16():
     second = programs.fetch(programs.launch(encoder.encode(decode)))
     assert isinstance(first, Drawn)
     assert isinstance(second, Drawn)
-    assert stage.state.pages.dtype == jnp.bfloat16
+    assert programs.stages[0].state.pages.dtype == jnp.bfloat16
     drawn = [int(first.tokens[0, 0]), int(second.tokens[0, 0])]
     exact = dense_only_logits("float32", np.asarray([*prompt, drawn[0], *[0] * 27]))[19:21]
     for token, logits in zip(drawn, exact, strict=True):

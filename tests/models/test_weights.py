@@ -1,6 +1,9 @@
 """Weights read onto a mesh compute what Hugging Face computed; tensors that do not fit are refused by name."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ import pytest
 
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import weights
-from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
+from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 from moonshard.models.kimi.forward import forward, unembed
 from moonshard.models.kimi.weights import declare
 from moonshard.models.model import Batch
@@ -38,6 +41,9 @@ class Changed:
         if name == self._name and self._tensor is not None:
             return self._tensor
         return self._checkpoint.tensor(name)
+
+    def release(self, name: str) -> None:
+        self._checkpoint.release(name)
 
 
 MESHES = [MeshShape(data=2), MeshShape(tensor=2), MeshShape(expert=2, tensor=2)]
@@ -167,3 +173,30 @@ def test_reading_is_told_apart_from_placing():
     loaded = weights.load(PARAMS, Checkpoint.open(FOLDER), "float32", mesh, on_read=parts.append)
     assert len(parts) >= len(jax.tree.leaves(loaded))
     assert min(parts) > 0
+
+
+PEAK = """
+import sys, jax
+from moonshard.models import weights
+from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.spec import Param
+from moonshard.sharding.mesh import build_mesh
+from moonshard.sharding.shape import MeshShape
+def told(name):
+    return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith(name))
+params = {"all": Param(shape=(64, 1024, 1024), axes=("layers", None, None), source="{}".format, stacked=1)}
+mesh = build_mesh(MeshShape())
+before = told("VmRSS")
+loaded = jax.block_until_ready(weights.load(params, Checkpoint.open(sys.argv[1]), "bfloat16", mesh))
+print(told("VmHWM") - before, told("VmRSS") - before)
+"""
+
+
+def test_weights_are_in_memory_once_also_while_they_are_read(tmp_path: Path):
+    """Neither the file's pages nor a second copy on the way to the device count beside them."""
+    num_mib = 128
+    tensor = np.ones((1024, 1024), jnp.bfloat16)
+    write_checkpoint(tmp_path, {}, {str(index): tensor for index in range(num_mib // 2)})
+    done = subprocess.run([sys.executable, "-c", PEAK, tmp_path], capture_output=True, text=True, check=True)
+    peak_mib, held_mib = map(int, done.stdout.split())
+    assert num_mib <= held_mib <= peak_mib < 1.25 * num_mib

@@ -75,7 +75,7 @@ async def _serve(folder, requests, chunk_tokens, num_blocks, block_size, on_step
     engine = Engine(
         scheduler=scheduler,
         executor=model.programs,
-        encoder=StepEncoder(model.shapes, model.programs.bucket_for),
+        encoder=StepEncoder(model.shapes, model.programs.prepared.bucket_for),
         events=Listeners(on_step=take, on_prefill=on_prefill),
         num_stages=model.num_stages,
     )

@@ -27,7 +27,13 @@ def _write_step(pages: Pages, block_tables: jax.Array, positions: jax.Array, fea
 
 
 def measure_writes(
-    group: KvGroup, *, num_blocks: int, block_size: int, num_slots: int, sharding: jax.sharding.Sharding, repeats: int
+    group: KvGroup,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_slots: int,
+    sharding: jax.sharding.NamedSharding,
+    repeats: int,
 ) -> list[Measurement]:
     """Microseconds per step of `num_slots` tokens in all layers, for the whole pool and for a sixteenth of it."""
     found = []

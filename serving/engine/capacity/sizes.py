@@ -4,8 +4,10 @@ From a configuration, a model and the memory there is; nothing is allocated. Wha
 key that says so, and not by whoever allocates it.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -60,8 +62,31 @@ def resolve_dtype(name: str) -> str:
     return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
 
 
-def choose_sizes(config: Config, model: Model, dtype: str, role: WorkerRole = "both") -> tuple[StepShapes, PoolShape]:
-    """The pool, and the context that it and the model allow.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightBytes:
+    """The bytes that a worker's weights will take, before they are read."""
+
+    everywhere: int = 0  # on all its devices together
+    on_a_device: int = 0  # on the one that has most
+
+    @classmethod
+    def of(cls, stages: Iterable[Any]) -> "WeightBytes":
+        """Of the stages' abstract weights."""
+        everywhere, most = 0, 0
+        for leaves in map(jax.tree.leaves, stages):
+            parts = [(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize, x.sharding) for x in leaves]
+            everywhere += sum(part * sharding.num_devices for part, sharding in parts)
+            most = max(most, sum(part for part, _ in parts))
+        return cls(everywhere=everywhere, on_a_device=most)
+
+
+NO_WEIGHTS = WeightBytes()
+
+
+def choose_sizes(
+    config: Config, model: Model, dtype: str, role: WorkerRole = "both", weights: WeightBytes = NO_WEIGHTS
+) -> tuple[StepShapes, PoolShape]:
+    """The pool, in the memory that `weights` will leave, and the context that it and the model allow.
 
     Raises:
         ModelError: the configured context is longer than the model's or than the pool.
@@ -73,9 +98,9 @@ def choose_sizes(config: Config, model: Model, dtype: str, role: WorkerRole = "b
         raise ModelError("KV groups whose tokens have different features have no blocks in common")
     block = _BlockBytes.of(groups, stages, block_size, shard)
     if config.kv.num_blocks is not None:
-        _check_pool_fits(config.kv.num_blocks, shard, block)
+        _check_pool_fits(config.kv.num_blocks, shard, block, weights)
     _check_slots_fit(config, model, role)
-    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, dtype, shard, block, role)
+    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, dtype, shard, block, role, weights)
     wanted, longest = config.model.max_context_tokens, model.config.max_position_embeddings
     num_columns = block_groups(config, groups).num_columns(num_blocks)
     pool_tokens = longest if num_columns is None else num_columns * block_size
@@ -149,17 +174,25 @@ class _BlockBytes:
         )
 
 
-def _auto_blocks(config: Config, model: Model, dtype: str, shard: Shard, block: _BlockBytes, role: WorkerRole) -> int:
+def _auto_blocks(
+    config: Config,
+    model: Model,
+    dtype: str,
+    shard: Shard,
+    block: _BlockBytes,
+    role: WorkerRole,
+    weights: WeightBytes,
+) -> int:
     """Blocks of each partition, so many that they take half of the free memory: a device's, or the machine's up to
     `MAX_AUTO_POOL_BYTES`.
 
-    In the machine's memory no more than all slots could fill with the longest context: the kernel takes half a second
-    to give a GiB, which a small model's start would wait for.
+    In the machine's memory no more than all slots could fill with the longest context: where no kernel makes the pool,
+    the system takes half a second to give a GiB, which a small model's start would wait for.
     """
     device_bytes = free_device_bytes(shard.mesh.num_devices)
     if device_bytes is not None:
-        return max(1, device_bytes // 2 // block.on_a_device)
-    half_bytes = min(MAX_AUTO_POOL_BYTES, free_memory_bytes() // 2)
+        return max(1, (device_bytes - weights.on_a_device) // 2 // block.on_a_device)
+    half_bytes = min(MAX_AUTO_POOL_BYTES, max(0, free_memory_bytes() - weights.everywhere) // 2)
     context = config.model.max_context_tokens or min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
     shapes = step_shapes(config, context, role, model.kv_groups(dtype))
     fillable = shapes.slots_per_partition * shapes.groups.num_blocks(shapes.columns_per_sequence)
@@ -178,21 +211,21 @@ def _check_slots_fit(config: Config, model: Model, role: WorkerRole) -> None:
         raise ConfigError([f"{key}.max_slots: {what} {took}"])
 
 
-def _check_pool_fits(num_blocks: int, shard: Shard, block: _BlockBytes) -> None:
+def _check_pool_fits(num_blocks: int, shard: Shard, block: _BlockBytes, weights: WeightBytes) -> None:
     """ConfigError where the pool does not fit: the allocation itself would fail with XLA's message, or would succeed
     and the process be killed later.
     """
     device_bytes, partitions = free_device_bytes(shard.mesh.num_devices), shard.mesh.num_partitions
     if device_bytes is None:
-        needed, free_bytes = num_blocks * partitions * block.everywhere, free_memory_bytes()
+        needed, free_bytes = num_blocks * partitions * block.everywhere, free_memory_bytes() - weights.everywhere
         what = f"{block.everywhere} bytes for each of {partitions} partitions"
     else:
-        needed, free_bytes = num_blocks * block.on_a_device, device_bytes
+        needed, free_bytes = num_blocks * block.on_a_device, device_bytes - weights.on_a_device
         what = f"{block.on_a_device} bytes on a device"
     if needed > free_bytes:
         raise ConfigError(
             [
                 f"kv.num_blocks: {num_blocks} blocks of {what} "
-                f"take {needed / 1024**3:.2f} GiB, and {free_bytes / 1024**3:.2f} GiB are available"
+                f"take {needed / 1024**3:.2f} GiB, and {max(0, free_bytes) / 1024**3:.2f} GiB are available"
             ]
         )

@@ -7,20 +7,18 @@ be told from this: on CPU XLA widens bf16 to float32 on the way, and experts do 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
 
-from moonshard.models import weights
 from moonshard.models.model import Model
 from moonshard.serving.config.keys import Config, rules_of
-from moonshard.serving.engine.capacity.sizes import DEFAULT_MAX_CONTEXT_TOKENS, shard_of, split_stages, step_shapes
-from moonshard.serving.engine.loading import backend_for
+from moonshard.serving.engine import loading
+from moonshard.serving.engine.capacity.sizes import DEFAULT_MAX_CONTEXT_TOKENS, shard_of, step_shapes
 from moonshard.serving.engine.stage import Blueprint, StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.budget import StageBudget, budget
-from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shard import Shard
 
 DTYPE, ITEM_BYTES = "bfloat16", 2
@@ -47,18 +45,9 @@ class LoweredStage:
     counted: StepBytes  # by the budget
 
 
-def abstract_stages(model: Model, shard: Shard, dtype: str) -> Iterator[StageModel]:
-    """The stages of a worker, with shapes for weights. MeshError as `lower_stages`."""
-    for index, layers in enumerate(split_stages(model, shard)):
-        mesh = build_mesh(shard.mesh, index)
-        yield StageModel(
-            model=model,
-            layers=layers,
-            weights=weights.abstract(model.declare(layers), dtype, mesh, shard.rules),
-            mesh=mesh,
-            shard=shard,
-            backend=backend_for(mesh.devices.flat[0].platform),
-        )
+def abstract_stages(model: Model, shard: Shard, dtype: str) -> list[StageModel]:
+    """The stages of a worker, with shapes for weights, computed as XLA has them. MeshError as `lower_stages`."""
+    return [replace(stage, in_place=False) for stage in loading.abstract_stages(model, shard, dtype)]
 
 
 def lower_stages(config: Config, model: Model, role: StepRole) -> Iterator[LoweredStage]:

@@ -19,8 +19,8 @@ from jax.experimental import serialize_executable
 from moonshard.serving.deploy.startup import PREPARING, PREPARING_BEHIND
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.compiled.digest import digest_of
+from moonshard.serving.engine.compiled.prepared import PreparedPrograms, Wanted
 from moonshard.serving.engine.compiled.store import ProgramStore
-from moonshard.serving.engine.programs import Programs, Wanted
 from moonshard.serving.engine.stage import Blueprint
 from moonshard.serving.engine.steps import ProgramKey
 
@@ -36,7 +36,7 @@ Program = Callable[..., Any]
 class Preparation:
     """Makes programs, each once, and gives them to `programs`."""
 
-    def __init__(self, programs: Programs, store: ProgramStore | None, timings: Timings):
+    def __init__(self, programs: PreparedPrograms, store: ProgramStore | None, timings: Timings):
         self._programs = programs
         self._store = store
         self._timings = timings
@@ -62,7 +62,8 @@ class Preparation:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_NICENESS)
         on_thread()
         for wanted in self._programs.others:
-            self._behind(self._take_stored, wanted, on_failed)
+            if not self._programs.has(wanted):
+                self._behind(self._take_stored, wanted, on_failed)
         if self._store is not None:
             self._store.prune()
         while (key := self._asked.get()) is not None:
@@ -99,16 +100,23 @@ class Preparation:
         self,
         wanted: Sequence[Wanted],
         progress: Callable[[int, int], None] = lambda done, total: None,
+        if_stored: Sequence[Wanted] = (),
     ) -> None:
-        """Returns once all are there, or after `stop`. Raises what making one raises, and what `progress` does."""
+        """Returns once all are there, or after `stop`; and, where the store has them, those of `if_stored`.
+
+        Raises what making one raises, and what `progress` does.
+        """
         if not wanted:
             return
         progress(0, len(wanted))
         pool = ThreadPoolExecutor(min(len(wanted), num_cores()), PREPARING)
         try:
+            taken = [pool.submit(self._take_stored, one) for one in if_stored]
             left = self._make_all(pool, wanted, lambda done: progress(done, len(wanted)), waits=False)
             num_done = len(wanted) - len(left)
             self._make_all(pool, left, lambda done: progress(num_done + done, len(wanted)), waits=True)
+            for future in taken:
+                future.result()
         except BaseException:
             self.stop()
             raise

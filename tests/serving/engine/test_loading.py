@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ from moonshard.serving.config.keys import Config, ConfigError, DecodeConfig, KvC
 from moonshard.serving.engine import loading
 from moonshard.serving.engine.capacity import memory, sizes
 from moonshard.serving.engine.capacity.sizes import DEFAULT_MAX_CONTEXT_TOKENS, Q_TILE, buckets, resolve_dtype
+from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.loading import load_model
 from moonshard.sharding.experts import place_experts
 from moonshard.sharding.rules import DecodeRules, MeshError
@@ -144,6 +146,70 @@ def test_a_context_longer_than_the_pool_is_refused_before_any_weight_is_read(mon
         loading.load_model(config(max_context_tokens=4097), "both", lambda told: None)
 
 
+def test_programs_are_made_while_weights_are_read(monkeypatch: pytest.MonkeyPatch):
+    read, prepared = loading._load_stages, threading.Event()
+
+    def read_later(*arguments):
+        assert prepared.wait(60)
+        return read(*arguments)
+
+    told = list[str]()
+    monkeypatch.setattr(loading, "_load_stages", read_later)
+    monkeypatch.setattr(Preparation, "prepare", lambda self, wanted, *rest: prepared.set())
+    loaded = load_model(config(), "both", told.append)
+    assert loaded.programs.stages[0].weights is not None
+    assert loaded.preparation is not None
+    assert all(one.startswith("loading weights") for one in told)
+
+
+def test_a_fault_that_reading_finds_ends_the_making_of_programs(monkeypatch: pytest.MonkeyPatch):
+    def fails(*arguments):
+        raise CheckpointError("a fault")
+
+    def never_done(self, wanted, progress, *rest):
+        while True:
+            progress(0, len(wanted))
+
+    monkeypatch.setattr(loading, "_load_stages", fails)
+    monkeypatch.setattr(Preparation, "prepare", never_done)
+    with pytest.raises(CheckpointError, match="a fault"):
+        load_model(config(), "both", lambda told: None)
+
+
+def test_a_fault_of_a_program_ends_the_reading(monkeypatch: pytest.MonkeyPatch):
+    ended = threading.Event()
+
+    def reads_for_ever(checkpoint, prepared, dtype, holding, progress, timings):
+        try:
+            while True:
+                progress("loading weights 1/2")
+        finally:
+            ended.set()
+
+    def fails(self, wanted, progress, *rest):
+        raise RuntimeError("XLA")
+
+    monkeypatch.setattr(loading, "_load_stages", reads_for_ever)
+    monkeypatch.setattr(Preparation, "prepare", fails)
+    with pytest.raises(RuntimeError, match="XLA"):
+        load_model(config(), "both", lambda told: None)
+    assert ended.wait(60)
+
+
+def test_a_pool_is_sized_in_what_the_weights_will_leave(monkeypatch: pytest.MonkeyPatch):
+    block_bytes = 49152
+    taken = sizes.WeightBytes(everywhere=3 * block_bytes, on_a_device=block_bytes)
+    _, model = open_model(FOLDER)
+    monkeypatch.setattr(sizes, "free_memory_bytes", lambda: 9 * block_bytes)
+    chosen = sizes.choose_sizes(config(num_blocks=None), model, "float32", weights=taken)[1]
+    assert chosen.blocks_per_partition == 3
+    with pytest.raises(ConfigError, match=r"7 blocks .* GiB are available"):
+        sizes.choose_sizes(config(num_blocks=7), model, "float32", weights=taken)
+    monkeypatch.setattr(sizes, "free_device_bytes", lambda num_devices: 9 * block_bytes)
+    chosen = sizes.choose_sizes(config(num_blocks=None), model, "float32", weights=taken)[1]
+    assert chosen.blocks_per_partition == 4
+
+
 def test_without_a_number_the_pool_takes_half_of_the_free_memory(monkeypatch):
     tokens_bytes = 4 * (32 + 16) * 4  # layers, features, float32
     monkeypatch.setattr(sizes, "free_memory_bytes", lambda: 2 * 7 * BLOCK_SIZE * tokens_bytes + 1)
@@ -190,7 +256,7 @@ def test_experts_lie_by_their_measured_load_with_copies_in_every_stage(tmp_path)
     asked = replace(config(decode=decode), prefill=PrefillConfig(chunk_tokens=32))
     expected = place_experts(loads, model.config.n_routed_experts + 4, 2).expert_of
     loaded = load_model(asked, "both", lambda text: None, prepares="none")
-    stages = [stage.part for stage in loaded.programs.stages]
+    stages = loaded.programs.stages
     assert len(stages) == 2
     placed = np.concatenate([np.asarray(stage.weights.experts.down) for stage in stages])
     for layer, experts in enumerate(expected):

@@ -57,7 +57,7 @@ class Gate:
                 return self.first_stage[-1]
             shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
             wait = programs.setdefault(bucket, jax.jit(lambda x: jax.pure_callback(pass_gate, shape, x)))
-            there = jax.device_put(hidden, stage.part.mesh.devices.flat[0])
+            there = jax.device_put(hidden, stage.blueprint.part.mesh.devices.flat[0])
             return run(stage, kind, bucket, packed, wait(busy(there)))
 
         monkeypatch.setattr(Stage, "run", gated)

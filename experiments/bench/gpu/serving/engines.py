@@ -24,7 +24,7 @@ from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
-from moonshard.serving.engine.stage import Stage, StageModel
+from moonshard.serving.engine.stage import StageModel
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
@@ -82,8 +82,8 @@ def build_pair(model: Model, loaded: Any, sizes: EngineSizes, backend: moe.Backe
     def compiled(prefills: bool) -> Programs:
         shapes = sizes.shapes(prefills=prefills)
         pages = {"blocks_per_partition": sizes.num_blocks, "block_size": sizes.block_size}
-        programs = Programs(shapes, [Stage(part, shapes, **pages, dtype=dtype)])
-        programs.compile()
+        programs = Programs.of([part], shapes, **pages, dtype=dtype)
+        programs.prepared.compile()
         return programs
 
     pair = EnginePair(sizes=sizes, first=compiled(True), second=compiled(False), vocab_size=model.config.vocab_size)

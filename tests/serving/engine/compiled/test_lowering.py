@@ -62,9 +62,9 @@ def test_a_step_lowered_from_shapes_is_the_one_that_serves():
     programs = uncompiled_programs(shard=shard)
     for stage in programs.stages:
         sizes = {"blocks_per_partition": NUM_BLOCKS, "block_size": BLOCK_SIZE, "dtype": "float32"}
-        params = stage.part.model.declare(stage.part.layers)
-        shapes_alone = weights.abstract(params, "float32", stage.part.mesh, shard.rules)
-        abstract = Blueprint(replace(stage.part, weights=shapes_alone), programs.shapes, **sizes)
+        params = stage.blueprint.part.declared()
+        shapes_alone = weights.abstract(params, "float32", stage.blueprint.part.mesh, shard.rules)
+        abstract = Blueprint(replace(stage.blueprint.part, weights=shapes_alone), programs.shapes, **sizes)
         for key in stage.blueprint.keys:
             served = stage.blueprint.program(key).lower(*arrays_of(stage, key))
             assert abstract.lower(key).as_text() == served.as_text(), key

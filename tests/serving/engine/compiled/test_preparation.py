@@ -21,8 +21,9 @@ from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.compiled import digest as program_digest
 from moonshard.serving.engine.compiled.digest import digest_of, source_files
 from moonshard.serving.engine.compiled.preparation import Preparation
+from moonshard.serving.engine.compiled.prepared import MIN_ASKED
 from moonshard.serving.engine.compiled.store import ProgramStore
-from moonshard.serving.engine.programs import MIN_ASKED, Drawn, Programs
+from moonshard.serving.engine.programs import Drawn, Programs
 from moonshard.serving.engine.stage import Blueprint
 from moonshard.serving.engine.steps import ProgramKey, Step, StepKind
 from moonshard.sharding.experts import place_experts
@@ -54,8 +55,8 @@ def no_cache_of_jax() -> Iterator[None]:
 def prepare(programs: Programs, store: ProgramStore, keys: tuple[ProgramKey, ...]) -> Counter[str]:
     """How often each phase was passed through."""
     timings = Timings()
-    wanted = [one for one in (*programs.needed, *programs.others) if one.key in keys]
-    Preparation(programs, store, timings).prepare(wanted)
+    wanted = [one for one in (*programs.prepared.needed, *programs.prepared.others) if one.key in keys]
+    Preparation(programs.prepared, store, timings).prepare(wanted)
     return Counter(phase.name for phase in timings.phases)
 
 
@@ -86,7 +87,7 @@ def test_what_one_has_compiled_another_finds_and_it_computes_the_same(store: Pro
 def test_on_a_mesh_of_several_stages_too(store: ProgramStore):
     shard = Shard(mesh=MeshShape(tensor=2, pipe=2), rules=DecodeRules())
     keys = (*((kind, 0) for kind in (StepKind.DRAW, StepKind.NOTE, StepKind.LOAD)), (StepKind.LAND, 4))
-    num_programs = sum(one.key in keys for one in uncompiled_programs(shard=shard).needed)
+    num_programs = sum(one.key in keys for one in uncompiled_programs(shard=shard).prepared.needed)
     assert num_programs == 6
     assert prepare(uncompiled_programs(shard=shard), store, keys)["compile"] == num_programs
     assert prepare(uncompiled_programs(shard=shard), store, keys) == {"load": num_programs}
@@ -135,25 +136,25 @@ def test_what_came_out_of_jaxs_own_cache_is_not_kept(store: ProgramStore, tmp_pa
 def test_steps_take_the_largest_program_until_smaller_ones_are_there(store: ProgramStore):
     programs = uncompiled_programs()
     kinds = {StepKind.PREFILL: Q_TILE, StepKind.DECODE: 1, StepKind.EXPORT: 1, StepKind.LAND: 1}
-    programs.only_needed()
-    assert {kind: programs.bucket_for(kind, size) for kind, size in kinds.items()} == {
+    programs.prepared.only_needed()
+    assert {kind: programs.prepared.bucket_for(kind, size) for kind, size in kinds.items()} == {
         kind: programs.shapes.buckets[kind][-1] for kind in kinds
     }
-    (export,) = [one for one in programs.others if one.key == (StepKind.EXPORT, 1)]
-    programs.take(export, export.blueprint.program(export.key))
-    assert programs.bucket_for(StepKind.EXPORT, 1) == 1
-    assert programs.bucket_for(StepKind.EXPORT, 2) == 4
-    assert programs.bucket_for(StepKind.LAND, 1) == 4
+    (export,) = [one for one in programs.prepared.others if one.key == (StepKind.EXPORT, 1)]
+    programs.prepared.take(export, export.blueprint.program(export.key))
+    assert programs.prepared.bucket_for(StepKind.EXPORT, 1) == 1
+    assert programs.prepared.bucket_for(StepKind.EXPORT, 2) == 4
+    assert programs.prepared.bucket_for(StepKind.LAND, 1) == 4
 
 
 def test_a_bucket_is_there_once_every_stage_has_its_program():
     programs = uncompiled_programs(shard=Shard(mesh=MeshShape(pipe=2), rules=DecodeRules()))
-    exports = [one for one in programs.others if one.key == (StepKind.EXPORT, 1)]
+    exports = [one for one in programs.prepared.others if one.key == (StepKind.EXPORT, 1)]
     assert [one.stage for one in exports] == [0, 1]
-    programs.only_needed()
+    programs.prepared.only_needed()
     for one, bucket in zip(exports, (4, 1), strict=True):
-        programs.take(one, one.blueprint.program(one.key))
-        assert programs.bucket_for(StepKind.EXPORT, 1) == bucket
+        programs.prepared.take(one, one.blueprint.program(one.key))
+        assert programs.prepared.bucket_for(StepKind.EXPORT, 1) == bucket
 
 
 def test_behind_the_serving_what_is_stored_is_taken_and_what_is_asked_for_is_made(store: ProgramStore):
@@ -163,17 +164,22 @@ def test_behind_the_serving_what_is_stored_is_taken_and_what_is_asked_for_is_mad
         list[BaseException](),
     )
     prepare(uncompiled_programs(shard=Shard(mesh=MeshShape(tensor=2))), store, ((StepKind.EXPORT, 2),))
-    programs.only_needed()
-    behind = Preparation(programs, store, Timings())
+    own = programs.prepared
+    own.only_needed()
+    behind = Preparation(own, store, Timings())
     thread = behind.start_behind(lambda: told.add(threading.get_ident()), failed.append)
     for _ in range(MIN_ASKED):
-        assert programs.bucket_for(StepKind.LAND, 1) == 4
+        assert own.bucket_for(StepKind.LAND, 1) == 4
     behind.finish()
     thread.join(60)
     assert not failed
     assert told == {thread.ident}
-    assert [programs.bucket_for(StepKind.EXPORT, size) for size in (1, 2, 4)] == [2, 2, 4]  # one was in the store
-    assert [programs.bucket_for(StepKind.LAND, size) for size in (1, 2, 4)] == [1, 4, 4]  # one was asked for
+    assert [own.bucket_for(StepKind.EXPORT, size) for size in (1, 2, 4)] == [
+        2,
+        2,
+        4,
+    ]  # one was in the store
+    assert [own.bucket_for(StepKind.LAND, size) for size in (1, 2, 4)] == [1, 4, 4]  # one was asked for
 
 
 CHANGES = {

@@ -1,0 +1,115 @@
+"""The programs of a worker: which of them are there, and so which bucket a step takes.
+
+Apart from the stages that run them, since programs are made while there is no weight and no page yet. Of each kind the
+largest bucket, which serves every step, is prepared before the worker is ready, and the others behind it: a step takes
+the smallest that is there, and what it would rather have had is noted. How programs are made is `compiled.preparation`.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moonshard.serving.engine.stage import Blueprint
+from moonshard.serving.engine.steps import ProgramKey, StepKind, StepShapes, smallest
+
+MIN_ASKED = 3  # a size that comes once is no reason to compile for it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A program of a stage, still to be prepared."""
+
+    stage: int
+    key: ProgramKey
+    blueprint: Blueprint
+    is_needed: bool  # before anything can be served
+
+
+class PreparedPrograms:
+    """The programs of all stages. A launch of one that was not taken compiles it."""
+
+    def __init__(self, shapes: StepShapes, blueprints: Sequence[Blueprint]):
+        self.shapes = shapes
+        self.blueprints = tuple(blueprints)
+        self._by_stage: tuple[dict[ProgramKey, Callable[..., Any]], ...] = tuple(
+            {key: blueprint.program(key) for key in blueprint.keys} for blueprint in blueprints
+        )
+        self._ready = shapes.buckets
+        self._taken: set[tuple[int, ProgramKey]] = set()
+        self._taking = threading.Lock()
+        self._num_asked: Counter[ProgramKey] = Counter()
+        self._on_missing: Callable[[ProgramKey], None] = lambda key: None
+
+    def of(self, stage: int) -> Mapping[ProgramKey, Callable[..., Any]]:
+        """A stage's programs by their keys, always as they are now."""
+        return self._by_stage[stage]
+
+    @property
+    def needed(self) -> tuple[Wanted, ...]:
+        """The programs without which nothing is served: the largest of each kind, in the order of
+        `StepShapes.programs`.
+        """
+        return tuple(wanted for wanted in self._wanted() if wanted.is_needed)
+
+    @property
+    def others(self) -> tuple[Wanted, ...]:
+        """The programs that only serve smaller steps faster; the smallest first, of each kind in turn."""
+        others = [wanted for wanted in self._wanted() if not wanted.is_needed]
+        return tuple(sorted(others, key=lambda wanted: self.shapes.buckets[wanted.key[0]].index(wanted.key[1])))
+
+    @property
+    def firsts(self) -> tuple[Wanted, ...]:
+        """Of `others` those that serve a short first request: the smallest prefill and decode."""
+        model_kinds = (StepKind.PREFILL, StepKind.DECODE)
+        smallest_sizes = {kind: self.shapes.buckets.get(kind, (0,))[0] for kind in model_kinds}
+        return tuple(wanted for wanted in self.others if smallest_sizes.get(wanted.key[0]) == wanted.key[1])
+
+    def _wanted(self) -> Iterator[Wanted]:
+        for index, blueprint in enumerate(self.blueprints):
+            for key in blueprint.keys:
+                kind, bucket = key
+                is_needed = bucket == max(self.shapes.buckets.get(kind, (0,)))
+                yield Wanted(stage=index, key=key, blueprint=blueprint, is_needed=is_needed)
+
+    def only_needed(self) -> None:
+        """From now on a step takes the largest bucket of its kind, until smaller programs have been taken."""
+        self._ready = {kind: sizes[-1:] for kind, sizes in self.shapes.buckets.items()}
+
+    def tell_missing(self, on_missing: Callable[[ProgramKey], None]) -> None:
+        """From now on `on_missing` is told, on the thread that makes steps, of missing programs that steps could
+        use.
+        """
+        self._on_missing = on_missing
+
+    def has(self, wanted: Wanted) -> bool:
+        """Whether the program was taken."""
+        return (wanted.stage, wanted.key) in self._taken
+
+    def take(self, wanted: Wanted, program: Callable[..., Any]) -> None:
+        """Takes a prepared program, from any thread. Steps of its bucket are made once every stage has its own."""
+        self._by_stage[wanted.stage][wanted.key] = program
+        kind, bucket = wanted.key
+        with self._taking:
+            self._taken.add((wanted.stage, wanted.key))
+            if kind in self._ready and all((index, wanted.key) in self._taken for index in range(len(self.blueprints))):
+                self._ready |= {kind: tuple(sorted({*self._ready[kind], bucket}))}
+
+    def bucket_for(self, kind: StepKind, size: int) -> int:
+        """The smallest bucket that is there and holds `size`.
+
+        A smaller one that is missing is told once (`tell_missing`), after it would have served `MIN_ASKED` steps.
+        """
+        bucket = smallest(self._ready[kind], size)
+        best = smallest(self.shapes.buckets[kind], size)
+        if best < bucket:
+            self._num_asked[kind, best] += 1
+            if self._num_asked[kind, best] == MIN_ASKED:
+                self._on_missing((kind, best))
+        return bucket
+
+    def compile(self) -> None:
+        """Every program, one after another, with nothing kept: for benches and tests."""
+        for wanted in (*self.needed, *self.others):
+            self.take(wanted, wanted.blueprint.lower(wanted.key).compile())
