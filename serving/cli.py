@@ -38,7 +38,9 @@ BUILT_IN = tuple(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. 2 for what the user can mend, 130 for Ctrl-C."""
     try:
-        return run(sys.argv[1:] if argv is None else argv, found_commands())
+        argv = sys.argv[1:] if argv is None else argv
+        is_built_in = bool(argv) and argv[0] in {point.name for point in BUILT_IN}
+        return run(argv, built_in() if is_built_in else found_commands())
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, ExceptionGroup) as error:
@@ -74,8 +76,13 @@ def _interruptible(command: Command) -> Command:
 def found_commands() -> dict[str, EntryPoint]:
     """Every command by name: the built-in ones, which none can replace, then the installed ones."""
     installed = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)
-    built_in = {point.name: point for point in BUILT_IN}
-    return built_in | {point.name: point for point in installed if point.name not in built_in}
+    own = built_in()
+    return own | {point.name: point for point in installed if point.name not in own}
+
+
+def built_in() -> dict[str, EntryPoint]:
+    """The built-in commands by name: what a server's processes are, which need not look what else is installed."""
+    return {point.name: point for point in BUILT_IN}
 
 
 def _show_commands(name: str, commands: dict[str, EntryPoint]) -> int:

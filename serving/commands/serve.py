@@ -56,7 +56,6 @@ def serve(
         commands = ChildCommands(config)
         check_kv_ports_suffice(config, num_workers=len(commands.workers))
         check_ports_are_free(config)
-        check_model_folder(config.model.path)
         load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
         cluster_key(config, os.environ)  # likewise
     reporter = TerminalReporter(has_timings=timings)
@@ -72,7 +71,8 @@ def serve(
 
     with unblocked_output():  # at a terminal that somebody has stopped the children are looked after all the same
         try:
-            return asyncio.run(supervise(commands, reporter, limits_of(config), on_ready=on_ready))
+            check = partial(check_model_folder, config.model.path)
+            return asyncio.run(supervise(commands, reporter, limits_of(config), on_ready=on_ready, check=check))
         finally:
             reporter.finish()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moonshard.serving.config.keys import Config
+from moonshard.serving.deploy.heap import importing
 from moonshard.serving.deploy.status_pipe import Status, StatusPrinter, open_status_pipe
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.deploy.unblocked_output import unblocked_output
@@ -66,7 +67,7 @@ def run_process(run: Callable[[], RunProcess], config: Config, status_fd: int | 
 
     Under a supervisor a start-up error goes into the status pipe, else it is raised.
     """
-    with start.timings.phase("imports"):
+    with start.timings.phase("imports"), importing():
         import uvloop
 
         begin = run()

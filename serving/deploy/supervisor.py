@@ -86,12 +86,25 @@ class Supervisor:
         self._workers: list[ChildRole] = []
         self._gateway: ChildRole | None = None
 
-    async def start(self) -> Mapping[str, object]:
+    async def start(self, check: Callable[[], None] = lambda: None) -> Mapping[str, object]:
         """Start all; returns what the gateway listens on once every child is ready. ChildFailed if one ends before.
 
-        The gateway starts as soon as the workers' addresses are known: it binds its ports while models load.
+        The gateway starts as soon as the workers' addresses are known: it binds its ports while models load. `check`
+        runs meanwhile, on a thread: what it raises is raised, as soon as it is known.
         """
         self._workers = [self._start_role(name, command) for name, command in self._commands.workers.items()]
+        checking = asyncio.create_task(asyncio.to_thread(check))
+        starting = asyncio.create_task(self._start_gateway())
+        try:
+            await asyncio.wait({checking, starting}, return_when=asyncio.FIRST_EXCEPTION)
+            if checking.done():
+                checking.result()
+            return await starting
+        finally:
+            checking.cancel()
+            starting.cancel()
+
+    async def _start_gateway(self) -> Mapping[str, object]:
         addresses = await self._unless_failed(_addresses(self._workers))
         gateway = self._start_role("gateway", lambda previous: self._commands.gateway(addresses, previous))
         self._gateway = gateway
@@ -252,12 +265,20 @@ class ChildRole:
 
 
 async def supervise(
-    commands: Commands, reporter: Reporter, limits: RestartLimits, *, on_ready: Callable[[Mapping[str, object]], None]
+    commands: Commands,
+    reporter: Reporter,
+    limits: RestartLimits,
+    *,
+    on_ready: Callable[[Mapping[str, object]], None],
+    check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve until SIGINT or SIGTERM, then drain; a second SIGINT kills. Returns the exit code of the whole."""
+    """Serve until SIGINT or SIGTERM, then drain; a second SIGINT kills. Returns the exit code of the whole.
+
+    `check` runs on a thread while the children start; what it raises ends them, and is raised.
+    """
     supervisor = Supervisor(commands, reporter, limits)
     interrupts = _Interrupts(on_second=supervisor.kill)
-    serving = asyncio.create_task(_serve(supervisor, on_ready))
+    serving = asyncio.create_task(_serve(supervisor, on_ready, check))
     asked = asyncio.create_task(interrupts.first.wait())
     await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
     failure = serving.exception() if serving.done() else None
@@ -275,8 +296,10 @@ async def supervise(
     return 130 if interrupts.is_impatient else 0
 
 
-async def _serve(supervisor: Supervisor, on_ready: Callable[[Mapping[str, object]], None]) -> None:
-    on_ready(await supervisor.start())
+async def _serve(
+    supervisor: Supervisor, on_ready: Callable[[Mapping[str, object]], None], check: Callable[[], None]
+) -> None:
+    on_ready(await supervisor.start(check))
     await supervisor.watch()
 
 

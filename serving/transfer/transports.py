@@ -5,19 +5,20 @@ Made before the worker's server, which carries the gRPC stream where that is the
 loaded, since only then the size of a block is known.
 """
 
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import grpc
 
-from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
 from moonshard.kv.slab import Slab, SlabTooLarge
 from moonshard.kv.transfer import Transport
 from moonshard.serving.config.keys import Config, ConfigError, kv_host_of
 from moonshard.serving.config.tls import link_credentials
 from moonshard.serving.engine.capacity.memory import free_memory_bytes
-from moonshard.serving.engine.loading import LoadedModel
 from moonshard.serving.transfer.grpc_stream import GrpcTransport, KvStreamReceiver
-from moonshard.serving.transfer.plane import KvPlane
+
+if TYPE_CHECKING:
+    from moonshard.serving.engine.loading import LoadedModel
+    from moonshard.serving.transfer.plane import KvPlane
 
 
 class KvTransports:
@@ -33,13 +34,15 @@ class KvTransports:
         if self._receiver is not None:
             self._receiver.add_to(server)
 
-    def open_plane(self, model: LoadedModel, port: int) -> KvPlane:
+    def open_plane(self, model: "LoadedModel", port: int) -> "KvPlane":
         """Allocate the slab and start the transport. This blocks, for longest where Mooncake's ports are still at rest.
 
         Raises:
             ConfigError: the slab has not one cell per partition, or the machine has not that much memory left.
             TransportUnavailable: it cannot be loaded, or does not start.
         """
+        from moonshard.serving.transfer.plane import KvPlane  # with jax, which is not waited for where a server starts
+
         num_partitions, block_bytes = model.pool.num_partitions, model.block_bytes
         num_cells = self._config.kv.slab_bytes // (block_bytes * num_partitions) * num_partitions
         if num_cells == 0:
@@ -75,6 +78,8 @@ class KvTransports:
                     credentials=link_credentials(self._config),
                 )
             case "mooncake":
+                from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
+
                 config = MooncakeConfig(timeout_s=kv.transfer_timeout_s, ports=kv.ports)
                 return MooncakeTransport.start(host, config=config)
             case unknown:

@@ -9,13 +9,16 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import grpc
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, InvalidArgument, Overloaded, RequestError, Unavailable, abort
-from moonshard.serving.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from moonshard.serving.worker.worker import Worker
 
 LOAD_PERIOD_S = 0.25  # metrics and routing lag by no more where no step says how things are: after a cancel, above all
 MAX_UNREAD_BYTES = 8 * 1024 * 1024  # minutes of the tokens of a full batch
@@ -73,7 +76,7 @@ def _size(message: link_pb2.WorkerMessage) -> int:
 class LinkServicer(link_pb2_grpc.WorkerServicer):
     """`worker` resolves once the model is compiled; until then links wait and inspection is refused."""
 
-    def __init__(self, worker: asyncio.Future[Worker]):
+    def __init__(self, worker: asyncio.Future["Worker"]):
         self._worker = worker
 
     async def Link(
@@ -116,7 +119,7 @@ def _check_hello(message: link_pb2.GatewayMessage | None) -> None:
 async def _carry(
     requests: AsyncIterator[link_pb2.GatewayMessage],
     context: grpc.aio.ServicerContext,
-    worker: Worker,
+    worker: "Worker",
     session: LinkSession,
 ) -> RequestError | None:
     """Reads and writes until either is over. Returns what ends the link, where that is a fault of the gateway."""
@@ -139,7 +142,7 @@ async def _carry(
 
 
 async def _read(
-    messages: AsyncIterator[link_pb2.GatewayMessage], worker: Worker, session: LinkSession
+    messages: AsyncIterator[link_pb2.GatewayMessage], worker: "Worker", session: LinkSession
 ) -> RequestError | None:
     """Until the gateway ends its side, the stream breaks, or a message is none that a gateway says."""
     try:
@@ -160,7 +163,7 @@ async def _abort(context: grpc.aio.ServicerContext, error: RequestError) -> None
         raise asyncio.CancelledError from None
 
 
-async def _report_load(worker: Worker, session: LinkSession) -> None:
+async def _report_load(worker: "Worker", session: LinkSession) -> None:
     """Reports the load at intervals. Every step's message says it too, but an idle worker has no steps."""
     while True:
         await asyncio.sleep(LOAD_PERIOD_S)

@@ -1,6 +1,7 @@
 """A worker as a process: it listens, loads its model, and lives as `deploy.life` says.
 
-The port opens at once, so that whoever started the worker knows its address; health turns SERVING when all is there
+The port opens at once, before jax is imported, so that whoever started the worker knows its address and starts what
+needs it; health turns SERVING when all is there
 that a request needs. Programs that make small steps faster are prepared behind that. A signal while it loads ends it
 with 0. A fault on the device ends the process with 1, since what the device then holds is unknown; so does a fault in
 the engine's own bookkeeping.
@@ -14,6 +15,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moonshard.kv.listening import listening_ports
 from moonshard.rpc import link_pb2, link_pb2_grpc
@@ -22,22 +24,22 @@ from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import Config, WorkerRole, port_of
 from moonshard.serving.config.tls import server_tls
-from moonshard.serving.deploy.heap import keep_for_life
+from moonshard.serving.deploy.heap import importing, keep_for_life
 from moonshard.serving.deploy.life import Life, stop_signals
 from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.deploy.status_pipe import Status
-from moonshard.serving.engine.compiled.compilations import CompilationCounter
-from moonshard.serving.engine.compiled.store import ProgramStore
-from moonshard.serving.engine.loading import LoadedModel, load_model
 from moonshard.serving.observe.rows.recorder import Recorder, recording
 from moonshard.serving.observe.rows.schema import STARTS, STEPS
 from moonshard.serving.observe.rows.steps import NO_STEPS, RecordedSteps
 from moonshard.serving.observe.spans.export import exporting
-from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.transfer.transports import KvTransports
 from moonshard.serving.worker.link_service import LinkServicer
-from moonshard.serving.worker.spans import WorkerSpans
-from moonshard.serving.worker.worker import Worker
+
+if TYPE_CHECKING:  # what needs jax is imported once the port is open
+    from moonshard.serving.engine.loading import LoadedModel
+    from moonshard.serving.transfer.plane import KvPlane
+    from moonshard.serving.worker.loaded import Loaded
+    from moonshard.serving.worker.worker import Worker
 
 SERVICE_NAME = link_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 STOP_GRACE_S = 1.0
@@ -80,16 +82,8 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
             loaded = await _load(config, role, lambda model: transports.open_plane(model, server.port), life)
             if loaded is None:
                 return 0
-            worker = Worker(
-                config,
-                role,
-                loaded.model,
-                loaded.compilations,
-                loaded.plane,
-                spans=WorkerSpans(export, role=role),
-                recorded=NO_STEPS if recorder is None else _recorded_steps(recorder, address),
-            )
-            loaded.compilations.mark_serving()
+            recorded = NO_STEPS if recorder is None else _recorded_steps(recorder, address)
+            worker = loaded.worker(config, role, export, recorded)
             keep_for_life()
             worker.start()
             ready.set_result(worker)
@@ -100,7 +94,7 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
 
 @contextlib.asynccontextmanager
 async def _listening(
-    config: Config, role: WorkerRole, transports: KvTransports, key: bytes, ready: asyncio.Future[Worker]
+    config: Config, role: WorkerRole, transports: KvTransports, key: bytes, ready: "asyncio.Future[Worker]"
 ) -> AsyncIterator[BoundServer]:
     """The port is open within the block; links wait there for `ready`."""
     server = build_server(
@@ -127,7 +121,7 @@ async def _listening(
 class ServedWorker:
     """A worker behind its open port, as `deploy.life` drives it: ready from the first, until its engine fails."""
 
-    worker: Worker
+    worker: "Worker"
     server: BoundServer
     drain_timeout_s: float
     openness: Callable[[], Mapping[str, object]] = dict  # what stands open, told with `ready`
@@ -182,35 +176,23 @@ def _recorded_steps(recorder: Recorder, address: str) -> RecordedSteps:
     return RecordedSteps(recorder.rows(STEPS).append, address, lambda: recorder.num_lost)
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    model: LoadedModel
-    plane: KvPlane | None
-    compilations: CompilationCounter
-
-
 async def _load(
-    config: Config, role: WorkerRole, open_plane: Callable[[LoadedModel], KvPlane], life: Life
-) -> _Loaded | None:
+    config: Config, role: WorkerRole, open_plane: "Callable[[LoadedModel], KvPlane]", life: Life
+) -> "Loaded | None":
     """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
     loop, start = asyncio.get_running_loop(), life.start
-    compilations = CompilationCounter()
-    compilations.start()
 
     def progress(message: str) -> None:
         if life.stop.is_set():
             raise _Stopped  # a thread can only be asked to end
         loop.call_soon_threadsafe(life.status, "progress", {"message": message})
 
-    def load() -> tuple[LoadedModel, KvPlane | None]:
-        store = None if start.programs is None else ProgramStore(start.programs)
-        prepares = config.worker.prepare
-        model = load_model(config, role, progress, timings=start.timings, store=store, prepares=prepares)
-        with start.timings.phase("kv plane"):
-            return model, None if role == "both" else open_plane(model)
+    def on_thread() -> "Loaded":
+        with start.timings.phase("jax"), importing():
+            from moonshard.serving.worker.loaded import load
+        return load(config, role, open_plane, progress, start)
 
     try:
-        model, plane = await asyncio.to_thread(load)
+        return await asyncio.to_thread(on_thread)
     except _Stopped:
         return None
-    return _Loaded(model, plane, compilations)

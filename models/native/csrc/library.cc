@@ -9,7 +9,7 @@
 namespace moonshard {
 namespace {
 
-constexpr int version = 2;
+constexpr int version = 3;
 const Kernel* const kernels[] = {&attention, &experts, &exponential, &stacked_product, &zeros};
 
 }  // namespace

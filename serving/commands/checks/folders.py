@@ -1,4 +1,4 @@
-"""A model folder's files, looked through before any process is started for them.
+"""A model folder's files, looked through while processes start for them.
 
 Otherwise a gateway would find a damaged tokenizer only while workers load weights for minutes. Whether the weights fit
 the configuration is not checked, since that takes jax.

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import jax
-
 MAX_AUTO_POOL_BYTES = 1 << 30  # on CPU, where the pool shares memory with everything else
 
 
 def free_device_bytes(num_devices: int) -> int | None:
     """Free memory of the device that has least. None for devices that live in the machine's memory."""
+    import jax  # a KV plane asks for the machine's memory alone, before there is jax
+
     found = [device.memory_stats() for device in jax.devices()[:num_devices]]
     free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in found if stats and "bytes_limit" in stats]
     return min(free, default=None)

@@ -7,10 +7,13 @@ the time that the device had been busy: from its launch, or from the end of the 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan
-from moonshard.serving.engine.device import StepDone
 from moonshard.serving.observe.rows.schema import TableRow
+
+if TYPE_CHECKING:  # with jax, which a worker imports once its port is open
+    from moonshard.serving.engine.device import StepDone
 
 # What a step was for: partitions, batch, tokens, context tokens, blocks. A plain tuple, for it is made with each step.
 type _Work = tuple[tuple[int, ...], int, int, int, int]
@@ -24,14 +27,14 @@ class RecordedSteps:
     worker: str
     num_lost: Callable[[], int] = lambda: 0
 
-    def trace(self, *, epoch: bytes, role: str) -> Callable[[StepDone, Plan | None], None]:
+    def trace(self, *, epoch: bytes, role: str) -> "Callable[[StepDone, Plan | None], None]":
         return StepTrace(self.append, (self.worker, epoch.hex(), role))
 
 
 class UnrecordedSteps(RecordedSteps):
     """Stands in where nothing is recorded, so that no row is made."""
 
-    def trace(self, *, epoch: bytes, role: str) -> Callable[[StepDone, Plan | None], None]:
+    def trace(self, *, epoch: bytes, role: str) -> "Callable[[StepDone, Plan | None], None]":
         return lambda done, plan: None
 
 
@@ -49,7 +52,7 @@ class StepTrace:
         self._worker = worker
         self._last_done_ns = 0
 
-    def __call__(self, done: StepDone, plan: Plan | None) -> None:
+    def __call__(self, done: "StepDone", plan: Plan | None) -> None:
         """`plan` is None for an export and a land."""
         partitions, *sizes = _work_of(done, plan)
         device_ns = done.done_ns - max(done.launched_ns, self._last_done_ns)
@@ -72,7 +75,7 @@ class StepTrace:
         )
 
 
-def _work_of(done: StepDone, plan: Plan | None) -> _Work:
+def _work_of(done: "StepDone", plan: Plan | None) -> _Work:
     match plan:
         case DecodePlan(rows=rows):
             num_tokens = sum([row.q_len for row in rows])

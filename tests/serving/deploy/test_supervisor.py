@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -336,6 +337,35 @@ async def test_a_failed_start_gives_the_childs_exit_code_and_message():
     recorder = Recorder()
     assert await supervise(Scripted([["f"]]), recorder, PATIENCE, on_ready=lambda _: None) == 2
     assert ("no such tensor",) in recorder.news
+
+
+async def test_what_the_check_finds_ends_a_start_and_all_its_children():
+    recorder, started = Recorder(), threading.Event()
+
+    def check() -> None:
+        assert started.wait(60)
+        raise ValueError("a damaged tokenizer")
+
+    supervised = asyncio.create_task(
+        supervise(Scripted([["l"]], gateway=["l"]), recorder, PATIENCE, on_ready=lambda _: None, check=check)
+    )
+    await recorder.saw("gateway", "gateway waiting")
+    started.set()
+    with pytest.raises(ValueError, match="a damaged tokenizer"):
+        await supervised
+    assert len(recorder.pids) == 2
+    assert all(has_ended(pid) for pid in recorder.pids.values())
+
+
+async def test_a_start_that_fails_does_not_wait_for_the_check():
+    over = threading.Event()
+    supervisor = Supervisor(Scripted([["f"]]), Recorder(), PATIENCE)
+    try:
+        with pytest.raises(ChildFailed):
+            await supervisor.start(over.wait)
+    finally:
+        over.set()
+        await supervisor.stop()
 
 
 SUPERVISED = """

@@ -1,6 +1,8 @@
 """How a worker's process ends: by a drain or by a fault, whichever comes first."""
 
 import asyncio
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -111,3 +113,8 @@ async def test_a_fault_ends_the_process_at_once_with_1_also_in_a_drain(is_draini
     process.worker.engine.failed.set_exception(RuntimeError("no device"))
     assert await asyncio.wait_for(process.exit_code, 5) == 1
     assert process.worker.has_failed
+
+
+def test_the_port_can_open_before_jax_is_imported():
+    code = "import sys, moonshard.serving.worker.process; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

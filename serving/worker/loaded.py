@@ -1,0 +1,51 @@
+"""A worker's model on its devices, and the worker around it: all of the process that needs jax.
+
+Apart from `process`, which opens the port before jax is imported: that takes longer than all else of a start whose
+programs and files are at hand.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moonshard.serving.config.keys import Config, WorkerRole
+from moonshard.serving.deploy.startup import ProcessStart
+from moonshard.serving.engine.compiled.compilations import CompilationCounter
+from moonshard.serving.engine.compiled.store import ProgramStore
+from moonshard.serving.engine.loading import LoadedModel, Progress, load_model
+from moonshard.serving.observe.rows.steps import RecordedSteps
+from moonshard.serving.observe.spans.export import SpanExport
+from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.worker.spans import WorkerSpans
+from moonshard.serving.worker.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All that takes a while, of which `worker` makes a worker on the event loop."""
+
+    model: LoadedModel
+    plane: KvPlane | None
+    compilations: CompilationCounter
+
+    def worker(self, config: Config, role: WorkerRole, export: SpanExport | None, recorded: RecordedSteps) -> Worker:
+        """The worker, not started; whatever is compiled from now on is a fault."""
+        spans = WorkerSpans(export, role=role)
+        made = Worker(config, role, self.model, self.compilations, self.plane, spans=spans, recorded=recorded)
+        self.compilations.mark_serving()
+        return made
+
+
+def load(
+    config: Config,
+    role: WorkerRole,
+    open_plane: Callable[[LoadedModel], KvPlane],
+    progress: Progress,
+    start: ProcessStart,
+) -> Loaded:
+    """Raises what `load_model` and `open_plane` raise, and what `progress` does."""
+    compilations = CompilationCounter()
+    compilations.start()
+    store = None if start.programs is None else ProgramStore(start.programs)
+    model = load_model(config, role, progress, timings=start.timings, store=store, prepares=config.worker.prepare)
+    with start.timings.phase("kv plane"):
+        return Loaded(model, None if role == "both" else open_plane(model), compilations)
