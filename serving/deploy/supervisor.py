@@ -86,7 +86,7 @@ class Supervisor:
         self._workers: list[ChildRole] = []
         self._gateway: ChildRole | None = None
 
-    async def start(self, check: Callable[[], None] = lambda: None) -> Mapping[str, object]:
+    async def start(self, check: Callable[[], object] = lambda: None) -> Mapping[str, object]:
         """Start all; returns what the gateway listens on once every child is ready. ChildFailed if one ends before.
 
         The gateway starts as soon as the workers' addresses are known: it binds its ports while models load. `check`
@@ -270,7 +270,7 @@ async def supervise(
     limits: RestartLimits,
     *,
     on_ready: Callable[[Mapping[str, object]], None],
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], object] = lambda: None,
 ) -> int:
     """Serve until SIGINT or SIGTERM, then drain; a second SIGINT kills. Returns the exit code of the whole.
 
@@ -297,7 +297,7 @@ async def supervise(
 
 
 async def _serve(
-    supervisor: Supervisor, on_ready: Callable[[Mapping[str, object]], None], check: Callable[[], None]
+    supervisor: Supervisor, on_ready: Callable[[Mapping[str, object]], None], check: Callable[[], object]
 ) -> None:
     on_ready(await supervisor.start(check))
     await supervisor.watch()
