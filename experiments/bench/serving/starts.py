@@ -1,4 +1,4 @@
-"""How long a start takes: to the ready line and to the first token, with an empty compile cache and with a full one."""
+"""What a start takes: to the ready line and to the first token, with an empty compile cache and with a full one."""
 
 import asyncio
 import time
@@ -27,12 +27,21 @@ def measure_cold(overrides: Sequence[str], environment: Mapping[str, str]) -> li
 
 
 def measure_start(server: RunningServer, cache: str) -> list[Measurement]:
-    """Starts a server and sends its first request. `cache` says whether the compile cache was empty or full."""
+    """Sends a server its first request. `cache` says whether the compile cache was empty or full when it started."""
     asyncio.run(_first_token(server))
     first_token_s = time.perf_counter() - server.begun_s
     return [
         Measurement(level="start", name=f"ready after exec, {cache} cache", unit="s", samples=(server.ready_s,)),
         Measurement(level="start", name=f"first token after exec, {cache} cache", unit="s", samples=(first_token_s,)),
+        *(
+            Measurement(
+                level="start",
+                name=f"peak memory until the first token, {role}, {cache} cache",
+                unit="MiB",
+                samples=(server.peak_memory_mib(role),),
+            )
+            for role in server.pids
+        ),
     ]
 
 

@@ -170,7 +170,7 @@ def test_the_start_of_every_process_is_told_by_phase(recorded: tuple[Path, pl.Da
     phases = {str(role): set(rows["phase"]) for (role,), rows in starts.group_by("role")}
     assert phases.keys() == {"gateway", "prefill", "decode"}
     assert phases["gateway"] == {"interpreter", "configuration", "imports", "fronts", "workers"}
-    once = {"interpreter", "configuration", "imports", "devices", "headers", "reading", "placing"}
+    once = {"interpreter", "configuration", "imports", "jax", "devices", "headers", "reading", "placing"}
     once |= {"pages", "programs", "kv plane"}
     for role in ("prefill", "decode"):
         assert phases[role] >= once
