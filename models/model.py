@@ -117,6 +117,7 @@ class Model(Protocol):
         observe: bool = False,
         unrolled: bool = False,
         in_place: bool = False,
+        chunk_tokens: int | None = None,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         """Runs all layers of these weights over a batch of rows, writing what they cache into the pages.
 
@@ -128,6 +129,8 @@ class Model(Protocol):
                 out of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.
             in_place: where a family can, weights and pages are read where they lie, by the kernels of `models.native`:
                 only on a CPU, where those are there. They have no gradient.
+            chunk_tokens: the most tokens that one sequence has in the batch, in all of its rows; None: a row's. It
+                decides no more than what is faster.
 
         Returns:
             The residual stream, on the last stage after the final norm; the pages; the observations if asked for.

@@ -46,6 +46,7 @@ class Kimi:
         observe: bool = False,
         unrolled: bool = False,
         in_place: bool = False,
+        chunk_tokens: int | None = None,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         return forward.forward(
             self.config,
@@ -60,6 +61,7 @@ class Kimi:
             observe=observe,
             unrolled=unrolled,
             in_place=in_place,
+            chunk_tokens=chunk_tokens,
         )
 
     def unembed(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages, TokenCut, write_tokens
 from moonshard.models.attention import latent_attention, merge_over, partial_attention
+from moonshard.models.expanded_attention import expanded_attention, num_queries_to_expand
 from moonshard.models.experts import moe
 from moonshard.models.experts.copies import to_copies
 from moonshard.models.experts.exchange import exchanged
@@ -62,30 +63,64 @@ def attend_paged(
     return merge_over(shard, partial).astype(queries.dtype), pages
 
 
+def attend_expanded(
+    queries: Float[Array, "n t h k"],
+    features: Float[Array, "n t f"],
+    pages: Pages,
+    layer: Int[Array, ""],
+    batch: Batch,
+    w: Attention[Any],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "n t h v"], Pages]:
+    """Writes the tokens' latents, then attends over the keys and values that everything written stands for."""
+    tables, positions = batch.block_tables[:, 0], batch.positions  # of the only group
+    pages = write_tokens(pages, layer, tables, positions, features)
+    k_up, v_up = (up.copied() if isinstance(up, Stacked) else up for up in (w.k_up, w.v_up))
+    k_up, v_up = k_up.astype(queries.dtype), v_up.astype(queries.dtype)  # once, and not for every few keys
+    return expanded_attention(queries, pages, layer, tables, positions, k_up, v_up, scale=scale), pages
+
+
+def expands(config: KimiConfig, longest: int, shard: Shard) -> bool:
+    """Whether a step's keys and values are expanded, with up to `longest` tokens of one sequence in it.
+
+    Operations decide: either way a key is read from memory about once, and what is expanded stays in the caches. With
+    its tokens cut over devices a key meets all heads, whose W_uk and W_uv no device has.
+    """
+    least = num_queries_to_expand(config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim)
+    return least is not None and longest >= least and shard.num_parts("kv_tokens") == 1
+
+
 def _attend(
     config: KimiConfig,
-    w: Attention[Array],
+    w: Attention[Any],
     x: Float[Array, "n t d"],
     pages: Pages,
     layer: Int[Array, ""],
     batch: Batch,
     rotary: tuple[Array, Array],
-    attend: Attend,
+    attend: Attend | None,
     shard: Shard,
 ) -> tuple[Float[Array, "n t d"], Pages]:
+    """`attend` None: expanded."""
     cos, sin = rotary
     r, nope = config.kv_lora_rank, config.qk_nope_head_dim
     x = rms_norm(x, w.norm, config.rms_norm_eps)
     queries = _queries(config, w, x)
     q_rope = rotate(queries[..., nope:], cos[:, :, None], sin[:, :, None], config.rope_interleave)
-    q_latent = product("nthk,hkr->nthr", queries[..., :nope], w.k_up)
     kv = product("ntd,rd->ntr", x, w.kv_a) + (w.kv_a_bias if w.kv_a_bias is not None else 0)
     latent = rms_norm(kv[..., :r], w.kv_a_norm, config.lora_norm_eps)
     k_rope = rotate(kv[..., r:], cos, sin, config.rope_interleave)
     features = jnp.concatenate([latent, k_rope], axis=-1)
-    queries = jnp.concatenate([q_latent, q_rope], axis=-1)
-    mixed, pages = attend(queries, features, pages, layer, batch, value_rank=r, scale=softmax_scale(config))
-    values = product("nthr,hvr->nthv", mixed, w.v_up)
+    scale = softmax_scale(config)
+    if attend is None:
+        queries = jnp.concatenate([queries[..., :nope], q_rope], axis=-1)
+        values, pages = attend_expanded(queries, features, pages, layer, batch, w, scale=scale)
+    else:
+        q_latent = product("nthk,hkr->nthr", queries[..., :nope], w.k_up)
+        queries = jnp.concatenate([q_latent, q_rope], axis=-1)
+        mixed, pages = attend(queries, features, pages, layer, batch, value_rank=r, scale=scale)
+        values = product("nthr,hvr->nthv", mixed, w.v_up)
     out = shard.sum(product("nthv,dhv->ntd", values, w.out), shard.axes("heads"))
     return out + (w.out_bias if w.out_bias is not None else 0), pages
 
@@ -154,10 +189,12 @@ def forward(
     observe: bool = False,
     unrolled: bool = False,
     in_place: bool = False,
+    chunk_tokens: int | None = None,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
     """`models.model.Model.forward` of this family: what is cached are the tokens' latents."""
     valid = batch.positions >= 0
-    attend = attend or functools.partial(attend_paged, shard=shard, in_place=in_place)
+    if attend is None and not expands(config, chunk_tokens or batch.positions.shape[1], shard):
+        attend = functools.partial(attend_paged, shard=shard, in_place=in_place)
     backend = exchanged(backend, shard)
     if placement is not None:
         backend = to_copies(backend, placement, shard)

@@ -368,6 +368,7 @@ def _run(
             shard=part.shard,
             placement=part.placement,
             in_place=part.in_place,
+            chunk_tokens=reading.chunk_tokens(f),
         )
         if logits is None:
             return pages, None, out
@@ -381,6 +382,7 @@ class _Reading(NamedTuple):
 
     batch: Callable[[jax.Array | None, Fields], Batch]
     drawn_for: Callable[[jax.Array, Fields], jax.Array]
+    chunk_tokens: Callable[[Fields], int]  # the most tokens that one sequence may have in the step
 
 
 def _prefill_batch(last_token: jax.Array | None, f: Fields) -> Batch:
@@ -395,8 +397,8 @@ def _decode_batch(last_token: jax.Array | None, f: Fields) -> Batch:
 
 
 _READINGS = {
-    StepKind.PREFILL: _Reading(_prefill_batch, lambda rows, f: rows[f["sample_from"]]),
-    StepKind.DECODE: _Reading(_decode_batch, lambda rows, f: rows),
+    StepKind.PREFILL: _Reading(_prefill_batch, lambda rows, f: rows[f["sample_from"]], lambda f: f["tokens"].size),
+    StepKind.DECODE: _Reading(_decode_batch, lambda rows, f: rows, lambda f: 1),
 }
 
 

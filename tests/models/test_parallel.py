@@ -16,7 +16,7 @@ from moonshard.models.experts import moe
 from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.family import Kimi
-from moonshard.models.kimi.forward import forward, unembed
+from moonshard.models.kimi.forward import expands, forward, unembed
 from moonshard.models.kimi.weights import declare
 from moonshard.models.model import Batch
 from moonshard.serving.engine.capacity.sizes import split_stages
@@ -76,7 +76,11 @@ def a_batch(seed: int = 0) -> Batch:
 
 
 def run(
-    mesh: MeshShape, rules: Rules, batch: Batch, placement: ExpertPlacement | None = None
+    mesh: MeshShape,
+    rules: Rules,
+    batch: Batch,
+    placement: ExpertPlacement | None = None,
+    chunk_tokens: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits [rows, t, v] and pages [rows, layers, block, features], one block to a row."""
     per_partition = ROWS // mesh.num_partitions
@@ -84,7 +88,7 @@ def run(
     batch = replace(batch, block_tables=jnp.asarray(tables)[:, None])
     shard, found, pages = Shard(mesh=mesh, rules=rules), None, []
     for index, layers in enumerate(split_stages(Kimi(CONFIG), shard)):
-        found, own_pages = run_stage(shard, index, layers, batch, found, placement)
+        found, own_pages = run_stage(shard, index, layers, batch, found, placement, chunk_tokens)
         pages.append(np.asarray(own_pages))
     return np.asarray(found), np.concatenate(pages, axis=1)
 
@@ -96,6 +100,7 @@ def run_stage(
     batch: Batch,
     hidden: jax.Array | None,
     placement: ExpertPlacement | None,
+    chunk_tokens: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """What the stage gives to the next one (or the logits), and the stage's pages."""
     mesh, is_last = build_mesh(shard.mesh, index), layers.stop == CONFIG.num_hidden_layers
@@ -112,9 +117,8 @@ def run_stage(
     def on_each_device(loaded: Any, pages: Any, batch: Batch, *hidden: Any) -> tuple[Any, Any]:
         with jax.default_matmul_precision("highest"):
             given = hidden[0] if hidden else None
-            out, pages, _ = forward(
-                CONFIG, loaded, pages, batch, hidden=given, backend=moe.blocks, shard=shard, placement=own
-            )
+            how = {"shard": shard, "placement": own, "chunk_tokens": chunk_tokens}
+            out, pages, _ = forward(CONFIG, loaded, pages, batch, hidden=given, backend=moe.blocks, **how)
             if is_last:
                 logits = unembed(loaded, out.reshape(-1, out.shape[-1]), shard)
                 out = logits.reshape(*batch.tokens.shape, -1)
@@ -137,6 +141,25 @@ def test_a_parallel_form_gives_the_logits_and_pages_of_one_device(mesh: MeshShap
     batch = a_batch()
     is_real = np.asarray(batch.positions) >= 0
     logits, pages = run(mesh, rules, batch)
+    assert np.abs(logits - alone()[0])[is_real].max() < LOGIT_TOLERANCE
+    assert np.abs(pages - alone()[1]).max() < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules"),
+    [
+        (MeshShape(data=2, tensor=2, pipe=2), PREFILL),
+        pytest.param(MeshShape(), PREFILL, marks=pytest.mark.slow),
+        pytest.param(MeshShape(expert=2, tensor=2), DECODE, marks=pytest.mark.slow),
+        pytest.param(MeshShape(tensor=4), CONTEXT_PARALLEL, marks=pytest.mark.slow),
+    ],
+    ids=lambda each: str(each).split("(")[0],
+)
+def test_long_chunks_whose_keys_are_expanded_give_the_same_logits_and_pages(mesh: MeshShape, rules: Rules):
+    batch = a_batch()
+    is_real = np.asarray(batch.positions) >= 0
+    assert expands(CONFIG, 64, Shard(mesh=mesh, rules=rules)) == (rules is not CONTEXT_PARALLEL)
+    logits, pages = run(mesh, rules, batch, chunk_tokens=64)
     assert np.abs(logits - alone()[0])[is_real].max() < LOGIT_TOLERANCE
     assert np.abs(pages - alone()[1]).max() < LOGIT_TOLERANCE
 

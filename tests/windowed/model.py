@@ -190,9 +190,10 @@ class Windowed:
         observe: bool = False,
         unrolled: bool = False,
         in_place: bool = False,
+        chunk_tokens: int | None = None,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         """Of all layers, on one device."""
-        del backend, placement, unrolled, in_place
+        del backend, placement, unrolled, in_place, chunk_tokens
         assert hidden is None
         assert attend is None
         assert shard.mesh.num_devices == 1

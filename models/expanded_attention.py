@@ -1,0 +1,179 @@
+"""Multi-head latent attention over pages, expanded: keys and values of every head are made of the latents that they
+came from, for as long as many queries of one sequence attend to them.
+
+It gives what `models.attention.latent_attention` gives after its products with W_uk and W_uv, for fewer operations once
+a sequence has many queries in a step (`num_queries_to_expand`). Rows that have one block table are one sequence. Its
+keys are expanded a few blocks at a time, each once a step; the queries that see some of them are attended in groups, so
+nothing above the diagonal is computed; softmaxes are merged as keys come, as in `models.attention`.
+Sources: DeepSeek-V2 (arXiv 2405.04434), section 2.1; FlashAttention (arXiv 2205.14135), section 3.1.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moonshard.kv.pages import Pages, read_blocks
+from moonshard.models.product import product
+from moonshard.sharding.arrays import Array, Bool, Float, Int
+
+KEYS_PER_STEP = 256  # tokens that are expanded at once
+QUERIES_PER_STEP = 128  # query positions that attend to them at once
+
+
+def num_queries_to_expand(rank: int, nope: int, value: int) -> int | None:
+    """From how many queries of one sequence on expanding its keys is less work than attending to the latents.
+
+    A key costs each head, in multiplications, `rank * (nope + value)` once to be expanded and `nope + rope + value` for
+    each query; unexpanded `2 * rank + rope` for each query. What queries and results cost besides (W_uk and W_uv, once
+    each) is the same for a query as for a key. None: it never is.
+    """
+    saved = 2 * rank - nope - value
+    return -(-rank * (nope + value) // saved) if saved > 0 else None
+
+
+def expanded_attention(
+    queries: Float[Array, "n t h k"],
+    pages: Pages,
+    layer: Int[Array, ""],
+    block_tables: Int[Array, "n m"],
+    positions: Int[Array, "n t"],
+    k_up: Float[Array, "h nope r"],
+    v_up: Float[Array, "h v r"],
+    *,
+    scale: float,
+) -> Float[Array, "n t h v"]:
+    """Attention of queries as they are, `[q_nope | q_rope]`, over the paged latents.
+
+    Args:
+        positions: absolute position of each query; a query sees keys at positions up to its own. Below 0: padding,
+            whose result is zero.
+        k_up, v_up: what makes keys (but for their rotary part, which is in the pages) and values of latents.
+
+    Returns:
+        The values of each head, in the queries' dtype.
+    """
+    n, t, h, _ = queries.shape
+    rows_per_group = max(1, min(QUERIES_PER_STEP // t, n))
+    missing, num_groups = -n % rows_per_group, -(-n // rows_per_group)
+    tables = jnp.pad(block_tables, ((0, missing), (0, 0)))
+    positions = jnp.pad(positions, ((0, missing), (0, 0)), constant_values=-1)
+    is_new = jnp.any(tables[1:] != tables[:-1], axis=1)
+    sequence_of = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(is_new, dtype=jnp.int32)])  # of each row
+    num_keys = jax.ops.segment_max(positions.max(axis=1) + 1, sequence_of, num_segments=len(tables))
+    first_row = jnp.searchsorted(sequence_of, jnp.arange(len(tables)))
+
+    def grouped(of_rows: Array) -> Array:
+        return of_rows.reshape(num_groups, rows_per_group * t, *of_rows.shape[2:])
+
+    padded = jnp.pad(queries, ((0, missing), (0, 0), (0, 0), (0, 0)))
+    groups = _Groups(
+        queries=grouped(padded).swapaxes(1, 2),
+        positions=grouped(positions),
+        sequence=grouped(jnp.broadcast_to(sequence_of[:, None], positions.shape)),
+    )
+
+    def attend_sequence(sequence: Int[Array, ""], found: _Softmax) -> _Softmax:
+        table = tables[first_row[sequence]]
+        return _attend(groups, found, pages, layer, table, sequence, num_keys[sequence], k_up, v_up, scale)
+
+    shape = (num_groups, h, rows_per_group * t)
+    found = _Softmax(
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, v_up.shape[1]), jnp.float32),
+    )
+    found = jax.lax.fori_loop(0, sequence_of[-1] + 1, attend_sequence, found)
+    values = found.mixed / jnp.maximum(found.total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return values.swapaxes(1, 2).reshape(-1, t, h, v_up.shape[1])[:n].astype(queries.dtype)
+
+
+class _Groups(NamedTuple):
+    """Queries in groups of some rows, whichever sequences these are of."""
+
+    queries: Float[Array, "groups h q k"]
+    positions: Int[Array, "groups q"]
+    sequence: Int[Array, "groups q"]
+
+
+class _Softmax(NamedTuple):
+    """Attention of every query over the keys so far, as `models.attention.Partial`."""
+
+    peak: Float[Array, "groups h q"]
+    total: Float[Array, "groups h q"]
+    mixed: Float[Array, "groups h q v"]
+
+
+def _attend(
+    groups: _Groups,
+    found: _Softmax,
+    pages: Pages,
+    layer: Int[Array, ""],
+    table: Int[Array, "m"],
+    sequence: Int[Array, ""],
+    num_keys: Int[Array, ""],
+    k_up: Float[Array, "h nope r"],
+    v_up: Float[Array, "h v r"],
+    scale: float,
+) -> _Softmax:
+    """One sequence's queries over all of its keys."""
+    block_size, num_groups = pages.shape[2], len(groups.positions)
+    num_blocks = max(1, min(KEYS_PER_STEP // block_size, len(table)))
+    num_expanded = num_blocks * block_size
+    table = jnp.pad(table, (0, -len(table) % num_blocks))
+    positions = jnp.where(groups.sequence == sequence, groups.positions, -1)
+
+    def step(index: Int[Array, ""], found: _Softmax) -> _Softmax:
+        blocks = jax.lax.dynamic_slice_in_dim(table, index * num_blocks, num_blocks)
+        first = index * num_expanded
+        keys, values = _expand(read_blocks(pages, layer, blocks[None])[0], first, num_keys, k_up, v_up)
+        sees = positions.max(axis=1) >= first
+        order = jnp.nonzero(sees, size=num_groups, fill_value=0)[0]
+
+        def attend_group(place: Int[Array, ""], found: _Softmax) -> _Softmax:
+            group = order[place]
+            is_seen = first + jnp.arange(num_expanded) <= positions[group][:, None]
+            now = _merge(
+                jax.tree.map(lambda part: part[group], found), groups.queries[group], keys, values, is_seen, scale
+            )
+            return jax.tree.map(lambda part, own: part.at[group].set(own), found, now)
+
+        return jax.lax.fori_loop(0, sees.sum(), attend_group, found)
+
+    return jax.lax.fori_loop(0, (num_keys + num_expanded - 1) // num_expanded, step, found)
+
+
+def _expand(
+    latents: Float[Array, "s f"],
+    first: Int[Array, ""],
+    num_keys: Int[Array, ""],
+    k_up: Float[Array, "h nope r"],
+    v_up: Float[Array, "h v r"],
+) -> tuple[Float[Array, "h s k"], Float[Array, "h s v"]]:
+    """Keys and values of consecutive tokens; zeros beyond the sequence's last, whatever lies there."""
+    is_there = first + jnp.arange(len(latents)) < num_keys
+    latents = jnp.where(is_there[:, None], latents, 0).astype(k_up.dtype)
+    rank = k_up.shape[2]
+    keys = product("sr,hkr->shk", latents[:, :rank], k_up).swapaxes(0, 1)
+    values = product("sr,hvr->shv", latents[:, :rank], v_up).swapaxes(0, 1)
+    rotated = jnp.broadcast_to(latents[:, rank:], (len(keys), *latents[:, rank:].shape))
+    return jnp.concatenate([keys, rotated], axis=-1), values
+
+
+def _merge(
+    softmax: _Softmax,  # of one group: without its first dimension
+    queries: Float[Array, "h q k"],
+    keys: Float[Array, "h s k"],
+    values: Float[Array, "h s v"],
+    is_seen: Bool[Array, "q s"],
+    scale: float,
+) -> _Softmax:
+    scores = jnp.einsum("hqk,hsk->hqs", queries, keys, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(is_seen, scores, -jnp.inf)
+    peak = jnp.maximum(softmax.peak, scores.max(axis=-1))
+    finite = jnp.where(jnp.isfinite(peak), peak, 0.0)  # 0 where no key was seen
+    weights = jnp.exp(scores - finite[..., None])
+    decay = jnp.exp(softmax.peak - finite)
+    mixed = jnp.einsum("hqs,hsv->hqv", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    total = softmax.total * decay + weights.sum(axis=-1)
+    return _Softmax(peak, total, softmax.mixed * decay[..., None] + mixed)
