@@ -21,7 +21,7 @@ def attend(queries, pages, layer, tables, positions, k_up, v_up):
         return expanded_attention(queries, pages, layer, tables, positions, k_up, v_up, scale=SCALE)
 
 
-def case(sequences, *, padding_rows=0, block_size=16, seed=0):
+def case(sequences, *, padding_rows=0, block_size=16, seed=0) -> tuple[np.ndarray, ...]:
     """Chunks of sequences, (first position, number of tokens), in rows of `TILE` as a prefill step has them.
 
     Blocks are scattered; what no query may see is huge, or no block.
@@ -41,11 +41,9 @@ def case(sequences, *, padding_rows=0, block_size=16, seed=0):
         positions += list(np.where(at < count, start + at, -1).reshape(rows, TILE))
     tables += [np.zeros(columns, np.int32)] * padding_rows
     positions += [np.full(TILE, -1)] * padding_rows
-    queries = 2 * rng.normal(size=(len(tables), TILE, HEADS, NOPE + ROPE))
-    k_up, v_up = rng.normal(size=(HEADS, NOPE, RANK)), rng.normal(size=(HEADS, VALUE, RANK))
-    floats = (np.float32(each) for each in (queries, k_up, v_up))
-    queries, k_up, v_up = floats
-    return queries, pages, np.int32(1), np.array(tables, np.int32), np.array(positions, np.int32), k_up, v_up
+    queries = (2 * rng.normal(size=(len(tables), TILE, HEADS, NOPE + ROPE))).astype(np.float32)
+    k_up, v_up = (rng.normal(size=(HEADS, own, RANK)).astype(np.float32) for own in (NOPE, VALUE))
+    return queries, pages, np.array(1), np.array(tables, np.int32), np.array(positions, np.int32), k_up, v_up
 
 
 def expected(queries, pages, layer, tables, positions, k_up, v_up):
