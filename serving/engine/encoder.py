@@ -91,7 +91,9 @@ class StepEncoder:
         )
 
     def _num_padded(self, chunks: Sequence[PrefillChunk]) -> int:
-        return sum(self._num_rows(chunk) for chunk in chunks) * self._shapes.q_tile
+        """A single row may be shorter than others."""
+        num_rows = sum(map(self._num_rows, chunks))
+        return len(chunks[0].tokens) if num_rows == 1 else num_rows * self._shapes.q_tile
 
     def _num_rows(self, chunk: PrefillChunk) -> int:
         return -(-len(chunk.tokens) // self._shapes.q_tile)

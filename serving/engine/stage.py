@@ -164,7 +164,7 @@ class Blueprint:
 
     def _stream(self, kind: StepKind, bucket: int) -> jax.ShapeDtypeStruct:
         """The shape of the activations that come from the stage before."""
-        tile = self.shapes.q_tile if kind is StepKind.PREFILL else 1
+        tile = self.shapes.prefill_tile(bucket) if kind is StepKind.PREFILL else 1
         rows = self.shapes.num_partitions * bucket // tile
         return self._cut(rows, tile, self.part.model.config.hidden_size, dtype=self._dtype)
 

@@ -112,9 +112,9 @@ class StepShapes:
     columns_per_sequence: int  # of a block table: a block of each group
     groups: BlockGroups = PLAIN
     max_context_tokens: int
-    q_tile: int  # queries per row of a prefill: a row belongs to one sequence
+    q_tile: int  # queries per row of a prefill, at most: a row belongs to one sequence
     q_len: int = 1  # positions per row of a decode, at most
-    prefill_buckets: tuple[int, ...]  # padded tokens, ascending, multiples of q_tile
+    prefill_buckets: tuple[int, ...]  # padded tokens, ascending: multiples of q_tile, or of one row that is shorter
     decode_buckets: tuple[int, ...]  # rows, ascending to slots_per_partition; empty for a worker that only prefills
     transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
 
@@ -154,12 +154,17 @@ class StepShapes:
             case StepKind.DRAW | StepKind.NOTE:
                 return self._draw()
 
+    def prefill_tile(self, bucket: int) -> int:
+        """Queries per row of a prefill bucket: the smallest may be less than a whole row."""
+        return min(self.q_tile, bucket)
+
     def _prefill(self, bucket: int) -> StepLayout:
-        rows, num_slots = bucket // self.q_tile, self.slots_per_partition
+        tile = self.prefill_tile(bucket)
+        rows, num_slots = bucket // tile, self.slots_per_partition
         return StepLayout(
             (
-                Field("tokens", (rows, self.q_tile)),
-                Field("positions", (rows, self.q_tile), neutral=-1),  # below 0: padding
+                Field("tokens", (rows, tile)),
+                Field("positions", (rows, tile), neutral=-1),  # below 0: padding
                 self._tables(rows),
                 Field("sample_from", (num_slots,)),  # flat index into tokens
             )

@@ -54,9 +54,12 @@ std::vector<Queries> queries_of(const AttentionCall& call, long n) {
   const long most = std::max(1L, max_rows / call.h);
   std::vector<Queries> all;
   for (long row = 0; row < n; ++row) {
-    for (long first = 0; first < call.t; first += most) {
-      const long count = std::min(most, call.t - first);
+    for (long first = 0, count; first < call.t; first += count) {
+      count = std::min(most, call.t - first);
       const int32_t* positions = call.positions + row * call.t + first;
+      // Padding behind a row's tokens is an item of its own, which looks at no key.
+      const auto is_padding = [&](long query) { return positions[query] < 0; };
+      for (const bool begins_so = is_padding(0); is_padding(count - 1) != begins_so;) --count;
       const long last = *std::max_element(positions, positions + count);
       all.push_back({row, first, count, std::max(0L, std::min(last + 1, call.m * call.block_size))});
     }

@@ -25,6 +25,9 @@ DEFAULT_MAX_CONTEXT_TOKENS = 8192
 HARMLESS_SLOT_BYTES = 1 << 26  # of so few nothing is asked
 SLOT_BYTES_PER_TOKEN = 9  # of a slot's rows: logits, counts, and whether the prompt has it
 Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded to a multiple
+# Of a chunk with so few tokens, as where a cached prefix leaves the last ones: padded to a whole row such a step takes
+# twice as long (measured).
+FEW_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +144,7 @@ def step_shapes(config: Config, context_tokens: int, role: WorkerRole, groups: S
         groups=block_groups(config, groups),
         max_context_tokens=context_tokens,
         q_tile=Q_TILE,
-        prefill_buckets=buckets(config.prefill.chunk_tokens, Q_TILE),
+        prefill_buckets=(FEW_TOKENS, *buckets(config.prefill.chunk_tokens, Q_TILE)),
         decode_buckets=() if role == "prefill" else buckets(slots_per_partition),
         transfer_buckets=() if role == "both" else buckets(max(1, config.prefill.chunk_tokens // config.kv.block_size)),
     )

@@ -136,6 +136,29 @@ def test_a_decode_step_takes_the_smallest_bucket_that_holds_each_partition_s_row
             assert_empty(fields_of(step), padding, partition)
 
 
+@pytest.mark.parametrize(("lengths", "bucket"), [((1,), 2), ((2,), 2), ((3,), 4), ((5,), 8), ((1, 1), 8)])
+def test_a_few_tokens_of_one_sequence_take_a_row_that_is_shorter_than_others(lengths, bucket):
+    """Each partition has such a row; several sequences have whole rows."""
+    shapes = replace(SHAPES, prefill_buckets=(2, 4, 8, 16))
+    slots = [SlotId(1, index) for index in range(len(lengths))]
+    chunks = [
+        chunk(request(n), slot, 6, range(9, 9 + length), [4, 2, 3], ((0, slot),))
+        for n, (slot, length) in enumerate(zip(slots, lengths, strict=True))
+    ]
+    step = StepEncoder(shapes).encode(PrefillPlan(number=0, chunks=tuple(chunks)))
+    assert step.bucket == bucket
+    fields = shapes.layout(StepKind.PREFILL, bucket).views(step.metadata)
+    tile = min(TILE, bucket)
+    assert fields["tokens"].shape == (2, bucket // tile, tile)
+    assert (fields["positions"][0] == -1).all()
+    for row, length in enumerate(lengths):
+        flat, begin = fields["positions"][1].reshape(-1), row * tile
+        assert flat[begin : begin + length].tolist() == list(range(6, 6 + length))
+        assert (flat[begin + length : begin + tile] == -1).all()
+        assert fields["block_tables"][1, row, 0, :3].tolist() == [4, 2, 3]
+        assert fields["sample_from"][1, row] == begin + length - 1
+
+
 def test_rows_say_how_many_positions_they_have_where_these_can_be_several():
     shapes = replace(SHAPES, q_len=4)
     rows = tuple(replace(row(request(), SlotId(0, n)), q_len=q_len) for n, q_len in enumerate([4, 1]))

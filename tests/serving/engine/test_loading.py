@@ -21,7 +21,13 @@ from moonshard.models.spec import ModelError
 from moonshard.serving.config.keys import Config, ConfigError, DecodeConfig, KvConfig, ModelConfig, PrefillConfig
 from moonshard.serving.engine import loading
 from moonshard.serving.engine.capacity import memory, sizes
-from moonshard.serving.engine.capacity.sizes import DEFAULT_MAX_CONTEXT_TOKENS, Q_TILE, buckets, resolve_dtype
+from moonshard.serving.engine.capacity.sizes import (
+    DEFAULT_MAX_CONTEXT_TOKENS,
+    FEW_TOKENS,
+    Q_TILE,
+    buckets,
+    resolve_dtype,
+)
 from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.loading import load_model
 from moonshard.sharding.experts import place_experts
@@ -63,7 +69,7 @@ def test_the_pool_and_the_steps_have_the_configured_sizes():
     shapes, pool = size(config(num_blocks=64, decode=DecodeConfig(max_slots=6)))
     assert (pool.num_partitions, pool.slots_per_partition, pool.blocks_per_partition) == (1, 6, 64)
     assert (shapes.max_context_tokens, shapes.columns_per_sequence) == (64 * BLOCK_SIZE, 64)
-    assert (shapes.prefill_buckets, shapes.q_tile) == ((32, 64, 128), Q_TILE)
+    assert (shapes.prefill_buckets, shapes.q_tile) == ((FEW_TOKENS, 32, 64, 128), Q_TILE)
     assert shapes.decode_buckets == (1, 2, 4, 6)
     assert (shapes.num_partitions, shapes.slots_per_partition) == (1, 6)
 
