@@ -26,6 +26,7 @@ from moonshard.models.kimi.rotary import rotary_frequencies, rotate, softmax_sca
 from moonshard.models.kimi.weights import Attention, Mlp, Stack, Weights
 from moonshard.models.model import Attend, Batch, Observations
 from moonshard.models.native import attention as native_attention
+from moonshard.models.native import expanded_attention as native_expanded
 from moonshard.models.product import Stacked, product
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
@@ -73,11 +74,16 @@ def attend_expanded(
     *,
     scale: float,
 ) -> tuple[Float[Array, "n t h v"], Pages]:
-    """Writes the tokens' latents, then attends over the keys and values that everything written stands for."""
+    """Writes the tokens' latents, then attends over the keys and values that everything written stands for.
+
+    By a kernel where the weights are left in their stacks.
+    """
     tables, positions = batch.block_tables[:, 0], batch.positions  # of the only group
     pages = write_tokens(pages, layer, tables, positions, features)
-    k_up, v_up = (up.copied() if isinstance(up, Stacked) else up for up in (w.k_up, w.v_up))
-    k_up, v_up = k_up.astype(queries.dtype), v_up.astype(queries.dtype)  # once, and not for every few keys
+    if isinstance(w.k_up, Stacked):
+        where = (pages, layer, tables, positions, w.k_up.stack, w.v_up.stack, w.k_up.layer)
+        return native_expanded.expanded_attention(queries, *where, scale=scale), pages
+    k_up, v_up = w.k_up.astype(queries.dtype), w.v_up.astype(queries.dtype)  # once, and not for every few keys
     return expanded_attention(queries, pages, layer, tables, positions, k_up, v_up, scale=scale), pages
 
 

@@ -10,58 +10,15 @@ from moonshard.models.expanded_attention import (
     expanded_attention,
     num_queries_to_expand,
 )
+from tests.models.expanded_cases import SCALE, TILE, case, expected
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
-HEADS, NOPE, ROPE, VALUE, RANK, TILE, LAYERS, SCALE = 2, 6, 4, 5, 8, 32, 2, 0.3
 
 
 @jax.jit
 def attend(queries, pages, layer, tables, positions, k_up, v_up):
     with jax.default_matmul_precision("highest"):
         return expanded_attention(queries, pages, layer, tables, positions, k_up, v_up, scale=SCALE)
-
-
-def case(sequences, *, padding_rows=0, block_size=16, seed=0) -> tuple[np.ndarray, ...]:
-    """Chunks of sequences, (first position, number of tokens), in rows of `TILE` as a prefill step has them.
-
-    Blocks are scattered; what no query may see is huge, or no block.
-    """
-    rng = np.random.default_rng(seed)
-    columns = 2 + max(start + count for start, count in sequences) // block_size
-    pages = np.full((len(sequences) * columns + 2, LAYERS, block_size, RANK + ROPE), 1e30, np.float32)
-    blocks, tables, positions = rng.permutation(len(pages)).astype(np.int32), [], []
-    for index, (start, count) in enumerate(sequences):
-        table = blocks[index * columns : (index + 1) * columns].copy()
-        for position in range(start + count):
-            pages[table[position // block_size], 1, position % block_size] = rng.normal(size=RANK + ROPE)
-        table[-(-(start + count) // block_size) :] = len(pages)
-        rows = -(-count // TILE)
-        tables += [table] * rows
-        at = np.arange(rows * TILE)
-        positions += list(np.where(at < count, start + at, -1).reshape(rows, TILE))
-    tables += [np.zeros(columns, np.int32)] * padding_rows
-    positions += [np.full(TILE, -1)] * padding_rows
-    queries = (2 * rng.normal(size=(len(tables), TILE, HEADS, NOPE + ROPE))).astype(np.float32)
-    k_up, v_up = (rng.normal(size=(HEADS, own, RANK)).astype(np.float32) for own in (NOPE, VALUE))
-    return queries, pages, np.array(1), np.array(tables, np.int32), np.array(positions, np.int32), k_up, v_up
-
-
-def expected(queries, pages, layer, tables, positions, k_up, v_up):
-    """Query by query, in float64."""
-    out = np.zeros((*queries.shape[:3], VALUE))
-    for row, query in np.ndindex(positions.shape):
-        seen = np.arange(positions[row, query] + 1)
-        if not len(seen):
-            continue
-        size = pages.shape[2]
-        latents = pages[tables[row][seen // size], layer, seen % size].astype(np.float64)
-        keys = np.einsum("sr,hkr->hsk", latents[:, :RANK], k_up.astype(np.float64))
-        keys = np.concatenate([keys, np.broadcast_to(latents[:, RANK:], (HEADS, len(seen), ROPE))], axis=2)
-        scores = np.einsum("hk,hsk->hs", queries[row, query].astype(np.float64), keys) * SCALE
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        mixed = weights / weights.sum(axis=1, keepdims=True) @ latents[:, :RANK]
-        out[row, query] = np.einsum("hr,hvr->hv", mixed, v_up.astype(np.float64))
-    return out
 
 
 @pytest.mark.parametrize(

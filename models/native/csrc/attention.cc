@@ -3,11 +3,11 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "library.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 
 namespace moonshard {
 namespace {
@@ -17,25 +17,6 @@ namespace ffi = xla::ffi;
 constexpr long max_rows = 128;        // query positions times heads of an item, unless one position has more heads
 constexpr long items_per_thread = 4;  // so that a thread that is interrupted leaves its share to the others
 constexpr long max_partial_floats = 8 << 20;  // beyond, what could be cut over threads is not
-
-// Floats that a thread keeps from call to call, so that they are mapped once. They begin on a cache line.
-class Scratch {
- public:
-  float* room_for(long count) {
-    if (count > size_) {
-      floats_.reset();
-      floats_.reset(new float[count + line]);
-      size_ = count;
-    }
-    const auto address = reinterpret_cast<uintptr_t>(floats_.get()) / sizeof(float);
-    return floats_.get() + (line - address % line) % line;
-  }
-
- private:
-  static constexpr long line = 16;
-  std::unique_ptr<float[]> floats_;
-  long size_ = 0;
-};
 
 // Parts of some queries' keys: all of them, or those of one item among several, whose softmaxes are merged afterwards.
 struct Item {

@@ -10,7 +10,8 @@ namespace moonshard {
 namespace {
 
 constexpr int version = 3;
-const Kernel* const kernels[] = {&attention, &experts, &exponential, &stacked_product, &zeros};
+const Kernel* const kernels[] = {&attention,   &expanded_attention, &experts,
+                                 &exponential, &stacked_product,    &zeros};
 
 }  // namespace
 }  // namespace moonshard

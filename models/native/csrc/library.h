@@ -14,7 +14,7 @@ struct Kernel {
 };
 
 // Every kernel there is; `library.cc` lists them too.
-extern const Kernel attention, experts, exponential, stacked_product, zeros;
+extern const Kernel attention, expanded_attention, experts, exponential, stacked_product, zeros;
 
 // Weights are float or bfloat16.
 inline bool is_bf16(const xla::ffi::AnyBuffer& stack) { return stack.element_type() == xla::ffi::BF16; }

@@ -36,6 +36,7 @@ EQUATIONS = {  # of the weights that a layer has, with those that kernels take a
     "nthk,hkr->nthr": True,
     "ntk,rhk->nthr": False,
 }
+LONG = 64  # tokens of a chunk whose keys are expanded
 SIZES = {"n": 3, "t": 2, "d": 20, "g": 2, "f": 12, "h": 4, "k": 6, "r": 9, "v": 5}
 
 
@@ -54,11 +55,12 @@ def test_a_product_in_place_is_the_einsum_whatever_it_sums_over(equation, is_tak
     assert is_called == (is_taken and rows * SIZES["t"] <= MAX_ROWS)
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, LONG])
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-def test_a_model_in_place_gives_the_logits_of_the_reference(dtype, error):
+def test_a_model_in_place_gives_the_logits_of_the_reference(dtype, error, chunk_tokens):
     checkpoint, model = open_model(FIXTURES / "kimi_k2")
     loaded = weights.load(model.declare(), checkpoint, dtype, build_mesh(MeshShape()))
-    found, _ = _logits(model, loaded, in_place=True, dtype=dtype)
+    found, _ = _logits(model, loaded, in_place=True, dtype=dtype, chunk_tokens=chunk_tokens)
     expected, margin = _logits(model, loaded, in_place=False, dtype=dtype)
     # Rounding may send a token to another expert where two score nearly the same, and whatever attends to it differs.
     is_clear = margin > error / 3
@@ -66,7 +68,9 @@ def test_a_model_in_place_gives_the_logits_of_the_reference(dtype, error):
     np.testing.assert_allclose(found[is_clear], expected[is_clear], atol=error * np.abs(expected).max())
 
 
-def _logits(model: Model, loaded, *, in_place: bool, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def _logits(
+    model: Model, loaded, *, in_place: bool, dtype: str, chunk_tokens: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Of the real tokens of two rows with padding; and of each the smallest router margin up to it."""
     mesh, (group,) = build_mesh(MeshShape()), model.kv_groups(dtype)
     positions = np.where(np.arange(8) < 6, np.arange(8), -1)[None].repeat(2, axis=0).astype(np.int32)
@@ -77,7 +81,8 @@ def _logits(model: Model, loaded, *, in_place: bool, dtype: str) -> tuple[np.nda
     def run(loaded, batch):
         pages = allocate_pages(2, len(group.layers), 8, group.num_features, dtype=dtype, sharding=replicated(mesh))
         backend = grouped_experts if in_place else moe.blocks
-        hidden, _, seen = model.forward(loaded, pages, batch, backend=backend, in_place=in_place, observe=True)
+        how = {"backend": backend, "in_place": in_place, "chunk_tokens": chunk_tokens}
+        hidden, _, seen = model.forward(loaded, pages, batch, observe=True, **how)
         logits = model.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), in_place=in_place)
         assert seen is not None
         assert seen.router_margin is not None
@@ -88,8 +93,9 @@ def _logits(model: Model, loaded, *, in_place: bool, dtype: str) -> tuple[np.nda
     return logits, margin
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, LONG])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_weights_held_as_they_are_stored_give_the_logits_of_weights_that_were_widened(tmp_path, in_place):
+def test_weights_held_as_they_are_stored_give_the_logits_of_weights_that_were_widened(tmp_path, in_place, chunk_tokens):
     """Nothing but the order of sums differs: a bfloat16 is a float32."""
     checkpoint, model = _rounded(tmp_path)
     mesh = build_mesh(MeshShape())
@@ -99,7 +105,8 @@ def test_weights_held_as_they_are_stored_give_the_logits_of_weights_that_were_wi
     matrices = [*jax.tree.leaves(native.experts), native.embed, native.head, native.sparse.attention.k_up]
     assert all(leaf.dtype == jnp.bfloat16 for leaf in matrices)
     assert native.norm.dtype == native.sparse.router.bias.dtype == jnp.float32
-    found, expected = (_logits(model, loaded, in_place=in_place, dtype="float32")[0] for loaded in (native, wide))
+    how = {"in_place": in_place, "dtype": "float32", "chunk_tokens": chunk_tokens}
+    found, expected = (_logits(model, loaded, **how)[0] for loaded in (native, wide))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 

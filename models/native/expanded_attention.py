@@ -1,0 +1,53 @@
+"""Paged latent attention of long chunks for CPUs: keys and values are expanded once a step, from where latents lie.
+
+It takes the place of `models.expanded_attention.expanded_attention`, which is its reference, and reads W_uk and W_uv in
+their stacks. Consecutive rows whose blocks are the same are a chunk, and share what is expanded. Sums are float32, and
+a query's result is the same, bit by bit, in whatever batch, with whatever other queries, and on however many threads.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moonshard.kv.pages import Pages
+from moonshard.models.native.library import target
+from moonshard.sharding.arrays import Array, Float, Int
+
+
+def expanded_attention(
+    queries: Float[Array, "n t h k"],
+    pages: Pages,
+    layer: Int[Array, ""],
+    block_tables: Int[Array, "n m"],
+    positions: Int[Array, "n t"],
+    k_up: Float[Array, "l h nope r"],
+    v_up: Float[Array, "l h v r"],
+    up_layer: Int[Array, ""],
+    *,
+    scale: float,
+    form: str | None = None,
+) -> Float[Array, "n t h v"]:
+    """As `models.expanded_attention.expanded_attention`, with layer `up_layer` of the stacks `k_up` and `v_up`.
+
+    The pages are float32 or bfloat16, and so are both stacks.
+
+    Args:
+        form: the instruction set; None: the best that there is.
+
+    Raises:
+        LibraryError: no library, or no such form.
+    """
+    out = jax.ShapeDtypeStruct((*queries.shape[:3], v_up.shape[2]), jnp.float32)
+    call = jax.ffi.ffi_call(target("expanded_attention", form), out, vmap_method="sequential")
+    values = call(
+        queries.astype(jnp.float32),
+        pages,
+        layer.astype(jnp.int32),
+        block_tables.astype(jnp.int32),
+        positions.astype(jnp.int32),
+        k_up,
+        v_up,
+        up_layer.astype(jnp.int32),
+        scale=np.float32(scale),
+    )
+    return values.astype(queries.dtype)
