@@ -7,6 +7,7 @@ packing of metadata are `engine.encoder`'s.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moonshard.serving.control.request import Logprobs, Output, Request, SequenceId, SlotId
 
@@ -79,8 +80,7 @@ class CopyPlan:
     pairs: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """The next tokens of one sequence. The input token is the last sampled or loaded into the slot; the host may not
     know it.
 
@@ -95,9 +95,9 @@ class DecodeRow:
     request: Request
     slot: SlotId
     position: int
+    block_table: tuple[int, ...]
     q_len: int = 1
     allowed: TokenMask | None = None  # of `q_len` positions; None: any token
-    block_table: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +109,7 @@ class DecodePlan:
 type Plan = LoadPlan | PrefillPlan | CopyPlan | DecodePlan
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The tokens that a step emitted for one sequence, in order: one from a prefill, at most `q_len` from a row.
 
     `logprobs` has one for each of them, or is empty.

@@ -1,11 +1,13 @@
 """The nouns of the control plane: what a request asks, and what a step gives back.
 
 Pure: no jax, no grpc, no clock. Everything here is immutable, so that a plan made from it stays true while a step is in
-flight. Text never appears: the gateway tokenises before and detokenises after.
+flight. Text never appears: the gateway tokenises before and detokenises after. What is made or hashed for every token
+is a named tuple: a frozen dataclass takes several times as long.
 """
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moonshard.serving.control.sampling_parameters import Sampling
 
@@ -38,8 +40,7 @@ class Request:
     block_names: tuple[bytes, ...] = ()  # of the prompt's full blocks, from the first on, as far as they are known
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class SequenceId:
+class SequenceId(NamedTuple):
     """One choice of one request."""
 
     request_id: bytes
@@ -62,8 +63,7 @@ class Logprobs:
     top: tuple[tuple[int, float], ...]  # (token, logprob), most likely first
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What one step gave one sequence. The last output of a sequence carries its finish reason."""
 
     sequence: SequenceId

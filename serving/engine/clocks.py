@@ -57,11 +57,11 @@ class RequestClocks:
 
     def phases(self, output: Output, now_ns: int) -> Phases | None:
         """The phases that an output closes: those of a sequence's first output here, and of its last."""
-        clock, choice = self._clocks[output.sequence.request_id], output.sequence.choice
-        is_first = choice not in clock.first_token_ns
-        first_ns = clock.first_token_ns.setdefault(choice, now_ns)
-        if not is_first and output.finish is None:
+        request_id, choice = output.sequence
+        clock = self._clocks[request_id]
+        if output.finish is None and choice in clock.first_token_ns:  # nearly every output
             return None
+        first_ns = clock.first_token_ns.setdefault(choice, now_ns)
         launched_ns = clock.launched_ns if clock.launched_ns is not None else first_ns
         waited_ms = (launched_ns - clock.arrived_ns) / 1e6
         if clock.land_ms is not None:

@@ -8,6 +8,7 @@ with slots and blocks as the partition counts them.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,13 +22,20 @@ from moonshard.serving.control.plan import (
     PrefillPlan,
     TokenMask,
 )
-from moonshard.serving.control.request import Request, SequenceId
+from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
 ANY_TOKEN = 0xFFFFFFFF  # a word of a mask
-_Written = tuple[SequenceId, tuple[int, ...]]  # whose row it is, and the blocks that stand in it
+
+
+class _Written(NamedTuple):
+    """What stands in a row, by identity: an equal id may be of another request."""
+
+    sequence: SequenceId
+    block_table: tuple[int, ...]
+    slot: SlotId
 
 
 class StepEncoder:
@@ -36,7 +44,8 @@ class StepEncoder:
     def __init__(self, shapes: StepShapes, bucket_for: Callable[[StepKind, int], int] | None = None):
         """`bucket_for`: the bucket of a kind that holds a size; by default the smallest of the shapes' that does."""
         self._shapes = shapes
-        self._bucket_for = bucket_for or (lambda kind, size: smallest(shapes.buckets[kind], size))
+        sizes = shapes.buckets
+        self._bucket_for = bucket_for or (lambda kind, size: smallest(sizes[kind], size))
         self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
         self._places = () if shapes.groups.is_plain else _places(shapes)
         decode, draw = shapes.layout(StepKind.DECODE, shapes.slots_per_partition), self._layouts[StepKind.DRAW, 0]
@@ -45,6 +54,8 @@ class StepEncoder:
         self._drawn, draws = draw.blank(shapes.num_partitions)  # of the last decode step
         self._rows = [_of(rows | draws, partition) for partition in range(shapes.num_partitions)]
         self._written: list[list[_Written | None]] = [[None] * shapes.slots_per_partition for _ in self._rows]
+        self._num_written = [0] * shapes.num_partitions  # rows, from the first on: those behind them are blank
+        self._decodes = {size: self._blank(StepKind.DECODE, size) for size in shapes.decode_buckets}
 
     @property
     def max_transfer_blocks(self) -> int:
@@ -135,27 +146,34 @@ class StepEncoder:
     def _encode_decode(self, plan: DecodePlan) -> Step:
         by_partition = self._by_partition(plan.rows)
         bucket = self._bucket_for(StepKind.DECODE, max(map(len, by_partition)))
-        packed, fields = self._blank(StepKind.DECODE, bucket)
-        draws: dict[SequenceId, int] = {}
+        packed, fields = self._decodes[bucket]  # of the last step of this size: every row of it is written again
         for partition, rows in enumerate(by_partition):
-            for index, row in enumerate(rows):
-                self._write_row(partition, index, row)
-                draws[row.sequence] = partition * self._shapes.slots_per_partition + index
-            for index in range(len(rows), self._shapes.slots_per_partition):  # all: the draws' array goes out whole
-                self._clear_row(partition, index)
+            self._write_rows(partition, rows)
+            own = self._rows[partition]
             for name, field in fields.items():
-                field[partition] = self._rows[partition][name][:bucket]
-            self._rows[partition]["num_rows"][...] = len(rows)
-        masks = {draws[row.sequence]: (row.q_len, row.allowed) for row in plan.rows if row.allowed is not None}
+                field[partition] = own[name][:bucket]
+        draws = self._draws_of(plan)
+        pairs = zip(draws, plan.rows, strict=True)
+        masks = {draw: (row.q_len, row.allowed) for draw, row in pairs if row.allowed is not None}
         return Step(
             plan.number,
             StepKind.DECODE,
             bucket,
-            packed,
+            packed.copy(),
             sampling=self._drawn.copy(),
             allowed=self._allowed(masks) if masks else None,
-            draws=tuple(draws[row.sequence] for row in plan.rows),
+            draws=draws,
         )
+
+    def _draws_of(self, plan: DecodePlan) -> tuple[int, ...]:
+        """The row of the draws of each of the plan's rows."""
+        if self._shapes.num_partitions == 1:
+            return tuple(range(len(plan.rows)))
+        per_partition = self._shapes.slots_per_partition
+        ends = [
+            itertools.count(start) for start in range(0, self._shapes.num_partitions * per_partition, per_partition)
+        ]
+        return tuple(next(ends[row.slot.partition]) for row in plan.rows)
 
     def _allowed(self, masks: Mapping[int, tuple[int, TokenMask]]) -> np.ndarray:
         """For each row of the draws that has a mask, its number of positions and the mask. Other rows may draw any
@@ -168,26 +186,44 @@ class StepEncoder:
             found[draw, :num_positions] = np.frombuffer(mask, "<u4").reshape(num_positions, shape[2])
         return found.reshape(self._shapes.num_partitions, -1, *shape[1:])
 
+    def _write_rows(self, partition: int, rows: Sequence[DecodeRow]) -> None:
+        """Writes one partition's rows: positions of all, and of each row the rest where that has changed."""
+        fields, written, count = self._rows[partition], self._written[partition], len(rows)
+        positions = np.array([row.position for row in rows], np.int32)
+        fields["positions"][:count] = positions
+        fields["sample_position"][:count] = positions + 1
+        for index, row in enumerate(rows):
+            found = written[index]
+            if found is None or not (
+                found.sequence is row.sequence and found.block_table is row.block_table and found.slot is row.slot
+            ):
+                self._write_row(partition, index, row)
+            if row.request.min_tokens:
+                fields["bans_stops"][index] = _bans_stops(row.request, row.position + 1)
+        if self._shapes.q_len > 1:
+            fields["q_len"][:count] = [row.q_len for row in rows]
+        for index in range(count, self._num_written[partition]):  # the draws' array goes out whole
+            self._clear_row(partition, index)
+        self._num_written[partition] = count
+        fields["num_rows"][...] = count
+
     def _write_row(self, partition: int, index: int, row: DecodeRow) -> None:
+        """What stays from step to step: all but the positions, and whether stop tokens are banned yet."""
         fields, written = self._rows[partition], self._written[partition][index]
-        if written is None or written[0] is not row.sequence:  # an equal id may be of another request
+        if written is None or written.sequence is not row.sequence:
             _write_sampling(fields, index, row.request, row.sequence.choice)
-        if written is None or written[1] is not row.block_table:
+            fields["bans_stops"][index] = _bans_stops(row.request, row.position + 1)
+        if written is None or written.block_table is not row.block_table:
             self._write_table(fields["block_tables"][index], row.block_table)
-        self._written[partition][index] = (row.sequence, row.block_table)
         # preempted, a sequence may come back to its row in another slot
         fields["slot"][index] = fields["sample_slot"][index] = row.slot.index
-        fields["positions"][index] = row.position
-        if self._shapes.q_len > 1:
-            fields["q_len"][index] = row.q_len
-        _write_position(fields, index, row.request, row.position + 1)
+        self._written[partition][index] = _Written(row.sequence, row.block_table, row.slot)
 
     def _clear_row(self, partition: int, index: int) -> None:
-        if self._written[partition][index] is not None:
-            for name, field in self._rows[partition].items():
-                if field.ndim:  # a value of the whole step is no row's
-                    field[index] = self._blank_rows[name][0, index]
-            self._written[partition][index] = None
+        for name, field in self._rows[partition].items():
+            if field.ndim:  # a value of the whole step is no row's
+                field[index] = self._blank_rows[name][0, index]
+        self._written[partition][index] = None
 
     def _encode_load(self, plan: LoadPlan) -> Step:
         packed, fields = self._blank(StepKind.LOAD)
@@ -265,5 +301,9 @@ def _write_sampling(fields: Fields, row: int, request: Request, choice: int) -> 
 def _write_position(fields: Fields, row: int, request: Request, position: int) -> None:
     """`position` is that of the token to be drawn."""
     fields["sample_position"][row] = position
-    is_early = position - len(request.prompt) < request.min_tokens
-    fields["bans_stops"][row] = is_early and bool(request.stop_token_ids)
+    fields["bans_stops"][row] = _bans_stops(request, position)
+
+
+def _bans_stops(request: Request, position: int) -> bool:
+    """Whether the token at that position is too early to be a stop token."""
+    return position - len(request.prompt) < request.min_tokens and bool(request.stop_token_ids)

@@ -204,7 +204,8 @@ class Engine:
 
     def _emit(self, done: StepDone, delivered: Delivered) -> None:
         if delivered.outputs:
-            emitted = tuple(Emitted(output=o, phases=self._clocks.phases(o, done.done_ns)) for o in delivered.outputs)
+            phases, done_ns = self._clocks.phases, done.done_ns
+            emitted = tuple([Emitted(output, phases(output, done_ns)) for output in delivered.outputs])
             self._events.on_step(StepReport(number=done.number, emitted=emitted, ended=delivered.ended))
         for request_id in delivered.ended:
             self._clocks.forget(request_id)
@@ -238,10 +239,10 @@ def _results(plan: Plan, drawn: Drawn) -> dict[SequenceId, Sampled]:
             owners = [(sequence, chunk.request) for chunk in chunks for sequence, _ in chunk.samples]
         case LoadPlan() | CopyPlan():
             owners = []
-    tokens, counts = drawn.tokens.tolist(), drawn.num_emitted.tolist()
+    drawn_rows = zip(owners, drawn.tokens.tolist(), drawn.num_emitted.tolist(), strict=True)
     return {
-        sequence: Sampled(tuple(tokens[row][: counts[row]]), _logprobs(drawn, row, request.num_logprobs))
-        for row, (sequence, request) in enumerate(owners)
+        sequence: Sampled(tuple(tokens[:count]), _logprobs(drawn, row, request.num_logprobs))
+        for row, ((sequence, request), tokens, count) in enumerate(drawn_rows)
     }
 
 

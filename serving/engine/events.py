@@ -5,7 +5,7 @@ launched when the step that is being launched has been.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from moonshard.serving.control.batching.queue import QueueTimeout
 from moonshard.serving.control.plan import Plan, PrefillPlan
@@ -14,9 +14,8 @@ from moonshard.serving.engine.clocks import Phases
 from moonshard.serving.engine.device import StepDone
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Emitted:
-    """An output, with the phases it closed: on a sequence's first token and on its last."""
+class Emitted(NamedTuple):
+    """An output, with the phases it closed: on a sequence's first token and on its last. Made for every token."""
 
     output: Output
     phases: Phases | None

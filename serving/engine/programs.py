@@ -113,7 +113,7 @@ class Programs:
         step, results = launched.step, launched.results
         match step.kind:
             case StepKind.PREFILL | StepKind.DECODE if step.sampling is not None:
-                return _drawn(np.asarray(results[0])[list(step.draws)])
+                return _drawn(_rows(np.asarray(results[0]), step.draws))
             case StepKind.EXPORT:
                 collected = zip(self.stages, results, strict=True)
                 parts = [stage.shards.collect(result, step.partition) for stage, result in collected]
@@ -168,13 +168,19 @@ class Programs:
 
 
 def _drawn(packed: np.ndarray) -> Drawn:
-    """The tokens of a stage's draws, one for each row."""
+    """The tokens of a stage's draws, one for each row: views of `packed` [rows, columns]."""
     top = (packed.shape[1] - 2) // 2
-    packed = packed[:, None]
+    words = packed[:, None]
+    floats = words.view(np.float32)
     return Drawn(
         num_emitted=np.ones(len(packed), np.int32),
-        tokens=packed[..., 0],
-        logprobs=np.ascontiguousarray(packed[..., 1]).view(np.float32),
-        top_ids=packed[..., 2 : 2 + top],
-        top_logprobs=np.ascontiguousarray(packed[..., 2 + top :]).view(np.float32),
+        tokens=words[..., 0],
+        logprobs=floats[..., 1],
+        top_ids=words[..., 2 : 2 + top],
+        top_logprobs=floats[..., 2 + top :],
     )
+
+
+def _rows(draws: np.ndarray, rows: tuple[int, ...]) -> np.ndarray:
+    """The rows of the draws in the order of `rows`. Of one partition they are the first ones, and not copied."""
+    return draws[: len(rows)] if rows == tuple(range(len(rows))) else draws[list(rows)]

@@ -7,6 +7,7 @@ numpy, `unpack` inside the jitted program. Which step comes next is the schedule
 `engine.stage`'s.
 """
 
+import bisect
 import enum
 import itertools
 import math
@@ -231,5 +232,5 @@ def _column(parameter: Parameter, rows: int) -> Field:
 
 
 def smallest(buckets: tuple[int, ...], size: int) -> int:
-    """The smallest bucket that holds `size`."""
-    return next(bucket for bucket in buckets if bucket >= size)
+    """The smallest bucket that holds `size`; `buckets` are ascending. IndexError where none does."""
+    return buckets[bisect.bisect_left(buckets, size)]

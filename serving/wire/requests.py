@@ -154,9 +154,12 @@ def failed(request_id: bytes, error: RequestError) -> link_pb2.WorkerMessage:
 
 def sequence_output(emitted: Emitted) -> link_pb2.SequenceOutput:
     output = emitted.output
+    request_id, choice = output.sequence
+    if emitted.phases is None and output.finish is None and not output.logprobs:  # nearly every token's
+        return link_pb2.SequenceOutput(request_id=request_id, choice=choice, token_ids=output.token_ids)
     return link_pb2.SequenceOutput(
-        request_id=output.sequence.request_id,
-        choice=output.sequence.choice,
+        request_id=request_id,
+        choice=choice,
         token_ids=output.token_ids,
         logprobs=[
             _position_logprobs(token, logprobs)

@@ -20,6 +20,7 @@ from moonshard.rpc.status import FailedPrecondition, InvalidArgument, Overloaded
 if TYPE_CHECKING:
     from moonshard.serving.worker.worker import Worker
 
+SERVICE = link_pb2.DESCRIPTOR.services_by_name["Worker"]
 LOAD_PERIOD_S = 0.25  # metrics and routing lag by no more where no step says how things are: after a cancel, above all
 MAX_UNREAD_BYTES = 8 * 1024 * 1024  # minutes of the tokens of a full batch
 MESSAGE_OVERHEAD_BYTES = 256  # of a message in the queue, however small
@@ -29,11 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 class LinkSession:
-    """One stream's outgoing side. Once more waits than `MAX_UNREAD_BYTES`, it has overflowed and takes no more."""
+    """One stream's outgoing side, of encoded messages. Once more waits than `MAX_UNREAD_BYTES`, it has overflowed and
+    takes no more.
+    """
 
     def __init__(self) -> None:
         self.overflowed = asyncio.Event()
-        self._waiting: deque[link_pb2.WorkerMessage] = deque()
+        self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
         self._news = asyncio.Event()
         self._has_ended = False
@@ -47,8 +50,9 @@ class LinkSession:
             self._waiting.clear()
             self.overflowed.set()
             return
-        self._num_bytes += _size(message)
-        self._waiting.append(message)
+        encoded = message.SerializeToString()
+        self._num_bytes += len(encoded) + MESSAGE_OVERHEAD_BYTES
+        self._waiting.append(encoded)
         self._news.set()
 
     def end(self) -> None:
@@ -60,17 +64,13 @@ class LinkSession:
         """Sends what waits, until the session has ended."""
         while True:
             while self._waiting:
-                message = self._waiting.popleft()
-                self._num_bytes -= _size(message)
-                await context.write(message)
+                encoded = self._waiting.popleft()
+                self._num_bytes -= len(encoded) + MESSAGE_OVERHEAD_BYTES
+                await context.write(encoded)
             if self._has_ended:
                 return
             self._news.clear()
             await self._news.wait()
-
-
-def _size(message: link_pb2.WorkerMessage) -> int:
-    return message.ByteSize() + MESSAGE_OVERHEAD_BYTES
 
 
 class LinkServicer(link_pb2_grpc.WorkerServicer):
@@ -78,6 +78,19 @@ class LinkServicer(link_pb2_grpc.WorkerServicer):
 
     def __init__(self, worker: asyncio.Future["Worker"]):
         self._worker = worker
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the service with a `Link` that writes bytes: a session encodes each message once, when it takes it."""
+        inspect = grpc.stream_unary_rpc_method_handler(
+            self.Inspect,
+            request_deserializer=link_pb2.InspectRequest.FromString,
+            response_serializer=link_pb2.Inspection.SerializeToString,
+        )
+        link = grpc.stream_stream_rpc_method_handler(
+            self.Link, request_deserializer=link_pb2.GatewayMessage.FromString, response_serializer=None
+        )
+        handlers = {"Link": link, "Inspect": inspect}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
 
     async def Link(
         self, request_iterator: AsyncIterator[link_pb2.GatewayMessage], context: grpc.aio.ServicerContext

@@ -119,9 +119,13 @@ class Links:
     def send_outputs(self, step: int, by_link: Outputs, load: link_pb2.WorkerLoad) -> None:
         """One message per link, whatever the number of its requests."""
         for link, outputs in by_link.items():
-            output = link_pb2.StepOutput(step=step, outputs=outputs, load=load)
-            output.load.num_seen = self._open[link].num_seen
-            link.send(link_pb2.WorkerMessage(step=output))
+            message = link_pb2.WorkerMessage()  # filled in place: a message that is given another one copies it
+            told = message.step
+            told.step = step
+            told.outputs.extend(outputs)
+            load.num_seen = self._open[link].num_seen
+            told.load.CopyFrom(load)
+            link.send(message)
 
     def tell_prefixes(self) -> None:
         """Called at intervals and not with every step: what a router knows may be that old."""

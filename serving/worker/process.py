@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moonshard.kv.listening import listening_ports
-from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.addresses import host_port
 from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
@@ -33,7 +32,7 @@ from moonshard.serving.observe.rows.schema import STARTS, STEPS
 from moonshard.serving.observe.rows.steps import NO_STEPS, RecordedSteps
 from moonshard.serving.observe.spans.export import exporting
 from moonshard.serving.transfer.transports import KvTransports
-from moonshard.serving.worker.link_service import LinkServicer
+from moonshard.serving.worker.link_service import SERVICE, LinkServicer
 
 if TYPE_CHECKING:  # what needs jax is imported once the port is open
     from moonshard.serving.engine.loading import LoadedModel
@@ -41,7 +40,6 @@ if TYPE_CHECKING:  # what needs jax is imported once the port is open
     from moonshard.serving.worker.loaded import Loaded
     from moonshard.serving.worker.worker import Worker
 
-SERVICE_NAME = link_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 STOP_GRACE_S = 1.0
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # a million tokens of prompt and as many answered, block names; KV writes have 1 MiB
 # The device threads hold Python's lock for microseconds, the event loop for milliseconds: at the default of 5 ms a step
@@ -101,10 +99,10 @@ async def _listening(
         host=config.worker.host,
         port=port_of(config, role),
         add_servicers=[
-            lambda server: link_pb2_grpc.add_WorkerServicer_to_server(LinkServicer(ready), server),
+            LinkServicer(ready).add_to,
             transports.add_to,
         ],
-        service_names=[SERVICE_NAME],
+        service_names=[SERVICE.full_name],
         tls=server_tls(config),
         key=key,
         max_message_bytes=MAX_LINK_MESSAGE_BYTES,

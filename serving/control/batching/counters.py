@@ -19,6 +19,18 @@ class Totals:
     decode_tokens: int = 0
     wasted_tokens: int = 0  # emitted for a sequence that had ended, or behind the token that ended it
 
+    def snapshot(self) -> "Totals":
+        """A copy: field by field, since it is made with every step's message."""
+        return Totals(
+            num_preemptions=self.num_preemptions,
+            num_prefill_steps=self.num_prefill_steps,
+            num_decode_steps=self.num_decode_steps,
+            prefill_tokens=self.prefill_tokens,
+            cached_tokens=self.cached_tokens,
+            decode_tokens=self.decode_tokens,
+            wasted_tokens=self.wasted_tokens,
+        )
+
     def count_launch(self, plan: Plan) -> None:
         if isinstance(plan, PrefillPlan):
             self.num_prefill_steps += 1

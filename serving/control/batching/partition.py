@@ -14,7 +14,7 @@ from moonshard.serving.control.batching.counters import Totals
 from moonshard.serving.control.batching.landed import LandedRequests
 from moonshard.serving.control.batching.launches import Launches
 from moonshard.serving.control.batching.queue import WaitingLine
-from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase
+from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase, active_tokens
 from moonshard.serving.control.batching.slots import Slots
 from moonshard.serving.control.plan import PrefillChunk
 
@@ -204,7 +204,7 @@ class Partition:
     @property
     def active_tokens(self) -> int:
         """How many tokens the running sequences have, counting the most that launched steps may add."""
-        return sum(occupancy.sequence.num_tokens + occupancy.num_pending for occupancy in self.slots.running())
+        return active_tokens(self.slots.running())
 
     @property
     def landed_tokens(self) -> int:

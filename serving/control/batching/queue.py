@@ -83,6 +83,8 @@ class WaitingLine:
 
         Choices that will be forked from their leader need none.
         """
+        if not self._returning and not self._queue:
+            return 0
         queued = sum(len(accepted.request.prompt) - accepted.num_known_tokens for accepted in self._queue)
         return queued + sum(sequence.num_tokens for sequence in self._returning)
 
@@ -110,6 +112,8 @@ class WaitingLine:
 
     def head(self) -> Sequence | None:
         """The oldest here, whose turn it is."""
+        if not self._returning and not self._queue:  # nearly every step finds it so
+            return None
         return next(iter(self), None)
 
     def take(self, sequence: Sequence) -> None:
@@ -126,5 +130,7 @@ class WaitingLine:
 
     def expire(self, now_s: float) -> list[tuple[bytes, QueueTimeout]]:
         """Takes out the requests that waited too long for their first admission. Whoever once ran never expires."""
+        if not self._queue:
+            return []
         error = QueueTimeout(retry_after_s=self._queue_timeout_s)
         return [(accepted.request.id, error) for accepted in self._queue.expire(now_s)]

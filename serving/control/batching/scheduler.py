@@ -30,7 +30,7 @@ keep the true lengths on the device and let the host count too many until it hea
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moonshard.kv.blocks import BlockPool, PartitionCounts
 from moonshard.kv.prefix import PrefixCache
@@ -39,7 +39,7 @@ from moonshard.serving.control.batching.landed import LandedRequest
 from moonshard.serving.control.batching.launches import Draw, Launches
 from moonshard.serving.control.batching.partition import Partition, PartitionConfig
 from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, check_fits, check_resumed
-from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase, finish_reason
+from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase, active_tokens, finish_reason
 from moonshard.serving.control.fifo import is_full
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, Delivered, Plan, PrefillPlan, Results, Sampled
 from moonshard.serving.control.request import Output, Request
@@ -286,12 +286,13 @@ class Scheduler:
             self._finish(occupancy)
         if not num_taken:
             return None
+        is_whole = num_taken == num_tokens
         return Output(
-            sequence=sequence.id,
-            token_ids=sampled.tokens[:num_taken],
-            logprobs=sampled.logprobs[:num_taken],
-            finish=finish,
-            num_cached_tokens=(sequence.num_cached_tokens or 0) if is_first else 0,
+            sequence.id,
+            sampled.tokens if is_whole else sampled.tokens[:num_taken],
+            sampled.logprobs if is_whole else sampled.logprobs[:num_taken],
+            finish,
+            (sequence.num_cached_tokens or 0) if is_first else 0,
         )
 
     def _finish(self, occupancy: Occupancy) -> None:
@@ -335,12 +336,13 @@ class Scheduler:
 
     def counters(self) -> Counters:
         """A snapshot; costs O(accepted requests)."""
-        num_running = sum(len(partition.slots.running()) for partition in self._partitions)
-        num_live = sum(accepted.num_live for accepted in self._accepted.values())
+        num_live = sum([accepted.num_live for accepted in self._accepted.values()])
+        running = [partition.slots.running() for partition in self._partitions]
+        num_running = sum(map(len, running))
         return Counters(
-            totals=replace(self._totals),
+            totals=self._totals.snapshot(),
             num_running=num_running,
             num_waiting=num_live - num_running,
-            queued_tokens=tuple(partition.queued_tokens for partition in self._partitions),
-            active_tokens=tuple(partition.active_tokens for partition in self._partitions),
+            queued_tokens=tuple([partition.queued_tokens for partition in self._partitions]),
+            active_tokens=tuple(map(active_tokens, running)),
         )

@@ -7,7 +7,7 @@ these and not stored a second time. Every decision is the scheduler's.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 
 from moonshard.kv.prefix import BlockName, block_names
@@ -182,11 +182,10 @@ class Occupancy:
         )
 
     def row(self, q_len: int) -> DecodeRow:
-        return DecodeRow(
-            sequence=self.sequence.id,
-            request=self.sequence.request,
-            slot=self.slot,
-            position=self.num_computed,
-            q_len=q_len,
-            block_table=self.blocks,
-        )
+        sequence = self.sequence
+        return DecodeRow(sequence.id, sequence.accepted.request, self.slot, self.num_computed, self.blocks, q_len)
+
+
+def active_tokens(occupancies: Iterable[Occupancy]) -> int:
+    """How many tokens they have, counting the most that launched steps may add."""
+    return sum([occupancy.sequence.num_tokens + occupancy.num_pending for occupancy in occupancies])

@@ -36,7 +36,7 @@ class PreparedPrograms:
         self._by_stage: tuple[dict[ProgramKey, Callable[..., Any]], ...] = tuple(
             {key: blueprint.program(key) for key in blueprint.keys} for blueprint in blueprints
         )
-        self._ready = shapes.buckets
+        self._ready = self._sizes = shapes.buckets
         self._taken: set[tuple[int, ProgramKey]] = set()
         self._taking = threading.Lock()
         self._num_asked: Counter[ProgramKey] = Counter()
@@ -101,8 +101,11 @@ class PreparedPrograms:
 
         A smaller one that is missing is told once (`tell_missing`), after it would have served `MIN_ASKED` steps.
         """
-        bucket = smallest(self._ready[kind], size)
-        best = smallest(self.shapes.buckets[kind], size)
+        ready, sizes = self._ready[kind], self._sizes[kind]
+        bucket = smallest(ready, size)
+        if len(ready) == len(sizes):  # all are there
+            return bucket
+        best = smallest(sizes, size)
         if best < bucket:
             self._num_asked[kind, best] += 1
             if self._num_asked[kind, best] == MIN_ASKED:

@@ -25,6 +25,8 @@ from moonshard.serving.chat.tool_calls import (
     free_call_id,
 )
 
+_UNFINISHED = pb.FINISH_REASON_UNSPECIFIED
+
 
 @dataclass(frozen=True, slots=True)
 class CallsMade:
@@ -83,7 +85,7 @@ class ChoiceStream:
 
     @property
     def is_ended(self) -> bool:
-        return self.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+        return self.finish_reason != _UNFINISHED
 
     def accept(self, output: link_pb2.SequenceOutput) -> pb.Delta | None:
         """What to tell the client of a step's output; None once the choice has ended.
@@ -91,13 +93,19 @@ class ChoiceStream:
         Run for every token: a message's field is looked at once, since that costs as much as what is done with it.
         """
         token_ids, finish_reason = list(output.token_ids), output.finish_reason
-        self.is_worker_done = finish_reason != pb.FINISH_REASON_UNSPECIFIED
-        if self.is_ended:
+        self.is_worker_done = finish_reason != _UNFINISHED
+        if self.finish_reason != _UNFINISHED:
             return None
         self.token_ids += token_ids
-        delta = pb.Delta(choice=self.index, token_ids=token_ids, finish_reason=finish_reason, logprobs=output.logprobs)
+        text, num_kept = "", len(token_ids)
         if self._detokenizer is not None:
             text, num_kept = self._text(self._detokenizer, token_ids, finish_reason)
+            if self._parser is None and finish_reason == _UNFINISHED and self._detokenizer.stop_string is None:
+                return pb.Delta(
+                    choice=self.index, token_ids=token_ids, text=text, logprobs=output.logprobs
+                )  # most are so
+        delta = pb.Delta(choice=self.index, token_ids=token_ids, finish_reason=finish_reason, logprobs=output.logprobs)
+        if self._detokenizer is not None:
             if self._detokenizer.stop_string is not None:
                 delta.stop_string, delta.finish_reason = self._detokenizer.stop_string, pb.FINISH_REASON_STOP
                 del delta.token_ids[num_kept:], delta.logprobs[num_kept:]
@@ -141,6 +149,10 @@ class ChoiceStream:
 
         A stop token gives no text, special or not. Neither does an id that the model has and the tokenizer has not.
         """
+        if len(token_ids) == 1 and finish_reason == _UNFINISHED:  # nearly every step
+            with suppress(TokenIdError):
+                return detokenizer.push_token(token_ids[0]), 1
+            return "", 1
         num_tokens, text = len(token_ids), ""
         spoken = token_ids[:-1] if finish_reason == pb.FINISH_REASON_STOP else token_ids
         for index, token in enumerate(spoken):

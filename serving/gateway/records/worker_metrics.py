@@ -8,6 +8,7 @@ role; vLLM's names are given for workers that decode, which is what its boards a
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -208,13 +209,17 @@ class StepObserver:
 
     metrics: GatewayMetrics
     seen: dict[int, int] = field(default_factory=dict)  # by worker
+    observed: dict[int, Histogram] = field(default_factory=dict)  # likewise: looked up once
 
     def __call__(self, worker_index: int, load: WorkerLoad) -> None:
         num_tokens = load.prefill_tokens + load.decode_tokens
         num_new = num_tokens - self.seen.get(worker_index, 0)
         self.seen[worker_index] = num_tokens
         if num_new > 0:  # nothing new: a heartbeat; fewer: the worker was restarted
-            self.metrics.step_tokens.labels(self.metrics.model_name, str(worker_index)).observe(num_new)
+            if (observed := self.observed.get(worker_index)) is None:
+                observed = self.metrics.step_tokens.labels(self.metrics.model_name, str(worker_index))
+                self.observed[worker_index] = observed
+            observed.observe(num_new)
 
 
 def _by_worker[Family: (CounterMetricFamily, GaugeMetricFamily)](

@@ -161,7 +161,7 @@ def test_a_few_tokens_of_one_sequence_take_a_row_that_is_shorter_than_others(len
 
 def test_rows_say_how_many_positions_they_have_where_these_can_be_several():
     shapes = replace(SHAPES, q_len=4)
-    rows = tuple(replace(row(request(), SlotId(0, n)), q_len=q_len) for n, q_len in enumerate([4, 1]))
+    rows = tuple(row(request(), SlotId(0, n))._replace(q_len=q_len) for n, q_len in enumerate([4, 1]))
     step = StepEncoder(shapes).encode(DecodePlan(number=0, rows=rows))
     assert shapes.layout(step.kind, step.bucket).views(step.metadata)["q_len"].tolist() == [[4, 1], [0, 0]]
     assert "q_len" not in {field.name for field in SHAPES.layout(StepKind.DECODE, 2).fields}
@@ -174,8 +174,8 @@ def words(*each: int) -> bytes:
 def test_masks_lie_by_row_and_position_and_whoever_has_none_may_draw_any_token():
     shapes, any_token = replace(SHAPES, q_len=2), [0xFFFFFFFF] * 3
     rows = [row(request(n), SlotId(n % 2, n // 2)) for n in range(4)]
-    rows[1] = replace(rows[1], q_len=2, allowed=words(1, 2, 3, 4, 5, 6))
-    rows[2] = replace(rows[2], allowed=words(7, 8, 9))
+    rows[1] = rows[1]._replace(q_len=2, allowed=words(1, 2, 3, 4, 5, 6))
+    rows[2] = rows[2]._replace(allowed=words(7, 8, 9))
     allowed = StepEncoder(shapes).encode(DecodePlan(number=0, rows=tuple(rows))).allowed
     assert allowed is not None
     assert (allowed.shape, allowed.dtype) == ((2, SLOTS, 2, 3), np.uint32)

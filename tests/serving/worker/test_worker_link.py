@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc import link_pb2
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.server.server import build_server
 from moonshard.serving.config.keys import Config, DecodeConfig, GatewayConfig, KvConfig, ModelConfig, PrefillConfig
@@ -59,7 +59,7 @@ async def serving(**gateway) -> AsyncIterator[tuple[Worker, str]]:
     server = build_server(
         host="127.0.0.1",
         port=0,
-        add_servicers=[lambda server: link_pb2_grpc.add_WorkerServicer_to_server(LinkServicer(ready), server)],
+        add_servicers=[LinkServicer(ready).add_to],
         service_names=["moonshard.v1.Worker"],
         key=own_key().proofs,
     )
