@@ -414,7 +414,8 @@ def histories(draw: st.DrawFn) -> list[tuple[DecodeRow, ...]]:
         for n in range(6)
     ]
     ids, positions = [SequenceId(each.id, 0) for each in asked], [3] * len(asked)
-    tables, slots = [(10 * n,) for n in range(len(asked))], dict[int, SlotId]()
+    tables: list[tuple[int, ...]] = [(10 * n,) for n in range(len(asked))]
+    slots = dict[int, SlotId]()
     steps: list[tuple[DecodeRow, ...]] = []
     for _ in range(draw(st.integers(1, 6))):
         chosen = draw(st.lists(st.sampled_from(range(len(asked))), unique=True, max_size=SLOTS))
