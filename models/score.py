@@ -67,7 +67,8 @@ class Scorer:
         @jax.jit
         def run(loaded, pages, batch):
             with jax.default_matmul_precision(precision):
-                hidden, _, seen = model.forward(loaded, pages, batch, backend=backend, observe=True)
+                how = {"backend": backend, "observe": True, "chunk_tokens": batch.tokens.size}
+                hidden, _, seen = model.forward(loaded, pages, batch, **how)
                 return model.unembed(loaded, hidden.reshape(-1, config.hidden_size)), seen
 
         self._run = run
