@@ -1,9 +1,10 @@
 """Multi-head latent attention over pages, absorbed: queries meet the latent itself, K and V are never expanded.
 
-One function serves prefill and decode. A row is a run of `t` queries of one sequence: a tile of a prompt's chunk, or
-one decode slot. Keys are read a few blocks at a time and their softmaxes merged as they come, so the work follows the
-longest context in the batch and not the length of the block table. Where the tokens of every block are cut over
-devices (context parallel), each attends over its own with all heads, and the partial softmaxes are merged.
+For decoding and short chunks; those of many tokens are `models.expanded_attention`'s. A row is a run of `t` queries of
+one sequence: a tile of a prompt's chunk, or one decode slot. Keys are read a few blocks at a time and their softmaxes
+merged as they come, so the work follows the longest context in the batch and not the length of the block table. Where
+the tokens of every block are cut over devices (context parallel), each attends over its own with all heads, and the
+partial softmaxes are merged.
 Sources: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C, for the absorbed form; online softmax as in
 FlashAttention (arXiv 2205.14135), section 3.1.
 """
