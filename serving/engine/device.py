@@ -9,8 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,8 +25,7 @@ class Executor(Protocol):
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepDone:
+class StepDone(NamedTuple):
     """A step whose tokens or blocks are on the host. Times are of this process's `perf_counter_ns`."""
 
     number: int
@@ -43,8 +41,7 @@ class StepDone:
     was_overlapped: bool  # launched before the previous step's tokens had reached the host
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     """A launched step. It keeps the step alive, whose payload the device may be reading."""
 
     step: Step

@@ -1,7 +1,7 @@
 """The pipeline's events as OpenAI's response objects: whole ones and stream chunks, of chats and of completions.
 
-A chunk's constant part is encoded once per request and only the choice per token. `stop_reason`, `token_ids` and
-`prompt_token_ids` are vLLM's additions, `timing` is ours: what gRPC's summary says.
+A chunk's constant part is encoded once per request, and of a choice that goes on with text all but that text.
+`stop_reason`, `token_ids` and `prompt_token_ids` are vLLM's additions, `timing` is ours: what gRPC's summary says.
 """
 
 import time
@@ -24,6 +24,7 @@ FINGERPRINT_CHARS = 12
 PADDED_BYTES = 64  # a padded chunk's length is a multiple of this, but for what ends it
 
 _encoder = msgspec.json.Encoder()
+_HERE = "a choice's text"  # stands for it where nothing else of a choice is spelled so
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +181,8 @@ class Chunks:
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._first_extra: dict[str, object] = {}
         self._opened: set[int] = set()
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # of each choice that goes on, what stands around its text
+        self._is_plain = not (envelope.has_token_ids or envelope.has_logprobs)
         self._offsets: dict[int, TextOffsets] = {}
         self._num_prompt = 0
         self._num_tokens = 0  # of all choices, so far
@@ -194,6 +197,8 @@ class Chunks:
         """Empty where the client is told nothing: its text is held back, or is a part of a call."""
         self._num_tokens += len(delta.token_ids)
         opening = self._opening(delta.choice)
+        if self._is_plain and not delta.finish_reason:  # nearly every token's
+            return opening + self._said(delta.choice, delta.text) if delta.text else opening
         if not (delta.text or delta.finish_reason or self._envelope.has_token_ids or self._envelope.has_logprobs):
             return opening
         choice = self._form.chunk_choice(delta, self._logprobs(delta))
@@ -213,8 +218,20 @@ class Chunks:
             asked["timing"] = timing_object(summary.timing)
         return self._head + b"]," + _encoder.encode(asked)[1:] + b"\n\n" if asked else b""
 
+    def _said(self, index: int, text: str) -> bytes:
+        """A chunk of a choice that goes on, byte for byte as `_chunk` has it."""
+        if (around := self._around.get(index)) is None:
+            choice = _encoder.encode(self._form.chunk_choice(pb.Delta(choice=index, text=_HERE), None))
+            before, _, after = choice.partition(_encoder.encode(_HERE))
+            around = self._around[index] = before, after
+        before, after = around
+        return self._finished(self._head + before + _encoder.encode(text) + after)
+
     def _chunk(self, choice: dict[str, object]) -> bytes:
-        chunk = self._head + _encoder.encode(choice) + b"]"
+        return self._finished(self._head + _encoder.encode(choice))
+
+    def _finished(self, chunk: bytes) -> bytes:
+        chunk += b"]"
         if extra := self._extra():
             chunk += b"," + _encoder.encode(extra)[1:-1]
         if self._envelope.is_padded:
