@@ -72,8 +72,8 @@ format: setup
 proto: setup  ## regenerate the gRPC code from rpc/*.proto
 	@$(BIN)/python -m grpc_tools.protoc -Imoonshard/rpc=rpc --python_out=src --pyi_out=src --grpc_python_out=src $(PROTOS:rpc/%=moonshard/rpc/%)
 
-bench: setup  ## latency and throughput table, JSON in results/bench
-	@$(BIN)/moonshard bench
+bench: setup  ## latency and throughput table, JSON in results/bench; PEERS="NAME=URL ...": other servers beside us
+	@$(BIN)/moonshard bench $(foreach peer,$(PEERS),--peer $(peer))
 
 bench-gpu:  ## on a machine with an NVIDIA GPU and jax and numpy: check, then measure
 	@PYTHONPATH=src $${PYTHON:-python3} -m moonshard.experiments.bench.gpu.command

@@ -88,7 +88,7 @@ def load(
     leaves, tree = jax.tree.flatten(params, is_leaf=is_param)
     arrays = []
     for index, param in enumerate(leaves):
-        target = _held_dtype(param, source, jnp.dtype(dtype), holding)
+        target = held_dtype(param, source, jnp.dtype(dtype), holding)
         arrays.append(_load_leaf(param, source, target, sharding_of(mesh, param.axes, param.shape, rules), on_read))
         progress(index + 1, len(leaves))
     return jax.tree.unflatten(tree, arrays)
@@ -105,7 +105,7 @@ def check_shapes(params: Any, source: TensorSource) -> None:
             pass
 
 
-def _held_dtype(param: Param, source: TensorSource, computed: np.dtype, holding: Holding | None) -> np.dtype:
+def held_dtype(param: Param, source: TensorSource, computed: np.dtype, holding: Holding | None) -> np.dtype:
     """What a parameter is held in. Of tensors that are stored differently and stacked, the widest decides."""
     if param.dtype is not None or holding is None or len(param.tensor_shape or param.shape[param.stacked :]) < 2:
         return jnp.dtype(param.dtype or computed)

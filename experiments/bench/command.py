@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
@@ -21,12 +22,17 @@ from typing import Annotated, Literal
 import msgspec
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 from moonshard.experiments.bench.costs.gateway_cost import measure_gateway
 from moonshard.experiments.bench.costs.recording_cost import measure_recording
 from moonshard.experiments.bench.costs.routing import measure_routing
 from moonshard.experiments.bench.meshes.measure import measure_meshes
+from moonshard.experiments.bench.peers import proportions
+from moonshard.experiments.bench.peers.beside import HUGGING_FACE, OURS, measure_beside
+from moonshard.experiments.bench.peers.completions import Peer, parse_peers
 from moonshard.experiments.bench.peers.peer import peers_of, run_peer
+from moonshard.experiments.bench.profile.measure import measure_profile
 from moonshard.experiments.bench.report import Report, footnotes, markdown, tables, to_json
 from moonshard.experiments.bench.serving.arrangements import measure_arrangements
 from moonshard.experiments.bench.serving.failover import measure_failover
@@ -54,8 +60,10 @@ Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
 Apart = Literal[
     "transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover"
 ]  # each with processes of its own
-Section = Part | Whole | Apart | Literal["start", "huggingface"]
+Real = Literal["peers", "profile"]  # of a checkpoint with a real model's proportions, where none is named
+Section = Part | Whole | Apart | Real | Literal["start", "huggingface"]
 Mode = Literal["aggregated", "disaggregated"]
+PeerUrls = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=URL")]
 MODES: Mapping[Whole, Mode] = {"served": "aggregated", "disaggregated": "disaggregated"}
 SERVED: tuple[Whole, ...] = ("served", "disaggregated")
 APART: tuple[Apart, ...] = (
@@ -63,7 +71,9 @@ APART: tuple[Apart, ...] = (
 )
 PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
-SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", *SERVED, "huggingface", *APART)
+REAL: tuple[Real, ...] = ("peers", "profile")
+SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", *SERVED, "huggingface", *APART, *REAL)
+PROPORTIONS = Path("results/bench/k2_proportions")  # the checkpoint of these parts, written where it is not there yet
 
 
 def bench(
@@ -72,30 +82,38 @@ def bench(
     quick: bool = False,
     only: Annotated[str, tyro.conf.arg(metavar="PART,...")] = "",
     trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    peer: PeerUrls = (),
     set: Overrides = (),
 ) -> int:
     """Measure latency and throughput, and print them beside Hugging Face transformers.
 
     Args:
-        model: a checkpoint folder; without one the embedded model.
+        model: a checkpoint folder; without one the embedded model, and for peers and profile one with Kimi K2's
+            proportions, which is written first.
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
-            handoff, meshes, routing, gateway, recording, arrangements, failover.
+            handoff, meshes, routing, gateway, recording, arrangements, failover, peers, profile.
         trace: for routing: what to replay, in Mooncake's format; without one sessions of agents that are made up.
+        peer: for peers: another OpenAI-compatible server that runs already and serves the same checkpoint, with the
+            name of its column. May be repeated.
         set: a key of the server's configuration, as for `moonshard serve`. May be repeated.
     """
     try:
         sections = sections_of(only)
         requests = None if trace is None else read_trace(trace)
+        peers = parse_peers(peer, taken=(*OURS, HUGGING_FACE))
+        if peers and "peers" not in sections:
+            raise ValueError("--peer: only the part peers asks them, and --only does not name it")
+        real = model or (proportions.once(PROPORTIONS) if any(section in REAL for section in sections) else None)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"moonshard bench: {error}\n")
         return 2
-    named = () if model is None else (f"model.path={model.resolve()}",)
-    config = load_config(None, (HANDED_OVER, NOBODY_REFUSED, *set, *named))
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     try:
-        report = run_bench(config, QUICK if quick else Plan(), sections, os.environ, console, requests)
+        plan = QUICK if quick else Plan()
+        report = run_bench(_config(set, model), plan, sections, os.environ, console, requests)
+        report = _with_real(report, _config(set, real), sections, peers, console)
     except (ServerFailed, TransportUnavailable, subprocess.CalledProcessError) as error:
         sys.stderr.write(f"moonshard bench: {error}\n")
         return 1
@@ -105,6 +123,15 @@ def bench(
         console.print(note, soft_wrap=True)
     console.print(f"written: {write(report, out)}", soft_wrap=True)
     return 0
+
+
+def _config(overrides: Sequence[str], model: Path | None) -> Config:
+    named = () if model is None else (f"model.path={model.resolve()}",)
+    return load_config(None, (HANDED_OVER, NOBODY_REFUSED, *overrides, *named))
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(f"[dim]{escape(text)}[/dim]", highlight=False)
 
 
 def sections_of(only: str) -> tuple[Section, ...]:
@@ -142,6 +169,20 @@ def run_bench(
         peer_reports=run.peer_reports,
         elapsed_s=time.perf_counter() - begun_s,
     )
+
+
+def _with_real(
+    report: Report, config: Config, sections: Sequence[Section], peers: Sequence[Peer], console: Console
+) -> Report:
+    """The report with the parts of `REAL`, as far as they were asked for. Raises as `run_bench`."""
+    begun_s, measured = time.perf_counter(), replace(config, worker=replace(config.worker, prepare="all"))
+    if "peers" in sections:
+        beside = measure_beside(measured, peers, report.plan, os.environ, partial(_say, console))
+        report = replace(report, beside=beside)
+    if "profile" in sections:
+        _say(console, "profile")
+        report = replace(report, profile=measure_profile(measured, report.plan, os.environ))
+    return replace(report, elapsed_s=report.elapsed_s + time.perf_counter() - begun_s)
 
 
 @dataclass(slots=True)
@@ -239,7 +280,7 @@ class _BenchRun:
         return replace(self.config, mode=mode, gateway=replace(self.config.gateway, port=0, grpc_port=0))
 
     def _say(self, text: str) -> None:
-        self.console.print(f"[dim]{text}[/dim]")
+        _say(self.console, text)
 
 
 def write(report: Report, folder: Path) -> Path:

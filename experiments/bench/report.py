@@ -9,6 +9,10 @@ from moonshard.experiments.bench.costs.gateway_cost import gateway_grid
 from moonshard.experiments.bench.costs.recording_cost import recorded_row_grid, recording_grid
 from moonshard.experiments.bench.costs.routing import replay_grid, speed_grid
 from moonshard.experiments.bench.meshes.tables import MESH_GRIDS
+from moonshard.experiments.bench.peers.beside import Beside
+from moonshard.experiments.bench.peers.table import as_cells, beside_grid
+from moonshard.experiments.bench.profile.record import Profile
+from moonshard.experiments.bench.profile.table import profile_grids
 from moonshard.experiments.bench.serving.arrangements import arrangement_grid
 from moonshard.experiments.bench.serving.failover import failover_grid
 from moonshard.experiments.bench.serving.handoff import handoff_grid
@@ -53,6 +57,8 @@ class Report:
     peer_engine: str | None  # None: not installed, or not asked for
     peer_reports: Sequence[Mapping[str, object]]
     elapsed_s: float
+    beside: Beside | None = None  # peers, where they were asked for
+    profile: Profile | None = None
 
     def times_faster(self, ours: Measurement) -> float | None:
         """Our median against the median of their rounds; None where they have no such figure."""
@@ -102,7 +108,8 @@ def grids(report: Report) -> list[Grid]:
     """A table for each part that was measured."""
     plain = [Grid(title=title, columns=COLUMNS, rows=tuple(rows(report, level))) for level, title in TITLES.items()]
     laid_out = [lay_out(report.measurements, report.plan) for lay_out in LAID_OUT]
-    return [grid for grid in (*plain, *laid_out) if grid.rows]
+    real = [beside_grid(report.beside), *profile_grids(report.profile)]
+    return [grid for grid in (*plain, *laid_out, *real) if grid.rows]
 
 
 def tables(report: Report) -> list[Table]:
@@ -139,6 +146,8 @@ def to_json(report: Report) -> dict[str, object]:
         "elapsed_s": report.elapsed_s,
         "measurements": [as_json(one) | _against_peer(report, one) for one in report.measurements],
         "huggingface": list(report.peer_reports),
+        "peers": as_cells(report.beside),
+        "profile": None if report.profile is None else asdict(report.profile),
     }
 
 

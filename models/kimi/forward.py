@@ -121,11 +121,13 @@ def _attend(
     scale = softmax_scale(config)
     if attend is None:
         queries = jnp.concatenate([queries[..., :nope], q_rope], axis=-1)
-        values, pages = attend_expanded(queries, features, pages, layer, batch, w, scale=scale)
+        with jax.named_scope("pages"):
+            values, pages = attend_expanded(queries, features, pages, layer, batch, w, scale=scale)
     else:
         q_latent = product("nthk,hkr->nthr", queries[..., :nope], w.k_up)
         queries = jnp.concatenate([q_latent, q_rope], axis=-1)
-        mixed, pages = attend(queries, features, pages, layer, batch, value_rank=r, scale=scale)
+        with jax.named_scope("pages"):
+            mixed, pages = attend(queries, features, pages, layer, batch, value_rank=r, scale=scale)
         values = product("nthr,hvr->nthv", mixed, w.v_up)
     out = shard.sum(product("nthv,dhv->ntd", values, w.out), shard.axes("heads"))
     return out + (w.out_bias if w.out_bias is not None else 0), pages
@@ -158,17 +160,19 @@ def _feed_forward(
     if w.router is None or experts is None:
         return shard.sum(out, shard.axes("ffw")), None
     flat = x.reshape(-1, x.shape[-1])
-    routing = moe.route(
-        flat,
-        w.router.gate,
-        w.router.bias,
-        top_k=config.num_experts_per_tok,
-        num_groups=config.n_group,
-        top_groups=config.topk_group,
-        normalise=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
-    )
-    routed = backend(flat, routing, valid.reshape(-1), experts, layer)
+    with jax.named_scope("router"):
+        routing = moe.route(
+            flat,
+            w.router.gate,
+            w.router.bias,
+            top_k=config.num_experts_per_tok,
+            num_groups=config.n_group,
+            top_groups=config.topk_group,
+            normalise=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        )
+    with jax.named_scope("experts"):
+        routed = backend(flat, routing, valid.reshape(-1), experts, layer)
     return _add_partial(shard, out, routed.reshape(x.shape)), routing
 
 
@@ -278,4 +282,5 @@ def unembed(
     head = weights.embed if weights.head is None else weights.head
     assert head is not None  # of the last stage
     given = Stacked(head[None], jnp.int32(0)) if in_place else head
-    return shard.gather(product("bd,vd->bv", hidden, given, accumulate=jnp.float32), "vocab")
+    with jax.named_scope("head"):
+        return shard.gather(product("bd,vd->bv", hidden, given, accumulate=jnp.float32), "vocab")

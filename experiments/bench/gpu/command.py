@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from moonshard.experiments.bench.floors.work import Ceilings
 from moonshard.experiments.bench.gpu.checks import MODELS, Check, check_models, check_sums
 from moonshard.experiments.bench.gpu.exchange import check_exchange, exchange_rows
 from moonshard.experiments.bench.gpu.rows import (
@@ -39,7 +40,6 @@ from moonshard.experiments.bench.gpu.serving.rows import as_json, print_served, 
 from moonshard.experiments.bench.gpu.slice import DTYPE, draw_pages, draw_weights
 from moonshard.experiments.bench.gpu.sweep import sweep_rows
 from moonshard.experiments.bench.gpu.timing import measure_ceilings
-from moonshard.experiments.bench.gpu.work import Ceilings
 from moonshard.models.experts import moe
 from moonshard.models.experts.grouped import grouped
 
@@ -231,7 +231,7 @@ def _as_json(row: Row) -> dict[str, Any]:
 
 
 def _spell_ceilings(ceilings: Ceilings) -> str:
-    copy, product = ceilings.copy_bytes_per_s / 1e12, ceilings.matmul_flops_per_s / 1e12
+    copy, product = ceilings.bytes_per_s / 1e12, ceilings.matmul_flops_per_s / 1e12
     return f"copy {copy:.2f} TB/s (read + written), bf16 product {product:.0f} TFLOP/s"
 
 

@@ -34,7 +34,7 @@ def exchange_rows(bench: Bench, pages: Pages) -> Iterator[Row]:
     for num_blocks in (num for num in NUM_BLOCKS if num <= len(pages)):
         blocks = jnp.arange(num_blocks)
         host = np.asarray(gather(pages, blocks))
-        floor_s = 2 * host.nbytes / bench.ceilings.copy_bytes_per_s
+        floor_s = 2 * host.nbytes / bench.ceilings.bytes_per_s
         note = f"{host.nbytes / 1e6:.1f} MB"
         gathered = measure(lambda blocks=blocks: gather(pages, blocks), bench.effort)
         yield Row(name=f"export, {num_blocks} blocks, on the device", timing=gathered, floor_s=floor_s, note=note)

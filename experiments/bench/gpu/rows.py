@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moonshard.experiments.bench.floors.work import Ceilings, attention_work, routed_work, step_work
 from moonshard.experiments.bench.gpu.checks import Check, draw_routing, relative_error
 from moonshard.experiments.bench.gpu.slice import (
     DTYPE,
@@ -23,7 +24,6 @@ from moonshard.experiments.bench.gpu.slice import (
     prefill_batch,
 )
 from moonshard.experiments.bench.gpu.timing import Effort, KernelTiming, measure
-from moonshard.experiments.bench.gpu.work import Ceilings, attention_work, routed_work, step_work
 from moonshard.kv.pages import Pages
 from moonshard.models.attention import latent_attention
 from moonshard.models.experts import moe

@@ -7,10 +7,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from moonshard.experiments.bench.floors.work import routed_work
 from moonshard.experiments.bench.gpu.rows import Bench, Row, draw_tokens, moe_call
 from moonshard.experiments.bench.gpu.slice import ITEM_BYTES
 from moonshard.experiments.bench.gpu.timing import measure
-from moonshard.experiments.bench.gpu.work import routed_work
 from moonshard.models.experts.grouped import Tiles, grouped, tiles_for
 
 

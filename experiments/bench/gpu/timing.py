@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moonshard.experiments.bench.gpu.work import Ceilings
+from moonshard.experiments.bench.floors.work import Ceilings
 
 WARM_UP_CALLS = 2
 
@@ -62,6 +62,6 @@ def measure_ceilings(copy_bytes: int, side: int, effort: Effort) -> Ceilings:
     copy = jax.jit(lambda x: x ^ jnp.uint32(1))  # a plain copy could become an alias
     product = jax.jit(lambda a, b: a @ b)
     return Ceilings(
-        copy_bytes_per_s=2 * source.nbytes / measure(lambda: copy(source), effort).median_s,
+        bytes_per_s=2 * source.nbytes / measure(lambda: copy(source), effort).median_s,
         matmul_flops_per_s=2 * side**3 / measure(lambda: product(left, right), effort).median_s,
     )

@@ -1,6 +1,6 @@
-"""What our figures are compared with: Hugging Face transformers, and a checkpoint of Kimi K2's proportions.
+"""What our figures are compared with: other servers, Hugging Face transformers, a checkpoint of Kimi K2's proportions.
 
-Our own measurements belong to `bench.serving` and `bench.steps`. `huggingface` runs in an environment of its own and
-imports nothing of moonshard.
-Begin with `peer`, which starts it.
+Our own measurements in more detail belong to `bench.serving` and `bench.steps`. Servers of others are only asked, never
+built or started. `huggingface` runs in an environment of its own and imports nothing of moonshard; `peer` starts it.
+Begin with `beside`, then `compare`.
 """

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ml_dtypes
@@ -126,6 +127,16 @@ def write(folder: Path) -> None:
     for file in POCKET.iterdir():
         if file.suffix in (".json", ".jinja") and not (folder / file.name).exists():
             shutil.copy(file, folder)
+
+
+def once(folder: Path) -> Path:
+    """The folder, written first where it is not there: whole, or not at all. OSError where that cannot be."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent) as unfinished:
+            write(Path(unfinished) / folder.name)
+            (Path(unfinished) / folder.name).rename(folder)
+    return folder
 
 
 def main() -> None:

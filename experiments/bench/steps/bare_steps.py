@@ -108,7 +108,7 @@ def _prefill(programs: Programs, steps: BareSteps, num_tokens: int, repeats: int
     for _ in range(repeats + 1):
         chunks = steps.prefill(0, num_tokens)
         begun_ns = time.perf_counter_ns()
-        _run(programs, chunks)
+        run_steps(programs, chunks)
         samples.append((time.perf_counter_ns() - begun_ns) / 1e6)
     name = f"prefill, {num_tokens} tokens"
     return Measurement(level="device", name=name, unit="ms", samples=tuple(samples[1:]))
@@ -116,17 +116,17 @@ def _prefill(programs: Programs, steps: BareSteps, num_tokens: int, repeats: int
 
 def _decode(programs: Programs, steps: BareSteps, batch: int, context_tokens: int, repeats: int) -> Measurement:
     for index in range(batch):
-        _run(programs, steps.prefill(index, context_tokens))
+        run_steps(programs, steps.prefill(index, context_tokens))
     samples: list[float] = []
     for repeat in range(repeats + 1):
-        arrivals_ns = _run(programs, steps.decode(range(batch), context_tokens, DECODE_STEPS))
+        arrivals_ns = run_steps(programs, steps.decode(range(batch), context_tokens, DECODE_STEPS))
         gaps_ms = [(after - before) / 1e6 for before, after in pairwise(arrivals_ns)]
         samples += gaps_ms if repeat else []
     name = f"decode step, batch {batch}, context {context_tokens}"
     return Measurement(level="device", name=name, unit="ms", samples=tuple(samples))
 
 
-def _run(programs: Programs, steps: Sequence[Step]) -> list[int]:
+def run_steps(programs: Programs, steps: Sequence[Step]) -> list[int]:
     """Runs the steps, each launched before the one before it is done: when each step's tokens were on the host."""
     arrivals_ns, behind = [], None
     for step in steps:

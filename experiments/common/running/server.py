@@ -41,11 +41,10 @@ class RunningServer:
     pids: Mapping[str, int]  # the gateway's and each worker's, by what it is called
 
     def peak_memory_mib(self, role: str) -> float:
-        """The high-water mark of resident memory (VmHWM of proc(5))."""
-        for line in Path(f"/proc/{self.pids[role]}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 1024
-        raise ServerFailed(f"the {role} has ended")
+        """The high-water mark of resident memory."""
+        if (peak := peak_memory_mib(self.pids[role])) is None:
+            raise ServerFailed(f"the {role} has ended")
+        return peak
 
     def cpu_s(self, role: str) -> float:
         """Processor time of all its threads since its start, in ticks of 10 ms or so."""
@@ -61,6 +60,15 @@ class RunningServer:
                 if sample.name.startswith("moonshard_"):
                     totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
         return totals
+
+
+def peak_memory_mib(pid: int) -> float | None:
+    """The high-water mark of a process's resident memory (VmHWM of proc(5)); None where it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 @contextmanager

@@ -28,3 +28,18 @@ def test_the_folder_is_a_whole_model_and_is_not_written_over(tmp_path: Path):
 
 def test_it_has_as_many_parameters_as_it_says():
     assert sum(math.prod(shape) for _, shape in proportions.shapes()) == pytest.approx(113.5e6, rel=1e-3)
+
+
+def test_a_folder_that_could_not_be_finished_is_not_there(tmp_path: Path, monkeypatch):
+    def half(folder: Path) -> None:
+        folder.mkdir()
+        raise OSError("no space left")
+
+    monkeypatch.setattr(proportions, "write", half)
+    with pytest.raises(OSError, match="no space"):
+        proportions.once(tmp_path / "deep" / "model")
+    assert not list((tmp_path / "deep").iterdir())
+    monkeypatch.setattr(proportions, "write", lambda folder: folder.mkdir())
+    assert proportions.once(tmp_path / "deep" / "model").is_dir()
+    monkeypatch.setattr(proportions, "write", half)
+    assert proportions.once(tmp_path / "deep" / "model").is_dir()

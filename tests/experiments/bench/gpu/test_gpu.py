@@ -12,14 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moonshard.experiments.bench.gpu import command as gpu
-from moonshard.experiments.bench.gpu.checks import Check, MoeCase, check_sums
-from moonshard.experiments.bench.gpu.rows import Bench
-from moonshard.experiments.bench.gpu.serving.steps import WORST_MEDIAN_ERROR
-from moonshard.experiments.bench.gpu.slice import decode_batch, draw_weights, kimi_k2_slice, prefill_batch
-from moonshard.experiments.bench.gpu.sweep import neighbours
-from moonshard.experiments.bench.gpu.timing import Effort, measure
-from moonshard.experiments.bench.gpu.work import (
+from moonshard.experiments.bench.floors.work import (
     Ceilings,
     Work,
     attention_work,
@@ -27,6 +20,13 @@ from moonshard.experiments.bench.gpu.work import (
     routed_work,
     step_work,
 )
+from moonshard.experiments.bench.gpu import command as gpu
+from moonshard.experiments.bench.gpu.checks import Check, MoeCase, check_sums
+from moonshard.experiments.bench.gpu.rows import Bench
+from moonshard.experiments.bench.gpu.serving.steps import WORST_MEDIAN_ERROR
+from moonshard.experiments.bench.gpu.slice import decode_batch, draw_weights, kimi_k2_slice, prefill_batch
+from moonshard.experiments.bench.gpu.sweep import neighbours
+from moonshard.experiments.bench.gpu.timing import Effort, measure
 from moonshard.experiments.reading.step_model import StepModel
 from moonshard.models.experts import grouped as moe_grouped
 from moonshard.models.experts import moe
@@ -130,7 +130,7 @@ def test_engines_that_answer_wrong_are_not_timed(monkeypatch):
     bench = Bench(
         sizes=TRIAL.sizes,
         loaded=None,
-        ceilings=Ceilings(copy_bytes_per_s=1.0, matmul_flops_per_s=1.0),
+        ceilings=Ceilings(bytes_per_s=1.0, matmul_flops_per_s=1.0),
         effort=TRIAL.effort,
         seed=1,
     )
@@ -198,7 +198,7 @@ def test_attention_counts_every_visible_key_of_every_query(spans):
 def test_a_decode_steps_floor_is_its_parts_one_after_another():
     model = kimi_k2_slice(2)
     work = step_work(model, [(1024, 1025)] * 16, [109, 111], 2)
-    ceilings = Ceilings(copy_bytes_per_s=4e12, matmul_flops_per_s=8e14)
+    ceilings = Ceilings(bytes_per_s=4e12, matmul_flops_per_s=8e14)
     experts = 220 * 3 * 7168 * 2048 * 2
     outside = (num_values(model.declare()) - 2 * 384 * 3 * 7168 * 2048 - 163840 * 7168 - 7168) * 2
     assert work.routed.num_bytes == experts
@@ -209,7 +209,7 @@ def test_a_decode_steps_floor_is_its_parts_one_after_another():
 
 @pytest.mark.parametrize(("num_bytes", "num_flops", "floor_s"), [(10, 1, 5.0), (1, 12, 3.0)])
 def test_a_floor_is_the_slower_of_moving_and_computing(num_bytes, num_flops, floor_s):
-    ceilings = Ceilings(copy_bytes_per_s=2, matmul_flops_per_s=4)
+    ceilings = Ceilings(bytes_per_s=2, matmul_flops_per_s=4)
     assert Work(num_bytes=num_bytes, num_flops=num_flops).floor_s(ceilings) == floor_s
 
 

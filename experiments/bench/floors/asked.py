@@ -1,0 +1,69 @@
+"""The least that a row of the table beside peers asks of a machine.
+
+Keys are counted in the middle of what a stream generates, experts as often as an even router hits them, a prompt as one
+step however it is cut into chunks.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from moonshard.experiments.bench.floors.work import ItemBytes, StepWork, Work, expected_experts, num_values, step_work
+from moonshard.experiments.bench.peers.rows import Cached, ClosedLoop, Decoding, Prefilling, Row
+from moonshard.models.model import LatentModel, Model
+from moonshard.models.registry import open_model
+from moonshard.models.spec import page_layers
+from moonshard.models.weights import held_dtype
+from moonshard.serving.config.keys import Config
+from moonshard.serving.engine.capacity.sizes import choose_sizes, resolve_dtype
+from moonshard.serving.engine.loading import reads_in_place
+
+
+def row_work(model: LatentModel, row: Row, size: ItemBytes) -> Work:
+    """Of a step for rows that give a step's time, of all of it for the others."""
+    match row:
+        case Decoding():
+            return decode_work(model, row.batch, row.prompt_tokens + row.completion_tokens // 2, size)
+        case Prefilling():
+            return prompt_work(model, row.prompt_tokens, size)
+        case Cached():
+            return decode_work(model, 1, row.prompt_tokens - 1, size)
+        case ClosedLoop():
+            later = row.completion_tokens - 1  # the first comes with the prompt
+            num_steps = row.num_requests * later / row.num_clients
+            step = decode_work(model, row.num_clients, row.prompt_tokens + later // 2, size)
+            return prompt_work(model, row.prompt_tokens, size).times(row.num_requests) + step.times(num_steps)
+
+
+def decode_work(model: LatentModel, batch: int, context_tokens: int, size: ItemBytes) -> Work:
+    """A step of so many sequences, each with a token at position `context_tokens`."""
+    return even_work(model, [(context_tokens, context_tokens + 1)] * batch, size).whole
+
+
+def prompt_work(model: LatentModel, num_tokens: int, size: ItemBytes) -> Work:
+    return even_work(model, [(0, num_tokens)], size).whole
+
+
+def even_work(model: LatentModel, spans: Sequence[tuple[int, int]], size: ItemBytes) -> StepWork:
+    """A step whose router is even."""
+    hit = expected_experts(model, sum(stop - start for start, stop in spans))
+    return step_work(model, spans, [hit] * model.config.num_moe_layers, size)
+
+
+def held_bytes(config: Config, model: Model, size: ItemBytes) -> tuple[float, float]:
+    """Of a worker that does both: its weights, and its pool of KV as configured."""
+    groups = model.kv_groups(resolve_dtype(config.model.dtype))
+    _, pool = choose_sizes(config, model, groups[0].dtype)
+    num_tokens = pool.num_partitions * pool.blocks_per_partition * config.kv.block_size
+    num_layers = page_layers(groups, range(model.config.num_hidden_layers))
+    return num_values(model.declare()) * size.weights, num_tokens * num_layers * groups[0].layer_bytes_per_token
+
+
+def item_bytes(config: Config) -> ItemBytes:
+    """Of a worker's matrices, nearly all of its weights, and of its KV."""
+    checkpoint, model = open_model(config.model.path)
+    dtype, platform = resolve_dtype(config.model.dtype), jax.devices()[0].platform
+    holding = config.model.weights if reads_in_place(platform) else None
+    table = held_dtype(model.declare().embed, checkpoint, jnp.dtype(dtype), holding)
+    return ItemBytes(weights=table.itemsize, kv=jnp.dtype(dtype).itemsize)
