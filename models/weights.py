@@ -57,7 +57,7 @@ def abstract(
     def leaf(param: Param) -> jax.ShapeDtypeStruct:
         sharding = sharding_of(mesh, param.axes, param.shape, rules)
         computed = jnp.dtype(dtype)
-        held = jnp.dtype(param.dtype or dtype) if source is None else _held_dtype(param, source, computed, holding)
+        held = jnp.dtype(param.dtype or dtype) if source is None else held_dtype(param, source, computed, holding)
         return jax.ShapeDtypeStruct(param.shape, held, sharding=sharding)
 
     return jax.tree.map(leaf, params, is_leaf=is_param)

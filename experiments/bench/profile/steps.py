@@ -65,11 +65,11 @@ def _times_ms(programs: Programs, run: Sequence[Step]) -> list[float]:
 
 def _known_operations(model: LoadedModel, step: ProgramKey) -> list[dict[str, Operation]]:
     """Those of the step's program, and of the one that draws tokens after it. Compiles both."""
-    (stage,) = model.programs.stages
-    found = []
+    prepared, found = model.programs.prepared, []
+    wanted = {each.key: each for each in (*prepared.needed, *prepared.others)}
     for key in (step, (StepKind.DRAW, 0)):
-        compiled = stage.blueprint.lower(key).compile()
-        stage.take(key, compiled)
+        compiled = wanted[key].blueprint.lower(key).compile()
+        prepared.take(wanted[key], compiled)
         operations = read_operations(compiled.as_text() or "")
         if key != step:
             operations = {name: replace(one, part=SAMPLING) for name, one in operations.items()}
