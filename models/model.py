@@ -62,6 +62,23 @@ class Attend(Protocol):
 
 
 @runtime_checkable
+class PagedAttention(Protocol):
+    """Attention of absorbed queries over paged latents on one device, as `models.attention.latent_attention`."""
+
+    def __call__(
+        self,
+        queries: Float[Array, "n t h f"],
+        pages: Pages,
+        layer: Int[Array, ""],
+        block_tables: Int[Array, "n m"],
+        positions: Int[Array, "n t"],
+        *,
+        value_rank: int,
+        scale: float,
+    ) -> Float[Array, "n t h r"]: ...
+
+
+@runtime_checkable
 class ModelSizes(Protocol):
     """The sizes that every family has, under Hugging Face's names. Hashable: it stands in the keys of programs."""
 
@@ -118,6 +135,7 @@ class Model(Protocol):
         unrolled: bool = False,
         in_place: bool = False,
         chunk_tokens: int | None = None,
+        attention: PagedAttention | None = None,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         """Runs all layers of these weights over a batch of rows, writing what they cache into the pages.
 
@@ -131,6 +149,7 @@ class Model(Protocol):
                 only on a CPU, where those are there. They have no gradient.
             chunk_tokens: the most tokens that one sequence has in the batch, in all of its rows; None: a row's. It
                 decides no more than what is faster.
+            attention: what attends over pages instead, where a device has whole blocks. It has no gradient either.
 
         Returns:
             The residual stream, on the last stage after the final norm; the pages; the observations if asked for.

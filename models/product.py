@@ -4,7 +4,7 @@ A quantised weight is another kind of leaf that this function knows, so that a f
 habit of jax-llm-examples). Such a format also touches how a folder is read (`folder.checkpoint`, `spec.Param`, whose
 leaf has one source and one dtype today, and `weights`), the family's names and scales (`kimi.weights`, and
 `kimi.config`, which refuses it today), and whoever cuts experts out of their stack or reads the shape of one
-(`experts.moe`, `experts.grouped`, `experts.exchange`). The formats have names in `spec.WeightFormat` already, and their
+(`experts.moe`, `gpu.experts`, `experts.exchange`). The formats have names in `spec.WeightFormat` already, and their
 bits in `kimi.footprint`.
 """
 

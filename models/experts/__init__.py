@@ -2,6 +2,6 @@
 
 Which expert lies on which device is decided in `sharding.experts`; a family's own layers belong to its folder, such as
 `models.kimi`.
-Begin with `moe`, whose backends share one signature. `grouped` is the backend for GPUs; the one for CPUs is
-`models.native.experts`.
+Begin with `moe`, whose backends share one signature. Backends of kernels are `models.gpu.experts` and
+`models.native.experts`, for CPUs.
 """

@@ -24,7 +24,7 @@ from moonshard.models.kimi import weights as weights_of
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.rotary import rotary_frequencies, rotate, softmax_scale
 from moonshard.models.kimi.weights import Attention, Mlp, Stack, Weights
-from moonshard.models.model import Attend, Batch, Observations
+from moonshard.models.model import Attend, Batch, Observations, PagedAttention
 from moonshard.models.native import attention as native_attention
 from moonshard.models.native import expanded_attention as native_expanded
 from moonshard.models.product import Stacked, product
@@ -49,14 +49,13 @@ def attend_paged(
     value_rank: int,
     scale: float,
     shard: Shard = ALONE,
-    in_place: bool = False,
+    attention: PagedAttention = latent_attention,
 ) -> tuple[Float[Array, "n t h r"], Pages]:
-    """Writes the tokens' latents, then attends over everything written; `in_place` by a kernel, that copies none."""
+    """Writes the tokens' latents, then attends over everything written; by `attention` where blocks are whole."""
     tables, positions = batch.block_tables[:, 0], batch.positions  # of the only group
     cut = TokenCut(part=shard.part("kv_tokens"), num_parts=shard.num_parts("kv_tokens"))
     pages = write_tokens(pages, layer, tables, positions, features, cut)
     if cut.num_parts == 1:
-        attention = native_attention.latent_attention if in_place else latent_attention
         return attention(queries, pages, layer, tables, positions, value_rank=value_rank, scale=scale), pages
     partial = partial_attention(
         shard.gather_heads(queries), pages, layer, tables, positions, value_rank=value_rank, scale=scale, cut=cut
@@ -200,11 +199,14 @@ def forward(
     unrolled: bool = False,
     in_place: bool = False,
     chunk_tokens: int | None = None,
+    attention: PagedAttention | None = None,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
     """`models.model.Model.forward` of this family: what is cached are the tokens' latents."""
     valid = batch.positions >= 0
-    if attend is None and not expands(config, chunk_tokens or batch.positions.shape[1], shard):
-        attend = functools.partial(attend_paged, shard=shard, in_place=in_place)
+    longest = chunk_tokens or batch.positions.shape[1]
+    if attend is None and (attention is not None or not expands(config, longest, shard)):
+        attention = attention or (native_attention.latent_attention if in_place else latent_attention)
+        attend = functools.partial(attend_paged, shard=shard, attention=attention)
     backend = exchanged(backend, shard)
     if placement is not None:
         backend = to_copies(backend, placement, shard)

@@ -20,7 +20,7 @@ from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.experts.loads import read_loads
 from moonshard.models.folder.checkpoint import Checkpoint
-from moonshard.models.model import Model
+from moonshard.models.model import Model, PagedAttention
 from moonshard.models.native import library
 from moonshard.models.native.experts import grouped_experts
 from moonshard.models.registry import open_model
@@ -219,6 +219,7 @@ def abstract_stages(
                 shard=shard,
                 backend=backend_for(platform),
                 placement=own,
+                attention=attention_for(platform),
                 in_place=reads_in_place(platform),
             )
         )
@@ -323,15 +324,24 @@ class _Reading:
 def backend_for(platform: str) -> moe.Backend:
     """The kernels on GPUs, and on CPUs where they are; else plain XLA. Each runs the experts of one device."""
     if platform == "gpu":
-        from moonshard.models.experts.grouped import grouped  # Pallas, only where it runs
+        from moonshard.models.gpu import card, experts  # Pallas, only where it runs
 
-        return grouped
+        return experts.grouped_experts if card.runs_kernels() else moe.blocks
     return grouped_experts if reads_in_place(platform) else moe.blocks
+
+
+def attention_for(platform: str) -> PagedAttention | None:
+    """The kernel on GPUs that it is written for; None: as the model attends by itself."""
+    if platform == "gpu":
+        from moonshard.models.gpu import attention, card  # Pallas, only where it runs
+
+        return attention.latent_attention if card.runs_kernels() else None
+    return None
 
 
 def kernels_of(platform: str) -> str:
     """What runs the parts of a step that kernels are written for: on CPUs the instruction set, or `xla`."""
-    if platform == "gpu":
+    if attention_for(platform) is not None:
         return "pallas"
     found = library.chosen() if platform == "cpu" else None
     return "xla" if found is None else found.best

@@ -23,7 +23,7 @@ from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, gather_blocks, scatter_blocks
 from moonshard.models import sampling
 from moonshard.models.experts import moe
-from moonshard.models.model import Batch, Model
+from moonshard.models.model import Batch, Model, PagedAttention
 from moonshard.models.native.zeros import zeros
 from moonshard.models.sampling import SlotState
 from moonshard.models.spec import matmul_precision, page_layers
@@ -57,6 +57,7 @@ class StageModel:
     shard: Shard
     backend: moe.Backend
     placement: ExpertPlacement | None = None  # that the weights were declared with
+    attention: PagedAttention | None = None  # kernels for GPUs
     in_place: bool = False  # kernels read weights in their stacks: only on a CPU, where `models.native` has them
 
     def declared(self) -> Any:
@@ -202,7 +203,7 @@ class Blueprint:
         part, shard = self.part, self.part.shard
         cuts = tuple((field.name, shard.axes(field.name)) for field in dataclasses.fields(shard.rules))
         layout = self.shapes.layout(*key).fields
-        computed = (part.model, part.layers, part.backend, part.placement, part.in_place)
+        computed = (part.model, part.layers, part.backend, part.placement, part.attention, part.in_place)
         return (*key, *computed, shard.mesh, cuts, layout, self._dtype)
 
     @property
@@ -369,6 +370,7 @@ def _run(
             placement=part.placement,
             in_place=part.in_place,
             chunk_tokens=reading.chunk_tokens(f),
+            attention=part.attention,
         )
         if logits is None:
             return pages, None, out

@@ -9,7 +9,6 @@ wrong. What was measured is written also where an error ends it.
 """
 
 import argparse
-import functools
 import json
 import subprocess
 import sys
@@ -22,12 +21,12 @@ from typing import Any
 import jax
 
 from moonshard.experiments.bench.floors.work import Ceilings
+from moonshard.experiments.bench.gpu.attention import attention_rows, check_attention, served_attention
 from moonshard.experiments.bench.gpu.checks import MODELS, Check, check_models, check_sums
 from moonshard.experiments.bench.gpu.exchange import check_exchange, exchange_rows
 from moonshard.experiments.bench.gpu.rows import (
     Bench,
     Row,
-    attention_rows,
     check_full_width,
     moe_rows,
     step_rows,
@@ -41,7 +40,7 @@ from moonshard.experiments.bench.gpu.slice import DTYPE, draw_pages, draw_weight
 from moonshard.experiments.bench.gpu.sweep import sweep_rows
 from moonshard.experiments.bench.gpu.timing import measure_ceilings
 from moonshard.models.experts import moe
-from moonshard.models.experts.grouped import grouped
+from moonshard.models.gpu.experts import grouped_experts
 
 FIXTURES = Path(__file__).resolve().parents[3] / "tests" / "fixtures"
 RESULTS = Path("results/bench-gpu")
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scale = full_scale(options.moe_layers) if on_gpu else trial_scale(options.moe_layers)
     if options.quick:
         scale = quick(scale)
-    backends = {"grouped": functools.partial(grouped, interpret=not on_gpu), "blocks": moe.blocks}
+    backends = {"grouped": grouped_experts, "blocks": moe.blocks}
     journal = Journal({"environment": environment(), "scale": asdict(scale)})
     journal.say(json.dumps(journal.report["environment"]))
     try:
@@ -144,7 +143,8 @@ def _prepare(
     journal.say("drew the slice's weights")
     bench = Bench(sizes=scale.sizes, loaded=loaded, ceilings=ceilings, effort=scale.effort, seed=options.seed)
     checks = [check_full_width(bench, count, backends) for count in (1, scale.sizes.batches[-1])]
-    checks.append(check_exchange(draw_pages(scale.sizes, options.seed)))
+    pages = draw_pages(scale.sizes, options.seed)
+    checks += [*check_attention(bench, pages), check_exchange(pages)]
     return bench if journal.all_pass(checks) else None
 
 
@@ -172,7 +172,7 @@ def _serve(
     """The part with engines, last: checks, then measures. False if a check failed."""
     if not journal.all_pass(check_recorded(options.fixtures, recorded_pair(options.fixtures, backend))):
         return False
-    pair = build_pair(bench.model, bench.loaded, plan.sizes, backend, DTYPE)
+    pair = build_pair(bench.model, bench.loaded, plan.sizes, backend, DTYPE, served_attention())
     journal.say("compiled two engines' programs")
     if not journal.all_pass([check_alone(pair, plan.mix, options.seed)]):
         return False
@@ -193,11 +193,11 @@ def _rows(options: argparse.Namespace, bench: Bench, backends: dict[str, moe.Bac
     for num_tokens in (*bench.sizes.batches, bench.sizes.prompt_tokens):
         yield from moe_rows(bench, num_tokens, backends)
         if options.sweep:
-            yield from sweep_rows(bench, num_tokens, interpret=jax.devices()[0].platform != "gpu")
+            yield from sweep_rows(bench, num_tokens)
     yield from exchange_rows(bench, draw_pages(bench.sizes, options.seed))
     pages = draw_pages(bench.sizes, options.seed)
     yield from attention_rows(bench, pages)
-    yield from step_rows(bench, pages, backends["grouped"])
+    yield from step_rows(bench, pages, backends["grouped"], served_attention())
 
 
 def environment() -> dict[str, str]:

@@ -1,9 +1,8 @@
-"""What the GPU bench times: a MoE layer, attention alone, whole steps; each beside the least it could take.
+"""What the GPU bench times, but for attention alone: a MoE layer, whole steps; each beside the least it could take.
 
 One generator per question, giving a row as soon as it is measured.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moonshard.experiments.bench.floors.work import Ceilings, attention_work, routed_work, step_work
+from moonshard.experiments.bench.floors.work import Ceilings, routed_work, step_work
 from moonshard.experiments.bench.gpu.checks import Check, draw_routing, relative_error
 from moonshard.experiments.bench.gpu.slice import (
     DTYPE,
@@ -25,9 +24,8 @@ from moonshard.experiments.bench.gpu.slice import (
 )
 from moonshard.experiments.bench.gpu.timing import Effort, KernelTiming, measure
 from moonshard.kv.pages import Pages
-from moonshard.models.attention import latent_attention
 from moonshard.models.experts import moe
-from moonshard.models.model import Batch, LatentModel
+from moonshard.models.model import Batch, LatentModel, PagedAttention
 
 BACKENDS_TOLERANCE = 2e-2  # of the norm, between two backends in bf16
 
@@ -95,35 +93,15 @@ def draw_tokens(model: LatentModel, num_tokens: int, seed: int) -> tuple[jax.Arr
     return x, draw_routing(second, num_tokens, model.config.n_routed_experts, model.config.num_experts_per_tok)
 
 
-def attention_rows(bench: Bench, pages: Pages) -> Iterator[Row]:
-    """One layer's attention over pages in decode, without its projections."""
-    model = bench.model
-    attend = jax.jit(
-        functools.partial(latent_attention, value_rank=model.config.kv_lora_rank, scale=model.softmax_scale())
-    )
-    for batch in bench.sizes.batches:
-        shape = (batch, 1, model.config.num_attention_heads, model.config.latent_size)
-        queries = jax.random.normal(jax.random.key(bench.seed), shape, DTYPE)
-        for context in bench.sizes.context_tokens:
-            step = decode_batch(bench.sizes, batch, context, bench.seed)
-            call = functools.partial(attend, queries, pages, jnp.int32(0), step.block_tables[:, 0], step.positions)
-            work = attention_work(model, [(context, context + 1)] * batch, ITEM_BYTES)
-            yield Row(
-                name=f"attention, batch {batch}, context {context}",
-                timing=measure(call, bench.effort),
-                floor_s=work.floor_s(bench.ceilings),
-            )
-
-
-def step_rows(bench: Bench, pages: Pages, backend: moe.Backend) -> Iterator[Row]:
+def step_rows(bench: Bench, pages: Pages, backend: moe.Backend, attention: PagedAttention | None) -> Iterator[Row]:
     """Whole steps of the slice: a prompt's chunk, then decoding at every batch and context. Uses up `pages`."""
     model, sizes = bench.model, bench.sizes
     layers = f"{model.config.num_hidden_layers} layers"
     chunk = prefill_batch(sizes, bench.seed)
-    step = build_step(model, backend, last_only=True)
+    step = build_step(model, backend, attention, last_only=True)
     row, pages = _step_row(bench, step, pages, chunk, [(0, sizes.prompt_tokens)], f"prefill, {layers}")
     yield row
-    step = build_step(model, backend, last_only=False)
+    step = build_step(model, backend, attention, last_only=False)
     for batch in sizes.batches:
         for context in sizes.context_tokens:
             name = f"decode, {layers}, batch {batch}, context {context}"

@@ -40,8 +40,11 @@ class KernelTiming:
         return (high - low) / 2 / self.median_s
 
 
-def measure(call: Callable[[], Any], effort: Effort) -> KernelTiming:
-    """Times `call`, which returns the arrays to wait for. Compilation and the first calls are not counted."""
+def measure(call: Callable[[], Any], effort: Effort, *, parts: int = 1) -> KernelTiming:
+    """Times `call`, which returns the arrays to wait for, or each of the equal parts that a call does one by one.
+
+    Compilation and the first calls are not counted.
+    """
     for _ in range(WARM_UP_CALLS):
         jax.block_until_ready(call())
     samples = []
@@ -51,7 +54,7 @@ def measure(call: Callable[[], Any], effort: Effort) -> KernelTiming:
         for _ in range(effort.calls_per_sample):
             last = call()
         jax.block_until_ready(last)
-        samples.append((time.perf_counter() - start) / effort.calls_per_sample)
+        samples.append((time.perf_counter() - start) / effort.calls_per_sample / parts)
     return KernelTiming(samples_s=tuple(samples))
 
 

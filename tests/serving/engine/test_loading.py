@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonshard.models.experts import moe
 from moonshard.models.experts.loads import read_loads, write_loads
 from moonshard.models.folder.checkpoint import CheckpointError
+from moonshard.models.gpu import card
+from moonshard.models.gpu.attention import latent_attention
 from moonshard.models.kimi.family import Kimi
 from moonshard.models.native import library
 from moonshard.models.registry import open_model
@@ -287,8 +290,15 @@ def test_a_faulty_configuration_is_named_by_the_path_of_its_file(tmp_path):
 
 def test_each_platform_gets_its_kernels_and_without_any_the_portable_loop(monkeypatch: pytest.MonkeyPatch):
     on_cpu = "blocks" if library.chosen() is None else "grouped_experts"
+    monkeypatch.setattr(card, "runs_kernels", lambda: True)
     found = [loading.backend_for(platform).__name__ for platform in ("gpu", "cpu", "tpu")]
-    assert found == ["grouped", on_cpu, "blocks"]
+    assert found == ["grouped_experts", on_cpu, "blocks"]
+    assert [loading.attention_for(platform) for platform in ("gpu", "cpu")] == [latent_attention, None]
+    assert loading.kernels_of("gpu") == "pallas"
+    monkeypatch.setattr(card, "runs_kernels", lambda: False)
+    assert loading.backend_for("gpu") is moe.blocks
+    assert loading.attention_for("gpu") is None
+    assert loading.kernels_of("gpu") == "xla"
     monkeypatch.setattr(library, "chosen", lambda: None)
     assert loading.backend_for("cpu").__name__ == "blocks"
     assert not loading.reads_in_place("cpu")

@@ -15,7 +15,7 @@ import numpy as np
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.models.experts import moe
-from moonshard.models.model import Model
+from moonshard.models.model import Model, PagedAttention
 from moonshard.serving.control.batching.queue import QueueTimeout
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.plan import Plan, PrefillPlan
@@ -68,7 +68,14 @@ class EnginePair:
     vocab_size: int
 
 
-def build_pair(model: Model, loaded: Any, sizes: EngineSizes, backend: moe.Backend, dtype: str) -> EnginePair:
+def build_pair(
+    model: Model,
+    loaded: Any,
+    sizes: EngineSizes,
+    backend: moe.Backend,
+    dtype: str,
+    attention: PagedAttention | None = None,
+) -> EnginePair:
     """Compiles both. The weights `loaded`, which lie on a mesh of one device, are shared; each has pages of its own."""
     part = StageModel(
         model=model,
@@ -77,6 +84,7 @@ def build_pair(model: Model, loaded: Any, sizes: EngineSizes, backend: moe.Backe
         mesh=build_mesh(MeshShape()),
         shard=ALONE,
         backend=backend,
+        attention=attention,
     )
 
     def compiled(prefills: bool) -> Programs:

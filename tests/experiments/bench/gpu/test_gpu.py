@@ -25,11 +25,11 @@ from moonshard.experiments.bench.gpu.checks import Check, MoeCase, check_sums
 from moonshard.experiments.bench.gpu.rows import Bench
 from moonshard.experiments.bench.gpu.serving.steps import WORST_MEDIAN_ERROR
 from moonshard.experiments.bench.gpu.slice import decode_batch, draw_weights, kimi_k2_slice, prefill_batch
-from moonshard.experiments.bench.gpu.sweep import neighbours
+from moonshard.experiments.bench.gpu.sweep import CUTS, variants
 from moonshard.experiments.bench.gpu.timing import Effort, measure
 from moonshard.experiments.reading.step_model import StepModel
-from moonshard.models.experts import grouped as moe_grouped
 from moonshard.models.experts import moe
+from moonshard.models.gpu.experts import rows_for
 
 pytestmark = pytest.mark.xdist_group("jax")
 ROOT = Path(__file__).parents[4]
@@ -252,9 +252,9 @@ def test_every_expert_is_drawn_anew_and_none_is_left_at_zero():
         np.testing.assert_allclose(matrices.std(axis=1), values.shape[-1] ** -0.5, rtol=0.15)
 
 
-def test_a_sweep_starts_at_the_chosen_tiles_and_changes_one_number_at_a_time():
+def test_a_sweep_tries_every_cut_and_other_blocks_that_the_tensor_cores_take():
     for pairs in (8, 1024, 16384, 65536):
-        chosen, *others = neighbours(moe_grouped.tiles_for(pairs, 384))
-        fields = ("rows", "columns", "depth_bytes", "num_warps", "num_stages")
-        for other in others:
-            assert sum(getattr(other, name) != getattr(chosen, name) for name in fields) == 1
+        rows = rows_for(pairs, 384)
+        tried = list(variants(rows))
+        assert {cut for num_rows, cut in tried if num_rows == rows} == set(CUTS)
+        assert {num_rows for num_rows, _ in tried} - {rows} == {rows // 2, 2 * rows} & {16, 32, 64, 128}

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from moonshard.models.attention import latent_attention
 from moonshard.models.kimi.family import Kimi
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.compiled import digest as program_digest
@@ -192,6 +193,7 @@ CHANGES = {
         b, part=replace(b.part, model=Kimi(replace(b.part.model.config, routed_scaling_factor=2.0)))
     ),
     "backend": lambda b: _like(b, part=replace(b.part, backend=print)),
+    "what attends over pages": lambda b: _like(b, part=replace(b.part, attention=latent_attention)),
     "where weights are read": lambda b: _like(b, part=replace(b.part, in_place=not b.part.in_place)),
     "layers": lambda b: _like(b, part=replace(b.part, layers=range(len(b.part.layers) - 1))),
     "where experts lie": lambda b: _like(

@@ -1,0 +1,241 @@
+"""Tiles of 64 queries over splits of their contexts: the kernel of `attention`.
+
+Three warpgroups share a tile. One loads keys, 64 at a time, into two places in turn; the other two each compute all
+scores, and half of the features of the values: so a softmax has all it needs in one warpgroup's registers, and while
+one is at a softmax the other has the tensor cores. Of the products, a third is done twice.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moonshard.kv.pages import Pages
+from moonshard.models.gpu.tensor_cores import (
+    MAX_COLUMNS,
+    OF_ROWS,
+    WIDE,
+    Interpret,
+    add_product,
+    along_rows,
+    await_all_free,
+    product,
+    store,
+)
+from moonshard.sharding.arrays import Array, Float, Int
+
+ROWS = KEYS = 64
+MAX_RANK = 2 * MAX_COLUMNS
+NUM_PLACES = 2  # for keys; with the queries they take 216 of 227 KiB of shared memory
+NUM_COMPUTING = 2
+LOADER = NUM_COMPUTING  # the last warpgroup
+REGISTERS, LOADER_REGISTERS = 232, 40  # of a thread
+LEAST = -1e30  # below every score
+
+
+class Splits(NamedTuple):
+    """Attention over each split of the keys, as `models.attention.Partial`, but base 2; of one split the result itself.
+
+    A split that has no keys of a tile's is not written.
+    """
+
+    mixed: Float[Array, "splits n rows r"]
+    peak: Float[Array, "splits n rows"] | None = None
+    total: Float[Array, "splits n rows"] | None = None
+
+
+def attend_tiles(
+    queries: Float[Array, "n rows f"],
+    pages: Pages,
+    layer: Int[Array, ""],
+    block_tables: Int[Array, "n m"],
+    positions: Int[Array, "n t"],
+    *,
+    num_heads: int,
+    value_rank: int,
+    scale: float,
+    num_splits: int,
+    interpret: Interpret,
+) -> Splits:
+    """Attention of rows, each a head of a query, in tiles of `ROWS`; those beyond the last query are nobody's."""
+    n, num_rows, f = queries.shape
+    tokens_per_copy = min(pages.shape[2], KEYS)
+    shape = jax.ShapeDtypeStruct
+    if num_splits == 1:
+        out = (shape((1, n, num_rows, value_rank), queries.dtype),)
+    else:
+        each = shape((num_splits, n, num_rows), jnp.float32)
+        out = (shape((num_splits, n, num_rows, value_rank), jnp.float32), each, each)
+    places = {
+        "query_place": plgpu.SMEM((ROWS, f), queries.dtype),
+        "key_places": plgpu.SMEM((NUM_PLACES, KEYS, f), pages.dtype),
+        "queries_loaded": plgpu.Barrier(),
+        "loaded": plgpu.Barrier(num_arrivals=KEYS // tokens_per_copy, num_barriers=NUM_PLACES),
+        "free": plgpu.Barrier(num_arrivals=NUM_COMPUTING, num_barriers=NUM_PLACES),
+    }
+
+    def kernel(queries, pages, layer, tables, positions, *out, **places):
+        _kernel(queries, pages, layer, tables, positions, out, places, num_heads, scale, num_splits, interpret)
+
+    call = plgpu.kernel(
+        kernel,
+        out_type=out,
+        scratch_types=places,
+        grid=(num_rows // ROWS, n, num_splits),
+        grid_names=("tile", "sequence", "split"),
+        num_threads=NUM_COMPUTING + 1,
+        thread_name="warpgroup",
+        kernel_name="latent_attention",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+    return Splits(*call(queries, pages, layer.astype(jnp.int32).reshape(1), block_tables, positions))
+
+
+def _kernel(
+    queries: Any,
+    pages: Any,
+    layer: Any,
+    tables: Any,
+    positions: Any,
+    out: tuple[Any, ...],
+    places: dict[str, Any],
+    num_heads: int,
+    scale: float,
+    num_splits: int,
+    interpret: Interpret,
+) -> None:
+    tile, sequence, split = (jax.lax.axis_index(name) for name in ("tile", "sequence", "split"))
+    warpgroup = jax.lax.axis_index("warpgroup")
+    rows, own_queries = pl.ds(tile * ROWS, ROWS), queries_of(tile, positions, sequence, num_heads)
+    each, end = keys_of_split(own_queries, num_splits)
+    first = split * each
+    stop = jnp.minimum(first + each, end)
+    rank = out[0].shape[-1]
+    features = pl.ds(warpgroup * (rank // NUM_COMPUTING), rank // NUM_COMPUTING)
+
+    @pl.when((first < stop) & (warpgroup == LOADER))
+    def _():
+        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+        plgpu.copy_gmem_to_smem(queries.at[sequence, rows], places["query_place"], places["queries_loaded"])
+        _load_keys(pages, layer[0], tables, sequence, first, stop, places)
+
+    @pl.when((first < stop) & (warpgroup != LOADER))
+    def _():
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        visible = _last_visible(tile, own_queries, num_heads)
+        plgpu.barrier_wait(places["queries_loaded"])
+        mixed, peak, total = _attend(places, visible, first, stop, features, scale, interpret)
+        if num_splits == 1:
+            inverse = along_rows(1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), mixed.shape)
+            store(out[0].at[split, sequence, rows, features], (mixed * inverse).astype(out[0].dtype))
+            return
+        store(out[0].at[split, sequence, rows, features], mixed)
+
+        @pl.when(warpgroup == 0)
+        def _():
+            store(out[1].at[split, sequence, rows], peak)
+            store(out[2].at[split, sequence, rows], total)
+
+    if num_splits == 1:
+
+        @pl.when((first >= stop) & (warpgroup != LOADER))
+        def _():
+            nothing = jnp.zeros((ROWS, rank // NUM_COMPUTING), out[0].dtype)
+            store(out[0].at[split, sequence, rows, features], plgpu.layout_cast(nothing, WIDE))
+
+
+class TileQueries(NamedTuple):
+    """The queries of a tile's rows."""
+
+    first: Any
+    positions: list[Any]  # of each
+
+
+def queries_of(tile: Any, positions: Any, sequence: Any, num_heads: int) -> TileQueries:
+    """Looks them up; the last of a row of queries stands for those that there are not."""
+    count = max(1, ROWS // num_heads) if max(ROWS, num_heads) % min(ROWS, num_heads) == 0 else ROWS // num_heads + 2
+    first = jax.lax.div(tile * ROWS, jnp.int32(num_heads))
+    last = positions.shape[1] - 1
+    return TileQueries(first, [positions[sequence, jnp.minimum(first + each, last)] for each in range(count)])
+
+
+def keys_of_split(queries: TileQueries, num_splits: int) -> tuple[Any, Any]:
+    """How many tiles of keys a split has, and how many there are."""
+    farthest = functools.reduce(jnp.maximum, queries.positions)
+    end = jax.lax.div(farthest + KEYS, jnp.int32(KEYS))
+    return jax.lax.div(end + (num_splits - 1), jnp.int32(num_splits)), end
+
+
+def _last_visible(tile: Any, queries: TileQueries, num_heads: int) -> jax.Array:
+    """The last position that each row sees."""
+    rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=OF_ROWS) + tile * ROWS
+    visible = jnp.full((ROWS,), -1, jnp.int32)
+    for each, position in enumerate(queries.positions):
+        start = (queries.first + each) * num_heads
+        visible = jnp.where(rows >= start, jnp.broadcast_to(position, (ROWS,)), visible)
+    return visible
+
+
+def _load_keys(
+    pages: Any, layer: Any, tables: Any, sequence: Any, first: Any, stop: Any, places: dict[str, Any]
+) -> None:
+    """Loads tiles of keys into the places in turn, each once both that compute have done with the one before."""
+    num_blocks, _, block_size, _ = pages.shape
+    count = min(block_size, KEYS)  # tokens of a copy, all of one block
+
+    @pl.loop(first, stop)
+    def _(index):
+        place = jax.lax.rem(index - first, jnp.int32(NUM_PLACES))
+        positions = [index * KEYS + start for start in range(0, KEYS, count)]
+        columns = [jnp.minimum(jax.lax.div(at, jnp.int32(block_size)), tables.shape[1] - 1) for at in positions]
+        blocks = [jnp.clip(tables[sequence, column], 0, num_blocks - 1) for column in columns]  # looked up meanwhile
+
+        @pl.when(index - first >= NUM_PLACES)
+        def _():
+            plgpu.barrier_wait(places["free"].at[place])
+
+        for start, position, block in zip(range(0, KEYS, count), positions, blocks, strict=True):
+            offset = jax.lax.rem(position, jnp.int32(block_size)) if block_size > KEYS else 0
+            plgpu.copy_gmem_to_smem(
+                pages.at[block, layer, pl.ds(offset, count)],
+                places["key_places"].at[place, pl.ds(start, count)],
+                places["loaded"].at[place],
+            )
+
+    await_all_free(places["free"], stop - first)
+
+
+def _attend(
+    places: dict[str, Any], visible: Any, first: Any, stop: Any, features: Any, scale: float, interpret: Interpret
+) -> tuple[Any, Any, Any]:
+    """Attention over tiles of keys from `first` to `stop`: the values' own features, not normalised, peak and total."""
+    factor, shape = scale * math.log2(math.e), (ROWS, features.size)
+
+    def step(index, carry):
+        mixed, peak, total = carry
+        place = jax.lax.rem(index - first, jnp.int32(NUM_PLACES))
+        plgpu.barrier_wait(places["loaded"].at[place])
+        keys = places["key_places"].at[place]
+        scores = product(places["query_place"], keys.T, (ROWS, KEYS)) * factor
+        positions = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=WIDE) + index * KEYS
+        scores = jnp.where(positions <= along_rows(visible, (ROWS, KEYS)), scores, -jnp.inf)
+        higher = jnp.maximum(peak, scores.max(axis=1))
+        decay = jnp.exp2(peak - higher)
+        weights = jnp.exp2(scores - along_rows(higher, (ROWS, KEYS)))
+        total = total * decay + weights.sum(axis=1)
+        mixed = mixed * along_rows(decay, shape)
+        mixed = add_product(mixed, weights.astype(jnp.bfloat16), keys.at[:, features], interpret)
+        plgpu.barrier_arrive(places["free"].at[place])
+        return mixed, higher, total
+
+    start = (
+        plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WIDE),
+        plgpu.layout_cast(jnp.full((ROWS,), LEAST, jnp.float32), OF_ROWS),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS),
+    )
+    return jax.lax.fori_loop(first, stop, step, start)

@@ -1,0 +1,33 @@
+"""Whether this process's cards run the kernels, and what a kernel may count on there.
+
+They are written for Hopper (sm_90a): warpgroups that multiply from shared memory, and copies that a barrier counts. On
+another card, and for shapes that a kernel does not take, XLA's form of the same part serves, and the log says so once.
+"""
+
+import functools
+import logging
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+HOPPER = "9.0"
+NUM_PROCESSORS = 132  # streaming multiprocessors of an H100 or H200; a wrong count makes work uneven, not wrong
+
+
+@functools.cache
+def runs_kernels() -> bool:
+    """Whether the devices of this process are Hopper cards. Says so where they are other GPUs, once a process."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return False
+    found = str(getattr(device, "compute_capability", "unknown"))
+    if found != HOPPER:
+        say_once(f"{device.device_kind} has compute capability {found}, not {HOPPER}")
+    return found == HOPPER
+
+
+@functools.cache
+def say_once(reason: str) -> None:
+    """Why a kernel does not serve."""
+    logger.warning("kernels for GPUs: %s; that part runs as XLA compiles it", reason)

@@ -1,0 +1,87 @@
+"""The MoE backend for Hopper cards: two launches over blocks of one expert's tokens, in place of `moe.blocks`' loop.
+
+The first makes silu(gate) * up of every block's rows, the second the down projection; expert weights are read where
+they lie in the layer-stacked arrays, once per block of rows, so a decode step (few tokens per expert) streams the
+chosen experts' weights and little else. Programs of unused blocks end at once. Sums are float32. It runs on one device:
+on a mesh, call it inside `shard_map`. It takes no quantised weights.
+Source: MegaBlocks (arXiv 2211.15841), section 5.1, for grouped products over padded blocks.
+"""
+
+import functools
+
+import jax.numpy as jnp
+
+from moonshard.models.experts import moe
+from moonshard.models.gpu import card
+from moonshard.models.gpu.grouped_product import MAX_ROWS, Blocks, Cut, grouped_product
+from moonshard.models.gpu.tensor_cores import Interpret
+from moonshard.sharding.arrays import Array, Bool, Float, Int
+
+MIN_ROWS = 16  # of a block
+FEATURES = (256, 128)  # that a model's and an expert's are cut into, however a product is cut
+
+
+def rows_for(num_pairs: int, num_experts: int) -> int:
+    """Blocks hold a quarter more than an expert's mean share, so that most experts' weights are read once."""
+    mean = max(1, num_pairs // num_experts)
+    return min(MAX_ROWS, max(MIN_ROWS, 1 << (mean + mean // 4 - 1).bit_length()))
+
+
+def grouped_experts(
+    x: Float[Array, "t d"],
+    routing: moe.Routing,
+    valid: Bool[Array, "t"],
+    experts: moe.Experts[Array],
+    layer: Int[Array, ""],
+) -> Float[Array, "t d"]:
+    """A `moe.Backend`; `moe.blocks` serves, said once, where the kernels do not take these shapes."""
+    reason = why_not(x, experts)
+    if reason is None:
+        return multiply(x, routing, valid, experts, layer)
+    card.say_once(reason)
+    return moe.blocks(x, routing, valid, experts, layer)
+
+
+def why_not(x: Float[Array, "t d"], experts: moe.Experts[Array]) -> str | None:
+    """What the kernels do not take about these shapes; None: they take them."""
+    d, f = experts.down.shape[2:]
+    dtypes = {str(array.dtype) for array in (x, experts.gate_up, experts.down)}
+    if dtypes != {"bfloat16"}:
+        return f"experts are computed in bfloat16, not {' and '.join(sorted(dtypes))}"
+    if d % FEATURES[0] or f % FEATURES[1]:
+        return f"experts have {FEATURES[0]}s of features and {FEATURES[1]}s inside, not {d} and {f}"
+    return None
+
+
+def multiply(
+    x: Float[Array, "t d"],
+    routing: moe.Routing,
+    valid: Bool[Array, "t"],
+    experts: moe.Experts[Array],
+    layer: Int[Array, ""],
+    *,
+    num_rows: int | None = None,
+    cut: Cut | None = None,
+    num_processors: int = card.NUM_PROCESSORS,
+    interpret: Interpret = None,
+) -> Float[Array, "t d"]:
+    """The kernels themselves: each chosen expert on its own tokens, all blocks at once.
+
+    Args:
+        num_rows: of a block; None: as the shapes suggest.
+        cut, num_processors: as for `grouped_product`.
+        interpret: how to run them on a CPU; None: compile them for a card.
+    """
+    (t, k), num_experts = routing.experts.shape, experts.down.shape[1]
+    num_rows = num_rows or rows_for(t * k, num_experts)
+    places, block_experts, num_used = moe.assign_blocks(routing.experts, valid, num_experts, num_rows)
+    token_of_row = jnp.zeros(len(block_experts) * num_rows, jnp.int32)
+    token_of_row = token_of_row.at[places].set(jnp.arange(t * k, dtype=jnp.int32) // k, mode="drop")
+    where = jnp.stack([layer, num_used]).astype(jnp.int32)
+    blocks = Blocks(num_rows=num_rows, experts=block_experts.astype(jnp.int32), where=where)
+    product = functools.partial(
+        grouped_product, blocks=blocks, cut=cut, num_processors=num_processors, interpret=interpret
+    )
+    rows = product(product(x[token_of_row], experts.gate_up), experts.down[:, :, None])
+    chosen = rows.at[places].get(mode="fill", fill_value=0).reshape(t, k, -1)
+    return jnp.einsum("tkd,tk->td", chosen, routing.weights, preferred_element_type=jnp.float32).astype(x.dtype)
