@@ -137,7 +137,9 @@ def compiled(kind: StepKind, bucket: int, held: str, *, in_place: bool) -> Itera
     )
     part = stage(held, in_place=in_place)
     blueprint = Blueprint(part, shapes, blocks_per_partition=BLOCKS, block_size=BLOCK_SIZE, dtype="float32")
-    for line in blueprint.lower((kind, bucket)).compile().as_text().splitlines():
+    text = blueprint.lower((kind, bucket)).compile().as_text()
+    assert text is not None
+    for line in text.splitlines():
         if match := INSTRUCTION.match(line):
             dims = [int(dim) for dim in match["dims"].split(",") if dim]
             yield Instruction(match["name"], match["opcode"], math.prod(dims))
