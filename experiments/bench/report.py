@@ -10,7 +10,7 @@ from moonshard.experiments.bench.costs.recording_cost import recorded_row_grid, 
 from moonshard.experiments.bench.costs.routing import replay_grid, speed_grid
 from moonshard.experiments.bench.meshes.tables import MESH_GRIDS
 from moonshard.experiments.bench.peers.beside import Beside
-from moonshard.experiments.bench.peers.table import as_cells, beside_grid
+from moonshard.experiments.bench.peers.table import as_cells, beside_grids
 from moonshard.experiments.bench.profile.record import Profile
 from moonshard.experiments.bench.profile.table import profile_grids
 from moonshard.experiments.bench.serving.arrangements import arrangement_grid
@@ -108,7 +108,7 @@ def grids(report: Report) -> list[Grid]:
     """A table for each part that was measured."""
     plain = [Grid(title=title, columns=COLUMNS, rows=tuple(rows(report, level))) for level, title in TITLES.items()]
     laid_out = [lay_out(report.measurements, report.plan) for lay_out in LAID_OUT]
-    real = [beside_grid(report.beside), *profile_grids(report.profile)]
+    real = [*beside_grids(report.beside), *profile_grids(report.profile)]
     return [grid for grid in (*plain, *laid_out, *real) if grid.rows]
 
 

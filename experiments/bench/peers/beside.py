@@ -1,8 +1,9 @@
 """Ours and other servers beside each other on one checkpoint: started, measured in turns, and held against the machine.
 
-Ours are started here, aggregated and disaggregated; a peer is a URL, which somebody else has started and stops. Hugging
-Face is no server: where its environment is installed, its script runs after them. The machine's own rates are measured
-first, when nothing else runs.
+Ours are started here: aggregated, once with weights as the configuration has them and once in float32, and
+disaggregated. A peer is a URL, which somebody else has started and stops. Hugging Face is no server: where its
+environment is installed, its script runs after them. The machine's own rates are measured first, when nothing else
+runs.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ from moonshard.experiments.common.running.server import RunningServer, peak_memo
 from moonshard.serving.config.keys import Config
 from moonshard.serving.config.reading import as_overrides
 
-AGGREGATED, APART = "moonshard", "moonshard, apart"
-OURS = {AGGREGATED: "aggregated", APART: "disaggregated"}  # by name in the table: their mode
+AGGREGATED, IN_FLOAT32, APART = "moonshard", "moonshard, float32", "moonshard, apart"
+OURS = (AGGREGATED, IN_FLOAT32, APART)  # their names in the table
 HUGGING_FACE = "Hugging Face"
 EMPTY, FULL = "start to first token, caches empty", "start to first token, caches full"
 MEMORY, WORKER_MEMORY = "peak memory", "peak memory of a worker beyond a bare one"
@@ -54,7 +55,7 @@ class Beside:
     comparison: Comparison
     ceilings: Ceilings
     folder: Path
-    least: Least
+    least: Mapping[str, Least]  # by name of an aggregated server of ours
 
 
 def measure_beside(
@@ -63,13 +64,12 @@ def measure_beside(
     """Measures all of it. ServerFailed where ours does not start; peers that do not answer have a note."""
     say("the machine's own rates")
     ceilings = measure_in_process(environment)
-    folder, rows = config.model.path, rows_of(plan)
+    folder, rows, configs = config.model.path, rows_of(plan), configs_of(config)
     started = _starts(config, plan, environment, say)
     with ExitStack() as stack, TemporaryDirectory() as cache:
         ours: dict[str, RunningServer] = {}
-        for name, mode in OURS.items():
+        for name, own in configs.items():
             say(f"starting {name}")
-            own = replace(config, mode=mode, gateway=replace(config.gateway, port=0, grpc_port=0))
             ours[name] = stack.enter_context(serving(as_overrides(own), with_cache(environment, Path(cache))))
         contenders = [
             *(
@@ -84,7 +84,17 @@ def measure_beside(
         comparison.figures |= _memory(ours, peers, environment)
     say(HUGGING_FACE)
     _add_hugging_face(comparison, rows, run_peer(folder, plan))
-    return Beside(rows=rows, comparison=comparison, ceilings=ceilings, folder=folder, least=least_of(config, rows))
+    least = {name: least_of(own, rows) for name, own in configs.items() if own.mode == "aggregated"}
+    return Beside(rows=rows, comparison=comparison, ceilings=ceilings, folder=folder, least=least)
+
+
+def configs_of(config: Config) -> dict[str, Config]:
+    """Our servers by name. Where the configuration says how weights lie, there is none in float32 beside it."""
+    own = replace(config, mode="aggregated", gateway=replace(config.gateway, port=0, grpc_port=0))
+    found = {AGGREGATED: own}
+    if config.model.weights == "native":
+        found[IN_FLOAT32] = replace(own, model=replace(config.model, weights="float32"))
+    return {**found, APART: replace(own, mode="disaggregated")}
 
 
 def least_of(config: Config, rows: Sequence[Row]) -> Least:

@@ -1,7 +1,8 @@
 """Servers beside each other: every row of every server, in turns, each sample watched and taken again if disturbed.
 
-One server works at a time, the others wait; from sample to sample another begins. A server that is lost keeps what it
-has finished and the rest of its cells stay empty, with a note; so does a cell whose request is refused.
+One server works at a time, when all others are idle; from sample to sample another begins, and every other time the
+order is turned round, so that nobody always follows the same one. A server that is lost keeps what it has finished and
+the rest of its cells stay empty, with a note; so does a cell whose request is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from statistics import median
 
 from moonshard.experiments.bench.peers.completions import Connection, Peer, PeerLost, RowRefused, client_of, connect
 from moonshard.experiments.bench.peers.rows import Draw, Row, warm_up_of
-from moonshard.experiments.bench.peers.watch import Window, listeners, watched
+from moonshard.experiments.bench.peers.watch import Window, listeners, settled, watched
 from moonshard.experiments.common.running.measurement import Unit
 from moonshard.models.folder.json_file import read_json_object, sub_object
 from moonshard.models.spec import ModelError
@@ -131,7 +132,7 @@ class _Turns:
         """One row of all servers. The first run of each warms up and does not count."""
         found = {name: _Samples() for name in self.running}
         for index in range(-1, self.effort.samples):
-            for name in _rotated([name for name in found if name in self.running], max(index, 0)):
+            for name in _in_turn([name for name in found if name in self.running], max(index, 0)):
                 which = "warm-up" if index < 0 else f"sample {index + 1} of {self.effort.samples}"
                 say(f"{row.name}: {name}, {which}")
                 try:
@@ -167,11 +168,13 @@ class _Turns:
 
     async def _run(self, row: Row, server: _Running, which: str) -> tuple[Window, list[float]]:
         draw = Draw(random=Random(f"{self.seed} {row.name} {which}"), ids=self.ids)
+        await settled()
         with watched(server.pids) as window:
             values = await row.run(server.connection, draw)
         return window, values
 
 
-def _rotated(names: list[str], by: int) -> list[str]:
-    first = by % max(len(names), 1)
-    return [*names[first:], *names[:first]]
+def _in_turn(names: list[str], index: int) -> list[str]:
+    first = index % max(len(names), 1)
+    turned = [*names[first:], *names[:first]]
+    return turned[::-1] if index % 2 else turned

@@ -5,6 +5,7 @@ programs, the kernel's own work, servers that should be idle, and what a hypervi
 every 10 ms, so a short sample can only be accused of a few ticks or more.
 """
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from moonshard.experiments.common.machine import num_cores
 
 MAX_FOREIGN_SHARE = 0.05  # of all cores
 GRACE_S = 0.03  # of processor time: a tick or so for each of the three clocks that are read
+IDLE_S = 0.1  # a moment for which nobody may have worked
+MAX_BUSY_S = 0.02  # of processor time in that moment: two ticks
+MAX_SETTLING_S = 2.0
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -46,6 +50,19 @@ def watched(roots: Sequence[int]) -> Iterator[Window]:
     window.elapsed_s = time.perf_counter() - begun_s
     own_s = cpu_s(roots) + time.process_time() - own_s
     window.foreign_s = max(0.0, _busy_s() - busy_s - own_s)
+
+
+async def settled() -> None:
+    """Returns when all cores have been idle for a moment, or do not become so.
+
+    The threads of a server that was measured last may spin on for a fifth of a second and more, as OpenMP's do.
+    """
+    give_up_s = time.perf_counter() + MAX_SETTLING_S
+    while time.perf_counter() < give_up_s:
+        busy_s = _busy_s()
+        await asyncio.sleep(IDLE_S)
+        if _busy_s() - busy_s <= MAX_BUSY_S:
+            return
 
 
 def _busy_s() -> float:

@@ -12,13 +12,15 @@ from moonshard.experiments.bench.peers.beside import (
     APART,
     EMPTY,
     FULL,
+    IN_FLOAT32,
     MEMORY,
     OURS,
     WORKER_MEMORY,
+    configs_of,
     measure_beside,
 )
 from moonshard.experiments.bench.peers.completions import Peer
-from moonshard.experiments.bench.peers.table import beside_grid
+from moonshard.experiments.bench.peers.table import beside_grids
 from moonshard.experiments.common.running.measurement import QUICK
 from moonshard.serving.config.reading import load_config
 from tests.experiments.bench.peers.fake_openai import Script, answering
@@ -57,11 +59,20 @@ def test_every_cell_of_ours_is_filled_and_of_a_peer_what_it_can_give(monkeypatch
         server: {name for name, other in found.comparison.figures if other == server} for server in (*OURS, "fake")
     }
     assert cells[AGGREGATED] == rows | {EMPTY, FULL, MEMORY, WORKER_MEMORY}
-    assert cells[APART] == rows | {MEMORY, WORKER_MEMORY}
+    assert cells[IN_FLOAT32] == cells[APART] == rows | {MEMORY, WORKER_MEMORY}
     assert cells["fake"] == rows | {MEMORY}
-    assert set(found.least.work) == rows
+    assert {name: set(least.work) for name, least in found.least.items()} == {AGGREGATED: rows, IN_FLOAT32: rows}
     assert found.ceilings.bytes_per_s > 1e8
     assert found.ceilings.matmul_flops_per_s > 1e8
-    notes = beside_grid(found).notes
+    notes = beside_grids(found)[0].notes
     assert any(note.startswith("gone: nothing was measured") for note in notes)
     assert any(note.startswith("Hugging Face: not installed") for note in notes)
+
+
+def test_where_the_configuration_says_how_weights_lie_ours_has_no_other_form():
+    assert list(configs_of(load_config(None, SETTINGS))) == list(OURS)
+    held = configs_of(load_config(None, (*SETTINGS, "model.weights=float32")))
+    assert {name: (own.mode, own.model.weights) for name, own in held.items()} == {
+        AGGREGATED: ("aggregated", "float32"),
+        APART: ("disaggregated", "float32"),
+    }

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import httpx
@@ -36,8 +37,10 @@ NUM_PROBES = 1  # before the first row
 
 @contextmanager
 def windows(*given: Window) -> Iterator[None]:
-    """What the watch says of each run in turn, warm-up first; at the end quiet for ever."""
+    """What the watch says of each run in turn, warm-up first; at the end quiet for ever. All are idle at once."""
     left = iter(given)
+
+    async def idle() -> None: ...
 
     @contextmanager
     def watched(roots: Sequence[int]) -> Iterator[Window]:
@@ -45,6 +48,7 @@ def windows(*given: Window) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparing, "watched", watched)
+        patch.setattr(comparing, "settled", idle)
         yield
 
 
@@ -81,11 +85,20 @@ def test_every_server_gets_the_same_prompts_in_turns():
     with windows():
         measure([Script(name="a", log=log), Script(name="b", log=log)], [PREFILL], samples=3)
     asked = log[2 * NUM_PROBES :]
-    assert [name for name, _ in asked] == ["a", "b", "a", "b", "b", "a", "a", "b"]
+    assert [name for name, _ in asked] == ["a", "b", "a", "b", "a", "b", "a", "b"]
     of_a, of_b = ([prompt for name, prompt in asked if name == wanted] for wanted in "ab")
     assert of_a == of_b
     assert len({tuple(prompt) for prompt in of_a}) == 4
     assert {len(prompt) for prompt in of_a} == {12}
+
+
+def test_nobody_always_follows_the_same_server():
+    log: list[tuple[str, list[int]]] = []
+    with windows():
+        measure([Script(name=name, log=log) for name in "abc"], [PREFILL], samples=6)
+    names = [name for name, _ in log[3 * NUM_PROBES + 3 :]]  # without the warm-up
+    assert {*pairwise(names)} >= {*permutations("abc", 2)}
+    assert {name: names.count(name) for name in "abc"} == dict.fromkeys("abc", 6)
 
 
 def test_each_kind_of_row_asks_what_its_name_says():

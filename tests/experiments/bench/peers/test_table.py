@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from moonshard.experiments.bench.floors.work import Ceilings, ItemBytes, Work
-from moonshard.experiments.bench.peers.beside import AGGREGATED, APART, Beside, Least
+from moonshard.experiments.bench.peers.beside import AGGREGATED, APART, IN_FLOAT32, OURS, Beside, Least
 from moonshard.experiments.bench.peers.compare import Comparison, Figure
 from moonshard.experiments.bench.peers.rows import Decoding, Prefilling
-from moonshard.experiments.bench.peers.table import as_cells, beside_grid, times_better
+from moonshard.experiments.bench.peers.table import as_cells, beside_grids, times_better
+from moonshard.experiments.common.grid import Grid
 
 DECODE = Decoding(batch=8, prompt_tokens=1, completion_tokens=2)
 PREFILL = Prefilling(prompt_tokens=500)
@@ -22,19 +23,32 @@ def rate(*values: float) -> Figure:
     return Figure(unit="tokens/s", values=values)
 
 
+def least(weights: float) -> Least:
+    """So many bytes of weights a value: what a row needs at the least grows with them."""
+    return Least(
+        work={
+            DECODE.name: Work(num_bytes=5e6 * weights, num_flops=1e9),
+            PREFILL.name: Work(num_bytes=5e7 * weights, num_flops=2e11),
+        },
+        item_bytes=ItemBytes(weights=weights, kv=4),
+        weights_mib=100 * weights,
+        pool_mib=1000,
+    )
+
+
 def beside(figures: dict[tuple[str, str], Figure], *servers: str, notes: tuple[str, ...] = ()) -> Beside:
     return Beside(
         rows=(DECODE, PREFILL),
-        comparison=Comparison(servers=(AGGREGATED, APART, *servers), figures=figures, notes=list(notes)),
+        comparison=Comparison(servers=(*OURS, *servers), figures=figures, notes=list(notes)),
         ceilings=Ceilings(bytes_per_s=1e9, matmul_flops_per_s=1e12),
         folder=Path("a-model"),
-        least=Least(
-            work={DECODE.name: Work(num_bytes=1e7, num_flops=1e9), PREFILL.name: Work(num_bytes=1e8, num_flops=2e11)},
-            item_bytes=ItemBytes(weights=2, kv=4),
-            weights_mib=200,
-            pool_mib=1000,
-        ),
+        least={AGGREGATED: least(2), IN_FLOAT32: least(4)},
     )
+
+
+def stored(beside: Beside) -> Grid:
+    """The table of our weights as the configuration has them."""
+    return beside_grids(beside)[0]
 
 
 def test_the_best_median_and_the_best_request_may_be_of_different_peers():
@@ -54,14 +68,26 @@ def test_the_best_median_and_the_best_request_may_be_of_different_peers():
 
 def test_shares_are_of_the_time_that_ours_took():
     figures = {(DECODE.name, AGGREGATED): ms(20.0, 16.0, 30.0), (PREFILL.name, AGGREGATED): rate(1000.0)}
-    decode, prefill = beside_grid(beside(figures)).rows
+    decode, prefill = stored(beside(figures)).rows
     assert decode == (DECODE.name, "ms", "20.0 (16.0)", "", "", "10.0", "1.00", "50% (62%)", "5% (6%)")
     assert prefill == (PREFILL.name, "tokens/s", "1,000", "", "", "100", "200", "20%", "40%")
 
 
+def test_each_of_ours_stands_in_its_table_beside_all_peers():
+    values = {AGGREGATED: 20.0, IN_FLOAT32: 40.0, APART: 30.0, "a": 10.0}
+    figures = {(DECODE.name, server): ms(value) for server, value in values.items()}
+    of_stored, of_float32 = beside_grids(beside(figures, "a", notes=("said once",)))
+    assert of_stored.columns[2:5] == (AGGREGATED, APART, "a")
+    assert of_float32.columns[2:4] == (IN_FLOAT32, "a")
+    assert of_stored.rows[0][2:] == ("20.0", "30.0", "10.0", "0.50", "10.0", "1.00", "50%", "5%")
+    assert of_float32.rows[0][2:] == ("40.0", "10.0", "0.25", "20.0", "1.00", "50%", "2%")
+    assert [note for grid in (of_stored, of_float32) for note in grid.notes if note == "said once"] == ["said once"]
+    assert beside_grids(None) == []
+
+
 def test_a_server_without_a_figure_has_an_empty_cell_and_its_note():
     figures = {(DECODE.name, AGGREGATED): ms(20.0), (DECODE.name, "a"): ms(10.0), ("peak memory", "a"): ms(3.0)}
-    grid = beside_grid(beside(figures, "a", "gone", notes=("gone: nothing was measured",)))
+    grid = stored(beside(figures, "a", "gone", notes=("gone: nothing was measured",)))
     by_name = {row[0]: row for row in grid.rows}
     assert by_name[DECODE.name][2:7] == ("20.0", "", "10.0", "", "0.50")
     assert by_name[PREFILL.name][2:7] == ("", "", "", "", "")
@@ -72,8 +98,8 @@ def test_a_server_without_a_figure_has_an_empty_cell_and_its_note():
 
 def test_samples_that_were_disturbed_are_told():
     figures = {(DECODE.name, AGGREGATED): ms(20.0, num_repeated=3, num_disturbed=1), (DECODE.name, "a"): ms(1.0)}
-    notes = beside_grid(beside(figures, "a")).notes
-    assert any(note.startswith("3 samples were taken again") for note in notes)
+    notes = stored(beside(figures, "a")).notes
+    assert any(note.startswith("3 samples of all servers were taken again") for note in notes)
     assert any(f"{DECODE.name}, {AGGREGATED}: 1" in note for note in notes)
 
 

@@ -1,5 +1,7 @@
 """Foreign processor time: what is not the server's nor the client's, and which processes are the server's."""
 
+import asyncio
+import itertools
 import socket
 import subprocess
 import sys
@@ -10,7 +12,16 @@ import psutil
 import pytest
 
 from moonshard.experiments.bench.peers import watch
-from moonshard.experiments.bench.peers.watch import GRACE_S, Window, cpu_s, listeners, tree, watched
+from moonshard.experiments.bench.peers.watch import (
+    GRACE_S,
+    MAX_BUSY_S,
+    Window,
+    cpu_s,
+    listeners,
+    settled,
+    tree,
+    watched,
+)
 
 SPIN_S = 0.3
 # Spins for so long by its own clock, says so, and waits to be told to end.
@@ -53,6 +64,23 @@ def test_another_process_is_foreign_unless_it_is_the_server():
     with spinning() as child:
         assert cpu_s([child.pid]) == pytest.approx(cpu_s([child.pid, child.pid]))
         assert cpu_s([child.pid]) >= SPIN_S - GRACE_S
+
+
+def test_a_sample_waits_until_nobody_works(monkeypatch):
+    readings = iter((0.0, 0.2, 0.2, 0.4, 0.4, 0.4 + MAX_BUSY_S / 2))  # of two clocks for each moment
+    monkeypatch.setattr(watch, "_busy_s", lambda: next(readings))
+    monkeypatch.setattr(watch, "IDLE_S", 0.0)
+    asyncio.run(settled())
+    assert list(readings) == []
+
+
+def test_on_a_machine_that_is_never_idle_a_sample_begins_all_the_same(monkeypatch):
+    busy = itertools.count()
+    monkeypatch.setattr(watch, "_busy_s", lambda: float(next(busy)))
+    monkeypatch.setattr(watch, "IDLE_S", 0.001)
+    monkeypatch.setattr(watch, "MAX_SETTLING_S", 0.05)
+    asyncio.run(settled())
+    assert next(busy) >= 4
 
 
 def test_a_servers_children_are_its_own():
