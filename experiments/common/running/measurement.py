@@ -70,10 +70,10 @@ class Plan:
     recording_requests: int = 2  # of each client in a round
     row_repeats: int = 7
     arrangement_rounds: int = 3
-    arrangement_s: float = 12.0  # of load on one arrangement in one round
+    arrangement_s: float = 12.0  # at least, of load on one arrangement in one round
     num_streams: int = 8  # beside the long prompts of the arrangements, and under failover
     long_prompt_tokens: int = 2048
-    long_prompt_every_s: float = 1.0
+    long_prompt_every_s: float = 1.0  # at least; where one takes long to prefill, more
     kills: int = 4
     killed_tokens: int = 512  # each stream's, long enough to be there when its worker is killed
 

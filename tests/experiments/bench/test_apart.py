@@ -192,7 +192,7 @@ class TestArrangements:
     def load(self, scale: float, timing: Timing) -> OfferedLoad:
         streams = [seen(10 * scale, 12 * scale, 16 * scale, timing=timing)] * 2
         cpu_s = {"gateway": 0.5, "prefill 0": 1.0, "decode 0": 0.75, "client": 0.25}
-        return OfferedLoad(streams=streams, long=[seen(100 * scale)], elapsed_s=2.0, cpu_s=cpu_s)
+        return OfferedLoad(streams=streams, long=[seen(100 * scale)], prompt_tokens=93, elapsed_s=2.0, cpu_s=cpu_s)
 
     def test_a_ratio_is_disaggregated_over_aggregated(self):
         found = [*of_load(APART, self.load(1, TIMING)), *of_load(TOGETHER, self.load(4, TIMING))]
@@ -202,6 +202,27 @@ class TestArrangements:
         assert rows["TTFT, long prompts"]["agg. p50"] == "400"
         assert rows["ITL, streams"]["ratio p99"] == "0.25"
         assert rows["output tokens, streams"]["ratio p50"] == "1.00"
+
+    def test_throughput_is_of_all_tokens_that_were_read_or_written(self):
+        found = by_name(of_load(APART, self.load(1, TIMING)))
+        assert found[f"output tokens, streams, {APART}"].samples == (3.0,)  # two streams of three, in two seconds
+        assert found[f"prompt and output tokens, all requests, {APART}"].samples == (50.0,)
+
+    def test_long_prompts_take_half_of_a_devices_time_at_most(self):
+        plan = Plan(long_prompt_every_s=1.0, arrangement_s=12.0)
+        assert arrangements.paced(plan, 0.1) == plan
+        slow = arrangements.paced(plan, 2.0)
+        assert (slow.long_prompt_every_s, slow.arrangement_s) == (4.0, 24.0)
+        assert (
+            "every 4 s"
+            in arrangement_grid(
+                [
+                    *of_load(APART, self.load(1, TIMING)),
+                    Measurement(level="arrangements", name=arrangements.EVERY, unit="s", samples=(4.0,)),
+                ],
+                plan,
+            ).notes[0]
+        )
 
     def test_a_handoff_is_among_all_gaps_and_not_among_the_later_ones(self):
         found = by_name(of_load(APART, self.load(1, TIMING)))

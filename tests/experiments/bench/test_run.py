@@ -197,7 +197,8 @@ class TestMiniatureDisaggregated:
         both = {
             f"{what}, {how}" for what in arrangements.QUANTITIES for how in (arrangements.APART, arrangements.TOGETHER)
         }
-        assert names["arrangements"] == both - {f"handoff gap, streams, {arrangements.TOGETHER}"}
+        without = {f"handoff gap, streams, {arrangements.TOGETHER}"}
+        assert names["arrangements"] == (both | {arrangements.EVERY}) - without
         assert names["recording"] == {
             f"{what}, {way}"
             for what in (recording_cost.TOKENS, recording_cost.PROCESSOR)
