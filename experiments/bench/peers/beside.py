@@ -34,7 +34,9 @@ OURS = (AGGREGATED, IN_FLOAT32, APART)  # their names in the table
 HUGGING_FACE = "Hugging Face"
 EMPTY, FULL = "start to first token, caches empty", "start to first token, caches full"
 MEMORY, WORKER_MEMORY = "peak memory", "peak memory of a worker beyond a bare one"
-BARE_WORKER = "import jax, moonshard.serving.engine.loading; jax.devices(); print(open('/proc/self/status').read())"
+AT_START = "a worker's memory beyond a bare one at its first token, caches {}"
+MODULES = ", ".join(f"moonshard.serving.worker.{name}" for name in ("process", "loaded"))  # a worker's
+BARE_WORKER = f"import jax, {MODULES}; jax.devices(); print(open('/proc/self/status').read())"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +67,14 @@ def measure_beside(
     say("the machine's own rates")
     ceilings = measure_in_process(environment)
     folder, rows, configs = config.model.path, rows_of(plan), configs_of(config)
-    started = _starts(config, plan, environment, say)
+    bare_mib = _bare_worker_mib(environment)
+    started = _starts(config, plan, environment, bare_mib, say)
     with ExitStack() as stack, TemporaryDirectory() as cache:
         ours: dict[str, RunningServer] = {}
         for name, own in configs.items():
-            say(f"starting {name}")
+            say(f"starting {name}, once to fill its cache of programs: compiling leaves a higher peak of memory")
+            with serving(as_overrides(own), with_cache(environment, Path(cache))):
+                pass
             ours[name] = stack.enter_context(serving(as_overrides(own), with_cache(environment, Path(cache))))
         contenders = [
             *(
@@ -81,7 +86,7 @@ def measure_beside(
         effort = Effort(samples=plan.compared_samples, tries=plan.compared_tries)
         comparison = asyncio.run(compare(contenders, rows, folder, effort, say, seed=randbits(32)))
         comparison.figures |= {(name, AGGREGATED): figure for name, figure in started.items()}
-        comparison.figures |= _memory(ours, peers, environment)
+        comparison.figures |= _memory(ours, peers, bare_mib)
     say(HUGGING_FACE)
     _add_hugging_face(comparison, rows, run_peer(folder, plan))
     least = {name: least_of(own, rows) for name, own in configs.items() if own.mode == "aggregated"}
@@ -109,11 +114,11 @@ def least_of(config: Config, rows: Sequence[Row]) -> Least:
     return Least(work=works, item_bytes=size, weights_mib=weights_mib, pool_mib=pool_mib)
 
 
-def _starts(config: Config, plan: Plan, environment: Mapping[str, str], say: Say) -> dict[str, Figure]:
-    """Seconds from the execution of an aggregated server to its first token, as a user starts it."""
-    own = replace(config, mode="aggregated", gateway=replace(config.gateway, port=0, grpc_port=0))
-    overrides = [*as_overrides(own), "worker.prepare=needed"]
+def _starts(config: Config, plan: Plan, environment: Mapping[str, str], bare_mib: float, say: Say) -> dict[str, Figure]:
+    """Of an aggregated server as a user starts it: seconds from its execution to its first token, its memory then."""
+    overrides = [*as_overrides(configs_of(config)[AGGREGATED]), "worker.prepare=needed"]
     found: dict[str, list[float]] = {EMPTY: [], FULL: []}
+    peaks: dict[str, list[float]] = {EMPTY: [], FULL: []}
     for index in range(plan.compared_starts):
         with TemporaryDirectory() as cache:
             for name, seconds in found.items():  # the first fills the cache of the second
@@ -121,21 +126,27 @@ def _starts(config: Config, plan: Plan, environment: Mapping[str, str], say: Say
                 with serving(overrides, with_cache(environment, Path(cache))) as server:
                     *_, first_token = measure_start(server, name)
                     seconds += first_token.samples
-    return {name: Figure(unit="s", values=tuple(seconds)) for name, seconds in found.items()}
+                    peaks[name].append(_worker_mib(server) - bare_mib)
+    caches = {EMPTY: "empty", FULL: "full"}
+    return {
+        **{name: Figure(unit="s", values=tuple(seconds)) for name, seconds in found.items()},
+        **{AT_START.format(caches[name]): Figure(unit="MiB", values=tuple(mib)) for name, mib in peaks.items()},
+    }
 
 
-def _memory(
-    ours: Mapping[str, RunningServer], peers: Sequence[Peer], environment: Mapping[str, str]
-) -> dict[tuple[str, str], Figure]:
+def _worker_mib(server: RunningServer) -> float:
+    """The high-water mark of its largest worker."""
+    return max(peak_memory_mib(pid) or 0.0 for role, pid in server.pids.items() if role != "gateway")
+
+
+def _memory(ours: Mapping[str, RunningServer], peers: Sequence[Peer], bare_mib: float) -> dict[tuple[str, str], Figure]:
     """High-water marks of resident memory after all rows, in MiB: of a server's processes together, each at its own."""
     pids = {name: tuple(one.pids.values()) for name, one in ours.items()}
     pids |= {peer.name: tuple(process.pid for process in tree(listeners(peer.url))) for peer in peers}
     peaks = {name: [peak_memory_mib(pid) or 0.0 for pid in own] for name, own in pids.items() if own}
     found = {(MEMORY, name): Figure(unit="MiB", values=(sum(own),)) for name, own in peaks.items()}
-    bare = _bare_worker_mib(environment)
     for name, one in ours.items():
-        workers = [peak_memory_mib(pid) or 0.0 for role, pid in one.pids.items() if role != "gateway"]
-        found[WORKER_MEMORY, name] = Figure(unit="MiB", values=(max(workers) - bare,))
+        found[WORKER_MEMORY, name] = Figure(unit="MiB", values=(_worker_mib(one) - bare_mib,))
     return found
 
 

@@ -10,6 +10,7 @@ from moonshard.experiments.bench.peers import beside as measuring
 from moonshard.experiments.bench.peers.beside import (
     AGGREGATED,
     APART,
+    AT_START,
     EMPTY,
     FULL,
     IN_FLOAT32,
@@ -58,7 +59,8 @@ def test_every_cell_of_ours_is_filled_and_of_a_peer_what_it_can_give(monkeypatch
     cells = {
         server: {name for name, other in found.comparison.figures if other == server} for server in (*OURS, "fake")
     }
-    assert cells[AGGREGATED] == rows | {EMPTY, FULL, MEMORY, WORKER_MEMORY}
+    at_start = {AT_START.format(caches) for caches in ("empty", "full")}
+    assert cells[AGGREGATED] == rows | {EMPTY, FULL, MEMORY, WORKER_MEMORY, *at_start}
     assert cells[IN_FLOAT32] == cells[APART] == rows | {MEMORY, WORKER_MEMORY}
     assert cells["fake"] == rows | {MEMORY}
     assert {name: set(least.work) for name, least in found.least.items()} == {AGGREGATED: rows, IN_FLOAT32: rows}
