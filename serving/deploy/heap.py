@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 LARGE_BLOCK_BYTES = 1 << 18  # bodies and their texts, and nothing that every token makes
 _M_MMAP_THRESHOLD = -3  # malloc.h
+_M_ARENA_MAX = -8
 
 
 @contextlib.contextmanager
@@ -46,6 +47,18 @@ def give_back_freed() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def share_one_arena() -> None:
+    """From now on all threads take memory from one arena of malloc. Called before a process has threads.
+
+    glibc gives each thread an arena of its own, until there are eight for each core, and what is freed in one is not
+    reused in another. A step's temporary buffers are taken by whichever of XLA's threads comes to it: after prompts of
+    4,000 tokens a worker was 90 MiB larger than with one arena, and no faster.
+    Source: mallopt(3). Where the C library has no such setting nothing changes.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def unmap_large_blocks_once_freed() -> None:

@@ -23,7 +23,7 @@ from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import Config, WorkerRole, port_of
 from moonshard.serving.config.tls import server_tls
-from moonshard.serving.deploy.heap import importing, keep_for_life
+from moonshard.serving.deploy.heap import importing, keep_for_life, share_one_arena
 from moonshard.serving.deploy.life import Life, stop_signals
 from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.deploy.status_pipe import Status
@@ -60,6 +60,7 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
         PortInUse, CheckpointError, ModelError, MeshError, TransportUnavailable, ConfigError: before it serves.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    share_one_arena()
     with stop_signals() as stop:
         drain_timeout_s = config.gateway.drain_timeout_s
         life = Life(role=role, status=status, start=start, stop=stop, drain_timeout_s=drain_timeout_s)

@@ -32,6 +32,29 @@ del texts
 print(rss_mb() - before)
 """
 MAX_KEPT_MB = 20  # of 100
+FROM_THREADS = """
+import ctypes
+import sys
+import threading
+
+from moonshard.serving.deploy.heap import share_one_arena
+
+if sys.argv[1] == "one":
+    share_one_arena()
+all_work = threading.Barrier(4)
+
+def work():
+    all_work.wait()
+    bytearray(100_000)
+    all_work.wait()
+
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+ctypes.CDLL(None).malloc_stats()  # on stderr
+"""
 
 
 class Node:
@@ -58,3 +81,15 @@ def test_large_blocks_that_are_freed_between_small_ones_are_the_systems_again():
         for how in ("kept", "unmapped")
     }
     assert grown_mb["unmapped"] < MAX_KEPT_MB < grown_mb["kept"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_threads_take_memory_from_one_arena():
+    said = {
+        how: subprocess.run(
+            [sys.executable, "-c", FROM_THREADS, how], capture_output=True, text=True, check=True
+        ).stderr
+        for how in ("one", "each")
+    }
+    assert said["one"].count("Arena") == 1
+    assert said["each"].count("Arena") > 1
