@@ -12,7 +12,7 @@ import jax
 logger = logging.getLogger(__name__)
 
 HOPPER = "9.0"
-NUM_PROCESSORS = 132  # streaming multiprocessors of an H100 or H200; a wrong count makes work uneven, not wrong
+NUM_PROCESSORS = 132  # streaming multiprocessors of an H100 or H200, where no card can be asked
 
 
 @functools.cache
@@ -25,6 +25,12 @@ def runs_kernels() -> bool:
     if found != HOPPER:
         say_once(f"{device.device_kind} has compute capability {found}, not {HOPPER}")
     return found == HOPPER
+
+
+def num_processors() -> int:
+    """Streaming multiprocessors of this process's card, or of an H100's: a wrong count makes work uneven, not wrong."""
+    device = jax.devices()[0]
+    return int(getattr(device, "core_count", NUM_PROCESSORS)) if device.platform == "gpu" else NUM_PROCESSORS
 
 
 @functools.cache

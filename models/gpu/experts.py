@@ -62,7 +62,7 @@ def multiply(
     *,
     num_rows: int | None = None,
     cut: Cut | None = None,
-    num_processors: int = card.NUM_PROCESSORS,
+    num_processors: int | None = None,
     interpret: Interpret = None,
 ) -> Float[Array, "t d"]:
     """The kernels themselves: each chosen expert on its own tokens, all blocks at once.

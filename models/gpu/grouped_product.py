@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from moonshard.models.gpu import card
 from moonshard.models.gpu.tensor_cores import Interpret, await_all_free
@@ -47,87 +48,127 @@ class Blocks:
 
 
 def grouped_product(
-    rows: Float[Array, "rows d"],
+    rows: Float[Array, "rows f"],
     weights: Float[Array, "l e p o d"],
     blocks: Blocks,
     *,
     cut: Cut | None = None,
-    num_processors: int = card.NUM_PROCESSORS,
+    num_processors: int | None = None,
+    kernel_name: str = "experts_down",
     interpret: Interpret = None,
 ) -> Float[Array, "rows o"]:
     """Every used block's rows times its expert's weights; rows of unused blocks are left unwritten.
 
     Args:
+        rows: of which the first d features are multiplied.
         weights: p 2: gate and up, and the result is silu(gate) * up. p 1: the result is the product.
         cut: None: as suits the rows.
-        num_processors: that work off the products in turn.
+        num_processors: that work off the products in turn; None: all of the card.
+        kernel_name: of the result of p 1, as profiles have it.
     """
     _, num_experts, num_pieces, num_own, depth = weights.shape
-    num_rows = blocks.num_rows
-    held = max(num_rows, LEAST_ROWS)
+    held = max(blocks.num_rows, LEAST_ROWS)
     cut = cut or (CUT if held == LEAST_ROWS else CUT_OF_MANY_ROWS)
-    columns, num_stages = cut.columns * (3 - num_pieces), cut.num_stages  # of a result's tile
-    places = {
-        "row_places": plgpu.SMEM((num_stages, held, cut.depth), rows.dtype),
-        "weight_places": plgpu.SMEM((num_stages, 2, cut.columns, cut.depth), weights.dtype),
-        "result": plgpu.SMEM((held, columns), rows.dtype),
-        "loaded": plgpu.Barrier(num_arrivals=3, num_barriers=num_stages),
-        "free": plgpu.Barrier(num_arrivals=NUM_COMPUTING, num_barriers=num_stages),
-        "result_free": plgpu.Barrier(num_arrivals=NUM_COMPUTING),
-        "result_there": plgpu.Barrier(num_arrivals=NUM_COMPUTING),
-    }
-
-    num_tiles, num_steps = num_own // columns, depth // cut.depth
+    sizes = _Sizes(
+        num_rows=blocks.num_rows,
+        num_experts=num_experts,
+        num_pieces=num_pieces,
+        num_own=num_own,
+        columns=cut.columns * (3 - num_pieces),
+        num_steps=depth // cut.depth,
+        num_processors=num_processors or card.num_processors(),
+    )
 
     def kernel(rows, weights, experts, where, out, **places):
-        processor, warpgroup = jax.lax.axis_index("processor"), jax.lax.axis_index("warpgroup")
-        num_products = where[1] * num_tiles
-        num_own_products = jax.lax.div(num_products - processor + (num_processors - 1), num_processors)
-
-        def locate(number: Any) -> tuple[Any, Any]:
-            """The rows and the tile of one of this processor's products: those of a block follow one another."""
-            product = processor + number * num_processors
-            return jax.lax.div(product, jnp.int32(num_tiles)), jax.lax.rem(product, jnp.int32(num_tiles))
-
-        @pl.when(warpgroup == LOADER)
-        def _():
-            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-
-            @pl.loop(0, num_own_products)
-            def _(number):
-                block, tile = locate(number)
-                first = (where[0] * num_experts + experts[block]) * num_pieces * num_own + tile * columns
-                pieces = (first, first + (num_own if num_pieces == 2 else cut.columns))
-                _load(rows, weights, pl.ds(block * num_rows, num_rows), pieces, number * num_steps, places)
-
-            await_all_free(places["free"], num_own_products * num_steps)
-
-        @pl.when(warpgroup != LOADER)
-        def _():
-            plgpu.set_max_registers(REGISTERS, action="increase")
-
-            @pl.loop(0, num_own_products)
-            def _(number):
-                block, tile = locate(number)
-                sums = _multiply(places, number * num_steps, num_steps)
-                target = out.at[pl.ds(block * num_rows, num_rows), pl.ds(tile * columns, columns)]
-                _store(sums, target, places, is_gated=num_pieces == 2)
-
-            plgpu.wait_smem_to_gmem(0)
+        _kernel(rows, weights, experts, where, out, places, sizes)
 
     call = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((len(rows), num_own), rows.dtype),
-        scratch_types=places,
-        grid=(num_processors,),
+        scratch_types=_places(cut, held, sizes.columns, rows.dtype),
+        grid=(sizes.num_processors,),
         grid_names=("processor",),
         num_threads=NUM_COMPUTING + 1,
         thread_name="warpgroup",
-        kernel_name="experts_gate_up" if num_pieces == 2 else "experts_down",
+        kernel_name="experts_gate_up" if num_pieces == 2 else kernel_name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
     return call(rows, weights.reshape(-1, depth), blocks.experts, blocks.where)
+
+
+def _places(cut: Cut, held: int, columns: int, dtype: DTypeLike) -> dict[str, Any]:
+    """In shared memory: `held` rows and two pieces of weights of each stage, a result, and what tells of them."""
+    return {
+        "row_places": plgpu.SMEM((cut.num_stages, held, cut.depth), dtype),
+        "weight_places": plgpu.SMEM((cut.num_stages, 2, cut.columns, cut.depth), dtype),
+        "result": plgpu.SMEM((held, columns), dtype),
+        "loaded": plgpu.Barrier(num_arrivals=3, num_barriers=cut.num_stages),
+        "free": plgpu.Barrier(num_arrivals=NUM_COMPUTING, num_barriers=cut.num_stages),
+        "result_free": plgpu.Barrier(num_arrivals=NUM_COMPUTING),
+        "result_there": plgpu.Barrier(num_arrivals=NUM_COMPUTING),
+    }
+
+
+class _Sizes(NamedTuple):
+    """What is multiplied, by how many: a product is a block of rows and a tile of columns."""
+
+    num_rows: int  # of a block
+    num_experts: int  # of a layer
+    num_pieces: int  # of an expert's weights
+    num_own: int  # columns of a piece, and of the result
+    columns: int  # of a tile of the result
+    num_steps: int  # of a product
+    num_processors: int
+
+    @property
+    def num_tiles(self) -> int:
+        return self.num_own // self.columns
+
+    def num_products(self, processor: Any, num_used: Any) -> Any:
+        """How many a processor has of those of the used blocks."""
+        return jax.lax.div(num_used * self.num_tiles - processor + (self.num_processors - 1), self.num_processors)
+
+    def locate(self, processor: Any, number: Any) -> tuple[Any, Any]:
+        """The block and the tile of one of a processor's products: those of a block follow one another."""
+        product = processor + number * self.num_processors
+        return jax.lax.div(product, jnp.int32(self.num_tiles)), jax.lax.rem(product, jnp.int32(self.num_tiles))
+
+    def pieces(self, layer: Any, expert: Any, tile: Any) -> tuple[Any, Any]:
+        """Where both pieces of a tile's columns begin in the stack."""
+        first = (layer * self.num_experts + expert) * self.num_pieces * self.num_own + tile * self.columns
+        return first, first + (self.num_own if self.num_pieces == 2 else self.columns // 2)
+
+
+def _kernel(rows: Any, weights: Any, experts: Any, where: Any, out: Any, places: dict[str, Any], sizes: _Sizes) -> None:
+    processor, warpgroup = jax.lax.axis_index("processor"), jax.lax.axis_index("warpgroup")
+    layer, num_own_products = where[0], sizes.num_products(processor, where[1])
+
+    @pl.when(warpgroup == LOADER)
+    def _():
+        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+
+        @pl.loop(0, num_own_products)
+        def _(number):
+            block, tile = sizes.locate(processor, number)
+            pieces = sizes.pieces(layer, experts[block], tile)
+            own_rows = pl.ds(block * sizes.num_rows, sizes.num_rows)
+            _load(rows, weights, own_rows, pieces, number * sizes.num_steps, places)
+
+        await_all_free(places["free"], num_own_products * sizes.num_steps)
+
+    @pl.when(warpgroup != LOADER)
+    def _():
+        plgpu.set_max_registers(REGISTERS, action="increase")
+
+        @pl.loop(0, num_own_products)
+        def _(number):
+            block, tile = sizes.locate(processor, number)
+            sums = _multiply(places, number * sizes.num_steps, sizes.num_steps)
+            own_rows, columns = pl.ds(block * sizes.num_rows, sizes.num_rows), pl.ds(tile * sizes.columns, sizes.columns)
+            _store(sums, out.at[own_rows, columns], places, is_gated=sizes.num_pieces == 2)
+
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _load(rows: Any, weights: Any, own_rows: Any, pieces: tuple[Any, Any], done: Any, places: dict[str, Any]) -> None:
@@ -137,7 +178,7 @@ def _load(rows: Any, weights: Any, own_rows: Any, pieces: tuple[Any, Any], done:
     """
     num_stages, _, columns, depth = places["weight_places"].shape
 
-    @pl.loop(0, rows.shape[1] // depth)
+    @pl.loop(0, weights.shape[1] // depth)
     def _(index):
         step = done + index
         place = jax.lax.rem(step, jnp.int32(num_stages))
