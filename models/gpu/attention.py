@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from moonshard.kv.pages import Pages
 from moonshard.models import attention as reference
 from moonshard.models.gpu import card
+from moonshard.models.gpu.attention_pairs import PAIR, ROTARY, attend_pairs
 from moonshard.models.gpu.attention_splits import merge_splits
 from moonshard.models.gpu.attention_tiles import KEYS, MAX_RANK, ROWS, attend_tiles
 from moonshard.models.gpu.tensor_cores import Interpret
@@ -34,11 +35,13 @@ def latent_attention(
     *,
     value_rank: int,
     scale: float,
+    in_pairs: bool = card.ATTENDS_IN_PAIRS,
 ) -> Float[Array, "n t h r"]:
     """As `models.attention.latent_attention`, which serves, said once, where the kernel does not take these shapes."""
     reason = why_not(queries, pages, value_rank)
     if reason is None:
-        return attend(queries, pages, layer, block_tables, positions, value_rank=value_rank, scale=scale)
+        how = {"value_rank": value_rank, "scale": scale, "in_pairs": in_pairs}
+        return attend(queries, pages, layer, block_tables, positions, **how)
     card.say_once(reason)
     return reference.latent_attention(
         queries, pages, layer, block_tables, positions, value_rank=value_rank, scale=scale
@@ -66,12 +69,14 @@ def attend(
     *,
     value_rank: int,
     scale: float,
+    in_pairs: bool = card.ATTENDS_IN_PAIRS,
     num_splits: int | None = None,
     interpret: Interpret = None,
 ) -> Float[Array, "n t h r"]:
     """The kernel itself.
 
     Args:
+        in_pairs: by `attention_pairs` where there are as many rotary features as it takes, and not `attention_tiles`.
         num_splits: of each tile's context; None: as the shapes suggest.
         interpret: how to run it on a CPU; None: compile it for a card.
     """
@@ -80,7 +85,8 @@ def attend(
     if num_splits is None:
         num_splits = splits_for(n * rows.shape[1] // ROWS, block_tables.shape[1] * pages.shape[2])
     positions = positions.astype(jnp.int32)
-    found = attend_tiles(
+    in_pairs = in_pairs and f - value_rank == ROTARY
+    found = (attend_pairs if in_pairs else attend_tiles)(
         rows,
         pages,
         layer,
@@ -93,7 +99,7 @@ def attend(
         interpret=interpret,
     )
     if num_splits > 1:
-        found = merge_splits(found, positions, h, queries.dtype, interpret)
+        found = merge_splits(found, positions, h, PAIR if in_pairs else KEYS, queries.dtype, interpret)
     return found.mixed[0, :, : t * h].reshape(n, t, h, value_rank)
 
 
@@ -104,8 +110,9 @@ def splits_for(num_tiles: int, max_keys: int) -> int:
     """
 
     def cost(splits: int) -> float:
-        return -(-num_tiles * splits // card.NUM_PROCESSORS) * (max_keys / splits + OVERHEAD_KEYS)
+        return -(-num_tiles * splits // num_processors) * (max_keys / splits + OVERHEAD_KEYS)
 
-    most = max(1, min(MAX_SPLITS, -(-max_keys // KEYS), 4 * card.NUM_PROCESSORS // num_tiles))
+    num_processors = card.num_processors()
+    most = max(1, min(MAX_SPLITS, -(-max_keys // KEYS), 4 * num_processors // num_tiles))
     best = min(cost(splits) for splits in range(1, most + 1))
     return next(splits for splits in range(1, most + 1) if cost(splits) <= WORTH * best)

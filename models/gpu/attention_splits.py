@@ -18,9 +18,14 @@ AT_ONCE = 8  # splits whose loads are under way together
 
 
 def merge_splits(
-    splits: Splits, positions: Int[Array, "n t"], num_heads: int, dtype: DTypeLike, interpret: Interpret
+    splits: Splits,
+    positions: Int[Array, "n t"],
+    num_heads: int,
+    keys_at_once: int,
+    dtype: DTypeLike,
+    interpret: Interpret,
 ) -> Splits:
-    """One split of the queries' rows, normalised: zeros where no split has keys."""
+    """One split of the queries' rows, normalised: zeros where no split has keys. Splits are of `keys_at_once` keys."""
     num_splits, n, _, rank = splits.mixed.shape
     num_rows = positions.shape[1] * num_heads
     assert splits.peak is not None  # there are several
@@ -29,7 +34,7 @@ def merge_splits(
     def kernel(mixed: Any, peaks: Any, totals: Any, positions: Any, out: Any) -> None:
         row, sequence = jax.lax.axis_index("row"), jax.lax.axis_index("sequence")
         tile = jax.lax.div(row, jnp.int32(ROWS))
-        each, end = keys_of_split(queries_of(tile, positions, sequence, num_heads), num_splits)
+        each, end = keys_of_split(queries_of(tile, positions, sequence, num_heads), num_splits, keys_at_once)
         num_used = jax.lax.div(end + each - 1, jnp.maximum(each, 1))
 
         def step(index, carry):

@@ -64,12 +64,6 @@ def attend_tiles(
     """Attention of rows, each a head of a query, in tiles of `ROWS`; those beyond the last query are nobody's."""
     n, num_rows, f = queries.shape
     tokens_per_copy = min(pages.shape[2], KEYS)
-    shape = jax.ShapeDtypeStruct
-    if num_splits == 1:
-        out = (shape((1, n, num_rows, value_rank), queries.dtype),)
-    else:
-        each = shape((num_splits, n, num_rows), jnp.float32)
-        out = (shape((num_splits, n, num_rows, value_rank), jnp.float32), each, each)
     places = {
         "query_place": plgpu.SMEM((ROWS, f), queries.dtype),
         "key_places": plgpu.SMEM((NUM_PLACES, KEYS, f), pages.dtype),
@@ -83,7 +77,7 @@ def attend_tiles(
 
     call = plgpu.kernel(
         kernel,
-        out_type=out,
+        out_type=splits_of(queries, value_rank, num_splits),
         scratch_types=places,
         grid=(num_rows // ROWS, n, num_splits),
         grid_names=("tile", "sequence", "split"),
@@ -94,6 +88,16 @@ def attend_tiles(
         interpret=interpret,
     )
     return Splits(*call(queries, pages, layer.astype(jnp.int32).reshape(1), block_tables, positions))
+
+
+def splits_of(queries: Float[Array, "n rows f"], value_rank: int, num_splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a kernel gives, as `Splits` has it."""
+    n, num_rows, _ = queries.shape
+    shape = jax.ShapeDtypeStruct
+    if num_splits == 1:
+        return (shape((1, n, num_rows, value_rank), queries.dtype),)
+    each = shape((num_splits, n, num_rows), jnp.float32)
+    return shape((num_splits, n, num_rows, value_rank), jnp.float32), each, each
 
 
 def _kernel(
@@ -112,11 +116,12 @@ def _kernel(
     tile, sequence, split = (jax.lax.axis_index(name) for name in ("tile", "sequence", "split"))
     warpgroup = jax.lax.axis_index("warpgroup")
     rows, own_queries = pl.ds(tile * ROWS, ROWS), queries_of(tile, positions, sequence, num_heads)
-    each, end = keys_of_split(own_queries, num_splits)
+    each, end = keys_of_split(own_queries, num_splits, KEYS)
     first = split * each
     stop = jnp.minimum(first + each, end)
     rank = out[0].shape[-1]
     features = pl.ds(warpgroup * (rank // NUM_COMPUTING), rank // NUM_COMPUTING)
+    found_by = Finder(out, (split, sequence), rows, features, warpgroup)
 
     @pl.when((first < stop) & (warpgroup == LOADER))
     def _():
@@ -127,26 +132,40 @@ def _kernel(
     @pl.when((first < stop) & (warpgroup != LOADER))
     def _():
         plgpu.set_max_registers(REGISTERS, action="increase")
-        visible = _last_visible(tile, own_queries, num_heads)
+        visible = last_visible(tile, own_queries, num_heads)
         plgpu.barrier_wait(places["queries_loaded"])
-        mixed, peak, total = _attend(places, visible, first, stop, features, scale, interpret)
-        if num_splits == 1:
-            inverse = along_rows(1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), mixed.shape)
-            store(out[0].at[split, sequence, rows, features], (mixed * inverse).astype(out[0].dtype))
-            return
-        store(out[0].at[split, sequence, rows, features], mixed)
-
-        @pl.when(warpgroup == 0)
-        def _():
-            store(out[1].at[split, sequence, rows], peak)
-            store(out[2].at[split, sequence, rows], total)
+        found_by.store(*_attend(places, visible, first, stop, features, scale, interpret))
 
     if num_splits == 1:
+        pl.when((first >= stop) & (warpgroup != LOADER))(found_by.store_nothing)
 
-        @pl.when((first >= stop) & (warpgroup != LOADER))
+
+class Finder(NamedTuple):
+    """A warpgroup's share of a tile: where what it found goes."""
+
+    out: tuple[Any, ...]  # as `splits_of`
+    which: tuple[Any, Any]  # the split and the sequence
+    rows: Any
+    features: Any
+    warpgroup: Any
+
+    def store(self, mixed: Any, peak: Any, total: Any) -> None:
+        """Of the only split normalised, of one among several as it is."""
+        target = self.out[0].at[*self.which, self.rows, self.features]
+        if len(self.out) == 1:
+            inverse = along_rows(1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), mixed.shape)
+            store(target, (mixed * inverse).astype(self.out[0].dtype))
+            return
+        store(target, mixed)
+
+        @pl.when(self.warpgroup == 0)
         def _():
-            nothing = jnp.zeros((ROWS, rank // NUM_COMPUTING), out[0].dtype)
-            store(out[0].at[split, sequence, rows, features], plgpu.layout_cast(nothing, WIDE))
+            store(self.out[1].at[*self.which, self.rows], peak)
+            store(self.out[2].at[*self.which, self.rows], total)
+
+    def store_nothing(self) -> None:
+        nothing = jnp.zeros((ROWS, self.features.size), self.out[0].dtype)
+        store(self.out[0].at[*self.which, self.rows, self.features], plgpu.layout_cast(nothing, WIDE))
 
 
 class TileQueries(NamedTuple):
@@ -164,14 +183,18 @@ def queries_of(tile: Any, positions: Any, sequence: Any, num_heads: int) -> Tile
     return TileQueries(first, [positions[sequence, jnp.minimum(first + each, last)] for each in range(count)])
 
 
-def keys_of_split(queries: TileQueries, num_splits: int) -> tuple[Any, Any]:
-    """How many tiles of keys a split has, and how many there are."""
-    farthest = functools.reduce(jnp.maximum, queries.positions)
-    end = jax.lax.div(farthest + KEYS, jnp.int32(KEYS))
+def keys_of_split(queries: TileQueries, num_splits: int, keys_at_once: int) -> tuple[Any, Any]:
+    """How many times `keys_at_once` keys a split has, and how many times there are."""
+    end = jax.lax.div(farthest_of(queries) + keys_at_once, jnp.int32(keys_at_once))
     return jax.lax.div(end + (num_splits - 1), jnp.int32(num_splits)), end
 
 
-def _last_visible(tile: Any, queries: TileQueries, num_heads: int) -> jax.Array:
+def farthest_of(queries: TileQueries) -> Any:
+    """The last position that any of them sees."""
+    return functools.reduce(jnp.maximum, queries.positions)
+
+
+def last_visible(tile: Any, queries: TileQueries, num_heads: int) -> jax.Array:
     """The last position that each row sees."""
     rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=OF_ROWS) + tile * ROWS
     visible = jnp.full((ROWS,), -1, jnp.int32)
@@ -185,29 +208,34 @@ def _load_keys(
     pages: Any, layer: Any, tables: Any, sequence: Any, first: Any, stop: Any, places: dict[str, Any]
 ) -> None:
     """Loads tiles of keys into the places in turn, each once both that compute have done with the one before."""
-    num_blocks, _, block_size, _ = pages.shape
-    count = min(block_size, KEYS)  # tokens of a copy, all of one block
 
     @pl.loop(first, stop)
     def _(index):
         place = jax.lax.rem(index - first, jnp.int32(NUM_PLACES))
-        positions = [index * KEYS + start for start in range(0, KEYS, count)]
-        columns = [jnp.minimum(jax.lax.div(at, jnp.int32(block_size)), tables.shape[1] - 1) for at in positions]
-        blocks = [jnp.clip(tables[sequence, column], 0, num_blocks - 1) for column in columns]  # looked up meanwhile
+        pieces = pieces_of_keys(pages, layer, tables, sequence, index)  # looked up meanwhile
 
         @pl.when(index - first >= NUM_PLACES)
         def _():
             plgpu.barrier_wait(places["free"].at[place])
 
-        for start, position, block in zip(range(0, KEYS, count), positions, blocks, strict=True):
-            offset = jax.lax.rem(position, jnp.int32(block_size)) if block_size > KEYS else 0
-            plgpu.copy_gmem_to_smem(
-                pages.at[block, layer, pl.ds(offset, count)],
-                places["key_places"].at[place, pl.ds(start, count)],
-                places["loaded"].at[place],
-            )
+        for source, own in pieces:
+            plgpu.copy_gmem_to_smem(source, places["key_places"].at[place, own], places["loaded"].at[place])
 
     await_all_free(places["free"], stop - first)
+
+
+def pieces_of_keys(pages: Any, layer: Any, tables: Any, sequence: Any, index: Any) -> list[tuple[Any, Any]]:
+    """Where the keys of a tile lie, all of a piece in one block, and which of the tile's rows they are."""
+    num_blocks, _, block_size, _ = pages.shape
+    count = min(block_size, KEYS)
+    found = []
+    for start in range(0, KEYS, count):
+        position = index * KEYS + start
+        column = jnp.minimum(jax.lax.div(position, jnp.int32(block_size)), tables.shape[1] - 1)
+        block = jnp.clip(tables[sequence, column], 0, num_blocks - 1)
+        offset = jax.lax.rem(position, jnp.int32(block_size)) if block_size > KEYS else 0
+        found.append((pages.at[block, layer, pl.ds(offset, count)], pl.ds(start, count)))
+    return found
 
 
 def _attend(

@@ -2,6 +2,8 @@
 
 They are written for Hopper (sm_90a): warpgroups that multiply from shared memory, and copies that a barrier counts. On
 another card, and for shapes that a kernel does not take, XLA's form of the same part serves, and the log says so once.
+Ampere has neither, and Blackwell multiplies otherwise: what Mosaic GPU offers there (`mma` from jax 0.12 on, `tcgen05`)
+would take other kernels.
 """
 
 import functools
@@ -13,6 +15,11 @@ logger = logging.getLogger(__name__)
 
 HOPPER = "9.0"
 NUM_PROCESSORS = 132  # streaming multiprocessors of an H100 or H200, where no card can be asked
+
+# What is not yet measured on a card does not serve on one, though it gives the same and does fewer products: what it
+# loses in waiting is not known. `make bench-gpu` has a row of each beside what serves.
+ATTENDS_IN_PAIRS = False  # `attention_pairs` in place of `attention_tiles`
+EXPANDS_PROMPTS = False  # `expanded_attention` in place of `attention` for many queries of a sequence
 
 
 @functools.cache

@@ -165,7 +165,10 @@ def _kernel(rows: Any, weights: Any, experts: Any, where: Any, out: Any, places:
         def _(number):
             block, tile = sizes.locate(processor, number)
             sums = _multiply(places, number * sizes.num_steps, sizes.num_steps)
-            own_rows, columns = pl.ds(block * sizes.num_rows, sizes.num_rows), pl.ds(tile * sizes.columns, sizes.columns)
+            own_rows, columns = (
+                pl.ds(block * sizes.num_rows, sizes.num_rows),
+                pl.ds(tile * sizes.columns, sizes.columns),
+            )
             _store(sums, out.at[own_rows, columns], places, is_gated=sizes.num_pieces == 2)
 
         plgpu.wait_smem_to_gmem(0)

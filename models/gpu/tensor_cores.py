@@ -30,12 +30,10 @@ def product(left: Any, right: Any, shape: tuple[int, int]) -> Float[Array, "m n"
     return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def add_product(
-    sums: Float[Array, "m n"], left: Float[Array, "m k"], right: Any, interpret: Interpret
-) -> Float[Array, "m n"]:
-    """sums + left · right, with the left side in registers and the right in shared memory."""
+def add_product(sums: Float[Array, "m n"], left: Any, right: Any, interpret: Interpret) -> Float[Array, "m n"]:
+    """sums + left · right, with the left side in registers or shared memory and the right in shared memory."""
     if interpret is not None:
-        found = jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+        found = jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # so that no copy overtakes a plain read; what tensor cores read, none does
         return sums + found
     start = plgpu.WGMMAAccumulatorRef.init(sums)

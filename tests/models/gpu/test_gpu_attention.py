@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moonshard.models.gpu import attention, card
-from moonshard.models.gpu.attention import attend, latent_attention, splits_for
+from moonshard.models.gpu import card
+from moonshard.models.gpu.attention import MAX_SPLITS, attend, latent_attention, splits_for
 from tests.models.gpu.hopper import INTERPRETED, distance, lower, races
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
@@ -42,46 +42,54 @@ def case(positions: list[list[int]], num_heads: int, block_size: int, seed: int 
     return queries, pages, tables, seen.astype(np.int32), found
 
 
-def run(num_splits: int | None, queries, pages, tables, positions):
-    call = functools.partial(attend, value_rank=RANK, scale=SCALE, num_splits=num_splits, interpret=INTERPRETED)
+def run(num_splits: int | None, queries, pages, tables, positions, *, in_pairs: bool = False):
+    numbers = {"value_rank": RANK, "scale": SCALE, "num_splits": num_splits, "in_pairs": in_pairs}
+    call = functools.partial(attend, **numbers, interpret=INTERPRETED)
     return jax.jit(call)(queries, pages, jnp.int32(LAYER), tables, positions)
 
 
 @pytest.mark.parametrize(
-    ("positions", "num_heads", "block_size", "num_splits"),
+    ("positions", "num_heads", "block_size", "num_splits", "in_pairs"),
     [
-        pytest.param([[200], [63]], 64, 64, 1, id="one query"),
-        pytest.param([[199, 200], [-1, -1], [63, 64]], 5, 16, 3, id="splits, an empty row, and small blocks"),
-        pytest.param([[197, 198, 199, 200]], 32, 128, 2, id="several tiles, and large blocks"),
-        pytest.param([[0], [130]], 8, 32, 4, id="more splits than keys"),
+        pytest.param([[200], [63]], 64, 64, 1, False, id="one query"),
+        pytest.param([[199, 200], [-1, -1], [63, 64]], 5, 16, 3, False, id="splits, an empty row, and small blocks"),
+        pytest.param([[197, 198, 199, 200]], 32, 128, 2, False, id="several tiles, and large blocks"),
+        pytest.param([[0], [130]], 8, 32, 4, False, id="more splits than keys"),
+        pytest.param([[330], [63], [-1]], 64, 64, 1, True, id="one query, in pairs, the last of them half there"),
+        pytest.param([[327, 328, 329, 330], [-1] * 4, [61, 62, 63, 64]], 32, 16, 2, True, id="splits of pairs"),
     ],
 )
-def test_the_kernel_has_the_sums_of_float64_and_no_race(positions, num_heads, block_size, num_splits, capfd):
+def test_the_kernel_has_the_sums_of_float64_and_no_race(positions, num_heads, block_size, num_splits, in_pairs, capfd):
     queries, pages, tables, seen, found = case(positions, num_heads, block_size)
-    got = run(num_splits, queries, pages, seen, found)
+    got = run(num_splits, queries, pages, seen, found, in_pairs=in_pairs)
     assert got.dtype == queries.dtype
     assert distance(got, exact(queries, pages, tables, found)) < TOLERANCE
     assert not np.asarray(got, np.float32)[found < 0].any()
     assert races("".join(capfd.readouterr())) == 0
 
 
-def test_a_query_sees_no_key_after_its_own():
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_a_query_sees_no_key_after_its_own(in_pairs):
     queries, pages, _, seen, found = case([[69, 70, 71]], 8, 64)
-    before = np.asarray(run(1, queries, pages, seen, found), np.float32)
+    before = np.asarray(run(1, queries, pages, seen, found, in_pairs=in_pairs), np.float32)
     block, offset = seen[0, 71 // 64], 71 % 64
     changed = pages.at[block, LAYER, offset].set(50)
-    after = np.asarray(run(1, queries, changed, seen, found), np.float32)
+    after = np.asarray(run(1, queries, changed, seen, found, in_pairs=in_pairs), np.float32)
     assert (before[:, :2] == after[:, :2]).all()
     assert (before[:, 2] != after[:, 2]).any()
 
 
 @pytest.mark.parametrize(
-    ("n", "t", "num_heads"), [(1, 1, 64), (128, 1, 64), (64, 4, 64), (16, 2, 8), (64, 32, 64)], ids=str
+    ("n", "t", "num_heads", "attention"),
+    [
+        *((*sizes, latent_attention) for sizes in [(1, 1, 64), (128, 1, 64), (64, 4, 64), (16, 2, 8), (64, 32, 64)]),
+        *((*sizes, functools.partial(attend, in_pairs=True)) for sizes in [(1, 1, 64), (64, 4, 64)]),
+    ],
 )
-def test_the_kernel_lowers_for_a_card_at_full_size_without_copying_a_page(n, t, num_heads):
+def test_the_kernel_lowers_for_a_card_at_full_size_without_copying_a_page(n, t, num_heads, attention):
     shape, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
     text = lower(
-        functools.partial(latent_attention, value_rank=512, scale=SCALE),
+        functools.partial(attention, value_rank=512, scale=SCALE),
         shape((n, t, num_heads, 576), bf16),
         shape((1000, 3, 64, 576), bf16),
         shape((), jnp.int32),
@@ -119,4 +127,4 @@ def test_a_card_is_filled_where_there_are_few_tiles_and_not_cut_finer_where_ther
         filled = num_tiles * splits_for(num_tiles, 4160)
         assert card.NUM_PROCESSORS / 4 < filled <= card.NUM_PROCESSORS
     assert splits_for(1, 64) == 1
-    assert splits_for(1, 1 << 20) <= attention.MAX_SPLITS
+    assert splits_for(1, 1 << 20) <= MAX_SPLITS

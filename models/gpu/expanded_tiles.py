@@ -1,0 +1,374 @@
+"""Tiles of 128 queries of a head over blocks of expanded keys: the kernel of `expanded_attention`.
+
+Three warpgroups share a tile. One loads keys and values, two blocks ahead; each of the others attends for half of the
+queries, in turns: one is at its softmax while the other has the tensor cores. A warpgroup passes over blocks that only
+the other's queries see, and masks only those that some of its own do not see whole. What is found in one panel of keys
+and goes on in the next is kept in float32 as it is, so that a result is the same wherever panels end.
+Sources: FlashAttention-3 (arXiv 2407.08608), section 3.1 for the two warpgroups' turns, and its tile for heads of 192.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moonshard.models.gpu.attention_tiles import LEAST, LOADER_REGISTERS, REGISTERS
+from moonshard.models.gpu.expanded_keys import KEYS, Panel, Row
+from moonshard.models.gpu.tensor_cores import (
+    OF_ROWS,
+    WIDE,
+    Interpret,
+    add_product,
+    along_rows,
+    await_all_free,
+    store,
+)
+from moonshard.sharding.arrays import Array, Float, Int
+
+ROWS = 64  # queries of a warpgroup
+NUM_COMPUTING = 2
+TILE = NUM_COMPUTING * ROWS
+LOADER = NUM_COMPUTING
+NUM_PLACES = 2  # for blocks of keys and values; with the queries of K2's heads they take 208 of 227 KiB
+NOWHERE = 1 << 30  # beyond every block
+
+
+class Sizes(NamedTuple):
+    """Of a head."""
+
+    num_heads: int
+    nope: int
+    rope: int
+    value: int
+    rank: int  # of latents, which rotary features follow
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a tile takes, in bfloat16."""
+        query = self.nope + self.rope
+        return 2 * (TILE * query + NUM_PLACES * KEYS * (query + self.value))
+
+
+class Seen(NamedTuple):
+    """What each query sees of the row of keys, and each warpgroup's queries of its blocks."""
+
+    first: Int[Array, "q"]
+    stop: Int[Array, "q"]  # 0: padding
+    blocks: Int[Array, "warpgroups 4"]  # those that some see, from and to; those that all see whole, from and to
+
+
+class State(NamedTuple):
+    """Attention so far, not normalised and base 2, of queries that see keys of a panel still to come."""
+
+    mixed: Any  # [q, h_v], float32
+    peak: Any  # [h, q], float32
+    total: Any
+
+
+class Read(NamedTuple):
+    """What a tile reads."""
+
+    queries: Any
+    latents: Any
+    keys: Any
+    values: Any
+    first: Any
+    stop: Any
+    blocks: Any
+    panel: Any
+
+
+def seen_by(row: Row) -> Seen:
+    """For queries one after another, padded to whole tiles."""
+    first, stop = (jnp.pad(each.reshape(-1), (0, -each.size % TILE)) for each in (row.first, row.stop))
+    starts, stops = first.reshape(-1, ROWS), stop.reshape(-1, ROWS)
+    is_there = stops > 0
+    begin = jnp.where(is_there, starts, NOWHERE).min(axis=1) // KEYS
+    end = (stops.max(axis=1) + (KEYS - 1)) // KEYS
+    whole_from = jnp.where(is_there, starts, 0).max(axis=1) // KEYS  # a sequence begins with a block
+    whole_to = jnp.where(is_there, stops, NOWHERE).min(axis=1) // KEYS
+    blocks = jnp.stack([begin, end, whole_from, whole_to], axis=1)
+    return Seen(first, stop, blocks.astype(jnp.int32))
+
+
+def attend_panel(
+    queries: Float[Array, "q h_k"],
+    panel: Panel,
+    seen: Seen,
+    index: Int[Array, ""],
+    out: Any,
+    state: State | None,
+    *,
+    sizes: Sizes,
+    scale: float,
+    interpret: Interpret,
+) -> Any:
+    """Attends to panel `index`; queries that see no key of a later panel are done with it.
+
+    Args:
+        out: a reference [q, h_v] that is written to; None: the result is one of its own.
+        state: references, read and written; None: there is one panel.
+    """
+    num_tiles, dtype = len(queries) // TILE, queries.dtype
+    places = {
+        "query_place": plgpu.SMEM((NUM_COMPUTING, ROWS, sizes.nope), dtype),  # then results
+        "query_rotary_place": plgpu.SMEM((NUM_COMPUTING, ROWS, sizes.rope), dtype),
+        "key_places": plgpu.SMEM((NUM_PLACES, KEYS, sizes.nope), dtype),
+        "rotary_places": plgpu.SMEM((NUM_PLACES, KEYS, sizes.rope), dtype),
+        "value_places": plgpu.SMEM((NUM_PLACES, KEYS, sizes.value), dtype),
+        "queries_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=NUM_COMPUTING),
+        "keys_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=NUM_PLACES),
+        "values_loaded": plgpu.Barrier(num_barriers=NUM_PLACES),
+        "keys_free": plgpu.Barrier(num_arrivals=NUM_COMPUTING, num_barriers=NUM_PLACES),
+        "values_free": plgpu.Barrier(num_arrivals=NUM_COMPUTING, num_barriers=NUM_PLACES),
+        "turn": plgpu.Barrier(num_arrivals=NUM_COMPUTING),
+    }
+    given = (queries, *panel, *seen, index.astype(jnp.int32).reshape(1))
+    num_given = len(given)
+
+    def kernel(*refs, **places):
+        read, kept = Read(*refs[:num_given]), State(*refs[num_given + 1 :]) if state is not None else None
+        _kernel(read, refs[num_given], kept, places, sizes, scale, interpret)
+
+    call = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((len(queries), sizes.num_heads * sizes.value), dtype) if out is None else (),
+        scratch_types=places,
+        grid=(num_tiles * sizes.num_heads,),
+        grid_names=("tile",),
+        num_threads=NUM_COMPUTING + 1,
+        thread_name="warpgroup",
+        kernel_name="expanded_attention",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+    return call(*given) if out is None else call(*given, out, *(state or ()))
+
+
+class _Tile(NamedTuple):
+    """Which queries of which head, which blocks of this panel they see, and which of these a warpgroup's own do."""
+
+    head: Any
+    rows: Any  # of the warpgroup
+    panel_first: Any  # block
+    panel_stop: Any
+    begin: Any  # of both
+    stop: Any
+    own: tuple[Any, Any, Any, Any]  # as `Seen.blocks`
+
+    @property
+    def own_begin(self) -> Any:
+        return jnp.minimum(jnp.maximum(self.own[0], self.begin), self.stop)
+
+    @property
+    def own_stop(self) -> Any:
+        return jnp.maximum(jnp.minimum(self.own[1], self.stop), self.own_begin)
+
+
+def _tile(read: Read, warpgroup: Any, num_heads: int) -> _Tile:
+    """The tiles of a head follow one another, so that its keys are read from the cache; the longest come first."""
+    program, num_tiles = jax.lax.axis_index("tile"), jnp.int32(read.queries.shape[0] // TILE)
+    head, tile = jax.lax.div(program, num_tiles), num_tiles - 1 - jax.lax.rem(program, num_tiles)
+    num_blocks = read.keys.shape[0] // KEYS
+    first = read.panel[0] * num_blocks
+    shares = [[read.blocks[tile * NUM_COMPUTING + each, column] for column in range(4)] for each in range(2)]
+    own = tuple(jnp.where(warpgroup == 0, one, other) for one, other in zip(*shares, strict=True))
+    return _Tile(
+        head=head,
+        rows=pl.ds((tile * NUM_COMPUTING + warpgroup) * ROWS, ROWS),
+        panel_first=first,
+        panel_stop=first + num_blocks,
+        begin=jnp.maximum(jnp.minimum(shares[0][0], shares[1][0]), first),
+        stop=jnp.minimum(jnp.maximum(shares[0][1], shares[1][1]), first + num_blocks),
+        own=(own[0], own[1], own[2], own[3]),
+    )
+
+
+def _kernel(
+    read: Read, out: Any, state: State | None, places: dict[str, Any], sizes: Sizes, scale: float, interpret: Interpret
+) -> None:
+    warpgroup = jax.lax.axis_index("warpgroup")
+    tile = _tile(read, warpgroup, sizes.num_heads)
+    has_work = (tile.begin < tile.stop) | (read.panel[0] == 0)  # zeros of queries that see nothing, too
+
+    @pl.when(has_work & (warpgroup == LOADER))
+    def _():
+        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+        _load(read, tile, places, sizes)
+
+    @pl.when(has_work & (warpgroup != LOADER))
+    def _():
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        plgpu.barrier_wait(places["queries_loaded"].at[warpgroup])
+        pl.when(warpgroup == 1)(lambda: _take_turns(places))
+        found = _attend(read, tile, state, places, sizes, scale, interpret)
+        pl.when(warpgroup == 0)(lambda: _take_turns(places))
+        _store(found, read, out, state, tile, places, sizes)
+
+
+def _load(read: Read, tile: _Tile, places: dict[str, Any], sizes: Sizes) -> None:
+    """Loads both warpgroups' queries, then blocks into the places in turn, each once both have done with the last."""
+    query = sizes.nope + sizes.rope
+    for each in range(NUM_COMPUTING):
+        rows = pl.ds(tile.rows.start + (each - LOADER) * ROWS, ROWS)
+        for what, start, size in (("query_place", 0, sizes.nope), ("query_rotary_place", sizes.nope, sizes.rope)):
+            source = read.queries.at[rows, pl.ds(tile.head * query + start, size)]
+            plgpu.copy_gmem_to_smem(source, places[what].at[each], places["queries_loaded"].at[each])
+
+    @pl.loop(tile.begin, tile.stop)
+    def _(index):
+        place = jax.lax.rem(index - tile.begin, jnp.int32(NUM_PLACES))
+        is_used = index - tile.begin >= NUM_PLACES
+        rows, loaded = pl.ds((index - tile.panel_first) * KEYS, KEYS), places["keys_loaded"].at[place]
+        pl.when(is_used)(lambda: plgpu.barrier_wait(places["keys_free"].at[place]))
+        source = read.keys.at[rows, pl.ds(tile.head * sizes.nope, sizes.nope)]
+        plgpu.copy_gmem_to_smem(source, places["key_places"].at[place], loaded)
+        source = read.latents.at[rows, pl.ds(sizes.rank, sizes.rope)]
+        plgpu.copy_gmem_to_smem(source, places["rotary_places"].at[place], loaded)
+        pl.when(is_used)(lambda: plgpu.barrier_wait(places["values_free"].at[place]))
+        source = read.values.at[rows, pl.ds(tile.head * sizes.value, sizes.value)]
+        plgpu.copy_gmem_to_smem(source, places["value_places"].at[place], places["values_loaded"].at[place])
+
+    await_all_free(places["keys_free"], tile.stop - tile.begin)
+    await_all_free(places["values_free"], tile.stop - tile.begin)
+
+
+def _take_turns(places: dict[str, Any]) -> None:
+    """Until the other warpgroup is there, too: one goes on to products, the other to a softmax."""
+    plgpu.barrier_arrive(places["turn"])
+    plgpu.barrier_wait(places["turn"])
+
+
+def _pass_over(tile: _Tile, places: dict[str, Any], begin: Any, stop: Any) -> None:
+    """Blocks that only the other warpgroup's queries see."""
+
+    @pl.loop(begin, stop)
+    def _(index):
+        place = jax.lax.rem(index - tile.begin, jnp.int32(NUM_PLACES))
+        for what in ("keys", "values"):
+            plgpu.barrier_wait(places[f"{what}_loaded"].at[place])
+            _take_turns(places)
+            plgpu.barrier_arrive(places[f"{what}_free"].at[place])
+
+
+def _score(places: dict[str, Any], place: Any) -> jax.Array:
+    """Before scaling. The other warpgroup's turn begins once the products are under way."""
+    own = jax.lax.axis_index("warpgroup")
+
+    def run(sums: Any) -> jax.Array:
+        plgpu.wgmma(sums, places["query_place"].at[own], places["key_places"].at[place].T)
+        plgpu.wgmma(sums, places["query_rotary_place"].at[own], places["rotary_places"].at[place].T)
+        _take_turns(places)
+        return sums[...]
+
+    plgpu.barrier_wait(places["keys_loaded"].at[place])
+    scores = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((ROWS, KEYS), jnp.float32))
+    plgpu.barrier_arrive(places["keys_free"].at[place])
+    return scores
+
+
+def _attend(
+    read: Read,
+    tile: _Tile,
+    state: State | None,
+    places: dict[str, Any],
+    sizes: Sizes,
+    scale: float,
+    interpret: Interpret,
+) -> tuple[Any, Any, Any]:
+    """Attention of a warpgroup's queries over the blocks of this panel, and of panels before: not normalised."""
+    factor, shape = scale * math.log2(math.e), (ROWS, sizes.value)
+    first, stop = (plgpu.load(each.at[tile.rows], layout=OF_ROWS, optimized=False) for each in (read.first, read.stop))
+
+    def mask(index: Any, scores: jax.Array) -> jax.Array:
+        keys = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=WIDE) + index * KEYS
+        is_seen = (keys >= along_rows(first, (ROWS, KEYS))) & (keys < along_rows(stop, (ROWS, KEYS)))
+        return jnp.where(is_seen, scores, -jnp.inf)
+
+    def step(index, carry):
+        mixed, peak, total = carry
+        place = jax.lax.rem(index - tile.begin, jnp.int32(NUM_PLACES))
+        scores = _score(places, place)
+        is_whole = (index >= tile.own[2]) & (index < tile.own[3])
+        scores = jax.lax.cond(is_whole, lambda: scores, lambda: mask(index, scores)) * factor
+        higher = jnp.maximum(peak, scores.max(axis=1))
+        decay = jnp.exp2(peak - higher)
+        weights = jnp.exp2(scores - along_rows(higher, (ROWS, KEYS)))
+        total = total * decay + weights.sum(axis=1)
+        mixed = mixed * along_rows(decay, shape)
+        plgpu.barrier_wait(places["values_loaded"].at[place])
+        _take_turns(places)
+        mixed = add_product(mixed, weights.astype(jnp.bfloat16), places["value_places"].at[place], interpret)
+        plgpu.barrier_arrive(places["values_free"].at[place])
+        return mixed, higher, total
+
+    _pass_over(tile, places, tile.begin, tile.own_begin)
+    found = jax.lax.fori_loop(tile.own_begin, tile.own_stop, step, _start(tile, state, shape))
+    _pass_over(tile, places, tile.own_stop, tile.stop)
+    return found
+
+
+def _start(tile: _Tile, state: State | None, shape: tuple[int, int]) -> tuple[Any, Any, Any]:
+    """What earlier panels gave; else nothing."""
+
+    def nothing() -> tuple[Any, Any, Any]:
+        return (
+            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WIDE),
+            plgpu.layout_cast(jnp.full((ROWS,), LEAST, jnp.float32), OF_ROWS),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS),
+        )
+
+    if state is None:
+        return nothing()
+    kept = state
+
+    def load() -> tuple[Any, Any, Any]:
+        mixed = kept.mixed.at[tile.rows, pl.ds(tile.head * shape[1], shape[1])]
+        peak, total = (each.at[tile.head, tile.rows] for each in kept[1:])
+        return (
+            plgpu.load(mixed, layout=WIDE, optimized=False),
+            plgpu.load(peak, layout=OF_ROWS, optimized=False),
+            plgpu.load(total, layout=OF_ROWS, optimized=False),
+        )
+
+    goes_on = (tile.own[0] < tile.panel_first) & (tile.own_begin < tile.own_stop)
+    return jax.lax.cond(goes_on, load, nothing)
+
+
+def _store(
+    found: tuple[Any, Any, Any],
+    read: Read,
+    out: Any,
+    state: State | None,
+    tile: _Tile,
+    places: dict[str, Any],
+    sizes: Sizes,
+) -> None:
+    """The result, normalised, once the last panel was seen; else what the next panel goes on with."""
+    mixed, peak, total = found
+    columns = pl.ds(tile.head * sizes.value, sizes.value)
+    is_first = (read.panel[0] == 0) | (tile.own[1] > tile.panel_first)  # and not done with before
+
+    @pl.when(is_first & (tile.own[1] <= tile.panel_stop))
+    def _():
+        stop = plgpu.load(read.stop.at[tile.rows], layout=OF_ROWS, optimized=False)
+        inverse = 1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        values = jnp.where(along_rows(stop, mixed.shape) > 0, mixed * along_rows(inverse, mixed.shape), 0)
+        place = places["query_place"].at[jax.lax.axis_index("warpgroup")]
+        place[...] = values.astype(out.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(place, out.at[tile.rows, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+    if state is None:
+        return
+    kept = state
+
+    @pl.when((tile.own[1] > tile.panel_stop) & (tile.own_begin < tile.own_stop))
+    def _():
+        store(kept.mixed.at[tile.rows, columns], mixed)
+        for target, values in zip(kept[1:], (peak, total), strict=True):
+            store(target.at[tile.head, tile.rows], values)
