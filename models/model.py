@@ -79,6 +79,24 @@ class PagedAttention(Protocol):
 
 
 @runtime_checkable
+class ExpandedAttention(Protocol):
+    """Attention of queries as they are over what paged latents stand for, as `models.expanded_attention` has it."""
+
+    def __call__(
+        self,
+        queries: Float[Array, "n t h k"],
+        pages: Pages,
+        layer: Int[Array, ""],
+        block_tables: Int[Array, "n m"],
+        positions: Int[Array, "n t"],
+        k_up: Float[Array, "h nope r"],
+        v_up: Float[Array, "h v r"],
+        *,
+        scale: float,
+    ) -> Float[Array, "n t h v"]: ...
+
+
+@runtime_checkable
 class ModelSizes(Protocol):
     """The sizes that every family has, under Hugging Face's names. Hashable: it stands in the keys of programs."""
 
@@ -136,6 +154,7 @@ class Model(Protocol):
         in_place: bool = False,
         chunk_tokens: int | None = None,
         attention: PagedAttention | None = None,
+        expanded: ExpandedAttention | None = None,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         """Runs all layers of these weights over a batch of rows, writing what they cache into the pages.
 
@@ -150,6 +169,8 @@ class Model(Protocol):
             chunk_tokens: the most tokens that one sequence has in the batch, in all of its rows; None: a row's. It
                 decides no more than what is faster.
             attention: what attends over pages instead, where a device has whole blocks. It has no gradient either.
+            expanded: what attends instead of that with so many tokens of a sequence that expanding its keys is less
+                work, likewise; None: `attention` does it all.
 
         Returns:
             The residual stream, on the last stage after the final norm; the pages; the observations if asked for.

@@ -8,7 +8,7 @@ from moonshard.kv.pages import Pages
 from moonshard.models.experts import moe
 from moonshard.models.kimi import footprint, forward, rotary, weights
 from moonshard.models.kimi.config import KimiConfig
-from moonshard.models.model import Attend, Batch, Observations, PagedAttention
+from moonshard.models.model import Attend, Batch, ExpandedAttention, Observations, PagedAttention
 from moonshard.models.spec import KvGroup, Param, StepSize, WeightFormat
 from moonshard.sharding.arrays import Array, Float
 from moonshard.sharding.budget import ModelPieces
@@ -48,6 +48,7 @@ class Kimi:
         in_place: bool = False,
         chunk_tokens: int | None = None,
         attention: PagedAttention | None = None,
+        expanded: ExpandedAttention | None = None,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         return forward.forward(
             self.config,
@@ -64,6 +65,7 @@ class Kimi:
             in_place=in_place,
             chunk_tokens=chunk_tokens,
             attention=attention,
+            expanded=expanded,
         )
 
     def unembed(

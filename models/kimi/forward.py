@@ -24,7 +24,7 @@ from moonshard.models.kimi import weights as weights_of
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.rotary import rotary_frequencies, rotate, softmax_scale
 from moonshard.models.kimi.weights import Attention, Mlp, Stack, Weights
-from moonshard.models.model import Attend, Batch, Observations, PagedAttention
+from moonshard.models.model import Attend, Batch, ExpandedAttention, Observations, PagedAttention
 from moonshard.models.native import attention as native_attention
 from moonshard.models.native import expanded_attention as native_expanded
 from moonshard.models.product import Stacked, product
@@ -72,10 +72,11 @@ def attend_expanded(
     w: Attention[Any],
     *,
     scale: float,
+    attention: ExpandedAttention = expanded_attention,
 ) -> tuple[Float[Array, "n t h v"], Pages]:
     """Writes the tokens' latents, then attends over the keys and values that everything written stands for.
 
-    By a kernel where the weights are left in their stacks.
+    By a kernel of `models.native` where the weights are left in their stacks, else by `attention`.
     """
     tables, positions = batch.block_tables[:, 0], batch.positions  # of the only group
     pages = write_tokens(pages, layer, tables, positions, features)
@@ -83,7 +84,7 @@ def attend_expanded(
         where = (pages, layer, tables, positions, w.k_up.stack, w.v_up.stack, w.k_up.layer)
         return native_expanded.expanded_attention(queries, *where, scale=scale), pages
     k_up, v_up = w.k_up.astype(queries.dtype), w.v_up.astype(queries.dtype)  # once, and not for every few keys
-    return expanded_attention(queries, pages, layer, tables, positions, k_up, v_up, scale=scale), pages
+    return attention(queries, pages, layer, tables, positions, k_up, v_up, scale=scale), pages
 
 
 def expands(config: KimiConfig, longest: int, shard: Shard) -> bool:
@@ -105,9 +106,10 @@ def _attend(
     batch: Batch,
     rotary: tuple[Array, Array],
     attend: Attend | None,
+    expanded: ExpandedAttention,
     shard: Shard,
 ) -> tuple[Float[Array, "n t d"], Pages]:
-    """`attend` None: expanded."""
+    """`attend` None: `expanded`."""
     cos, sin = rotary
     r, nope = config.kv_lora_rank, config.qk_nope_head_dim
     x = rms_norm(x, w.norm, config.rms_norm_eps)
@@ -121,7 +123,8 @@ def _attend(
     if attend is None:
         queries = jnp.concatenate([queries[..., :nope], q_rope], axis=-1)
         with jax.named_scope("pages"):
-            values, pages = attend_expanded(queries, features, pages, layer, batch, w, scale=scale)
+            given = (queries, features, pages, layer, batch, w)
+            values, pages = attend_expanded(*given, scale=scale, attention=expanded)
     else:
         q_latent = product("nthk,hkr->nthr", queries[..., :nope], w.k_up)
         queries = jnp.concatenate([q_latent, q_rope], axis=-1)
@@ -200,13 +203,16 @@ def forward(
     in_place: bool = False,
     chunk_tokens: int | None = None,
     attention: PagedAttention | None = None,
+    expanded: ExpandedAttention | None = None,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
     """`models.model.Model.forward` of this family: what is cached are the tokens' latents."""
     valid = batch.positions >= 0
     longest = chunk_tokens or batch.positions.shape[1]
-    if attend is None and (attention is not None or not expands(config, longest, shard)):
+    is_absorbed = attention is not None and expanded is None
+    if attend is None and (is_absorbed or not expands(config, longest, shard)):
         attention = attention or (native_attention.latent_attention if in_place else latent_attention)
         attend = functools.partial(attend_paged, shard=shard, attention=attention)
+    expanded = expanded or expanded_attention
     backend = exchanged(backend, shard)
     if placement is not None:
         backend = to_copies(backend, placement, shard)
@@ -219,7 +225,9 @@ def forward(
             x, pages = carry
             w, index = (weights_of.in_place(stack, inputs), inputs) if in_place else inputs
             with jax.named_scope("attention"):
-                attended, pages = _attend(config, w.attention, x, pages, first + index, batch, rotary, attend, shard)
+                attended, pages = _attend(
+                    config, w.attention, x, pages, first + index, batch, rotary, attend, expanded, shard
+                )
             x = x + attended
             with jax.named_scope("feed_forward"):
                 added, routing = _feed_forward(config, w, experts, x, index, valid, backend, shard)

@@ -20,7 +20,7 @@ from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.experts.loads import read_loads
 from moonshard.models.folder.checkpoint import Checkpoint
-from moonshard.models.model import Model, PagedAttention
+from moonshard.models.model import ExpandedAttention, Model, PagedAttention
 from moonshard.models.native import library
 from moonshard.models.native.experts import grouped_experts
 from moonshard.models.registry import open_model
@@ -220,6 +220,7 @@ def abstract_stages(
                 backend=backend_for(platform),
                 placement=own,
                 attention=attention_for(platform),
+                expanded=expanded_for(platform),
                 in_place=reads_in_place(platform),
             )
         )
@@ -336,6 +337,15 @@ def attention_for(platform: str) -> PagedAttention | None:
         from moonshard.models.gpu import attention, card  # Pallas, only where it runs
 
         return attention.latent_attention if card.runs_kernels() else None
+    return None
+
+
+def expanded_for(platform: str) -> ExpandedAttention | None:
+    """The kernel for long prompts on GPUs, once `card` says that it serves; None: `attention_for`'s does them."""
+    if platform == "gpu":
+        from moonshard.models.gpu import card, expanded_attention  # Pallas, only where it runs
+
+        return expanded_attention.expanded_attention if card.runs_kernels() and card.EXPANDS_PROMPTS else None
     return None
 
 

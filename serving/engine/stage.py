@@ -23,7 +23,7 @@ from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, gather_blocks, scatter_blocks
 from moonshard.models import sampling
 from moonshard.models.experts import moe
-from moonshard.models.model import Batch, Model, PagedAttention
+from moonshard.models.model import Batch, ExpandedAttention, Model, PagedAttention
 from moonshard.models.native.zeros import zeros
 from moonshard.models.sampling import SlotState
 from moonshard.models.spec import matmul_precision, page_layers
@@ -58,6 +58,7 @@ class StageModel:
     backend: moe.Backend
     placement: ExpertPlacement | None = None  # that the weights were declared with
     attention: PagedAttention | None = None  # kernels for GPUs
+    expanded: ExpandedAttention | None = None  # likewise, for many tokens of a sequence; None: `attention` does it all
     in_place: bool = False  # kernels read weights in their stacks: only on a CPU, where `models.native` has them
 
     def declared(self) -> Any:
@@ -371,6 +372,7 @@ def _run(
             in_place=part.in_place,
             chunk_tokens=reading.chunk_tokens(f),
             attention=part.attention,
+            expanded=part.expanded,
         )
         if logits is None:
             return pages, None, out

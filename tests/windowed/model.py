@@ -19,7 +19,7 @@ import numpy as np
 from moonshard.kv.pages import Pages, read_blocks, write_tokens
 from moonshard.models.experts import moe
 from moonshard.models.folder.config_reader import ConfigReader
-from moonshard.models.model import Attend, Batch, Observations, PagedAttention
+from moonshard.models.model import Attend, Batch, ExpandedAttention, Observations, PagedAttention
 from moonshard.models.product import product
 from moonshard.models.pytree import pytree
 from moonshard.models.spec import KvGroup, ModelError, Param, StepSize, WeightFormat, kv_pieces
@@ -192,9 +192,10 @@ class Windowed:
         in_place: bool = False,
         chunk_tokens: int | None = None,
         attention: PagedAttention | None = None,
+        expanded: ExpandedAttention | None = None,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         """Of all layers, on one device."""
-        del backend, placement, unrolled, in_place, chunk_tokens, attention
+        del backend, placement, unrolled, in_place, chunk_tokens, attention, expanded
         assert hidden is None
         assert attend is None
         assert shard.mesh.num_devices == 1

@@ -22,7 +22,11 @@ from moonshard.models.gpu import card
 from moonshard.models.gpu.attention import latent_attention as by_kernel
 from moonshard.models.model import Batch, PagedAttention
 
-FORMS: Mapping[str, PagedAttention] = {"kernel": by_kernel, "XLA": by_xla}
+KERNELS: Mapping[str, PagedAttention] = {
+    "kernel": functools.partial(by_kernel, in_pairs=False),
+    "kernel in pairs": functools.partial(by_kernel, in_pairs=True),
+}
+FORMS: Mapping[str, PagedAttention] = KERNELS | {"XLA": by_xla}
 QUERIES = (1, 2, 4)  # of a row
 TOLERANCE = 1e-2  # of the norm, in bfloat16 against float64
 LAYERS_PER_CALL = 8  # so that launching hides behind running, as in a step
@@ -34,7 +38,10 @@ def served_attention() -> PagedAttention | None:
 
 
 def check_attention(bench: Bench, pages: Pages) -> Iterator[Check]:
-    """Rows of different lengths, one of them empty, at every number of queries, and with the heads of a shard."""
+    """Rows of different lengths, one of them empty, at every number of queries, and with the heads of a shard.
+
+    Both forms of the kernel on the same values.
+    """
     sizes, config = bench.sizes, bench.model.config
     rng = np.random.default_rng(bench.seed)
     for num_queries in QUERIES:
@@ -46,12 +53,13 @@ def check_attention(bench: Bench, pages: Pages) -> Iterator[Check]:
             shape = (*positions.shape, num_heads, config.latent_size)
             queries = jax.random.normal(jax.random.key(bench.seed + num_queries), shape, DTYPE)
             tables, layer = batch.block_tables[:, 0], pages.shape[1] - 1
-            attend = jax.jit(functools.partial(by_kernel, **_numbers(bench)))
-            poison_memory()
-            got = attend(queries, pages, jnp.int32(layer), tables, jnp.asarray(positions, jnp.int32))
             expected = _exact(bench, queries, pages[:, layer], np.asarray(tables), positions)
-            name = f"attention, {num_queries} queries, {num_heads} heads, kernel against float64"
-            yield Check(name=name, error=relative_error(got, jnp.asarray(expected)), tolerance=TOLERANCE)
+            for form, kernel in KERNELS.items():
+                attend = jax.jit(functools.partial(kernel, **_numbers(bench)))
+                poison_memory()
+                got = attend(queries, pages, jnp.int32(layer), tables, jnp.asarray(positions, jnp.int32))
+                name = f"attention, {num_queries} queries, {num_heads} heads, {form} against float64"
+                yield Check(name=name, error=relative_error(got, jnp.asarray(expected)), tolerance=TOLERANCE)
 
 
 def _exact(bench: Bench, queries: jax.Array, pages: jax.Array, tables: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -69,13 +77,17 @@ def _exact(bench: Bench, queries: jax.Array, pages: jax.Array, tables: np.ndarra
 
 
 def attention_rows(bench: Bench, pages: Pages) -> Iterator[Row]:
-    """One layer's attention, without its projections: decode at every batch and context, several queries, a prompt."""
+    """One layer's attention, without its projections: decode at every batch and context, several queries, a prompt.
+
+    As XLA compiles it at the longest context only: what that is worth is known, and takes the most time.
+    """
     sizes = bench.sizes
     for batch in sizes.batches:
         for context in sizes.context_tokens:
             step = decode_batch(sizes, batch, context, bench.seed)
             work = attention_work(bench.model, [(context, context + 1)] * batch, ITEM_BYTES)
-            yield from _rows(bench, pages, f"attention, batch {batch}, context {context}", step, work)
+            forms = FORMS if context == max(sizes.context_tokens) else KERNELS
+            yield from _rows(bench, pages, f"attention, batch {batch}, context {context}", step, work, forms)
     batch, context = max(sizes.batches), max(sizes.context_tokens)
     for num_queries in QUERIES[1:]:
         step = decode_batch(sizes, batch, context, bench.seed)
@@ -84,18 +96,20 @@ def attention_rows(bench: Bench, pages: Pages) -> Iterator[Row]:
         several = Batch(tokens=step.tokens, positions=positions, block_tables=step.block_tables)
         work = attention_work(bench.model, [(start, context + 1)] * batch, ITEM_BYTES)
         name = f"attention, batch {batch}, context {context}, {num_queries} queries"
-        yield from _rows(bench, pages, name, several, work)
+        yield from _rows(bench, pages, name, several, work, FORMS)
     prompt = sizes.prompt_tokens
     work = attention_work(bench.model, [(0, prompt)], ITEM_BYTES)
-    yield from _rows(bench, pages, f"attention, prompt of {prompt}", prefill_batch(sizes, bench.seed), work)
+    yield from _rows(bench, pages, f"attention, prompt of {prompt}", prefill_batch(sizes, bench.seed), work, KERNELS)
 
 
-def _rows(bench: Bench, pages: Pages, name: str, batch: Batch, work: Work) -> Iterator[Row]:
+def _rows(
+    bench: Bench, pages: Pages, name: str, batch: Batch, work: Work, forms: Mapping[str, PagedAttention]
+) -> Iterator[Row]:
     config = bench.model.config
     shape = (*batch.positions.shape, config.num_attention_heads, config.latent_size)
     queries = jax.random.normal(jax.random.key(bench.seed), shape, DTYPE)
-    for form, attend in FORMS.items():
-        run = _over_layers(functools.partial(attend, **_numbers(bench)), pages.shape[1])
+    for form, attend in forms.items():
+        run = over_layers(functools.partial(attend, **_numbers(bench)), pages.shape[1], LAYERS_PER_CALL)
         call = functools.partial(run, queries, pages, batch.block_tables[:, 0], batch.positions)
         timing = measure(call, bench.effort, parts=LAYERS_PER_CALL)
         gigabytes, teraflops = work.num_bytes / timing.median_s / 1e9, work.num_flops / timing.median_s / 1e12
@@ -103,8 +117,8 @@ def _rows(bench: Bench, pages: Pages, name: str, batch: Batch, work: Work) -> It
         yield Row(name=f"{name}, {form}", timing=timing, floor_s=work.floor_s(bench.ceilings), note=note)
 
 
-def _over_layers(attend: Callable[..., jax.Array], num_layers: int) -> Callable[..., jax.Array]:
-    """Attends to some layers' pages one after the other, as the layers of a step do."""
+def over_layers(attend: Callable[..., jax.Array], num_layers: int, count: int) -> Callable[..., jax.Array]:
+    """Attends to `count` layers' pages one after the other, as the layers of a step do."""
 
     @jax.jit
     def run(queries: jax.Array, pages: Pages, tables: jax.Array, positions: jax.Array) -> jax.Array:
@@ -112,7 +126,7 @@ def _over_layers(attend: Callable[..., jax.Array], num_layers: int) -> Callable[
             found = attend(queries, pages, number % num_layers, tables, positions)
             return queries + (found[..., :1] * 0).astype(queries.dtype)
 
-        return jax.lax.fori_loop(0, LAYERS_PER_CALL, step, queries)
+        return jax.lax.fori_loop(0, count, step, queries)
 
     return run
 

@@ -24,6 +24,7 @@ from moonshard.experiments.bench.floors.work import Ceilings
 from moonshard.experiments.bench.gpu.attention import attention_rows, check_attention, served_attention
 from moonshard.experiments.bench.gpu.checks import MODELS, Check, check_models, check_sums
 from moonshard.experiments.bench.gpu.exchange import check_exchange, exchange_rows
+from moonshard.experiments.bench.gpu.expanded import check_expanded, expanded_rows
 from moonshard.experiments.bench.gpu.rows import (
     Bench,
     Row,
@@ -144,7 +145,7 @@ def _prepare(
     bench = Bench(sizes=scale.sizes, loaded=loaded, ceilings=ceilings, effort=scale.effort, seed=options.seed)
     checks = [check_full_width(bench, count, backends) for count in (1, scale.sizes.batches[-1])]
     pages = draw_pages(scale.sizes, options.seed)
-    checks += [*check_attention(bench, pages), check_exchange(pages)]
+    checks += [*check_attention(bench, pages), *check_expanded(bench, pages), check_exchange(pages)]
     return bench if journal.all_pass(checks) else None
 
 
@@ -197,6 +198,7 @@ def _rows(options: argparse.Namespace, bench: Bench, backends: dict[str, moe.Bac
     yield from exchange_rows(bench, draw_pages(bench.sizes, options.seed))
     pages = draw_pages(bench.sizes, options.seed)
     yield from attention_rows(bench, pages)
+    yield from expanded_rows(bench, pages)
     yield from step_rows(bench, pages, backends["grouped"], served_attention())
 
 

@@ -25,6 +25,7 @@ from moonshard.experiments.bench.gpu.slice import (
 from moonshard.experiments.bench.gpu.timing import Effort, KernelTiming, measure
 from moonshard.kv.pages import Pages
 from moonshard.models.experts import moe
+from moonshard.models.gpu.expanded_attention import expanded_attention
 from moonshard.models.model import Batch, LatentModel, PagedAttention
 
 BACKENDS_TOLERANCE = 2e-2  # of the norm, between two backends in bf16
@@ -94,13 +95,17 @@ def draw_tokens(model: LatentModel, num_tokens: int, seed: int) -> tuple[jax.Arr
 
 
 def step_rows(bench: Bench, pages: Pages, backend: moe.Backend, attention: PagedAttention | None) -> Iterator[Row]:
-    """Whole steps of the slice: a prompt's chunk, then decoding at every batch and context. Uses up `pages`."""
+    """Whole steps of the slice: a prompt's chunk, its keys absorbed and expanded, then decoding at every batch and
+    context. Uses up `pages`."""
     model, sizes = bench.model, bench.sizes
     layers = f"{model.config.num_hidden_layers} layers"
     chunk = prefill_batch(sizes, bench.seed)
-    step = build_step(model, backend, attention, last_only=True)
-    row, pages = _step_row(bench, step, pages, chunk, [(0, sizes.prompt_tokens)], f"prefill, {layers}")
-    yield row
+    for form, expanded in {"absorbed": None, "expanded": expanded_attention}.items():
+        step = build_step(
+            model, backend, attention, last_only=True, expanded=expanded, chunk_tokens=sizes.prompt_tokens
+        )
+        row, pages = _step_row(bench, step, pages, chunk, [(0, sizes.prompt_tokens)], f"prefill, {layers}, {form}")
+        yield row
     step = build_step(model, backend, attention, last_only=False)
     for batch in sizes.batches:
         for context in sizes.context_tokens:

@@ -16,7 +16,7 @@ import numpy as np
 from moonshard.kv.pages import Pages, allocate_pages
 from moonshard.models import weights
 from moonshard.models.experts import moe
-from moonshard.models.model import Batch, LatentModel, Observations, PagedAttention
+from moonshard.models.model import Batch, ExpandedAttention, LatentModel, Observations, PagedAttention
 from moonshard.models.registry import latent_model_of
 from moonshard.models.shapes import KNOWN
 from moonshard.sharding.mesh import build_mesh, replicated
@@ -129,16 +129,26 @@ def _batch(tokens: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> Bat
     )
 
 
-def build_step(model: LatentModel, backend: moe.Backend, attention: PagedAttention | None, *, last_only: bool) -> Step:
+def build_step(
+    model: LatentModel,
+    backend: moe.Backend,
+    attention: PagedAttention | None,
+    *,
+    last_only: bool,
+    expanded: ExpandedAttention | None = None,
+    chunk_tokens: int | None = None,
+) -> Step:
     """A jitted step: the likeliest next tokens, how many distinct experts each MoE layer hit, and the pages (donated).
 
     Args:
         last_only: logits of the batch's last token only, as a prompt's chunk needs them; else of every row.
+        expanded, chunk_tokens: as for `Model.forward`.
     """
 
     @functools.partial(jax.jit, donate_argnums=1)
     def step(loaded: Any, pages: Pages, batch: Batch):
-        hidden, pages, seen = model.forward(loaded, pages, batch, backend=backend, attention=attention, observe=True)
+        how = {"backend": backend, "attention": attention, "expanded": expanded, "chunk_tokens": chunk_tokens}
+        hidden, pages, seen = model.forward(loaded, pages, batch, **how, observe=True)
         rows = hidden.reshape(-1, hidden.shape[-1])
         logits = model.unembed(loaded, rows[-1:] if last_only else rows)
         return logits.argmax(axis=-1), _experts_hit(model, seen), pages

@@ -16,6 +16,7 @@ from moonshard.models.experts.loads import read_loads, write_loads
 from moonshard.models.folder.checkpoint import CheckpointError
 from moonshard.models.gpu import card
 from moonshard.models.gpu.attention import latent_attention
+from moonshard.models.gpu.expanded_attention import expanded_attention
 from moonshard.models.kimi.family import Kimi
 from moonshard.models.native import library
 from moonshard.models.registry import open_model
@@ -294,10 +295,14 @@ def test_each_platform_gets_its_kernels_and_without_any_the_portable_loop(monkey
     found = [loading.backend_for(platform).__name__ for platform in ("gpu", "cpu", "tpu")]
     assert found == ["grouped_experts", on_cpu, "blocks"]
     assert [loading.attention_for(platform) for platform in ("gpu", "cpu")] == [latent_attention, None]
+    assert [loading.expanded_for(platform) for platform in ("gpu", "cpu")] == [None, None]
+    monkeypatch.setattr(card, "EXPANDS_PROMPTS", True)
+    assert [loading.expanded_for(platform) for platform in ("gpu", "cpu")] == [expanded_attention, None]
     assert loading.kernels_of("gpu") == "pallas"
     monkeypatch.setattr(card, "runs_kernels", lambda: False)
     assert loading.backend_for("gpu") is moe.blocks
     assert loading.attention_for("gpu") is None
+    assert loading.expanded_for("gpu") is None
     assert loading.kernels_of("gpu") == "xla"
     monkeypatch.setattr(library, "chosen", lambda: None)
     assert loading.backend_for("cpu").__name__ == "blocks"

@@ -69,7 +69,12 @@ def test_the_whole_command_runs_where_only_jax_is_installed(tmp_path):
     checks = {check["name"] for check in report["checks"]}
     assert {"kimi_k2 logits, grouped", "kimi_k2 logits, blocks", "bytes that a handoff changes"} <= checks
     names = [row["name"] for row in report["rows"]]
-    wanted_rows = ("MoE layer, 1 tokens, grouped", "MoE layer, 1 tokens, blocks", "prefill, 2 layers")
+    wanted_rows = (
+        "MoE layer, 1 tokens, grouped",
+        "MoE layer, 1 tokens, blocks",
+        "prefill, 2 layers, absorbed",
+        "prefill, 2 layers, expanded",
+    )
     for wanted in (*wanted_rows, "export, 1 blocks, to the host", "land, 1 blocks, from the host"):
         assert wanted in names
     assert any(name.startswith("decode, 2 layers, batch 2, context") for name in names)

@@ -17,6 +17,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from moonshard.models.attention import latent_attention
+from moonshard.models.expanded_attention import expanded_attention
 from moonshard.models.kimi.family import Kimi
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.compiled import digest as program_digest
@@ -194,6 +195,7 @@ CHANGES = {
     ),
     "backend": lambda b: _like(b, part=replace(b.part, backend=print)),
     "what attends over pages": lambda b: _like(b, part=replace(b.part, attention=latent_attention)),
+    "what attends to long prompts": lambda b: _like(b, part=replace(b.part, expanded=expanded_attention)),
     "where weights are read": lambda b: _like(b, part=replace(b.part, in_place=not b.part.in_place)),
     "layers": lambda b: _like(b, part=replace(b.part, layers=range(len(b.part.layers) - 1))),
     "where experts lie": lambda b: _like(
