@@ -204,7 +204,8 @@ class Blueprint:
         part, shard = self.part, self.part.shard
         cuts = tuple((field.name, shard.axes(field.name)) for field in dataclasses.fields(shard.rules))
         layout = self.shapes.layout(*key).fields
-        computed = (part.model, part.layers, part.backend, part.placement, part.attention, part.in_place)
+        forms = (part.backend, part.attention, part.expanded, part.in_place)
+        computed = (part.model, part.layers, part.placement, *forms)
         return (*key, *computed, shard.mesh, cuts, layout, self._dtype)
 
     @property

@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moonshard.models import weights
 from moonshard.models.gpu import card
 from moonshard.models.gpu.expanded_attention import attend, expanded_attention
+from moonshard.models.model import Batch
+from moonshard.models.registry import open_model
+from tests.agreement import FIXTURES
 from tests.models.gpu.hopper import INTERPRETED, distance, lower, races
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
@@ -140,3 +144,30 @@ def test_where_the_kernels_do_not_fit_the_reference_serves_and_that_is_said_once
         found = expanded_attention(queries, pages, *where, up, up, scale=SCALE)
         assert np.allclose(np.asarray(found, np.float32), 128)
     assert len([record for record in caplog.records if "kernels for GPUs" in record.message]) == 1
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "is_given", "form"), [(64, True, "expanded"), (16, True, "absorbed"), (64, False, "absorbed")]
+)
+def test_a_long_prompt_is_expanded_where_a_kernel_is_given_for_it_and_no_other_step_is(chunk_tokens, is_given, form):
+    _, model = open_model(FIXTURES / "kimi_k2")
+    used = set()
+
+    def absorbed(queries, *_, value_rank, scale):
+        used.add("absorbed")
+        return queries[..., :value_rank]
+
+    def expanded(queries, pages, layer, block_tables, positions, k_up, v_up, *, scale):
+        used.add("expanded")
+        return jnp.zeros((*queries.shape[:3], v_up.shape[1]), queries.dtype)
+
+    def run(loaded, pages, batch):
+        how = {"attention": absorbed, "expanded": expanded if is_given else None, "chunk_tokens": chunk_tokens}
+        return model.forward(loaded, pages, batch, **how)
+
+    shape = jax.ShapeDtypeStruct
+    loaded = jax.tree.map(lambda param: shape(param.shape, "float32"), model.declare(), is_leaf=weights.is_param)
+    pages = shape((8, model.config.num_hidden_layers, 16, model.config.latent_size), "float32")
+    tokens, tables = shape((4, 16), "int32"), shape((4, 1, 4), "int32")
+    jax.eval_shape(run, loaded, pages, Batch(tokens=tokens, positions=tokens, block_tables=tables))
+    assert used == {form}
