@@ -199,14 +199,14 @@ def _attend(
 
     def step(index, carry):
         mixed, peak, total = carry
-        scores = _score(places, warpgroup) * factor
+        scores = _score(places, warpgroup)
         start = index * PAIR + own * KEYS
         positions = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=WIDE) + start
         scores = jnp.where(positions <= along_rows(visible, (ROWS, KEYS)), scores, -jnp.inf)
-        mine = jnp.maximum(peak, scores.max(axis=1))
+        mine = jnp.maximum(peak, scores.max(axis=1) * factor)
         higher = jnp.maximum(mine, _exchange(places, warpgroup, mine))
         decay = jnp.exp2(peak - higher)
-        weights = jnp.exp2(scores - along_rows(higher, (ROWS, KEYS)))
+        weights = jnp.exp2(scores * factor - along_rows(higher, (ROWS, KEYS)))  # one instruction of both
         total = total * decay + weights.sum(axis=1)
         weights = weights.astype(jnp.bfloat16)
         places["rotary_places"].at[own][...] = weights

@@ -6,7 +6,7 @@ panels follow one another in a loop whose length the card knows.
 Sources: DeepSeek-V2 (arXiv 2405.04434), section 2.1; FlashAttention-3 (arXiv 2407.08608).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from moonshard.kv.pages import Pages
 from moonshard.models import expanded_attention as reference
 from moonshard.models.gpu import card
-from moonshard.models.gpu.expanded_keys import KEYS, Row, expand_panel, row_of
-from moonshard.models.gpu.expanded_tiles import TILE, Sizes, State, attend_panel, seen_by
+from moonshard.models.gpu.expanded_keys import KEYS, expand_panel, row_of
+from moonshard.models.gpu.expanded_tiles import TILE, Sizes, attend_panel, seen_by
 from moonshard.models.gpu.tensor_cores import Interpret
 from moonshard.sharding.arrays import Array, Float, Int
 
@@ -98,31 +98,31 @@ def attend(
         panel_blocks = max(1, PANEL_BYTES // (2 * KEYS * h * (sizes.nope + sizes.value)))
     num_blocks = min(panel_blocks, most)
 
-    def attend_to(index: Int[Array, ""], out: Any, state: State | None) -> Any:
+    def attend_to(index: Int[Array, ""], found: Sequence[Any] | None) -> Sequence[Array]:
         how = {"num_processors": num_processors, "interpret": interpret}
         panel = expand_panel(row, index, num_blocks, pages, layer, k_up, v_up, **how)
-        return attend_panel(flat, panel, seen, index, out, state, sizes=sizes, scale=scale, interpret=interpret)
+        how = {"is_only": num_blocks == most, "sizes": sizes, "scale": scale, "interpret": interpret}
+        return attend_panel(flat, panel, seen, index, found, **how)
 
-    if num_blocks == most:
-        found = attend_to(jnp.int32(0), None, None)
-    else:
-        found = _attend_to_all(attend_to, row, num_blocks, flat, sizes)
+    found, *state = attend_to(jnp.int32(0), None)
+    if state:
+        num_panels = (row.num_blocks + (num_blocks - 1)) // num_blocks
+        found = _attend_to_others(attend_to, num_panels, [found, *state])
     return found[: n * t].reshape(n, t, h, sizes.value)
 
 
-def _attend_to_all(
-    attend_to: Callable[[Array, Any, State], Any], row: Row, num_blocks: int, flat: Float[Array, "q h_k"], sizes: Sizes
+def _attend_to_others(
+    attend_to: Callable[[Array, Sequence[Any]], Any], num_panels: Int[Array, ""], found: list[Array]
 ) -> Float[Array, "q h_v"]:
-    """One panel after another. A `cond` asks whether there is more than one: the host does not wait for it."""
-    shape = (sizes.num_heads, len(flat))
-    out = jax.new_ref(jnp.zeros((len(flat), sizes.num_heads * sizes.value), flat.dtype))
-    mixed = jax.new_ref(jnp.zeros(out.shape, jnp.float32))
-    state = State(mixed, *(jax.new_ref(jnp.zeros(shape, jnp.float32)) for _ in range(2)))
-    num_panels = (row.num_blocks + (num_blocks - 1)) // num_blocks
-    attend_to(jnp.int32(0), out, state)
+    """What all panels give, after the first. A `cond` asks whether there are others: the host does not wait for it."""
 
-    def step(index: Int[Array, ""], _: None) -> None:
-        attend_to(index, out, state)
+    def go_on(found: list[Array]) -> Array:
+        places = [jax.new_ref(each) for each in found]
 
-    jax.lax.cond(num_panels > 1, lambda: jax.lax.fori_loop(1, num_panels, step, None), lambda: None)
-    return jax.freeze(out)
+        def step(index: Int[Array, ""], _: None) -> None:
+            attend_to(index, places)
+
+        jax.lax.fori_loop(1, num_panels, step, None)
+        return jax.freeze(places[0])
+
+    return jax.lax.cond(num_panels > 1, go_on, lambda found: found[0], found)

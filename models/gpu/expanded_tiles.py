@@ -8,6 +8,7 @@ Sources: FlashAttention-3 (arXiv 2407.08608), section 3.1 for the two warpgroups
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,10 +62,13 @@ class Seen(NamedTuple):
 
 
 class State(NamedTuple):
-    """Attention so far, not normalised and base 2, of queries that see keys of a panel still to come."""
+    """Attention so far, in float32, not normalised and base 2, of queries that see keys of a panel still to come.
 
-    mixed: Any  # [q, h_v], float32
-    peak: Any  # [h, q], float32
+    Of others it is not written.
+    """
+
+    mixed: Any  # [q, h_v]
+    peak: Any  # [h, q]
     total: Any
 
 
@@ -99,20 +103,26 @@ def attend_panel(
     panel: Panel,
     seen: Seen,
     index: Int[Array, ""],
-    out: Any,
-    state: State | None,
+    found: Sequence[Any] | None,
     *,
+    is_only: bool,
     sizes: Sizes,
     scale: float,
     interpret: Interpret,
-) -> Any:
+) -> Sequence[Array]:
     """Attends to panel `index`; queries that see no key of a later panel are done with it.
 
     Args:
-        out: a reference [q, h_v] that is written to; None: the result is one of its own.
-        state: references, read and written; None: there is one panel.
+        found: what the first panel gave, as references, written to; None: it is the first.
+        is_only: there is no other panel, and no state is given.
+
+    Returns:
+        Of the first panel: the values of all heads [q, h_v], of queries that are done, and a `State` of the others.
     """
     num_tiles, dtype = len(queries) // TILE, queries.dtype
+    shape, num_features = jax.ShapeDtypeStruct, sizes.num_heads * sizes.value
+    each = shape((sizes.num_heads, len(queries)), jnp.float32)
+    state = () if is_only else State(shape((len(queries), num_features), jnp.float32), each, each)
     places = {
         "query_place": plgpu.SMEM((NUM_COMPUTING, ROWS, sizes.nope), dtype),  # then results
         "query_rotary_place": plgpu.SMEM((NUM_COMPUTING, ROWS, sizes.rope), dtype),
@@ -130,12 +140,12 @@ def attend_panel(
     num_given = len(given)
 
     def kernel(*refs, **places):
-        read, kept = Read(*refs[:num_given]), State(*refs[num_given + 1 :]) if state is not None else None
+        read, kept = Read(*refs[:num_given]), None if is_only else State(*refs[num_given + 1 :])
         _kernel(read, refs[num_given], kept, places, sizes, scale, interpret)
 
     call = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((len(queries), sizes.num_heads * sizes.value), dtype) if out is None else (),
+        out_type=(shape((len(queries), num_features), dtype), *state) if found is None else (),
         scratch_types=places,
         grid=(num_tiles * sizes.num_heads,),
         grid_names=("tile",),
@@ -145,7 +155,7 @@ def attend_panel(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    return call(*given) if out is None else call(*given, out, *(state or ()))
+    return call(*given, *(found or ()))
 
 
 class _Tile(NamedTuple):
@@ -293,10 +303,10 @@ def _attend(
         place = jax.lax.rem(index - tile.begin, jnp.int32(NUM_PLACES))
         scores = _score(places, place)
         is_whole = (index >= tile.own[2]) & (index < tile.own[3])
-        scores = jax.lax.cond(is_whole, lambda: scores, lambda: mask(index, scores)) * factor
-        higher = jnp.maximum(peak, scores.max(axis=1))
+        scores = jax.lax.cond(is_whole, lambda: scores, lambda: mask(index, scores))
+        higher = jnp.maximum(peak, scores.max(axis=1) * factor)
         decay = jnp.exp2(peak - higher)
-        weights = jnp.exp2(scores - along_rows(higher, (ROWS, KEYS)))
+        weights = jnp.exp2(scores * factor - along_rows(higher, (ROWS, KEYS)))  # one instruction of both
         total = total * decay + weights.sum(axis=1)
         mixed = mixed * along_rows(decay, shape)
         plgpu.barrier_wait(places["values_loaded"].at[place])

@@ -10,6 +10,8 @@ import pytest
 from moonshard.models import weights
 from moonshard.models.gpu import card
 from moonshard.models.gpu.expanded_attention import attend, expanded_attention
+from moonshard.models.gpu.expanded_keys import KEYS, row_of
+from moonshard.models.gpu.expanded_tiles import ROWS, seen_by
 from moonshard.models.model import Batch
 from moonshard.models.registry import open_model
 from tests.agreement import FIXTURES
@@ -107,6 +109,22 @@ def test_a_result_is_the_same_bits_whatever_is_beside_it_and_wherever_panels_end
     assert races("".join(capfd.readouterr())) == 0
 
 
+def test_blocks_that_none_of_a_warpgroups_queries_sees_are_left_out_and_those_that_all_see_are_not_masked():
+    _, _, tables, positions, *_ = case([(0, 70), (170, 100), (5, 60)], 10)
+    row = row_of(jnp.asarray(tables), jnp.asarray(positions))
+    seen = seen_by(row)
+    first, stop = (np.asarray(each).reshape(-1, ROWS, 1, 1) for each in (seen.first, seen.stop))
+    keys = np.arange(int(row.num_blocks) * KEYS).reshape(1, 1, -1, KEYS)
+    sees = (keys >= first) & (keys < stop)
+    assert sees.sum() == (positions + 1).sum()
+    some, is_there, index = sees.any(axis=(1, 3)), (stop > 0)[..., 0], np.arange(int(row.num_blocks))
+    whole = (sees.all(axis=3) | ~is_there).all(axis=1) & is_there.any(axis=1)
+    begin, end, whole_from, whole_to = np.asarray(seen.blocks).T[..., None]
+    assert (((index >= begin) & (index < end)) == some).all()
+    assert (((index >= whole_from) & (index < whole_to)) == whole).all()
+    assert some.sum() > whole.sum() > 0
+
+
 @pytest.mark.parametrize(
     ("n", "columns", "heads", "head"),
     [
@@ -168,6 +186,6 @@ def test_a_long_prompt_is_expanded_where_a_kernel_is_given_for_it_and_no_other_s
     shape = jax.ShapeDtypeStruct
     loaded = jax.tree.map(lambda param: shape(param.shape, "float32"), model.declare(), is_leaf=weights.is_param)
     pages = shape((8, model.config.num_hidden_layers, 16, model.config.latent_size), "float32")
-    tokens, tables = shape((4, 16), "int32"), shape((4, 1, 4), "int32")
+    tokens, tables = jnp.zeros((4, 16), jnp.int32), jnp.zeros((4, 1, 4), jnp.int32)
     jax.eval_shape(run, loaded, pages, Batch(tokens=tokens, positions=tokens, block_tables=tables))
     assert used == {form}
