@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moonshard.models.gpu.attention_tiles import LEAST, LOADER_REGISTERS, REGISTERS
-from moonshard.models.gpu.expanded_keys import KEYS, Panel, Row
+from moonshard.models.gpu.expanded_keys import KEYS, Panel
+from moonshard.models.gpu.expanded_queries import NUM_COMPUTING, ROWS, TILE, Seen, Tile, tile_of
 from moonshard.models.gpu.tensor_cores import (
     OF_ROWS,
     WIDE,
@@ -29,12 +30,8 @@ from moonshard.models.gpu.tensor_cores import (
 )
 from moonshard.sharding.arrays import Array, Float, Int
 
-ROWS = 64  # queries of a warpgroup
-NUM_COMPUTING = 2
-TILE = NUM_COMPUTING * ROWS
 LOADER = NUM_COMPUTING
 NUM_PLACES = 2  # for blocks of keys and values; with the queries of K2's heads they take 208 of 227 KiB
-NOWHERE = 1 << 30  # beyond every block
 
 
 class Sizes(NamedTuple):
@@ -51,14 +48,6 @@ class Sizes(NamedTuple):
         """Shared memory that a tile takes, in bfloat16."""
         query = self.nope + self.rope
         return 2 * (TILE * query + NUM_PLACES * KEYS * (query + self.value))
-
-
-class Seen(NamedTuple):
-    """What each query sees of the row of keys, and each warpgroup's queries of its blocks."""
-
-    first: Int[Array, "q"]
-    stop: Int[Array, "q"]  # 0: padding
-    blocks: Int[Array, "warpgroups 4"]  # those that some see, from and to; those that all see whole, from and to
 
 
 class State(NamedTuple):
@@ -83,19 +72,6 @@ class Read(NamedTuple):
     stop: Any
     blocks: Any
     panel: Any
-
-
-def seen_by(row: Row) -> Seen:
-    """For queries one after another, padded to whole tiles."""
-    first, stop = (jnp.pad(each.reshape(-1), (0, -each.size % TILE)) for each in (row.first, row.stop))
-    starts, stops = first.reshape(-1, ROWS), stop.reshape(-1, ROWS)
-    is_there = stops > 0
-    begin = jnp.where(is_there, starts, NOWHERE).min(axis=1) // KEYS
-    end = (stops.max(axis=1) + (KEYS - 1)) // KEYS
-    whole_from = jnp.where(is_there, starts, 0).max(axis=1) // KEYS  # a sequence begins with a block
-    whole_to = jnp.where(is_there, stops, NOWHERE).min(axis=1) // KEYS
-    blocks = jnp.stack([begin, end, whole_from, whole_to], axis=1)
-    return Seen(first, stop, blocks.astype(jnp.int32))
 
 
 def attend_panel(
@@ -158,50 +134,12 @@ def attend_panel(
     return call(*given, *(found or ()))
 
 
-class _Tile(NamedTuple):
-    """Which queries of which head, which blocks of this panel they see, and which of these a warpgroup's own do."""
-
-    head: Any
-    rows: Any  # of the warpgroup
-    panel_first: Any  # block
-    panel_stop: Any
-    begin: Any  # of both
-    stop: Any
-    own: tuple[Any, Any, Any, Any]  # as `Seen.blocks`
-
-    @property
-    def own_begin(self) -> Any:
-        return jnp.minimum(jnp.maximum(self.own[0], self.begin), self.stop)
-
-    @property
-    def own_stop(self) -> Any:
-        return jnp.maximum(jnp.minimum(self.own[1], self.stop), self.own_begin)
-
-
-def _tile(read: Read, warpgroup: Any, num_heads: int) -> _Tile:
-    """The tiles of a head follow one another, so that its keys are read from the cache; the longest come first."""
-    program, num_tiles = jax.lax.axis_index("tile"), jnp.int32(read.queries.shape[0] // TILE)
-    head, tile = jax.lax.div(program, num_tiles), num_tiles - 1 - jax.lax.rem(program, num_tiles)
-    num_blocks = read.keys.shape[0] // KEYS
-    first = read.panel[0] * num_blocks
-    shares = [[read.blocks[tile * NUM_COMPUTING + each, column] for column in range(4)] for each in range(2)]
-    own = tuple(jnp.where(warpgroup == 0, one, other) for one, other in zip(*shares, strict=True))
-    return _Tile(
-        head=head,
-        rows=pl.ds((tile * NUM_COMPUTING + warpgroup) * ROWS, ROWS),
-        panel_first=first,
-        panel_stop=first + num_blocks,
-        begin=jnp.maximum(jnp.minimum(shares[0][0], shares[1][0]), first),
-        stop=jnp.minimum(jnp.maximum(shares[0][1], shares[1][1]), first + num_blocks),
-        own=(own[0], own[1], own[2], own[3]),
-    )
-
-
 def _kernel(
     read: Read, out: Any, state: State | None, places: dict[str, Any], sizes: Sizes, scale: float, interpret: Interpret
 ) -> None:
     warpgroup = jax.lax.axis_index("warpgroup")
-    tile = _tile(read, warpgroup, sizes.num_heads)
+    num_queries, num_blocks = read.queries.shape[0], read.keys.shape[0] // KEYS
+    tile = tile_of(num_queries, num_blocks, read.blocks, read.panel[0], warpgroup)
     has_work = (tile.begin < tile.stop) | (read.panel[0] == 0)  # zeros of queries that see nothing, too
 
     @pl.when(has_work & (warpgroup == LOADER))
@@ -219,7 +157,7 @@ def _kernel(
         _store(found, read, out, state, tile, places, sizes)
 
 
-def _load(read: Read, tile: _Tile, places: dict[str, Any], sizes: Sizes) -> None:
+def _load(read: Read, tile: Tile, places: dict[str, Any], sizes: Sizes) -> None:
     """Loads both warpgroups' queries, then blocks into the places in turn, each once both have done with the last."""
     query = sizes.nope + sizes.rope
     for each in range(NUM_COMPUTING):
@@ -252,7 +190,7 @@ def _take_turns(places: dict[str, Any]) -> None:
     plgpu.barrier_wait(places["turn"])
 
 
-def _pass_over(tile: _Tile, places: dict[str, Any], begin: Any, stop: Any) -> None:
+def _pass_over(tile: Tile, places: dict[str, Any], begin: Any, stop: Any) -> None:
     """Blocks that only the other warpgroup's queries see."""
 
     @pl.loop(begin, stop)
@@ -282,7 +220,7 @@ def _score(places: dict[str, Any], place: Any) -> jax.Array:
 
 def _attend(
     read: Read,
-    tile: _Tile,
+    tile: Tile,
     state: State | None,
     places: dict[str, Any],
     sizes: Sizes,
@@ -321,7 +259,7 @@ def _attend(
     return found
 
 
-def _start(tile: _Tile, state: State | None, shape: tuple[int, int]) -> tuple[Any, Any, Any]:
+def _start(tile: Tile, state: State | None, shape: tuple[int, int]) -> tuple[Any, Any, Any]:
     """What earlier panels gave; else nothing."""
 
     def nothing() -> tuple[Any, Any, Any]:
@@ -353,7 +291,7 @@ def _store(
     read: Read,
     out: Any,
     state: State | None,
-    tile: _Tile,
+    tile: Tile,
     places: dict[str, Any],
     sizes: Sizes,
 ) -> None:

@@ -11,7 +11,7 @@ from moonshard.models import weights
 from moonshard.models.gpu import card
 from moonshard.models.gpu.expanded_attention import attend, expanded_attention
 from moonshard.models.gpu.expanded_keys import KEYS, row_of
-from moonshard.models.gpu.expanded_tiles import ROWS, seen_by
+from moonshard.models.gpu.expanded_queries import ROWS, seen_by
 from moonshard.models.model import Batch
 from moonshard.models.registry import open_model
 from tests.agreement import FIXTURES
