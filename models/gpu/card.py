@@ -19,8 +19,8 @@ NUM_PROCESSORS = 132  # streaming multiprocessors of an H100 or H200, where no c
 # What is not yet measured on a card does not serve on one, though it gives the same and does fewer products: what it
 # loses in waiting is not known. `make bench-gpu` has a row of each beside what serves.
 ATTENDS_IN_PAIRS = False  # `attention_pairs` in place of `attention_tiles`
-# `expanded_attention` in place of `attention` for many queries of a sequence. Its panel, and what goes on from one to the
-# next, are not in `kimi.footprint.workspace_bytes` yet: 256 MiB, and 32 KiB for each of K2's tokens.
+# `expanded_attention` in place of `attention` for many queries of a sequence. `kimi.footprint.workspace_bytes` does not
+# count its panel (256 MiB) yet, nor what goes on from one panel to the next (32 KiB for each of K2's tokens).
 EXPANDS_PROMPTS = False
 
 

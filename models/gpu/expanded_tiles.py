@@ -298,9 +298,9 @@ def _store(
     """The result, normalised, once the last panel was seen; else what the next panel goes on with."""
     mixed, peak, total = found
     columns = pl.ds(tile.head * sizes.value, sizes.value)
-    is_first = (read.panel[0] == 0) | (tile.own[1] > tile.panel_first)  # and not done with before
+    is_open = (read.panel[0] == 0) | (tile.own[1] > tile.panel_first)  # not done with before
 
-    @pl.when(is_first & (tile.own[1] <= tile.panel_stop))
+    @pl.when(is_open & (tile.own[1] <= tile.panel_stop))
     def _():
         stop = plgpu.load(read.stop.at[tile.rows], layout=OF_ROWS, optimized=False)
         inverse = 1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
