@@ -6,9 +6,7 @@ alone, while another thread reads the weights. Runs on a thread of its own; `pro
 """
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +24,6 @@ from moonshard.models.native.experts import grouped_experts
 from moonshard.models.registry import open_model
 from moonshard.serving.config.keys import Config, WorkerRole, experts_of
 from moonshard.serving.control.batching.scheduler import SchedulerConfig
-from moonshard.serving.deploy.startup import PREPARING
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.capacity.sizes import (
     PoolShape,
@@ -39,6 +36,7 @@ from moonshard.serving.engine.capacity.sizes import (
 from moonshard.serving.engine.capacity.slab_layout import slab_layout
 from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.compiled.prepared import PreparedPrograms
+from moonshard.serving.engine.compiled.reading import Progress, Reading
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.programs import Programs
 from moonshard.serving.engine.stage import Blueprint, Stage, StageModel
@@ -51,8 +49,8 @@ from moonshard.sharding.shard import Shard
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str], None]
 Prepares = Literal["all", "needed", "none"]
+HELD_AS = {"float32": "float32", "bf16": "bfloat16"}  # by `model.weights`, as `model.dtype` spells it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +149,7 @@ def _load_model(
         progress("loading weights")
         weights.check_shapes(model.declare(), checkpoint)
         placement = _place_experts(config, role, checkpoint, model, shard)
-        holding = config.model.weights if reads_in_place(platform) else None
+        holding = _holding(config, platform, dtype)
         parts = abstract_stages(model, shard, dtype, placement, checkpoint, holding)
         shapes, pool = choose_sizes(config, model, dtype, role, WeightBytes.of(part.weights for part in parts))
         sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
@@ -162,7 +160,7 @@ def _load_model(
     if prepares != "all":
         prepared.only_needed()
     wanted = {"all": (*prepared.needed, *prepared.others), "needed": prepared.needed, "none": ()}[prepares]
-    with _Reading(progress) as reading:
+    with Reading(progress) as reading:
         stages = reading.begin(lambda told: _load_stages(checkpoint, prepared, dtype, holding, told, timings))
         prepared_s = timings.now_s
         with timings.phase("programs", str(len(wanted))):
@@ -189,6 +187,17 @@ def _load_model(
         load_s=timings.now_s - begun_s - compile_s,
         compile_s=compile_s,
     )
+
+
+def _holding(config: Config, platform: str, dtype: str) -> weights.Holding | None:
+    """How weights are held for kernels to read; None: in `dtype`. Says where that is not what was asked for."""
+    asked = config.model.weights
+    if reads_in_place(platform):
+        return asked
+    if asked != "native" and dtype != HELD_AS[asked]:
+        where = "on a GPU" if platform == "gpu" else "without kernels for CPUs"
+        logger.warning("model.weights: not held as %s, but as they are computed in, %s: %s", asked, dtype, where)
+    return None
 
 
 def abstract_stages(
@@ -276,50 +285,6 @@ def _load_stages(
     with timings.phase("pages"):
         built = enumerate(zip(blueprints, found, strict=True))
         return [Stage(blueprint, loaded, prepared.of(index)) for index, (blueprint, loaded) in built]
-
-
-class _Reading:
-    """A thread that reads the weights while programs are made, within the block; and which of both is told of.
-
-    The weights, while they are read; then the programs. Whatever ends the one ends the other.
-    """
-
-    def __init__(self, progress: Progress):
-        self._progress = progress
-        self._pool = ThreadPoolExecutor(1, PREPARING)
-        self._stages: Future[list[Stage]] | None = None
-        self._is_over = threading.Event()
-        self._read = self._made = ""  # what was last to be told of each
-
-    def __enter__(self) -> "_Reading":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._is_over.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def begin(self, read: Callable[[Progress], list[Stage]]) -> "Future[list[Stage]]":
-        self._stages = self._pool.submit(read, self._tell_read)
-        return self._stages
-
-    def _tell_read(self, message: str) -> None:
-        if self._is_over.is_set():
-            raise CancelledError
-        self._read = message
-        self._progress(message)
-
-    def count_programs(self, done: int, total: int) -> None:
-        """Tells how many programs there are, once the weights are there. Raises what ended the reading."""
-        self._made = f"preparing programs {done}/{total}"
-        if self._stages is not None and self._stages.done():
-            self._stages.result()
-            self.tell_programs()
-        elif self._read:
-            self._progress(self._read)
-
-    def tell_programs(self) -> None:
-        if self._made:
-            self._progress(self._made)
 
 
 def backend_for(platform: str) -> moe.Backend:

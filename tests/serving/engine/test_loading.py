@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from itertools import pairwise
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -307,3 +308,23 @@ def test_each_platform_gets_its_kernels_and_without_any_the_portable_loop(monkey
     monkeypatch.setattr(library, "chosen", lambda: None)
     assert loading.backend_for("cpu").__name__ == "blocks"
     assert not loading.reads_in_place("cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "is_said"),
+    [
+        ("bf16", "float32", True),
+        ("float32", "bfloat16", True),
+        ("float32", "float32", False),
+        ("native", "auto", False),
+    ],
+)
+def test_weights_that_no_kernel_reads_as_asked_are_said_once(asked, dtype, is_said, monkeypatch, caplog):
+    monkeypatch.setattr(library, "chosen", lambda: None)
+    model = ModelConfig(path=FOLDER, name="tiny", weights=asked, dtype=dtype)
+    loaded = load_model(replace(config(), model=model), "both", lambda message: None, prepares="none")
+    said = [each.getMessage() for each in caplog.records if each.getMessage().startswith("model.weights: ")]
+    held = {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.programs.stages[0].weights) if leaf.ndim > 2}
+    assert held == {loaded.dtype}
+    computed_in = f"but as they are computed in, {loaded.dtype}: without kernels for CPUs"
+    assert said == [f"model.weights: not held as {asked}, {computed_in}"] * is_said
