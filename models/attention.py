@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages, TokenCut, read_blocks
+from moonshard.models.machines import XLA
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.shard import Shard
-
-KEYS_PER_STEP = 256  # tokens read per step of the online softmax
 
 
 class Partial(NamedTuple):
@@ -38,6 +37,7 @@ def latent_attention(
     *,
     value_rank: int,
     scale: float,
+    keys_per_step: int = XLA.keys,
 ) -> Float[Array, "n t h r"]:
     """Attention of absorbed queries over the paged latents.
 
@@ -46,11 +46,13 @@ def latent_attention(
         positions: absolute position of each query; a query sees keys at positions up to its own. Below 0: padding,
             whose result is zero.
         value_rank: r; the first r features of a key are its value.
+        keys_per_step: tokens read per step of the online softmax.
 
     Returns:
         The weighted latents, to be multiplied by W_uv, in the queries' dtype.
     """
-    partial = partial_attention(queries, pages, layer, block_tables, positions, value_rank=value_rank, scale=scale)
+    where = (pages, layer, block_tables, positions)
+    partial = partial_attention(queries, *where, value_rank=value_rank, scale=scale, keys_per_step=keys_per_step)
     return _normalise(partial.mixed, partial.total).astype(queries.dtype)
 
 
@@ -63,13 +65,14 @@ def partial_attention(
     *,
     value_rank: int,
     scale: float,
+    keys_per_step: int = XLA.keys,
     cut: TokenCut | None = None,
 ) -> Partial:
     """As `latent_attention`, over the tokens that these pages have of each block."""
     own_size = pages.shape[2]
     part, num_parts = (0, 1) if cut is None else cut
     block_size = own_size * num_parts
-    blocks_per_step = max(1, min(KEYS_PER_STEP // own_size, block_tables.shape[1]))
+    blocks_per_step = max(1, min(keys_per_step // own_size, block_tables.shape[1]))
     tokens_per_step = blocks_per_step * block_size
     tables = _pad_columns(block_tables, blocks_per_step)
     n, t, h, _ = queries.shape

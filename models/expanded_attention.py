@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages, read_blocks
+from moonshard.models.machines import XLA
 from moonshard.models.product import product
 from moonshard.sharding.arrays import Array, Bool, Float, Int
-
-KEYS_PER_STEP = 256  # tokens that are expanded at once
-QUERIES_PER_STEP = 128  # query positions that attend to them at once
 
 
 def num_queries_to_expand(rank: int, nope: int, value: int) -> int | None:
@@ -42,6 +40,8 @@ def expanded_attention(
     v_up: Float[Array, "h v r"],
     *,
     scale: float,
+    keys_per_step: int = XLA.expanded_keys,
+    queries_per_step: int = XLA.expanded_queries,
 ) -> Float[Array, "n t h v"]:
     """Attention of queries as they are, `[q_nope | q_rope]`, over the paged latents.
 
@@ -49,12 +49,14 @@ def expanded_attention(
         positions: absolute position of each query; a query sees keys at positions up to its own. Below 0: padding,
             whose result is zero.
         k_up, v_up: what makes keys (but for their rotary part, which is in the pages) and values of latents.
+        keys_per_step: tokens that are expanded at once.
+        queries_per_step: query positions that attend to them at once.
 
     Returns:
         The values of each head, in the queries' dtype.
     """
     n, t, h, _ = queries.shape
-    rows_per_group = max(1, min(QUERIES_PER_STEP // t, n))
+    rows_per_group = max(1, min(queries_per_step // t, n))
     missing, num_groups = -n % rows_per_group, -(-n // rows_per_group)
     tables = jnp.pad(block_tables, ((0, missing), (0, 0)))
     positions = jnp.pad(positions, ((0, missing), (0, 0)), constant_values=-1)
@@ -75,7 +77,9 @@ def expanded_attention(
 
     def attend_sequence(sequence: Int[Array, ""], found: _Softmax) -> _Softmax:
         table = tables[first_row[sequence]]
-        return _attend(groups, found, pages, layer, table, sequence, num_keys[sequence], k_up, v_up, scale)
+        return _attend(
+            groups, found, pages, layer, table, sequence, num_keys[sequence], k_up, v_up, scale, keys_per_step
+        )
 
     shape = (num_groups, h, rows_per_group * t)
     found = _Softmax(
@@ -115,10 +119,11 @@ def _attend(
     k_up: Float[Array, "h nope r"],
     v_up: Float[Array, "h v r"],
     scale: float,
+    keys_per_step: int,
 ) -> _Softmax:
     """One sequence's queries over all of its keys."""
     block_size, num_groups = pages.shape[2], len(groups.positions)
-    num_blocks = max(1, min(KEYS_PER_STEP // block_size, len(table)))
+    num_blocks = max(1, min(keys_per_step // block_size, len(table)))
     num_expanded = num_blocks * block_size
     table = jnp.pad(table, (0, -len(table) % num_blocks))
     positions = jnp.where(groups.sequence == sequence, groups.positions, -1)

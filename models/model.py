@@ -10,6 +10,7 @@ import numpy as np
 
 from moonshard.kv.pages import Pages
 from moonshard.models.experts import moe
+from moonshard.models.machines import XLA, Machine
 from moonshard.models.pytree import pytree
 from moonshard.models.spec import KvGroup, StepSize, WeightFormat
 from moonshard.sharding.arrays import Array, Float, Int
@@ -151,7 +152,7 @@ class Model(Protocol):
         placement: ExpertPlacement | None = None,
         observe: bool = False,
         unrolled: bool = False,
-        in_place: bool = False,
+        machine: Machine = XLA,
         chunk_tokens: int | None = None,
         attention: PagedAttention | None = None,
         expanded: ExpandedAttention | None = None,
@@ -164,8 +165,8 @@ class Model(Protocol):
             placement: the one that these weights were declared with.
             unrolled: layers one after the other instead of in a loop. A gradient then copies nothing into stacks and
                 out of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.
-            in_place: where a family can, weights and pages are read where they lie, by the kernels of `models.native`:
-                only on a CPU, where those are there. They have no gradient.
+            machine: what is best computed at once here. Where it has kernels for CPUs, a family that can leaves weights
+                and pages where they lie, for these to read. They have no gradient.
             chunk_tokens: the most tokens that one sequence has in the batch, in all of its rows; None: a row's. It
                 decides no more than what is faster.
             attention: what attends over pages instead, where a device has whole blocks. It has no gradient either.
@@ -178,9 +179,9 @@ class Model(Protocol):
         ...
 
     def unembed(
-        self, weights: Any, hidden: Float[Array, "b d"], shard: Shard = ALONE, *, in_place: bool = False
+        self, weights: Any, hidden: Float[Array, "b d"], shard: Shard = ALONE, *, machine: Machine = XLA
     ) -> Float[Array, "b v"]:
-        """Logits in float32, of the last stage's weights. `in_place` as for `forward`."""
+        """Logits in float32, of the last stage's weights. `machine` as for `forward`."""
         ...
 
     def pieces(self, weight_format: WeightFormat) -> ModelPieces:

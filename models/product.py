@@ -8,13 +8,14 @@ leaf has one source and one dtype today, and `weights`), the family's names and 
 bits in `kimi.footprint`.
 """
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moonshard.models.native.stacked_product import MAX_ROWS, stacked_product
+from moonshard.models.native.stacked_product import stacked_product
 from moonshard.models.pytree import pytree
 from moonshard.sharding.arrays import Array, Float, Int
 
@@ -28,6 +29,7 @@ class Stacked:
 
     stack: Float[Array, "l ..."]
     layer: Int[Array, ""]
+    max_rows: int = dataclasses.field(metadata={"static": True})  # of activations: XLA multiplies more
 
     def copied(self) -> Float[Array, "..."]:
         return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
@@ -93,7 +95,7 @@ def _in_place(
     num_rows, num_groups, num_own, num_summed = (
         math.prod((shape | shape_x)[name] for name in names) for names in (rows, groups, own, summed)
     )
-    if not lies_so or num_rows > MAX_ROWS:
+    if not lies_so or num_rows > weight.max_rows:
         return None
     found = stacked_product(
         x.reshape(num_rows, num_groups, num_summed),

@@ -39,6 +39,7 @@ from moonshard.experiments.bench.serving.failover import measure_failover
 from moonshard.experiments.bench.serving.handoff import measure_handoffs
 from moonshard.experiments.bench.serving.served import measure_after, measure_served
 from moonshard.experiments.bench.serving.starts import measure_cold, measure_start, with_cache
+from moonshard.experiments.bench.sizes.measure import measure_sizes
 from moonshard.experiments.bench.steps.device import Job, Part
 from moonshard.experiments.bench.transfer.transport_rows import measure_publishes
 from moonshard.experiments.common.machine import describe_commit, describe_machine, describe_versions
@@ -60,7 +61,7 @@ Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
 Apart = Literal[
     "transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover"
 ]  # each with processes of its own
-Real = Literal["peers", "profile"]  # of a checkpoint with a real model's proportions, where none is named
+Real = Literal["peers", "profile", "sizes"]  # of a checkpoint with a real model's proportions, where none is named
 Section = Part | Whole | Apart | Real | Literal["start", "huggingface"]
 Mode = Literal["aggregated", "disaggregated"]
 PeerUrls = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=URL")]
@@ -71,7 +72,7 @@ APART: tuple[Apart, ...] = (
 )
 PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
-REAL: tuple[Real, ...] = ("peers", "profile")
+REAL: tuple[Real, ...] = ("peers", "profile", "sizes")
 SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", *SERVED, "huggingface", *APART, *REAL)
 PROPORTIONS = Path("results/bench/k2_proportions")  # the checkpoint of these parts, written where it is not there yet
 
@@ -88,12 +89,12 @@ def bench(
     """Measure latency and throughput, and print them beside Hugging Face transformers.
 
     Args:
-        model: a checkpoint folder; without one the embedded model, and for peers and profile one with Kimi K2's
-            proportions, which is written first.
+        model: a checkpoint folder; without one the embedded model, and for peers, profile and sizes one with Kimi
+            K2's proportions, which is written first.
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
-            handoff, meshes, routing, gateway, recording, arrangements, failover, peers, profile.
+            handoff, meshes, routing, gateway, recording, arrangements, failover, peers, profile, sizes.
         trace: for routing: what to replay, in Mooncake's format; without one sessions of agents that are made up.
         peer: for peers: another OpenAI-compatible server that runs already and serves the same checkpoint, with the
             name of its column. May be repeated.
@@ -182,6 +183,9 @@ def _with_real(
     if "profile" in sections:
         _say(console, "profile")
         report = replace(report, profile=measure_profile(measured, report.plan, os.environ))
+    if "sizes" in sections:
+        _say(console, "sizes")
+        report = replace(report, sizes=measure_sizes(measured, report.plan, os.environ))
     return replace(report, elapsed_s=report.elapsed_s + time.perf_counter() - begun_s)
 
 

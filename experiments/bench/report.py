@@ -16,6 +16,8 @@ from moonshard.experiments.bench.profile.table import profile_grids
 from moonshard.experiments.bench.serving.arrangements import arrangement_grid
 from moonshard.experiments.bench.serving.failover import failover_grid
 from moonshard.experiments.bench.serving.handoff import handoff_grid
+from moonshard.experiments.bench.sizes.record import TriedSizes
+from moonshard.experiments.bench.sizes.table import sizes_grid
 from moonshard.experiments.bench.transfer.transport_rows import transport_grid
 from moonshard.experiments.common.grid import Grid, as_markdown, as_table, number, spread
 from moonshard.experiments.common.running.measurement import Measurement, Plan, as_json
@@ -59,6 +61,7 @@ class Report:
     elapsed_s: float
     beside: Beside | None = None  # peers, where they were asked for
     profile: Profile | None = None
+    sizes: TriedSizes | None = None
 
     def times_faster(self, ours: Measurement) -> float | None:
         """Our median against the median of their rounds; None where they have no such figure."""
@@ -108,7 +111,7 @@ def grids(report: Report) -> list[Grid]:
     """A table for each part that was measured."""
     plain = [Grid(title=title, columns=COLUMNS, rows=tuple(rows(report, level))) for level, title in TITLES.items()]
     laid_out = [lay_out(report.measurements, report.plan) for lay_out in LAID_OUT]
-    real = [*beside_grids(report.beside), *profile_grids(report.profile)]
+    real = [*beside_grids(report.beside), *profile_grids(report.profile), sizes_grid(report.sizes)]
     return [grid for grid in (*plain, *laid_out, *real) if grid.rows]
 
 
@@ -148,6 +151,7 @@ def to_json(report: Report) -> dict[str, object]:
         "huggingface": list(report.peer_reports),
         "peers": as_cells(report.beside),
         "profile": None if report.profile is None else asdict(report.profile),
+        "sizes": None if report.sizes is None else asdict(report.sizes),
     }
 
 

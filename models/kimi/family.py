@@ -8,6 +8,7 @@ from moonshard.kv.pages import Pages
 from moonshard.models.experts import moe
 from moonshard.models.kimi import footprint, forward, rotary, weights
 from moonshard.models.kimi.config import KimiConfig
+from moonshard.models.machines import XLA, Machine
 from moonshard.models.model import Attend, Batch, ExpandedAttention, Observations, PagedAttention
 from moonshard.models.spec import KvGroup, Param, StepSize, WeightFormat
 from moonshard.sharding.arrays import Array, Float
@@ -45,7 +46,7 @@ class Kimi:
         placement: ExpertPlacement | None = None,
         observe: bool = False,
         unrolled: bool = False,
-        in_place: bool = False,
+        machine: Machine = XLA,
         chunk_tokens: int | None = None,
         attention: PagedAttention | None = None,
         expanded: ExpandedAttention | None = None,
@@ -62,7 +63,7 @@ class Kimi:
             placement=placement,
             observe=observe,
             unrolled=unrolled,
-            in_place=in_place,
+            machine=machine,
             chunk_tokens=chunk_tokens,
             attention=attention,
             expanded=expanded,
@@ -74,9 +75,9 @@ class Kimi:
         hidden: Float[Array, "b d"],
         shard: Shard = ALONE,
         *,
-        in_place: bool = False,
+        machine: Machine = XLA,
     ) -> Float[Array, "b v"]:
-        return forward.unembed(weights, hidden, shard, in_place=in_place)
+        return forward.unembed(weights, hidden, shard, machine=machine)
 
     def pieces(self, weight_format: WeightFormat) -> ModelPieces:
         return footprint.pieces(self.config, weight_format)

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from moonshard.models.attention import KEYS_PER_STEP
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.weights import declare
+from moonshard.models.machines import MACHINES
 from moonshard.models.spec import Param, StepSize, WeightFormat, kv_pieces
 from moonshard.models.weights import is_param
 from moonshard.sharding.budget import ModelPieces, WeightPiece
@@ -58,7 +58,7 @@ def _attention_bytes(config: KimiConfig, num_tokens: int, num_heads: int) -> int
     per_head = (
         (config.qk_head_dim + config.latent_size + config.v_head_dim) * BYTES  # queries, absorbed ones, values
         + config.kv_lora_rank * (4 + BYTES)  # weighted latents, summed in float32
-        + KEYS_PER_STEP * (4 + BYTES)  # scores
+        + MACHINES["gpu"].keys * (4 + BYTES)  # scores
     )
     return num_tokens * num_heads * per_head
 

@@ -24,6 +24,7 @@ from moonshard.models.kimi import weights as weights_of
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.rotary import rotary_frequencies, rotate, softmax_scale
 from moonshard.models.kimi.weights import Attention, Mlp, Stack, Weights
+from moonshard.models.machines import XLA, Machine
 from moonshard.models.model import Attend, Batch, ExpandedAttention, Observations, PagedAttention
 from moonshard.models.native import attention as native_attention
 from moonshard.models.native import expanded_attention as native_expanded
@@ -50,6 +51,7 @@ def attend_paged(
     scale: float,
     shard: Shard = ALONE,
     attention: PagedAttention = latent_attention,
+    machine: Machine = XLA,
 ) -> tuple[Float[Array, "n t h r"], Pages]:
     """Writes the tokens' latents, then attends over everything written; by `attention` where blocks are whole."""
     tables, positions = batch.block_tables[:, 0], batch.positions  # of the only group
@@ -57,9 +59,9 @@ def attend_paged(
     pages = write_tokens(pages, layer, tables, positions, features, cut)
     if cut.num_parts == 1:
         return attention(queries, pages, layer, tables, positions, value_rank=value_rank, scale=scale), pages
-    partial = partial_attention(
-        shard.gather_heads(queries), pages, layer, tables, positions, value_rank=value_rank, scale=scale, cut=cut
-    )
+    sizes = {"value_rank": value_rank, "keys_per_step": machine.keys}
+    whole = shard.gather_heads(queries)
+    partial = partial_attention(whole, pages, layer, tables, positions, scale=scale, cut=cut, **sizes)
     return merge_over(shard, partial).astype(queries.dtype), pages
 
 
@@ -87,14 +89,26 @@ def attend_expanded(
     return attention(queries, pages, layer, tables, positions, k_up, v_up, scale=scale), pages
 
 
-def expands(config: KimiConfig, longest: int, shard: Shard) -> bool:
+def expands(config: KimiConfig, longest: int, shard: Shard, machine: Machine = XLA) -> bool:
     """Whether a step's keys and values are expanded, with up to `longest` tokens of one sequence in it.
 
-    Operations decide: either way a key is read from memory about once, and what is expanded stays in the caches. With
-    its tokens cut over devices a key meets all heads, whose W_uk and W_uv no device has.
+    Operations decide, as the machine does them: either way a key is read from memory about once, and what is expanded
+    stays in the caches. With its tokens cut over devices a key meets all heads, whose W_uk and W_uv no device has.
     """
     least = num_queries_to_expand(config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim)
-    return least is not None and longest >= least and shard.num_parts("kv_tokens") == 1
+    return least is not None and longest >= least * machine.expanding and shard.num_parts("kv_tokens") == 1
+
+
+def absorbed(machine: Machine) -> PagedAttention:
+    """The kernel, or as XLA has it."""
+    if machine.reads_in_place:
+        return native_attention.latent_attention
+    return functools.partial(latent_attention, keys_per_step=machine.keys)
+
+
+def expanded_in_xla(machine: Machine) -> ExpandedAttention:
+    sizes = {"keys_per_step": machine.expanded_keys, "queries_per_step": machine.expanded_queries}
+    return functools.partial(expanded_attention, **sizes)
 
 
 def _attend(
@@ -108,6 +122,7 @@ def _attend(
     attend: Attend | None,
     expanded: ExpandedAttention,
     shard: Shard,
+    machine: Machine,
 ) -> tuple[Float[Array, "n t d"], Pages]:
     """`attend` None: `expanded`."""
     cos, sin = rotary
@@ -200,19 +215,19 @@ def forward(
     placement: ExpertPlacement | None = None,
     observe: bool = False,
     unrolled: bool = False,
-    in_place: bool = False,
+    machine: Machine = XLA,
     chunk_tokens: int | None = None,
     attention: PagedAttention | None = None,
     expanded: ExpandedAttention | None = None,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
     """`models.model.Model.forward` of this family: what is cached are the tokens' latents."""
     valid = batch.positions >= 0
-    longest = chunk_tokens or batch.positions.shape[1]
+    in_place, longest = machine.reads_in_place, chunk_tokens or batch.positions.shape[1]
     is_absorbed = attention is not None and expanded is None
-    if attend is None and (is_absorbed or not expands(config, longest, shard)):
-        attention = attention or (native_attention.latent_attention if in_place else latent_attention)
-        attend = functools.partial(attend_paged, shard=shard, attention=attention)
-    expanded = expanded or expanded_attention
+    if attend is None and (is_absorbed or not expands(config, longest, shard, machine)):
+        attention = attention or absorbed(machine)
+        attend = functools.partial(attend_paged, shard=shard, attention=attention, machine=machine)
+    expanded = expanded or expanded_in_xla(machine)
     backend = exchanged(backend, shard)
     if placement is not None:
         backend = to_copies(backend, placement, shard)
@@ -223,10 +238,10 @@ def forward(
     def scan_stack(x, pages, stack: Stack[Array], experts: moe.Experts[Array] | None, first: int):
         def step(carry, inputs):
             x, pages = carry
-            w, index = (weights_of.in_place(stack, inputs), inputs) if in_place else inputs
+            w, index = (weights_of.in_place(stack, inputs, machine.kernel_rows), inputs) if in_place else inputs
             with jax.named_scope("attention"):
                 attended, pages = _attend(
-                    config, w.attention, x, pages, first + index, batch, rotary, attend, expanded, shard
+                    config, w.attention, x, pages, first + index, batch, rotary, attend, expanded, shard, machine
                 )
             x = x + attended
             with jax.named_scope("feed_forward"):
@@ -286,11 +301,11 @@ def _embed(table: Float[Array, "v d"], tokens: Int[Array, "n t"], shard: Shard) 
 
 
 def unembed(
-    weights: Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE, *, in_place: bool = False
+    weights: Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE, *, machine: Machine = XLA
 ) -> Float[Array, "b v"]:
     """Logits in float32."""
     head = weights.embed if weights.head is None else weights.head
     assert head is not None  # of the last stage
-    given = Stacked(head[None], jnp.int32(0)) if in_place else head
+    given = Stacked(head[None], jnp.int32(0), machine.kernel_rows) if machine.reads_in_place else head
     with jax.named_scope("head"):
         return shard.gather(product("bd,vd->bv", hidden, given, accumulate=jnp.float32), "vocab")

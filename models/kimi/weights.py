@@ -76,13 +76,13 @@ class Weights[Leaf]:
     head: Leaf | None  # [v d], of the last stage; None there too: tied to `embed`
 
 
-def in_place(stack: Stack[Array], layer: Int[Array, ""]) -> Stack[Any]:
-    """A layer's weights; those that `product` takes as they lie stay in their stacks."""
+def in_place(stack: Stack[Array], layer: Int[Array, ""], max_rows: int) -> Stack[Any]:
+    """A layer's weights; those that `product` takes as they lie, for up to `max_rows`, stay in their stacks."""
 
     def taken(leaf: Array) -> Array:
         return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
 
-    own = jax.tree.map(lambda leaf: Stacked(leaf, layer) if leaf.ndim > 2 else taken(leaf), stack)
+    own = jax.tree.map(lambda leaf: Stacked(leaf, layer, max_rows) if leaf.ndim > 2 else taken(leaf), stack)
     return dataclasses.replace(own, router=jax.tree.map(taken, stack.router))
 
 

@@ -1,6 +1,7 @@
 """x · Wᵀ, or x · W, with a weight that stays in its stack of layers: read once, where it lies, by some tens of rows.
 
-More rows are multiplied as well, in the same order; beyond `MAX_ROWS` XLA's own product is as fast, its copy included.
+More rows are multiplied as well, in the same order; beyond some (`models.machines`) XLA's own product is as fast, its
+copy included.
 Sums are float32 whatever the weight is, and a row's result is the same in every batch.
 """
 
@@ -9,8 +10,6 @@ import jax.numpy as jnp
 
 from moonshard.models.native.library import target
 from moonshard.sharding.arrays import Array, Float, Int
-
-MAX_ROWS = 128
 
 
 def stacked_product(

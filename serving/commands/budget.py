@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from moonshard.models.machines import MACHINES
 from moonshard.serving.config.keys import ConfigError
 from moonshard.sharding.budget import Budget, all_meshes, ranked
 from moonshard.sharding.budget import budget as budget_of
@@ -36,7 +37,7 @@ def budget(
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "",
     role: Literal["prefill", "decode"] = "decode",
     weights: Literal["native", "bf16", "fp8", "int4-experts"] = "native",
-    chunk_tokens: int = 512,
+    chunk_tokens: int = MACHINES["gpu"].chunk_tokens,
     max_slots: int = 64,
     lower: bool = False,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
@@ -142,8 +143,8 @@ def _check_sizes(chunk_tokens: int, max_slots: int) -> None:
 def _find_model(name: str) -> "tuple[Mapping[str, Any], Model, WeightFormat]":
     """The config.json of a known model or of a folder, its model, and the format of its weights."""
     from moonshard.models.folder.json_file import read_json_object
+    from moonshard.models.folder.known import KNOWN
     from moonshard.models.registry import model_of
-    from moonshard.models.shapes import KNOWN
     from moonshard.models.spec import ModelError
 
     if (known := KNOWN.get(name)) is not None:

@@ -76,7 +76,7 @@ def _browser_faults(gateway: GatewayConfig) -> list[str]:
 def _size_faults(config: Config) -> list[str]:
     prefill, decode, kv = config.prefill, config.decode, config.kv
     faults = []
-    if prefill.chunk_tokens % kv.block_size:
+    if prefill.chunk_tokens is not None and prefill.chunk_tokens % kv.block_size:
         faults.append(
             f"prefill.chunk_tokens: {prefill.chunk_tokens} is not a multiple of kv.block_size ({kv.block_size})"
         )

@@ -123,7 +123,8 @@ class PrefillConfig:
     rules: Rules = field(default_factory=Rules)  # over which axes of the mesh weights and KV are cut
     expert_loads: Path | None = None  # what `moonshard experts` wrote: by it experts are placed; none: in order
     redundant_experts: Annotated[int, Meta(ge=0, le=65_536)] = 0  # further copies of hot experts, in each MoE layer
-    chunk_tokens: ChunkTokens = 512  # the most prompt tokens of one step, rounded up to a multiple of 32
+    # the most prompt tokens of one step, rounded up to a multiple of 32; auto: what is best on the machine, see README
+    chunk_tokens: ChunkTokens | None = None
     short_share: Annotated[float, Meta(ge=0, lt=1)] = 0.5  # of a step that a long prompt leaves to prompts that fit in
     max_slots: Slots = 16  # rows whose first token one step can draw, over all partitions
 

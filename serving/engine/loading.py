@@ -18,6 +18,7 @@ from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.experts.loads import read_loads
 from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.machines import MACHINES, XLA, Machine
 from moonshard.models.model import ExpandedAttention, Model, PagedAttention
 from moonshard.models.native import library
 from moonshard.models.native.experts import grouped_experts
@@ -118,17 +119,18 @@ def load_model(
     timings: Timings | None = None,
     store: ProgramStore | None = None,
     prepares: Prepares = "all",
+    machine: Machine | None = None,
 ) -> LoadedModel:
     """Reads the weights and prepares programs: all, those without which nothing is served, or none.
 
     Of what is left, steps take none until it has been prepared by `LoadedModel.preparation`; a launch of a program that
-    is not there compiles it.
+    is not there compiles it. `machine`: what is best computed at once; None: as `models.machines` has it.
 
     Raises:
         CheckpointError, ModelError, MeshError: the folder, the model or the mesh cannot be served; one message.
     """
     with _mesh_by_its_key(role):
-        return _load_model(config, role, progress, timings or Timings(), store, prepares)
+        return _load_model(config, role, progress, timings or Timings(), store, prepares, machine)
 
 
 def _load_model(
@@ -138,6 +140,7 @@ def _load_model(
     timings: Timings,
     store: ProgramStore | None,
     prepares: Prepares,
+    machine: Machine | None,
 ) -> LoadedModel:
     begun_s = timings.now_s
     shard = shard_of(config, role)
@@ -149,13 +152,14 @@ def _load_model(
         progress("loading weights")
         weights.check_shapes(model.declare(), checkpoint)
         placement = _place_experts(config, role, checkpoint, model, shard)
+        machine = machine or machine_for(platform)
         holding = _holding(config, platform, dtype)
-        parts = abstract_stages(model, shard, dtype, placement, checkpoint, holding)
-        shapes, pool = choose_sizes(config, model, dtype, role, WeightBytes.of(part.weights for part in parts))
+        parts = abstract_stages(model, shard, dtype, placement, checkpoint, holding, machine)
+        taken = WeightBytes.of(part.weights for part in parts)
+        shapes, pool = choose_sizes(config, model, dtype, role, taken, machine)
         sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
         prepared = PreparedPrograms(shapes, [Blueprint(part, shapes, **sizes, dtype=dtype) for part in parts])
-    if config.kv.prefix_cache and not shapes.groups.is_plain:
-        logger.warning("kv.prefix_cache: off, since the model has several KV groups or a window")
+    _tell_what_was_decided(config, shapes, platform)
     preparation = Preparation(prepared, store, timings)
     if prepares != "all":
         prepared.only_needed()
@@ -189,6 +193,14 @@ def _load_model(
     )
 
 
+def _tell_what_was_decided(config: Config, shapes: StepShapes, platform: str) -> None:
+    if config.kv.prefix_cache and not shapes.groups.is_plain:
+        logger.warning("kv.prefix_cache: off, since the model has several KV groups or a window")
+    if config.prefill.chunk_tokens is None:
+        chunk_tokens, kind = shapes.prefill_buckets[-1], kernels_of(platform)
+        logger.info("prefill.chunk_tokens: %d, as the table has it for %s", chunk_tokens, kind)
+
+
 def _holding(config: Config, platform: str, dtype: str) -> weights.Holding | None:
     """How weights are held for kernels to read; None: in `dtype`. Says where that is not what was asked for."""
     asked = config.model.weights
@@ -207,6 +219,7 @@ def abstract_stages(
     placement: ExpertPlacement | None = None,
     source: Checkpoint | None = None,
     holding: weights.Holding | None = None,
+    machine: Machine | None = None,
 ) -> list[StageModel]:
     """The stages of a worker, with shapes for weights, held as those of `source` would be.
 
@@ -230,7 +243,7 @@ def abstract_stages(
                 placement=own,
                 attention=attention_for(platform),
                 expanded=expanded_for(platform),
-                in_place=reads_in_place(platform),
+                machine=machine or machine_for(platform),
             )
         )
     return found
@@ -324,4 +337,12 @@ def kernels_of(platform: str) -> str:
 
 def reads_in_place(platform: str) -> bool:
     """Whether weights stay in their stacks, where kernels read them: on CPUs, where these are."""
-    return platform == "cpu" and library.chosen() is not None
+    return machine_for(platform).reads_in_place
+
+
+def machine_for(platform: str) -> Machine:
+    """What is best computed at once on this machine's devices."""
+    found = library.chosen() if platform == "cpu" else None
+    if found is not None:
+        return MACHINES[found.best]
+    return MACHINES["gpu"] if platform == "gpu" else XLA

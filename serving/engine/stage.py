@@ -23,6 +23,7 @@ from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, gather_blocks, scatter_blocks
 from moonshard.models import sampling
 from moonshard.models.experts import moe
+from moonshard.models.machines import XLA, Machine
 from moonshard.models.model import Batch, ExpandedAttention, Model, PagedAttention
 from moonshard.models.native.zeros import zeros
 from moonshard.models.sampling import SlotState
@@ -59,7 +60,7 @@ class StageModel:
     placement: ExpertPlacement | None = None  # that the weights were declared with
     attention: PagedAttention | None = None  # kernels for GPUs
     expanded: ExpandedAttention | None = None  # likewise, for many tokens of a sequence; None: `attention` does it all
-    in_place: bool = False  # kernels read weights in their stacks: only on a CPU, where `models.native` has them
+    machine: Machine = XLA
 
     def declared(self) -> Any:
         """The parameters that `weights` are of, in the same tree."""
@@ -104,7 +105,7 @@ class Blueprint:
             self._groups[0].num_features,
             dtype=self._dtype,
             sharding=NamedSharding(part.mesh, self.shards.pages),
-            zeros=zeros if part.in_place else jnp.zeros,
+            zeros=zeros if part.machine.reads_in_place else jnp.zeros,
         )
         last_token = logits = slots = None
         if part.is_first:
@@ -204,7 +205,7 @@ class Blueprint:
         part, shard = self.part, self.part.shard
         cuts = tuple((field.name, shard.axes(field.name)) for field in dataclasses.fields(shard.rules))
         layout = self.shapes.layout(*key).fields
-        forms = (part.backend, part.attention, part.expanded, part.in_place)
+        forms = (part.backend, part.attention, part.expanded, part.machine)
         computed = (part.model, part.layers, part.placement, *forms)
         return (*key, *computed, shard.mesh, cuts, layout, self._dtype)
 
@@ -370,7 +371,7 @@ def _run(
             backend=part.backend,
             shard=part.shard,
             placement=part.placement,
-            in_place=part.in_place,
+            machine=part.machine,
             chunk_tokens=reading.chunk_tokens(f),
             attention=part.attention,
             expanded=part.expanded,
@@ -378,7 +379,7 @@ def _run(
         if logits is None:
             return pages, None, out
         drawn_for = reading.drawn_for(out.reshape(-1, out.shape[-1]), f)
-        found = part.model.unembed(weights, drawn_for, part.shard, in_place=part.in_place)
+        found = part.model.unembed(weights, drawn_for, part.shard, machine=part.machine)
     return pages, jax.lax.dynamic_update_slice(logits, found, (0, 0)), jnp.int32(0)
 
 

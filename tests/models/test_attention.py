@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moonshard.models.attention import KEYS_PER_STEP, latent_attention
+from moonshard.models.attention import latent_attention
+from moonshard.models.machines import XLA
 
+KEYS = XLA.keys
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 NUM_QUERIES, HEADS, FEATURES, RANK, LAYERS, SCALE = 4, 2, 12, 8, 2, 0.3
 BLOCK_SIZE, COLUMNS = 16, 40
@@ -52,9 +54,9 @@ def run(queries, pages, layer, tables, positions):
     "contexts",
     [
         (1, BLOCK_SIZE - 1, BLOCK_SIZE),
-        (BLOCK_SIZE + 1, KEYS_PER_STEP - 1, KEYS_PER_STEP),
-        (KEYS_PER_STEP + 1, 1, 2 * KEYS_PER_STEP),
-        (2 * KEYS_PER_STEP + 1, 33, COLUMNS * BLOCK_SIZE),
+        (BLOCK_SIZE + 1, KEYS - 1, KEYS),
+        (KEYS + 1, 1, 2 * KEYS),
+        (2 * KEYS + 1, 33, COLUMNS * BLOCK_SIZE),
         (2, 3, 4),
     ],
 )

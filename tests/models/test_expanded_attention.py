@@ -4,14 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from moonshard.models.expanded_attention import (
-    KEYS_PER_STEP,
-    QUERIES_PER_STEP,
-    expanded_attention,
-    num_queries_to_expand,
-)
+from moonshard.models.expanded_attention import expanded_attention, num_queries_to_expand
+from moonshard.models.machines import XLA
 from tests.models.expanded_cases import SCALE, TILE, case, expected
 
+KEYS, QUERIES = XLA.expanded_keys, XLA.expanded_queries
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 
 
@@ -26,9 +23,9 @@ def attend(queries, pages, layer, tables, positions, k_up, v_up):
     [
         ([(0, 1)], 0),
         ([(0, TILE + 1), (0, TILE - 1), (5, 1)], 1),
-        ([(0, QUERIES_PER_STEP), (0, 1), (0, QUERIES_PER_STEP + 1)], 0),
-        ([(KEYS_PER_STEP - 1, 2 * TILE), (KEYS_PER_STEP, 3)], 2),
-        ([(3, KEYS_PER_STEP), (2 * KEYS_PER_STEP + 7, 40)], 3),
+        ([(0, QUERIES), (0, 1), (0, QUERIES + 1)], 0),
+        ([(KEYS - 1, 2 * TILE), (KEYS, 3)], 2),
+        ([(3, KEYS), (2 * KEYS + 7, 40)], 3),
     ],
 )
 def test_every_query_attends_to_its_own_sequence_up_to_its_position(sequences, padding_rows):

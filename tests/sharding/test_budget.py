@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonshard.models.folder.known import KNOWN
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.footprint import pieces
 from moonshard.models.kimi.weights import declare
-from moonshard.models.shapes import KNOWN
 from moonshard.models.weights import abstract, is_param
 from moonshard.sharding.budget import Budget, KvPiece, ModelPieces, WeightPiece, all_meshes, budget, ranked
 from moonshard.sharding.mesh import build_mesh

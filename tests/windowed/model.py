@@ -19,6 +19,7 @@ import numpy as np
 from moonshard.kv.pages import Pages, read_blocks, write_tokens
 from moonshard.models.experts import moe
 from moonshard.models.folder.config_reader import ConfigReader
+from moonshard.models.machines import XLA, Machine
 from moonshard.models.model import Attend, Batch, ExpandedAttention, Observations, PagedAttention
 from moonshard.models.product import product
 from moonshard.models.pytree import pytree
@@ -189,13 +190,13 @@ class Windowed:
         placement: ExpertPlacement | None = None,
         observe: bool = False,
         unrolled: bool = False,
-        in_place: bool = False,
+        machine: Machine = XLA,
         chunk_tokens: int | None = None,
         attention: PagedAttention | None = None,
         expanded: ExpandedAttention | None = None,
     ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
         """Of all layers, on one device."""
-        del backend, placement, unrolled, in_place, chunk_tokens, attention, expanded
+        del backend, placement, unrolled, machine, chunk_tokens, attention, expanded
         assert hidden is None
         assert attend is None
         assert shard.mesh.num_devices == 1
@@ -216,9 +217,9 @@ class Windowed:
         return x, pages, observations if observe else None
 
     def unembed(
-        self, weights: Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE, *, in_place: bool = False
+        self, weights: Weights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE, *, machine: Machine = XLA
     ) -> Float[Array, "b v"]:
-        del in_place
+        del machine
         assert shard.mesh.num_devices == 1
         assert weights.head is not None
         return product("bd,vd->bv", hidden, weights.head, accumulate=jnp.float32)

@@ -16,9 +16,9 @@ import numpy as np
 from moonshard.kv.pages import Pages, allocate_pages
 from moonshard.models import weights
 from moonshard.models.experts import moe
+from moonshard.models.folder.known import KNOWN
 from moonshard.models.model import Batch, ExpandedAttention, LatentModel, Observations, PagedAttention
 from moonshard.models.registry import latent_model_of
-from moonshard.models.shapes import KNOWN
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 

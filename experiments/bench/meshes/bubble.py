@@ -15,7 +15,6 @@ from moonshard.experiments.bench.meshes.tables import PIPES, bubble, bubble_name
 from moonshard.experiments.bench.steps.bare_steps import BareSteps
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.serving.config.keys import Config
-from moonshard.serving.engine.capacity.sizes import Q_TILE
 from moonshard.serving.engine.loading import LoadedModel, load_model
 from moonshard.serving.engine.pace import MIN_IN_FLIGHT
 from moonshard.serving.engine.programs import Programs
@@ -92,9 +91,8 @@ def _busy_ms(programs: Programs, step: Step, num_runs: int) -> tuple[float, ...]
 
 def _piped(config: Config, plan: Plan, num_stages: int) -> Config:
     """The configuration with a mesh of `num_stages` stages and few programs to compile."""
-    chunk_tokens = -(-Q_TILE // config.kv.block_size) * config.kv.block_size
     return replace(
         config,
-        prefill=replace(config.prefill, chunk_tokens=chunk_tokens),
+        prefill=replace(config.prefill, chunk_tokens=config.kv.block_size),
         decode=replace(config.decode, mesh=MeshShape(pipe=num_stages), max_slots=plan.pipeline_rows),
     )

@@ -29,10 +29,13 @@ class BareSteps:
         self._random = Random(seed)
         self._encoder = StepEncoder(model.shapes)
 
-    def prefill(self, index: int, num_tokens: int) -> list[Step]:
-        """Prefills a fresh random prompt for sequence `index`, in chunks; the last chunk draws a token."""
-        request = self._request(index, num_tokens)
-        return [self._encoder.encode(PrefillPlan(number=0, chunks=(chunk,))) for chunk in self._chunks(index, request)]
+    def prefill(self, index: int, num_tokens: int, *, cached_tokens: int = 0) -> list[Step]:
+        """Prefills `num_tokens` of a fresh random prompt for sequence `index`, in chunks; the last chunk draws a token.
+
+        Before them are others, whose KV counts as cached, whatever lies there.
+        """
+        chunks = self._chunks(index, self._request(index, cached_tokens + num_tokens), cached_tokens)
+        return [self._encoder.encode(PrefillPlan(number=0, chunks=(chunk,))) for chunk in chunks]
 
     def decode(self, sequences: Sequence[int], context_tokens: int, num_steps: int) -> list[Step]:
         """Decodes these sequences, by index, each after a prefill of `context_tokens`."""
@@ -59,10 +62,10 @@ class BareSteps:
             for step in range(num_steps)
         ]
 
-    def _chunks(self, index: int, request: Request) -> Iterator[PrefillChunk]:
+    def _chunks(self, index: int, request: Request, first: int) -> Iterator[PrefillChunk]:
         size, prompt = self._model.shapes.prefill_buckets[-1], request.prompt
         sequence, slot, table = SequenceId(request.id, 0), self._slot(index), self._block_table(index, len(prompt))
-        for start in range(0, len(prompt), size):
+        for start in range(first, len(prompt), size):
             is_last = start + size >= len(prompt)
             yield PrefillChunk(
                 sequence=sequence,

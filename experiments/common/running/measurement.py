@@ -75,6 +75,7 @@ class Plan:
     long_prompt_tokens: int = 2048
     long_prompt_every_s: float = 1.0  # at least; where one takes long to prefill, more
     kills: int = 4
+    sizes_repeats: int = 7  # of every candidate
     killed_tokens: int = 512  # each stream's, long enough to be there when its worker is killed
 
 
@@ -102,6 +103,7 @@ QUICK = Plan(
     row_repeats=2,
     arrangement_rounds=1,
     kills=2,
+    sizes_repeats=2,
 )
 
 

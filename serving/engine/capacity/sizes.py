@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from moonshard.kv.blocks import BlockGroup, BlockGroups
+from moonshard.models.machines import XLA, Machine
 from moonshard.models.model import Model
 from moonshard.models.spec import KvGroup, ModelError, page_layers
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, mesh_of, rules_of
@@ -24,10 +25,6 @@ from moonshard.sharding.shard import Shard
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 HARMLESS_SLOT_BYTES = 1 << 26  # of so few nothing is asked
 SLOT_BYTES_PER_TOKEN = 9  # of a slot's rows: logits, counts, and whether the prompt has it
-Q_TILE = 32  # queries per row of a prefill step: a sequence's chunk is padded to a multiple
-# Of a chunk with so few tokens, as where a cached prefix leaves the last ones: padded to a whole row such a step takes
-# twice as long (measured).
-FEW_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +84,12 @@ NO_WEIGHTS = WeightBytes()
 
 
 def choose_sizes(
-    config: Config, model: Model, dtype: str, role: WorkerRole = "both", weights: WeightBytes = NO_WEIGHTS
+    config: Config,
+    model: Model,
+    dtype: str,
+    role: WorkerRole = "both",
+    weights: WeightBytes = NO_WEIGHTS,
+    machine: Machine = XLA,
 ) -> tuple[StepShapes, PoolShape]:
     """The pool, in the memory that `weights` will leave, and the context that it and the model allow.
 
@@ -103,9 +105,9 @@ def choose_sizes(
     if config.kv.num_blocks is not None:
         _check_pool_fits(config.kv.num_blocks, shard, block, weights)
     _check_slots_fit(config, model, role)
-    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, dtype, shard, block, role, weights)
+    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, dtype, shard, block, role, weights, machine)
     wanted, longest = config.model.max_context_tokens, model.config.max_position_embeddings
-    num_columns = block_groups(config, groups).num_columns(num_blocks)
+    num_columns = block_groups(config, groups, machine).num_columns(num_blocks)
     pool_tokens = longest if num_columns is None else num_columns * block_size
     if not pool_tokens:
         raise ConfigError([f"kv.num_blocks: {num_blocks} are fewer than the {len(groups)} KV groups of the model"])
@@ -113,7 +115,7 @@ def choose_sizes(
         if wanted is not None and wanted > limit:
             raise ModelError(f"model.max_context_tokens = {wanted} is more than {what} of {limit} tokens")
     context = wanted or min(longest, DEFAULT_MAX_CONTEXT_TOKENS, pool_tokens)
-    shapes = step_shapes(config, context, role, groups)
+    shapes = step_shapes(config, context, role, groups, machine)
     pool = PoolShape(
         num_partitions=shapes.num_partitions,
         slots_per_partition=shapes.slots_per_partition,
@@ -122,9 +124,17 @@ def choose_sizes(
     return shapes, pool
 
 
-def block_groups(config: Config, groups: Sequence[KvGroup]) -> BlockGroups:
+def chunk_tokens_of(config: Config, machine: Machine) -> int:
+    """The most prompt tokens of a step: as configured, or what is best on the machine, in whole blocks."""
+    if config.prefill.chunk_tokens is not None:
+        return config.prefill.chunk_tokens
+    return -(-machine.chunk_tokens // config.kv.block_size) * config.kv.block_size
+
+
+def block_groups(config: Config, groups: Sequence[KvGroup], machine: Machine) -> BlockGroups:
     """A model's KV groups as the bookkeeping sees them, of a worker that computes prompts in chunks so long."""
-    step_tokens, block_size = buckets(config.prefill.chunk_tokens, Q_TILE)[-1], config.kv.block_size
+    step_tokens = prefill_buckets(chunk_tokens_of(config, machine), machine)[-1]
+    block_size = config.kv.block_size
     found = (
         BlockGroup() if group.window is None else BlockGroup.sliding(group.window, step_tokens, block_size)
         for group in groups
@@ -132,22 +142,30 @@ def block_groups(config: Config, groups: Sequence[KvGroup]) -> BlockGroups:
     return BlockGroups(tuple(found))
 
 
-def step_shapes(config: Config, context_tokens: int, role: WorkerRole, groups: Sequence[KvGroup]) -> StepShapes:
+def step_shapes(
+    config: Config, context_tokens: int, role: WorkerRole, groups: Sequence[KvGroup], machine: Machine
+) -> StepShapes:
     """The sizes of a worker's programs, for sequences of up to `context_tokens`."""
     partitions = mesh_of(config, role).num_partitions
     max_slots = config.prefill.max_slots if role == "prefill" else config.decode.max_slots
-    slots_per_partition = max_slots // partitions
+    slots_per_partition, chunk_tokens = max_slots // partitions, chunk_tokens_of(config, machine)
     return StepShapes(
         num_partitions=partitions,
         slots_per_partition=slots_per_partition,
         columns_per_sequence=-(-context_tokens // config.kv.block_size),
-        groups=block_groups(config, groups),
+        groups=block_groups(config, groups, machine),
         max_context_tokens=context_tokens,
-        q_tile=Q_TILE,
-        prefill_buckets=(FEW_TOKENS, *buckets(config.prefill.chunk_tokens, Q_TILE)),
+        q_tile=machine.tile_tokens,
+        prefill_buckets=prefill_buckets(chunk_tokens, machine),
         decode_buckets=() if role == "prefill" else buckets(slots_per_partition),
-        transfer_buckets=() if role == "both" else buckets(max(1, config.prefill.chunk_tokens // config.kv.block_size)),
+        transfer_buckets=() if role == "both" else buckets(max(1, chunk_tokens // config.kv.block_size)),
     )
+
+
+def prefill_buckets(chunk_tokens: int, machine: Machine) -> tuple[int, ...]:
+    """Padded tokens of prefill steps: some of a single row that is not full, then whole rows."""
+    rows = buckets(chunk_tokens, machine.tile_tokens)
+    return (*(size for size in buckets(rows[0], machine.few_tokens) if size < rows[0]), *rows)
 
 
 def buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
@@ -185,6 +203,7 @@ def _auto_blocks(
     block: _BlockBytes,
     role: WorkerRole,
     weights: WeightBytes,
+    machine: Machine,
 ) -> int:
     """Blocks of each partition, so many that they take half of the free memory: a device's, or the machine's up to
     `MAX_AUTO_POOL_BYTES`.
@@ -197,7 +216,7 @@ def _auto_blocks(
         return max(1, (device_bytes - weights.on_a_device) // 2 // block.on_a_device)
     half_bytes = min(MAX_AUTO_POOL_BYTES, max(0, free_memory_bytes() - weights.everywhere) // 2)
     context = config.model.max_context_tokens or min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
-    shapes = step_shapes(config, context, role, model.kv_groups(dtype))
+    shapes = step_shapes(config, context, role, model.kv_groups(dtype), machine)
     fillable = shapes.slots_per_partition * shapes.groups.num_blocks(shapes.columns_per_sequence)
     return max(1, min(fillable, half_bytes // (block.everywhere * shard.mesh.num_partitions)))
 

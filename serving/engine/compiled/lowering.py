@@ -12,6 +12,7 @@ from typing import Literal
 
 import jax
 
+from moonshard.models.machines import MACHINES, XLA
 from moonshard.models.model import Model
 from moonshard.serving.config.keys import Config, rules_of
 from moonshard.serving.engine import loading
@@ -47,7 +48,7 @@ class LoweredStage:
 
 def abstract_stages(model: Model, shard: Shard, dtype: str) -> list[StageModel]:
     """The stages of a worker, with shapes for weights, computed as XLA has them. MeshError as `lower_stages`."""
-    return [replace(stage, in_place=False) for stage in loading.abstract_stages(model, shard, dtype)]
+    return [replace(stage, machine=XLA) for stage in loading.abstract_stages(model, shard, dtype)]
 
 
 def lower_stages(config: Config, model: Model, role: StepRole) -> Iterator[LoweredStage]:
@@ -58,7 +59,7 @@ def lower_stages(config: Config, model: Model, role: StepRole) -> Iterator[Lower
     """
     shard = shard_of(config, role)
     context_tokens = min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
-    shapes = step_shapes(config, context_tokens, role, model.kv_groups(DTYPE))
+    shapes = step_shapes(config, context_tokens, role, model.kv_groups(DTYPE), MACHINES["gpu"])
     is_prefill = role == "prefill"
     kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
     num_blocks, block_size = shapes.slots_per_partition * shapes.columns_per_sequence, config.kv.block_size

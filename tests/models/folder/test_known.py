@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from moonshard.experiments.training.shape import HUGGING_FACE_CONFIG
+from moonshard.models.folder.known import KNOWN
 from moonshard.models.kimi.config import KimiConfig
-from moonshard.models.shapes import KNOWN
 
 
 def test_pocket_is_the_model_that_is_trained_here_but_for_the_scaling_of_its_positions():

@@ -13,10 +13,11 @@ from moonshard.kv.pages import allocate_pages
 from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.folder.checkpoint import Checkpoint, write_checkpoint
+from moonshard.models.machines import MACHINES, XLA
 from moonshard.models.model import Batch, Model
 from moonshard.models.native import library
 from moonshard.models.native.experts import grouped_experts
-from moonshard.models.native.stacked_product import MAX_ROWS, stacked_product
+from moonshard.models.native.stacked_product import stacked_product
 from moonshard.models.product import Stacked, product
 from moonshard.models.registry import open_model
 from moonshard.sharding.mesh import build_mesh, replicated
@@ -37,6 +38,7 @@ EQUATIONS = {  # of the weights that a layer has, with those that kernels take a
     "ntk,rhk->nthr": False,
 }
 LONG = 64  # tokens of a chunk whose keys are expanded
+MAX_ROWS = 128
 SIZES = {"n": 3, "t": 2, "d": 20, "g": 2, "f": 12, "h": 4, "k": 6, "r": 9, "v": 5}
 
 
@@ -48,7 +50,7 @@ def test_a_product_in_place_is_the_einsum_whatever_it_sums_over(equation, is_tak
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=[sizes[name] for name in of_x]), jnp.float32)
     stack = jnp.asarray(rng.normal(size=[3, *(sizes[name] for name in of_weight)]), jnp.float32)
-    run = jax.jit(lambda x, stack, layer: product(equation, x, Stacked(stack, layer)))
+    run = jax.jit(lambda x, stack, layer: product(equation, x, Stacked(stack, layer, MAX_ROWS)))
     expected = np.einsum(equation, np.asarray(x, np.float64), np.asarray(stack[1], np.float64))
     np.testing.assert_allclose(run(x, stack, jnp.int32(1)), expected, rtol=1e-4, atol=1e-4)
     is_called = "moonshard_stacked_product" in run.lower(x, stack, jnp.int32(1)).as_text()
@@ -81,9 +83,10 @@ def _logits(
     def run(loaded, batch):
         pages = allocate_pages(2, len(group.layers), 8, group.num_features, dtype=dtype, sharding=replicated(mesh))
         backend = grouped_experts if in_place else moe.blocks
-        how = {"backend": backend, "in_place": in_place, "chunk_tokens": chunk_tokens}
+        machine = MACHINES["avx2"] if in_place else XLA
+        how = {"backend": backend, "machine": machine, "chunk_tokens": chunk_tokens}
         hidden, _, seen = model.forward(loaded, pages, batch, observe=True, **how)
-        logits = model.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), in_place=in_place)
+        logits = model.unembed(loaded, hidden.reshape(-1, hidden.shape[-1]), machine=machine)
         assert seen is not None
         assert seen.router_margin is not None
         return logits, jax.lax.cummin(seen.router_margin.min(axis=0).reshape(positions.shape), axis=1).ravel()

@@ -140,7 +140,7 @@ def test_all_faults_are_reported_together(tmp_path: Path):
             "model.dtype: expected one of auto, float32, bfloat16, got 'bf16'; did you mean bfloat16?",
         ),
         ("model.path=''", "model.path: expected a path, got ''"),
-        ("kv.block_size=48", "prefill.chunk_tokens: 512 is not a multiple of kv.block_size (48)"),
+        ("prefill.chunk_tokens=100", "prefill.chunk_tokens: 100 is not a multiple of kv.block_size (64)"),
         ("gateway.workers=['a:1', 'b:2', 'a:1']", "gateway.workers: 'a:1' is named twice"),
         ("gateway.worker_silence_s=0", "gateway.worker_silence_s: expected `float` > 0.0, got 0"),
         (

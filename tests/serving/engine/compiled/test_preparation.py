@@ -19,6 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from moonshard.models.attention import latent_attention
 from moonshard.models.expanded_attention import expanded_attention
 from moonshard.models.kimi.family import Kimi
+from moonshard.models.machines import XLA
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.compiled import digest as program_digest
 from moonshard.serving.engine.compiled.digest import digest_of, source_files
@@ -196,7 +197,8 @@ CHANGES = {
     "backend": lambda b: _like(b, part=replace(b.part, backend=print)),
     "what attends over pages": lambda b: _like(b, part=replace(b.part, attention=latent_attention)),
     "what attends to long prompts": lambda b: _like(b, part=replace(b.part, expanded=expanded_attention)),
-    "where weights are read": lambda b: _like(b, part=replace(b.part, in_place=not b.part.in_place)),
+    "what is computed at once": lambda b: _like(b, part=replace(b.part, machine=replace(XLA, keys=XLA.keys + 1))),
+    "where weights are read": lambda b: _like(b, part=replace(b.part, machine=replace(XLA, kernel_rows=1))),
     "layers": lambda b: _like(b, part=replace(b.part, layers=range(len(b.part.layers) - 1))),
     "where experts lie": lambda b: _like(
         b, part=replace(b.part, placement=place_experts(np.ones((3, 16)), num_places=16, num_devices=1))

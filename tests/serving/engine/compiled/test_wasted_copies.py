@@ -17,10 +17,11 @@ import pytest
 
 from moonshard.models import weights
 from moonshard.models.experts import moe
+from moonshard.models.machines import XLA
 from moonshard.models.native import library
 from moonshard.models.registry import model_of
 from moonshard.models.spec import Param
-from moonshard.serving.engine.loading import backend_for, reads_in_place
+from moonshard.serving.engine.loading import backend_for, machine_for
 from moonshard.serving.engine.stage import Blueprint, StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.mesh import build_mesh
@@ -119,7 +120,7 @@ def stage(held: str, *, in_place: bool) -> StageModel:
         mesh=mesh,
         shard=ALONE,
         backend=backend_for("cpu") if in_place else moe.blocks,
-        in_place=in_place and reads_in_place("cpu"),
+        machine=machine_for("cpu") if in_place else XLA,
     )
 
 

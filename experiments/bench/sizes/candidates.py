@@ -1,0 +1,100 @@
+"""Loads a checkpoint once for each candidate of an entry, and times their steps in turn.
+
+All other entries are those of the table, so an entry is judged beside what the others are today.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import jax
+
+from moonshard.experiments.bench.sizes.entries import Entry, entries_of, longest_tokens
+from moonshard.experiments.bench.sizes.record import SizesJob, Tried, TriedSizes
+from moonshard.experiments.bench.steps.bare_steps import BareSteps, run_steps
+from moonshard.models.machines import Machine
+from moonshard.serving.config.keys import Config
+from moonshard.serving.engine.loading import LoadedModel, kernels_of, load_model, machine_for
+
+DECODE_STEPS = 8  # in a repeat
+Told = Callable[[str], None]
+
+
+def try_sizes(config: Config, job: SizesJob, told: Told) -> TriedSizes:
+    """Every candidate for each entry that makes a difference on this machine."""
+    platform = jax.devices()[0].platform
+    machine = machine_for(platform)
+    config = _with_small_pool(config)
+    tried = list[Tried]()
+    for entry in entries_of(machine):
+        told(entry.name)
+        tried += _try_entry(config, machine, entry, job)
+    return TriedSizes(kind=kernels_of(platform), tried=tuple(tried))
+
+
+def _with_small_pool(config: Config) -> Config:
+    """Of as many blocks as the longest sequence takes in each slot, as `BareSteps` shares them out."""
+    num_columns = -(-(longest_tokens() + DECODE_STEPS) // config.kv.block_size)
+    num_blocks = config.decode.max_slots * num_columns
+    prefill = replace(config.prefill, chunk_tokens=None)
+    return replace(config, kv=replace(config.kv, num_blocks=num_blocks), prefill=prefill)
+
+
+def _try_entry(config: Config, machine: Machine, entry: Entry, job: SizesJob) -> list[Tried]:
+    current = getattr(machine, entry.name)
+    candidates = sorted({*entry.candidates, current})
+    arms = [_Arm(config, _with(machine, entry.name, candidate), entry, job.seed) for candidate in candidates]
+    for _ in range(job.repeats + 1):  # the first compiles and warms up
+        for arm in arms:
+            arm.run()
+    return [
+        Tried(
+            entry=entry.name,
+            candidate=candidate,
+            is_current=candidate == current,
+            ms={name: median(samples[1:]) for name, samples in arm.ms.items()},
+            longest_step_ms=median(arm.longest_ms[len(entry.probes) :]),
+        )
+        for candidate, arm in zip(candidates, arms, strict=True)
+    ]
+
+
+def _with(machine: Machine, name: str, candidate: float) -> Machine:
+    changed: dict[str, Any] = {name: type(getattr(machine, name))(candidate)}
+    return replace(machine, **changed)
+
+
+class _Arm:
+    """A model that is loaded with one candidate, and what its steps took so far."""
+
+    def __init__(self, config: Config, machine: Machine, entry: Entry, seed: int):
+        self._model = _loaded(config, machine)
+        self._steps = BareSteps(self._model, seed)
+        self._probes = entry.probes
+        self.ms: dict[str, list[float]] = {probe.name: [] for probe in entry.probes}
+        self.longest_ms: list[float] = []
+
+    def run(self) -> None:
+        """Each probe once."""
+        for probe in self._probes:
+            if probe.num_tokens:
+                steps = self._steps.prefill(0, probe.num_tokens, cached_tokens=probe.cached_tokens)
+                gaps_ms = self._gaps_ms(steps)
+                self.ms[probe.name].append(sum(gaps_ms))
+            else:
+                steps = self._steps.decode(range(probe.batch), probe.cached_tokens, DECODE_STEPS)
+                gaps_ms = self._gaps_ms(steps)[1:]
+                self.ms[probe.name].append(median(gaps_ms))
+            self.longest_ms.append(max(gaps_ms))
+
+    def _gaps_ms(self, steps: Sequence[Any]) -> list[float]:
+        begun_ns = time.perf_counter_ns()
+        arrivals_ns = [begun_ns, *run_steps(self._model.programs, steps)]
+        return [(after - before) / 1e6 for before, after in pairwise(arrivals_ns)]
+
+
+def _loaded(config: Config, machine: Machine) -> LoadedModel:
+    return load_model(config, "both", lambda message: None, prepares="none", machine=machine)
