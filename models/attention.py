@@ -9,6 +9,7 @@ Sources: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C, for the abs
 FlashAttention (arXiv 2205.14135), section 3.1.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -23,9 +24,31 @@ from moonshard.sharding.shard import Shard
 class Partial(NamedTuple):
     """Attention over some of the keys, not normalised yet: partial softmaxes of disjoint keys can be merged."""
 
-    peak: Float[Array, "n t h"]  # largest score; -inf where no key was seen
-    total: Float[Array, "n t h"]  # sum of exp(score - peak)
-    mixed: Float[Array, "n t h r"]  # sum of exp(score - peak) * value
+    peak: Float[Array, "*q"]  # of each query and head the largest score; -inf where no key was seen
+    total: Float[Array, "*q"]  # sum of exp(score - peak)
+    mixed: Float[Array, "*q r"]  # sum of exp(score - peak) * value
+
+    @classmethod
+    def of_no_keys(cls, shape: tuple[int, ...], rank: int) -> "Partial":
+        return cls(
+            jnp.full(shape, -jnp.inf, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, rank), jnp.float32),
+        )
+
+    def with_keys(
+        self, scores: Float[Array, "*q s"], mix: Callable[[Float[Array, "*q s"]], Float[Array, "*q r"]]
+    ) -> "Partial":
+        """Of further keys too: `scores` are -inf where one is not seen, `mix` sums up their values by weights."""
+        peak = jnp.maximum(self.peak, scores.max(axis=-1))
+        finite = _finite(peak)
+        weights, decay = jnp.exp(scores - finite[..., None]), jnp.exp(self.peak - finite)
+        mixed = self.mixed * decay[..., None] + mix(weights)
+        return Partial(peak, self.total * decay + weights.sum(axis=-1), mixed)
+
+    def values(self) -> Float[Array, "*q r"]:
+        """The values of all keys, weighted; 0 where none was seen."""
+        return _normalise(self.mixed, self.total)
 
 
 def latent_attention(
@@ -53,7 +76,7 @@ def latent_attention(
     """
     where = (pages, layer, block_tables, positions)
     partial = partial_attention(queries, *where, value_rank=value_rank, scale=scale, keys_per_step=keys_per_step)
-    return _normalise(partial.mixed, partial.total).astype(queries.dtype)
+    return partial.values().astype(queries.dtype)
 
 
 def partial_attention(
@@ -78,33 +101,23 @@ def partial_attention(
     n, t, h, _ = queries.shape
     offsets = (jnp.arange(blocks_per_step)[:, None] * block_size + part * own_size + jnp.arange(own_size)).reshape(-1)
 
-    def step(index: Int[Array, ""], carry: Partial) -> Partial:
-        peak, total, mixed = carry
+    def step(index: Int[Array, ""], found: Partial) -> Partial:
         blocks = jax.lax.dynamic_slice_in_dim(tables, index * blocks_per_step, blocks_per_step, axis=1)
         keys = read_blocks(pages, layer, blocks).astype(queries.dtype)
         key_positions = index * tokens_per_step + offsets
         visible = key_positions[None, None, :] <= positions[:, :, None]
         scores = jnp.einsum("nthf,nsf->nths", queries, keys, preferred_element_type=jnp.float32) * scale
         scores = jnp.where(visible[:, :, None, :], scores, -jnp.inf)
-        new_peak = jnp.maximum(peak, scores.max(axis=-1))
-        safe_peak = _finite(new_peak)
-        weights = jnp.exp(scores - safe_peak[..., None])
-        decay = jnp.exp(peak - safe_peak)
-        values = jnp.einsum(
-            "nths,nsr->nthr",
-            weights.astype(queries.dtype),
-            keys[..., :value_rank],
-            preferred_element_type=jnp.float32,
-        )
-        return Partial(new_peak, total * decay + weights.sum(axis=-1), mixed * decay[..., None] + values)
+        values = keys[..., :value_rank]
 
-    start = Partial(
-        jnp.full((n, t, h), -jnp.inf, jnp.float32),
-        jnp.zeros((n, t, h), jnp.float32),
-        jnp.zeros((n, t, h, value_rank), jnp.float32),
-    )
+        def mix(weights: Float[Array, "n t h s"]) -> Float[Array, "n t h r"]:
+            weights = weights.astype(queries.dtype)
+            return jnp.einsum("nths,nsr->nthr", weights, values, preferred_element_type=jnp.float32)
+
+        return found.with_keys(scores, mix)
+
     num_steps = (jnp.max(positions) + tokens_per_step) // tokens_per_step
-    return jax.lax.fori_loop(0, num_steps, step, start)
+    return jax.lax.fori_loop(0, num_steps, step, Partial.of_no_keys((n, t, h), value_rank))
 
 
 def merge_over(shard: Shard, partial: Partial) -> Float[Array, "n t own_h r"]:
@@ -119,12 +132,12 @@ def merge_over(shard: Shard, partial: Partial) -> Float[Array, "n t own_h r"]:
     return _normalise(together[..., :-1], together[..., -1])
 
 
-def _finite(peak: Float[Array, "n t h"]) -> Float[Array, "n t h"]:
+def _finite(peak: Float[Array, "*q"]) -> Float[Array, "*q"]:
     """0 where no key was seen, so that -inf minus -inf does not occur."""
     return jnp.where(jnp.isfinite(peak), peak, 0.0)
 
 
-def _normalise(mixed: Float[Array, "n t h r"], total: Float[Array, "n t h"]) -> Float[Array, "n t h r"]:
+def _normalise(mixed: Float[Array, "*q r"], total: Float[Array, "*q"]) -> Float[Array, "*q r"]:
     return mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
 
 

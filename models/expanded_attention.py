@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages, read_blocks
+from moonshard.models.attention import Partial
 from moonshard.models.machines import XLA
 from moonshard.models.product import product
 from moonshard.sharding.arrays import Array, Bool, Float, Int
@@ -75,20 +76,15 @@ def expanded_attention(
         sequence=grouped(jnp.broadcast_to(sequence_of[:, None], positions.shape)),
     )
 
-    def attend_sequence(sequence: Int[Array, ""], found: _Softmax) -> _Softmax:
+    def attend_sequence(sequence: Int[Array, ""], found: Partial) -> Partial:
         table = tables[first_row[sequence]]
         return _attend(
             groups, found, pages, layer, table, sequence, num_keys[sequence], k_up, v_up, scale, keys_per_step
         )
 
     shape = (num_groups, h, rows_per_group * t)
-    found = _Softmax(
-        jnp.full(shape, -jnp.inf, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, v_up.shape[1]), jnp.float32),
-    )
-    found = jax.lax.fori_loop(0, sequence_of[-1] + 1, attend_sequence, found)
-    values = found.mixed / jnp.maximum(found.total, jnp.finfo(jnp.float32).tiny)[..., None]
+    nothing = Partial.of_no_keys(shape, v_up.shape[1])
+    values = jax.lax.fori_loop(0, sequence_of[-1] + 1, attend_sequence, nothing).values()
     return values.swapaxes(1, 2).reshape(-1, t, h, v_up.shape[1])[:n].astype(queries.dtype)
 
 
@@ -100,17 +96,9 @@ class _Groups(NamedTuple):
     sequence: Int[Array, "groups q"]
 
 
-class _Softmax(NamedTuple):
-    """Attention of every query over the keys so far, as `models.attention.Partial`."""
-
-    peak: Float[Array, "groups h q"]
-    total: Float[Array, "groups h q"]
-    mixed: Float[Array, "groups h q v"]
-
-
 def _attend(
     groups: _Groups,
-    found: _Softmax,
+    found: Partial,
     pages: Pages,
     layer: Int[Array, ""],
     table: Int[Array, "m"],
@@ -120,7 +108,7 @@ def _attend(
     v_up: Float[Array, "h v r"],
     scale: float,
     keys_per_step: int,
-) -> _Softmax:
+) -> Partial:
     """One sequence's queries over all of its keys."""
     block_size, num_groups = pages.shape[2], len(groups.positions)
     num_blocks = max(1, min(keys_per_step // block_size, len(table)))
@@ -128,14 +116,14 @@ def _attend(
     table = jnp.pad(table, (0, -len(table) % num_blocks))
     positions = jnp.where(groups.sequence == sequence, groups.positions, -1)
 
-    def step(index: Int[Array, ""], found: _Softmax) -> _Softmax:
+    def step(index: Int[Array, ""], found: Partial) -> Partial:
         blocks = jax.lax.dynamic_slice_in_dim(table, index * num_blocks, num_blocks)
         first = index * num_expanded
         keys, values = _expand(read_blocks(pages, layer, blocks[None])[0], first, num_keys, k_up, v_up)
         sees = positions.max(axis=1) >= first
         order = jnp.nonzero(sees, size=num_groups, fill_value=0)[0]
 
-        def attend_group(place: Int[Array, ""], found: _Softmax) -> _Softmax:
+        def attend_group(place: Int[Array, ""], found: Partial) -> Partial:
             group = order[place]
             is_seen = first + jnp.arange(num_expanded) <= positions[group][:, None]
             now = _merge(
@@ -166,19 +154,17 @@ def _expand(
 
 
 def _merge(
-    softmax: _Softmax,  # of one group: without its first dimension
+    found: Partial,  # of one group
     queries: Float[Array, "h q k"],
     keys: Float[Array, "h s k"],
     values: Float[Array, "h s v"],
     is_seen: Bool[Array, "q s"],
     scale: float,
-) -> _Softmax:
+) -> Partial:
     scores = jnp.einsum("hqk,hsk->hqs", queries, keys, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(is_seen, scores, -jnp.inf)
-    peak = jnp.maximum(softmax.peak, scores.max(axis=-1))
-    finite = jnp.where(jnp.isfinite(peak), peak, 0.0)  # 0 where no key was seen
-    weights = jnp.exp(scores - finite[..., None])
-    decay = jnp.exp(softmax.peak - finite)
-    mixed = jnp.einsum("hqs,hsv->hqv", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    total = softmax.total * decay + weights.sum(axis=-1)
-    return _Softmax(peak, total, softmax.mixed * decay[..., None] + mixed)
+
+    def mix(weights: Float[Array, "h q s"]) -> Float[Array, "h q v"]:
+        return jnp.einsum("hqs,hsv->hqv", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+
+    return found.with_keys(scores, mix)
