@@ -2,7 +2,10 @@
 
 Read from the optimised HLO of steps whose weights and pages have sizes of their own, so that a copy of one is known by
 its number of elements. Where XLA multiplies, of many rows or without kernels, it slices a layer's weights out of their
-stack once a step, which is a copy too; but nothing is transposed.
+stack once a step, which is a copy too; but nothing is transposed. On a checkpoint with Kimi K2's proportions that takes
+3.5 of the 198 ms of a chunk of 512 beside kernels, which widens bfloat16 on the way; without them a quarter of what the
+operations of a decode step with one sequence take, and 7% of one with eight and of a chunk. Layers that are unrolled
+are sliced alike, and compile twelve times as long; kernels for as many rows are slower than the slice and the product.
 """
 
 import math
