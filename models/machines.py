@@ -25,9 +25,7 @@ class Machine:
     few_tokens: int  # of the smallest prefill step, of one row that is not full: a cached prefix leaves the last tokens
     # Keys and values are expanded from so many times as many queries on as operations alone would have it.
     expanding: float
-    kernel_rows: (
-        int  # up to which a kernel multiplies with a weight where it lies; XLA copies it out first. 0: no kernel
-    )
+    kernel_rows: int  # up to which a kernel multiplies with a weight where it lies, and XLA a copy. 0: no kernel
     keys: int  # that XLA's absorbed attention reads at once
     expanded_keys: int  # that XLA's expanded attention makes at once
     expanded_queries: int  # positions that attend to them at once
@@ -57,8 +55,9 @@ AVX512 = Machine(
     tile_tokens=32,  # 512 and 100 tokens, together, in rows of 16: 247 ms, 32: 249, 64: 252, 128: 247
     few_tokens=8,  # 1, 3, 6 and 12 tokens behind 511, together, from steps of 1 on: 38.4 ms, 4: 40.6, 8: 40.1
     expanding=1.0,  # 64, 128 and 256 tokens behind 1,024, together, at 0.5: 400 ms, 1: 396, 2: 430, 4: 556
-    kernel_rows=128,  # 128, 256 and 512 tokens, together, of up to 64 rows: 345 ms, 128: 342, 256: 346, 512: 361; with
-    # weights in float32 357, 355, 351 and 360
+    # 128, 256 and 512 tokens, together, of up to 64 rows: 345 ms, 128: 342, 256: 346, 512: 361; with weights in float32
+    # 357, 355, 351 and 360.
+    kernel_rows=128,
     keys=XLA.keys,  # not used but with a context's blocks cut over devices
     expanded_keys=XLA.expanded_keys,  # not used
     expanded_queries=XLA.expanded_queries,
