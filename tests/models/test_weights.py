@@ -1,5 +1,6 @@
 """Weights read onto a mesh compute what Hugging Face computed; tensors that do not fit are refused by name."""
 
+import functools
 import subprocess
 import sys
 from dataclasses import replace
@@ -200,3 +201,30 @@ def test_weights_are_in_memory_once_also_while_they_are_read(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", PEAK, tmp_path], capture_output=True, text=True, check=True)
     peak_mib, held_mib = map(int, done.stdout.split())
     assert num_mib <= held_mib <= peak_mib < 1.25 * num_mib
+
+
+def advice(address: int) -> list[str]:
+    """What the kernel was told of the mapping that an address lies in (proc(5), VmFlags)."""
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if "-" in name and not name.endswith(":"):
+            first, beyond = (int(end, 16) for end in name.split("-"))
+            within = first <= address < beyond
+        elif within and name == "VmFlags:":
+            return rest
+    return []
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no large pages here")
+def test_weights_lie_in_large_pages_however_small_each_is(tmp_path: Path):
+    """Each of these is smaller than what numpy asks large pages for; a page of 4 KiB is walked to far more often."""
+    num_weights = 16
+    tensor = np.ones((512, 1024), np.float32)
+    write_checkpoint(tmp_path, {}, {str(index): tensor for index in range(num_weights)})
+    params = [
+        Param(shape=tensor.shape, axes=(None, None), source=functools.partial(str, index))
+        for index in range(num_weights)
+    ]
+    loaded = weights.load(params, Checkpoint.open(tmp_path), "float32", build_mesh(ONE_DEVICE))
+    assert all("hg" in advice(each.unsafe_buffer_pointer() + each.nbytes // 2) for each in loaded)
