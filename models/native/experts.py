@@ -12,6 +12,8 @@ from moonshard.models.experts import moe
 from moonshard.models.native.library import target
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
+BLOCK = 32  # as csrc/experts.h has it
+
 
 def grouped_experts(
     x: Float[Array, "t d"],
@@ -30,10 +32,10 @@ def grouped_experts(
     Raises:
         LibraryError: no library, or no such form.
     """
-    (t, k), f = routing.experts.shape, experts.down.shape[3]
-    out, hidden = jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct((t * k, f), jnp.float32)
-    call = jax.ffi.ffi_call(target("experts", form), (out, hidden))
-    result, _ = call(
+    (t, k), (d, f) = routing.experts.shape, experts.down.shape[2:]
+    shapes = ((t, d), (t, _whole(d)), (t * k, _whole(f)))  # the result, and room: for x and between the two products
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    result, _, _ = jax.ffi.ffi_call(target("experts", form), given)(
         x.astype(jnp.float32),
         routing.experts.astype(jnp.int32),
         routing.weights.astype(jnp.float32),
@@ -43,3 +45,8 @@ def grouped_experts(
         layer.astype(jnp.int32),
     )
     return result.astype(x.dtype)
+
+
+def _whole(count: int) -> int:
+    """As many as whole blocks take: the kernel puts activations into an order of its own, some dozens at a time."""
+    return -(-count // BLOCK) * BLOCK

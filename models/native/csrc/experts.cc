@@ -1,5 +1,6 @@
 // The binding of `experts.h`: x [t, d] float, experts [t, k], weights [t, k] float, valid [t], gate_up [l, e, 2, f, d],
-// down [l, e, d, f], layer [] -> out [t, d] float, and room for what is between the two products, [t * k, f].
+// down [l, e, d, f], layer [] -> out [t, d] float, and room: for x, [t, d'], and for what is between the two products,
+// [t * k, f'], where d' and f' are whole blocks.
 #include "experts.h"
 
 #include <algorithm>
@@ -12,6 +13,8 @@ namespace moonshard {
 namespace {
 
 namespace ffi = xla::ffi;
+
+constexpr long pack_floats = 8 << 10;  // of an item: what few tokens have is one thread's
 
 // Sorts what valid tokens chose by expert, by counting. An expert that is not among them is another device's.
 std::vector<Pair> sort_pairs(ffi::Buffer<ffi::S32> experts, const float* weights, const bool* valid,
@@ -29,24 +32,27 @@ std::vector<Pair> sort_pairs(ffi::Buffer<ffi::S32> experts, const float* weights
   return pairs;
 }
 
-// Columns of an item of work: some items for each thread, each of whole tiles of rows.
-long panel_of(long columns, long num_items_wanted, long most) {
-  const long panel = columns / std::max(1L, num_items_wanted) / 16 * 16;
-  return std::clamp(panel, 16L, most);
+// Columns of an item of work: some items for each thread, each of whole blocks.
+long panel_of(long columns, long num_items_wanted, long block, long most) {
+  const long panel = columns / std::max(1L, num_items_wanted) / block * block;
+  return std::clamp(panel, block, most);
 }
 
 template <class Form>
 ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> experts,
                ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::PRED> valid, ffi::AnyBuffer gate_up,
                ffi::AnyBuffer down, ffi::BufferR0<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::F32>> out,
-               ffi::Result<ffi::Buffer<ffi::F32>> hidden) {
+               ffi::Result<ffi::Buffer<ffi::F32>> packed, ffi::Result<ffi::Buffer<ffi::F32>> hidden) {
   const auto of = gate_up.dimensions(), of_down = down.dimensions(), of_x = x.dimensions();
   if (of.size() != 5 || of_down.size() != 4 || of_x.size() != 2 || experts.dimensions().size() != 2)
     return ffi::Error::InvalidArgument("experts takes x [t, d], experts [t, k], [l, e, 2, f, d] and [l, e, d, f]");
+  constexpr long block = Experts<Form>::block_columns;
+  const auto whole = [](size_t count) { return (count + block - 1) / block * block; };
   const long t = of_x[0], d = of_x[1], e = of[1], f = of[3];
   if (of[2] != 2 || of[4] != d || of_down[0] != of[0] || of_down[1] != e || of_down[2] != d || of_down[3] != f ||
       experts.dimensions()[0] != t || weights.element_count() != experts.element_count() ||
-      valid.dimensions().front() != t || hidden->element_count() != experts.element_count() * f)
+      valid.dimensions().front() != t ||
+      packed->element_count() != t * whole(d) || hidden->element_count() != experts.element_count() * whole(f))
     return ffi::Error::InvalidArgument("experts was given shapes that do not fit each other");
   if (!is_weight(gate_up) || gate_up.element_type() != down.element_type())
     return ffi::Error::InvalidArgument("experts takes weights of float or of bfloat16");
@@ -57,15 +63,21 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S
   for (long expert = 0; expert < e; ++expert)
     if (first_pair[expert] < first_pair[expert + 1]) chosen.push_back(expert);
 
-  const ExpertsCall call{x.typed_data(),       layer_of(gate_up, layer), layer_of(down, layer), pairs.data(),
-                         first_pair.data(),    hidden->typed_data(),     out->typed_data(),     t,
-                         e,                    d,                        f,                     is_bf16(gate_up)};
+  const ExpertsCall call{x.typed_data(),        layer_of(gate_up, layer), layer_of(down, layer), pairs.data(),
+                         first_pair.data(),     packed->typed_data(),     hidden->typed_data(),  out->typed_data(),
+                         t,                     e,                        d,                     f,
+                         is_bf16(gate_up)};
   const long num_chosen = static_cast<long>(chosen.size()), num_items = 8 * std::max<long>(1, pool.num_threads());
-  const long first_panel = panel_of(f, num_items / std::max(1L, num_chosen), Experts<Form>::max_columns);
-  const long per_expert = (f + first_panel - 1) / first_panel, panel = panel_of(d, num_items, 64);
+  const long first_panel = panel_of(f, num_items / std::max(1L, num_chosen), block, Experts<Form>::max_columns);
+  const long per_expert = (f + first_panel - 1) / first_panel, panel = panel_of(d, num_items / 2, 16, 128);
+  const long pack_tokens = std::max(1L, pack_floats / std::max(1L, d));
   const bool is_worth_it = num_chosen * 3 * f * d * itemsize(gate_up) >= min_shared_bytes;
-  share(pool, is_worth_it, {num_chosen * per_expert, (d + panel - 1) / panel}, [&](long stage, long index) {
+  const std::initializer_list<long> counts{(t + pack_tokens - 1) / pack_tokens, num_chosen * per_expert,
+                                           (d + panel - 1) / panel};
+  share(pool, is_worth_it, counts, [&](long stage, long index) {
     if (stage == 0) {
+      Experts<Form>::pack(call, index * pack_tokens, std::min(t, (index + 1) * pack_tokens));
+    } else if (stage == 1) {
       const long begin = index % per_expert * first_panel;
       Experts<Form>::hidden(call, chosen[index / per_expert], begin, std::min(f, begin + first_panel));
     } else {
@@ -86,6 +98,7 @@ XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame) {
                                    .Arg<ffi::AnyBuffer>()
                                    .Arg<ffi::AnyBuffer>()
                                    .Arg<ffi::BufferR0<ffi::S32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
                                    .Ret<ffi::Buffer<ffi::F32>>()
                                    .Ret<ffi::Buffer<ffi::F32>>()
                                    .To(run<Form>)

@@ -15,7 +15,8 @@ struct ExpertsCall {
   const void* down;     // [e, d, f]
   const Pair* pairs;
   const long* first_pair;  // [e + 1]: where each expert's pairs begin
-  float* hidden;           // [pairs, f]: silu(gate) * up
+  float* packed;           // room for x, packed: [t, packed d]
+  float* hidden;           // room for silu(gate) * up, packed: [pairs, packed f]
   float* out;              // [t, d]
   long num_tokens, num_experts, d, f;
   bool is_bf16;
@@ -23,8 +24,11 @@ struct ExpertsCall {
 
 template <class Form>
 struct Experts {
+  // The tokens [begin, end) of x, packed.
+  static void pack(const ExpertsCall& call, long begin, long end);
   // The columns [begin, end) of `hidden`, at most `max_columns`, of all pairs of one expert.
-  static constexpr long max_columns = 64;
+  // Columns begin with a whole block, which is as many as `block_columns` in every form.
+  static constexpr long max_columns = 64, block_columns = 32;
   static void hidden(const ExpertsCall& call, long expert, long begin, long end);
   // The columns [begin, end) of `out`, of all tokens. Experts are added in order, whoever computes which columns.
   static void out(const ExpertsCall& call, long begin, long end);

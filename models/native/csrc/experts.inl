@@ -8,27 +8,35 @@ namespace moonshard {
 
 template <class Form, class Weight>
 struct ExpertsOf {
+  using Packs = Packed<Form, Weight>;
   static constexpr long max_columns = Experts<Form>::max_columns, max_tokens = 48;  // 48: whole tiles of every form
 
+  static void pack(const ExpertsCall& call, long begin, long end) {
+    const long length = Packs::length(call.d);
+    for (long token = begin; token < end; ++token)
+      Packs::pack(call.x + token * call.d, call.d, call.packed + token * length);
+  }
+
   static void hidden(const ExpertsCall& call, long expert, long begin, long end) {
-    const long d = call.d, f = call.f;
+    const long d = call.d, f = call.f, length = Packs::length(d);
     const Weight* gate = static_cast<const Weight*>(call.gate_up) + (expert * 2 * f + begin) * d;
     const Weight* up = gate + f * d;
     for (long first = call.first_pair[expert]; first < call.first_pair[expert + 1]; first += max_tokens) {
       const long left = call.first_pair[expert + 1] - first, count = left < max_tokens ? left : max_tokens;
-      const auto token = [&](long index) { return call.x + call.pairs[first + index].token * d; };
+      const auto token = [&](long index) { return call.packed + call.pairs[first + index].token * length; };
       float gates[max_tokens][max_columns], ups[max_tokens][max_columns];
       product(gate, end - begin, count, d, token, gates);
       product(up, end - begin, count, d, token, ups);
       for (long t = 0; t < count; ++t) {
-        float* to = call.hidden + (first + t) * f + begin;
-        for (long i = 0; i < end - begin; ++i) to[i] = gates[t][i] * ups[t][i] / (1 + exponential(-gates[t][i]));
+        float* own = gates[t];
+        for (long i = 0; i < end - begin; ++i) own[i] = own[i] * ups[t][i] / (1 + exponential(-own[i]));
+        Packs::pack(own, end - begin, call.hidden + (first + t) * Packs::length(f) + begin);
       }
     }
   }
 
   static void out(const ExpertsCall& call, long begin, long end) {
-    const long d = call.d, f = call.f;
+    const long d = call.d, f = call.f, length = Packs::length(f);
     for (long token = 0; token < call.num_tokens; ++token)
       for (long i = begin; i < end; ++i) call.out[token * d + i] = 0;
     for (long expert = 0; expert < call.num_experts; ++expert) {
@@ -36,7 +44,7 @@ struct ExpertsOf {
       const Weight* weight = static_cast<const Weight*>(call.down) + (expert * d + begin) * f;
       Tiles<Form, Weight>::cover(
           end - begin, count, f, [&](long row) { return weight + row * f; },
-          [&](long index) { return call.hidden + (first + index) * f; },
+          [&](long index) { return call.hidden + (first + index) * length; },
           [&](long index, long row, float sum) {
             const Pair& pair = call.pairs[first + index];
             call.out[pair.token * d + begin + row] += pair.weight * sum;
@@ -74,6 +82,15 @@ struct ExpertsOf {
     return p * power;
   }
 };
+
+template <class Form>
+void Experts<Form>::pack(const ExpertsCall& call, long begin, long end) {
+  if (call.is_bf16) {
+    ExpertsOf<Form, Bf16>::pack(call, begin, end);
+  } else {
+    ExpertsOf<Form, float>::pack(call, begin, end);
+  }
+}
 
 template <class Form>
 void Experts<Form>::hidden(const ExpertsCall& call, long expert, long begin, long end) {

@@ -9,7 +9,7 @@
 namespace moonshard {
 namespace {
 
-constexpr int version = 3;
+constexpr int version = 4;
 const Kernel* const kernels[] = {&attention,   &expanded_attention, &experts,
                                  &exponential, &stacked_product,    &zeros};
 

@@ -6,11 +6,14 @@
 
 #include "library.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 
 namespace moonshard {
 namespace {
 
 namespace ffi = xla::ffi;
+
+constexpr long pack_floats = 8 << 10;  // of an item: what few tokens have is one thread's
 
 template <class Form>
 ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer stack, ffi::BufferR0<ffi::S32> layer,
@@ -23,15 +26,24 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer sta
                                        "or of one that is transposed, [l, g, k, out]");
   if (!is_weight(stack)) return ffi::Error::InvalidArgument("stacked_product takes weights of float or bfloat16");
   const long n = of_x[0], groups = of[1], out = of[out_at], k = of[k_at], row_bytes = k * itemsize(stack);
-  const StackedProductCall call{x.typed_data(), layer_of(stack, layer), y->typed_data(), n, groups, k, out,
-                                is_bf16(stack), is_transposed};
-  // Some panels for each thread, so that one that is interrupted leaves its share to the others.
-  const long wanted = groups * out / (8 * std::max<long>(1, pool.num_threads()));
+  static thread_local Scratch kept;
+  StackedProductCall call{x.typed_data(), layer_of(stack, layer), y->typed_data(), nullptr, n, groups, k, out,
+                          is_bf16(stack), is_transposed};
+  const long num_rows = is_transposed ? 0 : n * groups, row_floats = StackedProduct<Form>::packed_floats(call);
+  const long pack_rows = std::max(1L, pack_floats / std::max(1L, row_floats));
+  call.packed = kept.room_for(num_rows * row_floats);
+  // Some panels for each thread, so that one that is interrupted leaves its share to the others; not more, for every
+  // panel begins with a wait for memory.
+  const long wanted = groups * out / (4 * std::max<long>(1, pool.num_threads()));
   const long whole = is_transposed ? 64 : 4;  // columns of a register tile, the widest form's
-  const long panel = std::clamp(std::min(wanted, (128 << 10) / std::max(1L, row_bytes)) / whole * whole, whole, out + whole);
+  const long most = std::min(wanted, (128 << 10) / std::max(1L, row_bytes));
+  const long panel = std::clamp(most / whole * whole, whole, out + whole);
   const long num_panels = (out + panel - 1) / panel;
   const bool is_worth_it = groups * out * row_bytes * std::max(1L, n / 4) >= min_shared_bytes;
-  share(pool, is_worth_it, {groups * num_panels}, [&](long, long index) {
+  const std::initializer_list<long> counts{(num_rows + pack_rows - 1) / pack_rows, groups * num_panels};
+  share(pool, is_worth_it, counts, [&](long stage, long index) {
+    if (stage == 0)
+      return StackedProduct<Form>::pack(call, index * pack_rows, std::min(num_rows, (index + 1) * pack_rows));
     const long begin = index % num_panels * panel;
     StackedProduct<Form>::columns(call, index / num_panels, begin, std::min(out, begin + panel));
   });

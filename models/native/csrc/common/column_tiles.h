@@ -1,11 +1,11 @@
 // The other register tile: of a matrix whose rows lie along the contracted side, so that sums are registers of columns.
 //
 // For y = x W with W [k, columns], as absorbed queries want W_uk. Each number of x is spread over a register and meets
-// some registers of a row of W. A sum is added up in the order of k, whatever else is multiplied with it: a token's
+// some registers of a row of W; their order, where they are bfloat16s (`Packed`), is mended in the sums. A sum is added up in the order of k, whatever else is multiplied with it: a token's
 // result is the same, bit by bit, in whatever batch and on however many threads.
 #pragma once
 
-#include "vectors.h"
+#include "packed.h"
 
 namespace moonshard {
 
@@ -13,68 +13,95 @@ template <class Form, class Weight>
 struct ColumnTiles {
   using V = Vectors<Form>;
   using Vec = typename V::Vec;
-  static constexpr int most = 4;  // registers of columns
+  static constexpr long block = Packed<Form, Weight>::block;  // columns of a block of weights: two registers of sums
+  static constexpr int most_blocks = 2;
 
   // y[token][column] of `num_tokens` tokens and `num_columns` columns; `stride` numbers are from one row of W to the
   // next, and `x_stride` and `y_stride` from one token's to the next one's.
   static void cover(const float* x, long x_stride, long num_tokens, const Weight* weight, long stride, long k, float* y,
                     long y_stride, long num_columns) {
+    const Job job{x, x_stride, weight, stride, k, y, y_stride};
     long column = 0;
-    for (; column + most * V::width <= num_columns; column += most * V::width)
-      rows<most>(x, x_stride, num_tokens, weight + column, stride, k, y + column, y_stride, V::width);
-    for (; column < num_columns; column += V::width) {
-      const long left = num_columns - column, last = left < V::width ? left : V::width;
-      rows<1>(x, x_stride, num_tokens, weight + column, stride, k, y + column, y_stride, last);
-    }
+    for (; column + most_blocks * block <= num_columns; column += most_blocks * block)
+      rows<most_blocks>(job, num_tokens, column, block);
+    for (; column < num_columns; column += block)
+      rows<1>(job, num_tokens, column, num_columns - column < block ? num_columns - column : block);
   }
 
  private:
-  // `last`: columns of the last register.
-  template <int registers>
-  static void rows(const float* x, long x_stride, long num_tokens, const Weight* weight, long stride, long k, float* y,
-                   long y_stride, long last) {
+  struct Job {
+    const float* x;
+    long x_stride;
+    const Weight* weight;
+    long stride, k;
+    float* y;
+    long y_stride;
+  };
+
+  // Columns from `column` on, `last` of them in the last block.
+  template <int blocks>
+  static void rows(const Job& job, long num_tokens, long column, long last) {
     const long num_tiles = (num_tokens + Form::tokens - 1) / Form::tokens;
     for (long tile = 0; tile < num_tiles; ++tile) {
       const long start = num_tokens * tile / num_tiles, size = num_tokens * (tile + 1) / num_tiles - start;
-      multiply<registers, Form::tokens>(size, x + start * x_stride, x_stride, weight, stride, k, y + start * y_stride,
-                                        y_stride, last);
+      multiply<blocks, Form::tokens>(size, job, start, column, last);
     }
   }
 
-  template <int registers, int tokens>
-  [[gnu::always_inline]] static inline void multiply(long size, const float* x, long x_stride, const Weight* weight,
-                                                     long stride, long k, float* y, long y_stride, long last) {
+  template <int blocks, int tokens>
+  [[gnu::always_inline]] static inline void multiply(long size, const Job& job, long first, long column, long last) {
     if constexpr (tokens > 1) {
-      if (size < tokens)
-        return multiply<registers, tokens - 1>(size, x, x_stride, weight, stride, k, y, y_stride, last);
+      if (size < tokens) return multiply<blocks, tokens - 1>(size, job, first, column, last);
     }
-    multiply_tile<registers, tokens>(x, x_stride, weight, stride, k, y, y_stride, last);
+    multiply_tile<blocks, tokens>(job, first, column, last);
   }
 
-  template <int registers, int tokens>
-  [[gnu::noinline]] static void multiply_tile(const float* x, long x_stride, const Weight* weight, long stride, long k,
-                                              float* y, long y_stride, long last) {
-    Vec total[tokens][registers] = {};
-    for (long i = 0; i < k; ++i, weight += stride) {
-      Vec row[registers];
-#pragma GCC unroll 4
-      for (int r = 0; r < registers; ++r) {
-        const Weight* from = weight + r * V::width;
-        row[r] = r < registers - 1 || last == V::width ? V::load(from) : V::load_some(from, last);
-      }
-#pragma GCC unroll 8
-      for (int t = 0; t < tokens; ++t) {
-        const Vec own = Vec{} + x[t * x_stride + i];
-#pragma GCC unroll 4
-        for (int r = 0; r < registers; ++r) total[t][r] += own * row[r];
+  template <int blocks, int tokens>
+  [[gnu::noinline]] static void multiply_tile(const Job& job, long first, long column, long last) {
+    Vec total[tokens][2 * blocks] = {};
+    const float* x = job.x + first * job.x_stride;
+    const Weight* weight = job.weight + column;
+    if (last == block) {
+      for (long i = 0; i < job.k; ++i, weight += job.stride)
+        add_row<blocks, tokens>(x + i, job.x_stride, weight, total);
+    } else {  // there is no block but the last
+      for (long i = 0; i < job.k; ++i, weight += job.stride) {
+        Weight padded[block] = {};
+        __builtin_memcpy(padded, weight, last * sizeof(Weight));
+        add_row<blocks, tokens>(x + i, job.x_stride, padded, total);
       }
     }
     for (int t = 0; t < tokens; ++t) {
-      for (int r = 0; r < registers; ++r) {
-        const long count = r < registers - 1 ? V::width : last;
-        __builtin_memcpy(y + t * y_stride + r * V::width, &total[t][r], count * sizeof(float));
-      }
+      float* y = job.y + (first + t) * job.y_stride + column;
+      for (int b = 0; b < blocks; ++b, y += block)
+        emit(total[t][2 * b], total[t][2 * b + 1], b < blocks - 1 ? block : last, y);
     }
+  }
+
+  template <int blocks, int tokens>
+  [[gnu::always_inline]] static inline void add_row(const float* x, long x_stride, const Weight* weight,
+                                                    Vec (&total)[tokens][2 * blocks]) {
+    Vec row[2 * blocks];
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; ++b) {
+      row[2 * b] = V::template load_half<0>(weight + b * block);
+      row[2 * b + 1] = V::template load_half<1>(weight + b * block);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < tokens; ++t) {
+      const Vec own = Vec{} + x[t * x_stride];
+#pragma GCC unroll 4
+      for (int r = 0; r < 2 * blocks; ++r) total[t][r] += own * row[r];
+    }
+  }
+
+  // The first `count` sums of a block in the order of their columns.
+  [[gnu::always_inline]] static inline void emit(Vec a, Vec b, long count, float* y) {
+    constexpr bool is_float = sizeof(Weight) == sizeof(float);
+    float sums[block];
+    V::store(sums, is_float ? a : V::first_in_turns(a, b));
+    V::store(sums + V::width, is_float ? b : V::second_in_turns(a, b));
+    __builtin_memcpy(y, sums, count * sizeof(float));
   }
 };
 

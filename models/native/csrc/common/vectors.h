@@ -29,6 +29,8 @@ struct Vectors {
     return (Vec)(widen(halves) << 16);
   }
 
+  [[gnu::always_inline]] static inline void store(float* to, Vec x) { __builtin_memcpy(to, &x, sizeof x); }
+
   // The first `count` of a register, zeros behind them; nothing beyond is read.
   template <class Number>
   [[gnu::always_inline]] static inline Vec load_some(const Number* from, long count) {
@@ -37,43 +39,85 @@ struct Vectors {
     return load(padded);
   }
 
-  // sums[i] = the sum of of[i]'s lanes. Registers are folded into each other, so that four cost little more than one.
-  [[gnu::always_inline]] static inline void sum_four(const Vec (&of)[4], float* sums) {
+  // One of the two registers of floats that a block of 2 * width weights makes: the first or the second half of floats,
+  // the even or the odd ones of bfloat16s.
+  template <int which>
+  [[gnu::always_inline]] static inline Vec load_half(const float* block) {
+    return load(block + which * width);
+  }
+  template <int which>
+  [[gnu::always_inline]] static inline Vec load_half(const Bf16* block) {
+    typename Form::Words pairs;
+    __builtin_memcpy(&pairs, block, sizeof pairs);
+    if constexpr (which == 1 && width == 16) return (Vec)(pairs & 0xffff0000u);
+    if constexpr (which == 1) {  // without a register for a mask, of which there are few
+      pairs >>= 16;
+      __asm__("" : "+x"(pairs));  // or GCC would mask after all
+    }
+    return (Vec)(pairs << 16);
+  }
+
+  // Of two registers' numbers the even ones, the odd ones; and of those in turns the first half, the second half.
+  [[gnu::always_inline]] static inline Vec evens(Vec a, Vec b) {
     if constexpr (width == 16) {
-      const Vec ab = halves(of[0], of[1]), cd = halves(of[2], of[3]);
-      const Vec all = within_four(
-          __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-          __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
-      sums[0] = all[0], sums[1] = all[4], sums[2] = all[8], sums[3] = all[12];
+      return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     } else if constexpr (width == 8) {
-      const Vec ab = within_four(halves(of[0], of[1])), cd = within_four(halves(of[2], of[3]));
-      sums[0] = ab[0], sums[1] = ab[4], sums[2] = cd[0], sums[3] = cd[4];
+      return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
     } else {
-      for (int i = 0; i < 4; ++i) sums[i] = within_four(of[i])[0];
+      return __builtin_shufflevector(a, b, 0, 2, 4, 6);
+    }
+  }
+  [[gnu::always_inline]] static inline Vec odds(Vec a, Vec b) {
+    if constexpr (width == 16) {
+      return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    } else if constexpr (width == 8) {
+      return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+    } else {
+      return __builtin_shufflevector(a, b, 1, 3, 5, 7);
+    }
+  }
+  [[gnu::always_inline]] static inline Vec first_in_turns(Vec a, Vec b) {
+    if constexpr (width == 16) {
+      return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    } else if constexpr (width == 8) {
+      return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+    } else {
+      return __builtin_shufflevector(a, b, 0, 4, 1, 5);
+    }
+  }
+  [[gnu::always_inline]] static inline Vec second_in_turns(Vec a, Vec b) {
+    if constexpr (width == 16) {
+      return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    } else if constexpr (width == 8) {
+      return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+    } else {
+      return __builtin_shufflevector(a, b, 2, 6, 3, 7);
     }
   }
 
-  // The sums of a register full of registers, each of its lanes.
+  // Of each of `count` registers the sum of its lanes, in a lane each; `of` is overwritten. Registers are folded into
+  // each other, so that many cost little more than one, and a sum is added up in the same order whichever it is.
+  template <int count = width, int lanes = width>
   [[gnu::always_inline]] static inline Vec sum_each(Vec* of) {
-#pragma GCC unroll 4
-    for (int count = width; count > 1; count /= 2) {
+    if constexpr (lanes == 1) {
+      return of[0];
+    } else {
+      constexpr int left = (count + 1) / 2;
 #pragma GCC unroll 8
-      for (int i = 0; i < count / 2; ++i) of[i] = neighbours(of[2 * i], of[2 * i + 1]);
+      for (int i = 0; i < left; ++i) of[i] = neighbours(of[2 * i], of[2 * i + 1 < count ? 2 * i + 1 : 2 * i]);
+      return sum_each<left, lanes / 2>(of);
     }
-    return of[0];
   }
 
  private:
   // Of two registers one: the sums of lanes beside each other, the first's and then the second's.
   [[gnu::always_inline]] static inline Vec neighbours(Vec a, Vec b) {
-    if constexpr (width == 16) {
-      return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-             __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    } else if constexpr (width == 8) {
-      return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
-             __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+    if constexpr (width == 8) {  // within halves, and one permutation: shorter than two that cross halves
+      const Vec sum = __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+                      __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+      return __builtin_shufflevector(sum, sum, 0, 1, 4, 5, 2, 3, 6, 7);
     } else {
-      return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+      return evens(a, b) + odds(a, b);
     }
   }
 
@@ -85,31 +129,6 @@ struct Vectors {
       return (typename Form::Words)_mm256_cvtepu16_epi32((__m128i)halves);
     } else {
       return (typename Form::Words)_mm_cvtepu16_epi32(_mm_set_epi64x(0, (long long)halves));
-    }
-  }
-
-  // Of two registers one: the halves of the first added up, then those of the second.
-  [[gnu::always_inline]] static inline Vec halves(Vec a, Vec b) {
-    if constexpr (width == 16) {
-      return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-             __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    } else {
-      return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
-             __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-  }
-
-  // Every lane becomes the sum of the four lanes that it is among.
-  [[gnu::always_inline]] static inline Vec within_four(Vec v) {
-    if constexpr (width == 16) {
-      v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-      return v + __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-    } else if constexpr (width == 8) {
-      v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
-      return v + __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6);
-    } else {
-      v += __builtin_shufflevector(v, v, 2, 3, 0, 1);
-      return v + __builtin_shufflevector(v, v, 1, 0, 3, 2);
     }
   }
 };

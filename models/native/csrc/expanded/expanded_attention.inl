@@ -41,15 +41,20 @@ struct ExpandedAttentionOf {
   template <class Weight, class Source>
   static void expand_panel(const Call& call, const Head& head, long first, float* panel, float* scratch) {
     const long count = Plain::smaller(keys, head.chunk.num_keys - first), f = call.r + call.rope;
-    const float* latents[keys];
+    const float *latents[keys], *packed[keys];
+    float* room = scratch;
     for (long key = 0; key < count; ++key) {
       const Source* from = latent<Source>(call, head.chunk, first + key);
       if constexpr (sizeof(Source) == sizeof(float)) {
         latents[key] = from;
       } else {
-        latents[key] = scratch + key * padded(f);
-        Plain::widen(from, f, scratch + key * padded(f));
+        Plain::widen(from, f, room);
+        latents[key] = room;
+        room += padded(f);
       }
+      Packed<Form, Weight>::pack(latents[key], call.r, room);
+      packed[key] = room;
+      room += Packed<Form, Weight>::length(call.r);
     }
     float *rotated = panel + keys * call.nope, *values = rotated + keys * call.rope;
     const long stride = padded(call.v);
@@ -57,7 +62,7 @@ struct ExpandedAttentionOf {
     for (long i = 0; i < call.rope; ++i) {
       for (long key = 0; key < count; ++key) rotated[i * keys + key] = latents[key][call.r + i];
     }
-    const auto token = [&](long key) { return latents[key]; };
+    const auto token = [&](long key) { return packed[key]; };
     const Weight* k_up = static_cast<const Weight*>(call.k_up) + head.head * call.nope * call.r;
     const Weight* v_up = static_cast<const Weight*>(call.v_up) + head.head * call.v * call.r;
     product(k_up, call.nope, count, call.r, token, [&](long key, long i, float sum) { panel[i * keys + key] = sum; });
@@ -234,7 +239,8 @@ long ExpandedAttention<Form>::expanded_floats(const ExpandedCall& call, long num
 template <class Form>
 long ExpandedAttention<Form>::scratch_floats(const ExpandedCall& call) {
   using Of = ExpandedAttentionOf<Form>;
-  const long wide = panel_keys * Of::padded(call.r + call.rope), states = num_queries * Of::state_floats(call);
+  const long packed = Packed<Form, float>::length(call.r);  // as long beside bfloat16s
+  const long wide = panel_keys * (Of::padded(call.r + call.rope) + packed), states = num_queries * Of::state_floats(call);
   return wide > states ? wide : states;
 }
 
