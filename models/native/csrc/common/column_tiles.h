@@ -64,7 +64,7 @@ struct ColumnTiles {
     if (last == block) {
       for (long i = 0; i < job.k; ++i, weight += job.stride)
         add_row<blocks, tokens>(x + i, job.x_stride, weight, total);
-    } else {  // there is no block but the last
+    } else if constexpr (blocks == 1) {  // the last block of all is a tile of its own
       for (long i = 0; i < job.k; ++i, weight += job.stride) {
         Weight padded[block] = {};
         __builtin_memcpy(padded, weight, last * sizeof(Weight));
