@@ -8,7 +8,7 @@
 #pragma once
 
 #include "attention.h"
-#include "common/vectors.h"
+#include "common/exponential.h"
 
 namespace moonshard {
 
@@ -36,16 +36,16 @@ struct AttentionOf {
         : num_rows(count * call.h),
           panel_rows(call.h <= 4 || width == 4 ? 4 : 8),
           num_panels((num_rows + panel_rows - 1) / panel_rows),
-          padded_features(whole(call.f, width)),
-          columns(whole(call.r, width)),
-          row_floats(whole(columns + 2, line)),
+          padded_features(V::whole(call.f, width)),
+          columns(V::whole(call.r, width)),
+          row_floats(V::whole(columns + 2, line)),
           widens(call.is_bf16 && num_rows >= min_rows_to_widen) {}
 
-    long queries() const { return whole(num_panels * panel_rows * padded_features, line); }
-    long positions() const { return whole(num_panels * width, line); }
-    long state() const { return whole(num_panels * (panel_rows + width), line); }
-    long scores() const { return whole(tile_keys * panel_rows, line); }
-    long wide() const { return widens ? whole(tile_keys * padded_features, line) : 0; }
+    long queries() const { return V::whole(num_panels * panel_rows * padded_features, line); }
+    long positions() const { return V::whole(num_panels * width, line); }
+    long state() const { return V::whole(num_panels * (panel_rows + width), line); }
+    long scores() const { return V::whole(tile_keys * panel_rows, line); }
+    long wide() const { return widens ? V::whole(tile_keys * padded_features, line) : 0; }
     long partial() const { return num_panels * panel_rows * row_floats; }
     long scratch() const { return queries() + positions() + state() + scores() + wide() + 2 * partial(); }
   };
@@ -60,38 +60,13 @@ struct AttentionOf {
     long first_position;  // up to which every row sees every key
   };
 
-  static constexpr long whole(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
   [[gnu::always_inline]] static inline long smaller(long a, long b) { return a < b ? a : b; }
-  [[gnu::always_inline]] static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
   // Into the second-level cache.
   [[gnu::always_inline]] static inline void fetch(const void* from) { __builtin_prefetch(from, 0, 2); }
   template <class Source>
   [[gnu::always_inline]] static inline bool begins_line(long feature) {
     constexpr long per_line = 64 / sizeof(Source);
     return width >= per_line || feature % per_line == 0;
-  }
-  [[gnu::always_inline]] static inline Vec splat(float x) { return Vec{} + x; }
-  [[gnu::always_inline]] static inline void store(float* to, Vec x) { __builtin_memcpy(to, &x, sizeof x); }
-
-  // e^x for x up to 0, within 2 ulp; 0 below -87.33, where a float would be subnormal.
-  // x = n ln 2 + s with |s| <= ln 2 / 2 (ln 2 in two parts, after Cody and Waite), and e^s as its Taylor polynomial of
-  // degree 7, whose remainder is below 0.3466^8 / 8! * sqrt 2 = 7.4e-9 of e^s, an eighth of half an ulp.
-  [[gnu::always_inline]] static inline Vec exponential(Vec x) {
-    const Vec lowest = splat(-87.33f), shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    const Vec clamped = larger(x, lowest);
-    const Vec shifted = clamped * 1.44269504f + shift;
-    const Vec n = shifted - shift;
-    const Vec s = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-    Vec p = splat(1.0f / 5040);
-    p = p * s + 1.0f / 720;
-    p = p * s + 1.0f / 120;
-    p = p * s + 1.0f / 24;
-    p = p * s + 1.0f / 6;
-    p = p * s + 0.5f;
-    p = p * (s * s) + s;
-    p = p + 1.0f;
-    const Words power = ((Words)shifted - 0x4B400000u + 127u) << 23;
-    return x < lowest ? Vec{} : p * (Vec)power;
   }
 
   // scores[key][row] = <query of row, key>, of `rows` rows from the panel's `row` on and `num` keys.
@@ -120,7 +95,7 @@ struct AttentionOf {
     }
     float found[num * rows];
 #pragma GCC unroll 16
-    for (long i = 0; i < num * rows; i += width) store(found + i, V::sum_each(sums + i));
+    for (long i = 0; i < num * rows; i += width) V::store(found + i, V::sum_each(sums + i));
 #pragma GCC unroll 16
     for (long i = 0; i < num; ++i) __builtin_memcpy(scores + i * R + row, found + i * rows, rows * sizeof(float));
   }
@@ -158,29 +133,29 @@ struct AttentionOf {
     constexpr long together = width / R;  // keys of a register
     Ints last;
     __builtin_memcpy(&last, positions, sizeof last);
-    Vec highest = splat(unseen);
+    Vec highest = V::splat(unseen);
     for (long i = 0; i < num_keys * R; i += width) {
       Vec x = V::load(scores + i) * scale;
-      if constexpr (is_masked) x = last >= static_cast<int32_t>(first + i / R) ? x : splat(-__builtin_inff());
-      store(scores + i, x);
-      highest = larger(highest, x);
+      if constexpr (is_masked) x = last >= static_cast<int32_t>(first + i / R) ? x : V::splat(-__builtin_inff());
+      V::store(scores + i, x);
+      highest = V::larger(highest, x);
     }
     float lanes[width], old_peaks[width], peaks[width];
-    store(lanes, highest);
+    V::store(lanes, highest);
     for (long row = 0; row < R; ++row) {
       float peak = state[row];
       for (long i = row; i < width; i += R) peak = lanes[i] > peak ? lanes[i] : peak;
       for (long i = 0; i < together; ++i) old_peaks[i * R + row] = state[row], peaks[i * R + row] = peak;
     }
-    const Vec peak = V::load(peaks), factor = exponential(V::load(old_peaks) - peak);
+    const Vec peak = V::load(peaks), factor = exponential<Form>(V::load(old_peaks) - peak);
     Vec total = V::load(state + R) * factor;
     for (long i = 0; i < num_keys * R; i += width) {
-      const Vec weight = exponential(V::load(scores + i) - peak);
-      store(scores + i, weight);
+      const Vec weight = exponential<Form>(V::load(scores + i) - peak);
+      V::store(scores + i, weight);
       total += weight;
     }
-    store(state + R, total);
-    store(lanes, factor);
+    V::store(state + R, total);
+    V::store(lanes, factor);
     for (long row = 0; row < R; ++row) state[row] = peaks[row], decay[row] = lanes[row];
   }
 
@@ -204,7 +179,7 @@ struct AttentionOf {
       }
 #pragma GCC unroll 16
       for (long row = 0; row < rows; ++row) {
-        const Vec weight = splat(weights[row]);
+        const Vec weight = V::splat(weights[row]);
 #pragma GCC unroll 4
         for (long i = 0; i < num; ++i) sums[row * num + i] += weight * value[i];
       }
@@ -212,7 +187,7 @@ struct AttentionOf {
 #pragma GCC unroll 16
     for (long row = 0; row < rows; ++row) {
 #pragma GCC unroll 4
-      for (long i = 0; i < num; ++i) store(mixed + row * stride + column + i * width, sums[row * num + i]);
+      for (long i = 0; i < num; ++i) V::store(mixed + row * stride + column + i * width, sums[row * num + i]);
     }
   }
 
@@ -244,7 +219,7 @@ struct AttentionOf {
   [[gnu::noinline]] static void attend_tile(const AttentionCall& call, const Sizes& sizes, const Rows& rows,
                                             const Key* const* keys, const Source* const* ahead, long num_keys,
                                             long first, float* part) {
-    const long num_padded = whole(num_keys, key_pad);
+    const long num_padded = V::whole(num_keys, key_pad);
     const bool is_masked = first + num_padded - 1 > rows.first_position;
     for (long panel = 0; panel < sizes.num_panels; ++panel) {
       score_tile<R>(rows.queries + panel * R * sizes.padded_features, keys, ahead, num_padded, call.f, rows.scores);
@@ -268,7 +243,7 @@ struct AttentionOf {
     for (long panel = 0; panel < sizes.num_panels; ++panel) {
       float* state = rows.state + panel * (R + width);
       for (long row = 0; row < R; ++row) state[row] = unseen;
-      store(state + R, Vec{});
+      V::store(state + R, Vec{});
     }
     const Key* both[2][tile_keys];
     if (begin < end) find_keys(call, queries, begin, smaller(tile_keys, end - begin), both[0]);
@@ -279,9 +254,9 @@ struct AttentionOf {
       else __builtin_memcpy(ahead, keys, sizeof both[0]);
       if (sizeof(Key) < sizeof(float) && sizes.widens) {
         const float* wide[tile_keys];
-        for (long key = 0; key < whole(num_keys, key_pad); ++key) {
+        for (long key = 0; key < V::whole(num_keys, key_pad); ++key) {
           float* to = rows.wide + smaller(key, num_keys - 1) * sizes.padded_features;
-          if (key < num_keys) widen(keys[key], call.f, to);
+          if (key < num_keys) V::widen_all(keys[key], call.f, to);
           wide[key] = to;
         }
         attend_tile<R>(call, sizes, rows, wide, ahead, num_keys, first, part);
@@ -296,13 +271,6 @@ struct AttentionOf {
       part[row * sizes.row_floats + sizes.columns] = state[row % R];
       part[row * sizes.row_floats + sizes.columns + 1] = total;
     }
-  }
-
-  template <class Key>
-  static void widen(const Key* from, long count, float* to) {
-    long i = 0;
-    for (; i + width <= count; i += width) store(to + i, V::load(from + i));
-    if (i < count) store(to + i, V::load_some(from + i, count - i));  // `to` has room for whole registers
   }
 
   // Where a tile's keys lie; after the last of them its address some more times. A block that is none is the last.
@@ -338,7 +306,8 @@ struct AttentionOf {
       float* to = rows.queries + row / R * R * sizes.padded_features + row % R * width;
       for (long feature = 0; feature < call.f; feature += width, to += R * width) {
         const long count = smaller(width, call.f - feature);
-        store(to, !is_there ? Vec{} : count == width ? V::load(from + feature) : V::load_some(from + feature, count));
+        const bool is_whole = is_there && count == width;
+        V::store(to, is_whole ? V::load(from + feature) : is_there ? V::load_some(from + feature, count) : Vec{});
       }
       from += call.f;
       const long asked = is_there ? smaller(positions[row / call.h], queries.num_keys - 1) : -1;
@@ -374,9 +343,9 @@ struct AttentionOf {
   [[gnu::noinline]] static void fold(const Sizes& sizes, float* earlier, const float* later) {
     float *peak = earlier + sizes.columns, *total = peak + 1;
     const float own = *peak, other = later[sizes.columns], highest = own > other ? own : other;
-    const Vec keep = splat(exponential(splat(own - highest))[0]), add = splat(exponential(splat(other - highest))[0]);
+    const Vec keep = exponential<Form>(V::splat(own - highest)), add = exponential<Form>(V::splat(other - highest));
     for (long i = 0; i < sizes.columns; i += width)
-      store(earlier + i, V::load(earlier + i) * keep + V::load(later + i) * add);
+      V::store(earlier + i, V::load(earlier + i) * keep + V::load(later + i) * add);
     *total = *total * keep[0] + later[sizes.columns + 1] * add[0];
     *peak = highest;
   }
@@ -387,7 +356,7 @@ struct AttentionOf {
     const float total = softmax[sizes.columns + 1];
     const float factor = total > 0 ? 1 / total : 0;  // no key was seen: all columns are 0
     long i = 0;
-    for (; i + width <= call.r; i += width) store(out + i, V::load(softmax + i) * factor);
+    for (; i + width <= call.r; i += width) V::store(out + i, V::load(softmax + i) * factor);
     for (; i < call.r; ++i) out[i] = softmax[i] * factor;
   }
 };
@@ -440,7 +409,7 @@ void Attention<Form>::merge(const AttentionCall& call, const Queries& queries, l
 template <class Form>
 void Exponential<Form>::apply(const float* x, float* y, long count) {
   using Of = AttentionOf<Form>;
-  for (long i = 0; i < count; i += Of::width) Of::store(y + i, Of::exponential(Of::V::load(x + i)));
+  for (long i = 0; i < count; i += Of::width) Of::V::store(y + i, exponential<Form>(Of::V::load(x + i)));
 }
 
 }  // namespace moonshard

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "experts.h"
+#include "common/exponential.h"
 #include "common/tiles.h"
 
 namespace moonshard {
@@ -28,9 +29,8 @@ struct ExpertsOf {
       product(gate, end - begin, count, d, token, gates);
       product(up, end - begin, count, d, token, ups);
       for (long t = 0; t < count; ++t) {
-        float* own = gates[t];
-        for (long i = 0; i < end - begin; ++i) own[i] = own[i] * ups[t][i] / (1 + exponential(-own[i]));
-        Packs::pack(own, end - begin, call.hidden + (first + t) * Packs::length(f) + begin);
+        gate_in_place(gates[t], ups[t], end - begin);
+        Packs::pack(gates[t], end - begin, call.hidden + (first + t) * Packs::length(f) + begin);
       }
     }
   }
@@ -53,33 +53,21 @@ struct ExpertsOf {
   }
 
  private:
+  // silu(gate) * up, in whole registers, which there is room for. e^88 is as good as more.
+  static void gate_in_place(float* gates, const float* ups, long count) {
+    using V = Vectors<Form>;
+    for (long i = 0; i < count; i += V::width) {
+      const auto gate = V::load(gates + i), clamped = V::larger(gate, V::splat(-88));
+      V::store(gates + i, gate * V::load(ups + i) / (1.0f + exponential<Form>(-clamped)));
+    }
+  }
+
   template <class TokenOf>
   [[gnu::noinline]] static void product(const Weight* weight, long num_rows, long count, long k, TokenOf token,
                                         float (*to)[max_columns]) {
     Tiles<Form, Weight>::cover(
         num_rows, count, k, [&](long row) { return weight + row * k; }, token,
         [&](long index, long row, float sum) { to[index][row] = sum; });
-  }
-
-  // e^x within 2 ulp, in plain operations, which the compiler puts into registers' lanes; what would overflow is e^88.
-  // x = n ln 2 + r: the polynomial (Cephes' expf) gives e^r, and n goes into the exponent.
-  [[gnu::always_inline]] static inline float exponential(float x) {
-    x = x > 88.0f ? 88.0f : x;
-    x = x < -87.0f ? -87.0f : x;
-    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-    const float n = (x * 1.44269504088896341f + shift) - shift;
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1;
-    const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-    float power;
-    __builtin_memcpy(&power, &bits, sizeof power);
-    return p * power;
   }
 };
 

@@ -1,8 +1,9 @@
 // The other register tile: of a matrix whose rows lie along the contracted side, so that sums are registers of columns.
 //
 // For y = x W with W [k, columns], as absorbed queries want W_uk. Each number of x is spread over a register and meets
-// some registers of a row of W; their order, where they are bfloat16s (`Packed`), is mended in the sums. A sum is added up in the order of k, whatever else is multiplied with it: a token's
-// result is the same, bit by bit, in whatever batch and on however many threads.
+// some registers of a row of W, whose order, where they are bfloat16s (`Packed`), is mended in the sums. A sum is added
+// up in the order of k, whatever else is multiplied with it: a token's result is the same, bit by bit, in whatever
+// batch and on however many threads.
 #pragma once
 
 #include "packed.h"

@@ -17,9 +17,9 @@ struct Tiles {
   static constexpr int rows = 4;
   static constexpr long cache_bytes = 256 << 10;  // of the second-level cache: for activations, and again for weights
 
-  // Covers `num_rows` x `num_tokens`. `weight(row)` says where `k` numbers lie, `token(index)` where `k` lie that are
-  // `Packed`; `emit(token, row, sum)` takes the results. Weights are read from memory once, as long as a block of tokens
-  // holds all: in the innermost loops they are in the first-level cache.
+  // Covers `num_rows` x `num_tokens`. `weight(row)` says where `k` numbers lie, `token(index)` where `k` of them lie
+  // `Packed`; `emit(token, row, sum)` takes the results. Weights are read from memory once, as long as a block of
+  // tokens holds all: in the innermost loops they are in the first-level cache.
   template <class WeightOf, class TokenOf, class Emit>
   [[gnu::always_inline]] static inline void cover(long num_rows, long num_tokens, long k, WeightOf weight,
                                                   TokenOf token, Emit emit) {

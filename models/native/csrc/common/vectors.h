@@ -30,6 +30,10 @@ struct Vectors {
   }
 
   [[gnu::always_inline]] static inline void store(float* to, Vec x) { __builtin_memcpy(to, &x, sizeof x); }
+  [[gnu::always_inline]] static inline Vec splat(float x) { return Vec{} + x; }
+  [[gnu::always_inline]] static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+  static constexpr long whole(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 
   // The first `count` of a register, zeros behind them; nothing beyond is read.
   template <class Number>
@@ -37,6 +41,14 @@ struct Vectors {
     Number padded[width] = {};
     __builtin_memcpy(padded, from, count * sizeof(Number));
     return load(padded);
+  }
+
+  // `count` numbers as floats, and zeros up to a whole register.
+  template <class Number>
+  static void widen_all(const Number* from, long count, float* to) {
+    long i = 0;
+    for (; i + width <= count; i += width) store(to + i, load(from + i));
+    if (i < count) store(to + i, load_some(from + i, count - i));
   }
 
   // One of the two registers of floats that a block of 2 * width weights makes: the first or the second half of floats,

@@ -23,7 +23,7 @@ struct ExpandedAttentionOf {
   static constexpr long rows = 6;                       // queries of a register tile
   static constexpr long columns = width == 16 ? 4 : 2;  // registers of a tile beside each of its queries
 
-  static long padded(long count) { return Plain::whole(count, width); }
+  static long padded(long count) { return V::whole(count, width); }
   // A head's panel: keys without their rotary part, which follows the same way, then values.
   static long panel_floats(const Call& call) { return keys * (call.nope + call.rope + padded(call.v)); }
 
@@ -48,7 +48,7 @@ struct ExpandedAttentionOf {
       if constexpr (sizeof(Source) == sizeof(float)) {
         latents[key] = from;
       } else {
-        Plain::widen(from, f, room);
+        V::widen_all(from, f, room);
         latents[key] = room;
         room += padded(f);
       }
@@ -120,7 +120,7 @@ struct ExpandedAttentionOf {
       add(from, sums, {a[i], b[i], c[i], d[i], e[i], f[i]});
     }
     for (long row = 0; row < rows; ++row) {
-      for (long j = 0; j < columns; ++j) Plain::store(scores + row * keys + key + j * width, sums[row][j]);
+      for (long j = 0; j < columns; ++j) V::store(scores + row * keys + key + j * width, sums[row][j]);
     }
   }
 
@@ -134,7 +134,7 @@ struct ExpandedAttentionOf {
     for (long j = 0; j < columns; ++j) loaded[j] = V::load(from + j * width);
 #pragma GCC unroll 6
     for (long row = 0; row < rows; ++row) {
-      const Vec number = Plain::splat(numbers.of[row]);
+      const Vec number = V::splat(numbers.of[row]);
 #pragma GCC unroll 4
       for (long j = 0; j < columns; ++j) sums[row][j] += number * loaded[j];
     }
@@ -145,31 +145,31 @@ struct ExpandedAttentionOf {
   static float weigh(const Call& call, long first, long position, float* scores, float* state) {
     float *total = state + padded(call.v), *peak = total + width;
     const long num_seen = position - first + 1;
-    Vec highest = Plain::splat(Plain::unseen);
+    Vec highest = V::splat(Plain::unseen);
     for (long i = 0; i < keys; i += width) {
       Vec x = V::load(scores + i) * call.scale;
       if (i + width > num_seen) {
         float lanes[width];
-        Plain::store(lanes, x);
+        V::store(lanes, x);
         for (long lane = 0; lane < width; ++lane)
           if (i + lane >= num_seen) lanes[lane] = -__builtin_inff();
         x = V::load(lanes);
       }
-      Plain::store(scores + i, x);
-      highest = Plain::larger(highest, x);
+      V::store(scores + i, x);
+      highest = V::larger(highest, x);
     }
     float lanes[width], above = *peak;
-    Plain::store(lanes, highest);
+    V::store(lanes, highest);
     for (long lane = 0; lane < width; ++lane) above = lanes[lane] > above ? lanes[lane] : above;
-    const float decay = Plain::exponential(Plain::splat(*peak - above))[0];
+    const float decay = exponential<Form>(V::splat(*peak - above))[0];
     Vec sum = V::load(total) * decay;
-    const Vec peaks = Plain::splat(above);
+    const Vec peaks = V::splat(above);
     for (long i = 0; i < keys; i += width) {
-      const Vec weight = Plain::exponential(V::load(scores + i) - peaks);
-      Plain::store(scores + i, weight);
+      const Vec weight = exponential<Form>(V::load(scores + i) - peaks);
+      V::store(scores + i, weight);
       sum += weight;
     }
-    Plain::store(total, sum);
+    V::store(total, sum);
     *peak = above;
     return decay;
   }
@@ -191,13 +191,13 @@ struct ExpandedAttentionOf {
       for (long j = 0; j < num; ++j) value[j] = V::load(values + j * width);
 #pragma GCC unroll 6
       for (long row = 0; row < rows; ++row) {
-        const Vec weight = Plain::splat(scores[row * keys + key]);
+        const Vec weight = V::splat(scores[row * keys + key]);
 #pragma GCC unroll 4
         for (long j = 0; j < num; ++j) sums[row][j] += weight * value[j];
       }
     }
     for (long row = 0; row < queries.count; ++row) {
-      for (long j = 0; j < num; ++j) Plain::store(queries.state[row] + column + j * width, sums[row][j]);
+      for (long j = 0; j < num; ++j) V::store(queries.state[row] + column + j * width, sums[row][j]);
     }
   }
 
