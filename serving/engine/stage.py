@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moonshard.kv.block_shards import BlockShards
-from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, gather_blocks, scatter_blocks
+from moonshard.kv.pages import Pages, allocate_pages, copy_blocks, copy_blocks_in_turn, gather_blocks, scatter_blocks
 from moonshard.models import sampling
 from moonshard.models.experts import moe
 from moonshard.models.machines import XLA, Machine
@@ -230,7 +230,7 @@ class Blueprint:
                 given = (shards.pages, packed, shards.payload)
                 return self._jitted(body, given, (shards.pages, PartitionSpec()), donated=(0,))
             case StepKind.COPY:
-                body = functools.partial(_copy, layout)
+                body = functools.partial(_copy, layout, copy_blocks_in_turn if self._is_on_cpu else copy_blocks)
                 return self._jitted(body, (shards.pages, packed), shards.pages, donated=(0,))
             case StepKind.LOAD:
                 slots = (state.slots, state.last_token)
@@ -260,8 +260,11 @@ class Blueprint:
         """How many rows are drawn at once. A CPU draws row by row, so that a row costs only what it asks for; elsewhere
         all are drawn together.
         """
-        is_cpu = self.part.mesh.devices.flat[0].platform == "cpu"
-        return 1 if is_cpu else self.shapes.slots_per_partition
+        return 1 if self._is_on_cpu else self.shapes.slots_per_partition
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self.part.mesh.devices.flat[0].platform == "cpu"
 
     def _jitted(
         self, body: Callable[..., Any], in_specs: Any, out_specs: Any, donated: tuple[int, ...] = ()
@@ -408,9 +411,11 @@ _READINGS = {
 }
 
 
-def _copy(layout: StepLayout, pages: Pages, packed: jax.Array) -> Pages:
+def _copy(
+    layout: StepLayout, copied: Callable[[Pages, jax.Array, jax.Array], Pages], pages: Pages, packed: jax.Array
+) -> Pages:
     f = layout.unpack(packed[0])
-    return copy_blocks(pages, f["source"], f["destination"])
+    return copied(pages, f["source"], f["destination"])
 
 
 def _export(shards: BlockShards, layout: StepLayout, pages: Pages, packed: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import pytest
 from moonshard.kv.pages import (
     allocate_pages,
     copy_blocks,
+    copy_blocks_in_turn,
     gather_blocks,
     read_blocks,
     scatter_blocks,
@@ -21,7 +22,7 @@ from moonshard.sharding.shape import MeshShape
 pytestmark = pytest.mark.xdist_group("jax")
 BLOCKS, LAYERS, BLOCK_SIZE, FEATURES, COLUMNS = 12, 3, 4, 5, 4
 NULL = BLOCKS
-WRITE, READ, COPY = jax.jit(write_tokens), jax.jit(read_blocks), jax.jit(copy_blocks)
+WRITE, READ = jax.jit(write_tokens), jax.jit(read_blocks)
 GATHER, SCATTER = jax.jit(gather_blocks), jax.jit(scatter_blocks)
 
 
@@ -76,11 +77,14 @@ def test_blocks_are_read_in_the_order_asked():
     np.testing.assert_array_equal(clipped, filled()[None, -1, 2])
 
 
-def test_copies_take_all_layers_and_a_null_destination_copies_nothing():
+@pytest.mark.parametrize("num_copies", range(5))
+@pytest.mark.parametrize("copied", [copy_blocks, copy_blocks_in_turn])
+def test_copies_take_all_layers_and_a_null_destination_copies_nothing(copied, num_copies):
+    source, destination = np.asarray([1, 8, 4, 0], np.int32), np.asarray([7, 2, 11, 3], np.int32)
+    destination[num_copies:] = [NULL, 2**31 - 1, NULL, NULL][num_copies:]
     expected = filled()
-    expected[[7, 2]] = expected[[1, 7]]
-    source, destination = np.asarray([1, 7, 4, 0], np.int32), np.asarray([7, 2, NULL, NULL], np.int32)
-    np.testing.assert_array_equal(COPY(filled(), source, destination), expected)
+    expected[destination[:num_copies]] = expected[source[:num_copies]]
+    np.testing.assert_array_equal(jax.jit(copied)(filled(), source, destination), expected)
 
 
 def test_gathered_blocks_come_in_the_order_asked():
