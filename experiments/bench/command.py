@@ -27,6 +27,7 @@ from rich.markup import escape
 from moonshard.experiments.bench.costs.gateway_cost import measure_gateway
 from moonshard.experiments.bench.costs.recording_cost import measure_recording
 from moonshard.experiments.bench.costs.routing import measure_routing
+from moonshard.experiments.bench.costs.token_cost import measure_tokens
 from moonshard.experiments.bench.meshes.measure import measure_meshes
 from moonshard.experiments.bench.peers import proportions
 from moonshard.experiments.bench.peers.beside import HUGGING_FACE, OURS, measure_beside
@@ -234,7 +235,8 @@ class _BenchRun:
             case "routing":
                 return measure_routing(self.plan, self.trace)
             case "gateway":
-                return measure_gateway(self.config, self.plan, self.environment)
+                found = measure_gateway(self.config, self.plan, self.environment)
+                return found + measure_tokens(self.config, self.plan, self.environment)
             case "recording":
                 return measure_recording(self._served_config("aggregated"), self.plan, self.environment)
             case "arrangements":

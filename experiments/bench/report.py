@@ -8,6 +8,7 @@ from rich.table import Table
 from moonshard.experiments.bench.costs.gateway_cost import gateway_grid
 from moonshard.experiments.bench.costs.recording_cost import recorded_row_grid, recording_grid
 from moonshard.experiments.bench.costs.routing import replay_grid, speed_grid
+from moonshard.experiments.bench.costs.token_cost import token_grid
 from moonshard.experiments.bench.meshes.tables import MESH_GRIDS
 from moonshard.experiments.bench.peers.beside import Beside
 from moonshard.experiments.bench.peers.table import as_cells, beside_grids
@@ -36,6 +37,7 @@ LAID_OUT = (
     speed_grid,
     replay_grid,
     gateway_grid,
+    token_grid,
     recording_grid,
     recorded_row_grid,
     arrangement_grid,

@@ -55,7 +55,8 @@ Ask = Callable[[], Awaitable[Seen]]
 def measure_gateway(config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
     """Times tokens directly, from the bare server and through a gateway. ServerFailed if that does not start."""
     found: list[Measurement] = []
-    with _scripted_worker(config, environment) as address, _gateway(config, address, environment) as gateway:
+    with scripted_worker(config, environment) as address, gateway_process(config, address, environment) as process:
+        gateway = process.said("grpc")
         for _ in range(plan.gateway_rounds):
             for num_streams in BARS_MS:
                 for way, seen in uvloop.run(_take_turns(config, address, gateway, num_streams, plan)).items():
@@ -64,9 +65,10 @@ def measure_gateway(config: Config, plan: Plan, environment: Mapping[str, str]) 
 
 
 @contextmanager
-def _scripted_worker(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+def scripted_worker(config: Config, environment: Mapping[str, str], *, step_s: float = STEP_S) -> Iterator[str]:
+    """Starts a worker without a model and yields its address."""
     key_file = str(key_file_of(config, os.environ))
-    argv = [sys.executable, "-m", "moonshard.experiments.bench.costs.scripted_worker", key_file]
+    argv = [sys.executable, "-m", "moonshard.experiments.bench.costs.scripted_worker", key_file, str(step_s)]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None  # it was asked for
@@ -75,15 +77,15 @@ def _scripted_worker(config: Config, environment: Mapping[str, str]) -> Iterator
 
 
 @contextmanager
-def _gateway(config: Config, address: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """Starts a gateway in front of the worker at `address` and yields its gRPC address."""
+def gateway_process(config: Config, address: str, environment: Mapping[str, str]) -> Iterator[Process]:
+    """Starts a gateway in front of the worker at `address`, and yields it once it is ready."""
     config = replace(config, gateway=replace(config.gateway, port=0, grpc_port=0))
     with TemporaryDirectory() as folder:
         process = Process(name="gateway", log_path=Path(folder) / "gateway.log", environment=environment)
         process.start(ChildCommands(config).gateway([address], None))
         try:
             process.wait_for("moonshard ready")
-            yield process.said("grpc")
+            yield process
         finally:
             process.stop()
 

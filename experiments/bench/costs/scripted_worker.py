@@ -2,8 +2,8 @@
 
 The worker costs next to nothing and is always on time, so what is measured beyond it is the gateway's. It serves the
 public API too, by the same clock, which shows what gRPC itself costs a gateway and its clients. Run as a module with
-the file of the cluster's key; it prints its port and serves until its standard input ends. It has no prefill and no KV,
-and nothing fails.
+the file of the cluster's key and the seconds of a step; it prints its port and serves until its standard input ends. It
+has no prefill and no KV, and nothing fails.
 """
 
 import asyncio
@@ -113,11 +113,11 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
                 steps.put_nowait(None)
 
 
-async def _main(key_file: Path) -> None:
+async def _main(key_file: Path, step_s: float) -> None:
     door = Door(key_of(key_file).proofs, lambda: port, open_services=("/moonshard.v1.Inference/",))
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),), interceptors=(door,))
-    link_pb2_grpc.add_WorkerServicer_to_server(ScriptedWorker(), server)
-    inference = ScriptedInference()
+    link_pb2_grpc.add_WorkerServicer_to_server(ScriptedWorker(step_s), server)
+    inference = ScriptedInference(step_s)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -130,4 +130,4 @@ async def _main(key_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_main(Path(sys.argv[1])))  # as a gateway does
+    uvloop.run(_main(Path(sys.argv[1]), float(sys.argv[2])))  # as a gateway does

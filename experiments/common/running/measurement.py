@@ -65,6 +65,8 @@ class Plan:
     gateway_rounds: int = 3
     gateway_s: float = 12.0  # of one number of streams, directly or through the gateway
     gateway_tokens: int = 40  # of a stream
+    token_rounds: int = 5
+    token_s: float = 2.0  # of one number of streams over one wire
     recording_starts: int = 6  # of all deployments
     recording_rounds: int = 4  # from one start to the next
     recording_requests: int = 2  # of each client in a round
@@ -98,6 +100,7 @@ QUICK = Plan(
     replay_sessions=200,
     gateway_rounds=1,
     gateway_s=6.0,
+    token_rounds=2,
     recording_starts=2,
     recording_rounds=1,
     row_repeats=2,

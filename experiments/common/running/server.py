@@ -47,9 +47,8 @@ class RunningServer:
         return peak
 
     def cpu_s(self, role: str) -> float:
-        """Processor time of all its threads since its start, in ticks of 10 ms or so."""
-        fields = Path(f"/proc/{self.pids[role]}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
+        """As the function of that name."""
+        return cpu_s(self.pids[role])
 
     def counters(self) -> dict[str, float]:
         """The sum over workers of each of moonshard's own counters and gauges."""
@@ -60,6 +59,12 @@ class RunningServer:
                 if sample.name.startswith("moonshard_"):
                     totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
         return totals
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of all threads of a process since its start, in ticks of 10 ms or so."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
 
 
 def peak_memory_mib(pid: int) -> float | None:

@@ -7,6 +7,7 @@ import pytest
 from moonshard.experiments.bench.costs import routing
 from moonshard.experiments.bench.costs.gateway_cost import BARE, BARS_MS, DIRECT, THROUGH, gateway_grid
 from moonshard.experiments.bench.costs.routing import POLICIES, RATES, measure_routing, replay_grid, speed_grid
+from moonshard.experiments.bench.costs.token_cost import token_grid
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.experiments.replay.synthetic import NUM_SYSTEM_PROMPTS, SYSTEM_BLOCKS, agent_trace
 
@@ -46,6 +47,15 @@ def test_what_the_gateway_adds_is_a_difference_of_p99s():
     ]
     ((streams, *_, ttft, itl, verdict),) = gateway_grid(measured, Plan()).rows
     assert (streams, ttft, itl, verdict) == ("32", "+4.0", "+1.5", "5 and 1 ms: missed")
+
+
+def test_of_a_tokens_processor_time_what_the_bare_fronts_take_is_not_ours():
+    spent_us = {"gRPC, 8 streams, bare": 50.0, "gRPC, 8 streams, gateway": 80.0, "HTTP, 16 streams, bare": 20.0}
+    measured = [
+        Measurement(level="gateway", name=f"processor time per token, {what}", unit="us", samples=(us,))
+        for what, us in spent_us.items()
+    ]
+    assert token_grid(measured, Plan()).rows == (("8", "gRPC", "50.0", "80.0", "30.0", "1.60"),)
 
 
 def test_sessions_that_are_made_up_are_traces_that_share_their_beginnings():
