@@ -80,9 +80,10 @@ def copy_blocks(pages: Pages, source: Int[Array, "b"], destination: Int[Array, "
 
 
 def copy_blocks_in_turn(pages: Pages, source: Int[Array, "b"], destination: Int[Array, "b"]) -> Pages:
-    """As `copy_blocks`, one after another, and none of those from the first copy to the null page on.
+    """Copies whole blocks one after another, in place, and none from the first copy to the null page on.
 
-    On a CPU a copy of one block then costs one block, and not as many as could be copied.
+    A pair may read what one before it has written, which `copy_blocks` would read as it was. On a CPU a copy of one
+    block costs one block, and not as many as could be copied.
     """
     is_dropped = destination >= pages.shape[0]
 

@@ -87,6 +87,13 @@ def test_copies_take_all_layers_and_a_null_destination_copies_nothing(copied, nu
     np.testing.assert_array_equal(jax.jit(copied)(filled(), source, destination), expected)
 
 
+@pytest.mark.parametrize(("copied", "read"), [(copy_blocks, 7), (copy_blocks_in_turn, 1)])
+def test_what_a_copy_reads_of_another_in_the_same_step(copied, read):
+    pages = jax.jit(copied)(filled(), np.asarray([1, 7], np.int32), np.asarray([7, 2], np.int32))
+    np.testing.assert_array_equal(pages[2], filled()[read])
+    np.testing.assert_array_equal(pages[7], filled()[1])
+
+
 def test_gathered_blocks_come_in_the_order_asked():
     np.testing.assert_array_equal(GATHER(filled(), np.asarray([7, 0, 7, NULL])), filled()[[7, 0, 7, BLOCKS - 1]])
 
