@@ -107,6 +107,7 @@ def absorbed(machine: Machine) -> PagedAttention:
 
 
 def expanded_in_xla(machine: Machine) -> ExpandedAttention:
+    """`models.expanded_attention` with the machine's sizes."""
     sizes = {"keys_per_step": machine.expanded_keys, "queries_per_step": machine.expanded_queries}
     return functools.partial(expanded_attention, **sizes)
 
@@ -231,9 +232,7 @@ def forward(
     backend = exchanged(backend, shard)
     if placement is not None:
         backend = to_copies(backend, placement, shard)
-    frequencies, factor = rotary_frequencies(config)
-    angles = batch.positions.astype(jnp.float32)[:, :, None] * frequencies
-    rotary = (jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+    rotary = _rotary(config, batch.positions)
 
     def scan_stack(x, pages, stack: Stack[Array], experts: moe.Experts[Array] | None, first: int):
         def step(carry, inputs):
@@ -251,15 +250,11 @@ def forward(
 
         num_layers = stack.mlp_norm.shape[0]
         layers = jnp.arange(num_layers)
-        (x, pages), (streams, routing) = jax.lax.scan(
-            step, (x, pages), layers if in_place else (stack, layers), unroll=num_layers if unrolled else 1
-        )
-        return x, pages, streams, routing
+        inputs = layers if in_place else (stack, layers)
+        carry, (streams, routing) = jax.lax.scan(step, (x, pages), inputs, unroll=num_layers if unrolled else 1)
+        return *carry, streams, routing
 
-    if hidden is None:
-        assert weights.embed is not None  # of the first stage
-        hidden = _embed(weights.embed, batch.tokens, shard).astype(_computed_dtype(weights))
-    x = hidden
+    x = _embed(weights, batch.tokens, shard) if hidden is None else hidden
     seen: list[Any] = [x[None]]
     routing = None
     if weights.dense is not None:
@@ -282,6 +277,13 @@ def _observations(hidden: list[Array], routing: moe.Routing | None) -> Observati
     )
 
 
+def _rotary(config: KimiConfig, positions: Int[Array, "n t"]) -> tuple[Float[Array, "n t r"], Float[Array, "n t r"]]:
+    """The cosines and sines by which queries and keys are rotated."""
+    frequencies, factor = rotary_frequencies(config)
+    angles = positions.astype(jnp.float32)[:, :, None] * frequencies
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
 def _computed_dtype(weights: Weights[Array]) -> jnp.dtype:
     """Vectors are held in what is computed in, whatever matrices are held in (`models.weights.load`)."""
     stack = weights.sparse if weights.dense is None else weights.dense
@@ -289,7 +291,13 @@ def _computed_dtype(weights: Weights[Array]) -> jnp.dtype:
     return stack.mlp_norm.dtype
 
 
-def _embed(table: Float[Array, "v d"], tokens: Int[Array, "n t"], shard: Shard) -> Float[Array, "n t d"]:
+def _embed(weights: Weights[Array], tokens: Int[Array, "n t"], shard: Shard) -> Float[Array, "n t d"]:
+    """The first stage's stream, in what is computed in."""
+    assert weights.embed is not None  # of the first stage
+    return _look_up(weights.embed, tokens, shard).astype(_computed_dtype(weights))
+
+
+def _look_up(table: Float[Array, "v d"], tokens: Int[Array, "n t"], shard: Shard) -> Float[Array, "n t d"]:
     """Each device looks up the tokens whose rows of the table it has, and adds 0 for the others."""
     axes = shard.axes("vocab")
     if not axes:
