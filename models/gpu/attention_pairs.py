@@ -24,7 +24,7 @@ from moonshard.models.gpu.attention_tiles import (
     NUM_COMPUTING,
     REGISTERS,
     ROWS,
-    Finder,
+    Epilogue,
     Splits,
     farthest_of,
     keys_of_split,
@@ -110,7 +110,7 @@ def _kernel(
     each, end = keys_of_split(own_queries, num_splits, PAIR)
     first = split * each
     stop = jnp.minimum(first + each, end)
-    found_by = Finder(out, (split, sequence), rows, _half(places, warpgroup), warpgroup)
+    epilogue = Epilogue(out, (split, sequence), rows, _half(places, warpgroup), warpgroup)
 
     @pl.when((first < stop) & (warpgroup == LOADER))
     def _():
@@ -124,10 +124,10 @@ def _kernel(
         plgpu.set_max_registers(REGISTERS, action="increase")
         visible = last_visible(tile, own_queries, num_heads)
         plgpu.barrier_wait(places["queries_loaded"])
-        found_by.store(*_attend(places, warpgroup, visible, first, stop, scale, interpret))
+        epilogue.store(*_attend(places, warpgroup, visible, first, stop, scale, interpret))
 
     if num_splits == 1:
-        pl.when((first >= stop) & (warpgroup != LOADER))(found_by.store_nothing)
+        pl.when((first >= stop) & (warpgroup != LOADER))(epilogue.store_nothing)
 
 
 def _half(places: dict[str, Any], which: Any) -> Any:

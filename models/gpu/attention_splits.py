@@ -25,7 +25,7 @@ def merge_splits(
     dtype: DTypeLike,
     interpret: Interpret,
 ) -> Splits:
-    """One split of the queries' rows, normalised: zeros where no split has keys. Splits are of `keys_at_once` keys."""
+    """One split of the queries' rows, normalised: zeros where no split has keys. Steps are of `keys_at_once` keys."""
     num_splits, n, _, rank = splits.mixed.shape
     num_rows = positions.shape[1] * num_heads
     assert splits.peak is not None  # there are several

@@ -121,7 +121,7 @@ def _kernel(
     stop = jnp.minimum(first + each, end)
     rank = out[0].shape[-1]
     features = pl.ds(warpgroup * (rank // NUM_COMPUTING), rank // NUM_COMPUTING)
-    found_by = Finder(out, (split, sequence), rows, features, warpgroup)
+    epilogue = Epilogue(out, (split, sequence), rows, features, warpgroup)
 
     @pl.when((first < stop) & (warpgroup == LOADER))
     def _():
@@ -134,14 +134,14 @@ def _kernel(
         plgpu.set_max_registers(REGISTERS, action="increase")
         visible = last_visible(tile, own_queries, num_heads)
         plgpu.barrier_wait(places["queries_loaded"])
-        found_by.store(*_attend(places, visible, first, stop, features, scale, interpret))
+        epilogue.store(*_attend(places, visible, first, stop, features, scale, interpret))
 
     if num_splits == 1:
-        pl.when((first >= stop) & (warpgroup != LOADER))(found_by.store_nothing)
+        pl.when((first >= stop) & (warpgroup != LOADER))(epilogue.store_nothing)
 
 
-class Finder(NamedTuple):
-    """A warpgroup's share of a tile: where what it found goes."""
+class Epilogue(NamedTuple):
+    """Stores a warpgroup's share of a tile once it is computed."""
 
     out: tuple[Any, ...]  # as `splits_of`
     which: tuple[Any, Any]  # the split and the sequence
@@ -150,7 +150,7 @@ class Finder(NamedTuple):
     warpgroup: Any
 
     def store(self, mixed: Any, peak: Any, total: Any) -> None:
-        """Of the only split normalised, of one among several as it is."""
+        """Stores the only split normalised, and one of several as it is, with its peaks and totals."""
         target = self.out[0].at[*self.which, self.rows, self.features]
         if len(self.out) == 1:
             inverse = along_rows(1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), mixed.shape)
@@ -184,7 +184,7 @@ def queries_of(tile: Any, positions: Any, sequence: Any, num_heads: int) -> Tile
 
 
 def keys_of_split(queries: TileQueries, num_splits: int, keys_at_once: int) -> tuple[Any, Any]:
-    """How many times `keys_at_once` keys a split has, and how many times there are."""
+    """The steps of `keys_at_once` keys that a split has, and those of the whole context."""
     end = jax.lax.div(farthest_of(queries) + keys_at_once, jnp.int32(keys_at_once))
     return jax.lax.div(end + (num_splits - 1), jnp.int32(num_splits)), end
 
