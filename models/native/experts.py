@@ -12,7 +12,7 @@ from moonshard.models.experts import moe
 from moonshard.models.native.library import target
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
-BLOCK = 32  # as csrc/experts.h has it
+BLOCK = 32  # `block_columns` of csrc/experts.h
 
 
 def grouped_experts(
@@ -48,5 +48,5 @@ def grouped_experts(
 
 
 def _whole(count: int) -> int:
-    """As many as whole blocks take: the kernel puts activations into an order of its own, some dozens at a time."""
+    """As many as whole blocks take: the kernel puts activations into an order of its own, a block at a time."""
     return -(-count // BLOCK) * BLOCK

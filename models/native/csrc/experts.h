@@ -27,7 +27,7 @@ struct Experts {
   // The tokens [begin, end) of x, packed.
   static void pack(const ExpertsCall& call, long begin, long end);
   // The columns [begin, end) of `hidden`, at most `max_columns`, of all pairs of one expert.
-  // Columns begin with a whole block, which is as many as `block_columns` in every form.
+  // `begin` is a multiple of `block_columns`, which are whole blocks of `Packed` in every form.
   static constexpr long max_columns = 64, block_columns = 32;
   static void hidden(const ExpertsCall& call, long expert, long begin, long end);
   // The columns [begin, end) of `out`, of all tokens. Experts are added in order, whoever computes which columns.

@@ -120,7 +120,8 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyBuff
     return ffi::Error::InvalidArgument("expanded_attention takes pages and weights of float or bfloat16");
   if (out->element_count() == 0) return ffi::Error::Success();
   if (pages.element_count() == 0 || k_up.element_count() == 0)
-    return ffi::Error::InvalidArgument("expanded_attention takes pages of one block, and weights of one layer at least");
+    return ffi::Error::InvalidArgument("expanded_attention takes pages of one block, and weights of one layer "
+                                       "at least");
   ExpandedCall call;
   call.queries = queries.typed_data();
   call.pages = pages.untyped_data();

@@ -240,7 +240,8 @@ template <class Form>
 long ExpandedAttention<Form>::scratch_floats(const ExpandedCall& call) {
   using Of = ExpandedAttentionOf<Form>;
   const long packed = Packed<Form, float>::length(call.r);  // as long beside bfloat16s
-  const long wide = panel_keys * (Of::padded(call.r + call.rope) + packed), states = num_queries * Of::state_floats(call);
+  const long wide = panel_keys * (Of::padded(call.r + call.rope) + packed);
+  const long states = num_queries * Of::state_floats(call);
   return wide > states ? wide : states;
 }
 
