@@ -6,8 +6,7 @@ import gc
 from collections.abc import Iterator
 
 LARGE_BLOCK_BYTES = 1 << 18  # bodies and their texts, and nothing that every token makes
-_M_MMAP_THRESHOLD = -3  # malloc.h
-_M_ARENA_MAX = -8
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
 
 
 @contextlib.contextmanager

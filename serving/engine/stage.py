@@ -412,10 +412,10 @@ _READINGS = {
 
 
 def _copy(
-    layout: StepLayout, copied: Callable[[Pages, jax.Array, jax.Array], Pages], pages: Pages, packed: jax.Array
+    layout: StepLayout, copy: Callable[[Pages, jax.Array, jax.Array], Pages], pages: Pages, packed: jax.Array
 ) -> Pages:
     f = layout.unpack(packed[0])
-    return copied(pages, f["source"], f["destination"])
+    return copy(pages, f["source"], f["destination"])
 
 
 def _export(shards: BlockShards, layout: StepLayout, pages: Pages, packed: jax.Array) -> jax.Array:
