@@ -22,10 +22,9 @@ class Machine:
 
     chunk_tokens: int  # of prompts in a step, where `prefill.chunk_tokens` is auto
     tile_tokens: int  # of one sequence in a row of a prefill step: a chunk is padded to whole rows
-    few_tokens: int  # of the smallest prefill step, of one row that is not full: a cached prefix leaves the last tokens
-    # Keys and values are expanded from so many times as many queries on as operations alone would have it.
-    expanding: float
-    kernel_rows: int  # up to which a kernel multiplies with a weight where it lies, and XLA a copy. 0: no kernel
+    few_tokens: int  # of the smallest prefill step of more than one token: a cached prefix leaves only the last ones
+    expanding: float  # from how many times as many queries on keys are expanded as counting operations would have it
+    kernel_rows: int  # the most rows that a kernel multiplies with a weight in place; for more XLA copies it; 0: none
     keys: int  # that XLA's absorbed attention reads at once
     expanded_keys: int  # that XLA's expanded attention makes at once
     expanded_queries: int  # positions that attend to them at once

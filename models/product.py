@@ -29,7 +29,7 @@ class Stacked:
 
     stack: Float[Array, "l ..."]
     layer: Int[Array, ""]
-    max_rows: int = dataclasses.field(metadata={"static": True})  # of activations: XLA multiplies more
+    max_rows: int = dataclasses.field(metadata={"static": True})  # of activations that a kernel takes
 
     def copied(self) -> Float[Array, "..."]:
         return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)

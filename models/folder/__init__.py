@@ -2,5 +2,5 @@
 
 Which family a config.json describes is decided in `models.registry`; what the tensors mean, in the family's folder;
 tokenizer files are read in `models.tokenizers`.
-Begin with `checkpoint`.
+Begin with `checkpoint`; `known` has what config.json says of models that are known by name.
 """

@@ -4,9 +4,10 @@ The first makes silu(gate) * up of every block's rows, the second the down proje
 they lie in the layer-stacked arrays, once per block of rows, so a decode step (few tokens per expert) streams the
 chosen experts' weights and little else. Programs of unused blocks end at once. Sums are float32. It runs on one device:
 on a mesh, call it inside `shard_map`. It takes no quantised weights, and no float32: tensor cores multiply that as
-TF32, whose 10 bits are not the float32 that was asked for, and `moe.blocks` serves, 3 to 5 times slower. Not
-`jax.lax.ragged_dot`: jax's own form masks all rows for every expert and multiplies them all (`ragged_to_dense`), and so
-does XLA on NVIDIA cards (openxla/xla pull request 45996) but where a flag, off by default, finds a plan of cuDNN.
+TF32, whose 10 bits are not the float32 that was asked for, and `moe.blocks` serves, 3 to 5 times slower.
+`jax.lax.ragged_dot` is no way out: jax's own form masks all rows for every expert and multiplies them all
+(`ragged_to_dense`), and so does XLA on NVIDIA cards (openxla/xla pull request 45996), unless a flag that is off by
+default lets it find a plan of cuDNN.
 Source: MegaBlocks (arXiv 2211.15841), section 5.1, for grouped products over padded blocks.
 """
 

@@ -40,7 +40,7 @@ def served_attention() -> PagedAttention | None:
 def check_attention(bench: Bench, pages: Pages) -> Iterator[Check]:
     """Rows of different lengths, one of them empty, at every number of queries, and with the heads of a shard.
 
-    The form of the kernel that is not served on the same values, with all heads.
+    With all heads the form of the kernel that does not serve is compared, too, on the same values.
     """
     sizes, config = bench.sizes, bench.model.config
     rng = np.random.default_rng(bench.seed)
@@ -80,7 +80,7 @@ def _exact(bench: Bench, queries: jax.Array, pages: jax.Array, tables: np.ndarra
 def attention_rows(bench: Bench, pages: Pages) -> Iterator[Row]:
     """One layer's attention, without its projections: decode at every batch and context, several queries, a prompt.
 
-    Beside what serves, the other forms at the longest context only: compiling them takes the most time.
+    The forms that do not serve run at the longest context only, since compiling them takes the most time.
     """
     served = {"kernel": KERNELS["kernel"]}
     sizes = bench.sizes

@@ -3,9 +3,9 @@
 A device is one core with one XLA thread. Disaggregated, the first has a prefill worker and the second a decode worker;
 aggregated, each has a worker that does both. The gateways and the load generator are not pinned and share those cores
 where there are no others, so what they took of a core is reported. Both arrangements are up all the time and get the
-same load in turn, round by round. Long prompts come no faster than one device could prefill twice as many: where
-prefill is the bottleneck the arrangement with fewer devices for it must lose. More devices, and other ratios of prefill
-to decode workers than 1, are not measured here (see `studies.ratio`).
+same load in turn, round by round. Long prompts take at most half of one device's time: where prefill is the bottleneck
+the arrangement with fewer devices for it must lose. More devices, and other ratios of prefill to decode workers than 1,
+are not measured here (see `studies.ratio`).
 """
 
 import asyncio
@@ -85,7 +85,7 @@ def measure_arrangements(config: Config, plan: Plan, environment: Mapping[str, s
 
 
 def paced(plan: Plan, alone_s: float) -> Plan:
-    """The plan with long prompts, of which one alone takes so long, at a rate that one device can prefill."""
+    """The plan with long prompts at a rate that half of one device can prefill, where one alone takes `alone_s`."""
     every_s = max(plan.long_prompt_every_s, alone_s / LONG_SHARE)
     return replace(plan, long_prompt_every_s=every_s, arrangement_s=max(plan.arrangement_s, MIN_LONG * every_s))
 
@@ -149,7 +149,7 @@ class _Generator:
                 await asyncio.sleep(self._plan.long_prompt_every_s)
 
     async def ask_long_alone(self, index: int) -> float:
-        """Seconds until the first token."""
+        """Asks for a long prompt and nothing else, and returns the seconds until its first token."""
         await self._ask_long(self._prompt(Random(f"{self._seed} {index}"), self._plan.long_prompt_tokens))
         return self.long[-1].ttft_ms / 1e3
 

@@ -62,12 +62,12 @@ WITHOUT_KERNELS = (
 
 
 def entries_of(machine: Machine) -> tuple[Entry, ...]:
-    """Those that make a difference on such a machine."""
+    """The entries that make a difference on such a machine."""
     return (*EVERYWHERE, *(WITH_KERNELS if machine.reads_in_place else WITHOUT_KERNELS))
 
 
 def longest_tokens() -> int:
-    """Of any sequence that is timed, and of those that decode a step further."""
+    """The most tokens that a sequence has once its prompt is computed, whatever is timed."""
     probes: Iterator[Probe] = (
         probe for entry in (*EVERYWHERE, *WITH_KERNELS, *WITHOUT_KERNELS) for probe in entry.probes
     )

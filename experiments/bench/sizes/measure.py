@@ -13,7 +13,7 @@ from moonshard.serving.config.reading import as_overrides
 
 
 def measure_sizes(config: Config, plan: Plan, environment: Mapping[str, str]) -> TriedSizes:
-    """CalledProcessError of its process."""
+    """Tries them in a process of its own. CalledProcessError where that fails."""
     job = SizesJob(overrides=tuple(as_overrides(config)), repeats=plan.sizes_repeats, seed=0)
     argv = [sys.executable, "-m", "moonshard.experiments.bench.sizes.device"]
     ran = subprocess.run(

@@ -28,4 +28,4 @@ class Tried:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TriedSizes:
     kind: str  # of machine
-    tried: tuple[Tried, ...]  # of an entry behind each other
+    tried: tuple[Tried, ...]  # those of an entry follow one another

@@ -47,7 +47,7 @@ class RunningServer:
         return peak
 
     def cpu_s(self, role: str) -> float:
-        """As the function of that name."""
+        """Processor time of a role's process, as `cpu_s` counts that of any."""
         return cpu_s(self.pids[role])
 
     def counters(self) -> dict[str, float]:

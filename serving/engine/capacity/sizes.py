@@ -163,7 +163,7 @@ def step_shapes(
 
 
 def prefill_buckets(chunk_tokens: int, machine: Machine) -> tuple[int, ...]:
-    """Padded tokens of prefill steps: a single one, some of a single row that is not full, then whole rows.
+    """The padded sizes of prefill steps: one token, then parts of a row from `few_tokens` on, then whole rows.
 
     A prompt that is cached to its end leaves one token, whose step would take a third longer padded to 8 (measured).
     """

@@ -1,4 +1,4 @@
-"""A thread that reads a worker's weights while its programs are made, and which of the two is told of.
+"""A thread that reads a worker's weights while its programs are made, and what is told of both meanwhile.
 
 What is read and what is made is `engine.loading`'s business.
 """
@@ -14,9 +14,9 @@ Progress = Callable[[str], None]
 
 
 class Reading:
-    """A thread that reads the weights while programs are made, within the block; and which of both is told of.
+    """Weights are read on a thread of their own within the block, while the caller makes programs.
 
-    The weights, while they are read; then the programs. Whatever ends the one ends the other.
+    `progress` is told of the weights while they are read, then of the programs. Whatever ends the one ends the other.
     """
 
     def __init__(self, progress: Progress):
