@@ -71,6 +71,7 @@ MACHINES: Mapping[str, Machine] = {
     "sse4": replace(AVX512, few_tokens=4),
     "xla": XLA,
     # One H100, two layers of Kimi K2 under load (the bench's README): of chunks of 256, 512 and 1,024 the last had the
-    # shortest waits for first tokens, and at the 90th percentile also between tokens. Nothing else was measured there.
+    # shortest waits for first tokens, and at the 90th percentile also between tokens. Nothing else was measured there;
+    # `expanded_queries` is what it was when that was.
     "gpu": replace(XLA, chunk_tokens=1024, expanded_queries=128),
 }

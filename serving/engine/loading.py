@@ -18,7 +18,7 @@ from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.experts.loads import read_loads
 from moonshard.models.folder.checkpoint import Checkpoint
-from moonshard.models.machines import MACHINES, XLA, Machine
+from moonshard.models.machines import MACHINES, Machine
 from moonshard.models.model import ExpandedAttention, Model, PagedAttention
 from moonshard.models.native import library
 from moonshard.models.native.experts import grouped_experts
@@ -197,7 +197,7 @@ def _tell_what_was_decided(config: Config, shapes: StepShapes, platform: str) ->
     if config.kv.prefix_cache and not shapes.groups.is_plain:
         logger.warning("kv.prefix_cache: off, since the model has several KV groups or a window")
     if config.prefill.chunk_tokens is None:
-        chunk_tokens, kind = shapes.prefill_buckets[-1], kernels_of(platform)
+        chunk_tokens, kind = shapes.prefill_buckets[-1], kind_for(platform)
         logger.info("prefill.chunk_tokens: %d, as the table has it for %s", chunk_tokens, kind)
 
 
@@ -342,7 +342,12 @@ def reads_in_place(platform: str) -> bool:
 
 def machine_for(platform: str) -> Machine:
     """What is best computed at once on this machine's devices."""
+    return MACHINES[kind_for(platform)]
+
+
+def kind_for(platform: str) -> str:
+    """The kind of machine, as the table of `models.machines` has it."""
     found = library.chosen() if platform == "cpu" else None
     if found is not None:
-        return MACHINES[found.best]
-    return MACHINES["gpu"] if platform == "gpu" else XLA
+        return found.best
+    return "gpu" if platform == "gpu" else "xla"

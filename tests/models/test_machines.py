@@ -10,7 +10,7 @@ from moonshard.models.native import library
 def test_steps_are_whole_rows_and_the_smallest_is_at_most_one(kind: str):
     machine = MACHINES[kind]
     assert machine.chunk_tokens % machine.tile_tokens == 0
-    assert 0 < machine.few_tokens <= machine.tile_tokens
+    assert 1 < machine.few_tokens <= machine.tile_tokens
     assert min(machine.expanding, machine.keys, machine.expanded_keys, machine.expanded_queries) > 0
 
 

@@ -17,7 +17,7 @@ from moonshard.experiments.bench.sizes.record import SizesJob, Tried, TriedSizes
 from moonshard.experiments.bench.steps.bare_steps import BareSteps, run_steps
 from moonshard.models.machines import Machine
 from moonshard.serving.config.keys import Config
-from moonshard.serving.engine.loading import LoadedModel, kernels_of, load_model, machine_for
+from moonshard.serving.engine.loading import LoadedModel, kind_for, load_model, machine_for
 
 DECODE_STEPS = 8  # in a repeat
 Told = Callable[[str], None]
@@ -32,7 +32,7 @@ def try_sizes(config: Config, job: SizesJob, told: Told) -> TriedSizes:
     for entry in entries_of(machine):
         told(entry.name)
         tried += _try_entry(config, machine, entry, job)
-    return TriedSizes(kind=kernels_of(platform), tried=tuple(tried))
+    return TriedSizes(kind=kind_for(platform), tried=tuple(tried))
 
 
 def _with_small_pool(config: Config) -> Config:

@@ -34,8 +34,8 @@ EVERYWHERE = (
     Entry(name="tile_tokens", candidates=(16, 32, 64, 128), probes=(Probe(num_tokens=512), Probe(num_tokens=100))),
     Entry(
         name="few_tokens",
-        candidates=(1, 2, 4, 8, 16, 32),
-        probes=tuple(Probe(num_tokens=count, cached_tokens=511) for count in (1, 3, 6, 12)),
+        candidates=(2, 4, 8, 16, 32),
+        probes=tuple(Probe(num_tokens=count, cached_tokens=511) for count in (3, 6, 12)),  # one has its own step
     ),
     Entry(
         name="expanding",
