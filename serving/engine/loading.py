@@ -320,11 +320,15 @@ def attention_for(platform: str) -> PagedAttention | None:
 
 def expanded_for(platform: str) -> ExpandedAttention | None:
     """The kernel for long prompts on GPUs, once `card` says that it serves; None: `attention_for`'s does them."""
-    if platform == "gpu":
-        from moonshard.models.gpu import card, expanded_attention  # Pallas, only where it runs
+    if platform != "gpu":
+        return None
+    from moonshard.models.gpu import card  # Pallas, only where it runs
 
-        return expanded_attention.expanded_attention if card.runs_kernels() and card.EXPANDS_PROMPTS else None
-    return None
+    if not (card.EXPANDS_PROMPTS and card.runs_kernels()):
+        return None
+    from moonshard.models.gpu import expanded_attention
+
+    return expanded_attention.expanded_attention
 
 
 def kernels_of(platform: str) -> str:

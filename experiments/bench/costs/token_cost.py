@@ -21,7 +21,7 @@ from moonshard.experiments.bench.costs.gateway_cost import PROMPT, gateway_proce
 from moonshard.experiments.bench.serving.streams import ask_grpc
 from moonshard.experiments.common.grid import Grid, number
 from moonshard.experiments.common.running.measurement import Measurement, Plan
-from moonshard.experiments.common.running.server import cpu_s
+from moonshard.experiments.common.running.server import ServerFailed, cpu_s
 from moonshard.rpc.client import AsyncClient
 from moonshard.serving.config.cluster_key import key_file_of
 from moonshard.serving.config.keys import Config
@@ -29,6 +29,7 @@ from moonshard.serving.config.keys import Config
 STEP_S = 0.004
 NUM_STREAMS = (8, 16)
 NUM_TOKENS = 200  # of a stream
+END_BYTES = 64  # of an answer, in which `[DONE]` stands
 BARE, GATEWAY = "bare", "gateway"
 WIRES = ("gRPC", "HTTP")
 COLUMNS = ("streams", "wire", "bare, us", "gateway, us", "ours, us", "gateway / bare")
@@ -66,7 +67,10 @@ def _bare(config: Config, worker: str, environment: Mapping[str, str]) -> Iterat
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         assert process.stdout is not None  # it was asked for
-        grpc, http = process.stdout.readline().split()
+        said = process.stdout.readline().split()
+        if len(said) != 2:
+            raise ServerFailed("the bare fronts ended before they were ready")
+        grpc, http = said
         yield Front(pid=process.pid, grpc=grpc, http=http, model="bare")
         # leaving closes its input, which is what it ends by
 
@@ -108,24 +112,22 @@ async def _one_after_another(ask: Ask, end_s: float) -> int:
 
 
 async def _ask_http(front: Front) -> int:
-    """Reads bytes and counts chunks: a client that parsed them would take the cores from what is measured."""
+    """The number of tokens. Looks at the first and the last bytes alone: a client that parsed them all would take the
+    cores from what is measured. ServerFailed if the answer is none.
+    """
     host, _, port = front.http.removeprefix("http://").rpartition(":")
     asked = {"model": front.model, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
     body = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
-    num_tokens = (await _count(reader)) - 1  # the last one is no token
-    writer.close()
-    return num_tokens
-
-
-async def _count(reader: asyncio.StreamReader) -> int:
-    """The number of events until the connection ends; an event may come in two parts, but not its mark."""
-    num_events = 0
+    status, end = await reader.readline(), b""
     while data := await reader.read(1 << 16):
-        num_events += data.count(b"data: ")
-    return num_events
+        end = (end + data)[-END_BYTES:]
+    writer.close()
+    if b" 200 " not in status or b"[DONE]" not in end:
+        raise ServerFailed(f"a stream of the bench was answered with {status.decode().strip()}, and did not end")
+    return NUM_TOKENS
 
 
 def _name(what: str, wire: str, num_streams: int) -> str:
@@ -147,6 +149,7 @@ def token_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
     notes = (
         f"Tokens: processor time of all threads of a process, a token a stream every {1e3 * STEP_S:g} ms, streams "
         f"of {NUM_TOKENS} tokens after a prompt of {len(PROMPT)}. Bare is a process that reads the same link by "
-        "grpc.aio and writes ready-made messages by grpc.aio or uvicorn, with no work of ours.",
+        "grpc.aio, whose steps name no streams, and writes ready-made messages by grpc.aio or uvicorn, with no work of "
+        "ours.",
     )
     return Grid(title="What a token costs the gateway", columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())

@@ -1,7 +1,7 @@
 """Servers beside each other: every row of every server, in turns, each sample watched and taken again if disturbed.
 
-One server works at a time, when all others are idle; from sample to sample another begins, and every other time the
-order is turned round, so that nobody always follows the same one. A server that is lost keeps what it has finished and
+One server works at a time, when all others are idle; every other sample the order is turned round, and then another
+begins, so that nobody always follows the same one. A server that is lost keeps what it has finished and
 the rest of its cells stay empty, with a note; so does a cell whose request is refused.
 """
 
@@ -175,6 +175,6 @@ class _Turns:
 
 
 def _in_turn(names: list[str], index: int) -> list[str]:
-    first = index % max(len(names), 1)
+    first = index // 2 % max(len(names), 1)
     turned = [*names[first:], *names[:first]]
     return turned[::-1] if index % 2 else turned

@@ -61,10 +61,10 @@ class PreparedPrograms:
 
     @property
     def firsts(self) -> tuple[Wanted, ...]:
-        """Of `others` those that serve a short first request: the smallest prefill and decode."""
-        model_kinds = (StepKind.PREFILL, StepKind.DECODE)
-        smallest_sizes = {kind: self.shapes.buckets.get(kind, (0,))[0] for kind in model_kinds}
-        return tuple(wanted for wanted in self.others if smallest_sizes.get(wanted.key[0]) == wanted.key[1])
+        """Of `others` those that serve a short first request: a prefill of one row, and the smallest decode."""
+        q_tile, decodes = self.shapes.q_tile, self.shapes.decode_buckets
+        keys = {(StepKind.PREFILL, q_tile), *((StepKind.DECODE, size) for size in decodes[:1])}
+        return tuple(wanted for wanted in self.others if wanted.key in keys)
 
     def _wanted(self) -> Iterator[Wanted]:
         for index, blueprint in enumerate(self.blueprints):

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise, permutations
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -85,20 +85,26 @@ def test_every_server_gets_the_same_prompts_in_turns():
     with windows():
         measure([Script(name="a", log=log), Script(name="b", log=log)], [PREFILL], samples=3)
     asked = log[2 * NUM_PROBES :]
-    assert [name for name, _ in asked] == ["a", "b", "a", "b", "a", "b", "a", "b"]
+    assert [name for name, _ in asked] == ["a", "b", "a", "b", "b", "a", "b", "a"]
     of_a, of_b = ([prompt for name, prompt in asked if name == wanted] for wanted in "ab")
     assert of_a == of_b
     assert len({tuple(prompt) for prompt in of_a}) == 4
     assert {len(prompt) for prompt in of_a} == {12}
 
 
-def test_nobody_always_follows_the_same_server():
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+def test_each_begins_and_nobody_always_follows_the_same_server(names):
     log: list[tuple[str, list[int]]] = []
+    num_samples = 2 * len(names)
     with windows():
-        measure([Script(name=name, log=log) for name in "abc"], [PREFILL], samples=6)
-    names = [name for name, _ in log[3 * NUM_PROBES + 3 :]]  # without the warm-up
-    assert {*pairwise(names)} >= {*permutations("abc", 2)}
-    assert {name: names.count(name) for name in "abc"} == dict.fromkeys("abc", 6)
+        measure([Script(name=name, log=log) for name in names], [PREFILL], samples=num_samples)
+    asked = [name for name, _ in log[len(names) * (NUM_PROBES + 1) :]]  # without the warm-up
+    samples = [asked[first : first + len(names)] for first in range(0, len(asked), len(names))]
+    assert len(samples) == num_samples
+    assert all(sorted(sample) == list(names) for sample in samples)
+    assert {sample[0] for sample in samples} == set(names)
+    before = {name: {one for one, other in pairwise(asked) if other == name} - {name} for name in names}
+    assert all(len(found) > 1 for found in before.values()) or len(names) == 2
 
 
 def test_each_kind_of_row_asks_what_its_name_says():

@@ -24,7 +24,7 @@ from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.compiled import digest as program_digest
 from moonshard.serving.engine.compiled.digest import digest_of, source_files
 from moonshard.serving.engine.compiled.preparation import Preparation
-from moonshard.serving.engine.compiled.prepared import MIN_ASKED
+from moonshard.serving.engine.compiled.prepared import MIN_ASKED, PreparedPrograms
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.programs import Drawn, Programs
 from moonshard.serving.engine.stage import Blueprint
@@ -94,6 +94,13 @@ def test_on_a_mesh_of_several_stages_too(store: ProgramStore):
     assert num_programs == 6
     assert prepare(uncompiled_programs(shard=shard), store, keys)["compile"] == num_programs
     assert prepare(uncompiled_programs(shard=shard), store, keys) == {"load": num_programs}
+
+
+def test_a_short_first_request_has_a_prefill_of_one_row_and_not_of_one_token():
+    blueprint = uncompiled_programs().stages[0].blueprint
+    shapes = replace(blueprint.shapes, prefill_buckets=(1, 8, *blueprint.shapes.prefill_buckets))
+    prepared = PreparedPrograms(shapes, [_like(blueprint, shapes=shapes)])
+    assert {wanted.key for wanted in prepared.firsts} == {(StepKind.PREFILL, Q_TILE), (StepKind.DECODE, 1)}
 
 
 def test_two_who_start_together_compile_each_program_once(store: ProgramStore):
