@@ -23,7 +23,7 @@ from moonshard.experiments.bench.peers.completions import Peer
 from moonshard.experiments.bench.peers.peer import run_peer
 from moonshard.experiments.bench.peers.rows import Decoding, Prefilling, Row, rows_of
 from moonshard.experiments.bench.peers.watch import listeners, tree
-from moonshard.experiments.bench.serving.starts import measure_start, with_cache
+from moonshard.experiments.bench.serving.starts import measure_first_token_s, with_cache
 from moonshard.experiments.common.running.measurement import Plan
 from moonshard.experiments.common.running.server import RunningServer, peak_memory_mib, serving
 from moonshard.serving.config.keys import Config
@@ -124,8 +124,7 @@ def _starts(config: Config, plan: Plan, environment: Mapping[str, str], bare_mib
             for name, seconds in found.items():  # the first fills the cache of the second
                 say(f"{name}: {index + 1} of {plan.compared_starts}")
                 with serving(overrides, with_cache(environment, Path(cache))) as server:
-                    *_, first_token = measure_start(server, name)
-                    seconds += first_token.samples
+                    seconds.append(measure_first_token_s(server))
                     peaks[name].append(_worker_mib(server) - bare_mib)
     caches = {EMPTY: "empty", FULL: "full"}
     return {

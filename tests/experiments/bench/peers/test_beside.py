@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,9 @@ def test_every_cell_of_ours_is_filled_and_of_a_peer_what_it_can_give(monkeypatch
     monkeypatch.setattr(measuring, "run_peer", lambda folder, plan: None)
     with answering(Script()) as url:
         peers = (Peer(name="fake", url=url), Peer(name="gone", url="http://127.0.0.1:9"))
+        begun_s = time.perf_counter()
         found = measure_beside(load_config(None, SETTINGS), peers, PLAN, os.environ, lambda text: None)
+        elapsed_s = time.perf_counter() - begun_s
     rows = {row.name for row in found.rows}
     assert len(rows) == NUM_ROWS
     cells = {
@@ -64,6 +67,8 @@ def test_every_cell_of_ours_is_filled_and_of_a_peer_what_it_can_give(monkeypatch
     assert cells[IN_FLOAT32] == cells[APART] == rows | {MEMORY, WORKER_MEMORY}
     assert cells["fake"] == rows | {MEMORY}
     assert {name: set(least.work) for name, least in found.least.items()} == {AGGREGATED: rows, IN_FLOAT32: rows}
+    empty, full = (found.comparison.figures[name, AGGREGATED] for name in (EMPTY, FULL))
+    assert 0 < sum(empty.values) + sum(full.values) < elapsed_s  # there are both in it, and more
     assert found.ceilings.bytes_per_s > 1e8
     assert found.ceilings.matmul_flops_per_s > 1e8
     notes = beside_grids(found)[0].notes
