@@ -18,20 +18,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from moonshard.kv.pages import Pages
 from moonshard.models.gpu.attention_tiles import (
     KEYS,
-    LEAST,
-    LOADER,
-    LOADER_REGISTERS,
     NUM_COMPUTING,
-    REGISTERS,
     ROWS,
-    Epilogue,
     Splits,
+    Task,
+    TileForm,
+    TileQueries,
     farthest_of,
-    keys_of_split,
-    last_visible,
+    half_of,
+    launch,
+    of_no_keys,
     pieces_of_keys,
-    queries_of,
-    splits_of,
 )
 from moonshard.models.gpu.tensor_cores import OF_ROWS, WIDE, Interpret, add_product, along_rows, await_all_free
 from moonshard.sharding.arrays import Array, Float, Int
@@ -54,7 +51,7 @@ def attend_pairs(
     interpret: Interpret,
 ) -> Splits:
     """As `attention_tiles.attend_tiles`, in splits of pairs; the pages have `ROTARY` features besides the latent."""
-    n, num_rows, f = queries.shape
+    f = queries.shape[2]
     copies = KEYS // min(pages.shape[2], KEYS)
     places = {
         "query_place": plgpu.SMEM((ROWS, f), queries.dtype),
@@ -73,76 +70,30 @@ def attend_pairs(
         "weights_there": plgpu.Barrier(num_arrivals=NUM_COMPUTING),
     }
 
-    def kernel(queries, pages, layer, tables, positions, *out, **places):
-        _kernel(queries, pages, layer, tables, positions, out, places, num_heads, scale, num_splits, interpret)
-
-    call = plgpu.kernel(
-        kernel,
-        out_type=splits_of(queries, value_rank, num_splits),
-        scratch_types=places,
-        grid=(num_rows // ROWS, n, num_splits),
-        grid_names=("tile", "sequence", "split"),
-        num_threads=NUM_COMPUTING + 1,
-        thread_name="warpgroup",
-        kernel_name="latent_attention_pairs",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )
-    return Splits(*call(queries, pages, layer.astype(jnp.int32).reshape(1), block_tables, positions))
-
-
-def _kernel(
-    queries: Any,
-    pages: Any,
-    layer: Any,
-    tables: Any,
-    positions: Any,
-    out: tuple[Any, ...],
-    places: dict[str, Any],
-    num_heads: int,
-    scale: float,
-    num_splits: int,
-    interpret: Interpret,
-) -> None:
-    tile, sequence, split = (jax.lax.axis_index(name) for name in ("tile", "sequence", "split"))
-    warpgroup = jax.lax.axis_index("warpgroup")
-    rows, own_queries = pl.ds(tile * ROWS, ROWS), queries_of(tile, positions, sequence, num_heads)
-    each, end = keys_of_split(own_queries, num_splits, PAIR)
-    first = split * each
-    stop = jnp.minimum(first + each, end)
-    epilogue = Epilogue(out, (split, sequence), rows, _half(places, warpgroup), warpgroup)
-
-    @pl.when((first < stop) & (warpgroup == LOADER))
-    def _():
-        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-        plgpu.copy_gmem_to_smem(queries.at[sequence, rows], places["query_place"], places["queries_loaded"])
-        last = jax.lax.div(farthest_of(own_queries), jnp.int32(KEYS))
-        _load_pairs(pages, layer[0], tables, sequence, first, stop, last, places)
-
-    @pl.when((first < stop) & (warpgroup != LOADER))
-    def _():
-        plgpu.set_max_registers(REGISTERS, action="increase")
-        visible = last_visible(tile, own_queries, num_heads)
-        plgpu.barrier_wait(places["queries_loaded"])
-        epilogue.store(*_attend(places, warpgroup, visible, first, stop, scale, interpret))
-
-    if num_splits == 1:
-        pl.when((first >= stop) & (warpgroup != LOADER))(epilogue.store_nothing)
+    form = TileForm("latent_attention_pairs", PAIR, places, _load_pairs, _attend)
+    task = Task(num_heads, value_rank, scale, num_splits, interpret)
+    return launch(form, task, queries, pages, layer, block_tables, positions)
 
 
 def _half(places: dict[str, Any], which: Any) -> Any:
-    """The features of a latent that a warpgroup sums."""
-    size = places["latent_places"].shape[3]
-    return pl.ds(which * size, size)
+    return half_of(NUM_COMPUTING * places["latent_places"].shape[3], which)
 
 
 def _load_pairs(
-    pages: Any, layer: Any, tables: Any, sequence: Any, first: Any, stop: Any, last: Any, places: dict[str, Any]
+    pages: Any,
+    layer: Any,
+    tables: Any,
+    sequence: Any,
+    first: Any,
+    stop: Any,
+    queries: TileQueries,
+    places: dict[str, Any],
 ) -> None:
-    """Loads pairs of key tiles, each part once its place was read; `last` stands for a tile that there is not.
+    """Loads pairs of key tiles, each part once its place was read; the last tile stands for one that there is not.
 
     What is free first comes first: the parts that both scorers sum themselves.
     """
+    last = jax.lax.div(farthest_of(queries), jnp.int32(KEYS))
     latents = places["latent_places"]
     rotary = pl.ds(NUM_COMPUTING * latents.shape[3], ROTARY)
 
@@ -190,12 +141,12 @@ def _exchange(places: dict[str, Any], warpgroup: Any, values: jax.Array) -> jax.
 
 
 def _attend(
-    places: dict[str, Any], warpgroup: Any, visible: Any, first: Any, stop: Any, scale: float, interpret: Interpret
+    places: dict[str, Any], warpgroup: Any, features: Any, visible: Any, first: Any, stop: Any, task: Task
 ) -> tuple[Any, Any, Any]:
     """Attention over pairs from `first` to `stop`: the values' own features, not normalised, peak and total."""
     own, other = warpgroup, 1 - warpgroup
-    latents, factor = places["latent_places"], scale * math.log2(math.e)
-    shape = (ROWS, latents.shape[3])
+    latents, factor = places["latent_places"], task.scale * math.log2(math.e)
+    shape = (ROWS, features.size)
 
     def step(index, carry):
         mixed, peak, total = carry
@@ -213,19 +164,14 @@ def _attend(
         plgpu.commit_smem()
         plgpu.barrier_arrive(places["weights_there"])
         mixed = mixed * along_rows(decay, shape)
-        mixed = add_product(mixed, weights, latents.at[own, own], interpret)
+        mixed = add_product(mixed, weights, latents.at[own, own], task.interpret)
         plgpu.barrier_arrive(places["own_free"].at[own])
         plgpu.barrier_wait(places["weights_there"])
         plgpu.barrier_wait(places["other_loaded"].at[other])
         others = places["rotary_places"].at[other]
-        mixed = add_product(mixed, others, latents.at[other, own], interpret)
+        mixed = add_product(mixed, others, latents.at[other, own], task.interpret)
         plgpu.barrier_arrive(places["other_free"].at[other])
         return mixed, higher, total
 
-    start = (
-        plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WIDE),
-        plgpu.layout_cast(jnp.full((ROWS,), LEAST, jnp.float32), OF_ROWS),
-        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS),
-    )
-    mixed, peak, total = jax.lax.fori_loop(first, stop, step, start)
+    mixed, peak, total = jax.lax.fori_loop(first, stop, step, of_no_keys(shape))
     return mixed, peak, total + _exchange(places, warpgroup, total)

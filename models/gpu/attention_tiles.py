@@ -7,6 +7,7 @@ one is at a softmax the other has the tensor cores. Of the products, a third is 
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -62,8 +63,7 @@ def attend_tiles(
     interpret: Interpret,
 ) -> Splits:
     """Attention of rows, each a head of a query, in tiles of `ROWS`; those beyond the last query are nobody's."""
-    n, num_rows, f = queries.shape
-    tokens_per_copy = min(pages.shape[2], KEYS)
+    f, tokens_per_copy = queries.shape[2], min(pages.shape[2], KEYS)
     places = {
         "query_place": plgpu.SMEM((ROWS, f), queries.dtype),
         "key_places": plgpu.SMEM((NUM_PLACES, KEYS, f), pages.dtype),
@@ -71,21 +71,57 @@ def attend_tiles(
         "loaded": plgpu.Barrier(num_arrivals=KEYS // tokens_per_copy, num_barriers=NUM_PLACES),
         "free": plgpu.Barrier(num_arrivals=NUM_COMPUTING, num_barriers=NUM_PLACES),
     }
+    form = TileForm("latent_attention", KEYS, places, _load_keys, _attend)
+    task = Task(num_heads, value_rank, scale, num_splits, interpret)
+    return launch(form, task, queries, pages, layer, block_tables, positions)
+
+
+class TileForm(NamedTuple):
+    """How three warpgroups share a tile of queries: one loads, the others compute half of the features each."""
+
+    name: str  # of the kernel
+    keys_at_once: int  # of a step
+    places: Mapping[str, Any]  # in shared memory; `query_place` and `queries_loaded` are among them
+    load: Callable[..., None]  # (pages, layer, tables, sequence, first step, last, queries, places)
+    attend: Callable[..., tuple[Any, Any, Any]]  # (places, warpgroup, features, visible, first step, last, task)
+
+
+class Task(NamedTuple):
+    """What is the same for all tiles."""
+
+    num_heads: int
+    value_rank: int
+    scale: float
+    num_splits: int
+    interpret: Interpret
+
+
+def launch(
+    form: TileForm,
+    task: Task,
+    queries: Float[Array, "n rows f"],
+    pages: Pages,
+    layer: Int[Array, ""],
+    block_tables: Int[Array, "n m"],
+    positions: Int[Array, "n t"],
+) -> Splits:
+    """Runs a form's kernel over all tiles, sequences and splits."""
+    n, num_rows, _ = queries.shape
 
     def kernel(queries, pages, layer, tables, positions, *out, **places):
-        _kernel(queries, pages, layer, tables, positions, out, places, num_heads, scale, num_splits, interpret)
+        _run_tile(form, task, queries, pages, layer, tables, positions, out, places)
 
     call = plgpu.kernel(
         kernel,
-        out_type=splits_of(queries, value_rank, num_splits),
-        scratch_types=places,
-        grid=(num_rows // ROWS, n, num_splits),
+        out_type=splits_of(queries, task.value_rank, task.num_splits),
+        scratch_types=form.places,
+        grid=(num_rows // ROWS, n, task.num_splits),
         grid_names=("tile", "sequence", "split"),
         num_threads=NUM_COMPUTING + 1,
         thread_name="warpgroup",
-        kernel_name="latent_attention",
+        kernel_name=form.name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
+        interpret=task.interpret,
     )
     return Splits(*call(queries, pages, layer.astype(jnp.int32).reshape(1), block_tables, positions))
 
@@ -100,7 +136,9 @@ def splits_of(queries: Float[Array, "n rows f"], value_rank: int, num_splits: in
     return shape((num_splits, n, num_rows, value_rank), jnp.float32), each, each
 
 
-def _kernel(
+def _run_tile(
+    form: TileForm,
+    task: Task,
     queries: Any,
     pages: Any,
     layer: Any,
@@ -108,36 +146,37 @@ def _kernel(
     positions: Any,
     out: tuple[Any, ...],
     places: dict[str, Any],
-    num_heads: int,
-    scale: float,
-    num_splits: int,
-    interpret: Interpret,
 ) -> None:
     tile, sequence, split = (jax.lax.axis_index(name) for name in ("tile", "sequence", "split"))
     warpgroup = jax.lax.axis_index("warpgroup")
-    rows, own_queries = pl.ds(tile * ROWS, ROWS), queries_of(tile, positions, sequence, num_heads)
-    each, end = keys_of_split(own_queries, num_splits, KEYS)
+    rows, own_queries = pl.ds(tile * ROWS, ROWS), queries_of(tile, positions, sequence, task.num_heads)
+    each, end = keys_of_split(own_queries, task.num_splits, form.keys_at_once)
     first = split * each
     stop = jnp.minimum(first + each, end)
-    rank = out[0].shape[-1]
-    features = pl.ds(warpgroup * (rank // NUM_COMPUTING), rank // NUM_COMPUTING)
+    features = half_of(task.value_rank, warpgroup)
     epilogue = Epilogue(out, (split, sequence), rows, features, warpgroup)
 
     @pl.when((first < stop) & (warpgroup == LOADER))
     def _():
         plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
         plgpu.copy_gmem_to_smem(queries.at[sequence, rows], places["query_place"], places["queries_loaded"])
-        _load_keys(pages, layer[0], tables, sequence, first, stop, places)
+        form.load(pages, layer[0], tables, sequence, first, stop, own_queries, places)
 
     @pl.when((first < stop) & (warpgroup != LOADER))
     def _():
         plgpu.set_max_registers(REGISTERS, action="increase")
-        visible = last_visible(tile, own_queries, num_heads)
+        visible = last_visible(tile, own_queries, task.num_heads)
         plgpu.barrier_wait(places["queries_loaded"])
-        epilogue.store(*_attend(places, visible, first, stop, features, scale, interpret))
+        epilogue.store(*form.attend(places, warpgroup, features, visible, first, stop, task))
 
-    if num_splits == 1:
+    if task.num_splits == 1:
         pl.when((first >= stop) & (warpgroup != LOADER))(epilogue.store_nothing)
+
+
+def half_of(value_rank: int, which: Any) -> Any:
+    """The features of a latent that a computing warpgroup sums."""
+    size = value_rank // NUM_COMPUTING
+    return pl.ds(which * size, size)
 
 
 class Epilogue(NamedTuple):
@@ -205,9 +244,17 @@ def last_visible(tile: Any, queries: TileQueries, num_heads: int) -> jax.Array:
 
 
 def _load_keys(
-    pages: Any, layer: Any, tables: Any, sequence: Any, first: Any, stop: Any, places: dict[str, Any]
+    pages: Any,
+    layer: Any,
+    tables: Any,
+    sequence: Any,
+    first: Any,
+    stop: Any,
+    queries: TileQueries,
+    places: dict[str, Any],
 ) -> None:
     """Loads tiles of keys into the places in turn, each once both that compute have done with the one before."""
+    del queries  # all steps have keys
 
     @pl.loop(first, stop)
     def _(index):
@@ -239,10 +286,11 @@ def pieces_of_keys(pages: Any, layer: Any, tables: Any, sequence: Any, index: An
 
 
 def _attend(
-    places: dict[str, Any], visible: Any, first: Any, stop: Any, features: Any, scale: float, interpret: Interpret
+    places: dict[str, Any], warpgroup: Any, features: Any, visible: Any, first: Any, stop: Any, task: Task
 ) -> tuple[Any, Any, Any]:
     """Attention over tiles of keys from `first` to `stop`: the values' own features, not normalised, peak and total."""
-    factor, shape = scale * math.log2(math.e), (ROWS, features.size)
+    del warpgroup  # both do the same, but for their features
+    factor, shape = task.scale * math.log2(math.e), (ROWS, features.size)
 
     def step(index, carry):
         mixed, peak, total = carry
@@ -257,13 +305,18 @@ def _attend(
         weights = jnp.exp2(scores - along_rows(higher, (ROWS, KEYS)))
         total = total * decay + weights.sum(axis=1)
         mixed = mixed * along_rows(decay, shape)
-        mixed = add_product(mixed, weights.astype(jnp.bfloat16), keys.at[:, features], interpret)
+        mixed = add_product(mixed, weights.astype(jnp.bfloat16), keys.at[:, features], task.interpret)
         plgpu.barrier_arrive(places["free"].at[place])
         return mixed, higher, total
 
-    start = (
+    return jax.lax.fori_loop(first, stop, step, of_no_keys(shape))
+
+
+def of_no_keys(shape: tuple[int, int]) -> tuple[Any, Any, Any]:
+    """What a warpgroup has before its first keys: the values' features, peak and total of each row."""
+    num_rows, _ = shape
+    return (
         plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WIDE),
-        plgpu.layout_cast(jnp.full((ROWS,), LEAST, jnp.float32), OF_ROWS),
-        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS),
+        plgpu.layout_cast(jnp.full((num_rows,), LEAST, jnp.float32), OF_ROWS),
+        plgpu.layout_cast(jnp.zeros((num_rows,), jnp.float32), OF_ROWS),
     )
-    return jax.lax.fori_loop(first, stop, step, start)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moonshard.models.gpu.attention_tiles import LEAST, LOADER_REGISTERS, REGISTERS
+from moonshard.models.gpu.attention_tiles import LOADER_REGISTERS, REGISTERS, of_no_keys
 from moonshard.models.gpu.expanded_keys import KEYS, Panel
 from moonshard.models.gpu.expanded_queries import NUM_COMPUTING, ROWS, TILE, Seen, Tile, tile_of
 from moonshard.models.gpu.tensor_cores import (
@@ -261,16 +261,8 @@ def _attend(
 
 def _start(tile: Tile, state: State | None, shape: tuple[int, int]) -> tuple[Any, Any, Any]:
     """What earlier panels gave; else nothing."""
-
-    def nothing() -> tuple[Any, Any, Any]:
-        return (
-            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WIDE),
-            plgpu.layout_cast(jnp.full((ROWS,), LEAST, jnp.float32), OF_ROWS),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS),
-        )
-
     if state is None:
-        return nothing()
+        return of_no_keys(shape)
     kept = state
 
     def load() -> tuple[Any, Any, Any]:
@@ -283,7 +275,7 @@ def _start(tile: Tile, state: State | None, shape: tuple[int, int]) -> tuple[Any
         )
 
     goes_on = (tile.own[0] < tile.panel_first) & (tile.own_begin < tile.own_stop)
-    return jax.lax.cond(goes_on, load, nothing)
+    return jax.lax.cond(goes_on, load, lambda: of_no_keys(shape))
 
 
 def _store(

@@ -49,7 +49,7 @@ def give_back_freed() -> None:
 
 
 def share_one_arena() -> None:
-    """From now on all threads take memory from one arena of malloc. Called before a process has threads.
+    """From now on threads that begin take memory from an arena of malloc that exists. Called while there is only one.
 
     glibc gives each thread an arena of its own, until there are eight for each core, and what is freed in one is not
     reused in another. A step's temporary buffers are taken by whichever of XLA's threads comes to it: after prompts of

@@ -13,6 +13,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from moonshard.serving.deploy.child import Child, start_child
@@ -76,12 +77,40 @@ class Reporter(Protocol):
     def note(self, text: str) -> None: ...
 
 
+class _News:
+    """A reporter that keeps what children say until `begin`: of a start that is refused nobody hears but why."""
+
+    def __init__(self, reporter: Reporter):
+        self._reporter = reporter
+        self._kept: list[Callable[[], None]] | None = []
+
+    def event(self, child: str, event: str, fields: Mapping[str, object]) -> None:
+        self._tell(partial(self._reporter.event, child, event, fields))
+
+    def line(self, child: str, text: str) -> None:
+        self._tell(partial(self._reporter.line, child, text))
+
+    def note(self, text: str) -> None:
+        self._reporter.note(text)
+
+    def begin(self) -> None:
+        kept, self._kept = self._kept or [], None
+        for tell in kept:
+            tell()
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        if self._kept is None:
+            tell()
+        else:
+            self._kept.append(tell)
+
+
 class Supervisor:
     """`start`, then `watch`, and `stop` in every case."""
 
     def __init__(self, commands: Commands, reporter: Reporter, limits: RestartLimits):
         self._commands = commands
-        self._reporter = reporter
+        self._reporter = _News(reporter)
         self._limits = limits
         self._workers: list[ChildRole] = []
         self._gateway: ChildRole | None = None
@@ -90,19 +119,27 @@ class Supervisor:
         """Start all; returns what the gateway listens on once every child is ready. ChildFailed if one ends before.
 
         The gateway starts as soon as the workers' addresses are known: it binds its ports while models load. `check`
-        runs meanwhile, on a thread: what it raises is raised, as soon as it is known.
+        runs meanwhile, on a thread: what it raises is raised, as soon as it is known, and until it has ended nothing is
+        reported of the children.
         """
         self._workers = [self._start_role(name, command) for name, command in self._commands.workers.items()]
-        checking = asyncio.create_task(asyncio.to_thread(check))
+        checking = asyncio.create_task(self._checked(check))
         starting = asyncio.create_task(self._start_gateway())
         try:
             await asyncio.wait({checking, starting}, return_when=asyncio.FIRST_EXCEPTION)
             if checking.done():
                 checking.result()
             return await starting
+        except ChildFailed:
+            self._reporter.begin()
+            raise
         finally:
             checking.cancel()
             starting.cancel()
+
+    async def _checked(self, check: Callable[[], object]) -> None:
+        await asyncio.to_thread(check)
+        self._reporter.begin()
 
     async def _start_gateway(self) -> Mapping[str, object]:
         addresses = await self._unless_failed(_addresses(self._workers))

@@ -153,7 +153,8 @@ def _load_model(
         weights.check_shapes(model.declare(), checkpoint)
         placement = _place_experts(config, role, checkpoint, model, shard)
         machine = machine or machine_for(platform)
-        holding = _holding(config, platform, dtype)
+        holding = holding_of(config, machine)
+        _tell_how_weights_are_held(config, holding, platform, dtype)
         parts = abstract_stages(model, shard, dtype, placement, checkpoint, holding, machine)
         taken = WeightBytes.of(part.weights for part in parts)
         shapes, pool = choose_sizes(config, model, dtype, role, taken, machine)
@@ -201,15 +202,17 @@ def _tell_what_was_decided(config: Config, shapes: StepShapes, platform: str) ->
         logger.info("prefill.chunk_tokens: %d, as the table has it for %s", chunk_tokens, kind)
 
 
-def _holding(config: Config, platform: str, dtype: str) -> weights.Holding | None:
-    """How weights are held for kernels to read; None: in `dtype`. Says where that is not what was asked for."""
+def holding_of(config: Config, machine: Machine) -> weights.Holding | None:
+    """How weights are held for kernels to read; None: in what they are computed in."""
+    return config.model.weights if machine.reads_in_place else None
+
+
+def _tell_how_weights_are_held(config: Config, holding: weights.Holding | None, platform: str, dtype: str) -> None:
+    """Says where that is not what was asked for."""
     asked = config.model.weights
-    if reads_in_place(platform):
-        return asked
-    if asked != "native" and dtype != HELD_AS[asked]:
+    if holding is None and asked != "native" and dtype != HELD_AS[asked]:
         where = "on a GPU" if platform == "gpu" else "without kernels for CPUs"
         logger.warning("model.weights: not held as %s, but as they are computed in, %s: %s", asked, dtype, where)
-    return None
 
 
 def abstract_stages(
@@ -239,7 +242,7 @@ def abstract_stages(
                 ),
                 mesh=mesh,
                 shard=shard,
-                backend=backend_for(platform),
+                backend=backend_for(platform, machine),
                 placement=own,
                 attention=attention_for(platform),
                 expanded=expanded_for(platform),
@@ -300,13 +303,16 @@ def _load_stages(
         return [Stage(blueprint, loaded, prepared.of(index)) for index, (blueprint, loaded) in built]
 
 
-def backend_for(platform: str) -> moe.Backend:
-    """The kernels on GPUs, and on CPUs where they are; else plain XLA. Each runs the experts of one device."""
+def backend_for(platform: str, machine: Machine | None = None) -> moe.Backend:
+    """The kernels on GPUs, and on CPUs where they are; else plain XLA. Each runs the experts of one device.
+
+    `machine`: what is computed otherwise; None: as `models.machines` has it.
+    """
     if platform == "gpu":
         from moonshard.models.gpu import card, experts  # Pallas, only where it runs
 
         return experts.grouped_experts if card.runs_kernels() else moe.blocks
-    return grouped_experts if reads_in_place(platform) else moe.blocks
+    return grouped_experts if (machine or machine_for(platform)).reads_in_place else moe.blocks
 
 
 def attention_for(platform: str) -> PagedAttention | None:
@@ -333,15 +339,9 @@ def expanded_for(platform: str) -> ExpandedAttention | None:
 
 def kernels_of(platform: str) -> str:
     """What runs the parts of a step that kernels are written for: on CPUs the instruction set, or `xla`."""
-    if attention_for(platform) is not None:
-        return "pallas"
-    found = library.chosen() if platform == "cpu" else None
-    return "xla" if found is None else found.best
-
-
-def reads_in_place(platform: str) -> bool:
-    """Whether weights stay in their stacks, where kernels read them: on CPUs, where these are."""
-    return machine_for(platform).reads_in_place
+    if platform == "gpu":
+        return "xla" if attention_for(platform) is None else "pallas"
+    return kind_for(platform)
 
 
 def machine_for(platform: str) -> Machine:

@@ -17,7 +17,7 @@ from moonshard.models.spec import page_layers
 from moonshard.models.weights import held_dtype
 from moonshard.serving.config.keys import Config
 from moonshard.serving.engine.capacity.sizes import choose_sizes, resolve_dtype
-from moonshard.serving.engine.loading import reads_in_place
+from moonshard.serving.engine.loading import holding_of, machine_for
 
 
 def row_work(model: LatentModel, row: Row, size: ItemBytes) -> Work:
@@ -64,6 +64,6 @@ def item_bytes(config: Config) -> ItemBytes:
     """Of a worker's matrices, nearly all of its weights, and of its KV."""
     checkpoint, model = open_model(config.model.path)
     dtype, platform = resolve_dtype(config.model.dtype), jax.devices()[0].platform
-    holding = config.model.weights if reads_in_place(platform) else None
+    holding = holding_of(config, machine_for(platform))
     table = held_dtype(model.declare().embed, checkpoint, jnp.dtype(dtype), holding)
     return ItemBytes(weights=table.itemsize, kv=jnp.dtype(dtype).itemsize)

@@ -7,12 +7,12 @@ be told from this: on CPU XLA widens bf16 to float32 on the way, and experts do 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
 
-from moonshard.models.machines import MACHINES, XLA
+from moonshard.models.machines import MACHINES
 from moonshard.models.model import Model
 from moonshard.serving.config.keys import Config, rules_of
 from moonshard.serving.engine import loading
@@ -22,6 +22,7 @@ from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.budget import StageBudget, budget
 from moonshard.sharding.shard import Shard
 
+GPU = MACHINES["gpu"]
 DTYPE, ITEM_BYTES = "bfloat16", 2
 INT_BYTES = LOGIT_BYTES = 4
 
@@ -47,8 +48,8 @@ class LoweredStage:
 
 
 def abstract_stages(model: Model, shard: Shard, dtype: str) -> list[StageModel]:
-    """The stages of a worker, with shapes for weights, computed as XLA has them. MeshError as `lower_stages`."""
-    return [replace(stage, machine=XLA) for stage in loading.abstract_stages(model, shard, dtype)]
+    """A worker's stages, with shapes for weights, computed as XLA has them on a GPU. MeshError as `lower_stages`."""
+    return loading.abstract_stages(model, shard, dtype, machine=GPU)
 
 
 def lower_stages(config: Config, model: Model, role: StepRole) -> Iterator[LoweredStage]:
@@ -59,7 +60,7 @@ def lower_stages(config: Config, model: Model, role: StepRole) -> Iterator[Lower
     """
     shard = shard_of(config, role)
     context_tokens = min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
-    shapes = step_shapes(config, context_tokens, role, model.kv_groups(DTYPE), MACHINES["gpu"])
+    shapes = step_shapes(config, context_tokens, role, model.kv_groups(DTYPE), GPU)
     is_prefill = role == "prefill"
     kind, sizes = (StepKind.PREFILL, shapes.prefill_buckets) if is_prefill else (StepKind.DECODE, shapes.decode_buckets)
     num_blocks, block_size = shapes.slots_per_partition * shapes.columns_per_sequence, config.kv.block_size

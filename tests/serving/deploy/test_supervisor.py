@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moonshard.serving.deploy.supervisor import ChildFailed, Command, RestartLimits, Supervisor, supervise
@@ -339,22 +340,48 @@ async def test_a_failed_start_gives_the_childs_exit_code_and_message():
     assert ("no such tensor",) in recorder.news
 
 
-async def test_what_the_check_finds_ends_a_start_and_all_its_children():
-    recorder, started = Recorder(), threading.Event()
+class Told(Scripted):
+    """Knows when the gateway is started: the worker has said by then that it listens."""
+
+    def __init__(self):
+        super().__init__([["l"]], gateway=["l"])
+        self.has_spoken = threading.Event()
+
+    def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
+        self.has_spoken.set()
+        return super().gateway(workers, previous)
+
+
+async def test_what_the_check_finds_ends_a_start_and_all_its_children_of_which_nothing_is_reported():
+    recorder, commands, before = Recorder(), Told(), set(psutil.Process().children())
 
     def check() -> None:
-        assert started.wait(60)
+        assert commands.has_spoken.wait(60)
         raise ValueError("a damaged tokenizer")
 
-    supervised = asyncio.create_task(
-        supervise(Scripted([["l"]], gateway=["l"]), recorder, PATIENCE, on_ready=lambda _: None, check=check)
-    )
-    await recorder.saw("gateway", "gateway waiting")
-    started.set()
     with pytest.raises(ValueError, match="a damaged tokenizer"):
-        await supervised
-    assert len(recorder.pids) == 2
-    assert all(has_ended(pid) for pid in recorder.pids.values())
+        await supervise(commands, recorder, PATIENCE, on_ready=lambda _: None, check=check)
+    assert recorder.news == []
+    assert set(psutil.Process().children()) <= before
+
+
+async def test_what_children_say_is_reported_once_the_check_has_ended():
+    recorder, commands = Recorder(), Told()
+    reported: list[tuple[str, ...]] = []  # by then
+
+    def check() -> None:
+        assert commands.has_spoken.wait(60)
+        reported.extend(recorder.news)
+
+    supervisor = Supervisor(commands, recorder, PATIENCE)
+    starting = asyncio.create_task(supervisor.start(check))
+    try:
+        await recorder.saw("worker 0", "listening")
+        await recorder.saw("gateway", "gateway waiting")
+        assert reported == []
+    finally:
+        starting.cancel()
+        await supervisor.stop()
 
 
 async def test_a_start_that_fails_does_not_wait_for_the_check():

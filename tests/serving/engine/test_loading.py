@@ -16,6 +16,7 @@ from moonshard.models.gpu import card
 from moonshard.models.gpu.attention import latent_attention
 from moonshard.models.gpu.expanded_attention import expanded_attention
 from moonshard.models.kimi.family import Kimi
+from moonshard.models.machines import XLA
 from moonshard.models.native import library
 from moonshard.models.registry import open_model
 from moonshard.models.score import score
@@ -28,6 +29,7 @@ from moonshard.serving.config.keys import (
     ModelConfig,
     PrefillConfig,
 )
+from moonshard.serving.config.reading import load_config
 from moonshard.serving.engine import loading
 from moonshard.serving.engine.capacity import memory, sizes
 from moonshard.serving.engine.capacity.sizes import DEFAULT_MAX_CONTEXT_TOKENS, resolve_dtype
@@ -296,7 +298,11 @@ def test_each_platform_gets_its_kernels_and_without_any_the_portable_loop(monkey
     assert loading.kernels_of("gpu") == "xla"
     monkeypatch.setattr(library, "chosen", lambda: None)
     assert loading.backend_for("cpu").__name__ == "blocks"
-    assert not loading.reads_in_place("cpu")
+    monkeypatch.undo()
+    assert loading.backend_for("cpu", XLA) is moe.blocks
+    assert loading.holding_of(load_config(None, ()), XLA) is None
+    monkeypatch.setattr(library, "chosen", lambda: None)
+    assert not loading.machine_for("cpu").reads_in_place
 
 
 @pytest.mark.parametrize(
