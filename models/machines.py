@@ -23,7 +23,7 @@ class Machine:
     chunk_tokens: int  # of prompts in a step, where `prefill.chunk_tokens` is auto
     tile_tokens: int  # of one sequence in a row of a prefill step: a chunk is padded to whole rows
     few_tokens: int  # of the smallest prefill step of more than one token: a cached prefix leaves only the last ones
-    expanding: float  # from how many times as many queries on keys are expanded as counting operations would have it
+    expand_from: float  # from how many times as many queries on keys are expanded as counting operations would have it
     kernel_rows: int  # the most rows that a kernel multiplies with a weight in place; for more XLA copies it; 0: none
     keys: int  # that XLA's absorbed attention reads at once
     expanded_keys: int  # that XLA's expanded attention makes at once
@@ -39,7 +39,7 @@ XLA = Machine(
     chunk_tokens=512,  # a prompt of 2,048 in chunks of 256: 1,862 ms, 512: 1,502, 1,024: 1,318; see avx512
     tile_tokens=32,  # see avx512
     few_tokens=8,  # 1 token behind 511 in a step of 1: 37 ms, 2: 31, 4: 32, 8: 37, 16: 37, 32: 46
-    expanding=1.0,  # 64, 128 and 256 tokens behind 1,024, together, at 0.5: 676 ms, 1: 652, 2: 775, 4: 833
+    expand_from=1.0,  # 64, 128 and 256 tokens behind 1,024, together, at 0.5: 676 ms, 1: 652, 2: 775, 4: 833
     kernel_rows=0,
     keys=256,  # batch 1 and 8 behind 1,024, together, of 128: 87 ms, 256: 79, 512: 131
     expanded_keys=256,  # a prompt of 2,048 tokens with 128: 1,529 ms, 256: 1,488, 512: 1,520
@@ -53,7 +53,7 @@ AVX512 = Machine(
     chunk_tokens=512,
     tile_tokens=32,  # 512 and 100 tokens, together, in rows of 16: 247 ms, 32: 249, 64: 252, 128: 247
     few_tokens=8,  # 1, 3, 6 and 12 tokens behind 511, together, from steps of 1 on: 38.4 ms, 4: 40.6, 8: 40.1
-    expanding=1.0,  # 64, 128 and 256 tokens behind 1,024, together, at 0.5: 400 ms, 1: 396, 2: 430, 4: 556
+    expand_from=1.0,  # 64, 128 and 256 tokens behind 1,024, together, at 0.5: 400 ms, 1: 396, 2: 430, 4: 556
     # 128, 256 and 512 tokens, together, of up to 64 rows: 345 ms, 128: 342, 256: 346, 512: 361; with weights in float32
     # 357, 355, 351 and 360.
     kernel_rows=128,

@@ -96,7 +96,7 @@ def expands(config: KimiConfig, longest: int, shard: Shard, machine: Machine = X
     stays in the caches. With its tokens cut over devices a key meets all heads, whose W_uk and W_uv no device has.
     """
     least = num_queries_to_expand(config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim)
-    return least is not None and longest >= least * machine.expanding and shard.num_parts("kv_tokens") == 1
+    return least is not None and longest >= least * machine.expand_from and shard.num_parts("kv_tokens") == 1
 
 
 def absorbed(machine: Machine) -> PagedAttention:

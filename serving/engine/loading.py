@@ -35,12 +35,14 @@ from moonshard.serving.engine.capacity.sizes import (
     split_stages,
 )
 from moonshard.serving.engine.capacity.slab_layout import slab_layout
+from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.compiled.prepared import PreparedPrograms
 from moonshard.serving.engine.compiled.reading import Progress, Reading
+from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.programs import Programs
-from moonshard.serving.engine.stage import Blueprint, Stage, StageModel
+from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.experts import ExpertPlacement, place_experts
 from moonshard.sharding.layout import Layout

@@ -16,8 +16,10 @@ import jax
 import numpy as np
 
 from moonshard.serving.control.request import Logprobs
+from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.prepared import PreparedPrograms
-from moonshard.serving.engine.stage import Blueprint, Stage, StageModel
+from moonshard.serving.engine.compiled.stage_model import StageModel
+from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 
 

@@ -4,7 +4,7 @@ A `Step` is a kind, a bucket and one packed int32 array, so it costs one transfe
 Every partition has a row of that array, in which slots and blocks are counted as the partition counts them. The layouts
 here say what lies where in a row, and what a field holds where a step asks for nothing; `blank` runs on the host with
 numpy, `unpack` inside the jitted program. Which step comes next is the scheduler's business, what a program computes is
-`engine.stage`'s.
+`compiled.bodies`'.
 """
 
 import bisect

@@ -23,9 +23,9 @@ from moonshard.models.spec import ModelError
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import Sampling
+from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.programs import Drawn, Programs
-from moonshard.serving.engine.stage import StageModel
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape

@@ -11,7 +11,7 @@ def test_steps_are_whole_rows_and_the_smallest_is_at_most_one(kind: str):
     machine = MACHINES[kind]
     assert machine.chunk_tokens % machine.tile_tokens == 0
     assert 1 < machine.few_tokens <= machine.tile_tokens
-    assert min(machine.expanding, machine.keys, machine.expanded_keys, machine.expanded_queries) > 0
+    assert min(machine.expand_from, machine.keys, machine.expanded_keys, machine.expanded_queries) > 0
 
 
 def test_every_form_of_the_kernels_has_its_sizes():

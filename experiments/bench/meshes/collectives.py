@@ -14,8 +14,9 @@ from moonshard.experiments.common.running.measurement import Measurement
 from moonshard.models.registry import open_model
 from moonshard.serving.config.keys import Config
 from moonshard.serving.engine.capacity.sizes import choose_sizes, resolve_dtype
+from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.lowering import abstract_stages
-from moonshard.serving.engine.stage import Blueprint, StageModel
+from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.shape import MeshShape
 from moonshard.sharding.shard import Shard

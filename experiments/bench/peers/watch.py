@@ -45,10 +45,10 @@ class Window:
 def watched(roots: Sequence[int]) -> Iterator[Window]:
     """Watches over the block. `roots`: the server's processes; their children are its too."""
     window = Window()
-    busy_s, own_s, begun_s = _busy_s(), cpu_s(roots) + time.process_time(), time.perf_counter()
+    busy_s, own_s, begun_s = _busy_s(), cpu_of_trees_s(roots) + time.process_time(), time.perf_counter()
     yield window
     window.elapsed_s = time.perf_counter() - begun_s
-    own_s = cpu_s(roots) + time.process_time() - own_s
+    own_s = cpu_of_trees_s(roots) + time.process_time() - own_s
     window.foreign_s = max(0.0, _busy_s() - busy_s - own_s)
 
 
@@ -70,7 +70,7 @@ def _busy_s() -> float:
     return times.user + times.nice + times.system + times.irq + times.softirq + times.steal
 
 
-def cpu_s(roots: Sequence[int]) -> float:
+def cpu_of_trees_s(roots: Sequence[int]) -> float:
     """Processor time of these processes and all their descendants since their start."""
     total = 0.0
     for process in tree(roots):

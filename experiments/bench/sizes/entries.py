@@ -38,7 +38,7 @@ EVERYWHERE = (
         probes=tuple(Probe(num_tokens=count, cached_tokens=511) for count in (3, 6, 12)),  # one has its own step
     ),
     Entry(
-        name="expanding",
+        name="expand_from",
         candidates=(0.5, 1, 2, 4),
         probes=tuple(Probe(num_tokens=count, cached_tokens=1024) for count in (64, 128, 256)),
     ),

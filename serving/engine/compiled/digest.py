@@ -22,8 +22,8 @@ import moonshard.kv.pages
 import moonshard.models.model
 import moonshard.sharding.mesh
 from moonshard.models.native import library
-from moonshard.serving.engine import stage as stage_module
-from moonshard.serving.engine.stage import Blueprint
+from moonshard.serving.engine import steps as steps_module
+from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.steps import ProgramKey
 
 COMPILERS = ("jax", "jaxlib", "numpy", "ml-dtypes")
@@ -74,13 +74,15 @@ def source_files() -> list[Path]:
     """
     folders = (moonshard.kv.pages, moonshard.models.model, moonshard.sharding.mesh)
     files = [path for module in folders for path in Path(str(module.__file__)).parent.rglob("*.py")]
-    own = Path(str(stage_module.__file__)).parents[1]
+    own = Path(str(steps_module.__file__)).parents[1]
     names = (
         "control/request",
         "control/sampling_parameters",
-        "engine/stage",
         "engine/draws",
         "engine/steps",
+        "engine/compiled/blueprint",
+        "engine/compiled/bodies",
+        "engine/compiled/stage_model",
         "engine/compiled/preparation",
         "engine/compiled/digest",
     )

@@ -1,9 +1,9 @@
 """The step that serves, lowered and compiled from shapes alone: no weight is made and no page allocated.
 
-The code that serves, `engine.stage`, builds it for as many devices as the mesh has; virtual ones of the CPU will do.
-What a device then holds before and after the step, as XLA plans it, stands beside what the budget counts from the same
-shapes; that they agree is the test of the budget. Weights are in bf16, as they are served. Temporaries on a GPU cannot
-be told from this: on CPU XLA widens bf16 to float32 on the way, and experts do not run in the GPU's kernels.
+The code that serves, `compiled.blueprint`, builds it for as many devices as the mesh has; virtual ones of the CPU will
+do. What a device then holds before and after the step, as XLA plans it, stands beside what the budget counts from the
+same shapes; that they agree is the test of the budget. Weights are in bf16, as they are served. Temporaries on a GPU
+cannot be told from this: on CPU XLA widens bf16 to float32 on the way, and experts do not run in the GPU's kernels.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,8 @@ from moonshard.models.model import Model
 from moonshard.serving.config.keys import Config, rules_of
 from moonshard.serving.engine import loading
 from moonshard.serving.engine.capacity.sizes import DEFAULT_MAX_CONTEXT_TOKENS, shard_of, step_shapes
-from moonshard.serving.engine.stage import Blueprint, StageModel
+from moonshard.serving.engine.compiled.blueprint import Blueprint
+from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.budget import StageBudget, budget
 from moonshard.sharding.shard import Shard

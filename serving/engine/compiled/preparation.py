@@ -18,10 +18,10 @@ from jax.experimental import serialize_executable
 
 from moonshard.serving.deploy.startup import PREPARING, PREPARING_BEHIND
 from moonshard.serving.deploy.timings import Timings
+from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.digest import digest_of
 from moonshard.serving.engine.compiled.prepared import PreparedPrograms, Wanted
 from moonshard.serving.engine.compiled.store import ProgramStore
-from moonshard.serving.engine.stage import Blueprint
 from moonshard.serving.engine.steps import ProgramKey
 
 CACHE_HITS = "/jax/compilation_cache/cache_hits"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moonshard.serving.engine.stage import Blueprint
+from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.steps import ProgramKey, StepKind, StepShapes, smallest
 
 MIN_ASKED = 3  # a size that comes once is no reason to compile for it

@@ -19,12 +19,12 @@ from moonshard.models.model import Model, PagedAttention
 from moonshard.serving.control.batching.queue import QueueTimeout
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.plan import Plan, PrefillPlan
+from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.device import Executor, StepDone
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
-from moonshard.serving.engine.stage import StageModel
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape

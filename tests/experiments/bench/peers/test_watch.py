@@ -16,7 +16,7 @@ from moonshard.experiments.bench.peers.watch import (
     GRACE_S,
     MAX_BUSY_S,
     Window,
-    cpu_s,
+    cpu_of_trees_s,
     listeners,
     settled,
     tree,
@@ -50,7 +50,7 @@ def spinning() -> Iterator[subprocess.Popen[str]]:
 def test_foreign_is_all_time_but_the_servers_and_the_clients(monkeypatch, busy_s, server_s, foreign_s):
     busy, server = iter((10.0, 10.0 + busy_s)), iter((5.0, 5.0 + server_s))
     monkeypatch.setattr(watch, "_busy_s", lambda: next(busy))
-    monkeypatch.setattr(watch, "cpu_s", lambda roots: next(server))
+    monkeypatch.setattr(watch, "cpu_of_trees_s", lambda roots: next(server))
     monkeypatch.setattr(watch.time, "process_time", lambda: 1.0)
     with watched([1]) as window:
         pass
@@ -62,8 +62,8 @@ def test_another_process_is_foreign_unless_it_is_the_server():
         pass
     assert window.foreign_s >= SPIN_S - GRACE_S
     with spinning() as child:
-        assert cpu_s([child.pid]) == pytest.approx(cpu_s([child.pid, child.pid]))
-        assert cpu_s([child.pid]) >= SPIN_S - GRACE_S
+        assert cpu_of_trees_s([child.pid]) == pytest.approx(cpu_of_trees_s([child.pid, child.pid]))
+        assert cpu_of_trees_s([child.pid]) >= SPIN_S - GRACE_S
 
 
 def test_a_sample_waits_until_nobody_works(monkeypatch):

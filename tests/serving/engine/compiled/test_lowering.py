@@ -10,9 +10,10 @@ import pytest
 
 from moonshard.models import weights
 from moonshard.serving.config.keys import Config, DecodeConfig, ModelConfig, PrefillConfig
+from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.lowering import StepRole, lower_stages
 from moonshard.serving.engine.compiled.preparation import digest_of
-from moonshard.serving.engine.stage import Blueprint, Stage
+from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import ProgramKey, Step, StepKind
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape

@@ -22,12 +22,12 @@ from moonshard.models.kimi.family import Kimi
 from moonshard.models.machines import XLA
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.compiled import digest as program_digest
+from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.digest import digest_of, source_files
 from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.compiled.prepared import MIN_ASKED, PreparedPrograms
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.programs import Drawn, Programs
-from moonshard.serving.engine.stage import Blueprint
 from moonshard.serving.engine.steps import ProgramKey, Step, StepKind
 from moonshard.sharding.experts import place_experts
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules
@@ -287,9 +287,9 @@ def test_settings_of_the_compiler_are_part_of_the_key_and_where_things_lie_is_no
     assert (before == after) is is_same
 
 
-def test_the_key_knows_every_file_of_ours_that_a_stage_imports():
+def test_the_key_knows_every_file_of_ours_that_a_blueprint_imports():
     listing = """
-import sys, moonshard.serving.engine.stage
+import sys, moonshard.serving.engine.compiled.blueprint
 print(*(m.__file__ for name, m in sys.modules.items() if name.startswith("moonshard.") and m.__file__))
 """
     done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True, env=os.environ)

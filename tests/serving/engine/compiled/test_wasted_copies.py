@@ -24,8 +24,9 @@ from moonshard.models.machines import XLA
 from moonshard.models.native import library
 from moonshard.models.registry import model_of
 from moonshard.models.spec import Param
+from moonshard.serving.engine.compiled.blueprint import Blueprint
+from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.loading import backend_for, machine_for
-from moonshard.serving.engine.stage import Blueprint, StageModel
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
