@@ -311,18 +311,20 @@ def backend_for(platform: str, machine: Machine | None = None) -> moe.Backend:
     `machine`: what is computed otherwise; None: as `models.machines` has it.
     """
     if platform == "gpu":
-        from moonshard.models.gpu import card, experts  # Pallas, only where it runs
+        from moonshard.models.gpu import card  # Pallas, only where it runs
+        from moonshard.models.gpu.experts import backend
 
-        return experts.grouped_experts if card.runs_kernels() else moe.blocks
+        return backend.grouped_experts if card.runs_kernels() else moe.blocks
     return grouped_experts if (machine or machine_for(platform)).reads_in_place else moe.blocks
 
 
 def attention_for(platform: str) -> PagedAttention | None:
     """The kernel on GPUs that it is written for; None: as the model attends by itself."""
     if platform == "gpu":
-        from moonshard.models.gpu import attention, card  # Pallas, only where it runs
+        from moonshard.models.gpu import card  # Pallas, only where it runs
+        from moonshard.models.gpu.attention import latent
 
-        return attention.latent_attention if card.runs_kernels() else None
+        return latent.latent_attention if card.runs_kernels() else None
     return None
 
 
@@ -334,9 +336,9 @@ def expanded_for(platform: str) -> ExpandedAttention | None:
 
     if not (card.EXPANDS_PROMPTS and card.runs_kernels()):
         return None
-    from moonshard.models.gpu import expanded_attention
+    from moonshard.models.gpu.attention import expanded
 
-    return expanded_attention.expanded_attention
+    return expanded.expanded_attention
 
 
 def kernels_of(platform: str) -> str:

@@ -19,7 +19,7 @@ from moonshard.experiments.bench.gpu.timing import measure
 from moonshard.kv.pages import Pages
 from moonshard.models.attention import latent_attention as by_xla
 from moonshard.models.gpu import card
-from moonshard.models.gpu.attention import latent_attention as by_kernel
+from moonshard.models.gpu.attention.latent import latent_attention as by_kernel
 from moonshard.models.model import Batch, PagedAttention
 
 KERNELS: Mapping[str, PagedAttention] = {

@@ -41,7 +41,7 @@ from moonshard.experiments.bench.gpu.slice import DTYPE, draw_pages, draw_weight
 from moonshard.experiments.bench.gpu.sweep import sweep_rows
 from moonshard.experiments.bench.gpu.timing import measure_ceilings
 from moonshard.models.experts import moe
-from moonshard.models.gpu.experts import grouped_experts
+from moonshard.models.gpu.experts.backend import grouped_experts
 
 FIXTURES = Path(__file__).resolve().parents[3] / "tests" / "fixtures"
 RESULTS = Path("results/bench-gpu")

@@ -17,8 +17,8 @@ from moonshard.experiments.bench.gpu.rows import Bench, Row
 from moonshard.experiments.bench.gpu.slice import DTYPE, ITEM_BYTES, prefill_batch
 from moonshard.experiments.bench.gpu.timing import measure
 from moonshard.kv.pages import Pages
-from moonshard.models.gpu.attention import latent_attention
-from moonshard.models.gpu.expanded_attention import expanded_attention
+from moonshard.models.gpu.attention.expanded import expanded_attention
+from moonshard.models.gpu.attention.latent import latent_attention
 from moonshard.models.model import ExpandedAttention
 from moonshard.models.product import product
 from moonshard.sharding.arrays import Array, Float, Int

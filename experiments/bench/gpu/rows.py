@@ -25,7 +25,7 @@ from moonshard.experiments.bench.gpu.slice import (
 from moonshard.experiments.bench.gpu.timing import Effort, KernelTiming, measure
 from moonshard.kv.pages import Pages
 from moonshard.models.experts import moe
-from moonshard.models.gpu.expanded_attention import expanded_attention
+from moonshard.models.gpu.attention.expanded import expanded_attention
 from moonshard.models.model import Batch, LatentModel, PagedAttention
 
 BACKENDS_TOLERANCE = 2e-2  # of the norm, between two backends in bf16

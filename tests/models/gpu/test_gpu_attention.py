@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moonshard.models.gpu import card
-from moonshard.models.gpu.attention import MAX_SPLITS, attend, latent_attention, splits_for
+from moonshard.models.gpu.attention.latent import MAX_SPLITS, attend, latent_attention, splits_for
 from tests.models.gpu.hopper import INTERPRETED, distance, lower, races
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]

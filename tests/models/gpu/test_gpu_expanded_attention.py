@@ -9,9 +9,9 @@ import pytest
 
 from moonshard.models import weights
 from moonshard.models.gpu import card
-from moonshard.models.gpu.expanded_attention import attend, expanded_attention
-from moonshard.models.gpu.expanded_keys import KEYS, row_of
-from moonshard.models.gpu.expanded_queries import ROWS, seen_by
+from moonshard.models.gpu.attention.expanded import attend, expanded_attention
+from moonshard.models.gpu.attention.expanded_keys import KEYS, row_of
+from moonshard.models.gpu.attention.expanded_queries import ROWS, seen_by
 from moonshard.models.model import Batch
 from moonshard.models.registry import open_model
 from tests.agreement import FIXTURES

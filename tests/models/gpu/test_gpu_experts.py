@@ -9,8 +9,8 @@ import pytest
 
 from moonshard.models.experts import moe
 from moonshard.models.gpu import card
-from moonshard.models.gpu.experts import grouped_experts, multiply, rows_for
-from moonshard.models.gpu.grouped_product import CUT_OF_MANY_ROWS, Cut
+from moonshard.models.gpu.experts.backend import grouped_experts, multiply, rows_for
+from moonshard.models.gpu.experts.grouped_product import CUT_OF_MANY_ROWS, Cut
 from tests.models.gpu.hopper import INTERPRETED, distance, lower, races
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]

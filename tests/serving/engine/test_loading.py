@@ -13,8 +13,8 @@ from moonshard.models.experts import moe
 from moonshard.models.experts.loads import read_loads, write_loads
 from moonshard.models.folder.checkpoint import CheckpointError
 from moonshard.models.gpu import card
-from moonshard.models.gpu.attention import latent_attention
-from moonshard.models.gpu.expanded_attention import expanded_attention
+from moonshard.models.gpu.attention.expanded import expanded_attention
+from moonshard.models.gpu.attention.latent import latent_attention
 from moonshard.models.kimi.family import Kimi
 from moonshard.models.machines import XLA
 from moonshard.models.native import library

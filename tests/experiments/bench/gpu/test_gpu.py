@@ -29,7 +29,7 @@ from moonshard.experiments.bench.gpu.sweep import CUTS, variants
 from moonshard.experiments.bench.gpu.timing import Effort, measure
 from moonshard.experiments.reading.step_model import StepModel
 from moonshard.models.experts import moe
-from moonshard.models.gpu.experts import rows_for
+from moonshard.models.gpu.experts.backend import rows_for
 
 pytestmark = pytest.mark.xdist_group("jax")
 ROOT = Path(__file__).parents[4]

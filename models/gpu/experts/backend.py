@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from moonshard.models.experts import moe
 from moonshard.models.gpu import card
-from moonshard.models.gpu.grouped_product import MAX_ROWS, Blocks, Cut, grouped_product
+from moonshard.models.gpu.experts.grouped_product import MAX_ROWS, Blocks, Cut, grouped_product
 from moonshard.models.gpu.tensor_cores import Interpret
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 

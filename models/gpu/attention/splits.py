@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from moonshard.models.gpu.attention_tiles import LEAST, ROWS, Splits, keys_of_split, queries_of
+from moonshard.models.gpu.attention.tiles import LEAST, ROWS, Splits, keys_of_split, queries_of
 from moonshard.models.gpu.tensor_cores import Interpret
 from moonshard.sharding.arrays import Array, Int
 

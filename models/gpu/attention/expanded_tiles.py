@@ -1,4 +1,4 @@
-"""Tiles of 128 queries of a head over blocks of expanded keys: the kernel of `expanded_attention`.
+"""Tiles of 128 queries of a head over blocks of expanded keys: the kernel of `expanded`.
 
 Three warpgroups share a tile. One loads keys and values, two blocks ahead; each of the others attends for half of the
 queries, in turns: one is at its softmax while the other has the tensor cores. A warpgroup passes over blocks that only
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moonshard.models.gpu.attention_tiles import LOADER_REGISTERS, REGISTERS, of_no_keys
-from moonshard.models.gpu.expanded_keys import KEYS, Panel
-from moonshard.models.gpu.expanded_queries import NUM_COMPUTING, ROWS, TILE, Seen, Tile, tile_of
+from moonshard.models.gpu.attention.expanded_keys import KEYS, Panel
+from moonshard.models.gpu.attention.expanded_queries import NUM_COMPUTING, ROWS, TILE, Seen, Tile, tile_of
+from moonshard.models.gpu.attention.tiles import LOADER_REGISTERS, REGISTERS, of_no_keys
 from moonshard.models.gpu.tensor_cores import (
     OF_ROWS,
     WIDE,

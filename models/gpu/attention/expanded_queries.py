@@ -1,4 +1,4 @@
-"""Which blocks of keys the queries of `expanded_attention` see: by warpgroups, and by the tiles that two of them share.
+"""Which blocks of keys the queries of `expanded` see: by warpgroups, and by the tiles that two of them share.
 
 Nothing is computed of a block that none of a warpgroup's queries sees.
 """
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from moonshard.models.gpu.expanded_keys import KEYS, Row
+from moonshard.models.gpu.attention.expanded_keys import KEYS, Row
 from moonshard.sharding.arrays import Array, Int
 
 ROWS = 64  # queries of a warpgroup

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from moonshard.kv.pages import Pages
 from moonshard.models import attention as reference
 from moonshard.models.gpu import card
-from moonshard.models.gpu.attention_pairs import PAIR, ROTARY, attend_pairs
-from moonshard.models.gpu.attention_splits import merge_splits
-from moonshard.models.gpu.attention_tiles import KEYS, MAX_RANK, ROWS, attend_tiles
+from moonshard.models.gpu.attention.pairs import PAIR, ROTARY, attend_pairs
+from moonshard.models.gpu.attention.splits import merge_splits
+from moonshard.models.gpu.attention.tiles import KEYS, MAX_RANK, ROWS, attend_tiles
 from moonshard.models.gpu.tensor_cores import Interpret
 from moonshard.sharding.arrays import Array, Float, Int
 
@@ -76,7 +76,7 @@ def attend(
     """The kernel itself.
 
     Args:
-        in_pairs: by `attention_pairs` where there are as many rotary features as it takes, and not `attention_tiles`.
+        in_pairs: by `pairs` where there are as many rotary features as it takes, and not `tiles`.
         num_splits: of each tile's context; None: as the shapes suggest.
         interpret: how to run it on a CPU; None: compile it for a card.
     """

@@ -1,4 +1,4 @@
-"""Tiles of 64 queries over pairs of key tiles: the form of `attention`'s kernel in which no product is done twice.
+"""Tiles of 64 queries over pairs of key tiles: the form of `latent`'s kernel in which no product is done twice.
 
 Three warpgroups share a tile of queries. One loads; each of the others scores one key tile of a pair, tells the other
 its peaks and its weights through shared memory, and sums half of the features of both tiles' values. Weights lie where
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moonshard.kv.pages import Pages
-from moonshard.models.gpu.attention_tiles import (
+from moonshard.models.gpu.attention.tiles import (
     KEYS,
     NUM_COMPUTING,
     ROWS,
@@ -50,7 +50,7 @@ def attend_pairs(
     num_splits: int,
     interpret: Interpret,
 ) -> Splits:
-    """As `attention_tiles.attend_tiles`, in splits of pairs; the pages have `ROTARY` features besides the latent."""
+    """As `tiles.attend_tiles`, in splits of pairs; the pages have `ROTARY` features besides the latent."""
     f = queries.shape[2]
     copies = KEYS // min(pages.shape[2], KEYS)
     places = {

@@ -1,8 +1,8 @@
-"""Tiles of 64 queries over splits of their contexts: the form of `attention`'s kernel that serves.
+"""Tiles of 64 queries over splits of their contexts: the form of `latent`'s kernel that serves.
 
 Three warpgroups share a tile. One loads keys, 64 at a time, into two places in turn; the other two each compute all
 scores, and half of the features of the values: so a softmax has all it needs in one warpgroup's registers, and while
-one is at a softmax the other has the tensor cores. Of the products, a third is done twice; `attention_pairs` does not.
+one is at a softmax the other has the tensor cores. Of the products, a third is done twice; `pairs` does not.
 """
 
 import functools

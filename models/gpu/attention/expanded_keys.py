@@ -1,4 +1,4 @@
-"""The keys of a step's sequences in one row, a panel of which is expanded at a time: what `expanded_attention` reads.
+"""The keys of a step's sequences in one row, a panel of which is expanded at a time: what `expanded` reads.
 
 A panel is bounded in bytes, whatever contexts are there. How much of it is used is known on the card alone, so it is
 expanded by a kernel that ends with the last used block (`grouped_product`): XLA's product would always do all of it,
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages
-from moonshard.models.gpu.grouped_product import MAX_ROWS, Blocks, grouped_product
+from moonshard.models.gpu.experts.grouped_product import MAX_ROWS, Blocks, grouped_product
 from moonshard.models.gpu.tensor_cores import Interpret
 from moonshard.sharding.arrays import Array, Float, Int
 

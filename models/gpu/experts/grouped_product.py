@@ -1,4 +1,4 @@
-"""Blocks of one expert's rows times its weights, read where they lie in the stack: the kernel of `experts`.
+"""Blocks of one expert's rows times its weights, read where they lie in the stack: the kernel of `backend`.
 
 Three warpgroups share a block of rows and a tile of columns. One loads, several steps of the summed features ahead; the
 other two multiply, each half of the rows where there are 128, else all of them with half of the columns. A tile has

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from moonshard.kv.pages import Pages
 from moonshard.models import expanded_attention as reference
 from moonshard.models.gpu import card
-from moonshard.models.gpu.expanded_keys import KEYS, expand_panel, row_of
-from moonshard.models.gpu.expanded_queries import TILE, seen_by
-from moonshard.models.gpu.expanded_tiles import Sizes, attend_panel
+from moonshard.models.gpu.attention.expanded_keys import KEYS, expand_panel, row_of
+from moonshard.models.gpu.attention.expanded_queries import TILE, seen_by
+from moonshard.models.gpu.attention.expanded_tiles import Sizes, attend_panel
 from moonshard.models.gpu.tensor_cores import Interpret
 from moonshard.sharding.arrays import Array, Float, Int
 
