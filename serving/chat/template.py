@@ -24,6 +24,7 @@ from jinja2 import nodes
 from moonshard.models.folder.json_file import read_json_object
 from moonshard.models.tokenizers.tokenizer import TextTooLongError, Tokenizer, check_text
 from moonshard.models.tokenizers.vocabulary import name_pattern
+from moonshard.serving.chat.declarations import declare_tools, sorted_tools
 from moonshard.serving.chat.sandbox.budget import RenderBudget, allowed_units
 from moonshard.serving.chat.sandbox.environment import BUDGET, TemplateSandbox
 
@@ -66,9 +67,12 @@ class ChatTemplate:
         self._environment.compile_tree(self._environment.parse(source))  # parsing alone would pass an unknown filter
         self._source = source
         self._variables = variables
-        names = self._environment.parse(source).find_all(nodes.Name)  # of its variables
-        self.takes_tools = any(name.name == "tools" for name in names)
+        self._names = frozenset(name.name for name in self._environment.parse(source).find_all(nodes.Name))
         self._marked = lru_cache(maxsize=4)(self._mark)  # by the tokenizer's special names: in practice one
+
+    @property
+    def takes_tools(self) -> bool:
+        return "tools" in self._names
 
     def encode_chat(
         self,
@@ -83,15 +87,18 @@ class ChatTemplate:
         """The prompt's ids. `template_kwargs` are the client's: tools, documents, thinking, ...
 
         Where the answer is the rest of the last message (`is_continued`), the prompt ends with that message's content,
-        a string.
+        a string. A template that names `tools_ts_str` gets the tools sorted, and declared in that variable.
 
-        Raises TemplateError, TextError at a lone surrogate in anything the client sent, and TextTooLongError at a
+        Raises TemplateError, ToolSchemaError, TextError at a lone surrogate in anything the client sent, and TextTooLongError at a
         prompt that certainly has more than `max_tokens` (`Tokenizer.encode`).
         """
         kwargs = dict(template_kwargs or {})
         if clash := OWN_VARIABLES & kwargs.keys():
             raise TemplateError(f"the template's variable {min(clash)!r} cannot be set")
         budget = _checked_budget([list(messages), kwargs])
+        if kwargs.get("tools") and "tools_ts_str" in self._names - kwargs.keys():
+            tools = sorted_tools(kwargs["tools"])
+            kwargs |= {"tools": tools, "tools_ts_str": declare_tools(tools)}
         marked = self._marked(frozenset(tokenizer.special_tokens))
         begun = str(messages[-1]["content"]) if is_continued else ""
         if is_continued and not begun:

@@ -11,6 +11,7 @@ from pathlib import Path
 from moonshard.models.folder.generation import GenerationDefaults, load_generation_defaults
 from moonshard.models.tokenizers.tokenizer import TextError, TextTooLongError, TokenIdError, Tokenizer, load_tokenizer
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFound
+from moonshard.serving.chat.declarations import ToolSchemaError
 from moonshard.serving.chat.detokenizer import Detokenizer
 from moonshard.serving.chat.template import ChatTemplate, TemplateError, load_chat_template
 from moonshard.serving.chat.tool_calls import CALL_END, NAMES, ToolCallParser, call_marks
@@ -161,6 +162,8 @@ class ServedModel:
                     return token_ids
         except TextTooLongError as error:
             raise too_long(request, f"at least {error.num_tokens}", limit) from error
+        except ToolSchemaError as error:
+            raise request.invalid("tools", str(error)) from error
         except (TemplateError, TextError) as error:
             raise request.invalid("prompt", str(error)) from error
 
