@@ -4,7 +4,8 @@ A parameter is declared once. Its abstract array, its sharding, its random initi
 Face checkpoint all follow from that one declaration (as in jax-llm-examples).
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,8 +74,15 @@ def matmul_precision(dtype: str) -> str:
     return "highest" if dtype == "float32" else "default"
 
 
-def _as_it_is(tensor: np.ndarray) -> np.ndarray:
-    return tensor
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """How a leaf's trailing dimensions lie in a tensor: it is reshaped, and a part taken of each dimension.
+
+    Data and no function, since what is stored beside a tensor, such as scales, has to follow it.
+    """
+
+    shape: tuple[int, ...]
+    part: tuple[slice, ...] = ()  # of the first dimensions; the others are whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +99,20 @@ class Param:
     source: Callable[..., str]
     stacked: int = 0
     tensor_shape: tuple[int, ...] | None = None  # None: the leaf's trailing shape
-    view: Callable[[np.ndarray], np.ndarray] = _as_it_is
+    view: View | None = None  # None: the tensor as it is
     dtype: str | None = None  # None: the model's compute dtype
     initial: float | None = None  # every value at random initialisation; None: a fan-in scaled normal
+    is_factor: bool = False  # a matrix that only products take: it may be held in a format of its own
+
+    @property
+    def whole_tensor(self) -> tuple[int, ...]:
+        """The shape of one of its tensors."""
+        return self.tensor_shape or self.shape[self.stacked :]
+
+    def tensors(self) -> Iterator[str]:
+        """The names of all its tensors, one to each leading index."""
+        return itertools.starmap(self.source, itertools.product(*map(range, self.shape[: self.stacked])))
+
+    def viewed(self, tensor: np.ndarray) -> np.ndarray:
+        """A tensor as the leaf's trailing dimensions have it, in the tensor's memory."""
+        return tensor if self.view is None else tensor.reshape(self.view.shape)[self.view.part]

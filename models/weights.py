@@ -9,31 +9,26 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from moonshard.models.spec import ModelError, Param
+from moonshard.models.formats import stored
+from moonshard.models.formats.format import Format
+from moonshard.models.formats.holding import Holding, held, matrix_of
+from moonshard.models.formats.layout import Layout
+from moonshard.models.formats.quantised import Quantised
+from moonshard.models.formats.stored import Reader, TensorSource, format_of
+from moonshard.models.spec import Param
 from moonshard.sharding.mesh import sharding_of
-from moonshard.sharding.rules import PREFILL, Rules
+from moonshard.sharding.rules import PREFILL, MeshError, Rules, shard_shape, spec
 
-Holding = Literal["native", "float32", "bf16"]  # how matrices lie in memory: see `load`
 ALIGNMENT_BYTES = 64  # of arrays on CPU (xla/cpu_function_runtime.h: MinAlign)
-
-
-@runtime_checkable
-class TensorSource(Protocol):
-    """What loading needs of a checkpoint."""
-
-    def tensor(self, name: str) -> np.ndarray: ...
-
-    def release(self, name: str) -> None:
-        """Called once a device's part of a tensor was read: its memory is needed no longer."""
-        ...
+Read = Callable[[str, tuple[slice, ...]], np.ndarray]  # of one tensor of a leaf, the part that a device has
 
 
 def is_param(leaf: Any) -> bool:
@@ -53,14 +48,25 @@ def abstract(
 
     As `load` would give it from `source`; without one all is in `dtype`.
     """
+    computed = jnp.dtype(dtype)
 
-    def leaf(param: Param) -> jax.ShapeDtypeStruct:
+    def array(param: Param, shape: tuple[int, ...], held_in: np.dtype) -> jax.ShapeDtypeStruct:
         sharding = sharding_of(mesh, param.axes, param.shape, rules)
-        computed = jnp.dtype(dtype)
-        held = jnp.dtype(param.dtype or dtype) if source is None else held_dtype(param, source, computed, holding)
-        return jax.ShapeDtypeStruct(param.shape, held, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, held_in, sharding=sharding)
+
+    def leaf(param: Param) -> Any:
+        own = jnp.dtype(param.dtype or dtype) if source is None else held(param, source, computed, holding)
+        if not isinstance(own, Format):
+            return array(param, param.shape, own)
+        layout, leading = layout_of(param, own, mesh, rules), param.shape[: param.stacked]
+        values = array(param, (*leading, *layout.values_shape), own.values.dtype)
+        return _quantised(values, array(param, (*leading, *layout.scales_shape), own.scales.dtype), layout)
 
     return jax.tree.map(leaf, params, is_leaf=is_param)
+
+
+def _quantised(values: Any, scales: Any, layout: Layout) -> Quantised[Any]:
+    return Quantised(values, scales, layout.format.name, layout.block, layout.shape[-1])
 
 
 def load(
@@ -77,20 +83,23 @@ def load(
     """Reads every parameter onto its devices, converted to `dtype`, which is what is computed in.
 
     Args:
-        holding: for matrices, which are nearly all of the bytes and which kernels widen as they read them: `native` as
-            they are stored, unless that is wider than `dtype`; `float32` or `bf16` whatever is stored. None: `dtype`.
+        holding: see `formats.holding`. What is quantised now, or widened, each device makes of whole tensors.
         progress: called with (leaves read, leaves in all).
         on_read: called with how long it took to read and convert each device's part of a leaf, before that is placed.
 
     Raises:
-        ModelError: a tensor has another shape than declared. What `source` raises passes through.
+        ModelError: a tensor has another shape or type than declared, or a value or scale that cannot be served.
+        MeshError: the mesh would cut an item of several codes. What `source` raises passes through.
     """
     leaves, tree = jax.tree.flatten(params, is_leaf=is_param)
-    arrays, rooms = [], _Rooms()
+    arrays, loading = [], _Loading(Reader(source), on_read)
     for index, param in enumerate(leaves):
-        target = held_dtype(param, source, jnp.dtype(dtype), holding)
         sharding = sharding_of(mesh, param.axes, param.shape, rules)
-        arrays.append(_load_leaf(param, source, target, sharding, rooms, on_read))
+        target = held(param, source, jnp.dtype(dtype), holding)
+        if isinstance(target, Format):
+            arrays.append(loading.quantised(param, layout_of(param, target, mesh, rules), sharding))
+        else:
+            arrays.append(loading.array(param, target, sharding))
         progress(index + 1, len(leaves))
     return jax.tree.unflatten(tree, arrays)
 
@@ -99,52 +108,95 @@ def check_shapes(params: Any, source: TensorSource) -> None:
     """Opens every tensor and compares shapes, reading no values: a bad folder is refused before anything is allocated.
 
     Raises:
-        ModelError: naming the first tensor whose shape is not the declared one.
+        ModelError: naming the first tensor whose shape or type is not the declared one.
     """
     for param in jax.tree.leaves(params, is_leaf=is_param):
-        for _ in _views(param, source):
-            pass
+        is_matrix = len(param.whole_tensor) > 1
+        for name in param.tensors():
+            format = format_of(source, name) if is_matrix else None
+            if format is None:
+                stored.plain(source, name, param.whole_tensor)
+            else:
+                stored.parts(source, name, matrix_of(param), format)
 
 
-def held_dtype(param: Param, source: TensorSource, computed: np.dtype, holding: Holding | None) -> np.dtype:
-    """What a parameter is held in. Of tensors that are stored differently and stacked, the widest decides."""
-    if param.dtype is not None or holding is None or len(param.tensor_shape or param.shape[param.stacked :]) < 2:
-        return jnp.dtype(param.dtype or computed)
-    if holding != "native":
-        return jnp.dtype(jnp.float32 if holding == "float32" else jnp.bfloat16)
-    is_bf16 = all(view.dtype == jnp.bfloat16 for view in _views(param, source))
-    return jnp.dtype(jnp.bfloat16) if is_bf16 else computed
+def layout_of(param: Param, format: Format, mesh: Mesh, rules: Rules) -> Layout:
+    """How a leaf that is held in a format lies on a mesh. MeshError where a device would have a part of an item."""
+    whole = param.shape[param.stacked :]
+    local = shard_shape(param.axes, param.shape, mesh.shape, rules)[param.stacked :]
+    num_parts = tuple(size // own for size, own in zip(whole, local, strict=True))
+    found = Layout.of(format, matrix_of(param), param.view, num_parts)
+    if found is not None:
+        return found
+    cut_by = " x ".join(f"mesh.{axis}" for axis in spec(param.axes, param.shape, mesh.shape, rules)[-1])
+    name = stored.part_name(next(param.tensors()), format.values)
+    cuts = f"cuts the model's {param.axes[-1]} dimension {whole[-1]} into parts of {local[-1]}"
+    words = f"{format.codes_per_item} values that are stored as one number"
+    raise MeshError(f"{cut_by} = {num_parts[-1]} {cuts}, which cut through {words}: tensor {name}")
 
 
-def _load_leaf(
-    param: Param,
-    source: TensorSource,
-    target: np.dtype,
-    sharding: jax.sharding.Sharding,
-    rooms: "_Rooms",
-    on_read: Callable[[float], None],
-) -> jax.Array:
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        begun_s = time.perf_counter()
-        index = index if index is not None else (slice(None),) * len(param.shape)
-        leading, trailing = index[: param.stacked], index[param.stacked :]
-        ranges = [range(*part.indices(size)) for part, size in zip(leading, param.shape, strict=False)]
-        shape = [len(range(*part.indices(size))) for part, size in zip(index, param.shape, strict=True)]
-        out = rooms.room(shape, target)
-        for place in itertools.product(*(range(len(r)) for r in ranges)):
-            where = tuple(r[i] for r, i in zip(ranges, place, strict=True))
-            out[place] = _view(param, source, where)[trailing]
-            source.release(param.source(*where))
-        on_read(time.perf_counter() - begun_s)
-        return out
+class _Loading:
+    """Reads leaves, one after the other, into memory that becomes the devices'."""
 
-    return jax.make_array_from_callback(param.shape, sharding, read)
+    def __init__(self, reader: Reader, on_read: Callable[[float], None]):
+        self._reader = reader
+        self._on_read = on_read
+        self._rooms = _Rooms()
 
+    def array(self, param: Param, target: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+        """A leaf whose values are held as they are."""
 
-def _views(param: Param, source: TensorSource) -> Iterator[np.ndarray]:
-    """Every tensor of a parameter, of which no value is read."""
-    for index in itertools.product(*(range(n) for n in param.shape[: param.stacked])):
-        yield _view(param, source, index)
+        def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+            return param.viewed(self._reader.array(name, param.whole_tensor))[index]
+
+        return self._leaf(param, param.shape, target, sharding, read, self._reader.release)
+
+    def quantised(self, param: Param, layout: Layout, sharding: jax.sharding.Sharding) -> Quantised[jax.Array]:
+        """A leaf that is held in a format."""
+        reader, matrix, format = self._reader, layout.matrix, layout.format
+
+        def values(name: str, index: tuple[slice, ...]) -> np.ndarray:
+            found = layout.values(reader.values(name, matrix, format), index)
+            reader.check_values(name, format, found)
+            return found
+
+        def scales(name: str, index: tuple[slice, ...]) -> np.ndarray:
+            found = layout.scales(reader.scales(name, matrix, format), index)
+            reader.check_scales(name, format, found)
+            return found
+
+        leading = param.shape[: param.stacked]
+        return _quantised(
+            self._leaf(param, (*leading, *layout.values_shape), format.values.dtype, sharding, values, reader.release),
+            self._leaf(param, (*leading, *layout.scales_shape), format.scales.dtype, sharding, scales, reader.release),
+            layout,
+        )
+
+    def _leaf(
+        self,
+        param: Param,
+        shape: tuple[int, ...],
+        target: np.dtype,
+        sharding: jax.sharding.Sharding,
+        read_one: Read,
+        release: Callable[[str], None],
+    ) -> jax.Array:
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            begun_s = time.perf_counter()
+            index = index if index is not None else (slice(None),) * len(shape)
+            leading, trailing = index[: param.stacked], index[param.stacked :]
+            ranges = [range(*part.indices(size)) for part, size in zip(leading, shape, strict=False)]
+            out = self._rooms.room(
+                [len(range(*own.indices(size))) for own, size in zip(index, shape, strict=True)], target
+            )
+            for place in itertools.product(*(range(len(r)) for r in ranges)):
+                name = param.source(*(r[i] for r, i in zip(ranges, place, strict=True)))
+                out[place] = read_one(name, trailing)
+                release(name)
+            self._on_read(time.perf_counter() - begun_s)
+            return out
+
+        return jax.make_array_from_callback(shape, sharding, read)
 
 
 class _Rooms:
@@ -170,14 +222,6 @@ class _Rooms:
         begin = self._used_bytes
         self._used_bytes = begin + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return self._slab[begin : begin + size].view(dtype).reshape(shape)
-
-
-def _view(param: Param, source: TensorSource, index: Sequence[int]) -> np.ndarray:
-    name = param.source(*index)
-    tensor, wanted = source.tensor(name), param.tensor_shape or param.shape[param.stacked :]
-    if tensor.shape != wanted:
-        raise ModelError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(wanted)}")
-    return param.view(tensor)
 
 
 def initialise(params: Any, seed: int, dtype: str, mesh: Mesh, rules: Rules = PREFILL) -> Any:

@@ -40,9 +40,8 @@ def tensors_of(params: Any, weights: Any) -> dict[str, np.ndarray]:
     whole: dict[str, np.ndarray] = {}
     for param, leaf in zip(jax.tree.leaves(params, is_leaf=is_param), jax.tree.leaves(weights), strict=True):
         for place in itertools.product(*(range(size) for size in param.shape[: param.stacked])):
-            shape = param.tensor_shape or param.shape[param.stacked :]
-            tensor = whole.setdefault(param.source(*place), np.full(shape, np.nan, DTYPES[param.dtype or "bfloat16"]))
-            param.view(tensor)[...] = leaf[place]
+            empty = np.full(param.whole_tensor, np.nan, DTYPES[param.dtype or "bfloat16"])
+            param.viewed(whole.setdefault(param.source(*place), empty))[...] = leaf[place]
     return dict(sorted(whole.items()))
 
 

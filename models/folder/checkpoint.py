@@ -3,7 +3,7 @@
 It parses the safetensors format itself, because `safetensors.numpy` cannot map bfloat16 and says little about a broken
 file; here every fault is one `CheckpointError` that names the file and the tensor or field. It imports no jax, since
 tools, tests and gateways open checkpoints too. What the tensors' names mean is known to the model's own folder
-(`models.kimi.weights`). Quantised formats are not read.
+(`models.kimi.weights`), and which of them stand for one matrix together to `models.formats`.
 Source: the format's description in the safetensors README; file names as `save_pretrained` of transformers writes them.
 """
 
@@ -28,7 +28,15 @@ INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8  # the header's length, little-endian, before the header
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 SAMPLE_BYTES = 4096  # of each end of a tensor, for the fingerprint
-READABLE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+READABLE = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I32": np.dtype("<i4"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+}
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -99,16 +107,19 @@ class Checkpoint:
         return self._entry(name).dtype
 
     def tensor(self, name: str) -> np.ndarray:
-        """The whole tensor: a read-only view of the mapped file, bfloat16 as `ml_dtypes.bfloat16`. Only what is touched
-        of it is read: a device takes its slice.
+        """The whole tensor: a read-only view of the mapped file, with `ml_dtypes`' types where numpy has none. Only
+        what is touched of it is read: a device takes its slice.
 
-        Raises CheckpointError for an unknown name, and for dtypes other than F32, F16 and BF16.
+        Raises CheckpointError for an unknown name, and for dtypes other than those of `READABLE`.
         """
         entry = self._entry(name)
         if entry.dtype not in READABLE:
-            where = f"{self.folder / entry.file}: tensor {name!r}"
-            raise CheckpointError(f"{where} has dtype {entry.dtype}; {', '.join(READABLE)} can be read")
+            raise CheckpointError(f"{self.where(name)} has dtype {entry.dtype}; {', '.join(READABLE)} can be read")
         return self._bytes(entry).view(READABLE[entry.dtype]).reshape(entry.shape)
+
+    def where(self, name: str) -> str:
+        """The tensor and its file, as a message begins with them."""
+        return f"{self.folder / self._entry(name).file}: tensor {name!r}"
 
     def release(self, name: str) -> None:
         """Takes what was read of a tensor out of this process's memory; views of it stay good."""
@@ -149,7 +160,7 @@ def write_checkpoint(
     """Writes a folder that `Checkpoint.open` and transformers read: one file, or several with an index.
 
     Args:
-        tensors: f32, f16 or bfloat16 (ml_dtypes), in the order in which they fill the files.
+        tensors: of the types of `READABLE`, in the order in which they fill the files.
         max_shard_bytes: tensor bytes per file; a larger tensor gets a file to itself.
 
     Raises CheckpointError for another dtype, for no tensors at all, and where the folder already holds weights.

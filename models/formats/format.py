@@ -51,14 +51,16 @@ class Format:
         """Of the tensor `scales` of a matrix."""
         return num_blocks(shape, self.block(shape[1]))
 
-    def dequantise(self, values: np.ndarray, scales: np.ndarray, num_columns: int) -> np.ndarray:
+    def dequantise(
+        self, values: np.ndarray, scales: np.ndarray, num_columns: int, block: tuple[int, ...] | None = None
+    ) -> np.ndarray:
         """The matrix that a folder's two tensors stand for, exactly, in `value_dtype`.
 
-        A result beyond the type's largest value is infinite.
+        A result beyond the type's largest value is infinite. `block`: along the last dimensions; None: the format's.
         """
-        codes = self.decode(values)[:, :num_columns]
+        codes = self.decode(values)[..., :num_columns]
         with np.errstate(over="ignore"):
-            wide = codes * spread(scales.astype(np.float32), self.block(num_columns), codes.shape)
+            wide = codes * spread(scales.astype(np.float32), block or self.block(num_columns), codes.shape)
             return wide.astype(self.value_dtype, copy=False)
 
     def quantise(self, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -77,12 +79,16 @@ class Format:
         scales[scales == 0] = 1
         return self.encode(wide / spread(scales.astype(np.float32), block, wide.shape)), scales
 
-    def fault(self, values: np.ndarray, scales: np.ndarray) -> str | None:
-        """What of these tensors cannot be served: the suffix, and what is wrong with it. None: nothing."""
+    def fault_of_values(self, values: np.ndarray) -> str | None:
+        """What no weight can be, in words; None: nothing."""
+        return "has a value that is not a number" if self.has_nan(values) else None
+
+    def fault_of_scales(self, scales: np.ndarray) -> str | None:
+        """What is no factor, in words; None: nothing."""
         for fault, is_so in (("zero", scales == 0), ("infinite", np.isinf(scales)), ("not a number", np.isnan(scales))):
             if is_so.any():
-                return f"{self.scales.suffix}: a scale is {fault}"
-        return f"{self.values.suffix}: a value is not a number" if self.has_nan(values) else None
+                return f"has a scale that is {fault}"
+        return None
 
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)

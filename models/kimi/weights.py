@@ -15,7 +15,7 @@ from moonshard.models.experts import moe
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.product import Stacked
 from moonshard.models.pytree import pytree
-from moonshard.models.spec import Param
+from moonshard.models.spec import Param, View
 from moonshard.sharding.arrays import Array, Int
 from moonshard.sharding.experts import ExpertPlacement
 
@@ -122,7 +122,8 @@ def _table(config: KimiConfig, name: str) -> Param:
 def _declare_stack(config: KimiConfig, layers: range, dense_width: int | None) -> Stack[Param]:
     def leaf(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **options: Any) -> Param:
         source = options.pop("source", lambda layer: f"model.layers.{layers[layer]}.{name}")
-        return Param(shape=(len(layers), *shape), axes=("layers", *axes), source=source, **{"stacked": 1, **options})
+        defaults = {"stacked": 1, "is_factor": len(shape) > 1}
+        return Param(shape=(len(layers), *shape), axes=("layers", *axes), source=source, **{**defaults, **options})
 
     def mlp(prefix: str, width: int) -> Mlp[Param]:
         def source(layer: int, which: int) -> str:
@@ -143,7 +144,9 @@ def _declare_stack(config: KimiConfig, layers: range, dense_width: int | None) -
         router=None
         if dense_width is not None
         else RouterWeights(
-            gate=leaf("mlp.gate.weight", (config.n_routed_experts, config.hidden_size), (None, "embed")),
+            gate=leaf(
+                "mlp.gate.weight", (config.n_routed_experts, config.hidden_size), (None, "embed"), is_factor=False
+            ),
             bias=leaf(
                 "mlp.gate.e_score_correction_bias", (config.n_routed_experts,), (None,), dtype="float32", initial=0.0
             ),
@@ -163,7 +166,7 @@ def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
             shape,
             ("heads", None, "kv_lora"),
             tensor_shape=(h * (nope + v), r),
-            view=lambda w: w.reshape(h, nope + v, r)[:, part],
+            view=View(shape=(h, nope + v, r), part=(slice(None), part)),
         )
 
     return Attention(
@@ -176,7 +179,7 @@ def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
             (h, k, q_rank or d),
             ("heads", None, None),
             tensor_shape=(h * k, q_rank or d),
-            view=lambda w: w.reshape(h, k, -1),
+            view=View(shape=(h, k, q_rank or d)),
         ),
         kv_a=leaf("self_attn.kv_a_proj_with_mqa.weight", (config.latent_size, d), (None, "embed")),
         kv_a_bias=leaf("self_attn.kv_a_proj_with_mqa.bias", (config.latent_size,), (None,), initial=0.0)
@@ -190,7 +193,7 @@ def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
             (d, h, v),
             ("embed", "heads", None),
             tensor_shape=(d, h * v),
-            view=lambda w: w.reshape(d, h, v),
+            view=View(shape=(d, h, v)),
         ),
         out_bias=leaf("self_attn.o_proj.bias", (d,), ("embed",), initial=0.0) if bias else None,
     )
@@ -216,8 +219,13 @@ def _declare_experts(config: KimiConfig, layers: range, placement: ExpertPlaceme
             axes=("layers", "experts", None, "expert_ffw", "embed"),
             source=gate_up,
             stacked=3,
+            is_factor=True,
         ),
         down=Param(
-            shape=(len(layers), e, d, f), axes=("layers", "experts", "embed", "expert_ffw"), source=down, stacked=2
+            shape=(len(layers), e, d, f),
+            axes=("layers", "experts", "embed", "expert_ffw"),
+            source=down,
+            stacked=2,
+            is_factor=True,
         ),
     )

@@ -43,6 +43,12 @@ class Changed:
             return self._tensor
         return self._checkpoint.tensor(name)
 
+    def has(self, name: str) -> bool:
+        return self._checkpoint.has(name)
+
+    def where(self, name: str) -> str:
+        return self._checkpoint.where(name)
+
     def release(self, name: str) -> None:
         self._checkpoint.release(name)
 
