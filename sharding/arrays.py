@@ -6,10 +6,10 @@ Everything that runs on a bare GPU machine takes them from here: there jax is al
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, UInt
+    from jaxtyping import Array, Bool, Float, Int, Num, UInt
 else:
     try:
-        from jaxtyping import Array, Bool, Float, Int, UInt
+        from jaxtyping import Array, Bool, Float, Int, Num, UInt
     except ModuleNotFoundError:
         from jax import Array
 
@@ -19,6 +19,6 @@ else:
             def __class_getitem__(cls, item: object) -> type[Array]:
                 return Array
 
-        Bool = Float = Int = UInt = _Unchecked
+        Bool = Float = Int = Num = UInt = _Unchecked
 
-__all__ = ["Array", "Bool", "Float", "Int", "UInt"]
+__all__ = ["Array", "Bool", "Float", "Int", "Num", "UInt"]

@@ -10,7 +10,8 @@ from moonshard.experiments.bench.gpu.rows import Bench, Row, draw_tokens, moe_ca
 from moonshard.experiments.bench.gpu.slice import ITEM_BYTES
 from moonshard.experiments.bench.gpu.timing import measure
 from moonshard.models.gpu.experts.backend import MIN_ROWS, multiply, rows_for
-from moonshard.models.gpu.experts.grouped_product import CUT, CUT_OF_MANY_ROWS, LEAST_ROWS, MAX_ROWS, Cut
+from moonshard.models.gpu.experts.grouped_product import CUT, CUT_OF_MANY_ROWS
+from moonshard.models.gpu.experts.tiles import LEAST_ROWS, MAX_ROWS, Cut
 
 CUTS = (CUT, CUT_OF_MANY_ROWS, Cut(128, 64, 4), Cut(128, 128, 2), Cut(64, 256, 2), Cut(64, 64, 6))
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages
-from moonshard.models.gpu.experts.grouped_product import MAX_ROWS, Blocks, grouped_product
+from moonshard.models.gpu.experts.grouped_product import grouped_product
+from moonshard.models.gpu.experts.tiles import MAX_ROWS, Blocks
 from moonshard.models.gpu.tensor_cores import Interpret
 from moonshard.sharding.arrays import Array, Float, Int
 

@@ -3,24 +3,31 @@
 The first makes silu(gate) * up of every block's rows, the second the down projection; expert weights are read where
 they lie in the layer-stacked arrays, once per block of rows, so a decode step (few tokens per expert) streams the
 chosen experts' weights and little else. Programs of unused blocks end at once. Sums are float32. It runs on one device:
-on a mesh, call it inside `shard_map`. It takes no quantised weights, and no float32: tensor cores multiply that as
-TF32, whose 10 bits are not the float32 that was asked for, and `moe.blocks` serves, 3 to 5 times slower.
+on a mesh, call it inside `shard_map`. Weights in bfloat16 are `grouped_product`'s, those in INT4, FP8 and INT8
+`packed_product`'s, which reads them as they are stored. It takes no float32: tensor cores multiply that as TF32, whose
+10 bits are not the float32 that was asked for, and `moe.blocks` serves, 3 to 5 times slower.
 `jax.lax.ragged_dot` is no way out: jax's own form masks all rows for every expert and multiplies them all
 (`ragged_to_dense`), and so does XLA on NVIDIA cards (openxla/xla pull request 45996), unless a flag that is off by
 default lets it find a plan of cuDNN.
 Source: MegaBlocks (arXiv 2211.15841), section 5.1, for grouped products over padded blocks.
 """
 
-import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from moonshard.models.experts import moe
+from moonshard.models.formats.quantised import Quantised
 from moonshard.models.gpu import card
-from moonshard.models.gpu.experts.grouped_product import MAX_ROWS, Blocks, Cut, grouped_product
+from moonshard.models.gpu.experts.grouped_product import grouped_product
+from moonshard.models.gpu.experts.packed_product import packed_product, why_not_packed
+from moonshard.models.gpu.experts.registers import ordered
+from moonshard.models.gpu.experts.tiles import MAX_ROWS, Blocks, Cut
 from moonshard.models.gpu.tensor_cores import Interpret
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
+Weights = Array | Quantised[Array]
 MIN_ROWS = 16  # of a block
 FEATURES = (256, 128)  # that a model's and an expert's are cut into, however a product is cut
 
@@ -49,9 +56,14 @@ def grouped_experts(
 def why_not(x: Float[Array, "t d"], experts: moe.Experts[Array]) -> str | None:
     """What the kernels do not take about these shapes; None: they take them."""
     d, f = experts.down.shape[2:]
-    dtypes = {str(array.dtype) for array in (x, experts.gate_up, experts.down)}
+    packed = [each for each in (experts.gate_up, experts.down) if isinstance(each, Quantised)]
+    arrays = [each for each in (x, experts.gate_up, experts.down) if not isinstance(each, Quantised)]
+    dtypes = {str(array.dtype) for array in arrays}
     if dtypes != {"bfloat16"}:
         return f"experts are computed in bfloat16, not {' and '.join(sorted(dtypes))}"
+    reasons = [reason for reason in map(why_not_packed, packed) if reason is not None]
+    if reasons:
+        return reasons[0]
     if d % FEATURES[0] or f % FEATURES[1]:
         return f"experts have {FEATURES[0]}s of features and {FEATURES[1]}s inside, not {d} and {f}"
     return None
@@ -83,9 +95,24 @@ def multiply(
     token_of_row = token_of_row.at[places].set(jnp.arange(t * k, dtype=jnp.int32) // k, mode="drop")
     where = jnp.stack([layer, num_used]).astype(jnp.int32)
     blocks = Blocks(num_rows=num_rows, experts=block_experts.astype(jnp.int32), where=where)
-    product = functools.partial(
-        grouped_product, blocks=blocks, cut=cut, num_processors=num_processors, interpret=interpret
-    )
-    rows = product(product(x[token_of_row], experts.gate_up), experts.down[:, :, None])
+    how = {"cut": cut, "num_processors": num_processors, "interpret": interpret}
+    rows = _ordered(x, experts.gate_up)[token_of_row]
+    hidden = _product(rows, experts.gate_up, blocks, **how)
+    rows = _product(_ordered(hidden, experts.down), _of_one(experts.down), blocks, **how)
     chosen = rows.at[places].get(mode="fill", fill_value=0).reshape(t, k, -1)
     return jnp.einsum("tkd,tk->td", chosen, routing.weights, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _ordered(rows: Float[Array, "rows f"], weights: Weights) -> Float[Array, "rows f"]:
+    return ordered(rows, weights.format) if isinstance(weights, Quantised) else rows
+
+
+def _of_one(weights: Weights) -> Weights:
+    """[l e o d] as [l e 1 o d], with its scales."""
+    return jax.tree.map(lambda leaf: leaf[:, :, None], weights)
+
+
+def _product(rows: Float[Array, "rows f"], weights: Weights, blocks: Blocks, **how: Any) -> Float[Array, "rows o"]:
+    if isinstance(weights, Quantised):
+        return packed_product(rows, weights, blocks, **how)
+    return grouped_product(rows, weights, blocks, **how)

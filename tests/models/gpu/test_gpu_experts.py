@@ -10,7 +10,8 @@ import pytest
 from moonshard.models.experts import moe
 from moonshard.models.gpu import card
 from moonshard.models.gpu.experts.backend import grouped_experts, multiply, rows_for
-from moonshard.models.gpu.experts.grouped_product import CUT_OF_MANY_ROWS, Cut
+from moonshard.models.gpu.experts.grouped_product import CUT_OF_MANY_ROWS
+from moonshard.models.gpu.experts.tiles import Cut
 from tests.models.gpu.hopper import INTERPRETED, distance, lower, races
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
