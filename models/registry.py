@@ -11,8 +11,10 @@ from typing import Any
 
 from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.folder.config_reader import ConfigReader
-from moonshard.models.kimi.config import KimiConfig
-from moonshard.models.kimi.family import MODEL_TYPES, Kimi
+from moonshard.models.folder.quantization import check_config, check_tensors
+from moonshard.models.folder.text_part import text_part
+from moonshard.models.kimi.config import MODEL_TYPES, KimiConfig
+from moonshard.models.kimi.family import Kimi
 from moonshard.models.model import LatentModel, Model
 from moonshard.models.spec import ModelError
 
@@ -29,23 +31,27 @@ def model_of(raw: Mapping[str, Any]) -> Model:
         ModelError: `config.json: ` and the field that is missing, ill-typed or unsupported.
     """
     ConfigReader(raw).require("model_type", set(FAMILIES))
+    check_config(raw)
     return FAMILIES[raw["model_type"]](raw)
 
 
 def latent_model_of(raw: Mapping[str, Any]) -> LatentModel:
     """As `model_of`, for a folder whose family has latent attention."""
     ConfigReader(raw).require("model_type", set(LATENT))
+    check_config(raw)
     return LATENT[raw["model_type"]](raw)
 
 
 def open_model(folder: Path) -> tuple[Checkpoint, Model]:
-    """A folder's tensors and its model.
+    """The tensors of a folder's text part, and its model.
 
     Raises:
         CheckpointError, ModelError: with the path of what is wrong.
     """
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = text_part(Checkpoint.open(folder))
     try:
-        return checkpoint, model_of(checkpoint.config)
+        model = model_of(checkpoint.config)
     except ModelError as error:
         raise ModelError(f"{checkpoint.folder}/{error}") from error
+    check_tensors(checkpoint)
+    return checkpoint, model

@@ -35,6 +35,11 @@ def is_param(leaf: Any) -> bool:
     return isinstance(leaf, Param)
 
 
+def tensors_of(params: Any) -> set[str]:
+    """The names of all tensors that parameters are read from, `.weight` whatever they are stored in."""
+    return {name for param in jax.tree.leaves(params, is_leaf=is_param) for name in param.tensors()}
+
+
 def abstract(
     params: Any,
     dtype: str,

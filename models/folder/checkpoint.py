@@ -63,8 +63,19 @@ class TensorEntry:
 class Checkpoint:
     """An opened folder. Nothing but headers has been read; pages of a tensor come in as it is touched."""
 
-    def __init__(self, *, folder: Path, config_text: str, entries: dict[str, TensorEntry], maps: dict[str, MappedFile]):
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        config_text: str,
+        entries: dict[str, TensorEntry],
+        maps: dict[str, MappedFile],
+        prefix: str = "",
+        left_out: tuple[str, ...] = (),
+    ):
         self.folder = folder
+        self.prefix = prefix  # with which the names of all tensors begin in the files, and here do not
+        self.left_out = left_out  # names of tensors that the files have besides
         self._config_text = config_text
         self._entries = entries
         self._maps = maps
@@ -96,6 +107,17 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(entry.end - entry.start for entry in self._entries.values())
 
+    def within(self, prefix: str) -> "Checkpoint":
+        """The tensors whose names begin with `prefix`, by what follows it, as if there were no others."""
+        return Checkpoint(
+            folder=self.folder,
+            config_text=self._config_text,
+            entries={n.removeprefix(prefix): e for n, e in self._entries.items() if n.startswith(prefix)},
+            maps=self._maps,
+            prefix=self.prefix + prefix,
+            left_out=(*self.left_out, *(self.prefix + n for n in self.names if not n.startswith(prefix))),
+        )
+
     def has(self, name: str) -> bool:
         return name in self._entries
 
@@ -119,7 +141,7 @@ class Checkpoint:
 
     def where(self, name: str) -> str:
         """The tensor and its file, as a message begins with them."""
-        return f"{self.folder / self._entry(name).file}: tensor {name!r}"
+        return f"{self.folder / self._entry(name).file}: tensor {self.prefix + name!r}"
 
     def release(self, name: str) -> None:
         """Takes what was read of a tensor out of this process's memory; views of it stay good."""
@@ -148,7 +170,7 @@ class Checkpoint:
         try:
             return self._entries[name]
         except KeyError:
-            raise CheckpointError(f"{self.folder}: no tensor {name!r}") from None
+            raise CheckpointError(f"{self.folder}: no tensor {self.prefix + name!r}") from None
 
     def _bytes(self, entry: TensorEntry) -> np.ndarray:
         return self._maps[entry.file].bytes[entry.start : entry.end]

@@ -37,18 +37,31 @@ class Yarn:
 class ConfigReader:
     """Typed access to config.json; every fault names its field."""
 
-    def __init__(self, raw: Mapping[str, Any]):
-        self._raw = raw
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    def __init__(self, raw: Mapping[str, Any], at: str = ""):
+        """`at`: where in the file this object stands, as names of its fields begin, such as `text_config.`."""
+        self._raw, self._at = raw, at
+        rope_name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+        rope = raw.get(rope_name) or {}
         if not isinstance(rope, Mapping):
-            raise ModelError(f"config.json: rope_scaling is {rope!r}, not an object")
-        self._rope = ConfigReader(rope) if rope is not raw and rope else None
+            raise self.fault(f"{rope_name} is {rope!r}, not an object")
+        self._rope = ConfigReader(rope, f"{at}{rope_name}.") if rope else None
+
+    def fault(self, what: str) -> ModelError:
+        """The error of a field; `what` begins with its name."""
+        return ModelError(f"config.json: {self._at}{what}")
+
+    def inside(self, name: str) -> "ConfigReader":
+        """The object under `name`. ModelError where there is none."""
+        value = self._get(name)
+        if not isinstance(value, Mapping):
+            raise self.fault(f"{name} is {value!r}, not an object")
+        return ConfigReader(value, f"{self._at}{name}.")
 
     def _get(self, name: str, default: Any = ...) -> Any:
         value = self._raw.get(name)
         if value is None:
             if default is ...:
-                raise ModelError(f"config.json: {name} is missing")
+                raise self.fault(f"{name} is missing")
             return default
         return value
 
@@ -57,14 +70,14 @@ class ConfigReader:
         if isinstance(value, Mapping | list) or value not in allowed:
             names = ", ".join(sorted(str(a) for a in allowed if a is not None))
             shown = "an object" if isinstance(value, Mapping | list) else repr(value)
-            raise ModelError(f"config.json: {name} is {shown}, not supported" + (f" (known: {names})" if names else ""))
+            raise self.fault(f"{name} is {shown}, not supported" + (f" (known: {names})" if names else ""))
 
     def size(self, name: str, default: Any = ...) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(f"config.json: {name} is {value!r}, not a positive integer")
+            raise self.fault(f"{name} is {value!r}, not a positive integer")
         if value > (most := MAX_SIZES.get(name, MAX_SIZE)):
-            raise ModelError(f"config.json: {name} is {_shown(value)}, more than {most}")
+            raise self.fault(f"{name} is {_shown(value)}, more than {most}")
         return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:
@@ -74,7 +87,7 @@ class ConfigReader:
     def number(self, name: str, default: Any = ...) -> float:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ModelError(f"config.json: {name} is {value!r}, not a positive number")
+            raise self.fault(f"{name} is {value!r}, not a positive number")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -83,7 +96,7 @@ class ConfigReader:
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise ModelError(f"config.json: {name} is {value!r}, not true or false")
+            raise self.fault(f"{name} is {value!r}, not true or false")
         return value
 
     def rope_theta(self) -> float:
@@ -99,7 +112,7 @@ class ConfigReader:
         if kind == "default":
             return None
         if kind != "yarn":
-            raise ModelError(f"config.json: rope_scaling.type is {kind!r}, not supported (known: default, yarn)")
+            raise rope.fault(f"type is {kind!r}, not supported (known: default, yarn)")
         return Yarn(
             factor=rope.number("factor"),
             original_max_position_embeddings=rope.size("original_max_position_embeddings"),

@@ -1,5 +1,7 @@
 """The configuration of Kimi K2 and DeepSeek-V3, as config.json has it; every fault names its field.
 
+Kimi K2.5 is K2 with a tower that sees: what is served of it is its text part. Which number formats are served,
+`models.folder.quantization` knows.
 Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.1; Kimi K2 (arXiv 2507.20534); names as in Hugging Face transformers'
 DeepseekV3Config.
 """
@@ -9,7 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonshard.models.folder.config_reader import MAX_EXPERTS, ConfigReader, Yarn
-from moonshard.models.spec import KvGroup, ModelError
+from moonshard.models.folder.text_part import TEXT_CONFIG
+from moonshard.models.spec import KvGroup
+
+PLAIN_TYPES = ("deepseek_v3", "kimi_k2")  # config.json's model_type
+WRAPPED_TYPES = ("kimi_k25",)  # of which the text part is one of the plain ones
+MODEL_TYPES = (*PLAIN_TYPES, *WRAPPED_TYPES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,16 +79,18 @@ class KimiConfig:
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any]) -> "KimiConfig":
-        """Reads config.json, in the spelling of transformers 4 or 5.
+        """Reads config.json, in the spelling of transformers 4 or 5, or what of it describes the text part.
 
         Raises:
             ModelError: `config.json: ` and the field that is missing, ill-typed or unsupported.
         """
         fields = ConfigReader(raw)
-        fields.require("model_type", {"deepseek_v3", "kimi_k2"})
+        fields.require("model_type", set(MODEL_TYPES))
+        if raw["model_type"] in WRAPPED_TYPES:
+            fields = fields.inside(TEXT_CONFIG)
+            fields.require("model_type", set(PLAIN_TYPES))
         fields.require("hidden_act", {"silu"}, default="silu")
         fields.require("scoring_func", {"sigmoid"}, default="sigmoid")
-        fields.require("quantization_config", {None}, default=None)
         config = cls(
             vocab_size=fields.size("vocab_size"),
             hidden_size=fields.size("hidden_size"),
@@ -111,14 +120,14 @@ class KimiConfig:
             attention_bias=fields.flag("attention_bias", default=False),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         )
-        _check(config)
+        _check(config, fields)
         return config
 
 
-def _check(config: KimiConfig) -> None:
+def _check(config: KimiConfig, fields: ConfigReader) -> None:
     def demand(holds: bool, field: str, why: str) -> None:
         if not holds:
-            raise ModelError(f"config.json: {field} {why}")
+            raise fields.fault(f"{field} {why}")
 
     experts, groups = config.n_routed_experts, config.n_group
     demand(config.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", f"= {config.qk_rope_head_dim} is odd")

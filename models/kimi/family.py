@@ -18,8 +18,6 @@ from moonshard.sharding.rules import Rules
 from moonshard.sharding.shape import MeshShape
 from moonshard.sharding.shard import ALONE, Shard
 
-MODEL_TYPES = ("deepseek_v3", "kimi_k2")  # of config.json
-
 
 @dataclass(frozen=True, slots=True)
 class Kimi:

@@ -18,6 +18,7 @@ from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.experts.loads import read_loads
 from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.folder.text_part import not_read
 from moonshard.models.machines import MACHINES, Machine
 from moonshard.models.model import ExpandedAttention, Model, PagedAttention
 from moonshard.models.native import library
@@ -152,7 +153,10 @@ def _load_model(
     with timings.phase("headers"):
         checkpoint, model = open_model(config.model.path)
         progress("loading weights")
-        weights.check_shapes(model.declare(), checkpoint)
+        declared = model.declare()
+        weights.check_shapes(declared, checkpoint)
+        for level, line in not_read(checkpoint, weights.tensors_of(declared), model.config.num_hidden_layers):
+            logger.log(level, "%s: %s", checkpoint.folder, line)
         placement = _place_experts(config, role, checkpoint, model, shard)
         machine = machine or machine_for(platform)
         holding = holding_of(config, machine)

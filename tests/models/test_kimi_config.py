@@ -99,7 +99,6 @@ def test_an_ill_typed_field_is_named(field, value):
         ("model_type", ["kimi_k2"], "kimi_k2"),
         ("hidden_act", "gelu", "silu"),
         ("scoring_func", "softmax", "sigmoid"),
-        ("quantization_config", {"quant_method": "fp8"}, "not supported"),
     ],
 )
 def test_an_unsupported_choice_is_named_with_what_is_known(field, value, known):

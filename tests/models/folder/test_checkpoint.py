@@ -185,3 +185,24 @@ def test_a_folder_may_be_named_by_a_string_and_moved(tmp_path):
     fingerprint = written(tmp_path / "here").fingerprint
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert Checkpoint.open(str(tmp_path / "there")).fingerprint == fingerprint
+
+
+def test_a_folder_of_links_as_the_hub_s_cache_has_it_is_read(tmp_path):
+    written(tmp_path / "blobs", max_shard_bytes=100)
+    snapshot = tmp_path / "snapshots" / "f9d8c7"
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted((tmp_path / "blobs").iterdir())):
+        blob = file.rename(tmp_path / "blobs" / f"{number:064x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+    checkpoint = Checkpoint.open(snapshot)
+    for name, array in some_tensors().items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), array)
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"total_size": "595 GB"}, {"total_parameters": 1.5, "nested": [{}]}])
+def test_an_index_may_list_tensors_in_any_order_and_say_anything_else(tmp_path, metadata):
+    written(tmp_path, max_shard_bytes=100)
+    path = tmp_path / "model.safetensors.index.json"
+    weight_map = json.loads(path.read_text())["weight_map"]
+    path.write_text(json.dumps({"weight_map": dict(reversed(weight_map.items())), "metadata": metadata, "more": 1}))
+    assert Checkpoint.open(tmp_path).names == sorted(some_tensors())

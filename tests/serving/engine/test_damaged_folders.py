@@ -1,5 +1,6 @@
 """`moonshard serve` on a damaged model folder: one line that names file and fault, exit code 2, no process started."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,10 @@ def replace_by_folder(path: Path) -> None:
     path.mkdir()
 
 
+def name_a_format(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "fault"),
     [
@@ -33,6 +38,7 @@ def replace_by_folder(path: Path) -> None:
         ("chat_template.jinja", replace_by_folder, "Is a directory"),
         ("model.safetensors", cut, "1000 bytes are missing"),
         ("config.json", cut, "broken JSON|delimiter"),
+        ("config.json", name_a_format, "quantization_config.quant_method is 'awq' (AWQ)"),
         ("generation_config.json", lambda path: path.write_text('{"top_p": "x"}'), "top_p"),
     ],
 )
