@@ -3,6 +3,7 @@
 #include "stacked_product.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "library.h"
 #include "common/parallel.h"
@@ -13,7 +14,13 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr long pack_floats = 8 << 10;  // of an item: what few tokens have is one thread's
+// What a thread packed last. Each packs for itself what it multiplies: to write where another core has read costs more
+// than to pack twice.
+struct OwnPacked {
+  Scratch room;
+  uint64_t call = 0;
+  long group = 0;
+};
 
 template <class Form>
 ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer stack, ffi::BufferR0<ffi::S32> layer,
@@ -26,12 +33,8 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer sta
                                        "or of one that is transposed, [l, g, k, out]");
   if (!is_weight(stack)) return ffi::Error::InvalidArgument("stacked_product takes weights of float or bfloat16");
   const long n = of_x[0], groups = of[1], out = of[out_at], k = of[k_at], row_bytes = k * itemsize(stack);
-  static thread_local Scratch kept;
-  StackedProductCall call{x.typed_data(), layer_of(stack, layer), y->typed_data(), nullptr, n, groups, k, out,
-                          is_bf16(stack), is_transposed};
-  const long num_rows = is_transposed ? 0 : n * groups, row_floats = StackedProduct<Form>::packed_floats(call);
-  const long pack_rows = std::max(1L, pack_floats / std::max(1L, row_floats));
-  call.packed = kept.room_for(num_rows * row_floats);
+  const StackedProductCall call{x.typed_data(), layer_of(stack, layer), y->typed_data(), n, groups, k, out,
+                                is_bf16(stack), is_transposed};
   // Some panels for each thread, so that one that is interrupted leaves its share to the others; not more, for every
   // panel begins with a wait for memory.
   const long wanted = groups * out / (4 * std::max<long>(1, pool.num_threads()));
@@ -40,12 +43,15 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer sta
   const long panel = std::clamp(most / whole * whole, whole, out + whole);
   const long num_panels = (out + panel - 1) / panel;
   const bool is_worth_it = groups * out * row_bytes * std::max(1L, n / 4) >= min_shared_bytes;
-  const std::initializer_list<long> counts{(num_rows + pack_rows - 1) / pack_rows, groups * num_panels};
-  share(pool, is_worth_it, counts, [&](long stage, long index) {
-    if (stage == 0)
-      return StackedProduct<Form>::pack(call, index * pack_rows, std::min(num_rows, (index + 1) * pack_rows));
-    const long begin = index % num_panels * panel;
-    StackedProduct<Form>::columns(call, index / num_panels, begin, std::min(out, begin + panel));
+  static std::atomic<uint64_t> num_calls{0};
+  const uint64_t number = ++num_calls;
+  share(pool, is_worth_it, {groups * num_panels}, [&](long, long index) {
+    static thread_local OwnPacked own;
+    const long group = index / num_panels, begin = index % num_panels * panel;
+    float* const packed = own.room.room_for(StackedProduct<Form>::packed_floats(call));
+    if (own.call != number || own.group != group) StackedProduct<Form>::pack(call, group, packed);
+    own.call = number, own.group = group;
+    StackedProduct<Form>::columns(call, packed, group, begin, std::min(out, begin + panel));
   });
   return ffi::Error::Success();
 }

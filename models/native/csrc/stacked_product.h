@@ -7,18 +7,18 @@ struct StackedProductCall {
   const float* x;     // [n, groups, k]
   const void* layer;  // [groups, out, k], or [groups, k, out], of the stack's numbers: float, or bfloat16
   float* y;           // [n, groups, out]
-  float* packed;      // room for `pack`; not used where the layer is transposed
   long n, groups, k, out;
   bool is_bf16, is_transposed;  // [groups, k, out]
 };
 
 template <class Form>
 struct StackedProduct {
-  // Before all columns: the rows [begin, end) of x [n * groups, k], into `packed`, and what one of them takes there.
-  static void pack(const StackedProductCall& call, long begin, long end);
+  // Before a group's columns: its rows of x as the weights want them, and how many floats these are. A layer that is
+  // transposed wants none.
+  static void pack(const StackedProductCall& call, long group, float* packed);
   static long packed_floats(const StackedProductCall& call);
   // The columns [begin, end) of a group's y, from as many rows, or columns, of its weight.
-  static void columns(const StackedProductCall& call, long group, long begin, long end);
+  static void columns(const StackedProductCall& call, const float* packed, long group, long begin, long end);
 };
 
 }  // namespace moonshard

@@ -15,7 +15,7 @@ struct ColumnTiles {
   using V = Vectors<Form>;
   using Vec = typename V::Vec;
   static constexpr long block = Packed<Form, Weight>::block;  // columns of a block of weights: two registers of sums
-  static constexpr int most_blocks = 2;
+  static constexpr int most_blocks = 2, most_blocks_of_one = V::width == 16 ? 8 : 4;  // beside some tokens; beside one
 
   // y[token][column] of `num_tokens` tokens and `num_columns` columns; `stride` numbers are from one row of W to the
   // next, and `x_stride` and `y_stride` from one token's to the next one's.
@@ -23,6 +23,9 @@ struct ColumnTiles {
                     long y_stride, long num_columns) {
     const Job job{x, x_stride, weight, stride, k, y, y_stride};
     long column = 0;
+    // Long parts of rows, that is: the shorter, the longer memory takes.
+    for (; num_tokens == 1 && column + most_blocks_of_one * block <= num_columns; column += most_blocks_of_one * block)
+      multiply_tile<most_blocks_of_one, 1>(job, 0, column, block);
     for (; column + most_blocks * block <= num_columns; column += most_blocks * block)
       rows<most_blocks>(job, num_tokens, column, block);
     for (; column < num_columns; column += block)
@@ -63,8 +66,11 @@ struct ColumnTiles {
     const float* x = job.x + first * job.x_stride;
     const Weight* weight = job.weight + column;
     if (last == block) {
-      for (long i = 0; i < job.k; ++i, weight += job.stride)
+      for (long i = 0; i < job.k; ++i, weight += job.stride) {
+        // The next tile's columns: a row's few are no run that the processor sees coming.
+        if (first == 0 && tokens > 1) fetch<blocks>(weight + blocks * block);
         add_row<blocks, tokens>(x + i, job.x_stride, weight, total);
+      }
     } else if constexpr (blocks == 1) {  // the last block of all is a tile of its own
       for (long i = 0; i < job.k; ++i, weight += job.stride) {
         Weight padded[block] = {};
@@ -83,7 +89,7 @@ struct ColumnTiles {
   [[gnu::always_inline]] static inline void add_row(const float* x, long x_stride, const Weight* weight,
                                                     Vec (&total)[tokens][2 * blocks]) {
     Vec row[2 * blocks];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int b = 0; b < blocks; ++b) {
       row[2 * b] = V::template load_half<0>(weight + b * block);
       row[2 * b + 1] = V::template load_half<1>(weight + b * block);
@@ -91,9 +97,15 @@ struct ColumnTiles {
 #pragma GCC unroll 8
     for (int t = 0; t < tokens; ++t) {
       const Vec own = Vec{} + x[t * x_stride];
-#pragma GCC unroll 4
+#pragma GCC unroll 16
       for (int r = 0; r < 2 * blocks; ++r) total[t][r] += own * row[r];
     }
+  }
+
+  template <int blocks>
+  [[gnu::always_inline]] static inline void fetch(const Weight* from) {
+    const char* bytes = reinterpret_cast<const char*>(from);
+    for (long at = 0; at < blocks * block * long(sizeof(Weight)); at += 64) __builtin_prefetch(bytes + at);
   }
 
   // The first `count` sums of a block in the order of their columns.
