@@ -1,11 +1,7 @@
 """The one function through which an activation meets a weight matrix, but for the kernels of routed experts.
 
-A quantised weight is another kind of leaf that this function knows, so that a forward pass does not change for it (the
-habit of jax-llm-examples). Such a format also touches how a folder is read (`folder.checkpoint`, `spec.Param`, whose
-leaf has one source and one dtype today, and `weights`), the family's names and scales (`kimi.weights`, and
-`kimi.config`, which refuses it today), and whoever cuts experts out of their stack or reads the shape of one
-(`experts.moe`, `gpu.experts`, `experts.exchange`). The formats have names in `spec.WeightFormat` already, and their
-bits in `kimi.footprint`.
+A weight is an array or `formats.quantised.Quantised`, which is widened where it meets an activation unless a kernel
+does so as it reads it: a forward pass does not change for it (the habit of jax-llm-examples).
 """
 
 import dataclasses
@@ -15,9 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from moonshard.models.formats.quantised import Quantised
 from moonshard.models.native.stacked_product import stacked_product
 from moonshard.models.pytree import pytree
 from moonshard.sharding.arrays import Array, Float, Int
+
+Weight = Array | Quantised[Array]
 
 
 @pytree
@@ -27,18 +26,34 @@ class Stacked:
     XLA on CPU would copy it out first, in every step.
     """
 
-    stack: Float[Array, "l ..."]
+    stack: Weight
     layer: Int[Array, ""]
     max_rows: int = dataclasses.field(metadata={"static": True})  # of activations that a kernel takes
 
-    def copied(self) -> Float[Array, "..."]:
-        return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+    def copied(self) -> Weight:
+        return taken(self.stack, self.layer)
+
+
+def taken(stack: Weight, *index: Int[Array, ""]) -> Weight:
+    """One weight of a stack, by its place along the leading dimensions; what of them is not named stays."""
+
+    def one(array: Array) -> Array:
+        starts = (*index, *(0,) * (array.ndim - len(index)))
+        found = jax.lax.dynamic_slice(array, starts, (*(1,) * len(index), *array.shape[len(index) :]))
+        return found.reshape(array.shape[len(index) :])
+
+    return jax.tree.map(one, stack)
+
+
+def widened(weight: Weight, dtype: DTypeLike) -> Float[Array, "..."]:
+    """The array of a weight's values in another type; one that `dtype` does not have is rounded."""
+    return weight.widened(dtype) if isinstance(weight, Quantised) else weight.astype(dtype)
 
 
 def product(
     equation: str,
     x: Float[Array, "..."],
-    weight: Float[Array, "..."] | Stacked,
+    weight: Weight | Stacked,
     *,
     accumulate: DTypeLike | None = None,
     precision: jax.lax.Precision | None = None,
@@ -49,8 +64,9 @@ def product(
     equation names them in that order. XLA on CPU takes only matrices as they lie: of a weight with two dimensions of
     its own it would make a transposed copy in every step.
 
-    A weight may be held in another type than the activations': what is computed in is the wider one. `accumulate` is
-    the type of the result; None: that of the activations. `precision` None: as the context says.
+    A weight may be held as an array of another type than the activations': what is computed in is the wider one; one in
+    a format is computed in theirs. `accumulate` is the type of the result; None: that of the activations. `precision`
+    None: as the context says.
     """
     given, result = equation.split("->")
     of_x, of_weight = given.split(",")
@@ -59,6 +75,8 @@ def product(
         if found is not None:
             return found.astype(accumulate or x.dtype)
         weight = weight.copied()
+    if isinstance(weight, Quantised):
+        weight = weight.widened(x.dtype)
     if weight.dtype != x.dtype:
         accumulate = accumulate or x.dtype
         weight = weight.astype(jnp.result_type(x, weight))
@@ -95,7 +113,7 @@ def _in_place(
     num_rows, num_groups, num_own, num_summed = (
         math.prod((shape | shape_x)[name] for name in names) for names in (rows, groups, own, summed)
     )
-    if not lies_so or num_rows > weight.max_rows:
+    if not lies_so or num_rows > weight.max_rows or isinstance(weight.stack, Quantised):
         return None
     found = stacked_product(
         x.reshape(num_rows, num_groups, num_summed),

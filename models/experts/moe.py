@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moonshard.models.product import product
+from moonshard.models.product import product, taken
 from moonshard.models.pytree import pytree
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
@@ -93,8 +93,7 @@ def dense(
     x: Float[Array, "t d"], routing: Routing, valid: Bool[Array, "t"], experts: Experts[Array], layer: Int[Array, ""]
 ) -> Float[Array, "t d"]:
     """Every expert on every token, then the chosen ones summed. The reference."""
-    gate_up = jax.lax.dynamic_index_in_dim(experts.gate_up, layer, keepdims=False)
-    down = jax.lax.dynamic_index_in_dim(experts.down, layer, keepdims=False)
+    gate_up, down = taken(experts.gate_up, layer), taken(experts.down, layer)
     hidden = gated(product("td,egfd->tegf", x, gate_up))
     combine = jnp.zeros((x.shape[0], down.shape[0]), jnp.float32)
     combine = combine.at[jnp.arange(x.shape[0])[:, None], routing.experts].add(routing.weights)
@@ -115,10 +114,8 @@ def blocks(
     def run(index, rows):
         expert = block_experts[index]
         tokens = jax.lax.dynamic_slice_in_dim(rows, index * block, block)
-        gate_up = jax.lax.dynamic_slice(experts.gate_up, (layer, expert, 0, 0, 0), (1, 1, *experts.gate_up.shape[2:]))
-        down = jax.lax.dynamic_slice(experts.down, (layer, expert, 0, 0), (1, 1, *experts.down.shape[2:]))
-        hidden = gated(product("td,gfd->tgf", tokens, gate_up[0, 0]))
-        result = product("tf,df->td", hidden, down[0, 0])
+        hidden = gated(product("td,gfd->tgf", tokens, taken(experts.gate_up, layer, expert)))
+        result = product("tf,df->td", hidden, taken(experts.down, layer, expert))
         return jax.lax.dynamic_update_slice_in_dim(rows, result, index * block, axis=0)
 
     rows = jax.lax.fori_loop(0, num_used, run, rows)

@@ -113,8 +113,7 @@ class Reader:
 
     def array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """The values of a tensor or of a stored matrix, the latter in its format's own type and exactly."""
-        format = format_of(self._source, name) if len(shape) > 1 else None
-        if format is None:
+        if len(shape) != 2 or (format := format_of(self._source, name)) is None:
             return plain(self._source, name, shape)
         values, scales = parts(self._source, name, shape, format)
         self.check_values(name, format, values)

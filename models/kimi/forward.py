@@ -28,7 +28,7 @@ from moonshard.models.machines import XLA, Machine
 from moonshard.models.model import Attend, Batch, ExpandedAttention, Observations, PagedAttention
 from moonshard.models.native import attention as native_attention
 from moonshard.models.native import expanded_attention as native_expanded
-from moonshard.models.product import Stacked, product
+from moonshard.models.product import Stacked, product, widened
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 from moonshard.sharding.experts import ExpertPlacement
 from moonshard.sharding.shard import ALONE, Shard
@@ -85,7 +85,7 @@ def attend_expanded(
     if isinstance(w.k_up, Stacked):
         where = (pages, layer, tables, positions, w.k_up.stack, w.v_up.stack, w.k_up.layer)
         return native_expanded.expanded_attention(queries, *where, scale=scale), pages
-    k_up, v_up = w.k_up.astype(queries.dtype), w.v_up.astype(queries.dtype)  # once, and not for every few keys
+    k_up, v_up = widened(w.k_up, queries.dtype), widened(w.v_up, queries.dtype)  # once, and not for every few keys
     return attention(queries, pages, layer, tables, positions, k_up, v_up, scale=scale), pages
 
 

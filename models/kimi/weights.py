@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from moonshard.models.experts import moe
+from moonshard.models.formats.quantised import Quantised
 from moonshard.models.kimi.config import KimiConfig
-from moonshard.models.product import Stacked
+from moonshard.models.product import Stacked, Weight, taken
 from moonshard.models.pytree import pytree
 from moonshard.models.spec import Param, View
 from moonshard.sharding.arrays import Array, Int
@@ -76,14 +77,14 @@ class Weights[Leaf]:
     head: Leaf | None  # [v d], of the last stage; None there too: tied to `embed`
 
 
-def in_place(stack: Stack[Array], layer: Int[Array, ""], max_rows: int) -> Stack[Any]:
+def in_place(stack: Stack[Weight], layer: Int[Array, ""], max_rows: int) -> Stack[Any]:
     """A layer's weights; those that `product` takes as they lie, for up to `max_rows`, stay in their stacks."""
 
-    def taken(leaf: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+    def placed(leaf: Weight) -> Any:
+        return Stacked(leaf, layer, max_rows) if leaf.ndim > 2 else taken(leaf, layer)
 
-    own = jax.tree.map(lambda leaf: Stacked(leaf, layer, max_rows) if leaf.ndim > 2 else taken(leaf), stack)
-    return dataclasses.replace(own, router=jax.tree.map(taken, stack.router))
+    own = jax.tree.map(placed, stack, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return dataclasses.replace(own, router=jax.tree.map(lambda leaf: taken(leaf, layer), stack.router))
 
 
 def declare(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.pages import Pages
+from moonshard.models.formats.quantised import Quantised
 from moonshard.models.native.library import target
 from moonshard.sharding.arrays import Array, Float, Int
 
@@ -20,8 +21,8 @@ def expanded_attention(
     layer: Int[Array, ""],
     block_tables: Int[Array, "n m"],
     positions: Int[Array, "n t"],
-    k_up: Float[Array, "l h nope r"],
-    v_up: Float[Array, "l h v r"],
+    k_up: Float[Array, "l h nope r"] | Quantised[Array],
+    v_up: Float[Array, "l h v r"] | Quantised[Array],
     up_layer: Int[Array, ""],
     *,
     scale: float,
@@ -37,6 +38,10 @@ def expanded_attention(
     Raises:
         LibraryError: no library, or no such form.
     """
+    if isinstance(k_up, Quantised) and isinstance(v_up, Quantised):
+        k_up, v_up = k_up.widened(jnp.float32), v_up.widened(jnp.float32)
+    assert not isinstance(k_up, Quantised)  # they come of one tensor
+    assert not isinstance(v_up, Quantised)
     out = jax.ShapeDtypeStruct((*queries.shape[:3], v_up.shape[2]), jnp.float32)
     call = jax.ffi.ffi_call(target("expanded_attention", form), out, vmap_method="sequential")
     values = call(

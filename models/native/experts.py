@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moonshard.models.experts import moe
+from moonshard.models.formats.quantised import Quantised
 from moonshard.models.native.library import target
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
@@ -32,6 +33,8 @@ def grouped_experts(
     Raises:
         LibraryError: no library, or no such form.
     """
+    if isinstance(experts.gate_up, Quantised) or isinstance(experts.down, Quantised):
+        return moe.blocks(x, routing, valid, experts, layer)
     (t, k), (d, f) = routing.experts.shape, experts.down.shape[2:]
     shapes = ((t, d), (t, _whole(d)), (t * k, _whole(f)))  # the result, and room: for x and between the two products
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

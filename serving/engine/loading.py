@@ -209,14 +209,17 @@ def _tell_what_was_decided(config: Config, shapes: StepShapes, platform: str) ->
 
 
 def holding_of(config: Config, machine: Machine) -> weights.Holding | None:
-    """How weights are held for kernels to read; None: in what they are computed in."""
-    return config.model.weights if machine.reads_in_place else None
+    """How weights are held: as asked for where kernels read them. Else arrays are held in what is computed in."""
+    asked = config.model.weights
+    if machine.reads_in_place:
+        return asked
+    return None if asked == "native" else "computed"
 
 
 def _tell_how_weights_are_held(config: Config, holding: weights.Holding | None, platform: str, dtype: str) -> None:
     """Says where that is not what was asked for."""
     asked = config.model.weights
-    if holding is None and asked != "native" and dtype != HELD_AS[asked]:
+    if holding == "computed" and dtype != HELD_AS[asked]:
         where = "on a GPU" if platform == "gpu" else "without kernels for CPUs"
         logger.warning("model.weights: not held as %s, but as they are computed in, %s: %s", asked, dtype, where)
 

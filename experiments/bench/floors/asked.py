@@ -14,10 +14,12 @@ from moonshard.experiments.bench.peers.rows import Cached, ClosedLoop, Decoding,
 from moonshard.models.model import LatentModel, Model
 from moonshard.models.registry import open_model
 from moonshard.models.spec import page_layers
-from moonshard.models.weights import held_dtype
+from moonshard.models.weights import abstract
 from moonshard.serving.config.keys import Config
-from moonshard.serving.engine.capacity.sizes import choose_sizes, resolve_dtype
+from moonshard.serving.engine.capacity.sizes import WeightBytes, choose_sizes, resolve_dtype
 from moonshard.serving.engine.loading import holding_of, machine_for
+from moonshard.sharding.mesh import build_mesh
+from moonshard.sharding.shape import MeshShape
 
 
 def row_work(model: LatentModel, row: Row, size: ItemBytes) -> Work:
@@ -61,9 +63,10 @@ def held_bytes(config: Config, model: Model, size: ItemBytes) -> tuple[float, fl
 
 
 def item_bytes(config: Config) -> ItemBytes:
-    """Of a worker's matrices, nearly all of its weights, and of its KV."""
+    """Of a worker's weights, on average over all their values, scales included; and of its KV."""
     checkpoint, model = open_model(config.model.path)
     dtype, platform = resolve_dtype(config.model.dtype), jax.devices()[0].platform
     holding = holding_of(config, machine_for(platform))
-    table = held_dtype(model.declare().embed, checkpoint, jnp.dtype(dtype), holding)
-    return ItemBytes(weights=table.itemsize, kv=jnp.dtype(dtype).itemsize)
+    declared, mesh = model.declare(), build_mesh(MeshShape())
+    taken = WeightBytes.of([abstract(declared, dtype, mesh, source=checkpoint, holding=holding)])
+    return ItemBytes(weights=taken.everywhere / num_values(declared), kv=jnp.dtype(dtype).itemsize)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from moonshard.models.formats.known import FORMATS
@@ -47,7 +47,8 @@ def test_each_device_has_the_values_of_its_part_of_the_view(name, given_view, se
     assume(matrix[0] * matrix[1] < 500_000)
     values, scales = format.quantise(np.random.default_rng(seed).standard_normal(matrix).astype(np.float32))
     layout = Layout.of(format, matrix, view, cuts)
-    assume(layout is not None)
+    if layout is None:  # a packed word would be cut
+        reject()
     whole = format.dequantise(values, scales, matrix[1]).astype(np.float32)
     if view is not None:
         whole = whole.reshape(view.shape)[view.part]

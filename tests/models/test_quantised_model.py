@@ -1,0 +1,100 @@
+"""A model held in the formats of its folder says what its values as float32 say, in every parallel form."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moonshard.models import weights
+from moonshard.models.machines import MACHINES, XLA, Machine
+from moonshard.models.model import Batch
+from moonshard.models.native import library
+from moonshard.models.registry import open_model
+from moonshard.serving.engine.loading import abstract_stages
+from moonshard.sharding.mesh import BY_PARTITION
+from moonshard.sharding.rules import DECODE, PREFILL, Rules
+from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import Shard
+from tests.agreement import LOGIT_TOLERANCE, Reference
+from tests.quantised import write_folders
+
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
+FORMS = [
+    *((MeshShape(), PREFILL), (MeshShape(tensor=2), PREFILL), (MeshShape(tensor=4), PREFILL)),
+    *((MeshShape(expert=4), PREFILL), (MeshShape(pipe=2), PREFILL), (MeshShape(expert=2, tensor=2), DECODE)),
+    (MeshShape(tensor=2), Rules(kv_tokens=("tensor",))),
+]
+MACHINES_HERE = {"xla": XLA} | ({} if library.chosen() is None else {"kernels": MACHINES["avx2"]})
+NUM_TOKENS = 16
+
+
+@cache
+def folders(format: str) -> Path:
+    folder = Path(mkdtemp())
+    write_folders(folder, format)
+    return folder
+
+
+@cache
+def wide(format: str) -> Reference:
+    return Reference(folders(format) / "wide")
+
+
+def tokens(num_rows: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 2000, (num_rows, NUM_TOKENS)).astype(np.int32)
+
+
+def logits(
+    folder: Path, mesh: MeshShape, rules: Rules, machine: Machine, holding: weights.Holding | None = None
+) -> Any:
+    """[rows, t, v] of as many rows as the mesh has partitions, each with a block of its own."""
+    checkpoint, model = open_model(folder)
+    shard, num_rows = Shard(mesh=mesh, rules=rules), mesh.num_partitions
+    given = Batch(
+        tokens=jnp.asarray(tokens(num_rows)),
+        positions=jnp.asarray(np.tile(np.arange(NUM_TOKENS, dtype=np.int32), (num_rows, 1))),
+        block_tables=jnp.zeros((num_rows, 1, 1), jnp.int32),
+    )
+    found: Any = None
+    for part in abstract_stages(model, shard, "float32", source=checkpoint, holding=holding, machine=machine):
+        loaded = weights.load(part.declared(), checkpoint, "float32", part.mesh, shard.rules, holding=holding)
+        like = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), part.weights, loaded)
+        assert all(jax.tree.leaves(like))
+        found = _stage(part, loaded, given, found)
+    return np.asarray(found)
+
+
+def _stage(part: Any, loaded: Any, batch: Batch, hidden: Any) -> Any:
+    (group,) = part.model.kv_groups("float32")
+
+    def on_each_device(loaded: Any, batch: Batch, *hidden: Any) -> Any:
+        block = NUM_TOKENS // part.shard.num_parts("kv_tokens")
+        pages = jnp.zeros((1, len(part.layers), block, group.num_features), jnp.float32)
+        with jax.default_matmul_precision("highest"):
+            how = {"shard": part.shard, "backend": part.backend, "machine": part.machine}
+            out, _, _ = part.model.forward(loaded, pages, batch, hidden=hidden[0] if hidden else None, **how)
+            if part.is_last:
+                flat = part.model.unembed(loaded, out.reshape(-1, out.shape[-1]), part.shard, machine=part.machine)
+                out = flat.reshape(*batch.tokens.shape, -1)
+            return out
+
+    given = () if hidden is None else (jax.device_put(hidden, jax.sharding.NamedSharding(part.mesh, BY_PARTITION)),)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, part.weights)
+    in_specs = (specs, BY_PARTITION, *(BY_PARTITION for _ in given))
+    run = jax.shard_map(on_each_device, mesh=part.mesh, in_specs=in_specs, out_specs=BY_PARTITION, check_vma=False)
+    return jax.jit(run)(loaded, batch, *given)
+
+
+@pytest.mark.parametrize("machine", MACHINES_HERE)
+@pytest.mark.parametrize(("mesh", "rules"), FORMS, ids=str)
+@pytest.mark.parametrize("format", ["int4", "fp8", "int8"])
+def test_logits_are_those_of_the_values_as_float32(format, mesh, rules, machine):
+    holding = "native" if machine == "kernels" else None
+    found = logits(folders(format) / "stored", mesh, rules, MACHINES_HERE[machine], holding)
+    for own, row in zip(found, tokens(mesh.num_partitions), strict=True):
+        np.testing.assert_allclose(own, wide(format).logits(list(map(int, row))), atol=LOGIT_TOLERANCE)
