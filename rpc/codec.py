@@ -4,6 +4,7 @@ Both clients share it, so that they differ in nothing but `await`. It decides no
 2 makes sense is the gateway's to say; only what a message cannot hold at all is refused here.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
@@ -29,6 +30,7 @@ from moonshard.rpc.types import (
 )
 
 _REQUEST_OPTIONS = frozenset({"model", "n", "logprobs", "request_id", "forced_function", "single_tool_call"})
+_CHAT_OPTIONS = frozenset({"tools", "template_kwargs", "reasoning_effort"})
 _FINISH_REASONS: dict[int, FinishReason | None] = {
     pb.FINISH_REASON_UNSPECIFIED: None,
     pb.FINISH_REASON_STOP: "stop",
@@ -46,8 +48,8 @@ def encode_generate(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequ
             continue
         if name == "stop" and isinstance(value, str):
             value = (value,)  # a lone string would pass as a sequence of its characters
-        if name == "tools":
-            _merge_tools(request, value)
+        if name in _CHAT_OPTIONS:
+            _merge_chat(request, name, value)
             continue
         _merge(_holder(request, name), name, value)
     return request
@@ -72,6 +74,7 @@ def decode_delta(delta: pb.Delta) -> Delta:
             ToolCallPart(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
             for part in delta.tool_calls
         ),
+        reasoning=delta.reasoning,
     )
 
 
@@ -80,7 +83,7 @@ def decode_summary(summary: pb.Summary) -> Summary:
         request_id=summary.request_id,
         model=summary.model,
         seed=summary.seed,
-        usage=Usage(**{field.name: getattr(summary.usage, field.name) for field in fields(Usage)}),
+        usage=_decode_usage(summary.usage),
         timing=Timing(**{field.name: getattr(summary.timing, field.name) for field in fields(Timing)}),
     )
 
@@ -95,6 +98,15 @@ def decode_model_info(info: pb.ModelInfo) -> ModelInfo:
         dtype=info.dtype,
         fingerprint=info.fingerprint,
         version=info.version,
+    )
+
+
+def _decode_usage(usage: pb.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        reasoning_tokens=usage.reasoning_tokens if usage.HasField("reasoning_tokens") else None,
     )
 
 
@@ -118,11 +130,16 @@ def _merge_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prom
         _merge(request, "tokens", {"ids": items})
 
 
-def _merge_tools(request: pb.GenerateRequest, tools: object) -> None:
+def _merge_chat(request: pb.GenerateRequest, name: str, value: object) -> None:
     """Into the chat. Raises InvalidArgument where the prompt is none."""
     if not request.HasField("chat"):
-        raise InvalidArgument("tools: only a chat has tools", field="tools")
-    _merge(request.chat, "tools", tools)
+        raise InvalidArgument(f"{name}: only a chat has {name}", field=name)
+    if name == "template_kwargs":
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"{name}: {error}", field=name) from None
+    _merge(request.chat, name, value)
 
 
 def _holder(request: pb.GenerateRequest, name: str) -> Message:
@@ -151,6 +168,7 @@ def _join(deltas: list[Delta]) -> Choice:
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].stop_reason,
         tool_calls=whole_calls(part for delta in deltas for part in delta.tool_calls),
+        reasoning="".join(delta.reasoning for delta in deltas),
     )
 
 

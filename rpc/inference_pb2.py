@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmoonshard/rpc/inference.proto\x12\x0cmoonshard.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xa0\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12*\n\ntool_calls\x18\x03 \x03(\x0b\x32\x16.moonshard.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\x12\x0f\n\x07partial\x18\x07 \x01(\x08\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\\\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.moonshard.v1.ChatMessage\x12!\n\x05tools\x18\x02 \x03(\x0b\x32\x12.moonshard.v1.Tool\"\xc5\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12?\n\nlogit_bias\x18\x08 \x03(\x0b\x32+.moonshard.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\x9a\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xeb\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.moonshard.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.moonshard.v1.ChatPromptH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.moonshard.v1.SamplingParams\x12*\n\x04stop\x18\x06 \x01(\x0b\x32\x1c.moonshard.v1.StopConditions\x12\x0e\n\x01n\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x02\x88\x01\x01\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x17\n\x0f\x66orced_function\x18\n \x01(\t\x12\x18\n\x10single_tool_call\x18\x0b \x01(\x08\x42\x08\n\x06promptB\x04\n\x02_nB\x0b\n\t_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"g\n\x10PositionLogprobs\x12*\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1a.moonshard.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.moonshard.v1.TokenLogprob\"J\n\x0cToolCallPart\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xa5\x02\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.moonshard.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.moonshard.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0bstop_string\x18\x07 \x01(\tH\x01\x88\x01\x01\x12.\n\ntool_calls\x18\x08 \x03(\x0b\x32\x1a.moonshard.v1.ToolCallPartB\x10\n\x0e_stop_token_idB\x0e\n\x0c_stop_string\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x8b\x03\n\x06Timing\x12\x0e\n\x06\x65\x32\x65_ms\x18\x01 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x01\x12\x18\n\x10gateway_queue_ms\x18\x03 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x04 \x01(\x01\x12\x11\n\tdecode_ms\x18\x05 \x01(\x01\x12\x11\n\tfinish_ms\x18\x06 \x01(\x01\x12\x17\n\x0fworker_queue_ms\x18\x07 \x01(\x01\x12\x19\n\x11worker_prefill_ms\x18\x08 \x01(\x01\x12\x18\n\x10worker_decode_ms\x18\t \x01(\x01\x12\x0f\n\x07wire_ms\x18\n \x01(\x01\x12\x16\n\x0ehandoff_gap_ms\x18\x0b \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x0c \x01(\x01\x12\x1b\n\x13\x65xposed_transfer_ms\x18\r \x01(\x01\x12\x0f\n\x07land_ms\x18\x0e \x01(\x01\x12\x0f\n\x07join_ms\x18\x0f \x01(\x01\x12\x13\n\x0bnum_retries\x18\x10 \x01(\r\x12\x0f\n\x07lost_ms\x18\x11 \x01(\x01\x12\x17\n\x0f\x64\x65\x63ode_queue_ms\x18\x12 \x01(\x01\"\x84\x01\n\x07Summary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.moonshard.v1.Usage\x12$\n\x06timing\x18\x04 \x01(\x0b\x32\x14.moonshard.v1.Timing\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"\x95\x01\n\x10GenerateResponse\x12(\n\x06prompt\x18\x01 \x01(\x0b\x32\x16.moonshard.v1.TokenIdsH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.moonshard.v1.DeltaH\x00\x12(\n\x07summary\x18\x03 \x01(\x0b\x32\x15.moonshard.v1.SummaryH\x00\x42\x07\n\x05\x65vent\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xae\x01\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\"d\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.moonshard.v1.ChatPromptH\x00\x42\x08\n\x06prompt\";\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\"/\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x32\xc0\x02\n\tInference\x12K\n\x08Generate\x12\x1d.moonshard.v1.GenerateRequest\x1a\x1e.moonshard.v1.GenerateResponse0\x01\x12J\n\x0cGetModelInfo\x12!.moonshard.v1.GetModelInfoRequest\x1a\x17.moonshard.v1.ModelInfo\x12I\n\x08Tokenize\x12\x1d.moonshard.v1.TokenizeRequest\x1a\x1e.moonshard.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.moonshard.v1.DetokenizeRequest\x1a .moonshard.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmoonshard/rpc/inference.proto\x12\x0cmoonshard.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xa0\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12*\n\ntool_calls\x18\x03 \x03(\x0b\x32\x16.moonshard.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\x12\x0f\n\x07partial\x18\x07 \x01(\x08\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x8f\x01\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.moonshard.v1.ChatMessage\x12!\n\x05tools\x18\x02 \x03(\x0b\x32\x12.moonshard.v1.Tool\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12\x18\n\x10reasoning_effort\x18\x04 \x01(\t\"\xc5\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12?\n\nlogit_bias\x18\x08 \x03(\x0b\x32+.moonshard.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\x9a\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xeb\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.moonshard.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.moonshard.v1.ChatPromptH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.moonshard.v1.SamplingParams\x12*\n\x04stop\x18\x06 \x01(\x0b\x32\x1c.moonshard.v1.StopConditions\x12\x0e\n\x01n\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x02\x88\x01\x01\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x17\n\x0f\x66orced_function\x18\n \x01(\t\x12\x18\n\x10single_tool_call\x18\x0b \x01(\x08\x42\x08\n\x06promptB\x04\n\x02_nB\x0b\n\t_logprobs\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"g\n\x10PositionLogprobs\x12*\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1a.moonshard.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.moonshard.v1.TokenLogprob\"J\n\x0cToolCallPart\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xb8\x02\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.moonshard.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.moonshard.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0bstop_string\x18\x07 \x01(\tH\x01\x88\x01\x01\x12.\n\ntool_calls\x18\x08 \x03(\x0b\x32\x1a.moonshard.v1.ToolCallPart\x12\x11\n\treasoning\x18\t \x01(\tB\x10\n\x0e_stop_token_idB\x0e\n\x0c_stop_string\"\x84\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1d\n\x10reasoning_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_reasoning_tokens\"\x8b\x03\n\x06Timing\x12\x0e\n\x06\x65\x32\x65_ms\x18\x01 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x01\x12\x18\n\x10gateway_queue_ms\x18\x03 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x04 \x01(\x01\x12\x11\n\tdecode_ms\x18\x05 \x01(\x01\x12\x11\n\tfinish_ms\x18\x06 \x01(\x01\x12\x17\n\x0fworker_queue_ms\x18\x07 \x01(\x01\x12\x19\n\x11worker_prefill_ms\x18\x08 \x01(\x01\x12\x18\n\x10worker_decode_ms\x18\t \x01(\x01\x12\x0f\n\x07wire_ms\x18\n \x01(\x01\x12\x16\n\x0ehandoff_gap_ms\x18\x0b \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x0c \x01(\x01\x12\x1b\n\x13\x65xposed_transfer_ms\x18\r \x01(\x01\x12\x0f\n\x07land_ms\x18\x0e \x01(\x01\x12\x0f\n\x07join_ms\x18\x0f \x01(\x01\x12\x13\n\x0bnum_retries\x18\x10 \x01(\r\x12\x0f\n\x07lost_ms\x18\x11 \x01(\x01\x12\x17\n\x0f\x64\x65\x63ode_queue_ms\x18\x12 \x01(\x01\"\x84\x01\n\x07Summary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.moonshard.v1.Usage\x12$\n\x06timing\x18\x04 \x01(\x0b\x32\x14.moonshard.v1.Timing\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"\x95\x01\n\x10GenerateResponse\x12(\n\x06prompt\x18\x01 \x01(\x0b\x32\x16.moonshard.v1.TokenIdsH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.moonshard.v1.DeltaH\x00\x12(\n\x07summary\x18\x03 \x01(\x0b\x32\x15.moonshard.v1.SummaryH\x00\x42\x07\n\x05\x65vent\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xae\x01\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\"d\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.moonshard.v1.ChatPromptH\x00\x42\x08\n\x06prompt\";\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\"/\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x32\xc0\x02\n\tInference\x12K\n\x08Generate\x12\x1d.moonshard.v1.GenerateRequest\x1a\x1e.moonshard.v1.GenerateResponse0\x01\x12J\n\x0cGetModelInfo\x12!.moonshard.v1.GetModelInfoRequest\x1a\x17.moonshard.v1.ModelInfo\x12I\n\x08Tokenize\x12\x1d.moonshard.v1.TokenizeRequest\x1a\x1e.moonshard.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.moonshard.v1.DetokenizeRequest\x1a .moonshard.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3186
-  _globals['_FINISHREASON']._serialized_end=3311
+  _globals['_FINISHREASON']._serialized_start=3310
+  _globals['_FINISHREASON']._serialized_end=3435
   _globals['_TOKENIDS']._serialized_start=47
   _globals['_TOKENIDS']._serialized_end=70
   _globals['_TOOLCALL']._serialized_start=72
@@ -43,44 +43,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_end=290
   _globals['_TOOL']._serialized_start=292
   _globals['_TOOL']._serialized_end=353
-  _globals['_CHATPROMPT']._serialized_start=355
-  _globals['_CHATPROMPT']._serialized_end=447
-  _globals['_SAMPLINGPARAMS']._serialized_start=450
-  _globals['_SAMPLINGPARAMS']._serialized_end=903
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=734
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=782
-  _globals['_STOPCONDITIONS']._serialized_start=906
-  _globals['_STOPCONDITIONS']._serialized_end=1060
-  _globals['_GENERATEREQUEST']._serialized_start=1063
-  _globals['_GENERATEREQUEST']._serialized_end=1426
-  _globals['_TOKENLOGPROB']._serialized_start=1428
-  _globals['_TOKENLOGPROB']._serialized_end=1477
-  _globals['_POSITIONLOGPROBS']._serialized_start=1479
-  _globals['_POSITIONLOGPROBS']._serialized_end=1582
-  _globals['_TOOLCALLPART']._serialized_start=1584
-  _globals['_TOOLCALLPART']._serialized_end=1658
-  _globals['_DELTA']._serialized_start=1661
-  _globals['_DELTA']._serialized_end=1954
-  _globals['_USAGE']._serialized_start=1956
-  _globals['_USAGE']._serialized_end=2036
-  _globals['_TIMING']._serialized_start=2039
-  _globals['_TIMING']._serialized_end=2434
-  _globals['_SUMMARY']._serialized_start=2437
-  _globals['_SUMMARY']._serialized_end=2569
-  _globals['_GENERATERESPONSE']._serialized_start=2572
-  _globals['_GENERATERESPONSE']._serialized_end=2721
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2723
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2759
-  _globals['_MODELINFO']._serialized_start=2762
-  _globals['_MODELINFO']._serialized_end=2936
-  _globals['_TOKENIZEREQUEST']._serialized_start=2938
-  _globals['_TOKENIZEREQUEST']._serialized_end=3038
-  _globals['_TOKENIZERESPONSE']._serialized_start=3040
-  _globals['_TOKENIZERESPONSE']._serialized_end=3099
-  _globals['_DETOKENIZEREQUEST']._serialized_start=3101
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3148
-  _globals['_DETOKENIZERESPONSE']._serialized_start=3150
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3184
-  _globals['_INFERENCE']._serialized_start=3314
-  _globals['_INFERENCE']._serialized_end=3634
+  _globals['_CHATPROMPT']._serialized_start=356
+  _globals['_CHATPROMPT']._serialized_end=499
+  _globals['_SAMPLINGPARAMS']._serialized_start=502
+  _globals['_SAMPLINGPARAMS']._serialized_end=955
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=786
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=834
+  _globals['_STOPCONDITIONS']._serialized_start=958
+  _globals['_STOPCONDITIONS']._serialized_end=1112
+  _globals['_GENERATEREQUEST']._serialized_start=1115
+  _globals['_GENERATEREQUEST']._serialized_end=1478
+  _globals['_TOKENLOGPROB']._serialized_start=1480
+  _globals['_TOKENLOGPROB']._serialized_end=1529
+  _globals['_POSITIONLOGPROBS']._serialized_start=1531
+  _globals['_POSITIONLOGPROBS']._serialized_end=1634
+  _globals['_TOOLCALLPART']._serialized_start=1636
+  _globals['_TOOLCALLPART']._serialized_end=1710
+  _globals['_DELTA']._serialized_start=1713
+  _globals['_DELTA']._serialized_end=2025
+  _globals['_USAGE']._serialized_start=2028
+  _globals['_USAGE']._serialized_end=2160
+  _globals['_TIMING']._serialized_start=2163
+  _globals['_TIMING']._serialized_end=2558
+  _globals['_SUMMARY']._serialized_start=2561
+  _globals['_SUMMARY']._serialized_end=2693
+  _globals['_GENERATERESPONSE']._serialized_start=2696
+  _globals['_GENERATERESPONSE']._serialized_end=2845
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2847
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2883
+  _globals['_MODELINFO']._serialized_start=2886
+  _globals['_MODELINFO']._serialized_end=3060
+  _globals['_TOKENIZEREQUEST']._serialized_start=3062
+  _globals['_TOKENIZEREQUEST']._serialized_end=3162
+  _globals['_TOKENIZERESPONSE']._serialized_start=3164
+  _globals['_TOKENIZERESPONSE']._serialized_end=3223
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3225
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3272
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3274
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3308
+  _globals['_INFERENCE']._serialized_start=3438
+  _globals['_INFERENCE']._serialized_end=3758
 # @@protoc_insertion_point(module_scope)

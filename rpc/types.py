@@ -35,6 +35,8 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None  # None: none; 0: the chosen token's only; k: also the k most likely
     request_id: str
     tools: Sequence[Mapping[str, str]]  # of a chat: name, description, parameters (their JSON schema, as text)
+    template_kwargs: Mapping[str, object]  # of a chat: variables of its template, such as thinking
+    reasoning_effort: str  # of a chat: "none" and "minimal" switch thinking off, any other value on
     forced_function: str
     single_tool_call: bool
 
@@ -83,6 +85,7 @@ class Delta:
     finish_reason: FinishReason | None = None  # set on a choice's last delta
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
     tool_calls: tuple[ToolCallPart, ...] = ()
+    reasoning: str = ""  # what the model thought, before its text and no part of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +93,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None  # of the completion; None where thoughts are not told from the rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +149,7 @@ class Choice:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

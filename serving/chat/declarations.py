@@ -1,7 +1,8 @@
 """Tools as TypeScript declarations, for templates that ask for them (`tools_ts_str`), and tools with sorted keys.
 
-Kimi K2.5 was trained on tools in this form: its folder's tokenizer sorts the keys of every object of the tools, writes
-them as below, and gives its template both (`tokenization_kimi.py` and `tool_declaration_ts.py` of moonshotai/Kimi-K2.5).
+Kimi K2.5 was trained on tools in this form: the tokenizer of its folder (moonshotai/Kimi-K2.5, `tokenization_kimi.py`
+and `tool_declaration_ts.py`) sorts the keys of every object of the tools, writes them as below, and gives its template
+both.
 
     # Tools
 

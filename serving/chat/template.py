@@ -27,10 +27,14 @@ from moonshard.models.tokenizers.vocabulary import name_pattern
 from moonshard.serving.chat.declarations import declare_tools, sorted_tools
 from moonshard.serving.chat.sandbox.budget import RenderBudget, allowed_units
 from moonshard.serving.chat.sandbox.environment import BUDGET, TemplateSandbox
+from moonshard.serving.chat.thoughts import NAMES as THOUGHT_NAMES
+from moonshard.serving.chat.thoughts import THOUGHT_BEGIN
 
 MAX_MESSAGE_CHARS = 1000  # of what a template says when it fails
 FIRST_MARK, MAX_MARKS = 0xD800, 0x800  # the surrogates
 MARK = re.compile(f"([{chr(FIRST_MARK)}-{chr(FIRST_MARK + MAX_MARKS - 1)}])")
+THINKING_SWITCHES = ("thinking", "enable_thinking")  # Kimi's name, and that of others
+KEEP_THOUGHTS = "preserve_thinking"
 OWN_VARIABLES = frozenset({"messages", "add_generation_prompt"})
 
 # what Jinja lets through from the expressions of a template, and from its parser and Python's compiler
@@ -67,12 +71,28 @@ class ChatTemplate:
         self._environment.compile_tree(self._environment.parse(source))  # parsing alone would pass an unknown filter
         self._source = source
         self._variables = variables
-        self._names = frozenset(name.name for name in self._environment.parse(source).find_all(nodes.Name))
+        tree = self._environment.parse(source)
+        self._names = frozenset(name.name for name in tree.find_all(nodes.Name))
+        written = [*(data.data for data in tree.find_all(nodes.TemplateData)), *_strings(tree)]
+        self.writes_thoughts = any(THOUGHT_NAMES[THOUGHT_BEGIN] in text for text in written)
         self._marked = lru_cache(maxsize=4)(self._mark)  # by the tokenizer's special names: in practice one
+
+    def takes(self, variable: str) -> bool:
+        return variable in self._names
 
     @property
     def takes_tools(self) -> bool:
-        return "tools" in self._names
+        return self.takes("tools")
+
+    @property
+    def thinking_switch(self) -> str | None:
+        """The variable by which thinking is switched on and off; None where the template has none."""
+        return next((name for name in THINKING_SWITCHES if name in self._names), None)
+
+    @property
+    def may_keep_thoughts(self) -> bool:
+        """Whether the thoughts of all turns can be kept, by the variable `preserve_thinking` of Kimi K2.6."""
+        return self.takes(KEEP_THOUGHTS)
 
     def encode_chat(
         self,
@@ -89,8 +109,8 @@ class ChatTemplate:
         Where the answer is the rest of the last message (`is_continued`), the prompt ends with that message's content,
         a string. A template that names `tools_ts_str` gets the tools sorted, and declared in that variable.
 
-        Raises TemplateError, ToolSchemaError, TextError at a lone surrogate in anything the client sent, and TextTooLongError at a
-        prompt that certainly has more than `max_tokens` (`Tokenizer.encode`).
+        Raises TemplateError, ToolSchemaError, TextError at a lone surrogate in anything the client sent, and
+        TextTooLongError at a prompt that certainly has more than `max_tokens` (`Tokenizer.encode`).
         """
         kwargs = dict(template_kwargs or {})
         if clash := OWN_VARIABLES & kwargs.keys():
@@ -171,6 +191,10 @@ class MarkedTemplate:
             if max_tokens is not None and len(ids) > max_tokens:
                 raise TextTooLongError(len(ids))
         return ids
+
+
+def _strings(tree: nodes.Template) -> list[str]:
+    return [constant.value for constant in tree.find_all(nodes.Const) if isinstance(constant.value, str)]
 
 
 def _up_to(rendered: str, begun: str) -> str:

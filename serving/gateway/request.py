@@ -19,6 +19,7 @@ MAX_STOP_STRINGS = 16
 MAX_GIVEN_STOP_TOKENS = 16 * MAX_STOP_TOKENS  # with those that come twice; which are left is counted after that
 MAX_STOP_CHARS = 1_000  # of one: each choice prepares its matchers on the event loop
 MAX_REQUEST_ID_CHARS = 512  # every chunk of a stream repeats it; the header's 256 have a prefix put before them
+EFFORTS_WITHOUT_THOUGHTS = ("none", "minimal")
 MAX_UNPACKED_IDS = 1 << 10  # fewer are not worth packing
 
 
@@ -43,11 +44,29 @@ class TokenPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """What the client asked of the model's thinking, by which field; None: nothing. `is_kept`: of earlier turns."""
+
+    is_on: bool | None = None
+    effort: str | None = None
+    is_kept: bool = False
+    field: str = ""
+
+    @classmethod
+    def by_effort(cls, effort: str | None) -> "Thinking":
+        """OpenAI's efforts without thoughts switch thinking off, all others on: these models have one."""
+        if effort is None:
+            return cls()
+        return cls(effort not in EFFORTS_WITHOUT_THOUGHTS, effort=effort, field="reasoning_effort")
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: Sequence[Mapping[str, object]]
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
     add_generation_prompt: bool = True
     is_continued: bool = False  # the answer is the rest of the last message
+    thinking: Thinking = field(default_factory=Thinking)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,17 +13,25 @@ from moonshard.serving.gateway.intake.bounds import OTHER_BYTES
 from moonshard.serving.gateway.openai.messages import CalledFunction, CallMade, Message, chat_messages, goes_on
 from moonshard.serving.gateway.pipeline.choice import CallsMade
 from moonshard.serving.gateway.quoted import quoted
-from moonshard.serving.gateway.request import ChatPrompt, ToolUse
+from moonshard.serving.gateway.request import ChatPrompt, Thinking, ToolUse
 
-_PARAMETERS = msgspec.json.Decoder(dict[str, object])
+_OBJECT = msgspec.json.Decoder(dict[str, object])
 
 
 def chat_prompt(chat: pb.ChatPrompt) -> ChatPrompt:
     """InvalidArgument as over HTTP, naming the field as the API spells it."""
     messages, tools = [_message(message) for message in chat.messages], _tools(chat.tools)
     is_continued = goes_on(messages, "chat.messages")
-    kwargs = {"tools": tools} if tools else {}
-    return ChatPrompt(chat_messages(messages, "chat.messages"), kwargs, is_continued=is_continued)
+    kwargs = _object(chat.template_kwargs, "chat.template_kwargs")
+    if tools and "tools" in kwargs:
+        name = "chat.template_kwargs"
+        raise InvalidArgument(f"{name}: there are tools in the request already", field=name)
+    return ChatPrompt(
+        chat_messages(messages, "chat.messages"),
+        kwargs | ({"tools": tools} if tools else {}),
+        is_continued=is_continued,
+        thinking=Thinking.by_effort(chat.reasoning_effort or None),
+    )
 
 
 def tool_use(chat: pb.ChatPrompt, forced: str = "", *, is_single: bool = False) -> ToolUse | None:
@@ -72,9 +80,15 @@ def _function(tool: pb.Tool, where: str) -> dict[str, object]:
     if tool.description:
         function["description"] = tool.description
     if tool.parameters:
-        try:
-            function["parameters"] = _PARAMETERS.decode(tool.parameters)
-        except (msgspec.DecodeError, RecursionError) as error:
-            name = f"{where}.parameters"
-            raise InvalidArgument(f"{name}: expected a JSON object: {error}", field=name) from error
+        function["parameters"] = _object(tool.parameters, f"{where}.parameters")
     return function
+
+
+def _object(text: str, name: str) -> dict[str, object]:
+    """A field that is spelt as JSON; an empty one where it is not set."""
+    if len(text) > OTHER_BYTES:
+        raise InvalidArgument(f"{name}: has more than {OTHER_BYTES} characters", field=name)
+    try:
+        return _OBJECT.decode(text) if text else {}
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidArgument(f"{name}: expected a JSON object: {error}", field=name) from error

@@ -28,12 +28,17 @@ from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, Tex
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 NUM_CONTEXTS = {"Tokenize": TOKENIZED_CONTEXTS, "Detokenize": TOKENIZED_CONTEXTS}  # of a text, where not 1
-JSON_NAMES = frozenset({pb.Tool.DESCRIPTOR.fields_by_name["parameters"].full_name})  # which `chats` decodes
+JSON_NAMES = frozenset(
+    {  # which `chats` decodes
+        pb.Tool.DESCRIPTOR.fields_by_name["parameters"].full_name,
+        pb.ChatPrompt.DESCRIPTOR.fields_by_name["template_kwargs"].full_name,
+    }
+)
 _SPELLING: Mapping[str, str] = {
     **{name: f"sampling.{name}" for name in (*(each.name for each in PARAMETERS), "logit_bias")},
     **{name: f"stop.{name}" for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids")},
     "num_logprobs": "logprobs",
-    "tools": "chat.tools",
+    **{name: f"chat.{name}" for name in ("tools", "template_kwargs", "reasoning_effort")},
 }
 
 

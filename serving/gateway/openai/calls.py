@@ -1,18 +1,19 @@
 """Tool calls in OpenAI's shapes: in the message of a whole choice, and as the parts of a stream."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from moonshard.rpc.codec import whole_calls
 from moonshard.rpc.types import ToolCall, ToolCallPart
 from moonshard.serving.gateway.pipeline.choice import CallsMade
 
 
-def with_calls(choice: dict[str, object], text: str, parts: Sequence[ToolCallPart]) -> dict[str, object]:
+def with_calls(choice: dict[str, Any], text: str, parts: Sequence[ToolCallPart]) -> dict[str, object]:
     """A whole choice of a chat with these calls in its message; the choice as it is where there are none."""
     if not parts:
         return choice
     calls = list(map(_whole, whole_calls(parts)))
-    return choice | {"message": {"role": "assistant", "content": text or None, "refusal": None, "tool_calls": calls}}
+    return {**choice, "message": {**choice["message"], "content": text or None, "tool_calls": calls}}
 
 
 def chunk_choices(made: CallsMade) -> Iterator[dict[str, object]]:

@@ -14,6 +14,7 @@ from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.openai.body import ABSENT, is_nothing, whole, whole_list
 from moonshard.serving.gateway.openai.messages import Message, chat_messages, goes_on
+from moonshard.serving.gateway.openai.thinking import ThinkingBody, asked_thinking
 from moonshard.serving.gateway.openai.tools import Tool, offer
 from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
 
@@ -32,7 +33,6 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "dry_multiplier": (0,),
     "ebnf": (),
     "echo": (False,),
-    "enable_thinking": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": ("",),
@@ -64,7 +64,6 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "structural_tag": (),
     "structured_outputs": (),
     "suffix": ("",),
-    "thinking": (False, {"type": "disabled"}),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
@@ -74,7 +73,9 @@ NO_OPS: Mapping[str, Sequence[object]] = {
 }
 # Served in chats.
 COMPLETION_NO_OPS: Mapping[str, Sequence[object]] = {
+    "enable_thinking": (False,),
     "parallel_tool_calls": (True, False),
+    "thinking": (False, {"type": "disabled"}),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
@@ -83,6 +84,7 @@ INTEGERS = (
     *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "top_logprobs"),
 )
 
+_CHAT_SPELLING: Mapping[str, str] = {"prompt": "messages", "template_kwargs": "chat_template_kwargs"}
 COMPLETION_TOKENS = 16  # OpenAI's default for completions, where the context has room for them
 
 type Number = int | float
@@ -123,13 +125,13 @@ class GenerationBody(SamplingBody, kw_only=True):
     skip_special_tokens: bool | None = None
     request_id: str | None = None
     prompt_cache_key: str | None = None
-    # what asks for nothing here, whatever it says: nothing is stored, there is one tier and one effort
+    # what asks for nothing here, whatever it says: nothing is stored, and there is one tier
     user: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
     metadata: msgspec.Raw = ABSENT
     service_tier: str | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = None  # of completions; in chats it is served
     prompt_cache_retention: str | None = None
     add_generation_prompt: msgspec.Raw = ABSENT
     add_special_tokens: msgspec.Raw = ABSENT
@@ -143,7 +145,6 @@ class GenerationBody(SamplingBody, kw_only=True):
     dry_multiplier: msgspec.Raw = ABSENT
     ebnf: msgspec.Raw = ABSENT
     echo: msgspec.Raw = ABSENT
-    enable_thinking: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
     functions: msgspec.Raw = ABSENT
     grammar: msgspec.Raw = ABSENT
@@ -175,7 +176,6 @@ class GenerationBody(SamplingBody, kw_only=True):
     structural_tag: msgspec.Raw = ABSENT
     structured_outputs: msgspec.Raw = ABSENT
     suffix: msgspec.Raw = ABSENT
-    thinking: msgspec.Raw = ABSENT
     truncate_prompt_tokens: msgspec.Raw = ABSENT
     typical_p: msgspec.Raw = ABSENT
     use_beam_search: msgspec.Raw = ABSENT
@@ -194,6 +194,8 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Number | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    thinking: bool | ThinkingBody | None = None
+    enable_thinking: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
@@ -202,6 +204,8 @@ class ChatBody(GenerationBody, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[Number | str | list[Number]]
     logprobs: Number | None = None
+    enable_thinking: msgspec.Raw = ABSENT
+    thinking: msgspec.Raw = ABSENT
     tools: msgspec.Raw = ABSENT
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: msgspec.Raw = ABSENT
@@ -215,6 +219,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None  # this tokenizer adds none of its own: either value asks for the same
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    thinking: bool | ThinkingBody | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -224,7 +231,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> GenerationRequest:
     """InvalidArgument where the body asks for what is not served."""
-    spelling = {"prompt": "messages", "num_logprobs": "top_logprobs"}
+    spelling = {**_CHAT_SPELLING, "num_logprobs": "top_logprobs"}
     _refuse_unserved(body, NO_OPS)
     said = _integers(body)
     if "max_completion_tokens" in said:
@@ -235,7 +242,7 @@ def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> Genera
     offered = offer(body.tools, body.tool_choice, body.parallel_tool_calls)
     return _request(
         body,
-        _chat_prompt(body.messages, offered.tools, body.chat_template_kwargs),
+        _chat_prompt(body, body.messages, offered.tools),
         said,
         said.get("top_logprobs", 0) if body.logprobs else None,
         tool_use=offered.use(body.messages),
@@ -282,31 +289,33 @@ def _chat_to_tokenize(body: TokenizeBody, messages: Sequence[Message]) -> Genera
         request_id="",
         received_ns=0,
         prompt=_chat_prompt(
-            messages,
-            offered.tools,
-            body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            body, messages, offered.tools, add_generation_prompt=body.add_generation_prompt is not False
         ),
         tool_use=offered.use(messages),
-        spelling={"prompt": "messages"},
+        spelling=_CHAT_SPELLING,
     )
 
 
 def _chat_prompt(
+    body: ChatBody | TokenizeBody,
     messages: Sequence[Message],
     tools: Sequence[Tool],
-    template_kwargs: Mapping[str, object] | None,
     *,
     add_generation_prompt: bool = True,
 ) -> ChatPrompt:
     """InvalidArgument for what is no text, and for tools that come twice."""
-    kwargs = dict(template_kwargs or {})
+    kwargs = dict(body.chat_template_kwargs or {})
     if tools and "tools" in kwargs:
         name = "chat_template_kwargs.tools"
         raise InvalidArgument(f"{name}: there are tools in the request already", field=name)
     kwargs |= {"tools": list(tools)} if tools else {}
-    is_continued = goes_on(messages)
-    return ChatPrompt(chat_messages(messages), kwargs, add_generation_prompt, is_continued)
+    return ChatPrompt(
+        chat_messages(messages),
+        kwargs,
+        add_generation_prompt,
+        goes_on(messages),
+        asked_thinking(body.thinking, body.enable_thinking, body.reasoning_effort),
+    )
 
 
 def _request(

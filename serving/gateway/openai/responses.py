@@ -87,11 +87,11 @@ class ChatFormat:
     chunk_kind: str = "chat.completion.chunk"
 
     def choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        message = {"role": "assistant", **_reasoning(delta), "content": delta.text, "refusal": None}
         return {"index": delta.choice, "message": message, "logprobs": logprobs, **_finish(delta)}
 
     def chunk_choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]:
-        said = {"content": delta.text} if delta.text else {}
+        said = _reasoning(delta) | ({"content": delta.text} if delta.text else {})
         return {"index": delta.choice, "delta": said, "logprobs": logprobs, **_finish(delta)}
 
     def opening(self, index: int) -> dict[str, object] | None:
@@ -161,9 +161,12 @@ class Whole:
         return _encoder.encode(body)
 
     def _choice(self, deltas: list[pb.Delta]) -> dict[str, object]:
-        whole = pb.Delta(text="".join(delta.text for delta in deltas))
+        whole = pb.Delta(
+            text="".join(delta.text for delta in deltas), reasoning="".join(delta.reasoning for delta in deltas)
+        )
         for delta in deltas:
             delta.ClearField("text")
+            delta.ClearField("reasoning")
             whole.MergeFrom(delta)  # scalars: the last one said; token ids and log-probabilities: joined
         offsets = self._form.offsets()
         logprobs = self._form.logprobs(whole.logprobs, offsets) if self._envelope.has_logprobs else None
@@ -181,7 +184,8 @@ class Chunks:
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._first_extra: dict[str, object] = {}
         self._opened: set[int] = set()
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # of each choice that goes on, what stands around its text
+        # by choice that goes on, and whether it thinks: what stands around its text
+        self._around: dict[tuple[int, bool], tuple[bytes, bytes]] = {}
         self._is_plain = not (envelope.has_token_ids or envelope.has_logprobs)
         self._offsets: dict[int, TextOffsets] = {}
         self._num_prompt = 0
@@ -197,9 +201,11 @@ class Chunks:
         """Empty where the client is told nothing: its text is held back, or is a part of a call."""
         self._num_tokens += len(delta.token_ids)
         opening = self._opening(delta.choice)
-        if self._is_plain and not delta.finish_reason:  # nearly every token's
-            return opening + self._said(delta.choice, delta.text) if delta.text else opening
-        if not (delta.text or delta.finish_reason or self._envelope.has_token_ids or self._envelope.has_logprobs):
+        text, thought = delta.text, delta.reasoning
+        if self._is_plain and not delta.finish_reason and not (text and thought):  # nearly every token's
+            said = text or thought
+            return opening + self._said(delta.choice, said, is_thought=bool(thought)) if said else opening
+        if not (text or thought or delta.finish_reason or self._envelope.has_token_ids or self._envelope.has_logprobs):
             return opening
         choice = self._form.chunk_choice(delta, self._logprobs(delta))
         if self._envelope.has_token_ids:
@@ -218,12 +224,13 @@ class Chunks:
             asked["timing"] = timing_object(summary.timing)
         return self._head + b"]," + _encoder.encode(asked)[1:] + b"\n\n" if asked else b""
 
-    def _said(self, index: int, text: str) -> bytes:
+    def _said(self, index: int, text: str, *, is_thought: bool) -> bytes:
         """A chunk of a choice that goes on, byte for byte as `_chunk` has it."""
-        if (around := self._around.get(index)) is None:
-            choice = _encoder.encode(self._form.chunk_choice(pb.Delta(choice=index, text=_HERE), None))
+        if (around := self._around.get((index, is_thought))) is None:
+            delta = pb.Delta(choice=index, reasoning=_HERE) if is_thought else pb.Delta(choice=index, text=_HERE)
+            choice = _encoder.encode(self._form.chunk_choice(delta, None))
             before, _, after = choice.partition(_encoder.encode(_HERE))
-            around = self._around[index] = before, after
+            around = self._around[index, is_thought] = before, after
         before, after = around
         return self._finished(self._head + before + _encoder.encode(text) + after)
 
@@ -273,8 +280,11 @@ def usage_object(num_prompt: int, num_completion: int) -> dict[str, object]:
 
 def whole_usage(usage: pb.Usage) -> dict[str, object]:
     """The usage of a request that has ended, when the number of cached tokens is known too."""
-    details = {"cached_tokens": usage.cached_tokens}
-    return usage_object(usage.prompt_tokens, usage.completion_tokens) | {"prompt_tokens_details": details}
+    whole = usage_object(usage.prompt_tokens, usage.completion_tokens)
+    whole["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    if usage.HasField("reasoning_tokens"):
+        whole["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return whole
 
 
 def timing_object(timing: pb.Timing) -> dict[str, object]:
@@ -285,6 +295,11 @@ def timing_object(timing: pb.Timing) -> dict[str, object]:
 def error_event(body: dict) -> bytes:
     """An error after the stream began: the status line is gone."""
     return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+def _reasoning(delta: pb.Delta) -> dict[str, str]:
+    """Moonshot's and DeepSeek's field for what the model thought."""
+    return {"reasoning_content": delta.reasoning} if delta.reasoning else {}
 
 
 def _finish(delta: pb.Delta) -> dict[str, object]:

@@ -1,9 +1,10 @@
 """The tools that a chat may call: `tools`, `tool_choice` and `parallel_tool_calls`.
 
 A tool goes to the chat template as the client wrote it, so all of its keys are told to the model, unless the template
-wants a declaration made of it (`chat.declarations`); checked is only what an answer's calls are checked against. A named function is called by beginning the answer with that call; one call is
-had by ending the answer after it. To force a call of any function, or to hold arguments to their schema, takes
-constrained decoding, which there is not: `required` is refused by name, and `strict` is advice.
+wants a declaration made of it (`chat.declarations`); checked is only what an answer's calls are checked against. A
+named function is called by beginning the answer with that call; one call is had by ending the answer after it. To force
+a call of any function, or to hold arguments to their schema, takes constrained decoding, which there is not: `required`
+is refused by name, and `strict` is advice.
 """
 
 from collections.abc import Sequence

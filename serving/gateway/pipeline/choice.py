@@ -15,6 +15,8 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.rpc.types import ToolCallPart
 from moonshard.serving.chat.detokenizer import Detokenizer
+from moonshard.serving.chat.thoughts import NAMES as THOUGHT_NAMES
+from moonshard.serving.chat.thoughts import THOUGHT_BEGIN, THOUGHT_END, Start, ThoughtParser
 from moonshard.serving.chat.tool_calls import (
     ARGUMENTS_BEGIN,
     CALL_BEGIN,
@@ -44,23 +46,42 @@ class ForcedCall:
     text: str
 
 
-def forced_call(tokenizer: Tokenizer, name: str, call_ids: Collection[str]) -> ForcedCall:
-    """`call_ids`: of the conversation's calls so far. The tokenizer has the markers of tool calls."""
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How every choice begins. `start`: None where the answer has no thought to be told from the rest."""
+
+    start: Start | None = None
+    forced: ForcedCall | None = None
+
+    @property
+    def num_forced(self) -> int:
+        return 0 if self.forced is None else len(self.forced.token_ids)
+
+
+def forced_call(tokenizer: Tokenizer, name: str, call_ids: Collection[str], start: Start | None = None) -> ForcedCall:
+    """`call_ids`: of the conversation's calls so far. The tokenizer has the markers of tool calls.
+
+    An answer that would begin with a thought has an empty one, as templates write a turn without: sent back, the turn
+    is the tokens that were generated.
+    """
     call_id = free_call_id(name, str(len(call_ids)), call_ids)
+    unthought = {"inside": (THOUGHT_END,), "before": (THOUGHT_BEGIN, THOUGHT_END), None: ()}[start]
+    thought = tuple(tokenizer.special_tokens[THOUGHT_NAMES[mark]] for mark in unthought)
     section, call, arguments = (
         tokenizer.special_tokens[NAMES[mark]] for mark in (SECTION_BEGIN, CALL_BEGIN, ARGUMENTS_BEGIN)
     )
     return ForcedCall(
-        token_ids=(section, call, *tokenizer.encode(call_id), arguments),
-        text=SECTION_BEGIN + CALL_BEGIN + call_id + ARGUMENTS_BEGIN,
+        token_ids=(*thought, section, call, *tokenizer.encode(call_id), arguments),
+        text="".join(unthought) + SECTION_BEGIN + CALL_BEGIN + call_id + ARGUMENTS_BEGIN,
     )
 
 
 class ChoiceStream:
     """`detokenizer` is None for a model without a tokenizer: token ids go out, text stays empty.
 
-    `parser` is None for a request without tools; else the detokenizer marks what it reads. `call_end` is a stop token
-    that the client knows nothing of: the marker after which one call is enough.
+    `parser` is None for a request without tools, `thoughts` where the answer has none to be told from the rest; else
+    the detokenizer marks what they read. `call_end` is a stop token that the client knows nothing of: the marker after
+    which one call is enough.
     """
 
     def __init__(
@@ -69,6 +90,7 @@ class ChoiceStream:
         detokenizer: Detokenizer | None,
         parser: ToolCallParser | None = None,
         *,
+        thoughts: ThoughtParser | None = None,
         forced: ForcedCall | None = None,
         call_end: int | None = None,
     ) -> None:
@@ -78,6 +100,7 @@ class ChoiceStream:
         self.token_ids: list[int] = []  # all that workers gave, until it ended; shown or not
         self._detokenizer = detokenizer
         self._parser = parser
+        self._thoughts = thoughts
         self._forced = forced  # until it was told
         self._call_end = call_end
         self._calls: tuple[ToolCallPart, ...] = ()
@@ -86,6 +109,10 @@ class ChoiceStream:
     @property
     def is_ended(self) -> bool:
         return self.finish_reason != _UNFINISHED
+
+    @property
+    def num_thought_tokens(self) -> int:
+        return 0 if self._thoughts is None else self._thoughts.num_tokens
 
     def accept(self, output: link_pb2.SequenceOutput) -> pb.Delta | None:
         """What to tell the client of a step's output; None once the choice has ended.
@@ -97,18 +124,29 @@ class ChoiceStream:
         if self.finish_reason != _UNFINISHED:
             return None
         self.token_ids += token_ids
-        text, num_kept = "", len(token_ids)
+        text, thought, num_kept = "", "", len(token_ids)
         if self._detokenizer is not None:
             text, num_kept = self._text(self._detokenizer, token_ids, finish_reason)
             if self._parser is None and finish_reason == _UNFINISHED and self._detokenizer.stop_string is None:
-                return pb.Delta(
-                    choice=self.index, token_ids=token_ids, text=text, logprobs=output.logprobs
-                )  # most are so
+                if self._thoughts is not None:
+                    thought, text = self._thoughts.push(token_ids, text)
+                return pb.Delta(  # most are so
+                    choice=self.index,
+                    token_ids=token_ids,
+                    text=text,
+                    reasoning=thought,
+                    logprobs=output.logprobs,
+                )
         delta = pb.Delta(choice=self.index, token_ids=token_ids, finish_reason=finish_reason, logprobs=output.logprobs)
         if self._detokenizer is not None:
             if self._detokenizer.stop_string is not None:
                 delta.stop_string, delta.finish_reason = self._detokenizer.stop_string, pb.FINISH_REASON_STOP
                 del delta.token_ids[num_kept:], delta.logprobs[num_kept:]
+            text = self._begun(delta, text)
+            if self._thoughts is not None:
+                delta.reasoning, text = self._thoughts.push(token_ids[:num_kept], text)
+                if delta.finish_reason != _UNFINISHED:
+                    text += self._thoughts.finish()
             delta.text = text if self._parser is None else self._content(delta, self._parser, text)
         is_by_token = finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string")
         if is_by_token and token_ids and token_ids[-1] != self._call_end:
@@ -124,14 +162,18 @@ class ChoiceStream:
         calls, self._calls = self._calls, ()
         return CallsMade(self.index, calls) if calls else None
 
+    def _begun(self, delta: pb.Delta, text: str) -> str:
+        """The text with what was forced before it, whose tokens are put into the first delta."""
+        if self._forced is None:
+            return text
+        tokens = [*self._forced.token_ids, *delta.token_ids]
+        del delta.token_ids[:]
+        delta.token_ids.extend(tokens)
+        text, self._forced = self._forced.text + text, None
+        return text
+
     def _content(self, delta: pb.Delta, parser: ToolCallParser, text: str) -> str:
         """The part of the text that is for the client to read; parts of calls are kept for `take_calls`."""
-        if self._forced is not None:
-            text = self._forced.text + text
-            tokens = [*self._forced.token_ids, *delta.token_ids]
-            del delta.token_ids[:]
-            delta.token_ids.extend(tokens)
-            self._forced = None
         is_last = delta.finish_reason != pb.FINISH_REASON_UNSPECIFIED
         if is_last and self._call_end is not None and list(delta.token_ids[-1:]) == [self._call_end]:
             text += CALL_END
@@ -168,7 +210,7 @@ class ChoiceStream:
 
 def joined(earlier: pb.Delta, later: pb.Delta) -> pb.Delta:
     """Two deltas of one choice, one after the other, as one. Empties `earlier`."""
-    text = earlier.text + later.text
+    text, thought = earlier.text + later.text, earlier.reasoning + later.reasoning
     earlier.MergeFrom(later)
-    earlier.text = text
+    earlier.text, earlier.reasoning = text, thought
     return earlier

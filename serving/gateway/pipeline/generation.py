@@ -128,31 +128,34 @@ class Gateway:
         """
         with self._logs.opened(request) as log, self._admitted(request) as admission:
             prompt = await self.model.tokenize(request, PromptLimit.to_generate(admission.limits.max_context_tokens))
-            forced = self.model.forced_call(request)
-            run = await self.aside.run(len(prompt), self._make_run, admission, prompt, forced)
+            opening = self.model.opening(request, prompt)
+            run = await self.aside.run(len(prompt), self._make_run, admission, prompt, opening.forced)
             mark(run, log.context)
-            num_forced = 0 if forced is None else len(forced.token_ids)
+            choices = [self.model.choice(index, request, opening) for index in range(run.n)]
             log.append(
                 RequestTokenized(
                     num_prompt_tokens=len(prompt),
-                    max_tokens=run.max_tokens + num_forced,
+                    max_tokens=run.max_tokens + opening.num_forced,
                     num_choices=run.n,
-                    num_forced_tokens=num_forced,
+                    num_forced_tokens=opening.num_forced,
                 )
             )
             if self._rates is not None:
                 self._rates.admit(request.caller.tenant.name, len(prompt))
             is_delivered = False
-            async with aclosing(self._stream(admission, run, forced, log)) as events:
+            async with aclosing(self._stream(admission, run, choices, log)) as events:
                 async for event in events:
                     yield event
                     if not is_delivered and isinstance(event, pb.Delta):
                         is_delivered = True
                         log.append(FirstDelivered())
+        usage = log.usage()
+        if opening.start is not None:
+            usage.reasoning_tokens = sum(choice.num_thought_tokens for choice in choices)
         yield pb.Summary(  # outside: closing the generator now is no cancellation
             request_id=request.request_id,
             model=self.model.name,
-            usage=log.usage(),
+            usage=usage,
             timing=log.timing,
             seed=run.sampling.seed,
         )
@@ -182,22 +185,12 @@ class Gateway:
                 self._idle.set()
 
     async def _stream(
-        self, admission: AdmittedRequest, run: link_pb2.Run, forced: ForcedCall | None, log: RequestLog
+        self, admission: AdmittedRequest, run: link_pb2.Run, choices: list[ChoiceStream], log: RequestLog
     ) -> AsyncGenerator[Routed | pb.TokenIds | CallsMade | pb.Delta]:
         """The prompt as soon as it was sent; then deltas until every choice has ended."""
-        model, request = self.model, admission.request
-        choices = [
-            ChoiceStream(
-                index,
-                model.detokenizer(request),
-                model.call_parser(request),
-                forced=forced,
-                call_end=model.call_end(request),
-            )
-            for index in range(run.n)
-        ]
+        key = admission.request.caller.affinity_key
         placed: Routed | None = None
-        async with aclosing(self._attempts.events(run, choices, log, request.caller.affinity_key)) as events:
+        async with aclosing(self._attempts.events(run, choices, log, key)) as events:
             async for event in events:
                 if isinstance(event, Sent):
                     if placed is None:

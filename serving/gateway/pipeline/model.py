@@ -14,10 +14,12 @@ from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument, NotFoun
 from moonshard.serving.chat.declarations import ToolSchemaError
 from moonshard.serving.chat.detokenizer import Detokenizer
 from moonshard.serving.chat.template import ChatTemplate, TemplateError, load_chat_template
+from moonshard.serving.chat.thoughts import ThoughtParser, answer_start, thought_marks
 from moonshard.serving.chat.tool_calls import CALL_END, NAMES, ToolCallParser, call_marks
 from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS
-from moonshard.serving.gateway.pipeline.choice import ForcedCall, forced_call
+from moonshard.serving.gateway.pipeline.choice import ChoiceStream, Opening, forced_call
+from moonshard.serving.gateway.pipeline.thinking import template_kwargs
 from moonshard.serving.gateway.quoted import quoted
 from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 
@@ -82,37 +84,55 @@ class ServedModel:
         most = None if self.tokenizer is None else self.tokenizer.max_token_bytes
         return 0 if most is None else _num_chars(prompt) // most
 
-    def detokenizer(self, request: GenerationRequest) -> Detokenizer | None:
-        """The detokenizer of one choice. With tools, the markers of calls are marks in its text, for a parser to
-        read.
-        """
+    def opening(self, request: GenerationRequest, prompt: Sequence[int]) -> Opening:
+        """How every choice begins after this prompt: of a chat whose template writes thoughts, in one or before one."""
         if self.tokenizer is None:
-            return None
-        forced = self.forced_call(request)
-        num_forced = 0 if forced is None else len(forced.token_ids)  # they come before what is detokenised
-        return Detokenizer(
+            return Opening()
+        start, use, specials = None, request.tool_use, self.tokenizer.special_tokens
+        if isinstance(request.prompt, ChatPrompt) and self._may_think:
+            start = answer_start(prompt, specials)
+        if use is None or use.forced is None:
+            return Opening(start)
+        return Opening(start, forced_call(self.tokenizer, use.forced, use.call_ids, start))
+
+    def choice(self, index: int, request: GenerationRequest, opening: Opening) -> ChoiceStream:
+        """One choice on its way out. Of tools and thoughts the markers are marks in its text, for parsers to read."""
+        if self.tokenizer is None:
+            return ChoiceStream(index, None)
+        calls = {} if request.tool_use is None else call_marks(self.tokenizer.special_tokens)
+        thoughts = {} if opening.start is None else thought_marks(self.tokenizer.special_tokens)
+        detokenizer = Detokenizer(
             self.tokenizer,
             skip_special=request.skip_special_tokens,
             stop=tuple(request.stop),
-            min_tokens=max(0, request.min_tokens - num_forced),
-            marks=None if request.tool_use is None else call_marks(self.tokenizer.special_tokens),
+            min_tokens=max(0, request.min_tokens - opening.num_forced),  # what is forced is not detokenised
+            marks=calls | thoughts,
+        )
+        hidden_ids = self.tokenizer.hidden_ids if request.skip_special_tokens else frozenset()
+        hidden = [mark for token_id, mark in thoughts.items() if token_id in hidden_ids]
+        return ChoiceStream(
+            index,
+            detokenizer,
+            self._call_parser(request),
+            thoughts=opening.start and ThoughtParser(opening.start, thoughts, hidden=hidden, left=calls.values()),
+            forced=opening.forced,
+            call_end=self.call_end(request),
         )
 
-    def call_parser(self, request: GenerationRequest) -> ToolCallParser | None:
+    @property
+    def _may_think(self) -> bool:
+        """Whether the template writes thoughts, and the tokenizer has their markers."""
+        if self.template is None or self.tokenizer is None or not self.template.writes_thoughts:
+            return False
+        return bool(thought_marks(self.tokenizer.special_tokens))
+
+    @staticmethod
+    def _call_parser(request: GenerationRequest) -> ToolCallParser | None:
         """The parser of one choice's tool calls; None where the request has no tools."""
         if request.tool_use is None:
             return None
         use = request.tool_use
         return ToolCallParser(use.functions, use.call_ids, max_calls=use.max_calls)
-
-    def forced_call(self, request: GenerationRequest) -> ForcedCall | None:
-        """The call that every choice begins with; None where the model is free. To be asked once the prompt was
-        tokenised.
-        """
-        use = request.tool_use
-        if self.tokenizer is None or use is None or use.forced is None:
-            return None
-        return forced_call(self.tokenizer, use.forced, use.call_ids)
 
     def call_end(self, request: GenerationRequest) -> int | None:
         """The token that ends a choice which may have one call; None where it may have more."""
@@ -143,17 +163,17 @@ class ServedModel:
             raise request.invalid("prompt", "the model has no tokenizer: send token ids")
         try:
             match request.prompt:
-                case ChatPrompt(messages, template_kwargs, add_generation_prompt, is_continued):
+                case ChatPrompt() as prompt:
                     if self.template is None:
                         raise request.invalid("prompt", "the model has no chat template")
                     if request.tool_use is not None:
                         self._check_tools(request, self.tokenizer, self.template)
                     return self.template.encode_chat(
                         self.tokenizer,
-                        messages,
-                        template_kwargs=template_kwargs,
-                        add_generation_prompt=add_generation_prompt,
-                        is_continued=is_continued,
+                        prompt.messages,
+                        template_kwargs=template_kwargs(request, prompt, self.template),
+                        add_generation_prompt=prompt.add_generation_prompt,
+                        is_continued=prompt.is_continued,
                         max_tokens=limit.max_tokens,
                     )
                 case TextPrompt(text):

@@ -22,6 +22,7 @@ from tests.serving.gateway.openai.test_gateway_tools import (
     tokens_of,
 )
 
+NO_THOUGHT: Any = {"reasoning_effort": "none"}  # the fixture's prompt would begin one
 HI: dict[str, Any] = {"role": "user", "content": "What is the weather in Oslo?"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"name": "get_weather", "parameters": json.dumps(SCHEMA)}, {"name": "add-up"}]
@@ -80,7 +81,7 @@ async def test_a_conversation_with_tools_is_the_prompt_that_http_makes_of_it(
 @pytest.mark.parametrize("is_single", [False, True])
 async def test_calls_come_in_parts_and_add_up(grpc_client: AsyncClient, worker: FakeWorker, is_single: bool):
     say(worker, tokens_of("Look: " + ANSWERS["two calls"]))
-    completion = await grpc_client.generate([HI], max_tokens=300, tools=TOOLS, single_tool_call=is_single)
+    completion = await grpc_client.generate([HI], max_tokens=300, tools=TOOLS, single_tool_call=is_single, **NO_THOUGHT)
     (choice,) = completion.choices
     expected = [
         ToolCall(id="functions.get_weather:0", name="get_weather", arguments=ARGUMENTS),
@@ -97,12 +98,13 @@ async def test_a_forced_function_is_called_and_a_call_that_is_cut_off_says_so(
     begun = tokens_of(f"{SECTION_BEGIN}{CALL_BEGIN}functions.get_weather:0{ARGUMENTS_BEGIN}")
     rest = tokens_of(ARGUMENTS + CALL_END)
     say(worker, rest)
-    whole = await grpc_client.generate([HI], max_tokens=300, tools=TOOLS, forced_function="get_weather")
+    asked: Any = {"max_tokens": 300, "tools": TOOLS, "forced_function": "get_weather"} | NO_THOUGHT
+    whole = await grpc_client.generate([HI], **asked)
     (choice,) = whole.choices
     assert (choice.finish_reason, choice.stop_reason) == ("tool_calls", None)
     assert list(choice.token_ids) == begun + rest
     assert [call.arguments for call in choice.tool_calls] == [ARGUMENTS]
     assert not set(NAMES.values()) & set(choice.text)
-    cut = await grpc_client.generate([HI], max_tokens=300, tools=TOOLS, forced_function="get_weather", stop="Oslo")
+    cut = await grpc_client.generate([HI], **asked, stop="Oslo")
     assert cut.choices[0].finish_reason == "stop"
     assert cut.choices[0].tool_calls[0].arguments == ARGUMENTS[: ARGUMENTS.index("Oslo")]

@@ -167,7 +167,7 @@ async def test_no_chunk_is_empty(http: httpx.AsyncClient, worker: FakeWorker):
     worker.script.next_token = lambda _choice, _last, position: spoken[
         (position - len(worker.runs[-1].prompt_tokens)) % len(spoken)
     ]
-    asked = CHAT | {"max_tokens": len(spoken), "stream": True}
+    asked = CHAT | {"max_tokens": len(spoken), "stream": True, "reasoning_effort": "none"}
     first, *others, last = events_of((await http.post("/v1/chat/completions", json=asked)).text)
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     said = [event["choices"][0]["delta"]["content"] for event in others]

@@ -38,6 +38,7 @@ ASKED: Any = {
     "messages": [{"role": "user", "content": "What is the weather in Oslo?"}],
     "tools": TOOLS,
     "max_tokens": 300,
+    "reasoning_effort": "none",  # the fixture's prompt would begin a thought
 }
 ARGUMENTS = '{"city": "Oslo \U0001f327 \\u00f8", "when": {"day": "}"}}'
 
@@ -308,7 +309,8 @@ async def test_a_named_function_is_called_and_its_beginning_is_billed_as_complet
     assert told((await streamed(client, **asked))[1]) == told(answer)
     extra: Any = answer.choices[0].model_extra
     assert extra["token_ids"] == begun + rest
-    tokenized = (await http.post("/tokenize", json={"messages": ASKED["messages"], "tools": TOOLS})).json()["tokens"]
+    body = {name: ASKED[name] for name in ("messages", "tools", "reasoning_effort")}
+    tokenized = (await http.post("/tokenize", json=body)).json()["tokens"]
     run = worker.runs[0]
     assert list(run.prompt_tokens) == tokenized + begun
     assert run.max_tokens == ASKED["max_tokens"] - len(begun)
@@ -389,7 +391,7 @@ async def test_a_turn_that_is_sent_back_is_the_tokens_that_were_generated(
 
 
 async def test_tokenize_gives_what_a_chat_with_tools_will_prefill(http: httpx.AsyncClient):
-    body = {"messages": ASKED["messages"], "tools": TOOLS}
+    body = {name: ASKED[name] for name in ("messages", "tools", "reasoning_effort")}
     tokenized = (await http.post("/tokenize", json=body)).json()["tokens"]
     asked = ASKED | {"max_tokens": 1, "return_token_ids": True}
     assert (await http.post("/v1/chat/completions", json=asked)).json()["prompt_token_ids"] == tokenized

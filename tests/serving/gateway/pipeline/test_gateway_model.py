@@ -29,6 +29,8 @@ class Recorder:
     threads: list[threading.Thread] = field(default_factory=list)
 
     max_token_bytes = 1000
+    thinking_switch = None
+    writes_thoughts = may_keep_thoughts = False
 
     def note(self, *_what: object, **_how: object) -> list[int]:
         self.threads.append(threading.current_thread())

@@ -15,9 +15,10 @@ from moonshard.models.folder.generation import GenerationDefaults
 from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.link_pb2 import SequenceOutput
+from moonshard.serving.chat.thoughts import Start
 from moonshard.serving.chat.tool_calls import NAMES
 from moonshard.serving.gateway.openai.responses import ChatFormat, Chunks, Envelope, Whole
-from moonshard.serving.gateway.pipeline.choice import ChoiceStream
+from moonshard.serving.gateway.pipeline.choice import ChoiceStream, Opening
 from moonshard.serving.gateway.pipeline.model import ServedModel
 from moonshard.serving.gateway.request import GenerationRequest, TokenPrompt, ToolUse
 from tests.serving.gateway.conftest import FIXTURE
@@ -80,6 +81,7 @@ class Asked:
     skip_special_tokens: bool = True
     has_tools: bool = True
     max_calls: int | None = None
+    start: Start | None = None
 
     def choice(self) -> ChoiceStream:
         functions = frozenset({"get_weather", "add-up"})
@@ -92,7 +94,7 @@ class Asked:
             skip_special_tokens=self.skip_special_tokens,
             tool_use=ToolUse(functions=functions, max_calls=self.max_calls) if self.has_tools else None,
         )
-        return ChoiceStream(0, MODEL.detokenizer(request), MODEL.call_parser(request))
+        return MODEL.choice(0, request, Opening(self.start))
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
     parts = [event["choices"][0] for event in events]
     message: dict[str, Any] = {"role": "assistant", "refusal": None}
     message["content"] = "".join(part["delta"].get("content") or "" for part in parts)
+    if thought := "".join(part["delta"].get("reasoning_content") or "" for part in parts):
+        message["reasoning_content"] = thought
     calls: list[dict[str, Any]] = []
     for piece in (piece for part in parts for piece in part["delta"].get("tool_calls", ())):
         if piece["index"] == len(calls):
@@ -176,8 +180,14 @@ sections = st.builds(
     st.sampled_from([*[0] * 9, 1, 5, 20]),
 )
 bits = st.lists(words | words.map(str.encode) | halves | single, max_size=4)
+markers = st.lists(st.sampled_from([SPECIALS["<think>"], SPECIALS["</think>"]]), max_size=2)
 saids = st.builds(
-    lambda before, made, after, finish: Said((*before, *made, *after), finish),
+    lambda begin, thought, end, before, made, after, finish: Said(
+        (*begin, *thought, *end, *before, *made, *after), finish
+    ),
+    markers,
+    bits,
+    markers,
     bits,
     st.lists(sections, max_size=1) | st.lists(sections, min_size=1, max_size=2),
     bits,
@@ -191,11 +201,15 @@ askeds = st.builds(
     skip_special_tokens=st.booleans(),
     has_tools=st.sampled_from([True, True, True, False]),
     max_calls=st.sampled_from([None, None, 1]),
+    start=st.sampled_from([None, "inside", "before"]),
 )
 TWO_CALLS = Said(
     ("Let me see 🙂. ", Marked(section(call(), call("add-up", 1, "{}"))), "So be it."), pb.FINISH_REASON_STOP
 )
 TWO_SECTIONS = Said((Marked(section(call())), "And", Marked(section(call(index=1)))), pb.FINISH_REASON_LENGTH)
+THOUGHT = Said(
+    (SPECIALS["<think>"], "Oslo 🌧? ", SPECIALS["</think>"], "Let me", *TWO_CALLS.parts), pb.FINISH_REASON_STOP
+)
 HALF = Said(("🙂".encode()[:3], Marked(section(call())), b"\x99a", MIDDLE), pb.FINISH_REASON_LENGTH)
 
 
@@ -208,6 +222,10 @@ HALF = Said(("🙂".encode()[:3], Marked(section(call())), b"\x99a", MIDDLE), pb
 @example(asked=Asked(skip_special_tokens=False, has_tools=False), said=TWO_CALLS, sizes=[3] * 60)
 @example(asked=Asked(skip_special_tokens=False), said=HALF, sizes=[1] * 100)
 @example(asked=Asked(stop=("\ufffda",)), said=HALF, sizes=[1] * 100)
+@example(asked=Asked(start="inside"), said=THOUGHT, sizes=[1] * 200)
+@example(asked=Asked(start="before", has_tools=False), said=THOUGHT, sizes=[1] * 200)
+@example(asked=Asked(start="inside", stop=("o 🌧",)), said=THOUGHT, sizes=[2] * 200)
+@example(asked=Asked(start="inside", skip_special_tokens=False), said=TWO_CALLS, sizes=[1] * 200)
 def test_however_tokens_are_grouped_message_and_deltas_are_those_of_one_piece(
     asked: Asked, said: Said, sizes: list[int]
 ):
@@ -232,3 +250,11 @@ def test_the_examples_are_what_they_seem():
     assert whole["message"]["content"] == "\ufffd\ufffda<|im_middle|><|im_end|>"
     assert len(whole["message"]["tool_calls"]) == 1
     assert whole["finish_reason"] == "length"
+    for start in ("inside", "before"):
+        whole, _ = told(Asked(start=start), THOUGHT.grouped([]))
+        message = whole["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Oslo 🌧? ", "Let meLet me see 🙂. So be it.")
+        assert len(message["tool_calls"]) == 2
+    whole, _ = told(Asked(start="inside"), TWO_CALLS.grouped([]))  # calls end a thought
+    assert whole["message"]["reasoning_content"] == "Let me see 🙂. "
+    assert (whole["message"]["content"], len(whole["message"]["tool_calls"])) == ("So be it.", 2)
