@@ -10,6 +10,7 @@ import numpy as np
 
 from moonshard.kv.pages import Pages
 from moonshard.models.experts import moe
+from moonshard.models.formats.sizes import Held
 from moonshard.models.machines import XLA, Machine
 from moonshard.models.pytree import pytree
 from moonshard.models.spec import KvGroup, StepSize, WeightFormat
@@ -184,8 +185,12 @@ class Model(Protocol):
         """Logits in float32, of the last stage's weights. `machine` as for `forward`."""
         ...
 
-    def pieces(self, weight_format: WeightFormat) -> ModelPieces:
-        """The bytes that the model takes, weight by weight, for the budget of a mesh."""
+    def pieces(self, weights: WeightFormat | Held) -> ModelPieces:
+        """The bytes that the model takes, weight by weight, for the budget of a mesh.
+
+        Args:
+            weights: how it is stored, or what each parameter is held in.
+        """
         ...
 
     def workspace_bytes(self, step: StepSize, mesh: MeshShape, rules: Rules) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from moonshard.sharding.budget import KvPiece
 
-WeightFormat = Literal["bf16", "fp8", "int4-experts"]  # in a folder: what the budget counts, more than is served
+WeightFormat = Literal["bf16", "fp8", "int8", "int4-experts"]  # of a folder, as the budget names them
 
 
 class ModelError(ValueError):

@@ -7,7 +7,7 @@ the driver and the compiler keep for themselves, are not counted.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moonshard.sharding.rules import MeshError, Rules, check_rules, shard_shape
@@ -22,6 +22,7 @@ class WeightPiece:
     axes: tuple[str | None, ...]
     shape: tuple[int, ...]
     bits: float
+    values_together: int = 1  # along the last dimension, which are stored as one number: no mesh parts them
 
     @property
     def num_bytes(self) -> float:
@@ -204,7 +205,19 @@ def _weights_on_a_device(model: ModelPieces, mesh: MeshShape, rules: Rules) -> t
     sizes = {"data": mesh.data, "expert": mesh.expert, "tensor": mesh.tensor}
 
     def on_a_device(pieces: Sequence[WeightPiece]) -> float:
-        return math.fsum(math.prod(shard_shape(p.axes, p.shape, sizes, rules)) * p.bits / 8 for p in pieces)
+        return math.fsum(math.prod(_on_a_device(p, sizes, rules)) * p.bits / 8 for p in pieces)
 
     last = model.last if mesh.pipe == 1 else (*model.last, *model.tied)
     return on_a_device(model.first), [on_a_device(layer) for layer in model.layers], on_a_device(last)
+
+
+def _on_a_device(piece: WeightPiece, sizes: Mapping[str, int], rules: Rules) -> tuple[int, ...]:
+    """The shape of a device's part. MeshError where the mesh would part values that are stored as one number."""
+    part = shard_shape(piece.axes, piece.shape, sizes, rules)
+    if part[-1] != piece.shape[-1] and part[-1] % piece.values_together:
+        cut_by = " x ".join(f"mesh.{axis}" for axis in rules.of(piece.axes[-1]))
+        what = f"the model's {piece.axes[-1]} dimension {piece.shape[-1]} into parts of {part[-1]}"
+        raise MeshError(
+            f"{cut_by} cuts {what}, which cut through {piece.values_together} values that are stored as one number"
+        )
+    return part

@@ -6,6 +6,7 @@ import numpy as np
 
 from moonshard.kv.pages import Pages
 from moonshard.models.experts import moe
+from moonshard.models.formats.sizes import Held
 from moonshard.models.kimi import footprint, forward, rotary, weights
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.machines import XLA, Machine
@@ -77,8 +78,8 @@ class Kimi:
     ) -> Float[Array, "b v"]:
         return forward.unembed(weights, hidden, shard, machine=machine)
 
-    def pieces(self, weight_format: WeightFormat) -> ModelPieces:
-        return footprint.pieces(self.config, weight_format)
+    def pieces(self, weights: WeightFormat | Held) -> ModelPieces:
+        return footprint.pieces(self.config, weights)
 
     def workspace_bytes(self, step: StepSize, mesh: MeshShape, rules: Rules) -> int:
         return footprint.workspace_bytes(self.config, step, mesh, rules)

@@ -17,6 +17,7 @@ from moonshard.sharding.rules import DECODE, PREFILL, Rules, context_parallel
 from moonshard.sharding.shape import MeshShape
 
 if TYPE_CHECKING:  # jax takes a second to load, and a wrong option should not wait for it
+    from moonshard.models.formats.sizes import Held
     from moonshard.models.model import Model
     from moonshard.models.spec import WeightFormat
 
@@ -36,7 +37,7 @@ def budget(
     device: Annotated[str, tyro.conf.arg(metavar="NAME:COUNT")],
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "",
     role: Literal["prefill", "decode"] = "decode",
-    weights: Literal["native", "bf16", "fp8", "int4-experts"] = "native",
+    weights: Literal["native", "bf16", "fp8", "int8", "int4-experts"] = "native",
     chunk_tokens: int = MACHINES["gpu"].chunk_tokens,
     max_slots: int = 64,
     lower: bool = False,
@@ -44,14 +45,12 @@ def budget(
 ) -> int:
     """Compute what a mesh leaves for the KV cache: bytes per device and unique tokens, from shapes alone.
 
-    It also counts formats that this version does not serve yet: fp8 and int4 weights.
-
     Args:
-        model: a known model's name, or a Hugging Face folder, of which only config.json is read.
+        model: a known model's name, or a Hugging Face folder, of which config.json and the headers of weights are read.
         device: what there is, for example h100-80gb:8, or 64gib:4 for four devices of 64 GiB.
         mesh: one mesh, for example expert=2,tensor=4. Without it all meshes of that many devices, ranked.
         role: whose table of rules.
-        weights: their format in memory; native: a known model's on the hub, bf16 for a folder.
+        weights: their format in memory; native: a known model's on the hub, a folder's own or, without weights, bf16.
         chunk_tokens: of a prefill step, per partition.
         max_slots: sequences that a worker decodes at once, over all partitions.
         lower: also lower the step that serves, with weights in bf16, for as many virtual CPU devices as the mesh has,
@@ -66,8 +65,8 @@ def budget(
     from moonshard.models.spec import StepSize
 
     config_json, served, native = _find_model(model)
-    weight_format = native if weights == "native" else weights
-    whole = served.pieces(weight_format)
+    whole = served.pieces(native if weights == "native" else weights)
+    named = weights if weights != "native" else "as stored" if callable(native) else native
 
     def workspace(mesh: MeshShape, rules: Rules) -> int:
         rows = max_slots // mesh.num_partitions or 1
@@ -79,7 +78,7 @@ def budget(
     found = ranked([budget_of(whole, shape, rules, device_bytes, workspace, longest, chunk_tokens) for shape in shapes])
     parallel = context_parallel(rules)
     split = [budget_of(whole, each.mesh, parallel, device_bytes, workspace, longest, chunk_tokens) for each in found]
-    title = f"{model}: {whole.num_bytes / GIB:.1f} GiB of weights ({weight_format}) on {device}, rules for {role}"
+    title = f"{model}: {whole.num_bytes / GIB:.1f} GiB of weights ({named}) on {device}, rules for {role}"
     sys.stdout.write(f"{title}\n{_table(found, split)}\n")
     records = [_record(*pair) for pair in zip(found, split, strict=True)]
     exit_code = 0
@@ -140,18 +139,25 @@ def _check_sizes(chunk_tokens: int, max_slots: int) -> None:
             raise ConfigError([f"{option} {value}: expected at least 1"])
 
 
-def _find_model(name: str) -> "tuple[Mapping[str, Any], Model, WeightFormat]":
-    """The config.json of a known model or of a folder, its model, and the format of its weights."""
+def _find_model(name: str) -> "tuple[Mapping[str, Any], Model, WeightFormat | Held]":
+    """The config.json of a known model or of a folder, its model, and what its weights are held in."""
+    from moonshard.models.folder.checkpoint import INDEX, WEIGHTS
     from moonshard.models.folder.json_file import read_json_object
     from moonshard.models.folder.known import KNOWN
-    from moonshard.models.registry import model_of
+    from moonshard.models.formats.sizes import held_as_stored
+    from moonshard.models.registry import model_of, open_model
     from moonshard.models.spec import ModelError
+    from moonshard.models.weights import check_shapes
 
     if (known := KNOWN.get(name)) is not None:
         return known.config, model_of(known.config), known.native
     folder = Path(name)
     if not folder.is_dir():
         raise ConfigError([f"--model {name}: neither a folder nor a known model ({', '.join(KNOWN)})"])
+    if any((folder / file).exists() for file in (WEIGHTS, INDEX)):
+        checkpoint, found = open_model(folder)
+        check_shapes(found.declare(), checkpoint)
+        return checkpoint.config, found, held_as_stored(checkpoint)
     raw = read_json_object(folder / "config.json", ModelError)
     try:
         return raw, model_of(raw), "bf16"

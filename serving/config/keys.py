@@ -55,7 +55,7 @@ class ModelConfig:
     path: Path  # a Hugging Face folder; without one the embedded model is served
     name: Text  # what clients call it; the folder's name by default
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute and KV; auto: float32 on CPU, bfloat16 on GPU
-    weights: Literal["native", "float32", "bf16"] = "native"  # how they lie in memory; native: as stored. See README
+    weights: Literal["native", "float32", "bf16", "int8"] = "native"  # in memory; native: as stored. See README
     max_context_tokens: ContextTokens | None = None  # auto: what folder and cache allow, at most 8,192
 
 

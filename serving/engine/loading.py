@@ -42,6 +42,7 @@ from moonshard.serving.engine.compiled.prepared import PreparedPrograms
 from moonshard.serving.engine.compiled.reading import Progress, Reading
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.compiled.store import ProgramStore
+from moonshard.serving.engine.holding import fingerprint_of, holding_of, tell_how_weights_are_held
 from moonshard.serving.engine.programs import Programs
 from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import StepShapes
@@ -54,7 +55,6 @@ from moonshard.sharding.shard import Shard
 logger = logging.getLogger(__name__)
 
 Prepares = Literal["all", "needed", "none"]
-HELD_AS = {"float32": "float32", "bf16": "bfloat16"}  # by `model.weights`, as `model.dtype` spells it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,8 +160,8 @@ def _load_model(
         placement = _place_experts(config, role, checkpoint, model, shard)
         machine = machine or machine_for(platform)
         holding = holding_of(config, machine)
-        _tell_how_weights_are_held(config, holding, platform, dtype)
         parts = abstract_stages(model, shard, dtype, placement, checkpoint, holding, machine)
+        tell_how_weights_are_held(config, holding, machine, platform, dtype, [part.weights for part in parts])
         taken = WeightBytes.of(part.weights for part in parts)
         shapes, pool = choose_sizes(config, model, dtype, role, taken, machine)
         sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
@@ -187,7 +187,7 @@ def _load_model(
         vocab_size=model.config.vocab_size,
         dtype=dtype,
         kernels=kernels_of(platform),
-        fingerprint=checkpoint.fingerprint,
+        fingerprint=fingerprint_of(checkpoint, model, dtype, holding),
         layout=slab_layout(
             model.kv_groups(dtype),
             config.kv.block_size,
@@ -206,22 +206,6 @@ def _tell_what_was_decided(config: Config, shapes: StepShapes, platform: str) ->
     if config.prefill.chunk_tokens is None:
         chunk_tokens, kind = shapes.prefill_buckets[-1], kind_for(platform)
         logger.info("prefill.chunk_tokens: %d, as the table has it for %s", chunk_tokens, kind)
-
-
-def holding_of(config: Config, machine: Machine) -> weights.Holding | None:
-    """How weights are held: as asked for where kernels read them. Else arrays are held in what is computed in."""
-    asked = config.model.weights
-    if machine.reads_in_place:
-        return asked
-    return None if asked == "native" else "computed"
-
-
-def _tell_how_weights_are_held(config: Config, holding: weights.Holding | None, platform: str, dtype: str) -> None:
-    """Says where that is not what was asked for."""
-    asked = config.model.weights
-    if holding == "computed" and dtype != HELD_AS[asked]:
-        where = "on a GPU" if platform == "gpu" else "without kernels for CPUs"
-        logger.warning("model.weights: not held as %s, but as they are computed in, %s: %s", asked, dtype, where)
 
 
 def abstract_stages(

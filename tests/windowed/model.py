@@ -19,11 +19,12 @@ import numpy as np
 from moonshard.kv.pages import Pages, read_blocks, write_tokens
 from moonshard.models.experts import moe
 from moonshard.models.folder.config_reader import ConfigReader
+from moonshard.models.formats.sizes import Held
 from moonshard.models.machines import XLA, Machine
 from moonshard.models.model import Attend, Batch, ExpandedAttention, Observations, PagedAttention
 from moonshard.models.product import product
 from moonshard.models.pytree import pytree
-from moonshard.models.spec import KvGroup, ModelError, Param, StepSize, WeightFormat, kv_pieces
+from moonshard.models.spec import KvGroup, ModelError, Param, StepSize, View, WeightFormat, kv_pieces
 from moonshard.models.weights import is_param
 from moonshard.sharding.arrays import Array, Bool, Float
 from moonshard.sharding.budget import ModelPieces, WeightPiece
@@ -133,10 +134,10 @@ def _declare_layer(config: WindowedConfig, layer: int) -> Layer[Param]:
         return Param(shape=shape, axes=axes, source=lambda: f"model.layers.{layer}.{name}.weight", **options)
 
     def to_heads(name: str) -> Param:
-        shapes = {"tensor_shape": (h * k, d), "view": lambda w: w.reshape(h, k, d)}
+        shapes = {"tensor_shape": (h * k, d), "view": View(shape=(h, k, d))}
         return leaf(f"self_attn.{name}", (h, k, d), ("heads", None, "embed"), **shapes)
 
-    from_heads = {"tensor_shape": (d, h * k), "view": lambda w: w.reshape(d, h, k)}
+    from_heads = {"tensor_shape": (d, h * k), "view": View(shape=(d, h, k))}
     return Layer(
         attention_norm=leaf("input_layernorm", (d,), ("embed",), initial=1.0),
         query=to_heads("q_proj"),
@@ -224,14 +225,14 @@ class Windowed:
         assert weights.head is not None
         return product("bd,vd->bv", hidden, weights.head, accumulate=jnp.float32)
 
-    def pieces(self, weight_format: WeightFormat) -> ModelPieces:
+    def pieces(self, weights: WeightFormat | Held) -> ModelPieces:
         """In bf16 whatever is asked: no format packs so small a model."""
-        del weight_format
-        weights = self.declare()
+        del weights
+        declared = self.declare()
         return ModelPieces(
-            first=_pieces(weights.embed),
-            layers=tuple(_pieces(layer) for layer in weights.layers),
-            last=_pieces((weights.norm, weights.head)),
+            first=_pieces(declared.embed),
+            layers=tuple(_pieces(layer) for layer in declared.layers),
+            last=_pieces((declared.norm, declared.head)),
             kv=kv_pieces(self.kv_groups("bfloat16")),
         )
 
