@@ -19,9 +19,10 @@ NUM_PROCESSORS = 132  # streaming multiprocessors of an H100 or H200, where no c
 # What is not yet measured on a card does not serve on one, though it gives the same and does fewer products: what it
 # loses in waiting is not known. `make bench-gpu` has a row of each beside what serves.
 ATTENDS_IN_PAIRS = False  # `attention.pairs` in place of `attention.tiles`
-# `attention.expanded` in place of `attention.latent` for many queries of a sequence. `kimi.footprint.workspace_bytes`
-# does not count its panel (256 MiB) yet, nor what goes on from one panel to the next (32 KiB for each of K2's tokens).
+# `attention.expanded` in place of `attention.latent` for many queries of a sequence, and what it expands at once: bytes
+# of keys and values, 8,192 tokens of K2.
 EXPANDS_PROMPTS = False
+PANEL_BYTES = 256 << 20
 
 
 @functools.cache

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 
+from moonshard.models.expanded_attention import num_queries_to_expand
 from moonshard.models.formats.sizes import Held, bits, held_in, values_together
+from moonshard.models.gpu import card
 from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.weights import declare
 from moonshard.models.machines import MACHINES
@@ -43,8 +45,10 @@ def workspace_bytes(config: KimiConfig, step: StepSize, mesh: MeshShape, rules: 
     """Bytes of one device in bf16 besides weights and pages: the residual stream, and the largest temporaries."""
     tensor = {name: mesh.tensor if "tensor" in rules.of(name) else 1 for name in ("heads", "ffw", "vocab")}
     residual = 3 * step.num_tokens * config.hidden_size * BYTES  # itself, normed, and what a layer adds
+    num_heads = math.ceil(config.num_attention_heads / tensor["heads"])
     return residual + max(
-        _attention_bytes(config, step.num_tokens, math.ceil(config.num_attention_heads / tensor["heads"])),
+        _attention_bytes(config, step.num_tokens, num_heads),
+        _expanded_bytes(config, step.num_tokens, num_heads) if card.EXPANDS_PROMPTS else 0,
         step.num_tokens * 3 * math.ceil(config.intermediate_size / tensor["ffw"]) * BYTES,
         _experts_bytes(config, step.num_tokens, mesh, rules),
         step.num_logits * (config.vocab_size + math.ceil(config.vocab_size / tensor["vocab"])) * 4,
@@ -58,6 +62,20 @@ def _attention_bytes(config: KimiConfig, num_tokens: int, num_heads: int) -> int
         + MACHINES["gpu"].keys * (4 + BYTES)  # scores
     )
     return num_tokens * num_heads * per_head
+
+
+def _expanded_bytes(config: KimiConfig, num_tokens: int, num_heads: int) -> int:
+    """Of `gpu.attention.expanded`: a whole panel, whatever contexts are there, and what goes on to the next.
+
+    Of too few queries to expand for there is none.
+    """
+    least = num_queries_to_expand(config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim)
+    if least is None or num_tokens < least:
+        return 0
+    per_key = num_heads * (config.qk_nope_head_dim + config.v_head_dim) * BYTES
+    latents = card.PANEL_BYTES // per_key * config.latent_size * BYTES
+    per_query = (config.qk_head_dim + config.v_head_dim) * BYTES + (config.v_head_dim + 2) * 4  # sums, peak and total
+    return card.PANEL_BYTES + latents + num_tokens * num_heads * per_query
 
 
 def _experts_bytes(config: KimiConfig, num_tokens: int, mesh: MeshShape, rules: Rules) -> int:

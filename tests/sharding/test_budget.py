@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.models.folder.known import KNOWN
+from moonshard.models.gpu import card
 from moonshard.models.kimi.config import KimiConfig
-from moonshard.models.kimi.footprint import pieces
+from moonshard.models.kimi.footprint import pieces, workspace_bytes
 from moonshard.models.kimi.weights import declare
+from moonshard.models.spec import StepSize
 from moonshard.models.weights import abstract, is_param
 from moonshard.sharding.budget import Budget, KvPiece, ModelPieces, WeightPiece, all_meshes, budget, ranked
 from moonshard.sharding.mesh import build_mesh
@@ -167,6 +169,18 @@ def test_a_pipeline_that_cuts_groups_unevenly_does_not_fit():
     assert found.reason == "mesh.pipe = 2: stage 0 has [2, 0] layers of the KV groups, not equally many"
     even = KvPiece(layers=(0, 2), layer_bytes_per_token=10), KvPiece(layers=(1, 3), layer_bytes_per_token=10)
     assert of(MeshShape(pipe=2), four_layers(*even), device_bytes=9000).reason is None
+
+
+def test_the_workspace_has_room_for_a_panel_of_expanded_keys_where_prompts_are_expanded(monkeypatch):
+    config, mesh, num_tokens = KimiConfig.from_hugging_face(KNOWN["kimi-k2"].config), MeshShape(tensor=8), 256
+    prompt, few = (StepSize(num_tokens=count, num_logits=1) for count in (num_tokens, 64))
+    panel = 256 * 2**20 + 8 * 8192 * 576 * 2  # keys and values of 8 heads, and what they are expanded from
+    kept = num_tokens * 8 * (128 * 4 + 2 * 4)  # sums in float32, a peak and a total
+    around = num_tokens * 8 * (192 + 128) * 2  # queries and results
+    assert workspace_bytes(config, prompt, mesh, PREFILL) < panel
+    monkeypatch.setattr(card, "EXPANDS_PROMPTS", True)
+    assert workspace_bytes(config, prompt, mesh, PREFILL) == panel + kept + around + 3 * num_tokens * 7168 * 2
+    assert workspace_bytes(config, few, mesh, PREFILL) < panel
 
 
 def test_the_workspace_is_taken_from_the_headroom():

@@ -23,7 +23,6 @@ from moonshard.sharding.arrays import Array, Float, Int
 
 FEATURES = 64  # that a row of shared memory holds, side by side for the tensor cores
 COLUMNS = 256  # that keys and values of all heads are expanded in tiles of
-PANEL_BYTES = 256 << 20  # of keys and values: 8,192 tokens of K2
 SHARED_BYTES = 227 * 1024 - 512  # of a multiprocessor, less what barriers take
 
 
@@ -86,7 +85,7 @@ def attend(
     """The kernels themselves.
 
     Args:
-        panel_blocks: that are expanded at once; None: as many as `PANEL_BYTES` hold.
+        panel_blocks: that are expanded at once; None: as many as `card.PANEL_BYTES` hold.
         num_processors: that expand; None: all of the card.
         interpret: how to run them on a CPU; None: compile them for a card.
     """
@@ -96,7 +95,7 @@ def attend(
     flat = jnp.pad(queries.reshape(n * t, -1), ((0, -(n * t) % TILE), (0, 0)))
     most = n * -(-block_tables.shape[1] * pages.shape[2] // KEYS)
     if panel_blocks is None:
-        panel_blocks = max(1, PANEL_BYTES // (2 * KEYS * h * (sizes.nope + sizes.value)))
+        panel_blocks = max(1, card.PANEL_BYTES // (2 * KEYS * h * (sizes.nope + sizes.value)))
     num_blocks = min(panel_blocks, most)
 
     def attend_to(index: Int[Array, ""], found: Sequence[Any] | None) -> Sequence[Array]:

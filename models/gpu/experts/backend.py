@@ -21,7 +21,7 @@ from moonshard.models.experts import moe
 from moonshard.models.formats.quantised import Quantised
 from moonshard.models.gpu import card
 from moonshard.models.gpu.experts.grouped_product import grouped_product
-from moonshard.models.gpu.experts.packed_product import packed_product, why_not_packed
+from moonshard.models.gpu.experts.packed_product import most_rows, packed_product, why_not_packed
 from moonshard.models.gpu.experts.registers import ordered
 from moonshard.models.gpu.experts.tiles import MAX_ROWS, Blocks, Cut
 from moonshard.models.gpu.tensor_cores import Interpret
@@ -32,10 +32,10 @@ MIN_ROWS = 16  # of a block
 FEATURES = (256, 128)  # that a model's and an expert's are cut into, however a product is cut
 
 
-def rows_for(num_pairs: int, num_experts: int) -> int:
+def rows_for(num_pairs: int, num_experts: int, most: int = MAX_ROWS) -> int:
     """Blocks hold a quarter more than an expert's mean share, so that most experts' weights are read once."""
     mean = max(1, num_pairs // num_experts)
-    return min(MAX_ROWS, max(MIN_ROWS, 1 << (mean + mean // 4 - 1).bit_length()))
+    return min(most, max(MIN_ROWS, 1 << (mean + mean // 4 - 1).bit_length()))
 
 
 def grouped_experts(
@@ -89,7 +89,8 @@ def multiply(
         interpret: how to run them on a CPU; None: compile them for a card.
     """
     (t, k), num_experts = routing.experts.shape, experts.down.shape[1]
-    num_rows = num_rows or rows_for(t * k, num_experts)
+    packed = [each.format for each in (experts.gate_up, experts.down) if isinstance(each, Quantised)]
+    num_rows = num_rows or rows_for(t * k, num_experts, min(map(most_rows, packed), default=MAX_ROWS))
     places, block_experts, num_used = moe.assign_blocks(routing.experts, valid, num_experts, num_rows)
     token_of_row = jnp.zeros(len(block_experts) * num_rows, jnp.int32)
     token_of_row = token_of_row.at[places].set(jnp.arange(t * k, dtype=jnp.int32) // k, mode="drop")

@@ -20,6 +20,7 @@ from moonshard.models.formats.quantised import Quantised
 from moonshard.models.gpu.experts.registers import GROUP, PACKINGS, scales_layout, spread, unpacked
 from moonshard.models.gpu.experts.tiles import (
     LEAST_ROWS,
+    MAX_ROWS,
     NUM_COMPUTING,
     NUM_PIECES,
     Blocks,
@@ -37,6 +38,11 @@ from moonshard.sharding.arrays import Array, Float
 COLUMNS = NUM_COMPUTING * LEAST_ROWS  # of a piece
 SCALES = 8  # of a row that one copy brings: it brings 16 bytes or more
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+
+
+def most_rows(format: str) -> int:
+    """Of a block: sums of 128 rows, and those of one block of fp8 besides, are more than registers hold."""
+    return LEAST_ROWS if format == "fp8" else MAX_ROWS
 
 
 def cut_for(format: str, num_rows: int) -> Cut:
