@@ -17,7 +17,8 @@ HOPPER = "9.0"
 NUM_PROCESSORS = 132  # streaming multiprocessors of an H100 or H200, where no card can be asked
 
 # What is not yet measured on a card does not serve on one, though it gives the same and does fewer products: what it
-# loses in waiting is not known. `make bench-gpu` has a row of each beside what serves.
+# loses in waiting is not known. `make bench-gpu` has a row of each beside what serves. `experts.packed_product` serves
+# unmeasured: all else that there is for packed experts, XLA's loop, widens a whole expert in memory for each block.
 ATTENDS_IN_PAIRS = False  # `attention.pairs` in place of `attention.tiles`
 # `attention.expanded` in place of `attention.latent` for many queries of a sequence, and what it expands at once: bytes
 # of keys and values, 8,192 tokens of K2.

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from moonshard.experiments.bench.gpu.attention import attention_rows, check_atte
 from moonshard.experiments.bench.gpu.checks import MODELS, Check, check_models, check_sums
 from moonshard.experiments.bench.gpu.exchange import check_exchange, exchange_rows
 from moonshard.experiments.bench.gpu.expanded import check_expanded, expanded_rows
+from moonshard.experiments.bench.gpu.packed import check_packed_sums, check_packed_width, packed_rows
 from moonshard.experiments.bench.gpu.rows import (
     Bench,
     Row,
@@ -53,9 +54,16 @@ class Journal:
 
     report: dict[str, Any]
     start_s: float = field(default_factory=time.perf_counter)
+    rows: list[Row] = field(default_factory=list)
 
     def say(self, what: str) -> None:
         print(f"[{time.perf_counter() - self.start_s:6.1f} s] {what}", flush=True)
+
+    def measure(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self.rows.append(row)
+            self.say(spell_row(row))
+        self.report["rows"] = [_as_json(row) for row in self.rows]
 
     def all_pass(self, checks: Iterable[Check]) -> bool:
         """Runs, prints and reports every check, also after one has failed."""
@@ -140,10 +148,15 @@ def _prepare(
     ceilings = measure_ceilings(scale.copy_bytes, scale.matmul_side, scale.effort)
     journal.report["ceilings"] = asdict(ceilings)
     journal.say(_spell_ceilings(ceilings))
-    loaded = jax.block_until_ready(draw_weights(scale.sizes.model, options.seed))
+    bench = Bench(sizes=scale.sizes, loaded=None, ceilings=ceilings, effort=scale.effort, seed=options.seed)
+    counts = 1, scale.sizes.batches[-1]
+    if not journal.all_pass(check_packed_width(bench, counts, backends)):  # before the slice takes its room
+        return None
+    if options.only != "serving":
+        journal.measure(packed_rows(bench, backends["grouped"], "grouped"))
+    bench = replace(bench, loaded=jax.block_until_ready(draw_weights(scale.sizes.model, options.seed)))
     journal.say("drew the slice's weights")
-    bench = Bench(sizes=scale.sizes, loaded=loaded, ceilings=ceilings, effort=scale.effort, seed=options.seed)
-    checks = [check_full_width(bench, count, backends) for count in (1, scale.sizes.batches[-1])]
+    checks = [check_full_width(bench, count, backends) for count in counts]
     pages = draw_pages(scale.sizes, options.seed)
     checks += [*check_attention(bench, pages), *check_expanded(bench, pages), check_exchange(pages)]
     return bench if journal.all_pass(checks) else None
@@ -155,12 +168,8 @@ def _measure_rows(
     backends: dict[str, moe.Backend],
     journal: Journal,
 ) -> None:
-    rows = []
-    for row in _rows(options, bench, backends):
-        rows.append(row)
-        journal.say(spell_row(row))
-    journal.report["rows"] = [_as_json(row) for row in rows]
-    print_table(journal.report["environment"], bench.ceilings, rows)
+    journal.measure(_rows(options, bench, backends))
+    print_table(journal.report["environment"], bench.ceilings, journal.rows)
 
 
 def _serve(
@@ -187,6 +196,7 @@ def _serve(
 
 def _checks(options: argparse.Namespace, scale: Scale, backends: dict[str, moe.Backend]) -> Iterator[Check]:
     yield from check_sums(backends["grouped"], scale.cases, options.seed)
+    yield from check_packed_sums(backends["grouped"], scale.cases, options.seed)
     yield from check_models(options.fixtures, MODELS[:1] if options.quick else MODELS, backends)
 
 

@@ -25,9 +25,9 @@ from moonshard.models.gpu.experts.packed_product import most_rows, packed_produc
 from moonshard.models.gpu.experts.registers import ordered
 from moonshard.models.gpu.experts.tiles import MAX_ROWS, Blocks, Cut
 from moonshard.models.gpu.tensor_cores import Interpret
+from moonshard.models.product import Weight
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
-Weights = Array | Quantised[Array]
 MIN_ROWS = 16  # of a block
 FEATURES = (256, 128)  # that a model's and an expert's are cut into, however a product is cut
 
@@ -104,16 +104,16 @@ def multiply(
     return jnp.einsum("tkd,tk->td", chosen, routing.weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def _ordered(rows: Float[Array, "rows f"], weights: Weights) -> Float[Array, "rows f"]:
+def _ordered(rows: Float[Array, "rows f"], weights: Weight) -> Float[Array, "rows f"]:
     return ordered(rows, weights.format) if isinstance(weights, Quantised) else rows
 
 
-def _of_one(weights: Weights) -> Weights:
+def _of_one(weights: Weight) -> Weight:
     """[l e o d] as [l e 1 o d], with its scales."""
     return jax.tree.map(lambda leaf: leaf[:, :, None], weights)
 
 
-def _product(rows: Float[Array, "rows f"], weights: Weights, blocks: Blocks, **how: Any) -> Float[Array, "rows o"]:
+def _product(rows: Float[Array, "rows f"], weights: Weight, blocks: Blocks, **how: Any) -> Float[Array, "rows o"]:
     if isinstance(weights, Quantised):
         return packed_product(rows, weights, blocks, **how)
     return grouped_product(rows, weights, blocks, **how)

@@ -72,6 +72,8 @@ def test_the_whole_command_runs_where_only_jax_is_installed(tmp_path):
     wanted_rows = (
         "MoE layer, 1 tokens, grouped",
         "MoE layer, 1 tokens, blocks",
+        "MoE layer in int4, 1 tokens, grouped",
+        "MoE layer in fp8, 32 tokens, grouped",
         "prefill, 2 layers, absorbed",
         "prefill, 2 layers, expanded",
     )
