@@ -10,18 +10,35 @@ from moonshard.experiments.training.texts.conversation import HELD_OUT, Conversa
 from moonshard.experiments.training.texts.corpus import Text
 from moonshard.experiments.training.texts.tools.agents import agent_conversation
 from moonshard.experiments.training.texts.tools.tasks import prompt_tokens
+from moonshard.experiments.workload.thoughts import Thoughts, thinking_prompts
 from moonshard.kv.prefix import block_names, root_name
 
 Session = tuple[tuple[int, ...], ...]  # the prompt of each turn
 _ROOT = root_name(b"oracle")
 
 
-def agent_sessions(text: Text, num_sessions: int, num_tokens: int, *, seed: int = 0) -> list[Session]:
-    """The prompts of each session, which ends when its context has grown to about `num_tokens`."""
-    return [
-        tuple(_prompts(text, agent_conversation(random_of(HELD_OUT, seed, "affinity", number), HELD_OUT, num_tokens)))
-        for number in range(num_sessions)
-    ]
+def agent_sessions(
+    text: Text,
+    num_sessions: int,
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    thoughts: Thoughts = "none",
+    thought_words: int = 0,
+) -> list[Session]:
+    """The prompts of each session, which ends when its context has grown to about `num_tokens`, thoughts not counted.
+
+    With thoughts they are those of a thinking model; the conversations are the same ones.
+    """
+    found = []
+    for number in range(num_sessions):
+        conversation = agent_conversation(random_of(HELD_OUT, seed, "affinity", number), HELD_OUT, num_tokens)
+        if thoughts == "none":
+            found.append(tuple(_prompts(text, conversation)))
+        else:
+            random = random_of(HELD_OUT, seed, "thoughts", number)
+            found.append(tuple(thinking_prompts(conversation, thoughts, thought_words, random)))
+    return found
 
 
 def _prompts(text: Text, conversation: Conversation) -> Iterator[tuple[int, ...]]:

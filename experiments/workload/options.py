@@ -23,6 +23,7 @@ from moonshard.experiments.workload.mixed import mixed
 from moonshard.experiments.workload.plan import Workload, WorkloadError
 from moonshard.experiments.workload.prompts import Tokenize, from_prompts, read_prompts
 from moonshard.experiments.workload.sessions import sessions
+from moonshard.experiments.workload.thoughts import Thoughts
 from moonshard.experiments.workload.trace import bin_s, from_trace
 from moonshard.rpc.types import ModelInfo
 
@@ -115,6 +116,10 @@ class SessionOptions:
     max_tokens: Count
     num_clients: Count = 1
     mean_think_s: Seconds = 0.0
+    thoughts: Thoughts = (
+        "none"  # of a model that thinks before each turn: dropped from later prompts by its rule, or kept
+    )
+    thought_words: Count = 16  # of each thought
     seed: Seed = 0
 
 
@@ -268,7 +273,14 @@ def _fitting(workload: Workload, max_context_tokens: int) -> Workload:
 
 
 def _sessions(options: SessionOptions, model: ModelInfo) -> Workload:
-    found = agent_sessions(pocket_text(), options.num_sessions, options.session_tokens, seed=options.seed)
+    found = agent_sessions(
+        pocket_text(),
+        options.num_sessions,
+        options.session_tokens,
+        seed=options.seed,
+        thoughts=options.thoughts,
+        thought_words=options.thought_words,
+    )
     for number, turns in enumerate(found):
         most = max(len(prompt) for prompt in turns) + options.max_tokens
         if most > model.max_context_tokens:

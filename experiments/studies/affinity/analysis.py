@@ -23,8 +23,8 @@ import matplotlib.pyplot as plt
 import polars as pl
 
 from moonshard.experiments.analysis import colour, draw_cdf, load_study, provenance
-from moonshard.experiments.studies.affinity.recorded import ARM_OF, POLICY, rounds_of
-from moonshard.experiments.studies.affinity.report import grid_of
+from moonshard.experiments.studies.affinity.recorded import arm_of_points, rounds_of
+from moonshard.experiments.studies.affinity.report import grid_of, thoughts_grid_of
 
 study = load_study("affinity", os.environ)
 tables = study.tables
@@ -40,11 +40,20 @@ rounds = rounds_of(tables)
 grid_of(rounds)
 
 # %% [markdown]
+# ## Thoughts of earlier turns
+#
+# Sessions of a model that thinks before each turn, by the policy `cost`: its template drops thoughts up to the last
+# answer that calls no tool, or keeps all of them.
+
+# %%
+thoughts_grid_of(rounds)
+
+# %% [markdown]
 # ## TTFT of turns after the first
 
 # %%
 later = tables.latencies("ttft", pl.col("turn") > 0)
-later = later.with_columns(pl.col(POLICY).replace(ARM_OF).alias("arm"))
+later = later.with_columns(pl.col("point").replace_strict(arm_of_points(tables)).alias("arm"))
 figure, (ttft, load) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 draw_cdf(ttft, later, "arm")
 ttft.set(xlabel="TTFT of later turns, ms")

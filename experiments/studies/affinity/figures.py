@@ -17,6 +17,8 @@ class ArmFigures:
 
     arm: ArmName
     num_turns: int
+    prompt_tokens_per_turn: float
+    computed_tokens_per_turn: float
     hit_rate: float
     oracle_hit_rate: float
     load_max_over_mean: float  # of tokens computed, by prefill worker
@@ -41,6 +43,8 @@ def figures(arm: ArmName, rounds: Sequence[Round]) -> ArmFigures:
     return ArmFigures(
         arm=arm,
         num_turns=len(turns),
+        prompt_tokens_per_turn=num_prompt / len(turns),
+        computed_tokens_per_turn=(num_prompt - sum(turn.cached_tokens for turn in turns)) / len(turns),
         hit_rate=sum(turn.cached_tokens for turn in turns) / num_prompt,
         oracle_hit_rate=sum(turn.oracle_tokens for turn in turns) / num_prompt,
         load_max_over_mean=max(_max_over_mean(list(one.computed_tokens.values())) for one in own),

@@ -16,7 +16,13 @@ from moonshard.experiments.workload.agents import oracle_cached_tokens
 from moonshard.experiments.workload.options import plan, read_workload
 
 POLICY = "server.routing.policy"
+OF_THOUGHTS: Mapping[object, ArmName] = {"dropped": "dropped", "kept": "kept"}
 ARM_OF: Mapping[object, ArmName] = {"random": "random", "affinity": "header", "cost": "cost"}
+
+
+def arm_of_points(tables: RunTables) -> dict[int, ArmName]:
+    """The arm of each point, by its number."""
+    return {point.record.number: _arm(point, trial) for point in tables.points() for trial in point.trials}
 
 
 def rounds_of(tables: RunTables) -> list[Round]:
@@ -25,9 +31,7 @@ def rounds_of(tables: RunTables) -> list[Round]:
 
 
 def _round(tables: RunTables, point: PointOf, trial: TrialFrames) -> Round:
-    arm = ARM_OF.get(point.record.settings[POLICY])
-    if arm is None:
-        raise ExperimentError(f"{point.record.label}: its policy is none of {', '.join(map(str, ARM_OF))}")
+    arm = _arm(point, trial)
     rows = trial.completed.sort("sent_ns")
     oracle = oracle_cached_tokens(
         _prompts(trial, rows["request_index"].to_list()), _number(point, "server.kv.block_size")
@@ -37,6 +41,13 @@ def _round(tables: RunTables, point: PointOf, trial: TrialFrames) -> Round:
     served = tables.server_requests.filter(own, pl.col("repeat") == trial.record.repeat)
     computed = _computed(served, _number(point, "server.prefill.replicas"))
     return Round(arm=arm, number=trial.record.repeat, turns=turns, computed_tokens=computed)
+
+
+def _arm(point: PointOf, trial: TrialFrames) -> ArmName:
+    arm = ARM_OF.get(point.record.settings[POLICY])
+    if arm is None:
+        raise ExperimentError(f"{point.record.label}: its policy is none of {', '.join(map(str, ARM_OF))}")
+    return OF_THOUGHTS.get(trial.record.workload.get("thoughts"), arm)
 
 
 def _prompts(trial: TrialFrames, indices: Sequence[int]) -> list[list[int]]:

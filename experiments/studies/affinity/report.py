@@ -11,7 +11,7 @@ from moonshard.experiments.studies.affinity.figures import (
     ArmFigures,
     figures,
 )
-from moonshard.experiments.studies.affinity.rounds import ARM_NAMES, Round
+from moonshard.experiments.studies.affinity.rounds import ARM_NAMES, THOUGHT_ARMS, Round
 
 COLUMNS = (
     "arm",
@@ -24,6 +24,17 @@ COLUMNS = (
     "p90, ms",
     "`random` / this",
     "handoff gap p50, ms",
+)
+
+THOUGHT_COLUMNS = (
+    "arm",
+    "turns",
+    "prompt tokens a turn",
+    "prefilled a turn",
+    "found again",
+    "points below the oracle",
+    "TTFT p50 of later turns, ms",
+    "p90, ms",
 )
 
 
@@ -43,6 +54,25 @@ def grid_of(rounds: Sequence[Round]) -> Grid:
     )
     notes = ("Bars of `cost`: " + ", ".join(f"{what}: {verdict(is_held)}" for what, is_held in bars) + ".",)
     return Grid(title="Agents' sessions, three prefill workers", columns=COLUMNS, rows=rows, notes=notes)
+
+
+def thoughts_grid_of(rounds: Sequence[Round]) -> Grid:
+    """The arms of thinking sessions side by side."""
+    rows = tuple(_thoughts_row(figures(arm, rounds)) for arm in THOUGHT_ARMS)
+    return Grid(title="Thoughts of earlier turns", columns=THOUGHT_COLUMNS, rows=rows)
+
+
+def _thoughts_row(found: ArmFigures) -> tuple[str, ...]:
+    return (
+        f"`{found.arm}`",
+        f"{found.num_turns:,}",
+        number(found.prompt_tokens_per_turn),
+        number(found.computed_tokens_per_turn),
+        f"{found.hit_rate:.1%}",
+        f"{found.points_below_oracle:.1f}",
+        number(found.later_ttft_p50_ms),
+        number(found.later_ttft_p90_ms),
+    )
 
 
 def _row(found: ArmFigures, times_faster: float) -> tuple[str, ...]:

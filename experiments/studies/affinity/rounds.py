@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-ArmName = Literal["random", "header", "cost"]
+ArmName = Literal["random", "header", "cost", "dropped", "kept"]
 ARM_NAMES: Sequence[ArmName] = ("random", "header", "cost")
+THOUGHT_ARMS: Sequence[ArmName] = ("dropped", "kept")  # other sessions than the arms above: of a model that thinks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,9 @@ from moonshard.experiments.studies.affinity.report import grid_of
 from moonshard.experiments.studies.affinity.rounds import ArmName, Round, Turn
 from moonshard.experiments.training.texts.corpus import pocket_text
 from moonshard.experiments.workload.agents import agent_sessions, oracle_cached_tokens
+from moonshard.experiments.workload.thoughts import Thoughts
+
+THOUGHTS: tuple[Thoughts, ...] = ("none", "dropped", "kept")
 
 
 def test_every_turn_resends_the_context_and_goes_on():
@@ -26,6 +29,34 @@ def test_every_turn_resends_the_context_and_goes_on():
 def test_the_same_seed_gives_the_same_sessions_and_another_others():
     first, again, other = (agent_sessions(pocket_text(), 2, 600, seed=seed) for seed in (0, 0, 1))
     assert first == again != other
+
+
+@pytest.mark.parametrize("thoughts", ["dropped", "kept"])
+def test_kept_thoughts_leave_every_prompt_a_beginning_and_dropped_ones_that_of_the_last_exchange(thoughts: Thoughts):
+    """Where a question follows an answer, what was thought for that answer and its calls is gone from the prompt."""
+    specials = pocket_text().tokenizer.special_tokens
+    begin, end, user = specials["<think>"], specials["</think>"], specials["<|im_user|>"]
+    num_dropped = 0
+    for session in agent_sessions(pocket_text(), 3, 900, thoughts=thoughts, thought_words=5):
+        for before, after in pairwise(session):
+            assert before[-1] == after[-1] == begin
+            shared = next(
+                place for place, pair in enumerate([*zip(before, after, strict=False), (0, 1)]) if pair[0] != pair[1]
+            )
+            if thoughts == "kept" or after.count(user) == before.count(user):
+                assert shared == len(before)  # the rest of a loop of calls, or of anything
+                continue
+            num_dropped += 1
+            assert after[shared - 1] == begin  # a thought of the last exchange: the first one that is gone
+            assert after[shared] == end
+            assert user not in before[shared:]
+    assert (num_dropped > 0) == (thoughts == "dropped")
+
+
+def test_thinking_sessions_are_the_same_conversations():
+    plain, dropped, kept = (agent_sessions(pocket_text(), 2, 600, thoughts=how, thought_words=5) for how in THOUGHTS)
+    assert [len(turns) for turns in plain] == [len(turns) for turns in dropped] == [len(turns) for turns in kept]
+    assert all(len(short[-1]) < len(long[-1]) for short, long in zip(dropped, kept, strict=True))
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), max_size=6), st.integers(1, 3))

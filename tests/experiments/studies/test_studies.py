@@ -228,7 +228,7 @@ def test_prefixes_are_found_again_at_most_as_one_unbounded_cache_would(run_of: C
     By `cost` they may find less: these think for less than a tick, which is how old a load may be that it goes by.
     """
     rounds = rounds_of(load_runs(run_of("affinity")))
-    assert [one.arm for one in rounds] == ["random", "header", "cost"]
+    assert [one.arm for one in rounds] == ["random", "header", "cost", "dropped", "kept"]
     for one in rounds:
         assert len(one.computed_tokens) == 2
         computed = sum(turn.prompt_tokens - turn.cached_tokens for turn in one.turns)
