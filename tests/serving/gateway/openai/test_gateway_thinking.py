@@ -218,13 +218,14 @@ async def test_grpc_tells_thoughts_apart_and_switches_them_as_http_does(
 
 
 async def test_grpc_refuses_what_no_template_can_take_by_its_own_names(grpc_client: AsyncClient, worker: FakeWorker):
-    for options, field in (
-        ({"template_kwargs": {"thinking": "no"}}, "chat.template_kwargs"),
-        ({"template_kwargs": {"tools": []}, "tools": [{"name": "f"}]}, "chat.template_kwargs"),
-    ):
+    faults: list[dict[str, Any]] = [
+        {"template_kwargs": {"thinking": "no"}},
+        {"template_kwargs": {"tools": []}, "tools": [{"name": "f"}]},
+    ]
+    for options in faults:
         with pytest.raises(InvalidArgument) as refused:
             await grpc_client.generate([HI], **options)
-        assert refused.value.field == field
+        assert refused.value.field == "chat.template_kwargs"
     with pytest.raises(InvalidArgument, match="only a chat"):
         await grpc_client.generate("a text", reasoning_effort="none")
     assert worker.runs == []
