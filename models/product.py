@@ -5,12 +5,14 @@ does so as it reads it: a forward pass does not change for it (the habit of jax-
 """
 
 import dataclasses
+import itertools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from moonshard.models.formats.blocks import whole_block
 from moonshard.models.formats.quantised import Quantised
 from moonshard.models.native.stacked_product import stacked_product
 from moonshard.models.pytree import pytree
@@ -113,12 +115,34 @@ def _in_place(
     num_rows, num_groups, num_own, num_summed = (
         math.prod((shape | shape_x)[name] for name in names) for names in (rows, groups, own, summed)
     )
-    if not lies_so or num_rows > weight.max_rows or isinstance(weight.stack, Quantised):
+    if not lies_so or num_rows > weight.max_rows:
+        return None
+    stack = _as_matrices(weight.stack, len(groups), len(summed) if is_transposed else len(own))
+    if stack is None:
         return None
     found = stacked_product(
-        x.reshape(num_rows, num_groups, num_summed),
-        weight.stack.reshape(-1, num_groups, *((num_summed, num_own) if is_transposed else (num_own, num_summed))),
-        weight.layer,
-        is_transposed=is_transposed,
+        x.reshape(num_rows, num_groups, num_summed), stack, weight.layer, is_transposed=is_transposed
     )
     return found.reshape([(shape | shape_x)[name] for name in result])
+
+
+def _as_matrices(stack: Weight, num_group_axes: int, num_row_axes: int) -> Weight | None:
+    """A stack [l, groups, rows, columns], each of these one dimension instead of several, in the same memory.
+
+    None where blocks of scales would then end raggedly anywhere but at the end of rows or columns.
+    """
+    ends = (1, 1 + num_group_axes, 1 + num_group_axes + num_row_axes, stack.ndim)
+
+    def flat(array: Array) -> Array:
+        shape = array.shape
+        return array.reshape(shape[0], *(math.prod(shape[a:b]) for a, b in itertools.pairwise(ends)))
+
+    if not isinstance(stack, Quantised):
+        return flat(stack)
+    shape, block = stack.shape, list(whole_block(stack.ndim, stack.block))
+    for begin, end in itertools.pairwise(ends[1:]):
+        block[end - 1] = min(block[end - 1], shape[end - 1])
+        if math.prod(shape[begin : end - 1]) > 1 and shape[end - 1] % block[end - 1]:
+            return None
+    columns = math.prod(shape[ends[2] :])
+    return Quantised(flat(stack.values), flat(stack.scales), stack.format, (block[ends[2] - 1], block[-1]), columns)

@@ -8,13 +8,14 @@ Sums are float32 whatever the weight is, and a row's result is the same in every
 import jax
 import jax.numpy as jnp
 
+from moonshard.models.formats.quantised import Quantised
 from moonshard.models.native.library import target
 from moonshard.sharding.arrays import Array, Float, Int
 
 
 def stacked_product(
     x: Float[Array, "n g k"],
-    stack: Float[Array, "l g _ _"],
+    stack: Float[Array, "l g _ _"] | Quantised[Array],
     layer: Int[Array, ""],
     *,
     is_transposed: bool = False,
@@ -30,6 +31,9 @@ def stacked_product(
     Raises:
         LibraryError: no library, or no such form.
     """
+    if isinstance(stack, Quantised):
+        one = jax.tree.map(lambda part: jax.lax.dynamic_index_in_dim(part, layer), stack)
+        return reference(x.astype(jnp.float32), one.widened(jnp.float32), jnp.int32(0), is_transposed=is_transposed)
     out = jax.ShapeDtypeStruct((*x.shape[:2], stack.shape[3 if is_transposed else 2]), jnp.float32)
     call = jax.ffi.ffi_call(target("stacked_product", form), out, vmap_method="sequential")
     return call(x.astype(jnp.float32), stack, layer.astype(jnp.int32), is_transposed=is_transposed)

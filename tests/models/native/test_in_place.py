@@ -13,6 +13,8 @@ from moonshard.kv.pages import allocate_pages
 from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.folder.checkpoint import Checkpoint, write_checkpoint
+from moonshard.models.formats.blocks import num_blocks
+from moonshard.models.formats.quantised import Quantised
 from moonshard.models.machines import MACHINES, XLA
 from moonshard.models.model import Batch, Model
 from moonshard.models.native import library
@@ -144,3 +146,29 @@ def test_devices_that_share_a_pool_of_threads_all_end_with_their_own_parts():
     expected = np.einsum("gnk,lgok->gno", rows, stack.astype(np.float64)).reshape(-1, 1, 640)
     for result in results:
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("format", ["int4", "fp8", "int8"])
+@pytest.mark.parametrize("equation", [each for each, is_taken in EQUATIONS.items() if is_taken])
+def test_a_product_in_place_with_a_stored_format_is_that_of_its_values(equation, format):
+    """Of dimensions that whole blocks fill, but for the outermost of rows and of columns."""
+    sizes = {"n": 3, "t": 2, "d": 72, "g": 2, "f": 128, "h": 3, "k": 64, "r": 40, "v": 16}
+    of_x, of_weight = equation.split("->")[0].split(",")
+    shape, rng = [sizes[name] for name in of_weight], np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=[sizes[name] for name in of_x]), jnp.float32)
+    block = {"int4": (1, 16), "fp8": (64 if of_weight[-2] == "k" else 1, 8), "int8": (1, shape[-1])}[format]
+    values, scales = _stored(rng, format, [2, *shape], block)
+    stack = Quantised(values, scales, format, block, shape[-1])
+    wide = np.asarray(stack.widened(jnp.float32), np.float64)[1]
+    run = jax.jit(lambda x, stack, layer: product(equation, x, Stacked(stack, layer, MAX_ROWS)))
+    expected = np.einsum(equation, np.asarray(x, np.float64), wide)
+    np.testing.assert_allclose(run(x, stack, jnp.int32(1)), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def _stored(rng: np.random.Generator, format: str, shape: list[int], block: tuple[int, int]):
+    scales = jnp.asarray(rng.uniform(0.5, 2, num_blocks(shape, block)), jnp.bfloat16 if format == "int4" else "float32")
+    if format == "int4":
+        return jnp.asarray(rng.integers(-(2**31), 2**31, (*shape[:-1], -(-shape[-1] // 8)), np.int32)), scales
+    if format == "int8":
+        return jnp.asarray(rng.integers(-127, 128, shape, np.int8)), scales
+    return jnp.asarray(rng.normal(size=shape), jnp.float8_e4m3fn), scales

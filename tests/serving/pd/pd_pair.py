@@ -55,6 +55,7 @@ from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS
 NUM_SLAB_CELLS = 8  # fewer than a long prompt has blocks
 LEASE_S = 30.0
 ONE_DEVICE = MeshShape()
+FOLDER = FIXTURES / "kimi_k2"
 type Dtype = Literal["float32", "bfloat16"]
 
 
@@ -71,13 +72,13 @@ class Meshes:
 ALONE = Meshes()
 
 
-def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: float = 0.5, **kv: object) -> Config:
+def pd_config(
+    dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: float = 0.5, folder: Path = FOLDER, **kv: object
+) -> Config:
     """The configuration in the sizes of `tests.engine_room`, so that compiled programs are shared."""
     num_slots = [NUM_SLOTS * mesh.num_partitions for mesh in (meshes.prefill, meshes.decode)]
     return Config(
-        model=ModelConfig(
-            path=Path(FIXTURES / "kimi_k2"), name="tiny", dtype=dtype, max_context_tokens=MAX_CONTEXT_TOKENS
-        ),
+        model=ModelConfig(path=folder, name="tiny", dtype=dtype, max_context_tokens=MAX_CONTEXT_TOKENS),
         prefill=PrefillConfig(
             chunk_tokens=CHUNK_TOKENS,
             short_share=short_share,
@@ -92,16 +93,16 @@ def pd_config(dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: flo
     )
 
 
-def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE) -> LoadedModel:
+def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE, folder: Path = FOLDER) -> LoadedModel:
     """A role's model, compiled once for each mesh of the role, whatever the other's is."""
     if role == "prefill":
-        return _loaded(role, dtype, Meshes(prefill=meshes.prefill, prefill_rules=meshes.prefill_rules))
-    return _loaded(role, dtype, Meshes(decode=meshes.decode, decode_rules=meshes.decode_rules))
+        return _loaded(role, dtype, Meshes(prefill=meshes.prefill, prefill_rules=meshes.prefill_rules), folder)
+    return _loaded(role, dtype, Meshes(decode=meshes.decode, decode_rules=meshes.decode_rules), folder)
 
 
 @compiled_once
-def _loaded(role: WorkerRole, dtype: Dtype, meshes: Meshes) -> LoadedModel:
-    model = load_model(pd_config(dtype, meshes), role, lambda message: None, prepares="none")
+def _loaded(role: WorkerRole, dtype: Dtype, meshes: Meshes, folder: Path) -> LoadedModel:
+    model = load_model(pd_config(dtype, meshes, folder=folder), role, lambda message: None, prepares="none")
     at_first_launch(model.programs)
     return model
 
@@ -283,6 +284,7 @@ async def running(
     meshes: Meshes = ALONE,
     spans: tuple[WorkerSpans, WorkerSpans] | None = None,
     short_share: float = 0.5,
+    folder: Path = FOLDER,
     **kv: object,
 ) -> AsyncIterator[Pair]:
     """A pair that serves; afterwards every pool and slab must be as it began."""
@@ -290,9 +292,10 @@ async def running(
     network = InprocNetwork()
     make = transports or (lambda: (InprocTransport(network), InprocTransport(network)))
     prefill_end, decode_end = make()
-    config = pd_config(dtype, meshes, short_share, **kv)
-    prefill = _worker(config, "prefill", prefill_end, num_slab_cells, loaded("prefill", dtype, meshes), prefill_spans)
-    decode = _worker(config, "decode", decode_end, num_slab_cells, loaded("decode", dtype, meshes), decode_spans)
+    config = pd_config(dtype, meshes, short_share, folder, **kv)
+    models = (loaded(role, dtype, meshes, folder) for role in ("prefill", "decode"))
+    prefill = _worker(config, "prefill", prefill_end, num_slab_cells, next(models), prefill_spans)
+    decode = _worker(config, "decode", decode_end, num_slab_cells, next(models), decode_spans)
     for worker in (prefill, decode):
         worker.start()
     pair = Pair(prefill, decode)

@@ -1,0 +1,43 @@
+"""Prefill and decode with weights in the formats of their folder, on meshes that cut them differently."""
+
+import functools
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from moonshard.serving.control.sampling_parameters import Sampling
+from moonshard.sharding.shape import MeshShape
+from tests.agreement import Reference, assert_drawn_from
+from tests.engine_room import long_text
+from tests.quantised import write_folders
+from tests.serving.pd.pd_pair import Meshes, run, running
+
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised, pytest.mark.timeout(600)]
+TENSOR, EXPERT, PIPE = MeshShape(tensor=2), MeshShape(expert=4), MeshShape(pipe=2)
+PAIRS = [
+    pytest.param("int4", Meshes(prefill=TENSOR, decode=EXPERT), id="int4: tensor 2 to expert 4"),
+    pytest.param("fp8", Meshes(prefill=PIPE, decode=TENSOR), id="fp8: pipe 2 to tensor 2"),
+    pytest.param("int4", Meshes(), id="int4: one device to one", marks=pytest.mark.slow),
+    pytest.param("fp8", Meshes(prefill=EXPERT, decode=PIPE), id="fp8: expert 4 to pipe 2", marks=pytest.mark.slow),
+    pytest.param("int8", Meshes(decode=TENSOR), id="int8: one device to tensor 2", marks=pytest.mark.slow),
+]
+
+
+@functools.cache
+def folders(format: str) -> Path:
+    folder = Path(mkdtemp())
+    write_folders(folder, format)
+    return folder
+
+
+@pytest.mark.parametrize(("format", "meshes"), PAIRS)
+async def test_a_pair_says_the_greedy_tokens_of_the_values_as_float32(format: str, meshes: Meshes):
+    reference = Reference(folders(format) / "wide")
+    async with running(meshes=meshes, folder=folders(format) / "stored") as pair:
+        for length in (15, 64, 100):
+            each = run(long_text(length, seed=length), 16)
+            answer = await pair.ask(each)
+            assert answer.cause is None
+            assert len(answer.tokens[0]) == 16
+            assert_drawn_from(reference, each.prompt_tokens, answer.tokens[0], Sampling(temperature=0.0))
