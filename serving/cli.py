@@ -29,7 +29,7 @@ BUILT_IN = tuple(
         ("serve", "serve"),
         ("gateway", "gateway"),
         ("roles", "prefill", "decode", "worker"),
-        *((name, name) for name in ("keys", "chat", "score", "budget", "experts", "ledger", "trace")),
+        *((name, name) for name in ("keys", "chat", "score", "convert", "budget", "experts", "ledger", "trace")),
     )
     for name in names
 )

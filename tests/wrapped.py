@@ -7,7 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moonshard.models.folder.checkpoint import Checkpoint, write_checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.folder.writing import write_checkpoint
 
 VISION = {
     "vision_tower.patch_embed.proj.weight": (8, 3, 14, 14),

@@ -26,7 +26,8 @@ from moonshard.experiments.training.run.journal import RUN_FOLDER, TOLD, read_av
 from moonshard.experiments.training.run.recipe import RunFailed
 from moonshard.experiments.training.shape import IM_END
 from moonshard.experiments.training.texts.corpus import POCKET
-from moonshard.models.folder.checkpoint import CONFIG, WEIGHTS, write_checkpoint
+from moonshard.models.folder.checkpoint import CONFIG, WEIGHTS
+from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.registry import model_of
 from moonshard.models.spec import ModelError
 from moonshard.models.weights import is_param

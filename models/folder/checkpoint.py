@@ -8,7 +8,6 @@ Source: the format's description in the safetensors README; file names as `save_
 """
 
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -139,6 +138,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.where(name)} has dtype {entry.dtype}; {', '.join(READABLE)} can be read")
         return self._bytes(entry).view(READABLE[entry.dtype]).reshape(entry.shape)
 
+    def stored(self, name: str) -> np.ndarray:
+        """A tensor's bytes as they lie in the file, of any dtype: a read-only view."""
+        return self._bytes(self._entry(name))
+
     def where(self, name: str) -> str:
         """The tensor and its file, as a message begins with them."""
         return f"{self.folder / self._entry(name).file}: tensor {self.prefix + name!r}"
@@ -174,36 +177,6 @@ class Checkpoint:
 
     def _bytes(self, entry: TensorEntry) -> np.ndarray:
         return self._maps[entry.file].bytes[entry.start : entry.end]
-
-
-def write_checkpoint(
-    folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, max_shard_bytes: int = 5 << 30
-) -> None:
-    """Writes a folder that `Checkpoint.open` and transformers read: one file, or several with an index.
-
-    Args:
-        tensors: of the types of `READABLE`, in the order in which they fill the files.
-        max_shard_bytes: tensor bytes per file; a larger tensor gets a file to itself.
-
-    Raises CheckpointError for another dtype, for no tensors at all, and where the folder already holds weights.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if existing := sorted(folder.glob("model*.safetensors*")):
-        raise CheckpointError(f"{existing[0]}: the folder already holds weights")
-    dtypes = {name: _written_dtype(name, array) for name, array in tensors.items()}
-    shards = _split(tensors, max_shard_bytes)
-    files = [WEIGHTS] if len(shards) == 1 else [_shard_file(i, len(shards)) for i in range(1, len(shards) + 1)]
-    for file, names in zip(files, shards, strict=True):
-        _write_file(folder / file, {name: tensors[name] for name in names}, dtypes)
-    if len(shards) > 1:
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        total_bytes = sum(array.nbytes for array in tensors.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    _write_json(folder / CONFIG, config)  # last: a folder whose writing was cut short does not open
-
-
-# ---- reading
 
 
 def _open_weights(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, MappedFile]]:
@@ -333,57 +306,3 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-# ---- writing
-
-
-def _written_dtype(name: str, array: np.ndarray) -> str:
-    for spelling, dtype in READABLE.items():
-        if array.dtype == dtype:
-            return spelling
-    raise CheckpointError(f"tensor {name!r} has dtype {array.dtype}; {', '.join(READABLE)} can be written")
-
-
-def _split(tensors: Mapping[str, np.ndarray], max_shard_bytes: int) -> list[list[str]]:
-    """Names per file, filled in order."""
-    if not tensors:
-        raise CheckpointError("a checkpoint without tensors")
-    shards: list[list[str]] = []
-    room = 0
-    for name, array in tensors.items():
-        if not shards or array.nbytes > room:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(name)
-        room -= array.nbytes
-    return shards
-
-
-def _shard_file(index: int, count: int) -> str:
-    return f"model-{index:05}-of-{count:05}.safetensors"
-
-
-def _write_file(path: Path, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> None:
-    # Wide elements first: with the header padded to 8 bytes, every tensor is then aligned to its element.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    header = json.dumps(_header(ordered, dtypes), separators=(",", ":")).encode()
-    header += b" " * (-len(header) % LENGTH_BYTES)
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(LENGTH_BYTES, "little"))
-        file.write(header)
-        for _, array in ordered:
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-
-def _header(ordered: Iterable[tuple[str, np.ndarray]], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
-    end = 0
-    for name, array in ordered:
-        start, end = end, end + array.nbytes
-        header[name] = {"dtype": dtypes[name], "shape": list(array.shape), "data_offsets": [start, end]}
-    return header
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

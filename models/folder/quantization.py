@@ -13,7 +13,7 @@ from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.folder.text_part import TEXT_CONFIG, text_part
 from moonshard.models.spec import ModelError
 
-FIELD = "quantization_config"
+CONFIG_FIELDS = ("quantization_config", "compression_config")  # the latter of an older compressed-tensors
 BLOCK, GROUP = [128, 128], 32
 SERVED = "served: compressed-tensors' INT4 and INT8 weights, and FP8 by blocks of 128 x 128"
 OTHER_METHODS = {  # as transformers, vLLM and SGLang spell them
@@ -73,7 +73,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Raises ModelError, naming the field of config.json, where it says that weights are in a format not served."""
     text = config.get(TEXT_CONFIG)
     for at, part in (("", config), (f"{TEXT_CONFIG}.", text if isinstance(text, Mapping) else {})):
-        for name in (FIELD, "compression_config"):  # the latter in folders of an older compressed-tensors
+        for name in CONFIG_FIELDS:
             if part.get(name) is not None:
                 _check_method(_Fields(part[name], f"{at}{name}"))
 

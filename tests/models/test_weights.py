@@ -13,7 +13,8 @@ import pytest
 
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import weights
-from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError, write_checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
+from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.kimi.forward import forward, unembed
 from moonshard.models.kimi.weights import declare
 from moonshard.models.model import Batch

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moonshard.models.folder.checkpoint import write_checkpoint
+from moonshard.models.folder.writing import write_checkpoint
 from tests.windowed.model import FULL, MODEL_TYPE, SLIDING
 
 SEED = 93  # with it no greedy step that tests look at is a near-tie: `test_no_greedy_step_is_a_near_tie`

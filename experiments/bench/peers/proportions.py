@@ -9,7 +9,7 @@ Source: Kimi K2 (arXiv 2507.20534), whose proportions these are.
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from moonshard.models import model as models
-from moonshard.models.folder.checkpoint import write_checkpoint
+from moonshard.models.folder.writing import write_checkpoint
 
 POCKET = Path(models.__file__).parent / "pocket"
 VOCABULARY, DEVIATION, SEED = 8192, 0.04, 0
@@ -59,12 +59,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes(config: Mapping[str, Any] = CONFIG) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor's shape, by its name in the format of DeepSeek-V3."""
-    d, heads, rank = CONFIG["hidden_size"], CONFIG["num_attention_heads"], CONFIG["kv_lora_rank"]
-    rope, nope, v, q_rank = (CONFIG[n] for n in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"))
-    yield "model.embed_tokens.weight", (VOCABULARY, d)
-    for layer in range(CONFIG["num_hidden_layers"]):
+    d, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    rope, nope, v, q_rank = (config[n] for n in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"))
+    yield "model.embed_tokens.weight", (config["vocab_size"], d)
+    for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         yield f"{at}.input_layernorm.weight", (d,)
         yield f"{at}.post_attention_layernorm.weight", (d,)
@@ -75,24 +75,24 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{at}.self_attn.kv_a_layernorm.weight", (rank,)
         yield f"{at}.self_attn.kv_b_proj.weight", (heads * (nope + v), rank)
         yield f"{at}.self_attn.o_proj.weight", (d, heads * v)
-        yield from _feed_forward(at, layer)
+        yield from _feed_forward(config, at, layer)
     yield "model.norm.weight", (d,)
-    yield "lm_head.weight", (VOCABULARY, d)
+    yield "lm_head.weight", (config["vocab_size"], d)
 
 
-def _feed_forward(at: str, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    if layer < CONFIG["first_k_dense_replace"]:
-        yield from _mlp(f"{at}.mlp", CONFIG["intermediate_size"])
+def _feed_forward(config: Mapping[str, Any], at: str, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    d, width = config["hidden_size"], config["moe_intermediate_size"]
+    if layer < config["first_k_dense_replace"]:
+        yield from _mlp(f"{at}.mlp", d, config["intermediate_size"])
         return
-    yield f"{at}.mlp.gate.weight", (CONFIG["n_routed_experts"], CONFIG["hidden_size"])
-    yield f"{at}.mlp.gate.e_score_correction_bias", (CONFIG["n_routed_experts"],)
-    yield from _mlp(f"{at}.mlp.shared_experts", CONFIG["moe_intermediate_size"])
-    for expert in range(CONFIG["n_routed_experts"]):
-        yield from _mlp(f"{at}.mlp.experts.{expert}", CONFIG["moe_intermediate_size"])
+    yield f"{at}.mlp.gate.weight", (config["n_routed_experts"], d)
+    yield f"{at}.mlp.gate.e_score_correction_bias", (config["n_routed_experts"],)
+    yield from _mlp(f"{at}.mlp.shared_experts", d, width)
+    for expert in range(config["n_routed_experts"]):
+        yield from _mlp(f"{at}.mlp.experts.{expert}", d, width)
 
 
-def _mlp(at: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    d = CONFIG["hidden_size"]
+def _mlp(at: str, d: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{at}.gate_proj.weight", (width, d)
     yield f"{at}.up_proj.weight", (width, d)
     yield f"{at}.down_proj.weight", (d, width)

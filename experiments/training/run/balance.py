@@ -29,7 +29,8 @@ from moonshard.experiments.training.texts.tools.tasks import (
     recall_tasks,
     tool_tasks,
 )
-from moonshard.models.folder.checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointError, write_checkpoint
+from moonshard.models.folder.checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointError
+from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.spec import ModelError
 
 RATES = tuple(np.geomspace(0.1, 0.01, 32))  # by how much a round moves a bias at most; routing scores are 0 to 1

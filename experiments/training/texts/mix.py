@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from moonshard.experiments.training.texts.corpus import POCKET
-from moonshard.models.folder.checkpoint import WEIGHTS, Checkpoint, CheckpointError, write_checkpoint
+from moonshard.models.folder.checkpoint import WEIGHTS, Checkpoint, CheckpointError
+from moonshard.models.folder.writing import write_checkpoint
 
 BEFORE_SHARE = 0.35  # of the embedded model: of 0, 0.35 and 0.5 the least that keeps recall in long documents
 

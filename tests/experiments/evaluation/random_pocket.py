@@ -10,7 +10,7 @@ import numpy as np
 from moonshard.experiments.training.export import GENERATION, generation_config, tensors_of
 from moonshard.experiments.training.shape import HUGGING_FACE_CONFIG
 from moonshard.experiments.training.texts.corpus import POCKET
-from moonshard.models.folder.checkpoint import write_checkpoint
+from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.registry import model_of
 from moonshard.models.weights import is_param
 

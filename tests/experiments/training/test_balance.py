@@ -15,7 +15,8 @@ from moonshard.experiments.training.run.progress import worst_load
 from moonshard.experiments.training.texts.conversation import TRAIN
 from moonshard.experiments.training.texts.corpus import pocket_text
 from moonshard.experiments.training.texts.tools.tasks import MAX_CONTEXT_TOKENS, prompt_tokens, recall_tasks, tool_tasks
-from moonshard.models.folder.checkpoint import CONFIG, Checkpoint, CheckpointError, write_checkpoint
+from moonshard.models.folder.checkpoint import CONFIG, Checkpoint, CheckpointError
+from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.spec import ModelError
 from tests.experiments.evaluation.random_pocket import SHAPE, write_random_pocket
 

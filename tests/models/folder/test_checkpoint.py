@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError, write_checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
+from moonshard.models.folder.writing import write_checkpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CONFIG = {"model_type": "deepseek_v3", "nested": {"b": 1, "a": [1, 2]}}

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError, write_checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
+from moonshard.models.folder.writing import write_checkpoint
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moonshard.models.folder.checkpoint import Checkpoint, write_checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.folder.known import KNOWN
 from moonshard.models.folder.quantization import check_config, check_formats
+from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.registry import model_of
 from moonshard.models.spec import ModelError
 from tests.agreement import FIXTURES

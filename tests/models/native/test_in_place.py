@@ -12,7 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import weights
 from moonshard.models.experts import moe
-from moonshard.models.folder.checkpoint import Checkpoint, write_checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.formats.blocks import num_blocks
 from moonshard.models.formats.quantised import Quantised
 from moonshard.models.machines import MACHINES, XLA

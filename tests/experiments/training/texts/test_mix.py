@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from moonshard.experiments.training.texts.mix import mix
-from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError, write_checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
+from moonshard.models.folder.writing import write_checkpoint
 
 
 def folder(path: Path, **tensors: np.ndarray) -> Path:
