@@ -128,12 +128,10 @@ def test_a_template_that_asks_for_declarations_gets_them_and_their_text_holds_no
 def test_the_order_of_a_tools_keys_makes_no_other_prompt(tokenizer: Tokenizer):
     template = ChatTemplate((FIXTURES / "templates" / "kimi_k25.jinja").read_text(), {})
     messages = [{"role": "user", "content": "hi"}]
-    first = {"a": {"type": "string"}, "b": {"anyOf": [{"type": "null"}, {"type": "integer"}]}}
+    first = {"a": {"default": {"x": 1, "y": 2}}, "b": {"anyOf": [{"type": "null"}, {"type": "integer"}]}}
+    second = dict(reversed(first.items())) | {"a": {"default": {"y": 2, "x": 1}}}
     prompts = [
         template.encode_chat(tokenizer, messages, template_kwargs={"tools": [tool(parameters)]})
-        for parameters in (
-            {"properties": first, "type": "object"},
-            {"type": "object", "properties": dict(reversed(first.items()))},
-        )
+        for parameters in ({"properties": first, "type": "object"}, {"type": "object", "properties": second})
     ]
     assert prompts[0] == prompts[1]
