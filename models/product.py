@@ -112,7 +112,7 @@ def _in_place(
     lies_so = is_transposed or of_weight == groups + own + summed
     lies_so = lies_so and of_x == rows + groups + summed and result == rows + groups + own
     shape_x, shape = dict(zip(of_x, x.shape, strict=True)), dict(zip(of_weight, weight.stack.shape[1:], strict=True))
-    num_rows, num_groups, num_own, num_summed = (
+    num_rows, num_groups, _, num_summed = (
         math.prod((shape | shape_x)[name] for name in names) for names in (rows, groups, own, summed)
     )
     if not lies_so or num_rows > weight.max_rows:
