@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moonshard.models.folder.checkpoint import Checkpoint, write_checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.formats.known import FORMATS
 from moonshard.models.formats.stored import part_name
 from tests.agreement import FIXTURES

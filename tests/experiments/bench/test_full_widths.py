@@ -30,7 +30,7 @@ def test_in_small_it_is_a_whole_folder_and_the_same_each_time(tmp_path: Path):
     for name in "ab":
         full_widths.write(tmp_path / name, 8, **SMALL)
     checkpoint, model = open_model(tmp_path / "a")
-    assert (model.config.num_dense_layers, model.config.num_moe_layers) == (1, 2)
+    assert (model.config.num_hidden_layers, model.config.num_moe_layers) == (3, 2)
     weights.check_shapes(model.declare(), checkpoint)
     assert checkpoint.names == sorted(checkpoint.names)
     assert Checkpoint.open(tmp_path / "a").fingerprint == Checkpoint.open(tmp_path / "b").fingerprint

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
-from moonshard.models.folder.conversion import MATRICES, convert
+from moonshard.models.folder.conversion import MATRICES, Target, convert
 from moonshard.models.folder.quantization import check_formats
 from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.registry import open_model
@@ -20,7 +20,7 @@ from tests.wrapped import KEPT, VISION, wrapped
 
 pytestmark = pytest.mark.xdist_group("jax")
 PLAIN = FIXTURES / "kimi_k2"
-FORMATS = ("int4", "fp8", "int8")
+FORMATS: tuple[Target, ...] = ("int4", "fp8", "int8")
 EXPERT = "model.layers.1.mlp.experts.3.gate_proj"
 DENSE = "model.layers.0.mlp.up_proj"
 
@@ -221,6 +221,4 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys):
     told = capsys.readouterr().out
     assert told.startswith(f"{tmp_path}/out: {len(Checkpoint.open(tmp_path / 'out').names)} tensors, ")
     assert "144 matrices quantised" in told
-    assert (
-        json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
-    )
+    assert Checkpoint.open(tmp_path / "out").config["quantization_config"]["format"] == "pack-quantized"
