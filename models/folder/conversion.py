@@ -174,7 +174,7 @@ class _Converter:
         stored = format_of(self._text, matrix)
         rows, items = self._text.shape(matrix if stored is None else part_name(matrix, stored.values))
         columns = items if stored is None else items * stored.codes_per_item
-        if stored is INT4 and self._text.has(name := matrix.removesuffix(WEIGHT) + SHAPE):
+        if stored is not None and stored is INT4 and self._text.has(name := matrix.removesuffix(WEIGHT) + SHAPE):
             told = self._text.tensor(name).tolist()
             if len(told) != 2 or told[0] != rows or stored.stored_shape((rows, told[1]))[1] != items:
                 raise ModelError(f"{self._text.where(name)} is {told}, and the packed codes have {[rows, columns]}")

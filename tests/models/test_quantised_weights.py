@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from moonshard.models import weights
-from moonshard.models.folder.checkpoint import Checkpoint, write_checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.formats.quantised import Quantised
 from moonshard.models.registry import open_model
 from moonshard.models.spec import ModelError

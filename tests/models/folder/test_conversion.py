@@ -26,9 +26,9 @@ DENSE = "model.layers.0.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Target, Path]:
     """The plain folder in every format."""
-    found = {to: tmp_path_factory.mktemp(to) / "out" for to in FORMATS}
+    found: dict[Target, Path] = {to: tmp_path_factory.mktemp(to) / "out" for to in FORMATS}
     for to, out in found.items():
         convert(PLAIN, to, out)
     return found
