@@ -55,6 +55,8 @@ def test_every_option_reaches_its_field():
         logprobs=0,
         request_id="mine",
         tools=[{"name": "f", "parameters": "{}"}],
+        template_kwargs={"thinking": False},
+        reasoning_effort="none",
         forced_function="f",
         single_tool_call=True,
     )
@@ -73,13 +75,24 @@ def test_every_option_reaches_its_field():
         seed=2**64 - 1,
     )
     chat = pb.ChatPrompt(
-        messages=[pb.ChatMessage(role="user", content="x")], tools=[pb.Tool(name="f", parameters="{}")]
+        messages=[pb.ChatMessage(role="user", content="x")],
+        tools=[pb.Tool(name="f", parameters="{}")],
+        template_kwargs='{"thinking": false}',
+        reasoning_effort="none",
     )
     whole = {"chat": chat, "model": "tiny", "n": 2, "logprobs": 0, "request_id": "mine"}
     whole |= {"forced_function": "f", "single_tool_call": True}
     assert request == pb.GenerateRequest(**whole, sampling=sampling, stop=stop)
     with pytest.raises(InvalidArgument, match="tools"):
         encode_generate("x", {"tools": [{"name": "f"}]})
+    with pytest.raises(InvalidArgument, match="template_kwargs"):
+        encode_generate([{"role": "user", "content": "x"}], {"template_kwargs": {"thinking": {1}}})
+
+
+def test_thoughts_add_up_beside_the_text():
+    deltas = [decode_delta(pb.Delta(reasoning="Hm", text="")), decode_delta(pb.Delta(reasoning=".", text="Yes"))]
+    (choice,) = collect((), deltas, SUMMARY).choices
+    assert (choice.reasoning, choice.text) == ("Hm.", "Yes")
 
 
 def test_parts_of_calls_add_up_and_one_without_a_beginning_is_an_error():
