@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moonshard.models.formats.blocks import whole_block
+from moonshard.models.formats.known import FORMATS
 from moonshard.models.formats.quantised import Quantised
 from moonshard.models.native.stacked_product import stacked_product
 from moonshard.models.pytree import pytree
@@ -129,7 +130,8 @@ def _in_place(
 def _as_matrices(stack: Weight, num_group_axes: int, num_row_axes: int) -> Weight | None:
     """A stack [l, groups, rows, columns], each of these one dimension instead of several, in the same memory.
 
-    None where blocks of scales would then end raggedly anywhere but at the end of rows or columns.
+    None where blocks of scales, or what several codes are packed in, would then end raggedly anywhere but at the end of
+    rows or columns.
     """
     ends = (1, 1 + num_group_axes, 1 + num_group_axes + num_row_axes, stack.ndim)
 
@@ -144,5 +146,7 @@ def _as_matrices(stack: Weight, num_group_axes: int, num_row_axes: int) -> Weigh
         block[end - 1] = min(block[end - 1], shape[end - 1])
         if math.prod(shape[begin : end - 1]) > 1 and shape[end - 1] % block[end - 1]:
             return None
+    if shape[-1] % FORMATS[stack.format].codes_per_item and math.prod(shape[ends[2] : -1]) > 1:
+        return None
     columns = math.prod(shape[ends[2] :])
     return Quantised(flat(stack.values), flat(stack.scales), stack.format, (block[ends[2] - 1], block[-1]), columns)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.pages import Pages
-from moonshard.models.formats.quantised import Quantised
 from moonshard.models.native.library import target
+from moonshard.models.native.weights import Weight, operands
 from moonshard.sharding.arrays import Array, Float, Int
 
 
@@ -21,16 +21,17 @@ def expanded_attention(
     layer: Int[Array, ""],
     block_tables: Int[Array, "n m"],
     positions: Int[Array, "n t"],
-    k_up: Float[Array, "l h nope r"] | Quantised[Array],
-    v_up: Float[Array, "l h v r"] | Quantised[Array],
+    k_up: Weight,
+    v_up: Weight,
     up_layer: Int[Array, ""],
     *,
     scale: float,
     form: str | None = None,
 ) -> Float[Array, "n t h v"]:
-    """As `models.expanded_attention.expanded_attention`, with layer `up_layer` of the stacks `k_up` and `v_up`.
+    """As `models.expanded_attention.expanded_attention`, with layer `up_layer` of the stacks `k_up` [l h nope r] and
+    `v_up` [l h v r].
 
-    The pages are float32 or bfloat16, and so are both stacks.
+    The pages are float32 or bfloat16; so are both stacks, or they are in one format.
 
     Args:
         form: the instruction set; None: the best that there is.
@@ -38,21 +39,24 @@ def expanded_attention(
     Raises:
         LibraryError: no library, or no such form.
     """
-    if isinstance(k_up, Quantised) and isinstance(v_up, Quantised):
-        k_up, v_up = k_up.widened(jnp.float32), v_up.widened(jnp.float32)
-    assert not isinstance(k_up, Quantised)  # they come of one tensor
-    assert not isinstance(v_up, Quantised)
     out = jax.ShapeDtypeStruct((*queries.shape[:3], v_up.shape[2]), jnp.float32)
     call = jax.ffi.ffi_call(target("expanded_attention", form), out, vmap_method="sequential")
+    of_k, of_v = operands(k_up), operands(v_up)
     values = call(
         queries.astype(jnp.float32),
         pages,
         layer.astype(jnp.int32),
         block_tables.astype(jnp.int32),
         positions.astype(jnp.int32),
-        k_up,
-        v_up,
+        of_k.values,
+        of_k.scales,
+        of_v.values,
+        of_v.scales,
         up_layer.astype(jnp.int32),
         scale=np.float32(scale),
+        k_up_rows=of_k.block_rows,
+        k_up_columns=of_k.block_columns,
+        v_up_rows=of_v.block_rows,
+        v_up_columns=of_v.block_columns,
     )
     return values.astype(queries.dtype)

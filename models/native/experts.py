@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from moonshard.models.experts import moe
-from moonshard.models.formats.quantised import Quantised
 from moonshard.models.native.library import target
+from moonshard.models.native.weights import operands
 from moonshard.sharding.arrays import Array, Bool, Float, Int
 
 BLOCK = 32  # `block_columns` of csrc/experts.h
@@ -25,7 +25,8 @@ def grouped_experts(
     *,
     form: str | None = None,
 ) -> Float[Array, "t d"]:
-    """A `moe.Backend`. An invalid token's result is zero. Weights are float32 or bfloat16.
+    """A `moe.Backend`. An invalid token's result is zero. Weights are float32, bfloat16, or in a format; where both
+    have not the same, XLA computes.
 
     Args:
         form: the instruction set; None: the best that there is.
@@ -33,7 +34,8 @@ def grouped_experts(
     Raises:
         LibraryError: no library, or no such form.
     """
-    if isinstance(experts.gate_up, Quantised) or isinstance(experts.down, Quantised):
+    gate_up, down = operands(experts.gate_up), operands(experts.down)
+    if gate_up.values.dtype != down.values.dtype:
         return moe.blocks(x, routing, valid, experts, layer)
     (t, k), (d, f) = routing.experts.shape, experts.down.shape[2:]
     shapes = ((t, d), (t, _whole(d)), (t * k, _whole(f)))  # the result, and room: for x and between the two products
@@ -43,9 +45,15 @@ def grouped_experts(
         routing.experts.astype(jnp.int32),
         routing.weights.astype(jnp.float32),
         valid,
-        experts.gate_up,
-        experts.down,
+        gate_up.values,
+        gate_up.scales,
+        down.values,
+        down.scales,
         layer.astype(jnp.int32),
+        gate_up_rows=gate_up.block_rows,
+        gate_up_columns=gate_up.block_columns,
+        down_rows=down.block_rows,
+        down_columns=down.block_columns,
     )
     return result.astype(x.dtype)
 

@@ -18,7 +18,7 @@ import jax.ffi
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4  # as in csrc/library.cc: of the kernels' arguments and results
+VERSION = 5  # as in csrc/library.cc: of the kernels' arguments and results
 PATH = Path(__file__).parent / "kernels.so"
 
 

@@ -108,7 +108,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyBuff
   if (of[3] != q[3] || m[0] != q[0] || at[0] != q[0] || at[1] != q[1] || to[0] != q[0] || to[1] != q[1] ||
       to[2] != q[2] || to[3] > q[3])
     return ffi::Error::InvalidArgument("attention was given shapes that do not fit each other");
-  if (!is_weight(pages)) return ffi::Error::InvalidArgument("attention takes pages of float or bfloat16");
+  if (!is_float(pages)) return ffi::Error::InvalidArgument("attention takes pages of float or bfloat16");
   if (out->element_count() == 0) return ffi::Error::Success();
   if (pages.element_count() == 0) return ffi::Error::InvalidArgument("attention takes pages of one block at least");
   AttentionCall call;

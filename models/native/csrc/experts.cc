@@ -1,6 +1,6 @@
 // The binding of `experts.h`: x [t, d] float, experts [t, k], weights [t, k] float, valid [t], gate_up [l, e, 2, f, d],
-// down [l, e, d, f], layer [] -> out [t, d] float, and room: for x, [t, d'], and for what is between the two products,
-// [t * k, f'], where d' and f' are whole blocks.
+// down [l, e, d, f], each with its scales, layer [] -> out [t, d] float, and room: for x, [t, d'], and for what is
+// between the two products, [t * k, f'], where d' and f' are whole blocks.
 #include "experts.h"
 
 #include <algorithm>
@@ -8,6 +8,8 @@
 
 #include "library.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
+#include "formats/buffers.h"
 
 namespace moonshard {
 namespace {
@@ -41,21 +43,27 @@ long panel_of(long columns, long num_items_wanted, long block, long most) {
 template <class Form>
 ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> experts,
                ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::PRED> valid, ffi::AnyBuffer gate_up,
-               ffi::AnyBuffer down, ffi::BufferR0<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::F32>> out,
-               ffi::Result<ffi::Buffer<ffi::F32>> packed, ffi::Result<ffi::Buffer<ffi::F32>> hidden) {
+               ffi::AnyBuffer gate_up_scales, ffi::AnyBuffer down, ffi::AnyBuffer down_scales,
+               ffi::BufferR0<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::F32>> out,
+               ffi::Result<ffi::Buffer<ffi::F32>> packed, ffi::Result<ffi::Buffer<ffi::F32>> hidden,
+               int64_t gate_up_rows, int64_t gate_up_columns, int64_t down_rows, int64_t down_columns) {
   const auto of = gate_up.dimensions(), of_down = down.dimensions(), of_x = x.dimensions();
   if (of.size() != 5 || of_down.size() != 4 || of_x.size() != 2 || experts.dimensions().size() != 2)
     return ffi::Error::InvalidArgument("experts takes x [t, d], experts [t, k], [l, e, 2, f, d] and [l, e, d, f]");
   constexpr long block = Experts<Form>::block_columns;
   const auto whole = [](size_t count) { return (count + block - 1) / block * block; };
   const long t = of_x[0], d = of_x[1], e = of[1], f = of[3];
-  if (of[2] != 2 || of[4] != d || of_down[0] != of[0] || of_down[1] != e || of_down[2] != d || of_down[3] != f ||
+  if (of[2] != 2 || of_down[0] != of[0] || of_down[1] != e || of_down[2] != d ||
       experts.dimensions()[0] != t || weights.element_count() != experts.element_count() ||
       valid.dimensions().front() != t ||
       packed->element_count() != t * whole(d) || hidden->element_count() != experts.element_count() * whole(f))
     return ffi::Error::InvalidArgument("experts was given shapes that do not fit each other");
-  if (!is_weight(gate_up) || gate_up.element_type() != down.element_type())
-    return ffi::Error::InvalidArgument("experts takes weights of float or of bfloat16");
+  if (gate_up.element_type() != down.element_type())
+    return ffi::Error::InvalidArgument("experts takes weights of one format");
+  const auto of_hidden = layer_of({gate_up, gate_up_scales}, layer, {2 * e, f, d, gate_up_rows, gate_up_columns});
+  const auto of_out = layer_of({down, down_scales}, layer, {e, d, f, down_rows, down_columns});
+  if (of_hidden.has_error()) return of_hidden.error();
+  if (of_out.has_error()) return of_out.error();
 
   std::vector<long> first_pair(e + 1);
   const std::vector<Pair> pairs = sort_pairs(experts, weights.typed_data(), valid.typed_data(), first_pair);
@@ -63,25 +71,26 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S
   for (long expert = 0; expert < e; ++expert)
     if (first_pair[expert] < first_pair[expert + 1]) chosen.push_back(expert);
 
-  const ExpertsCall call{x.typed_data(),        layer_of(gate_up, layer), layer_of(down, layer), pairs.data(),
-                         first_pair.data(),     packed->typed_data(),     hidden->typed_data(),  out->typed_data(),
-                         t,                     e,                        d,                     f,
-                         is_bf16(gate_up)};
+  const ExpertsCall call{x.typed_data(),     *of_hidden,           *of_out,              pairs.data(),
+                         first_pair.data(),  packed->typed_data(), hidden->typed_data(), out->typed_data(),
+                         t,                  e,                    d,                    f};
   const long num_chosen = static_cast<long>(chosen.size()), num_items = 8 * std::max<long>(1, pool.num_threads());
   const long first_panel = panel_of(f, num_items / std::max(1L, num_chosen), block, Experts<Form>::max_columns);
   const long per_expert = (f + first_panel - 1) / first_panel, panel = panel_of(d, num_items / 2, 16, 128);
   const long pack_tokens = std::max(1L, pack_floats / std::max(1L, d));
-  const bool is_worth_it = num_chosen * 3 * f * d * itemsize(gate_up) >= min_shared_bytes;
+  const bool is_worth_it = num_chosen * 3 * f * of_hidden->row_bytes >= min_shared_bytes;
   const std::initializer_list<long> counts{(t + pack_tokens - 1) / pack_tokens, num_chosen * per_expert,
                                            (d + panel - 1) / panel};
   share(pool, is_worth_it, counts, [&](long stage, long index) {
+    static thread_local Scratch kept;
+    float* const room = kept.room_for(Experts<Form>::room_floats(call));
     if (stage == 0) {
       Experts<Form>::pack(call, index * pack_tokens, std::min(t, (index + 1) * pack_tokens));
     } else if (stage == 1) {
       const long begin = index % per_expert * first_panel;
-      Experts<Form>::hidden(call, chosen[index / per_expert], begin, std::min(f, begin + first_panel));
+      Experts<Form>::hidden(call, chosen[index / per_expert], begin, std::min(f, begin + first_panel), room);
     } else {
-      Experts<Form>::out(call, index * panel, std::min(d, (index + 1) * panel));
+      Experts<Form>::out(call, index * panel, std::min(d, (index + 1) * panel), room);
     }
   });
   return ffi::Error::Success();
@@ -97,10 +106,16 @@ XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame) {
                                    .Arg<ffi::Buffer<ffi::PRED>>()
                                    .Arg<ffi::AnyBuffer>()
                                    .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
                                    .Arg<ffi::BufferR0<ffi::S32>>()
                                    .Ret<ffi::Buffer<ffi::F32>>()
                                    .Ret<ffi::Buffer<ffi::F32>>()
                                    .Ret<ffi::Buffer<ffi::F32>>()
+                                   .template Attr<int64_t>("gate_up_rows")
+                                   .template Attr<int64_t>("gate_up_columns")
+                                   .template Attr<int64_t>("down_rows")
+                                   .template Attr<int64_t>("down_columns")
                                    .To(run<Form>)
                                    .release();
   return handler->Call(frame);

@@ -18,16 +18,19 @@ struct ExpertsOf {
       Packs::pack(call.x + token * call.d, call.d, call.packed + token * length);
   }
 
-  static void hidden(const ExpertsCall& call, long expert, long begin, long end) {
+  static long room_floats(const ExpertsCall& call) {
+    return Tiles<Form, Weight>::room_floats(call.d > call.f ? call.d : call.f);
+  }
+
+  static void hidden(const ExpertsCall& call, long expert, long begin, long end, float* room) {
     const long d = call.d, f = call.f, length = Packs::length(d);
-    const Weight* gate = static_cast<const Weight*>(call.gate_up) + (expert * 2 * f + begin) * d;
-    const Weight* up = gate + f * d;
+    const Matrix<Form, Weight> gate(call.gate_up, 2 * expert), up(call.gate_up, 2 * expert + 1);
     for (long first = call.first_pair[expert]; first < call.first_pair[expert + 1]; first += max_tokens) {
       const long left = call.first_pair[expert + 1] - first, count = left < max_tokens ? left : max_tokens;
       const auto token = [&](long index) { return call.packed + call.pairs[first + index].token * length; };
       float gates[max_tokens][max_columns], ups[max_tokens][max_columns];
-      product(gate, end - begin, count, d, token, gates);
-      product(up, end - begin, count, d, token, ups);
+      product(gate, begin, end, count, d, token, gates, room);
+      product(up, begin, end, count, d, token, ups, room);
       for (long t = 0; t < count; ++t) {
         gate_in_place(gates[t], ups[t], end - begin);
         Packs::pack(gates[t], end - begin, call.hidden + (first + t) * Packs::length(f) + begin);
@@ -35,20 +38,21 @@ struct ExpertsOf {
     }
   }
 
-  static void out(const ExpertsCall& call, long begin, long end) {
+  static void out(const ExpertsCall& call, long begin, long end, float* room) {
     const long d = call.d, f = call.f, length = Packs::length(f);
     for (long token = 0; token < call.num_tokens; ++token)
       for (long i = begin; i < end; ++i) call.out[token * d + i] = 0;
     for (long expert = 0; expert < call.num_experts; ++expert) {
       const long first = call.first_pair[expert], count = call.first_pair[expert + 1] - first;
-      const Weight* weight = static_cast<const Weight*>(call.down) + (expert * d + begin) * f;
+      const Matrix<Form, Weight> weight(call.down, expert);
       Tiles<Form, Weight>::cover(
-          end - begin, count, f, [&](long row) { return weight + row * f; },
+          end - begin, count, f, [&](long row) { return weight.row(begin + row); },
           [&](long index) { return call.hidden + (first + index) * length; },
           [&](long index, long row, float sum) {
             const Pair& pair = call.pairs[first + index];
             call.out[pair.token * d + begin + row] += pair.weight * sum;
-          });
+          },
+          room);
     }
   }
 
@@ -63,39 +67,40 @@ struct ExpertsOf {
   }
 
   template <class TokenOf>
-  [[gnu::noinline]] static void product(const Weight* weight, long num_rows, long count, long k, TokenOf token,
-                                        float (*to)[max_columns]) {
+  [[gnu::noinline]] static void product(const Matrix<Form, Weight>& weight, long begin, long end, long count, long k,
+                                        TokenOf token, float (*to)[max_columns], float* room) {
     Tiles<Form, Weight>::cover(
-        num_rows, count, k, [&](long row) { return weight + row * k; }, token,
-        [&](long index, long row, float sum) { to[index][row] = sum; });
+        end - begin, count, k, [&](long row) { return weight.row(begin + row); }, token,
+        [&](long index, long row, float sum) { to[index][row] = sum; }, room);
   }
 };
 
 template <class Form>
 void Experts<Form>::pack(const ExpertsCall& call, long begin, long end) {
-  if (call.is_bf16) {
-    ExpertsOf<Form, Bf16>::pack(call, begin, end);
-  } else {
-    ExpertsOf<Form, float>::pack(call, begin, end);
-  }
+  with_weight(call.gate_up.format, [&](auto weight) {
+    ExpertsOf<Form, decltype(weight)>::pack(call, begin, end);
+  });
 }
 
 template <class Form>
-void Experts<Form>::hidden(const ExpertsCall& call, long expert, long begin, long end) {
-  if (call.is_bf16) {
-    ExpertsOf<Form, Bf16>::hidden(call, expert, begin, end);
-  } else {
-    ExpertsOf<Form, float>::hidden(call, expert, begin, end);
-  }
+void Experts<Form>::hidden(const ExpertsCall& call, long expert, long begin, long end, float* room) {
+  with_weight(call.gate_up.format, [&](auto weight) {
+    ExpertsOf<Form, decltype(weight)>::hidden(call, expert, begin, end, room);
+  });
 }
 
 template <class Form>
-void Experts<Form>::out(const ExpertsCall& call, long begin, long end) {
-  if (call.is_bf16) {
-    ExpertsOf<Form, Bf16>::out(call, begin, end);
-  } else {
-    ExpertsOf<Form, float>::out(call, begin, end);
-  }
+void Experts<Form>::out(const ExpertsCall& call, long begin, long end, float* room) {
+  with_weight(call.gate_up.format, [&](auto weight) {
+    ExpertsOf<Form, decltype(weight)>::out(call, begin, end, room);
+  });
+}
+
+template <class Form>
+long Experts<Form>::room_floats(const ExpertsCall& call) {
+  return with_weight(call.gate_up.format, [&](auto weight) {
+    return ExpertsOf<Form, decltype(weight)>::room_floats(call);
+  });
 }
 
 }  // namespace moonshard

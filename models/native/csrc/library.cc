@@ -9,7 +9,7 @@
 namespace moonshard {
 namespace {
 
-constexpr int version = 4;
+constexpr int version = 5;
 const Kernel* const kernels[] = {&attention,   &expanded_attention, &experts,
                                  &exponential, &stacked_product,    &zeros};
 
@@ -25,7 +25,9 @@ extern "C" {
 [[gnu::visibility("default")]] const char* moonshard_forms() {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("popcnt")) return "";
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return "sse4";
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+      !__builtin_cpu_supports("f16c"))
+    return "sse4";
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
     return "avx2 sse4";

@@ -15,47 +15,46 @@ struct StackedProductOf {
       Packed<Form, Weight>::pack(call.x + (row * call.groups + group) * call.k, call.k, packed + row * length);
   }
 
-  static void columns(const StackedProductCall& call, const float* packed, long group, long begin, long end) {
-    if (call.is_transposed) return columns_of_transposed(call, group, begin, end);
-    const Weight* weight = static_cast<const Weight*>(call.layer) + (group * call.out + begin) * call.k;
-    const long length = Packed<Form, Weight>::length(call.k);
-    float* y = call.y + group * call.out + begin;
-    Tiles<Form, Weight>::cover(
-        end - begin, call.n, call.k, [&](long row) { return weight + row * call.k; },
-        [&](long token) { return packed + token * length; },
-        [&](long token, long row, float sum) { y[token * call.groups * call.out + row] = sum; });
+  static long room_floats(const StackedProductCall& call) {
+    return call.n * Packed<Form, Weight>::length(call.k) + Tiles<Form, Weight>::room_floats(call.k);
   }
 
-  static void columns_of_transposed(const StackedProductCall& call, long group, long begin, long end) {
-    const Weight* weight = static_cast<const Weight*>(call.layer) + group * call.k * call.out + begin;
-    ColumnTiles<Form, Weight>::cover(call.x + group * call.k, call.groups * call.k, call.n, weight, call.out, call.k,
-                                     call.y + group * call.out + begin, call.groups * call.out, end - begin);
+  static void columns(const StackedProductCall& call, float* room, long group, long begin, long end) {
+    const Matrix<Form, Weight> weight(call.layer, group);
+    float* y = call.y + group * call.out;
+    const long length = Packed<Form, Weight>::length(call.k), stride = call.groups * call.out;
+    if (call.is_transposed) {
+      const float* x = call.x + group * call.k;
+      return ColumnTiles<Form, Weight>::cover(x, call.groups * call.k, call.n, weight, call.k, y, stride, begin, end);
+    }
+    Tiles<Form, Weight>::cover(
+        end - begin, call.n, call.k, [&](long row) { return weight.row(begin + row); },
+        [&](long token) { return room + token * length; },
+        [&](long token, long row, float sum) { y[token * stride + begin + row] = sum; }, room + call.n * length);
   }
 };
 
 template <class Form>
-long StackedProduct<Form>::packed_floats(const StackedProductCall& call) {
-  return call.is_transposed ? 0 : call.n * Packed<Form, float>::length(call.k);  // the same beside all weights
+long StackedProduct<Form>::room_floats(const StackedProductCall& call) {
+  if (call.is_transposed) return 0;
+  return with_weight(call.layer.format, [&](auto weight) {
+    return StackedProductOf<Form, decltype(weight)>::room_floats(call);
+  });
 }
 
 template <class Form>
-void StackedProduct<Form>::pack(const StackedProductCall& call, long group, float* packed) {
+void StackedProduct<Form>::pack(const StackedProductCall& call, long group, float* room) {
   if (call.is_transposed) return;
-  if (call.is_bf16) {
-    StackedProductOf<Form, Bf16>::pack(call, group, packed);
-  } else {
-    StackedProductOf<Form, float>::pack(call, group, packed);
-  }
+  with_weight(call.layer.format, [&](auto weight) {
+    StackedProductOf<Form, decltype(weight)>::pack(call, group, room);
+  });
 }
 
 template <class Form>
-void StackedProduct<Form>::columns(const StackedProductCall& call, const float* packed, long group, long begin,
-                                   long end) {
-  if (call.is_bf16) {
-    StackedProductOf<Form, Bf16>::columns(call, packed, group, begin, end);
-  } else {
-    StackedProductOf<Form, float>::columns(call, packed, group, begin, end);
-  }
+void StackedProduct<Form>::columns(const StackedProductCall& call, float* room, long group, long begin, long end) {
+  with_weight(call.layer.format, [&](auto weight) {
+    StackedProductOf<Form, decltype(weight)>::columns(call, room, group, begin, end);
+  });
 }
 
 }  // namespace moonshard

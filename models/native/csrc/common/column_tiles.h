@@ -6,7 +6,7 @@
 // batch and on however many threads.
 #pragma once
 
-#include "packed.h"
+#include "../formats/matrix.h"
 
 namespace moonshard {
 
@@ -14,30 +14,33 @@ template <class Form, class Weight>
 struct ColumnTiles {
   using V = Vectors<Form>;
   using Vec = typename V::Vec;
-  static constexpr long block = Packed<Form, Weight>::block;  // columns of a block of weights: two registers of sums
-  static constexpr int most_blocks = 2, most_blocks_of_one = V::width == 16 ? 8 : 4;  // beside some tokens; beside one
+  using Of = Row<Form, Weight>;
+  static constexpr int registers = Of::registers;  // of sums, of a block of weights
+  static constexpr long block = Of::block;         // columns
+  static constexpr int most_blocks = registers > 2 ? 1 : 2;                             // beside some tokens
+  static constexpr int most_blocks_of_one = (V::width == 16 ? 16 : 8) / registers;  // beside one
 
-  // y[token][column] of `num_tokens` tokens and `num_columns` columns; `stride` numbers are from one row of W to the
-  // next, and `x_stride` and `y_stride` from one token's to the next one's.
-  static void cover(const float* x, long x_stride, long num_tokens, const Weight* weight, long stride, long k, float* y,
-                    long y_stride, long num_columns) {
-    const Job job{x, x_stride, weight, stride, k, y, y_stride};
-    long column = 0;
+  // y[token][column] of `num_tokens` tokens and the columns [begin, end), which begin with a block; `x_stride` and
+  // `y_stride` numbers are from one token's to the next one's.
+  static void cover(const float* x, long x_stride, long num_tokens, const Matrix<Form, Weight>& weight, long k,
+                    float* y, long y_stride, long begin, long end) {
+    const Job job{x, x_stride, weight, k, y, y_stride};
+    long column = begin;
     // Long parts of rows, that is: the shorter, the longer memory takes.
-    for (; num_tokens == 1 && column + most_blocks_of_one * block <= num_columns; column += most_blocks_of_one * block)
+    for (; num_tokens == 1 && column + most_blocks_of_one * block <= end; column += most_blocks_of_one * block)
       multiply_tile<most_blocks_of_one, 1>(job, 0, column, block);
-    for (; column + most_blocks * block <= num_columns; column += most_blocks * block)
+    for (; column + most_blocks * block <= end; column += most_blocks * block)
       rows<most_blocks>(job, num_tokens, column, block);
-    for (; column < num_columns; column += block)
-      rows<1>(job, num_tokens, column, num_columns - column < block ? num_columns - column : block);
+    for (; column < end; column += block)
+      rows<1>(job, num_tokens, column, end - column < block ? end - column : block);
   }
 
  private:
   struct Job {
     const float* x;
     long x_stride;
-    const Weight* weight;
-    long stride, k;
+    const Matrix<Form, Weight>& weight;
+    long k;
     float* y;
     long y_stride;
   };
@@ -62,58 +65,54 @@ struct ColumnTiles {
 
   template <int blocks, int tokens>
   [[gnu::noinline]] static void multiply_tile(const Job& job, long first, long column, long last) {
-    Vec total[tokens][2 * blocks] = {};
+    Vec total[tokens][registers * blocks] = {};
     const float* x = job.x + first * job.x_stride;
-    const Weight* weight = job.weight + column;
     if (last == block) {
-      for (long i = 0; i < job.k; ++i, weight += job.stride) {
+      for (long i = 0; i < job.k; ++i) {
+        const Of row = job.weight.row(i);
         // The next tile's columns: a row's few are no run that the processor sees coming.
-        if (first == 0 && tokens > 1) fetch<blocks>(weight + blocks * block);
-        add_row<blocks, tokens>(x + i, job.x_stride, weight, total);
+        if (first == 0 && tokens > 1) fetch(row, column + blocks * block, blocks * block);
+        add_row<blocks, tokens>(
+            x + i, job.x_stride, [&](int b, Vec(&of)[registers]) { row.load(column + b * block, of); }, total);
       }
     } else if constexpr (blocks == 1) {  // the last block of all is a tile of its own
-      for (long i = 0; i < job.k; ++i, weight += job.stride) {
-        Weight padded[block] = {};
-        __builtin_memcpy(padded, weight, last * sizeof(Weight));
-        add_row<blocks, tokens>(x + i, job.x_stride, padded, total);
+      for (long i = 0; i < job.k; ++i) {
+        const Of row = job.weight.row(i);
+        add_row<blocks, tokens>(
+            x + i, job.x_stride, [&](int, Vec(&of)[registers]) { row.load_some(column, last, of); }, total);
       }
     }
     for (int t = 0; t < tokens; ++t) {
       float* y = job.y + (first + t) * job.y_stride + column;
-      for (int b = 0; b < blocks; ++b, y += block)
-        emit(total[t][2 * b], total[t][2 * b + 1], b < blocks - 1 ? block : last, y);
+      for (int b = 0; b < blocks; ++b, y += block) emit(total[t] + registers * b, b < blocks - 1 ? block : last, y);
     }
   }
 
-  template <int blocks, int tokens>
-  [[gnu::always_inline]] static inline void add_row(const float* x, long x_stride, const Weight* weight,
-                                                    Vec (&total)[tokens][2 * blocks]) {
-    Vec row[2 * blocks];
+  template <int blocks, int tokens, class Load>
+  [[gnu::always_inline]] static inline void add_row(const float* x, long x_stride, Load load,
+                                                    Vec (&total)[tokens][registers * blocks]) {
+    Vec row[blocks][registers];
 #pragma GCC unroll 8
-    for (int b = 0; b < blocks; ++b) {
-      row[2 * b] = V::template load_half<0>(weight + b * block);
-      row[2 * b + 1] = V::template load_half<1>(weight + b * block);
-    }
+    for (int b = 0; b < blocks; ++b) load(b, row[b]);
 #pragma GCC unroll 8
     for (int t = 0; t < tokens; ++t) {
       const Vec own = Vec{} + x[t * x_stride];
 #pragma GCC unroll 16
-      for (int r = 0; r < 2 * blocks; ++r) total[t][r] += own * row[r];
+      for (int r = 0; r < registers * blocks; ++r) total[t][r] += own * row[r / registers][r % registers];
     }
   }
 
-  template <int blocks>
-  [[gnu::always_inline]] static inline void fetch(const Weight* from) {
-    const char* bytes = reinterpret_cast<const char*>(from);
-    for (long at = 0; at < blocks * block * long(sizeof(Weight)); at += 64) __builtin_prefetch(bytes + at);
+  [[gnu::always_inline]] static inline void fetch(const Of& row, long column, long count) {
+    const char *from = row.address(column), *to = row.address(column + count);
+    for (; from < to; from += 64) __builtin_prefetch(from);
   }
 
   // The first `count` sums of a block in the order of their columns.
-  [[gnu::always_inline]] static inline void emit(Vec a, Vec b, long count, float* y) {
-    constexpr bool is_float = sizeof(Weight) == sizeof(float);
+  [[gnu::always_inline]] static inline void emit(const Vec* total, long count, float* y) {
+    Vec of[registers];
+    for (int r = 0; r < registers; ++r) of[r] = total[r];
     float sums[block];
-    V::store(sums, is_float ? a : V::first_in_turns(a, b));
-    V::store(sums + V::width, is_float ? b : V::second_in_turns(a, b));
+    Packed<Form, Weight>::unpack_block(of, sums);
     __builtin_memcpy(y, sums, count * sizeof(float));
   }
 };

@@ -6,7 +6,7 @@
 // threads.
 #pragma once
 
-#include "packed.h"
+#include "../formats/matrix.h"
 
 namespace moonshard {
 
@@ -14,15 +14,22 @@ template <class Form, class Weight>
 struct Tiles {
   using V = Vectors<Form>;
   using Vec = typename V::Vec;
+  using Of = Row<Form, Weight>;
   static constexpr int rows = 4;
   static constexpr long cache_bytes = 256 << 10;  // of the second-level cache: for activations, and again for weights
 
-  // Covers `num_rows` x `num_tokens`. `weight(row)` says where `k` numbers lie, `token(index)` where `k` of them lie
+  // Beside more tokens packed rows are widened into memory, once for all of them, where they stay in the caches.
+  static constexpr int most_tokens = Of::is_packed ? (V::width == 16 ? 3 : V::width == 8 ? 2 : 1) : Form::tokens;
+
+  // Room that `cover` needs.
+  static long room_floats(long k) { return Of::is_packed ? rows * Packed<Form, Weight>::length(k) : 0; }
+
+  // Covers `num_rows` x `num_tokens`. `weight(row)` is a `Row` of `k` numbers, `token(index)` where `k` of them lie
   // `Packed`; `emit(token, row, sum)` takes the results. Weights are read from memory once, as long as a block of
   // tokens holds all: in the innermost loops they are in the first-level cache.
   template <class WeightOf, class TokenOf, class Emit>
   [[gnu::always_inline]] static inline void cover(long num_rows, long num_tokens, long k, WeightOf weight,
-                                                  TokenOf token, Emit emit) {
+                                                  TokenOf token, Emit emit, float* room) {
     const long fit = cache_bytes / (4 * k + 1) / Form::tokens * Form::tokens;
     const long block = fit < Form::tokens ? Form::tokens : fit;
     for (long first = 0; first < num_tokens; first += block) {
@@ -30,21 +37,37 @@ struct Tiles {
       // The four rows of a tile lie far apart, so that all are read in four long runs, which the processor sees coming.
       const long run = (num_rows + rows - 1) / rows;
       for (long row = 0; row < run; ++row) {
-        const Weight* w[rows];
+        Of w[rows];
         for (int r = 0; r < rows; ++r) w[r] = weight(row + r * run < num_rows ? row + r * run : row);
-        // Tiles of about equal size: for eight tokens two of four, not one of six and one of two.
-        const long num_tiles = (count + Form::tokens - 1) / Form::tokens;
-        for (long tile = 0; tile < num_tiles; ++tile) {
-          const long start = count * tile / num_tiles, size = count * (tile + 1) / num_tiles - start;
-          const float* x[Form::tokens];
-          for (long t = 0; t < size; ++t) x[t] = token(first + start + t);
-          float sums[whole_registers(Form::tokens * rows)];
-          multiply<Form::tokens>(size, x, w, k, sums);
-          for (long t = 0; t < size; ++t) {
-            for (long r = 0; r < rows && row + r * run < num_rows; ++r)
-              emit(first + start + t, row + r * run, sums[t * rows + r]);
-          }
+        const auto take = [&](long index, int r, float sum) {
+          if (row + r * run < num_rows) emit(first + index, row + r * run, sum);
+        };
+        const auto from = [&](long index) { return token(first + index); };
+        if (!Of::is_packed || count <= most_tokens) {
+          cover_rows(w, count, k, from, take);
+        } else {
+          Row<Form, float> wide[rows];
+          widen(w, k, room, wide);
+          Tiles<Form, float>::cover_rows(wide, count, Packed<Form, Weight>::length(k), from, take);
         }
+      }
+    }
+  }
+
+  // Four rows and all of some tokens, in tiles of about equal size: for eight tokens two of four, not one of six and one
+  // of two.
+  template <class TokenOf, class Take>
+  [[gnu::always_inline]] static inline void cover_rows(const Of (&w)[rows], long count, long k, TokenOf token,
+                                                       Take take) {
+    const long num_tiles = (count + most_tokens - 1) / most_tokens;
+    for (long tile = 0; tile < num_tiles; ++tile) {
+      const long start = count * tile / num_tiles, size = count * (tile + 1) / num_tiles - start;
+      const float* x[most_tokens];
+      for (long t = 0; t < size; ++t) x[t] = token(start + t);
+      float sums[whole_registers(most_tokens * rows)];
+      multiply<most_tokens>(size, x, w, k, sums);
+      for (long t = 0; t < size; ++t) {
+        for (int r = 0; r < rows; ++r) take(start + t, r, sums[t * rows + r]);
       }
     }
   }
@@ -52,8 +75,24 @@ struct Tiles {
  private:
   static constexpr int whole_registers(int count) { return (count + V::width - 1) / V::width * V::width; }
 
+  // As `Packed` has activations.
+  static void widen(const Of (&w)[rows], long k, float* room, Row<Form, float> (&wide)[rows]) {
+    for (int r = 0; r < rows; ++r, room += Packed<Form, Weight>::length(k)) {
+      wide[r] = {room};
+      for (long i = 0; i < k; i += Of::block) {
+        Vec of[Of::registers];
+        if (i + Of::block <= k) {
+          w[r].load(i, of);
+        } else {
+          w[r].load_some(i, k - i, of);
+        }
+        for (int each = 0; each < Of::registers; ++each) V::store(room + i + each * V::width, of[each]);
+      }
+    }
+  }
+
   template <int most>
-  [[gnu::always_inline]] static inline void multiply(long size, const float* const* x, const Weight* const* w, long k,
+  [[gnu::always_inline]] static inline void multiply(long size, const float* const* x, const Of* w, long k,
                                                      float* sums) {
     if constexpr (most > 1) {
       if (size < most) return multiply<most - 1>(size, x, w, k, sums);
@@ -63,36 +102,47 @@ struct Tiles {
 
   // sums[token][row], in whole registers.
   template <int tokens>
-  [[gnu::noinline]] static void multiply_tile(const float* const* x, const Weight* const* w, long k, float* sums) {
-    constexpr long block = Packed<Form, Weight>::block;
+  [[gnu::noinline]] static void multiply_tile(const float* const* x, const Of* w, long k, float* sums) {
     Vec total[tokens * rows] = {};
     long i = 0;
-    for (; i + block <= k; i += block) add_block<tokens>(x, i, [&](int r) { return w[r] + i; }, total);
-    if (i < k) {
-      Weight padded[rows][block] = {};
-      for (int r = 0; r < rows; ++r) __builtin_memcpy(padded[r], w[r] + i, (k - i) * sizeof(Weight));
-      add_block<tokens>(x, i, [&](int r) { return padded[r]; }, total);
+    for (; i + Of::block <= k; i += Of::block) {
+      if constexpr (Of::is_packed) {
+        add_packed<tokens>(x, i, [&](int r, Vec(&of)[Of::registers]) { w[r].load(i, of); }, total);
+      } else {
+        add_half<0, tokens>(x, w, i, total);
+        add_half<1, tokens>(x, w, i, total);
+      }
     }
+    if (i < k) add_packed<tokens>(x, i, [&](int r, Vec(&of)[Of::registers]) { w[r].load_some(i, k - i, of); }, total);
     store_sums<tokens * rows>(total, sums);
   }
 
-  template <int tokens, class BlockOf>
-  [[gnu::always_inline]] static inline void add_block(const float* const* x, long i, BlockOf block_of, Vec* total) {
-    add_half<0, tokens>(x, i, block_of, total);
-    add_half<1, tokens>(x, i, block_of, total);
-  }
-
   // Holds all activations and one weight row at a time, so that with the sums no register too many is needed.
-  template <int which, int tokens, class BlockOf>
-  [[gnu::always_inline]] static inline void add_half(const float* const* x, long i, BlockOf block_of, Vec* total) {
+  template <int which, int tokens>
+  [[gnu::always_inline]] static inline void add_half(const float* const* x, const Of* w, long i, Vec* total) {
     Vec token[tokens];
 #pragma GCC unroll 8
     for (int t = 0; t < tokens; ++t) token[t] = V::load(x[t] + i + which * V::width);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
-      const Vec row = V::template load_half<which>(block_of(r));
+      const Vec row = w[r].template half<which>(i);
 #pragma GCC unroll 8
       for (int t = 0; t < tokens; ++t) total[t * rows + r] += token[t] * row;
+    }
+  }
+
+  // Of all registers that a block of a row is unpacked into, one row at a time.
+  template <int tokens, class Load>
+  [[gnu::always_inline]] static inline void add_packed(const float* const* x, long i, Load load, Vec* total) {
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      Vec row[Of::registers];
+      load(r, row);
+#pragma GCC unroll 8
+      for (int each = 0; each < Of::registers; ++each) {
+#pragma GCC unroll 8
+        for (int t = 0; t < tokens; ++t) total[t * rows + r] += V::load(x[t] + i + each * V::width) * row[each];
+      }
     }
   }
 

@@ -3,13 +3,10 @@
 
 #include <immintrin.h>
 
+#include "../formats/weights.h"
 #include "forms.h"
 
 namespace moonshard {
-
-struct Bf16 {
-  uint16_t bits;
-};
 
 template <class Form>
 struct Vectors {
@@ -20,6 +17,17 @@ struct Vectors {
     Vec loaded;
     __builtin_memcpy(&loaded, from, sizeof loaded);
     return loaded;
+  }
+
+  // One instruction, which GCC 12 does not find by itself but for the widest registers.
+  [[gnu::always_inline]] static inline typename Form::Words widen(typename Form::Halves halves) {
+    if constexpr (width == 16) {
+      return __builtin_convertvector(halves, typename Form::Words);
+    } else if constexpr (width == 8) {
+      return (typename Form::Words)_mm256_cvtepu16_epi32((__m128i)halves);
+    } else {
+      return (typename Form::Words)_mm_cvtepu16_epi32(_mm_set_epi64x(0, (long long)halves));
+    }
   }
 
   // A bfloat16 is the upper half of a float.
@@ -130,17 +138,6 @@ struct Vectors {
       return __builtin_shufflevector(sum, sum, 0, 1, 4, 5, 2, 3, 6, 7);
     } else {
       return evens(a, b) + odds(a, b);
-    }
-  }
-
-  // One instruction, which GCC 12 does not find by itself but for the widest registers.
-  [[gnu::always_inline]] static inline typename Form::Words widen(typename Form::Halves halves) {
-    if constexpr (width == 16) {
-      return __builtin_convertvector(halves, typename Form::Words);
-    } else if constexpr (width == 8) {
-      return (typename Form::Words)_mm256_cvtepu16_epi32((__m128i)halves);
-    } else {
-      return (typename Form::Words)_mm_cvtepu16_epi32(_mm_set_epi64x(0, (long long)halves));
     }
   }
 };

@@ -1,6 +1,6 @@
 // The binding of `expanded_attention.h`: queries [n, t, h, nope + rope] float, pages [blocks, layers, block_size,
-// r + rope], layer [], block_tables [n, m], positions [n, t], k_up [l, h, nope, r], v_up [l, h, v, r], their layer []
-// -> out [n, t, h, v] float.
+// r + rope], layer [], block_tables [n, m], positions [n, t], k_up [l, h, nope, r], v_up [l, h, v, r], each with its
+// scales, their layer [] -> out [n, t, h, v] float.
 #include "expanded_attention.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 #include "../common/parallel.h"
 #include "../common/scratch.h"
-#include "../library.h"
+#include "../formats/buffers.h"
 
 namespace moonshard {
 namespace {
@@ -102,8 +102,9 @@ void attend_all(ffi::ThreadPool& pool, const ExpandedCall& call) {
 template <class Form>
 ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer pages,
                ffi::BufferR0<ffi::S32> layer, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> positions,
-               ffi::AnyBuffer k_up, ffi::AnyBuffer v_up, ffi::BufferR0<ffi::S32> up_layer,
-               ffi::Result<ffi::Buffer<ffi::F32>> out, float scale) {
+               ffi::AnyBuffer k_up, ffi::AnyBuffer k_up_scales, ffi::AnyBuffer v_up, ffi::AnyBuffer v_up_scales,
+               ffi::BufferR0<ffi::S32> up_layer, ffi::Result<ffi::Buffer<ffi::F32>> out, float scale,
+               int64_t k_up_rows, int64_t k_up_columns, int64_t v_up_rows, int64_t v_up_columns) {
   const auto q = queries.dimensions(), of = pages.dimensions(), m = tables.dimensions(), at = positions.dimensions(),
              up_k = k_up.dimensions(), up_v = v_up.dimensions(), to = out->dimensions();
   if (q.size() != 4 || of.size() != 4 || m.size() != 2 || at.size() != 2 || to.size() != 4 || up_k.size() != 4 ||
@@ -111,13 +112,16 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyBuff
     return ffi::Error::InvalidArgument(
         "expanded_attention takes queries [n, t, h, k], pages [blocks, layers, block_size, f], block tables [n, m], "
         "positions [n, t], k_up [l, h, nope, r] and v_up [l, h, v, r], and gives [n, t, h, v]");
-  const long rope = of[3] - up_k[3];
+  const long rope = q[3] - up_k[2], r = of[3] - rope;
   if (m[0] != q[0] || at[0] != q[0] || at[1] != q[1] || to[0] != q[0] || to[1] != q[1] || to[2] != q[2] ||
-      up_k[1] != q[2] || up_v[1] != q[2] || up_v[0] != up_k[0] || up_v[3] != up_k[3] || up_v[2] != to[3] || rope < 0 ||
-      q[3] != up_k[2] + rope)
+      up_k[1] != q[2] || up_v[1] != q[2] || up_v[0] != up_k[0] || up_v[2] != to[3] || rope < 0 || r < 0)
     return ffi::Error::InvalidArgument("expanded_attention was given shapes that do not fit each other");
-  if (!is_weight(pages) || !is_weight(k_up) || k_up.element_type() != v_up.element_type())
-    return ffi::Error::InvalidArgument("expanded_attention takes pages and weights of float or bfloat16");
+  if (!is_float(pages) || k_up.element_type() != v_up.element_type())
+    return ffi::Error::InvalidArgument("expanded_attention takes pages of float or bfloat16, weights of one format");
+  const auto of_k = layer_of({k_up, k_up_scales}, up_layer, {q[2], up_k[2], r, k_up_rows, k_up_columns});
+  const auto of_v = layer_of({v_up, v_up_scales}, up_layer, {q[2], up_v[2], r, v_up_rows, v_up_columns});
+  if (of_k.has_error()) return of_k.error();
+  if (of_v.has_error()) return of_v.error();
   if (out->element_count() == 0) return ffi::Error::Success();
   if (pages.element_count() == 0 || k_up.element_count() == 0)
     return ffi::Error::InvalidArgument("expanded_attention takes pages of one block, and weights of one layer "
@@ -127,15 +131,14 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries, ffi::AnyBuff
   call.pages = pages.untyped_data();
   call.tables = tables.typed_data();
   call.positions = positions.typed_data();
-  call.k_up = layer_of(k_up, up_layer);
-  call.v_up = layer_of(v_up, up_layer);
+  call.k_up = *of_k;
+  call.v_up = *of_v;
   call.out = out->typed_data();
-  call.n = q[0], call.t = q[1], call.h = q[2], call.nope = up_k[2], call.rope = rope, call.r = up_k[3], call.v = to[3];
+  call.n = q[0], call.t = q[1], call.h = q[2], call.nope = up_k[2], call.rope = rope, call.r = r, call.v = to[3];
   call.m = m[1], call.num_blocks = of[0], call.num_layers = of[1], call.block_size = of[2];
   call.layer = std::clamp<long>(*layer.typed_data(), 0, call.num_layers - 1);
   call.scale = scale;
   call.is_bf16 = is_bf16(pages);
-  call.has_bf16_weights = is_bf16(k_up);
   attend_all<Form>(pool, call);
   return ffi::Error::Success();
 }
@@ -151,9 +154,15 @@ XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame) {
                                    .Arg<ffi::Buffer<ffi::S32>>()
                                    .Arg<ffi::AnyBuffer>()
                                    .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
                                    .Arg<ffi::BufferR0<ffi::S32>>()
                                    .Ret<ffi::Buffer<ffi::F32>>()
                                    .template Attr<float>("scale")
+                                   .template Attr<int64_t>("k_up_rows")
+                                   .template Attr<int64_t>("k_up_columns")
+                                   .template Attr<int64_t>("v_up_rows")
+                                   .template Attr<int64_t>("v_up_columns")
                                    .To(run<Form>)
                                    .release();
   return handler->Call(frame);

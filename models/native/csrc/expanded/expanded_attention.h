@@ -1,7 +1,7 @@
 // Latent attention (MLA) over pages, its keys and values expanded: `models.expanded_attention`.
 #pragma once
 
-#include <cstdint>
+#include "../formats/weights.h"
 
 namespace moonshard {
 
@@ -10,12 +10,12 @@ struct ExpandedCall {
   const void* pages;         // [num_blocks, num_layers, block_size, r + rope]: float, or bfloat16
   const int32_t* tables;     // [n, m]
   const int32_t* positions;  // [n, t]
-  const void* k_up;          // [h, nope, r], one layer's: float, or bfloat16
-  const void* v_up;          // [h, v, r]
+  Weights k_up;              // [h, nope, r], one layer's
+  Weights v_up;              // [h, v, r], in the same format
   float* out;                // [n, t, h, v]
   long n, t, h, nope, rope, r, v, m, num_blocks, num_layers, block_size, layer;
   float scale;
-  bool is_bf16, has_bf16_weights;
+  bool is_bf16;
 };
 
 // Rows of the batch that have the same blocks: a chunk of a prompt. The table's row is one with the most blocks.

@@ -63,16 +63,16 @@ struct ExpandedAttentionOf {
       for (long key = 0; key < count; ++key) rotated[i * keys + key] = latents[key][call.r + i];
     }
     const auto token = [&](long key) { return packed[key]; };
-    const Weight* k_up = static_cast<const Weight*>(call.k_up) + head.head * call.nope * call.r;
-    const Weight* v_up = static_cast<const Weight*>(call.v_up) + head.head * call.v * call.r;
-    product(k_up, call.nope, count, call.r, token, [&](long key, long i, float sum) { panel[i * keys + key] = sum; });
-    product(v_up, call.v, count, call.r, token, [&](long key, long i, float sum) { values[key * stride + i] = sum; });
+    product(Matrix<Form, Weight>(call.k_up, head.head), call.nope, count, call.r, token,
+            [&](long key, long i, float sum) { panel[i * keys + key] = sum; }, room);
+    product(Matrix<Form, Weight>(call.v_up, head.head), call.v, count, call.r, token,
+            [&](long key, long i, float sum) { values[key * stride + i] = sum; }, room);
   }
 
   template <class Weight, class TokenOf, class Emit>
-  [[gnu::noinline]] static void product(const Weight* weight, long num_rows, long count, long k, TokenOf token,
-                                        Emit emit) {
-    Tiles<Form, Weight>::cover(num_rows, count, k, [&](long row) { return weight + row * k; }, token, emit);
+  [[gnu::noinline]] static void product(const Matrix<Form, Weight>& weight, long num_rows, long count, long k,
+                                        TokenOf token, Emit emit, float* room) {
+    Tiles<Form, Weight>::cover(num_rows, count, k, [&](long row) { return weight.row(row); }, token, emit, room);
   }
 
   template <class Weight>
@@ -239,8 +239,11 @@ long ExpandedAttention<Form>::expanded_floats(const ExpandedCall& call, long num
 template <class Form>
 long ExpandedAttention<Form>::scratch_floats(const ExpandedCall& call) {
   using Of = ExpandedAttentionOf<Form>;
-  const long packed = Packed<Form, float>::length(call.r);  // as long beside bfloat16s
-  const long wide = panel_keys * (Of::padded(call.r + call.rope) + packed);
+  const long wide = with_weight(call.k_up.format, [&](auto weight) {
+    using Weight = decltype(weight);
+    const long packed = Packed<Form, Weight>::length(call.r);
+    return panel_keys * (Of::padded(call.r + call.rope) + packed) + Tiles<Form, Weight>::room_floats(call.r);
+  });
   const long states = num_queries * Of::state_floats(call);
   return wide > states ? wide : states;
 }
@@ -250,11 +253,9 @@ void ExpandedAttention<Form>::expand(const ExpandedCall& call, const Head& head,
   using Of = ExpandedAttentionOf<Form>;
   for (long index = begin; index < end; ++index) {
     float* panel = head.expanded + index * Of::panel_floats(call);
-    if (call.has_bf16_weights) {
-      Of::template expand_panel<Bf16>(call, head, index * panel_keys, panel, scratch);
-    } else {
-      Of::template expand_panel<float>(call, head, index * panel_keys, panel, scratch);
-    }
+    with_weight(call.k_up.format, [&](auto weight) {
+      Of::template expand_panel<decltype(weight)>(call, head, index * panel_keys, panel, scratch);
+    });
   }
 }
 
