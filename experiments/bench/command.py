@@ -28,6 +28,7 @@ from moonshard.experiments.bench.costs.gateway_cost import measure_gateway
 from moonshard.experiments.bench.costs.recording_cost import measure_recording
 from moonshard.experiments.bench.costs.routing import measure_routing
 from moonshard.experiments.bench.costs.token_cost import measure_tokens
+from moonshard.experiments.bench.formats.measure import measure_formats
 from moonshard.experiments.bench.meshes.measure import measure_meshes
 from moonshard.experiments.bench.peers import proportions
 from moonshard.experiments.bench.peers.beside import HUGGING_FACE, OURS, measure_beside
@@ -62,7 +63,9 @@ Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
 Apart = Literal[
     "transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover"
 ]  # each with processes of its own
-Real = Literal["peers", "profile", "sizes"]  # of a checkpoint with a real model's proportions, where none is named
+Real = Literal[
+    "peers", "profile", "formats", "sizes"
+]  # of a checkpoint with a real model's proportions, where none is named
 Section = Part | Whole | Apart | Real | Literal["start", "huggingface"]
 Mode = Literal["aggregated", "disaggregated"]
 PeerUrls = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=URL")]
@@ -73,9 +76,10 @@ APART: tuple[Apart, ...] = (
 )
 PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
-REAL: tuple[Real, ...] = ("peers", "profile", "sizes")
+REAL: tuple[Real, ...] = ("peers", "profile", "formats", "sizes")
 SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", *SERVED, "huggingface", *APART, *REAL)
 PROPORTIONS = Path("results/bench/k2_proportions")  # the checkpoint of these parts, written where it is not there yet
+CONVERTED = "converted"  # beside what is written: the checkpoint in other number formats
 
 
 def bench(
@@ -90,12 +94,12 @@ def bench(
     """Measure latency and throughput, and print them beside Hugging Face transformers.
 
     Args:
-        model: a checkpoint folder; without one the embedded model, and for peers, profile and sizes one with Kimi
-            K2's proportions, which is written first.
+        model: a checkpoint folder; without one the embedded model, and for peers, profile, formats and sizes one with
+            Kimi K2's proportions, which is written first.
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
-            handoff, meshes, routing, gateway, recording, arrangements, failover, peers, profile, sizes.
+            handoff, meshes, routing, gateway, recording, arrangements, failover, peers, profile, formats, sizes.
         trace: for routing: what to replay, in Mooncake's format; without one sessions of agents that are made up.
         peer: for peers: another OpenAI-compatible server that runs already and serves the same checkpoint, with the
             name of its column. May be repeated.
@@ -115,7 +119,7 @@ def bench(
     try:
         plan = QUICK if quick else Plan()
         report = run_bench(_config(set, model), plan, sections, os.environ, console, requests)
-        report = _with_real(report, _config(set, real), sections, peers, console)
+        report = _with_real(report, _config(set, real), sections, peers, console, out / CONVERTED)
     except (ServerFailed, TransportUnavailable, subprocess.CalledProcessError) as error:
         sys.stderr.write(f"moonshard bench: {error}\n")
         return 1
@@ -174,7 +178,12 @@ def run_bench(
 
 
 def _with_real(
-    report: Report, config: Config, sections: Sequence[Section], peers: Sequence[Peer], console: Console
+    report: Report,
+    config: Config,
+    sections: Sequence[Section],
+    peers: Sequence[Peer],
+    console: Console,
+    converted: Path,
 ) -> Report:
     """The report with the parts of `REAL`, as far as they were asked for. Raises as `run_bench`."""
     begun_s, measured = time.perf_counter(), replace(config, worker=replace(config.worker, prepare="all"))
@@ -184,6 +193,9 @@ def _with_real(
     if "profile" in sections:
         _say(console, "profile")
         report = replace(report, profile=measure_profile(measured, report.plan, os.environ))
+    if "formats" in sections:
+        _say(console, "formats")
+        report = replace(report, formats=measure_formats(measured, report.plan, os.environ, converted))
     if "sizes" in sections:
         _say(console, "sizes")
         report = replace(report, sizes=measure_sizes(measured, report.plan, os.environ))

@@ -9,6 +9,8 @@ from moonshard.experiments.bench.costs.gateway_cost import gateway_grid
 from moonshard.experiments.bench.costs.recording_cost import recorded_row_grid, recording_grid
 from moonshard.experiments.bench.costs.routing import replay_grid, speed_grid
 from moonshard.experiments.bench.costs.token_cost import token_grid
+from moonshard.experiments.bench.formats.record import Formats
+from moonshard.experiments.bench.formats.table import formats_grid
 from moonshard.experiments.bench.meshes.tables import MESH_GRIDS
 from moonshard.experiments.bench.peers.beside import Beside
 from moonshard.experiments.bench.peers.table import as_cells, beside_grids
@@ -63,6 +65,7 @@ class Report:
     elapsed_s: float
     beside: Beside | None = None  # peers, where they were asked for
     profile: Profile | None = None
+    formats: Formats | None = None
     sizes: TriedSizes | None = None
 
     def times_faster(self, ours: Measurement) -> float | None:
@@ -113,7 +116,12 @@ def grids(report: Report) -> list[Grid]:
     """A table for each part that was measured."""
     plain = [Grid(title=title, columns=COLUMNS, rows=tuple(rows(report, level))) for level, title in TITLES.items()]
     laid_out = [lay_out(report.measurements, report.plan) for lay_out in LAID_OUT]
-    real = [*beside_grids(report.beside), *profile_grids(report.profile), sizes_grid(report.sizes)]
+    real = [
+        *beside_grids(report.beside),
+        *profile_grids(report.profile),
+        formats_grid(report.formats),
+        sizes_grid(report.sizes),
+    ]
     return [grid for grid in (*plain, *laid_out, *real) if grid.rows]
 
 
@@ -153,6 +161,7 @@ def to_json(report: Report) -> dict[str, object]:
         "huggingface": list(report.peer_reports),
         "peers": as_cells(report.beside),
         "profile": None if report.profile is None else asdict(report.profile),
+        "formats": None if report.formats is None else asdict(report.formats),
         "sizes": None if report.sizes is None else asdict(report.sizes),
     }
 

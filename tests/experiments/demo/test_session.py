@@ -51,9 +51,9 @@ async def http(running: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def say(worker: FakeWorker, *answers: str) -> None:
-    """One answer a request, the last one for ever after."""
+    """One answer a request, the last one for ever after. The prompt leaves a thought open, which ends at once."""
     assert TOKENIZER is not None
-    said = [TOKENIZER.encode(answer, allow_special=True) for answer in answers]
+    said = [TOKENIZER.encode("</think>" + answer, allow_special=True) for answer in answers]
 
     def next_token(_choice: int, _last: int, position: int) -> int:
         tokens = said[min(len(worker.runs), len(said)) - 1]

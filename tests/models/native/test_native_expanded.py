@@ -115,8 +115,8 @@ def test_what_the_kernel_does_not_take_is_refused():
     queries, pages, layer, tables, positions, *ups = case([(0, 3)])
     stacks = [up[None] for up in ups]
     narrow = np.minimum(pages, 1e4).astype(np.float16)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="pages and weights of float or bfloat16"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="pages of float or bfloat16, weights of one format"):
         ATTEND(queries, narrow, layer, tables, positions, *stacks, np.int32(0), scale=SCALE)
     stacks[0] = stacks[0][:, :, :3]
-    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes that do not fit"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="shape that does not fit the others"):
         ATTEND(queries, pages, layer, tables, positions, *stacks, np.int32(0), scale=SCALE)
