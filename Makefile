@@ -95,7 +95,8 @@ oracle: setup $(ORACLE)/.ready  ## Hugging Face transformers in a venv of its ow
 	@$(PYTEST) -m oracle
 $(ORACLE)/.ready: Makefile
 	@py=$$($(find_oracle_python)); "$$py" -m venv $(ORACLE)
-	@$(ORACLE)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 transformers==5.23.0 safetensors tiktoken numpy
+	@$(ORACLE)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0 transformers==5.23.0 safetensors tiktoken numpy \
+		compressed-tensors==0.20.0 accelerate  # what transformers reads INT4 and FP8 with
 	@touch $@
 
 # Versions that are locked already stay where they still fit; neither file says which registry was asked.

@@ -3,7 +3,8 @@
 INT4 is Kimi K2.5's: routed experts alone. FP8 (DeepSeek's) and INT8 are of every matrix of attention, MLPs and experts;
 embeddings, head, router and norms stay as they are. What was quantised and is not in the new format becomes bfloat16;
 what is in it already is copied bit for bit, as are tensors of vision. One matrix after the other is in memory. Names
-are those of DeepSeek-V3's family; layers that guess further tokens are converted like any other.
+are those of DeepSeek-V3's family; layers that guess further tokens are converted like any other. transformers 5.23
+reads what is written but for experts in INT8, of which it knows packed ones alone, and FP8 whose last block is ragged.
 """
 
 import copy
@@ -203,16 +204,13 @@ def _quantization(to: Target, *, is_wrapped: bool) -> dict[str, Any]:
     if to == "int8":
         own = {"num_bits": 8, "strategy": "channel", "group_size": None}
     weights = {"type": "int", "symmetric": True, "dynamic": False, "observer": "minmax", "actorder": None, **own}
+    layout = "pack-quantized" if to == "int4" else "int-quantized"
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    if to == "int8":
+        group["format"] = layout  # of weights alone compressed-tensors takes another for granted
     return {
-        "config_groups": {
-            "group_0": {
-                "input_activations": None,
-                "output_activations": None,
-                "targets": ["Linear"],
-                "weights": weights,
-            }
-        },
-        "format": "pack-quantized" if to == "int4" else "int-quantized",
+        "config_groups": {"group_0": group},
+        "format": layout,
         "ignore": [*UNTOUCHED, *(ONLY_EXPERTS if to == "int4" else ()), *(VISION if is_wrapped else ())],
         "kv_cache_scheme": None,
         "quant_method": "compressed-tensors",
