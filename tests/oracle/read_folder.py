@@ -20,7 +20,7 @@ from transformers import DeepseekV3ForCausalLM, FineGrainedFP8Config
 from tests.oracle import tiny
 
 
-def read(folder: Path, tokens: list[int]) -> dict[str, np.ndarray]:
+def read(folder: Path, tokens: list[int]) -> dict[str, Any]:
     stored = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
     options: dict[str, Any] = {}
     if stored.get("quant_method") == "fp8":
