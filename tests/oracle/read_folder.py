@@ -39,4 +39,4 @@ def read(folder: Path, tokens: list[int]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     tiny.settle()
-    np.savez(sys.argv[2], **read(Path(sys.argv[1]), [int(token) for token in sys.argv[3:]]))
+    np.savez(sys.argv[2], **read(Path(sys.argv[1]), [int(token) for token in sys.argv[3:]]))  # pyright: ignore[reportArgumentType]
