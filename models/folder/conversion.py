@@ -31,6 +31,7 @@ Target = Literal["bf16", "int4", "fp8", "int8"]
 EXPERTS = re.compile(r"\.mlp\.experts\.\d+\.\w+_proj\.weight$")
 MATRICES = re.compile(r"\.(self_attn|mlp(\.shared_experts|\.experts\.\d+)?)\.\w+_proj(_with_mqa)?\.weight$")
 CONVERTED = {"int4": EXPERTS, "fp8": MATRICES, "int8": MATRICES}
+ROWS_AT_A_TIME = 8 * 128  # whole blocks of every format
 WIDER = ("F32", "F16")  # than bfloat16, or other
 SHAPE = "weight_shape"  # of compressed-tensors: rows and columns, which packed codes do not tell
 # What stands beside weights: tokenizers, templates, settings, and code that transformers loads.
@@ -160,7 +161,7 @@ class _Converter:
 
         def make() -> dict[str, np.ndarray]:
             try:
-                codes, factors = format.quantise(self._reader.array(matrix, shape))
+                codes, factors = _quantise(format, self._reader.array(matrix, shape))
             except ValueError as error:
                 if isinstance(error, ModelError):
                     raise
@@ -181,6 +182,13 @@ class _Converter:
                 raise ModelError(f"{self._text.where(name)} is {told}, and the packed codes have {[rows, columns]}")
             columns = told[1]
         return rows, columns
+
+
+def _quantise(format: Format, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As the format does it, some rows at a time: it takes several times the memory of what it is given."""
+    parts = [format.quantise(matrix[row : row + ROWS_AT_A_TIME]) for row in range(0, len(matrix), ROWS_AT_A_TIME)]
+    codes, scales = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return codes, scales
 
 
 def config_in(to: Target, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
-from moonshard.models.folder.conversion import MATRICES, Target, convert
+from moonshard.models.folder.conversion import MATRICES, ROWS_AT_A_TIME, Target, convert
 from moonshard.models.folder.quantization import check_formats
 from moonshard.models.folder.writing import write_checkpoint
+from moonshard.models.formats.known import FORMATS as FORMATS_BY_NAME
+from moonshard.models.formats.stored import Reader
 from moonshard.models.registry import open_model
 from moonshard.models.score import Scorer
 from moonshard.models.spec import ModelError
@@ -82,6 +84,20 @@ def test_int8_has_the_channel_wise_names_of_compressed_tensors(folders):
     before = plain.tensor(f"{DENSE}.weight").astype(np.float32)
     assert (codes.dtype, scales.dtype, scales.shape) == (np.int8, np.float32, (len(codes), 1))
     assert (np.abs(codes * scales - before) <= 0.51 * scales).all()
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_matrix_of_many_rows_is_quantised_as_at_once(tmp_path: Path, to):
+    plain = Checkpoint.open(PLAIN)
+    tensors = {name: plain.tensor(name) for name in plain.names}
+    name, rows = f"{EXPERT}.weight", ROWS_AT_A_TIME + 200
+    tensors[name] = np.random.default_rng(0).standard_normal((rows, 160), np.float32)
+    write_checkpoint(tmp_path / "before", plain.config, tensors)
+    convert(tmp_path / "before", to, tmp_path / "out")
+    values, scales = FORMATS_BY_NAME[to].quantise(tensors[name])
+    found = Reader(Checkpoint.open(tmp_path / "out"))
+    np.testing.assert_array_equal(found.values(name, (rows, 160), FORMATS_BY_NAME[to]), values)
+    np.testing.assert_array_equal(found.scales(name, (rows, 160), FORMATS_BY_NAME[to]), scales)
 
 
 @pytest.mark.parametrize("to", FORMATS)
