@@ -14,12 +14,10 @@ from jax.typing import DTypeLike
 
 from moonshard.models.formats.blocks import whole_block
 from moonshard.models.formats.known import FORMATS
-from moonshard.models.formats.quantised import Quantised
+from moonshard.models.formats.quantised import Quantised, Weight
 from moonshard.models.native.stacked_product import stacked_product
 from moonshard.models.pytree import pytree
 from moonshard.sharding.arrays import Array, Float, Int
-
-Weight = Array | Quantised[Array]
 
 
 @pytree

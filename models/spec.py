@@ -109,6 +109,11 @@ class Param:
         """The shape of one of its tensors."""
         return self.tensor_shape or self.shape[self.stacked :]
 
+    @property
+    def num_own(self) -> int:
+        """How many dimensions it has of its own, behind the stacked ones."""
+        return len(self.shape) - self.stacked
+
     def tensors(self) -> Iterator[str]:
         """The names of all its tensors, one to each leading index."""
         return itertools.starmap(self.source, itertools.product(*map(range, self.shape[: self.stacked])))

@@ -60,10 +60,12 @@ def abstract(
         return jax.ShapeDtypeStruct(shape, held_in, sharding=sharding)
 
     def leaf(param: Param) -> Any:
-        own = jnp.dtype(param.dtype or dtype) if source is None else held(param, source, computed, holding)
+        if source is None:
+            return array(param, param.shape, jnp.dtype(param.dtype or dtype))
+        own = held(param, source, computed, holding)
         if not isinstance(own, Format):
             return array(param, param.shape, own)
-        layout, leading = layout_of(param, own, mesh, rules), param.shape[: param.stacked]
+        layout, leading = layout_of(param, own, mesh, rules, source), param.shape[: param.stacked]
         values = array(param, (*leading, *layout.values_shape), own.values.dtype)
         return _quantised(values, array(param, (*leading, *layout.scales_shape), own.scales.dtype), layout)
 
@@ -102,7 +104,7 @@ def load(
         sharding = sharding_of(mesh, param.axes, param.shape, rules)
         target = held(param, source, jnp.dtype(dtype), holding)
         if isinstance(target, Format):
-            arrays.append(loading.quantised(param, layout_of(param, target, mesh, rules), sharding))
+            arrays.append(loading.quantised(param, layout_of(param, target, mesh, rules, source), sharding))
         else:
             arrays.append(loading.array(param, target, sharding))
         progress(index + 1, len(leaves))
@@ -125,7 +127,7 @@ def check_shapes(params: Any, source: TensorSource) -> None:
                 stored.parts(source, name, matrix_of(param), format)
 
 
-def layout_of(param: Param, format: Format, mesh: Mesh, rules: Rules) -> Layout:
+def layout_of(param: Param, format: Format, mesh: Mesh, rules: Rules, source: TensorSource) -> Layout:
     """How a leaf that is held in a format lies on a mesh. MeshError where a device would have a part of an item."""
     whole = param.shape[param.stacked :]
     local = shard_shape(param.axes, param.shape, mesh.shape, rules)[param.stacked :]
@@ -134,10 +136,11 @@ def layout_of(param: Param, format: Format, mesh: Mesh, rules: Rules) -> Layout:
     if found is not None:
         return found
     cut_by = " x ".join(f"mesh.{axis}" for axis in spec(param.axes, param.shape, mesh.shape, rules)[-1])
-    name = stored.part_name(next(param.tensors()), format.values)
+    name = next(param.tensors())
+    where = source.where(next(own for own in (stored.part_name(name, format.values), name) if source.has(own)))
     cuts = f"cuts the model's {param.axes[-1]} dimension {whole[-1]} into parts of {local[-1]}"
     words = f"{format.codes_per_item} values that are stored as one number"
-    raise MeshError(f"{cut_by} = {num_parts[-1]} {cuts}, which cut through {words}: tensor {name}")
+    raise MeshError(f"{cut_by} = {num_parts[-1]} {cuts}, which cut through {words}: {where}")
 
 
 class _Loading:

@@ -46,6 +46,7 @@ from moonshard.experiments.bench.steps.device import Job, Part
 from moonshard.experiments.bench.transfer.transport_rows import measure_publishes
 from moonshard.experiments.common.machine import describe_commit, describe_machine, describe_versions
 from moonshard.experiments.common.running.measurement import QUICK, Measurement, Plan, merge
+from moonshard.experiments.common.running.own_process import ask
 from moonshard.experiments.common.running.server import (
     HANDED_OVER,
     NOBODY_REFUSED,
@@ -55,6 +56,8 @@ from moonshard.experiments.common.running.server import (
 )
 from moonshard.experiments.common.trace_file import TracedRequest, read_trace
 from moonshard.kv.transfer import TransportUnavailable
+from moonshard.models.folder.checkpoint import CheckpointError
+from moonshard.models.spec import ModelError
 from moonshard.serving.commands.options import Overrides
 from moonshard.serving.config.keys import Config
 from moonshard.serving.config.reading import as_overrides, leaves, load_config
@@ -74,6 +77,7 @@ SERVED: tuple[Whole, ...] = ("served", "disaggregated")
 APART: tuple[Apart, ...] = (
     *("transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover"),
 )
+FAULTS = (ServerFailed, TransportUnavailable, CheckpointError, ModelError, OSError, subprocess.CalledProcessError)
 PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
 REAL: tuple[Real, ...] = ("peers", "profile", "formats", "sizes")
@@ -120,7 +124,7 @@ def bench(
         plan = QUICK if quick else Plan()
         report = run_bench(_config(set, model), plan, sections, os.environ, console, requests)
         report = _with_real(report, _config(set, real), sections, peers, console, out / CONVERTED)
-    except (ServerFailed, TransportUnavailable, subprocess.CalledProcessError) as error:
+    except FAULTS as error:
         sys.stderr.write(f"moonshard bench: {error}\n")
         return 1
     for table in tables(report):
@@ -288,11 +292,7 @@ class _BenchRun:
 
     def _device(self, parts: tuple[Part, ...], seed: int) -> list[Measurement]:
         job = Job(overrides=tuple(as_overrides(self.config)), plan=self.plan, parts=parts, seed=seed)
-        argv = [sys.executable, "-m", "moonshard.experiments.bench.steps.device"]
-        ran = subprocess.run(
-            argv, input=msgspec.json.encode(job), stdout=subprocess.PIPE, env=self.environment, check=True
-        )
-        return msgspec.json.decode(ran.stdout, type=list[Measurement])
+        return ask("experiments.bench.steps.device", job, list[Measurement], self.environment)
 
     def _served_config(self, mode: Mode) -> Config:
         return replace(self.config, mode=mode, gateway=replace(self.config.gateway, port=0, grpc_port=0))

@@ -1,6 +1,6 @@
 """Typed access to a config.json in the spelling of transformers 4 or 5: every fault names its field."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,21 @@ class ConfigReader:
         if not isinstance(value, Mapping):
             raise self.fault(f"{name} is {value!r}, not an object")
         return ConfigReader(value, f"{self._at}{name}.")
+
+    def names(self) -> Iterable[str]:
+        """Of all fields."""
+        return self._raw
+
+    def get(self, name: str) -> Any:
+        """Whatever stands there; None where nothing does."""
+        return self._raw.get(name)
+
+    def demand(self, name: str, is_served: Callable[[Any], bool], what: str) -> None:
+        """Refuses a value, saying what it stands for and what is served."""
+        value = self.get(name)
+        if not is_served(value):
+            told = "is missing" if value is None else f"is {value!r}"
+            raise self.fault(f"{name} {told}: {what}")
 
     def _get(self, name: str, default: Any = ...) -> Any:
         value = self._raw.get(name)

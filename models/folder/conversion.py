@@ -4,7 +4,8 @@ INT4 is Kimi K2.5's: routed experts alone. FP8 (DeepSeek's) and INT8 are of ever
 embeddings, head, router and norms stay as they are. What was quantised and is not in the new format becomes bfloat16;
 what is in it already is copied bit for bit, as are tensors of vision. One matrix after the other is in memory. Names
 are those of DeepSeek-V3's family; layers that guess further tokens are converted like any other. transformers 5.23
-reads what is written but for experts in INT8, of which it knows packed ones alone, and FP8 whose last block is ragged.
+reads what is written of a folder of text, but for experts in INT8, of which it knows packed ones alone, and FP8 whose
+last block is ragged.
 """
 
 import copy
@@ -19,7 +20,7 @@ import numpy as np
 
 from moonshard.models.folder.checkpoint import CONFIG, INDEX, Checkpoint, CheckpointError
 from moonshard.models.folder.quantization import BLOCK, CONFIG_FIELDS, GROUP
-from moonshard.models.folder.text_part import PARTS, TEXT_CONFIG, text_part
+from moonshard.models.folder.text_part import PARTS, SHAPE, TEXT_CONFIG, text_part
 from moonshard.models.folder.writing import MAX_SHARD_BYTES, Piece, Planned, write_pieces
 from moonshard.models.formats.format import BF16, Format
 from moonshard.models.formats.int4 import INT4
@@ -31,9 +32,8 @@ Target = Literal["bf16", "int4", "fp8", "int8"]
 EXPERTS = re.compile(r"\.mlp\.experts\.\d+\.\w+_proj\.weight$")
 MATRICES = re.compile(r"\.(self_attn|mlp(\.shared_experts|\.experts\.\d+)?)\.\w+_proj(_with_mqa)?\.weight$")
 CONVERTED = {"int4": EXPERTS, "fp8": MATRICES, "int8": MATRICES}
-ROWS_AT_A_TIME = 8 * 128  # whole blocks of every format
 WIDER = ("F32", "F16")  # than bfloat16, or other
-SHAPE = "weight_shape"  # of compressed-tensors: rows and columns, which packed codes do not tell
+SHAPE_TYPES = {"I32": "<i4", "I64": "<i8"}  # Kimi's folders have the first, compressed-tensors writes the second
 # What stands beside weights: tokenizers, templates, settings, and code that transformers loads.
 COMPANIONS = (".json", ".jinja", ".model", ".py", ".txt")
 NOT_COPIED = (CONFIG, INDEX, "hf_quant_config.json")
@@ -118,7 +118,7 @@ class _Converter:
         if stored is None and not (self._text.has(matrix) and len(self._text.shape(matrix)) == 2):
             return self._copied(own)
         if self._format is not None and CONVERTED[self._to].search(matrix):
-            return self._quantised(matrix, tensors, self._format)
+            return self._quantised(matrix, self._format)
         if stored is not None or (self._to == "bf16" and self._text.dtype(matrix) in WIDER):
             return self._widened(matrix)
         return self._copied(own)
@@ -138,10 +138,13 @@ class _Converter:
         name, shape = self._text.prefix + matrix, self._shape(matrix)
 
         def make() -> dict[str, np.ndarray]:
-            array = self._reader.array(matrix, shape)
-            found = array.astype(BF16, copy=False)
+            found, is_rounded = np.empty(shape, BF16), False
+            for first, rows in self._reader.rows(matrix, shape):
+                own = found[first : first + len(rows)]
+                own[:] = rows
+                is_rounded = is_rounded or bool((own.astype(rows.dtype) != rows).any())
             self._done.num_widened += 1
-            if array.dtype != BF16 and (found.astype(array.dtype) != array).any():
+            if is_rounded:
                 self._done.rounded.append(name)
             return {name: found}
 
@@ -149,7 +152,7 @@ class _Converter:
             tensors={name: Planned(dtype="BF16", shape=shape)}, make=make, free=lambda: self._reader.release(matrix)
         )
 
-    def _quantised(self, matrix: str, tensors: list[str], format: Format) -> Piece:
+    def _quantised(self, matrix: str, format: Format) -> Piece:
         shape, prefix = self._shape(matrix), self._text.prefix
         values, scales = (prefix + part_name(matrix, part) for part in (format.values, format.scales))
         planned = {
@@ -160,12 +163,7 @@ class _Converter:
             planned[prefix + matrix.removesuffix(WEIGHT) + SHAPE] = Planned(dtype="I32", shape=(2,))
 
         def make() -> dict[str, np.ndarray]:
-            try:
-                codes, factors = _quantise(format, self._reader.array(matrix, shape))
-            except ValueError as error:
-                if isinstance(error, ModelError):
-                    raise
-                raise ModelError(f"{self._text.where(tensors[0])} cannot be in {format.name}: {error}") from error
+            codes, factors = self._reader.quantised(matrix, shape, format)
             self._done.num_quantised += 1
             return dict(zip(planned, (codes, factors, np.array(shape, np.int32)), strict=False))
 
@@ -177,18 +175,14 @@ class _Converter:
         rows, items = self._text.shape(matrix if stored is None else part_name(matrix, stored.values))
         columns = items if stored is None else items * stored.codes_per_item
         if stored is not None and stored is INT4 and self._text.has(name := matrix.removesuffix(WEIGHT) + SHAPE):
-            told = self._text.tensor(name).tolist()
+            dtype = SHAPE_TYPES.get(self._text.dtype(name))
+            if dtype is None:
+                raise ModelError(f"{self._text.where(name)} has dtype {self._text.dtype(name)}, which is no shape's")
+            told = self._text.stored(name).view(dtype).tolist()
             if len(told) != 2 or told[0] != rows or stored.stored_shape((rows, told[1]))[1] != items:
                 raise ModelError(f"{self._text.where(name)} is {told}, and the packed codes have {[rows, columns]}")
             columns = told[1]
         return rows, columns
-
-
-def _quantise(format: Format, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As the format does it, some rows at a time: it takes several times the memory of what it is given."""
-    parts = [format.quantise(matrix[row : row + ROWS_AT_A_TIME]) for row in range(0, len(matrix), ROWS_AT_A_TIME)]
-    codes, scales = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return codes, scales
 
 
 def config_in(to: Target, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +201,8 @@ def config_in(to: Target, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _quantization(to: Target, *, is_wrapped: bool) -> dict[str, Any]:
     if to == "fp8":
-        return {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": BLOCK}
+        kept = {"modules_to_not_convert": ["vision_tower", "mm_projector", "lm_head"]} if is_wrapped else {}
+        return {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": BLOCK} | kept
     own = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
     if to == "int8":
         own = {"num_bits": 8, "strategy": "channel", "group_size": None}

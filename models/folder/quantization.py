@@ -6,15 +6,18 @@ Sources: the configurations of compressed-tensors (`QuantizationConfig`, `Quanti
 of transformers' quantisers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.folder.config_reader import ConfigReader
 from moonshard.models.folder.text_part import TEXT_CONFIG, text_part
+from moonshard.models.formats.fp8 import FP8
+from moonshard.models.formats.int4 import INT4
 from moonshard.models.spec import ModelError
 
 CONFIG_FIELDS = ("quantization_config", "compression_config")  # the latter of an older compressed-tensors
-BLOCK, GROUP = [128, 128], 32
+BLOCK, GROUP = [FP8.rows, FP8.columns], INT4.columns
 SERVED = "served: compressed-tensors' INT4 and INT8 weights, and FP8 by blocks of 128 x 128"
 OTHER_METHODS = {  # as transformers, vLLM and SGLang spell them
     "awq": "AWQ",
@@ -75,7 +78,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     for at, part in (("", config), (f"{TEXT_CONFIG}.", text if isinstance(text, Mapping) else {})):
         for name in CONFIG_FIELDS:
             if part.get(name) is not None:
-                _check_method(_Fields(part[name], f"{at}{name}"))
+                _check_method(ConfigReader(part, at).inside(name))
 
 
 def check_tensors(text: Checkpoint) -> None:
@@ -94,36 +97,7 @@ def check_formats(folder: Checkpoint) -> None:
     check_tensors(text_part(folder))
 
 
-class _Fields:
-    """An object of config.json, of which every fault names its field."""
-
-    def __init__(self, value: object, at: str):
-        self._at = at
-        if not isinstance(value, Mapping):
-            raise self.fault(None, f"is {value!r}, not an object")
-        self._value: Mapping[str, Any] = value
-
-    def fault(self, name: str | None, what: str) -> ModelError:
-        return ModelError(f"config.json: {self._at}{'' if name is None else f'.{name}'} {what}")
-
-    def get(self, name: str) -> Any:
-        return self._value.get(name)
-
-    def inside(self, name: str) -> "_Fields":
-        return _Fields(self.get(name), f"{self._at}.{name}")
-
-    def names(self) -> Iterable[str]:
-        return self._value
-
-    def demand(self, name: str, is_served: Callable[[Any], bool], what: str) -> None:
-        """Refuses a value, saying what it stands for and what is served."""
-        value = self.get(name)
-        if not is_served(value):
-            told = "is missing" if value is None else f"is {value!r}"
-            raise self.fault(name, f"{told}: {what}")
-
-
-def _check_method(fields: _Fields) -> None:
+def _check_method(fields: ConfigReader) -> None:
     method = fields.get("quant_method")
     if method is None and fields.get("config_groups") is not None:
         method = "compressed-tensors"  # which older folders do not name
@@ -136,10 +110,10 @@ def _check_method(fields: _Fields) -> None:
         algorithm = fields.get("quant_algo")
         told = [text for text in (known, algorithm if isinstance(algorithm, str) else None) if text]
         is_what = "is missing" if method is None else f"is {method!r}" + (f" ({', '.join(told)})" if told else "")
-        raise fields.fault("quant_method", f"{is_what}, which is not served ({SERVED})")
+        raise fields.fault(f"quant_method {is_what}, which is not served ({SERVED})")
 
 
-def _check_fp8(fields: _Fields) -> None:
+def _check_fp8(fields: ConfigReader) -> None:
     fields.demand("fmt", lambda value: value in (None, "e4m3"), "of FP8, e4m3 is served")
     blocks = "FP8 is served with a scale to every block of [128, 128]"
     fields.demand("weight_block_size", lambda value: value == BLOCK, f"{blocks}, not to a tensor or to other blocks")
@@ -147,7 +121,7 @@ def _check_fp8(fields: _Fields) -> None:
     fields.demand("activation_scheme", lambda value: value in (None, "dynamic"), dynamic)
 
 
-def _check_compressed_tensors(fields: _Fields) -> None:
+def _check_compressed_tensors(fields: ConfigReader) -> None:
     fields.demand("transform_config", lambda value: not value, "weights that are rotated or transformed are not served")
     sparsity = fields.get("sparsity_config")
     if sparsity:
@@ -160,7 +134,7 @@ def _check_compressed_tensors(fields: _Fields) -> None:
         _check_group(group, layout_of)
 
 
-def _check_group(group: _Fields, layout_of: _Fields) -> None:
+def _check_group(group: ConfigReader, layout_of: ConfigReader) -> None:
     """Checks what a group of layers has in common; `layout_of` names the layout: the group, or all of them."""
     for name in ("input_activations", "output_activations"):
         group.demand(name, lambda value: value is None, "activation-quantised layers are not served, weights alone are")
@@ -170,7 +144,7 @@ def _check_group(group: _Fields, layout_of: _Fields) -> None:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         known = f" ({OTHER_LAYOUTS[layout]})" if isinstance(layout, str) and layout in OTHER_LAYOUTS else ""
         is_what = "is missing" if layout is None else f"is {layout!r}{known}"
-        raise layout_of.fault("format", f"{is_what}, which is not served (served: {', '.join(LAYOUTS)})")
+        raise layout_of.fault(f"format {is_what}, which is not served (served: {', '.join(LAYOUTS)})")
     num_bits, strategy = LAYOUTS[layout]
     weights = group.inside("weights")
     weights.demand("type", lambda value: value in (None, "int"), f"with {layout}, int is served")

@@ -1,8 +1,8 @@
 """The part of a folder that computes on text, where a part that sees lies beside it, as with Kimi K2.5.
 
-Its configuration is config.json's `text_config`, and the names of its tensors begin with `language_model.`. Nothing but
-this file knows that: whoever asks for a tensor does so by its name in a folder with text alone. It also says what of a
-folder is not read.
+Its configuration is config.json's `text_config`, and the names of its tensors begin with `language_model.`. Of
+names nothing but this file knows that: whoever asks for a tensor does so by its name in a folder with text alone. It
+also says what of a folder is not read.
 """
 
 import re
@@ -10,13 +10,17 @@ from collections.abc import Collection, Iterator
 from logging import INFO, WARNING
 
 from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.formats.known import FORMATS
+from moonshard.models.formats.stored import WEIGHT
 
 TEXT_CONFIG = "text_config"
 PREFIX = "language_model."
 VISION = ("vision_tower.", "mm_projector.")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+SHAPE = "weight_shape"  # of compressed-tensors: rows and columns, which packed codes do not tell
 # what a matrix is stored in besides `.weight`, in any format
-PARTS = re.compile(r"\.weight_(packed|scale|scale_inv|shape)$")
+SUFFIXES = {part.suffix for each in FORMATS.values() for part in (each.values, each.scales)} - {WEIGHT} | {SHAPE}
+PARTS = re.compile(rf"\.({'|'.join(sorted(SUFFIXES))})$")
 COMPUTED = "rotary_emb.inv_freq"  # in folders of transformers 4, and a function of config.json
 NUM_NAMED = 3  # in a line of the log
 

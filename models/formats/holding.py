@@ -29,15 +29,21 @@ def held(param: Param, source: TensorSource, computed: np.dtype, holding: Holdin
         return jnp.dtype(param.dtype or computed)
     if param.is_factor and holding == "int8":
         return INT8
-    formats = {format_of(source, name) for name in param.tensors()}
     if holding in ("float32", "bf16"):
         return F32 if holding == "float32" else BF16
-    if param.is_factor and holding != "computed" and len(formats) == 1 and (format := formats.pop()) is not None:
-        if Layout.of(format, matrix_of(param), param.view, (1,) * len(param.shape[param.stacked :])) is not None:
-            return format
-        formats.add(format)
+    if param.is_factor and holding != "computed" and (format := _format_of_all(param, source)) is not None:
+        return format
     is_bf16 = holding in ("native", "int8") and all(_value_dtype(source, name) == BF16 for name in param.tensors())
     return BF16 if is_bf16 else computed
+
+
+def _format_of_all(param: Param, source: TensorSource) -> Format | None:
+    """What all tensors of a parameter are stored in; None where a leaf of it would not have whole items either."""
+    formats = {format_of(source, name) for name in param.tensors()}
+    format = formats.pop() if len(formats) == 1 else None
+    if format is None or Layout.of(format, matrix_of(param), param.view, (1,) * param.num_own) is None:
+        return None
+    return format
 
 
 def matrix_of(param: Param) -> tuple[int, int]:
@@ -52,14 +58,17 @@ def _value_dtype(source: TensorSource, name: str) -> np.dtype:
 
 
 def is_lossy(params: Any, source: TensorSource, computed: str, holding: Holding | None) -> bool:
-    """Whether some matrix is held with other values than its folder has, to less than what is computed in."""
+    """Whether some matrix is held with other values than as it is stored, arrays to less than what is computed in."""
     target = jnp.dtype(computed)
 
     def changes(param: Param) -> bool:
         own = held(param, source, target, holding)
         if isinstance(own, Format):
             return any(format_of(source, name) is not own for name in param.tensors())
-        is_narrow = own == BF16 != target and len(param.whole_tensor) > 1
-        return is_narrow and any(_value_dtype(source, name) != BF16 for name in param.tensors())
+        if own != BF16 or len(param.whole_tensor) < 2:
+            return False
+        as_stored = held(param, source, target, "native")  # whose values kernels have exactly, whatever is computed in
+        is_narrower = target != BF16 if not isinstance(as_stored, Format) else as_stored.value_dtype != BF16
+        return is_narrower and any(_value_dtype(source, name) != BF16 for name in param.tensors())
 
     return any(map(changes, jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Param))))

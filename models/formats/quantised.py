@@ -51,3 +51,6 @@ class Quantised[Leaf]:
         if format.value_dtype == BF16:  # XLA leaves out a conversion that another one undoes, and with it the rounding
             wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
         return wide.astype(dtype)
+
+
+Weight = Array | Quantised[Array]

@@ -39,7 +39,7 @@ def bits(param: Param, own: np.dtype | Format) -> float:
     """Of one value, scales included, where no mesh cuts blocks."""
     if not isinstance(own, Format):
         return 8.0 * own.itemsize
-    layout = Layout.of(own, matrix_of(param), param.view, (1,) * len(param.shape[param.stacked :]))
+    layout = Layout.of(own, matrix_of(param), param.view, (1,) * param.num_own)
     if layout is None:  # a view that goes through an item is held as an array
         return 8.0 * own.value_dtype.itemsize
     num_bytes = math.prod(layout.values_shape) * own.values.dtype.itemsize

@@ -4,16 +4,17 @@ What a matrix is stored in, the presence of its tensors decides, and not what a 
 was left unquantised are wrong for routers and for vision towers.
 """
 
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from moonshard.models.formats.format import BF16, F32, Format, Stored
-from moonshard.models.formats.int8 import INT8
 from moonshard.models.formats.known import FORMATS
 from moonshard.models.spec import ModelError
 
 WEIGHT = "weight"
+ROWS_AT_A_TIME = 8 * 128
 PLAIN = (F32, np.dtype(np.float16), BF16)  # what stands for itself
 
 
@@ -71,13 +72,13 @@ def plain(source: TensorSource, name: str, shape: tuple[int, ...]) -> np.ndarray
     """A tensor that stands for itself. ModelError where its shape or its type is another."""
     tensor = source.tensor(name)
     if tensor.shape != shape:
-        raise ModelError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
+        raise ModelError(f"{source.where(name)} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
     if tensor.dtype not in PLAIN:
         raise ModelError(f"{source.where(name)} has dtype {tensor.dtype}, which stands for no values by itself")
     return tensor
 
 
-def parts(source: TensorSource, name: str, shape: tuple[int, ...], format: Format) -> tuple[np.ndarray, np.ndarray]:
+def parts(source: TensorSource, name: str, shape: tuple[int, int], format: Format) -> tuple[np.ndarray, np.ndarray]:
     """Values and scales of a matrix, as they are mapped: of their contents nothing is read.
 
     Raises:
@@ -105,7 +106,7 @@ def parts(source: TensorSource, name: str, shape: tuple[int, ...], format: Forma
 
 
 class Reader:
-    """Reads matrices of a folder into the format in which they are held: as stored, widened, or quantised to INT8."""
+    """Reads matrices of a folder into the format in which they are held: as stored, widened, or quantised."""
 
     def __init__(self, source: TensorSource):
         self._source = source
@@ -115,32 +116,56 @@ class Reader:
         """The values of a tensor or of a stored matrix, the latter in its format's own type and exactly."""
         if len(shape) != 2 or (format := format_of(self._source, name)) is None:
             return plain(self._source, name, shape)
-        values, scales = parts(self._source, name, shape, format)
-        self.check_values(name, format, values)
-        self.check_scales(name, format, scales)
-        return format.dequantise(values, scales, shape[1])
+        rows_and_columns = shape[0], shape[1]
+        found = np.empty(shape, format.value_dtype)
+        for first, rows in self.rows(name, rows_and_columns):
+            found[first : first + len(rows)] = rows
+        return found
 
-    def values(self, name: str, shape: tuple[int, ...], format: Format) -> np.ndarray:
+    def rows(self, name: str, shape: tuple[int, int]) -> Iterator[tuple[int, np.ndarray]]:
+        """The same of a matrix, some rows at a time, each time with the first one's number: what is stored takes
+        several times its memory while it is widened. They are whole blocks of every format.
+        """
+        stored_in = format_of(self._source, name)
+        if stored_in is None:
+            values, scales = plain(self._source, name, shape), None
+        else:
+            values, scales = parts(self._source, name, shape, stored_in)
+            self.check_values(name, stored_in, values)
+            self.check_scales(name, stored_in, scales)
+        for first in range(0, shape[0], ROWS_AT_A_TIME):
+            own = values[first : first + ROWS_AT_A_TIME]
+            if stored_in is not None and scales is not None:
+                block = slice(first // stored_in.rows, -(-(first + len(own)) // stored_in.rows))
+                own = stored_in.dequantise(own, scales[block], shape[1])
+            yield first, own
+
+    def values(self, name: str, shape: tuple[int, int], format: Format) -> np.ndarray:
         """The codes of a matrix."""
         if format_of(self._source, name) is format:
             return parts(self._source, name, shape, format)[0]
-        return self._quantised(name, shape)[0]
+        values, self._scales[name] = self.quantised(name, shape, format)
+        return values
 
-    def scales(self, name: str, shape: tuple[int, ...], format: Format) -> np.ndarray:
+    def scales(self, name: str, shape: tuple[int, int], format: Format) -> np.ndarray:
         """The scales of a matrix."""
         if format_of(self._source, name) is format:
             return parts(self._source, name, shape, format)[1]
         if name not in self._scales:
-            self._quantised(name, shape)
+            self._scales[name] = self.quantised(name, shape, format)[1]
         return self._scales[name]
 
-    def _quantised(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        array = self.array(name, shape)
+    def quantised(self, name: str, shape: tuple[int, int], format: Format) -> tuple[np.ndarray, np.ndarray]:
+        """Values and scales of a matrix in another format than its own. ModelError where it has none there."""
         try:
-            values, scales = INT8.quantise(array)
+            found = [format.quantise(rows) for _, rows in self.rows(name, shape)]
+        except ModelError:
+            raise
         except ValueError as error:
-            raise ModelError(f"{self._source.where(self.names(name)[0])} cannot be held as int8: {error}") from error
-        self._scales[name] = scales
+            raise ModelError(
+                f"{self._source.where(self.names(name)[0])} cannot be in {format.name}: {error}"
+            ) from error
+        values, scales = (np.concatenate(each) for each in zip(*found, strict=True))
         return values, scales
 
     def check_values(self, name: str, format: Format, values: np.ndarray) -> None:

@@ -92,8 +92,9 @@ def _pieces(params: Any, own: Held, *, first_axis: int = 0) -> tuple[WeightPiece
         WeightPiece(
             axes=param.axes[first_axis:],
             shape=param.shape[first_axis:],
-            bits=bits(param, own(param)),
-            values_together=values_together(own(param)),
+            bits=bits(param, held),
+            values_together=values_together(held),
         )
         for param in jax.tree.leaves(params, is_leaf=is_param)
+        for held in (own(param),)
     )

@@ -4,10 +4,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from moonshard.models.formats.quantised import Quantised
+from moonshard.models.formats.quantised import Quantised, Weight
 from moonshard.sharding.arrays import Array
-
-Weight = Array | Quantised[Array]
 
 
 class Operands(NamedTuple):

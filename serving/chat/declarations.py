@@ -30,7 +30,9 @@ from typing import final
 INDENT = "  "
 MAX_TYPE_DEPTH = 32  # of types within each other, each of which indents its lines further
 MAX_VALUE_DEPTH = 100  # of lists and objects: as much as a template may print
-MAX_INLINED = 200  # of what a function's references point at, each of which is written where it is referred to
+# Of what references of all tools point at, each of which is written where it is referred to: a schema of some hundred
+# KB with 200 of them made 60 MB.
+MAX_INLINED, MAX_INLINED_CHARS = 200, 1 << 18
 _OF_TYPE = {  # in a list of types
     "string": "string",
     "number": "number",
@@ -69,9 +71,9 @@ def declare_tools(tools: object) -> str:
     """The declarations of these tools, in OpenAI's form and sorted; empty where none is a function."""
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ToolSchemaError("they are no list")
-    functions = [_object(tool, f"[{index}]") for index, tool in enumerate(tools)]
+    functions, inlined = [_object(tool, f"[{index}]") for index, tool in enumerate(tools)], _Inlined()
     declared = [
-        declare_function(_object(tool["function"], "function"))
+        _declare_function(_object(tool["function"], "function"), inlined)
         for tool in functions
         if tool.get("type") == "function" and tool.get("function")
     ]
@@ -80,12 +82,21 @@ def declare_tools(tools: object) -> str:
     return "# Tools\n\n## functions\nnamespace functions {\n" + "\n".join(declared) + "\n}\n"
 
 
-def declare_function(function: Schema) -> str:
+@final
+@dataclass(slots=True)
+class _Inlined:
+    """How much was written of what references point at, of all functions so far."""
+
+    num: int = 0
+    num_chars: int = 0
+
+
+def _declare_function(function: Schema, inlined: _Inlined) -> str:
     """One function's declaration, and before it the interfaces that its parameters refer to."""
     name = str(function.get("name", "function"))
     try:
         parameters = _object(function.get("parameters") or {}, "parameters")
-        return _Function(name, parameters).declaration(function.get("description"))
+        return _Function(name, parameters, inlined).declaration(function.get("description"))
     except ToolSchemaError as error:
         raise ToolSchemaError(f"the tool {name!r} cannot be declared to the model: {error}") from None
 
@@ -104,9 +115,9 @@ class _Function:
 
     name: str
     parameters: Schema
+    inlined: _Inlined
     definitions: dict[str, object] = field(default_factory=dict)  # of every `$defs` so far, in their order
     is_recursive: bool = False  # something refers to the parameters as a whole
-    num_inlined: int = 0
 
     def declaration(self, description: object) -> str:
         properties, others = self._members(self.parameters, "", 0, "parameters")
@@ -224,8 +235,8 @@ class _Function:
 
     def _inlined(self, reference: str, indent: str, depth: int, where: str) -> str:
         """The type of what a JSON pointer (RFC 6901) points at."""
-        self.num_inlined += 1
-        if self.num_inlined > MAX_INLINED:
+        self.inlined.num += 1
+        if self.inlined.num > MAX_INLINED:
             raise ToolSchemaError(f"more than {MAX_INLINED} references to other schemas than $defs")
         found: object = self.parameters
         for step in reference.split("/")[1:]:
@@ -233,7 +244,13 @@ class _Function:
             if not isinstance(found, Mapping) or key not in found:
                 raise ToolSchemaError(f"{where}.$ref: there is no {reference!r}")
             found = found[key]
-        return self._type(found, indent, depth, where)
+        text = self._type(found, indent, depth, where)
+        self.inlined.num_chars += len(text)
+        if self.inlined.num_chars > MAX_INLINED_CHARS:
+            raise ToolSchemaError(
+                f"references to other schemas than $defs make more than {MAX_INLINED_CHARS} characters"
+            )
+        return text
 
 
 def _object_text(properties: Sequence[_Property], others: str | None, indent: str) -> str:

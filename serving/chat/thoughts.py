@@ -8,8 +8,8 @@ one thought, before all else. Only what was generated is judged, and a prompt by
 earlier turns thought is no part of it.
 
 The markers are special tokens, and each is a mark here (`tool_calls` says why). What comes out does not depend on how
-the text is cut into pushes, and no white space is taken away: sent back by the client and rendered by the template, a
-thought is the tokens that were generated. Pure.
+the text is cut into pushes, and no white space is taken away but before a thought that the answer begins itself: sent
+back by the client and rendered by the template, a thought is the tokens that were generated. Pure.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -60,7 +60,7 @@ class ThoughtParser:
         self.num_tokens = 0  # of the thought so far, without markers
         self._state: Literal["before", "inside", "after"] = start
         self._marks = marks
-        self._held = ""  # white space before a thought may begin
+        self._held: list[str] = []  # white space before a thought may begin
         self._is_blank = True  # nothing was thought yet: a further `<think>` is the same one again
         self._spelt = {ord(mark): "" if mark in hidden else name for mark, name in {**NAMES, **CALL_NAMES}.items()}
         self._spelt_after = {mark: name for mark, name in self._spelt.items() if chr(mark) not in left}
@@ -87,20 +87,19 @@ class ThoughtParser:
 
     def finish(self) -> str:
         """The text that was held back."""
-        held, self._held = self._held, ""
+        held, self._held = "".join(self._held), []
         return held
 
     def _begin(self, text: str) -> str:
         """Decides whether there is a thought; what is left of the text to look at."""
-        text, self._held = self._held + text, ""
         before, mark, thought = text.partition(THOUGHT_BEGIN)
         if mark and not before.strip():
-            self._state = "inside"
+            self._state, self._held = "inside", []
             return thought
         if text.strip():
             self._state = "after"
-            return text
-        self._held = text
+            return self.finish() + text
+        self._held.append(text)
         return ""
 
     def _count(self, token_ids: Sequence[int], *, is_inside: bool) -> None:

@@ -15,8 +15,8 @@ GIB = 2**30
 def convert(model: Path, to: Literal["bf16", "int4", "fp8", "int8"], out: Path) -> int:
     """Write a checkpoint's folder anew with its weights in another number format.
 
-    Tokenizer, template and settings are copied. Memory is that of the largest tensor; files have at most 5 GiB. A
-    folder whose writing was cut short does not open.
+    Tokenizer, template and settings are copied. Memory is that of the largest matrix before and after, and of some rows
+    between them; files have at most 5 GiB. A folder whose writing was cut short does not open.
 
     Args:
         model: the checkpoint's folder.
@@ -50,4 +50,4 @@ class _Progress:
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() - self._told_s > TELLS_EVERY_S:
             self._told_s = time.monotonic()
-            sys.stderr.write(f"{done} of {total} tensors\n")
+            sys.stderr.write(f"{done} of {total} matrices and other tensors\n")

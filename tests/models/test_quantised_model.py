@@ -2,7 +2,6 @@
 
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape
 from moonshard.sharding.shard import Shard
 from tests.agreement import LOGIT_TOLERANCE, Reference
-from tests.quantised import write_folders
+from tests.quantised import folders
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 FORMS = [
@@ -34,15 +33,8 @@ NUM_TOKENS = 16
 
 
 @cache
-def folders(format: str) -> Path:
-    folder = Path(mkdtemp())
-    write_folders(folder, format)
-    return folder
-
-
-@cache
-def wide(format: str) -> Reference:
-    return Reference(folders(format) / "wide")
+def wide(format: str, fixture: str = "kimi_k2") -> Reference:
+    return Reference(folders(format, fixture) / "wide")
 
 
 def tokens(num_rows: int) -> np.ndarray:
@@ -112,3 +104,12 @@ def test_logits_are_those_of_the_values_as_float32(format, mesh, rules, machine)
     found = logits(folders(format) / "stored", mesh, rules, MACHINES_HERE[machine], holding)
     for own, row in zip(found, tokens(mesh.num_partitions), strict=True):
         np.testing.assert_allclose(own, wide(format).logits(list(map(int, row))), atol=LOGIT_TOLERANCE)
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3]], ids=["alone", "expert 4"])
+def test_groups_of_experts_in_fp8_are_chosen_by_the_values_as_float32(form):
+    mesh, rules = form
+    found = logits(folders("fp8", "dsv3_groups") / "stored", mesh, rules, XLA)
+    for own, row in zip(found, tokens(mesh.num_partitions), strict=True):
+        expected = wide("fp8", "dsv3_groups").logits(list(map(int, row)))
+        np.testing.assert_allclose(own, expected, atol=LOGIT_TOLERANCE)

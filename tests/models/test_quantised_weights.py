@@ -98,7 +98,7 @@ def test_a_mesh_that_cuts_a_packed_word_is_refused_by_its_key_and_the_tensor(fol
     assert told.startswith(
         "mesh.tensor = 2 cuts the model's expert_ffw dimension 24 into parts of 12, which cut through"
     )
-    assert told.endswith("tensor model.layers.1.mlp.experts.0.down_proj.weight_packed")
+    assert told.endswith(f"{tmp_path}/model.safetensors: tensor 'model.layers.1.mlp.experts.0.down_proj.weight_packed'")
     assert loaded(tmp_path, MeshShape(tensor=2), DECODE).experts.down.shape[-1] == 24  # whole experts
 
 

@@ -143,8 +143,8 @@ def test_a_tensor_of_another_shape_is_refused_by_name(name, how):
     ):
         with pytest.raises(ModelError) as error:
             read(Changed(name, changed))
-        expected = f"tensor {name} has shape {list(changed.shape)}; config.json asks for {list(tensor.shape)}"
-        assert str(error.value) == expected
+        where = f"{FOLDER}/model.safetensors: tensor {name!r}"
+        assert str(error.value) == f"{where} has shape {list(changed.shape)}; config.json asks for {list(tensor.shape)}"
 
 
 def test_a_missing_tensor_is_refused_by_name():

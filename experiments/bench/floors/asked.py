@@ -5,16 +5,18 @@ step however it is cut into chunks.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from moonshard.experiments.bench.floors.work import ItemBytes, StepWork, Work, expected_experts, num_values, step_work
 from moonshard.experiments.bench.peers.rows import Cached, ClosedLoop, Decoding, Prefilling, Row
+from moonshard.models.formats.sizes import EXPERTS
 from moonshard.models.model import LatentModel, Model
 from moonshard.models.registry import open_model
 from moonshard.models.spec import page_layers
-from moonshard.models.weights import abstract
+from moonshard.models.weights import abstract, is_param
 from moonshard.serving.config.keys import Config
 from moonshard.serving.engine.capacity.sizes import WeightBytes, choose_sizes, resolve_dtype
 from moonshard.serving.engine.holding import holding_of
@@ -60,14 +62,28 @@ def held_bytes(config: Config, model: Model, size: ItemBytes) -> tuple[float, fl
     _, pool = choose_sizes(config, model, groups[0].dtype)
     num_tokens = pool.num_partitions * pool.blocks_per_partition * config.kv.block_size
     num_layers = page_layers(groups, range(model.config.num_hidden_layers))
-    return num_values(model.declare()) * size.weights, num_tokens * num_layers * groups[0].layer_bytes_per_token
+    weights_bytes = sum(
+        num_values(own) * of for own, of in zip(_apart(model), (size.weights, size.of_experts), strict=True)
+    )
+    return weights_bytes, num_tokens * num_layers * groups[0].layer_bytes_per_token
 
 
 def item_bytes(config: Config) -> ItemBytes:
-    """Of a worker's weights, on average over all their values, scales included; and of its KV."""
+    """Of a worker's weights, those of routed experts apart, on average over their values; and of its KV."""
     checkpoint, model = open_model(config.model.path)
     dtype, platform = resolve_dtype(config.model.dtype), jax.devices()[0].platform
     holding = holding_of(config, machine_for(platform))
-    declared, mesh = model.declare(), build_mesh(MeshShape())
-    taken = WeightBytes.of([abstract(declared, dtype, mesh, source=checkpoint, holding=holding)])
-    return ItemBytes(weights=taken.everywhere / num_values(declared), kv=jnp.dtype(dtype).itemsize)
+    mesh = build_mesh(MeshShape())
+
+    def of(declared: Any) -> float | None:
+        taken = WeightBytes.of([abstract(declared, dtype, mesh, source=checkpoint, holding=holding)])
+        return taken.everywhere / num_values(declared) if num_values(declared) else None
+
+    others, experts = map(of, _apart(model))
+    return ItemBytes(weights=others or 0, kv=jnp.dtype(dtype).itemsize, experts=experts)
+
+
+def _apart(model: Model) -> tuple[Any, Any]:
+    """All parameters but those of routed experts, and these."""
+    params = jax.tree.leaves(model.declare(), is_leaf=is_param)
+    return [each for each in params if EXPERTS not in each.axes], [each for each in params if EXPERTS in each.axes]

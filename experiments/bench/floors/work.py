@@ -46,10 +46,15 @@ NOTHING = Work(num_bytes=0, num_flops=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemBytes:
-    """The bytes of one value, as it lies in memory."""
+    """The bytes of one value, as it lies in memory, scales included."""
 
     weights: float
     kv: float
+    experts: float | None = None  # where routed experts differ from other weights
+
+    @property
+    def of_experts(self) -> float:
+        return self.weights if self.experts is None else self.experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +151,7 @@ def step_work(
     num_tokens = sum(stop - start for start, stop in spans)
     routed = NOTHING
     for hit in experts_hit:
-        routed += routed_work(model, num_tokens, hit, size.weights)
+        routed += routed_work(model, num_tokens, hit, size.of_experts)
     forms = (attention_work(model, spans, size.kv), expanded_attention_work(model, spans, size.kv))
     declared = model.declare()
     stacks = [stack for stack in (declared.dense, declared.sparse) if stack is not None]

@@ -1,16 +1,13 @@
 """Measures a checkpoint in each number format."""
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-
-import msgspec
 
 from moonshard.experiments.bench.floors.ceilings import measure_in_process
 from moonshard.experiments.bench.formats.arms import arms_of
 from moonshard.experiments.bench.formats.record import Formats, FormatsJob, FormatTimes
 from moonshard.experiments.common.running.measurement import Plan
+from moonshard.experiments.common.running.own_process import ask
 from moonshard.serving.config.keys import Config
 from moonshard.serving.config.reading import as_overrides
 
@@ -20,7 +17,8 @@ CONTEXT_TOKENS = 192  # halfway through a stream of the part `peers`
 def measure_formats(config: Config, plan: Plan, environment: Mapping[str, str], converted: Path) -> Formats:
     """Converts the folder into `converted` first, where that was not done before.
 
-    Raises CheckpointError of a folder that cannot be converted, and CalledProcessError of one of its processes.
+    Raises CheckpointError, ModelError or OSError of a folder that cannot be converted, and CalledProcessError of one of
+    its processes.
     """
     job = FormatsJob(
         overrides=tuple(as_overrides(config)),
@@ -31,9 +29,5 @@ def measure_formats(config: Config, plan: Plan, environment: Mapping[str, str], 
         repeats=plan.repeats,
         seed=0,
     )
-    argv = [sys.executable, "-m", "moonshard.experiments.bench.formats.device"]
-    ran = subprocess.run(
-        argv, input=msgspec.json.encode(job), stdout=subprocess.PIPE, env=dict(environment), check=True
-    )
-    times = msgspec.json.decode(ran.stdout, type=tuple[FormatTimes, ...])
+    times = ask("experiments.bench.formats.device", job, tuple[FormatTimes, ...], environment)
     return Formats(ceilings=measure_in_process(environment), context_tokens=CONTEXT_TOKENS, times=times)

@@ -4,15 +4,12 @@ All devices are virtual ones of the CPU, so times on them say nothing of other h
 process of its own, one after another: `meshes.device`, and for handoffs a deployment.
 """
 
-import subprocess
-import sys
 from collections.abc import Mapping
-
-import msgspec
 
 from moonshard.experiments.bench.meshes.device import MeshJob, Question
 from moonshard.experiments.bench.meshes.handoff import measure_mesh_handoffs
 from moonshard.experiments.common.running.measurement import Measurement, Plan
+from moonshard.experiments.common.running.own_process import ask
 from moonshard.serving.config.keys import Config
 from moonshard.serving.config.reading import as_overrides
 
@@ -36,6 +33,4 @@ def with_one_thread(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _ask(question: Question, config: Config, plan: Plan, environment: Mapping[str, str]) -> list[Measurement]:
     job = MeshJob(overrides=tuple(as_overrides(config)), plan=plan, question=question)
-    argv = [sys.executable, "-m", "moonshard.experiments.bench.meshes.device"]
-    ran = subprocess.run(argv, input=msgspec.json.encode(job), stdout=subprocess.PIPE, env=environment, check=True)
-    return msgspec.json.decode(ran.stdout, type=list[Measurement])
+    return ask("experiments.bench.meshes.device", job, list[Measurement], environment)

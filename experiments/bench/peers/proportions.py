@@ -11,16 +11,15 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from moonshard.models import model as models
+from moonshard.experiments.common.made_once import made_once
+from moonshard.experiments.training.texts.corpus import POCKET
 from moonshard.models.folder.writing import write_checkpoint
 
-POCKET = Path(models.__file__).parent / "pocket"
 VOCABULARY, DEVIATION, SEED = 8192, 0.04, 0
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -131,12 +130,7 @@ def write(folder: Path) -> None:
 
 def once(folder: Path) -> Path:
     """The folder, written first where it is not there: whole, or not at all. OSError where that cannot be."""
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder.parent) as unfinished:
-            write(Path(unfinished) / folder.name)
-            (Path(unfinished) / folder.name).rename(folder)
-    return folder
+    return made_once(folder, write)
 
 
 def main() -> None:

@@ -115,8 +115,9 @@ def _notes(beside: Beside, ours: str) -> tuple[str, ...]:
     return (
         f"This machine reads {ceilings.bytes_per_s / 1e9:.1f} GB/s and computes "
         f"{ceilings.matmul_flops_per_s / 1e9:.0f} GFLOP/s in float32, measured in this run. What a row needs at the "
-        f"least is of our weights, {least.item_bytes.weights:g} bytes each, read once in a step, experts as an "
-        f"even router hits them; the share is of the time that the median (best) request of {ours} took.",
+        f"least is of our weights, {least.item_bytes.weights:g} bytes each and {least.item_bytes.of_experts:g} of "
+        "experts, read once in a step, experts as an even router hits them; the share is of the time that the median "
+        f"(best) request of {ours} took.",
         f"Our workers' weights take {least.weights_mib:,.0f} MiB, and their pool of KV, where it is full, "
         f"{least.pool_mib:,.0f} MiB.",
         f"{repeated} samples of all servers were taken again because other processes took part; disturbed to the end "

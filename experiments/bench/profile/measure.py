@@ -1,14 +1,11 @@
 """Profiles the steps of a checkpoint, each part beside its share of what the machine reaches."""
 
-import subprocess
-import sys
 from collections.abc import Mapping
-
-import msgspec
 
 from moonshard.experiments.bench.floors.ceilings import measure_in_process
 from moonshard.experiments.bench.profile.record import Profile, ProfileJob, StepProfile
 from moonshard.experiments.common.running.measurement import Plan
+from moonshard.experiments.common.running.own_process import ask
 from moonshard.serving.config.keys import Config
 from moonshard.serving.config.reading import as_overrides
 
@@ -22,9 +19,5 @@ def measure_profile(config: Config, plan: Plan, environment: Mapping[str, str]) 
         repeats=plan.repeats,
         seed=0,
     )
-    argv = [sys.executable, "-m", "moonshard.experiments.bench.profile.device"]
-    ran = subprocess.run(
-        argv, input=msgspec.json.encode(job), stdout=subprocess.PIPE, env=dict(environment), check=True
-    )
-    steps = msgspec.json.decode(ran.stdout, type=tuple[StepProfile, ...])
+    steps = ask("experiments.bench.profile.device", job, tuple[StepProfile, ...], environment)
     return Profile(ceilings=measure_in_process(environment), steps=steps)

@@ -3,10 +3,8 @@
 All other entries are those of the table, so an entry is judged beside what the others are today.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -14,7 +12,7 @@ import jax
 
 from moonshard.experiments.bench.sizes.entries import Entry, entries_of, longest_tokens
 from moonshard.experiments.bench.sizes.record import SizesJob, Tried, TriedSizes
-from moonshard.experiments.bench.steps.bare_steps import BareSteps, run_steps
+from moonshard.experiments.bench.steps.bare_steps import BareSteps, gaps_ms, with_small_pool
 from moonshard.models.machines import Machine
 from moonshard.serving.config.keys import Config
 from moonshard.serving.engine.loading import LoadedModel, kind_for, load_model, machine_for
@@ -27,20 +25,13 @@ def try_sizes(config: Config, job: SizesJob, told: Told) -> TriedSizes:
     """Every candidate for each entry that makes a difference on this machine."""
     platform = jax.devices()[0].platform
     machine = machine_for(platform)
-    config = _with_small_pool(config)
+    config = replace(config, prefill=replace(config.prefill, chunk_tokens=None))
+    config = with_small_pool(config, longest_tokens() + DECODE_STEPS)
     tried = list[Tried]()
     for entry in entries_of(machine):
         told(entry.name)
         tried += _try_entry(config, machine, entry, job)
     return TriedSizes(kind=kind_for(platform), tried=tuple(tried))
-
-
-def _with_small_pool(config: Config) -> Config:
-    """Of as many blocks as the longest sequence takes in each slot, as `BareSteps` shares them out."""
-    num_columns = -(-(longest_tokens() + DECODE_STEPS) // config.kv.block_size)
-    num_blocks = config.decode.max_slots * num_columns
-    prefill = replace(config.prefill, chunk_tokens=None)
-    return replace(config, kv=replace(config.kv, num_blocks=num_blocks), prefill=prefill)
 
 
 def _try_entry(config: Config, machine: Machine, entry: Entry, job: SizesJob) -> list[Tried]:
@@ -82,18 +73,13 @@ class _Arm:
         for probe in self._probes:
             if probe.num_tokens:
                 steps = self._steps.prefill(0, probe.num_tokens, cached_tokens=probe.cached_tokens)
-                gaps_ms = self._gaps_ms(steps)
-                self.ms[probe.name].append(sum(gaps_ms))
+                took_ms = gaps_ms(self._model.programs, steps)
+                self.ms[probe.name].append(sum(took_ms))
             else:
                 steps = self._steps.decode(range(probe.batch), probe.cached_tokens, DECODE_STEPS)
-                gaps_ms = self._gaps_ms(steps)[1:]
-                self.ms[probe.name].append(median(gaps_ms))
-            self.longest_ms.append(max(gaps_ms))
-
-    def _gaps_ms(self, steps: Sequence[Any]) -> list[float]:
-        begun_ns = time.perf_counter_ns()
-        arrivals_ns = [begun_ns, *run_steps(self._model.programs, steps)]
-        return [(after - before) / 1e6 for before, after in pairwise(arrivals_ns)]
+                took_ms = gaps_ms(self._model.programs, steps)[1:]
+                self.ms[probe.name].append(median(took_ms))
+            self.longest_ms.append(max(took_ms))
 
 
 def _loaded(config: Config, machine: Machine) -> LoadedModel:

@@ -6,10 +6,12 @@ that is waited for, as in the engine, so that a decode step's time is the device
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
 from moonshard.experiments.common.running.measurement import Measurement, Plan
+from moonshard.serving.config.keys import Config
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, PrefillChunk, PrefillPlan
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import Sampling
@@ -107,12 +109,7 @@ def measure_bare_steps(model: LoadedModel, plan: Plan, seed: int) -> list[Measur
 
 
 def _prefill(programs: Programs, steps: BareSteps, num_tokens: int, repeats: int) -> Measurement:
-    samples = []
-    for _ in range(repeats + 1):
-        chunks = steps.prefill(0, num_tokens)
-        begun_ns = time.perf_counter_ns()
-        run_steps(programs, chunks)
-        samples.append((time.perf_counter_ns() - begun_ns) / 1e6)
+    samples = [sum(gaps_ms(programs, steps.prefill(0, num_tokens))) for _ in range(repeats + 1)]
     name = f"prefill, {num_tokens} tokens"
     return Measurement(level="device", name=name, unit="ms", samples=tuple(samples[1:]))
 
@@ -123,8 +120,8 @@ def _decode(programs: Programs, steps: BareSteps, batch: int, context_tokens: in
     samples: list[float] = []
     for repeat in range(repeats + 1):
         arrivals_ns = run_steps(programs, steps.decode(range(batch), context_tokens, DECODE_STEPS))
-        gaps_ms = [(after - before) / 1e6 for before, after in pairwise(arrivals_ns)]
-        samples += gaps_ms if repeat else []
+        gaps = [(after - before) / 1e6 for before, after in pairwise(arrivals_ns)]
+        samples += gaps if repeat else []
     name = f"decode step, batch {batch}, context {context_tokens}"
     return Measurement(level="device", name=name, unit="ms", samples=tuple(samples))
 
@@ -142,3 +139,16 @@ def run_steps(programs: Programs, steps: Sequence[Step]) -> list[int]:
         programs.fetch(behind)
         arrivals_ns.append(time.perf_counter_ns())
     return arrivals_ns
+
+
+def gaps_ms(programs: Programs, steps: Sequence[Step]) -> list[float]:
+    """Runs the steps: how long each took, the first from the call on, others from when the one before them was done."""
+    begun_ns = time.perf_counter_ns()
+    arrivals_ns = [begun_ns, *run_steps(programs, steps)]
+    return [(after - before) / 1e6 for before, after in pairwise(arrivals_ns)]
+
+
+def with_small_pool(config: Config, longest_tokens: int) -> Config:
+    """With as many blocks as a sequence of so many tokens takes in each slot, as `BareSteps` shares them out."""
+    num_columns = -(-longest_tokens // config.kv.block_size)
+    return replace(config, kv=replace(config.kv, num_blocks=config.decode.max_slots * num_columns))

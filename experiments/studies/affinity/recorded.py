@@ -47,7 +47,10 @@ def _arm(point: PointOf, trial: TrialFrames) -> ArmName:
     arm = ARM_OF.get(point.record.settings[POLICY])
     if arm is None:
         raise ExperimentError(f"{point.record.label}: its policy is none of {', '.join(map(str, ARM_OF))}")
-    return OF_THOUGHTS.get(trial.record.workload.get("thoughts"), arm)
+    thoughts = OF_THOUGHTS.get(trial.record.workload.get("thoughts"))
+    if thoughts is not None and arm != "cost":
+        raise ExperimentError(f"{point.record.label}: sessions with thoughts are those of the policy cost alone")
+    return thoughts or arm
 
 
 def _prompts(trial: TrialFrames, indices: Sequence[int]) -> list[list[int]]:

@@ -57,8 +57,9 @@ def grid_of(rounds: Sequence[Round]) -> Grid:
 
 
 def thoughts_grid_of(rounds: Sequence[Round]) -> Grid:
-    """The arms of thinking sessions side by side."""
-    rows = tuple(_thoughts_row(figures(arm, rounds)) for arm in THOUGHT_ARMS)
+    """The arms of thinking sessions side by side, of those that were run."""
+    run = {one.arm for one in rounds}
+    rows = tuple(_thoughts_row(figures(arm, rounds)) for arm in THOUGHT_ARMS if arm in run)
     return Grid(title="Thoughts of earlier turns", columns=THOUGHT_COLUMNS, rows=rows)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 ArmName = Literal["random", "header", "cost", "dropped", "kept"]
 ARM_NAMES: Sequence[ArmName] = ("random", "header", "cost")
-THOUGHT_ARMS: Sequence[ArmName] = ("dropped", "kept")  # other sessions than the arms above: of a model that thinks
+THOUGHT_ARMS: Sequence[ArmName] = ("dropped", "kept")  # other prompts of the same conversations: of a model that thinks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,13 +20,14 @@ from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
+from moonshard.models.formats.int4 import INT4
 from moonshard.models.formats.known import FORMATS
 from moonshard.models.gpu.tensor_cores import WIDE, Interpret
 from moonshard.sharding.arrays import Array, Float, Num
 
 LANES = 4  # threads that share a row of a fragment
 SIGNS = -0x7FFF8000  # the uppermost bits of both halves of a word
-GROUP = 32  # values that share a scale of int4
+GROUP = INT4.columns or 1  # values that share a scale of int4
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ NUM_COMPUTING = 2
 LOADER = NUM_COMPUTING
 NUM_PIECES = 2  # of a tile's columns
 REGISTERS, LOADER_REGISTERS = 232, 40
-SHARED_BYTES = 227 * 1024 - 1024  # of a multiprocessor, less what barriers and what Mosaic itself takes
 
 
 class Cut(NamedTuple):

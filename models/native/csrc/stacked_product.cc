@@ -15,8 +15,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// What a thread packed last. Each packs for itself what it multiplies: to write where another core has read costs more
-// than to pack twice.
+// What a thread packed last. Each packs for itself what it multiplies: with one thread's for all, calls of 8 rows took up
+// to a third longer (two cores).
 struct OwnPacked {
   Scratch room;
   uint64_t call = 0;

@@ -144,7 +144,7 @@ class ChoiceStream:
                 del delta.token_ids[num_kept:], delta.logprobs[num_kept:]
             text = self._begun(delta, text)
             if self._thoughts is not None:
-                delta.reasoning, text = self._thoughts.push(token_ids[:num_kept], text)
+                delta.reasoning, text = self._thoughts.push(self._spoken(delta), text)
                 if delta.finish_reason != _UNFINISHED:
                     text += self._thoughts.finish()
             delta.text = text if self._parser is None else self._content(delta, self._parser, text)
@@ -171,6 +171,12 @@ class ChoiceStream:
         delta.token_ids.extend(tokens)
         text, self._forced = self._forced.text + text, None
         return text
+
+    @staticmethod
+    def _spoken(delta: pb.Delta) -> Sequence[int]:
+        """The tokens that the client is told, but for one that ended the choice by itself."""
+        is_by_token = delta.finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string")
+        return list(delta.token_ids[:-1] if is_by_token else delta.token_ids)
 
     def _content(self, delta: pb.Delta, parser: ToolCallParser, text: str) -> str:
         """The part of the text that is for the client to read; parts of calls are kept for `take_calls`."""

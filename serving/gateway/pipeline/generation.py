@@ -24,7 +24,7 @@ from moonshard.serving.control.routing.router import Affinity
 from moonshard.serving.control.sampling_parameters import PARAMETERS, SEED_BITS
 from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.pipeline.attempts import Attempts, Sent
-from moonshard.serving.gateway.pipeline.choice import CallsMade, ChoiceStream, ForcedCall, joined
+from moonshard.serving.gateway.pipeline.choice import CallsMade, ChoiceStream, Opening, joined
 from moonshard.serving.gateway.pipeline.handoffs import Handoffs
 from moonshard.serving.gateway.pipeline.model import PromptLimit, ServedModel
 from moonshard.serving.gateway.records.accounts.rates import TokenRates
@@ -128,8 +128,7 @@ class Gateway:
         """
         with self._logs.opened(request) as log, self._admitted(request) as admission:
             prompt = await self.model.tokenize(request, PromptLimit.to_generate(admission.limits.max_context_tokens))
-            opening = self.model.opening(request, prompt)
-            run = await self.aside.run(len(prompt), self._make_run, admission, prompt, opening.forced)
+            run, opening = await self.aside.run(len(prompt), self._make_run, admission, prompt)
             mark(run, log.context)
             choices = [self.model.choice(index, request, opening) for index in range(run.n)]
             log.append(
@@ -206,21 +205,22 @@ class Gateway:
                 for told in _accept(choices, event, log):
                     yield told
 
-    def _make_run(self, admission: AdmittedRequest, prompt: Sequence[int], forced: ForcedCall | None) -> link_pb2.Run:
-        """What the request asks, without an id. To workers the beginning of a forced call is prompt.
+    def _make_run(self, admission: AdmittedRequest, prompt: Sequence[int]) -> tuple[link_pb2.Run, Opening]:
+        """What the request asks, without an id, and how choices begin. To workers a forced call's beginning is prompt.
 
         InvalidArgument where prompt and completion do not fit in the vocabulary and the context.
         """
         request, limits = admission.request, admission.limits
         most = max_tokens(request, len(prompt), limits.max_context_tokens)
         check_token_ids(request, "prompt", prompt, limits.vocab_size)
-        begun = () if forced is None else forced.token_ids
+        opening = self.model.opening(request, prompt)
+        begun = () if opening.forced is None else opening.forced.token_ids
         num_tokens = most - len(begun)
         if num_tokens < 1:
             raise request.invalid("max_tokens", f"the call that is forced begins with {len(begun)} tokens")
         prompt = (*prompt, *begun) if begun else prompt
         root = root_name(limits.fingerprint.encode(), limits.dtype.encode(), self._salts.of(request.caller.tenant))
-        return link_pb2.Run(
+        run = link_pb2.Run(
             prompt_tokens=prompt,
             prefix_root=root,
             block_names=b"".join(block_names(root, prompt, limits.block_size)),
@@ -233,6 +233,7 @@ class Gateway:
             n=request.n,
             logprobs=request.num_logprobs,
         )
+        return run, opening
 
 
 def engine_sampling(request: GenerationRequest, defaults: GenerationDefaults) -> link_pb2.EngineSampling:

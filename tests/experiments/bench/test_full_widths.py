@@ -19,7 +19,7 @@ SMALL = {
 }
 
 
-def test_an_expert_has_the_bytes_of_kimi_k2_5_s(tmp_path: Path):
+def test_an_expert_has_the_bytes_of_kimi_k2_5_s():
     text = full_widths.config_of(8)["text_config"]
     own = [piece for piece in full_widths.pieces(text) if any(".layers.1.mlp.experts.3." in n for n in piece.tensors)]
     assert len(own) == 3
@@ -32,7 +32,6 @@ def test_in_small_it_is_a_whole_folder_and_the_same_each_time(tmp_path: Path):
     checkpoint, model = open_model(tmp_path / "a")
     assert (model.config.num_hidden_layers, model.config.num_moe_layers) == (3, 2)
     weights.check_shapes(model.declare(), checkpoint)
-    assert checkpoint.names == sorted(checkpoint.names)
     assert Checkpoint.open(tmp_path / "a").fingerprint == Checkpoint.open(tmp_path / "b").fingerprint
     codes = checkpoint.tensor("model.layers.2.mlp.experts.7.down_proj.weight_packed")
     assert len(np.unique(codes)) > 0.9 * codes.size

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
-from moonshard.models.folder.conversion import MATRICES, ROWS_AT_A_TIME, Target, convert
+from moonshard.models.folder.conversion import MATRICES, Target, convert
 from moonshard.models.folder.quantization import check_formats
 from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.formats.known import FORMATS as FORMATS_BY_NAME
-from moonshard.models.formats.stored import Reader
+from moonshard.models.formats.stored import ROWS_AT_A_TIME, Reader
 from moonshard.models.registry import open_model
 from moonshard.models.score import Scorer
 from moonshard.models.spec import ModelError

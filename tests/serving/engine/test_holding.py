@@ -1,9 +1,8 @@
 """What weights are held in, and as which model a worker then passes."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
+from typing import Literal
 
 import jax
 import numpy as np
@@ -22,20 +21,23 @@ from moonshard.sharding.budget import budget
 from moonshard.sharding.rules import DECODE
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
-from tests.quantised import write_folders
+from tests.quantised import folders
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 
 
-@functools.cache
 def stored(format: str) -> Path:
-    folder = Path(mkdtemp())
-    write_folders(folder, format)
-    return folder / "stored"
+    return folders(format) / "stored"
 
 
-def loaded(folder: Path, weights: str = "native", machine: Machine | None = None, **mesh: int) -> LoadedModel:
-    model = ModelConfig(path=folder, name="tiny", dtype="float32")
+def loaded(
+    folder: Path,
+    weights: str = "native",
+    machine: Machine | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    **mesh: int,
+) -> LoadedModel:
+    model = ModelConfig(path=folder, name="tiny", dtype=dtype)
     config = Config(
         model=replace(model, weights=weights),
         kv=KvConfig(block_size=16, num_blocks=8),
@@ -77,6 +79,14 @@ def test_a_worker_that_holds_other_values_than_its_folder_passes_as_another_mode
     model = loaded(stored(format), asked)
     assert {"bf16": "bfloat16", "float32": "float32"}.get(asked, asked) in formats(model)
     assert (model.fingerprint != Checkpoint.open(stored(format)).fingerprint) == is_changed
+
+
+@pytest.mark.skipif(library.chosen() is None, reason="there are no kernels here")
+@pytest.mark.parametrize(("format", "is_changed"), [("fp8", True), ("int4", False)])
+def test_so_does_one_that_computes_in_bfloat16_and_has_rounded_what_kernels_have_exactly(format, is_changed):
+    own = Checkpoint.open(stored(format)).fingerprint
+    assert loaded(stored(format), dtype="bfloat16").fingerprint == own
+    assert (loaded(stored(format), "bf16", dtype="bfloat16").fingerprint != own) == is_changed
 
 
 def test_int8_holds_what_products_take_and_leaves_tables_and_routers_alone():

@@ -1,16 +1,12 @@
 """Prefill and decode with weights in the formats of their folder, on meshes that cut them differently."""
 
-import functools
-from pathlib import Path
-from tempfile import mkdtemp
-
 import pytest
 
 from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import Reference, assert_drawn_from
 from tests.engine_room import long_text
-from tests.quantised import write_folders
+from tests.quantised import folders
 from tests.serving.pd.pd_pair import Meshes, run, running
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised, pytest.mark.timeout(600)]
@@ -22,13 +18,6 @@ PAIRS = [
     pytest.param("fp8", Meshes(prefill=EXPERT, decode=PIPE), id="fp8: expert 4 to pipe 2", marks=pytest.mark.slow),
     pytest.param("int8", Meshes(decode=TENSOR), id="int8: one device to tensor 2", marks=pytest.mark.slow),
 ]
-
-
-@functools.cache
-def folders(format: str) -> Path:
-    folder = Path(mkdtemp())
-    write_folders(folder, format)
-    return folder
 
 
 @pytest.mark.parametrize(("format", "meshes"), PAIRS)

@@ -18,7 +18,8 @@ struct Tiles {
   static constexpr int rows = 4;
   static constexpr long cache_bytes = 256 << 10;  // of the second-level cache: for activations, and again for weights
 
-  // Beside more tokens packed rows are widened into memory, once for all of them, where they stay in the caches.
+  // Beside more tokens packed rows are widened into memory, where they stay in the caches: once for each block of tokens,
+  // which holds fewer the longer rows are.
   static constexpr int most_tokens = Of::is_packed ? (V::width == 16 ? 3 : V::width == 8 ? 2 : 1) : Form::tokens;
 
   // Room that `cover` needs.
@@ -43,13 +44,15 @@ struct Tiles {
           if (row + r * run < num_rows) emit(first + index, row + r * run, sum);
         };
         const auto from = [&](long index) { return token(first + index); };
-        if (!Of::is_packed || count <= most_tokens) {
-          cover_rows(w, count, k, from, take);
-        } else {
-          Row<Form, float> wide[rows];
-          widen(w, k, room, wide);
-          Tiles<Form, float>::cover_rows(wide, count, Packed<Form, Weight>::length(k), from, take);
+        if constexpr (Of::is_packed) {
+          if (count > most_tokens) {
+            Row<Form, float> wide[rows];
+            widen(w, k, room, wide);
+            Tiles<Form, float>::cover_rows(wide, count, Packed<Form, Weight>::length(k), from, take);
+            continue;
+          }
         }
+        cover_rows(w, count, k, from, take);
       }
     }
   }

@@ -75,7 +75,7 @@ struct Int4Codes {
 
   static float number(const uint8_t* codes, long i, Scale scale) {
     const int code = codes[i / 2] >> i % 2 * 4 & 15;
-    return as_float(Int4Tables<1>::product(code, scale.bits & 0x7f)) * as_float(scale.bits & 0xff80u);
+    return as_float(Int4Tables<V::width>::product(code, scale.bits & 0x7f)) * as_float(scale.bits & 0xff80u);
   }
 
  private:
