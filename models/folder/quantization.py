@@ -6,7 +6,7 @@ Sources: the configurations of compressed-tensors (`QuantizationConfig`, `Quanti
 of transformers' quantisers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moonshard.models.folder.checkpoint import Checkpoint
@@ -14,7 +14,7 @@ from moonshard.models.folder.config_reader import ConfigReader
 from moonshard.models.folder.text_part import TEXT_CONFIG, text_part
 from moonshard.models.formats.fp8 import FP8
 from moonshard.models.formats.int4 import INT4
-from moonshard.models.spec import ModelError
+from moonshard.models.spec import ModelError, WeightFormat
 
 CONFIG_FIELDS = ("quantization_config", "compression_config")  # the latter of an older compressed-tensors
 BLOCK, GROUP = [FP8.rows, FP8.columns], INT4.columns
@@ -74,11 +74,30 @@ OTHER_TENSORS = {
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Raises ModelError, naming the field of config.json, where it says that weights are in a format not served."""
+    for told in _told(config):
+        _check_method(told)
+
+
+def format_meant(config: Mapping[str, Any]) -> WeightFormat:
+    """What a config.json without tensors beside it says of their format. ModelError of one that is not served."""
+    check_config(config)
+    for told in _told(config):
+        if told.get("quant_method") == "fp8":
+            return "fp8"
+        groups = told.inside("config_groups")
+        for group in map(groups.inside, groups.names()):
+            if group.get("weights") is not None:
+                return "int4-experts" if group.inside("weights").get("num_bits") == 4 else "int8"
+    return "bf16"
+
+
+def _told(config: Mapping[str, Any]) -> Iterator[ConfigReader]:
+    """What is said of quantisation, of the whole and of its text part."""
     text = config.get(TEXT_CONFIG)
     for at, part in (("", config), (f"{TEXT_CONFIG}.", text if isinstance(text, Mapping) else {})):
         for name in CONFIG_FIELDS:
             if part.get(name) is not None:
-                _check_method(ConfigReader(part, at).inside(name))
+                yield ConfigReader(part, at).inside(name)
 
 
 def check_tensors(text: Checkpoint) -> None:

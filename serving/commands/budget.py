@@ -50,7 +50,7 @@ def budget(
         device: what there is, for example h100-80gb:8, or 64gib:4 for four devices of 64 GiB.
         mesh: one mesh, for example expert=2,tensor=4. Without it all meshes of that many devices, ranked.
         role: whose table of rules.
-        weights: their format in memory; native: a known model's on the hub, a folder's own or, without weights, bf16.
+        weights: their format in memory; native: a known model's on the hub, a folder's own, or as its config.json has it.
         chunk_tokens: of a prefill step, per partition.
         max_slots: sequences that a worker decodes at once, over all partitions.
         lower: also lower the step that serves, with weights in bf16, for as many virtual CPU devices as the mesh has,
@@ -144,6 +144,7 @@ def _find_model(name: str) -> "tuple[Mapping[str, Any], Model, WeightFormat | He
     from moonshard.models.folder.checkpoint import INDEX, WEIGHTS
     from moonshard.models.folder.json_file import read_json_object
     from moonshard.models.folder.known import KNOWN
+    from moonshard.models.folder.quantization import format_meant
     from moonshard.models.formats.sizes import held_as_stored
     from moonshard.models.registry import model_of, open_model
     from moonshard.models.spec import ModelError
@@ -160,7 +161,7 @@ def _find_model(name: str) -> "tuple[Mapping[str, Any], Model, WeightFormat | He
         return checkpoint.config, found, held_as_stored(checkpoint)
     raw = read_json_object(folder / "config.json", ModelError)
     try:
-        return raw, model_of(raw), "bf16"
+        return raw, model_of(raw), format_meant(raw)
     except ModelError as error:
         raise ModelError(f"{folder}/{error}") from error
 

@@ -13,7 +13,7 @@ LARGEST_DIFFERENCE = 0.01  # between XLA's bytes and the budget's, relative, whe
 
 def lower_and_tell(job: LoweringJob) -> tuple[int, list[StageReport]]:
     """The exit code, 1 where lowering failed or a figure differs; and what became of each stage."""
-    _tell(f"the largest {job.role} step on {_devices(job.mesh)}, weights in bf16, which is what is served:")
+    _tell(f"the largest {job.role} step on {_devices(job.mesh)}, weights in bf16:")
     reports: list[StageReport] = []
     num_stages = job.mesh.pipe
     try:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.experiments.studies.affinity.figures import figures
-from moonshard.experiments.studies.affinity.report import grid_of
+from moonshard.experiments.studies.affinity.report import grid_of, thoughts_grid_of
 from moonshard.experiments.studies.affinity.rounds import ArmName, Round, Turn
 from moonshard.experiments.training.texts.corpus import pocket_text
 from moonshard.experiments.workload.agents import agent_sessions, oracle_cached_tokens
@@ -92,6 +92,15 @@ def test_figures_are_shares_of_tokens_and_medians_of_turns():
     assert found.points_below_oracle == pytest.approx(1.0)
     assert found.load_max_over_mean == 2.0
     assert (found.first_ttft_p50_ms, found.later_ttft_p50_ms, found.handoff_gap_p50_ms) == (50.0, 20.0, 7.0)
+
+
+def test_the_table_of_thoughts_has_the_arms_that_were_run_and_no_other():
+    assert thoughts_grid_of([a_round("cost", 20.0, 92, {"a": 1.0})]).rows == ()
+    grid = thoughts_grid_of([a_round("cost", 20.0, 92, {"a": 1.0}), a_round("kept", 20.0, 92, {"a": 800.0})])
+    (row,) = grid.rows
+    told = dict(zip(grid.columns, row, strict=True))
+    assert (told["arm"], told["prompt tokens a turn"], told["prefilled a turn"]) == ("`kept`", "200", "154")
+    assert told["found again"] == f"{92 / 400:.1%}"
 
 
 def test_an_arm_without_a_round_has_no_figures():

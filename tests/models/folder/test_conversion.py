@@ -1,5 +1,6 @@
 """A folder in another number format: what is written is what the format says, and opens as the same model."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
 from moonshard.models.folder.conversion import MATRICES, Target, convert
 from moonshard.models.folder.quantization import check_formats
-from moonshard.models.folder.writing import write_checkpoint
+from moonshard.models.folder.writing import Piece, Planned, write_checkpoint, write_pieces
 from moonshard.models.formats.known import FORMATS as FORMATS_BY_NAME
 from moonshard.models.formats.stored import ROWS_AT_A_TIME, Reader
 from moonshard.models.registry import open_model
@@ -159,6 +160,34 @@ def test_a_written_folder_is_the_same_model_and_computes_what_its_values_say(fol
     np.testing.assert_allclose(computed, expected, atol=LOGIT_TOLERANCE)
 
 
+def with_shapes(before: Checkpoint, changed: dict[str, np.ndarray], dtype: type[np.integer], folder: Path) -> Path:
+    """An INT4 folder again, with some of its `weight_shape`s changed and all of them of this type."""
+
+    def piece(name: str) -> Piece:
+        array, spelling = before.stored(name), before.dtype(name)
+        if name.endswith(".weight_shape"):
+            array, spelling = changed.get(name, before.tensor(name)).astype(dtype), f"I{8 * np.dtype(dtype).itemsize}"
+        planned = Planned(dtype=spelling, shape=before.shape(name))
+        return Piece(tensors={name: planned}, make=lambda: {name: array})
+
+    write_pieces(folder, before.config, [piece(name) for name in before.names])
+    return folder
+
+
+@pytest.mark.parametrize("spelling", [np.int32, np.int64])
+def test_the_shape_beside_packed_codes_is_read_as_either_of_its_types_and_no_other_shape_is_believed(
+    folders, tmp_path: Path, spelling
+):
+    before = Checkpoint.open(folders["int4"])
+    convert(with_shapes(before, {}, spelling, tmp_path / "before"), "bf16", tmp_path / "out")
+    np.testing.assert_array_equal(
+        Checkpoint.open(tmp_path / "out").tensor(f"{EXPERT}.weight"), int4_values(before, EXPERT)
+    )
+    other = with_shapes(before, {f"{EXPERT}.weight_shape": np.array([7, 7])}, spelling, tmp_path / "other")
+    with pytest.raises(ModelError, match=re.escape(f"tensor '{EXPERT}.weight_shape' is [7, 7], and the packed codes")):
+        convert(other, "bf16", tmp_path / "none")
+
+
 @pytest.mark.parametrize("to", ["bf16", *FORMATS])
 def test_of_a_folder_with_vision_the_tower_is_copied_and_both_configurations_name_the_format(tmp_path: Path, to):
     before = wrapped(PLAIN, tmp_path / "before")
@@ -169,6 +198,9 @@ def test_of_a_folder_with_vision_the_tower_is_copied_and_both_configurations_nam
     config = Checkpoint.open(tmp_path / "out").config
     assert config.get("quantization_config") == config["text_config"].get("quantization_config")
     assert ("quantization_config" in config) is (to != "bf16")
+    told = config.get("quantization_config", {})
+    untouched = told.get("ignore", []) + told.get("modules_to_not_convert", [])
+    assert any("vision_tower" in each for each in untouched) is (to != "bf16")
     assert open_model(tmp_path / "out")[1] == open_model(PLAIN)[1]
 
 

@@ -116,7 +116,7 @@ def test_what_is_served_passes_at_the_top_and_inside_the_text_part(config: dict[
         ("format", ["pack-quantized"], "which is not served"),
         ("transform_config", {"config_groups": {"u": {}}}, "rotated or transformed"),
         ("sparsity_config.format", "sparse-24-bitmask", "is 'sparse-24-bitmask': sparse weights"),
-        ("config_groups", None, "is None, not an object"),
+        ("config_groups", None, "is missing"),
     ],
 )
 def test_what_compressed_tensors_has_and_is_not_served_is_refused_by_its_field(path: str, value: object, message: str):

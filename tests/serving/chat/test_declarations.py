@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from moonshard.serving.chat.declarations import MAX_INLINED, ToolSchemaError, declare_tools, sorted_tools
+from moonshard.serving.chat.declarations import MAX_INLINED, MAX_INLINED_CHARS, ToolSchemaError, declare_tools, sorted_tools
 from moonshard.serving.chat.template import ChatTemplate
 
 RECORDED: list[dict[str, Any]] = json.loads((Path(__file__).parent / "declared.json").read_text("utf-8"))
@@ -88,6 +88,23 @@ def test_what_cannot_be_declared_names_the_tool_and_the_place(schema: object, pr
     with pytest.raises(ToolSchemaError, match="'look'") as raised:
         declare_tools([tool({}, "fine"), tool(parameters)])
     assert problem in str(raised.value)
+
+
+def referring(schema: object, count: int, name: str = "look") -> dict[str, object]:
+    """A tool whose parameters refer to one of them so many times."""
+    refers = {"anyOf": [{"$ref": "#/properties/y"}] * count}
+    return tool({"type": "object", "properties": {"x": refers, "y": schema}}, name)
+
+
+def test_what_references_write_is_bounded_over_all_tools_of_a_request():
+    text, half = {"type": "string"}, MAX_INLINED // 2
+    assert declare_tools([referring(text, half, "a"), referring(text, half, "b")]).count("| string") == 2 * half - 2
+    with pytest.raises(ToolSchemaError, match="'b'.*references"):
+        declare_tools([referring(text, half, "a"), referring(text, half + 1, "b")])
+    long = {"enum": ["e" * (MAX_INLINED_CHARS // 8)]}
+    declare_tools([referring(long, 3, "a"), referring(long, 4, "b")])
+    with pytest.raises(ToolSchemaError, match="'b'.*characters"):
+        declare_tools([referring(long, 3, "a"), referring(long, 5, "b")])
 
 
 def test_a_deep_value_is_refused_and_not_a_recursion_error():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.folder.conversion import config_in
 from moonshard.serving.cli import main
 from moonshard.serving.commands.checks.lowering import lower_and_tell
 from moonshard.serving.engine.compiled.lowering_process import LoweringJob
@@ -39,6 +40,26 @@ def test_of_a_folder_only_the_configuration_is_needed(capsys, tmp_path: Path):
     (tmp_path / "config.json").write_bytes((FOLDER / "config.json").read_bytes())
     assert run("--model", str(tmp_path), "--device", "1gib:2", "--mesh", "tensor=2", "--role", "prefill") == 0
     assert "(bf16) on 1gib:2, rules for prefill" in capsys.readouterr().out
+
+
+def test_a_mesh_that_cuts_a_packed_word_is_refused_before_anything_is_loaded(capsys, tmp_path: Path):
+    config = json.loads((FOLDER / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config_in("int4", config | {"moe_intermediate_size": 24})))
+    arguments = ("--model", str(tmp_path), "--device", "1gib:2", "--role", "prefill", "--mesh")
+    assert run(*arguments, "tensor=2") == 2
+    told = "mesh.tensor cuts the model's expert_ffw dimension 24 into parts of 12, which cut through 8 values"
+    assert told in capsys.readouterr().err
+    assert run(*arguments, "expert=2") == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "named"), [("bf16", "bf16"), ("int4", "int4-experts"), ("fp8", "fp8"), ("int8", "int8")]
+)
+def test_without_weights_their_format_is_the_one_that_the_configuration_names(capsys, tmp_path: Path, target, named):
+    config = config_in(target, json.loads((FOLDER / "config.json").read_text()))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run("--model", str(tmp_path), "--device", "1gib:1") == 0
+    assert f"({named}) on 1gib:1" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_configuration_is_refused_by_its_name(capsys, tmp_path: Path):
@@ -84,7 +105,7 @@ def test_what_is_lowered_and_compiled_agrees_with_the_budget(capsys, tmp_path: P
     assert sum(stage["num_layers"] for stage in stages) == 4
     shown = capsys.readouterr().out
     assert (
-        "the largest decode step on 2 virtual CPU devices (pipe=2), weights in bf16, which is what is served" in shown
+        "the largest decode step on 2 virtual CPU devices (pipe=2), weights in bf16:" in shown
     )
     assert shown.count("agree within 1%") == 2
     assert shown.count("not compared: on CPU XLA widens bf16") == 2

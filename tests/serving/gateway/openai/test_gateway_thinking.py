@@ -53,6 +53,9 @@ SWITCHES: list[tuple[dict[str, Any], bool]] = [
     ({"chat_template_kwargs": {"enable_thinking": False}}, False),
     ({"chat_template_kwargs": {"thinking": True}, "reasoning_effort": "none"}, True),
     ({"chat_template_kwargs": {"thinking": False}, "reasoning_effort": "high"}, False),
+    ({"chat_template_kwargs": {"thinking": True, "enable_thinking": False}}, True),
+    ({"chat_template_kwargs": {"thinking": None}}, True),
+    ({"chat_template_kwargs": {"thinking": None, "preserve_thinking": None}, "reasoning_effort": "none"}, False),
 ]
 
 
@@ -104,6 +107,10 @@ async def test_calls_end_a_thought_and_a_thought_that_is_cut_off_is_no_content(
     choice = (await chat(http, max_tokens=2))["choices"][0]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
     assert choice["message"]["reasoning_content"]
+    say(worker, tokens_of("Hm."))
+    answer = await chat(http)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(tokens_of("Hm."))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +127,7 @@ async def test_a_function_that_is_forced_is_called_without_a_thought(
     choice = answer["choices"][0]
     assert [made["function"]["arguments"] for made in choice["message"]["tool_calls"]] == ["{}"]
     assert "reasoning_content" not in choice["message"]
+    assert answer["usage"].get("completion_tokens_details", {"reasoning_tokens": 0}) == {"reasoning_tokens": 0}
     begun = tokens_of("<|tool_calls_section_begin|><|tool_call_begin|>")
     assert choice["token_ids"][: len(thought) + 2] == thought + begun
     assert list(worker.runs[-1].prompt_tokens[len(answer["prompt_token_ids"]) :])[: len(thought) + 2] == thought + begun
@@ -160,6 +168,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_k2_thinking", {"reasoning_effort": "none"}, "reasoning_effort"),
     ("kimi_k2", {"thinking": {"type": "enabled"}}, "thinking"),
     ("kimi_k2", {"enable_thinking": True}, "enable_thinking"),
+    ("kimi_k2_thinking", {"chat_template_kwargs": {"thinking": False}}, "chat_template_kwargs"),
+    ("kimi_k25", {"chat_template_kwargs": {"preserve_thinking": True}}, "chat_template_kwargs"),
+    ("kimi_k2", {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
 ]
 
 
