@@ -19,8 +19,10 @@ struct Tiles {
   static constexpr long cache_bytes = 256 << 10;  // of the second-level cache: for activations, and again for weights
 
   // Beside more tokens packed rows are widened into memory, where they stay in the caches: once for each block of tokens,
-  // which holds fewer the longer rows are.
-  static constexpr int most_tokens = Of::is_packed ? (V::width == 16 ? 3 : V::width == 8 ? 2 : 1) : Form::tokens;
+  // which holds fewer the longer rows are. Beside these they are unpacked once, and their rows multiplied by all tokens:
+  // fewer at once, the more tokens there are, so that sums stay in registers.
+  static constexpr int most_tokens = Of::is_packed ? (V::width == 16 ? 3 : V::width == 8 ? 4 : 1) : Form::tokens;
+  static constexpr int rows_at_once(int tokens) { return Of::is_packed && V::width == 8 && tokens > 2 ? 2 : rows; }
 
   // Room that `cover` needs.
   static long room_floats(long k) { return Of::is_packed ? rows * Packed<Form, Weight>::length(k) : 0; }
@@ -106,18 +108,64 @@ struct Tiles {
   // sums[token][row], in whole registers.
   template <int tokens>
   [[gnu::noinline]] static void multiply_tile(const float* const* x, const Of* w, long k, float* sums) {
-    Vec total[tokens * rows] = {};
-    long i = 0;
-    for (; i + Of::block <= k; i += Of::block) {
-      if constexpr (Of::is_packed) {
-        add_packed<tokens>(x, i, [&](int r, Vec(&of)[Of::registers]) { w[r].load(i, of); }, total);
+    constexpr int count = rows_at_once(tokens);
+    for (int first = 0; first < rows; first += count) {
+      Vec total[tokens * count] = {};
+      multiply_rows<tokens, count>(x, w + first, k, total);
+      if constexpr (count == rows) {
+        store_sums<tokens * rows>(total, sums);
       } else {
+        float own[whole_registers(tokens * count)];
+        store_sums<tokens * count>(total, own);
+        for (int t = 0; t < tokens; ++t) __builtin_memcpy(sums + t * rows + first, own + t * count, 4 * count);
+      }
+    }
+  }
+
+  // total[token][row]
+  template <int tokens, int count>
+  [[gnu::always_inline]] static inline void multiply_rows(const float* const* x, const Of* w, long k, Vec* total) {
+    long i = 0;
+    if constexpr (Of::is_packed) {
+      i = multiply_packed<tokens, count>(x, w, k, total);
+    } else {
+      for (; i + Of::block <= k; i += Of::block) {
         add_half<0, tokens>(x, w, i, total);
         add_half<1, tokens>(x, w, i, total);
       }
     }
-    if (i < k) add_packed<tokens>(x, i, [&](int r, Vec(&of)[Of::registers]) { w[r].load_some(i, k - i, of); }, total);
-    store_sums<tokens * rows>(total, sums);
+    for (; i < k; i += Of::block) {
+      const long left = k - i;
+      add_packed<tokens, count>(
+          x, i, [&](int r, Vec(&of)[Of::registers]) { w[r].load_some(i, left < Of::block ? left : Of::block, of); },
+          total);
+    }
+  }
+
+  // Whole blocks of rows whose scales let them be read so; how many numbers these were.
+  template <int tokens, int count>
+  [[gnu::always_inline]] static inline long multiply_packed(const float* const* x, const Of* w, long k, Vec* total) {
+    Of own[count];
+    for (int r = 0; r < count; ++r) own[r] = w[r];
+    const long span = own[0].span();
+    if (span < Of::block) return 0;
+    long i = 0;
+    if constexpr (Of::has_scale_to_a_block) {
+      for (; i + Of::block <= k; i += Of::block)
+        add_packed<tokens, count>(
+            x, i, [&](int r, Vec(&of)[Of::registers]) { own[r].load(i, own[r].factor(i / Of::block), of); }, total);
+    } else {
+      for (long scale = 0; i + Of::block <= k; ++scale) {
+        typename Of::Factor factors[count];
+#pragma GCC unroll 4
+        for (int r = 0; r < count; ++r) factors[r] = own[r].factor(scale);
+        const long left = k - i, end = i + (left < span ? left : span);
+        for (; i + Of::block <= end; i += Of::block)
+          add_packed<tokens, count>(
+              x, i, [&](int r, Vec(&of)[Of::registers]) { own[r].load(i, factors[r], of); }, total);
+      }
+    }
+    return i;
   }
 
   // Holds all activations and one weight row at a time, so that with the sums no register too many is needed.
@@ -135,16 +183,16 @@ struct Tiles {
   }
 
   // Of all registers that a block of a row is unpacked into, one row at a time.
-  template <int tokens, class Load>
+  template <int tokens, int count, class Load>
   [[gnu::always_inline]] static inline void add_packed(const float* const* x, long i, Load load, Vec* total) {
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
+    for (int r = 0; r < count; ++r) {
       Vec row[Of::registers];
       load(r, row);
 #pragma GCC unroll 8
       for (int each = 0; each < Of::registers; ++each) {
 #pragma GCC unroll 8
-        for (int t = 0; t < tokens; ++t) total[t * rows + r] += V::load(x[t] + i + each * V::width) * row[each];
+        for (int t = 0; t < tokens; ++t) total[t * count + r] += V::load(x[t] + i + each * V::width) * row[each];
       }
     }
   }

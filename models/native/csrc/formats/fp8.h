@@ -16,12 +16,16 @@ struct Fp8Codes {
   using Halves = typename Form::Halves;
   using Weight = Fp8;
   using Scale = float;
+  using Factor = float;
+  static constexpr long group = 0;  // as many columns as the matrix says
   static constexpr int registers = 2;
 
   static constexpr long bytes(long i) { return i; }
 
+  [[gnu::always_inline]] static inline Factor factor(Scale scale) { return scale; }
+
   // The even codes, then the odd ones.
-  [[gnu::always_inline]] static inline void load(const uint8_t* codes, Scale scale, Vec (&to)[registers]) {
+  [[gnu::always_inline]] static inline void load(const uint8_t* codes, Factor scale, Vec (&to)[registers]) {
     Halves pairs;
     __builtin_memcpy(&pairs, codes, sizeof pairs);
     if constexpr (V::width == 4) {

@@ -14,8 +14,8 @@ namespace moonshard {
 // upper bytes of bfloat16s.
 template <int width>
 struct Int4Tables {
-  alignas(64) uint32_t floats[width == 16 ? 128 : 1][16] = {};
   alignas(64) uint8_t bytes[width == 16 ? 1 : 128][32] = {};
+  alignas(64) uint32_t floats[width == 16 ? 128 : 1][16] = {};
 
   constexpr Int4Tables() {
     for (int fraction = 0; fraction < 128; ++fraction) {
@@ -44,6 +44,18 @@ struct Int4Tables {
   }
 };
 
+// What a scale makes of the codes: a register of floats, or the bytes of bfloat16s, twice where a register has two
+// halves, and what is left to multiply with.
+template <class Form, int width = Form::width>
+struct Int4Factor {
+  typename Form::Words lower, upper;
+  typename Form::Vec power;
+};
+template <class Form>
+struct Int4Factor<Form, 16> {
+  typename Form::Vec table;
+};
+
 template <class Form>
 struct Int4Codes {
   using V = Vectors<Form>;
@@ -51,25 +63,36 @@ struct Int4Codes {
   using Words = typename Form::Words;
   using Weight = Int4;
   using Scale = Bf16;
-  static constexpr int registers = 32 / V::width;
+  using Factor = Int4Factor<Form>;
+  static constexpr long group = 32;
+  static constexpr int registers = group / V::width;
 
   static constexpr long bytes(long i) { return i / 2; }
 
-  // The even codes, then the odd ones; of narrower registers see `Packed`.
-  [[gnu::always_inline]] static inline void load(const uint8_t* codes, Scale scale, Vec (&to)[registers]) {
-    const float power = as_float(scale.bits & 0xff80u);
-    const int fraction = scale.bits & 0x7f;
+  [[gnu::always_inline]] static inline Factor factor(Scale scale) {
+    const Vec power = (Vec)((Words{} + (scale.bits | scale.bits << 16)) & powers());
+    const long fraction = scale.bits & 0x7f;
     if constexpr (V::width == 16) {
-      const __m512 table = (__m512)(load_floats(tables.floats[fraction]) * power);
+      Vec floats;
+      __builtin_memcpy(&floats, tables.floats[fraction], sizeof floats);
+      return {floats * power};
+    } else {
+      return {table(tables.bytes[fraction]), table(tables.bytes[fraction] + 16), power};
+    }
+  }
+
+  // The even codes, then the odd ones; of narrower registers see `Packed`.
+  [[gnu::always_inline]] static inline void load(const uint8_t* codes, const Factor& factor, Vec (&to)[registers]) {
+    if constexpr (V::width == 16) {
       __m128i bytes;
       __builtin_memcpy(&bytes, codes, 16);
       const __m512i lower = _mm512_cvtepu8_epi32(bytes);  // of an index four bits count
-      to[0] = (Vec)_mm512_permutexvar_ps(lower, table);
-      to[1] = (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32(lower, 4), table);
+      to[0] = (Vec)_mm512_permutexvar_ps(lower, (__m512)factor.table);
+      to[1] = (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32(lower, 4), (__m512)factor.table);
     } else if constexpr (V::width == 8) {
-      load_avx2(codes, tables.bytes[fraction], power, to);
+      load_avx2(codes, factor, to);
     } else {
-      load_sse4(codes, tables.bytes[fraction], power, to);
+      load_sse4(codes, factor, to);
     }
   }
 
@@ -82,54 +105,57 @@ struct Int4Codes {
   static constexpr Int4Tables<V::width> tables{};
 
   // Of a bfloat16's bits.
-  [[gnu::always_inline]] static inline float as_float(uint32_t bits) {
+  static float as_float(uint32_t bits) {
     bits <<= 16;
     float found;
     __builtin_memcpy(&found, &bits, sizeof found);
     return found;
   }
-  [[gnu::always_inline]] static inline Vec load_floats(const uint32_t* from) {
-    Vec loaded;
-    __builtin_memcpy(&loaded, from, sizeof loaded);
-    return loaded;
+
+  // 16 bytes, in each half of a register.
+  [[gnu::always_inline]] static inline Words table(const uint8_t* from) {
+    __m128i bytes;
+    __builtin_memcpy(&bytes, from, 16);
+    if constexpr (V::width == 8) {
+      return (Words)_mm256_broadcastsi128_si256(bytes);
+    } else {
+      return (Words)bytes;
+    }
   }
 
   // A register of bfloat16s is two of floats, as `Vectors::load_half` has it.
-  [[gnu::always_inline]] static inline void widen(Words pairs, float power, Vec& evens, Vec& odds) {
+  [[gnu::always_inline]] static inline void widen(Words pairs, Vec power, Vec& evens, Vec& odds) {
     evens = (Vec)(pairs << 16) * power;
-    odds = (Vec)(pairs & 0xffff0000u) * power;
+    odds = (Vec)(pairs & upper_halves()) * power;
   }
 
   // The even codes in the lower half of a register, the odd ones in the upper: each finds its bfloat16's bytes.
-  [[gnu::always_inline]] static inline void load_avx2(const uint8_t* codes, const uint8_t* table, float power,
+  [[gnu::always_inline]] static inline void load_avx2(const uint8_t* codes, const Factor& factor,
                                                       Vec (&to)[registers]) {
-    const __m256i pairs = twice(codes), lower = twice(table), upper = twice(table + 16);
-    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-    const __m256i each = _mm256_and_si256(_mm256_srlv_epi32(pairs, shifts), _mm256_set1_epi8(15));
-    const __m256i low = _mm256_shuffle_epi8(lower, each), high = _mm256_shuffle_epi8(upper, each);
-    widen((Words)_mm256_unpacklo_epi8(low, high), power, to[0], to[1]);
-    widen((Words)_mm256_unpackhi_epi8(low, high), power, to[2], to[3]);
-  }
-  [[gnu::always_inline]] static inline auto twice(const uint8_t* from) {
-    __m128i bytes;
-    __builtin_memcpy(&bytes, from, 16);
-    return _mm256_broadcastsi128_si256(bytes);
+    const __m256i pairs = (__m256i)table(codes), shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+    const __m256i each = _mm256_and_si256(_mm256_srlv_epi32(pairs, shifts), (__m256i)lower_nibbles());
+    const __m256i low = _mm256_shuffle_epi8((__m256i)factor.lower, each);
+    const __m256i high = _mm256_shuffle_epi8((__m256i)factor.upper, each);
+    widen((Words)_mm256_unpacklo_epi8(low, high), factor.power, to[0], to[1]);
+    widen((Words)_mm256_unpackhi_epi8(low, high), factor.power, to[2], to[3]);
   }
 
-  [[gnu::always_inline]] static inline void load_sse4(const uint8_t* codes, const uint8_t* table, float power,
+  [[gnu::always_inline]] static inline void load_sse4(const uint8_t* codes, const Factor& factor,
                                                       Vec (&to)[registers]) {
-    __m128i pairs, lower, upper;
-    __builtin_memcpy(&pairs, codes, 16);
-    __builtin_memcpy(&lower, table, 16);
-    __builtin_memcpy(&upper, table + 16, 16);
+    const __m128i pairs = (__m128i)table(codes);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const __m128i each = _mm_and_si128(half ? _mm_srli_epi32(pairs, 4) : pairs, _mm_set1_epi8(15));
-      const __m128i low = _mm_shuffle_epi8(lower, each), high = _mm_shuffle_epi8(upper, each);
-      widen((Words)_mm_unpacklo_epi8(low, high), power, to[half], to[2 + half]);
-      widen((Words)_mm_unpackhi_epi8(low, high), power, to[4 + half], to[6 + half]);
+      const __m128i each = _mm_and_si128(half ? _mm_srli_epi32(pairs, 4) : pairs, (__m128i)lower_nibbles());
+      const __m128i low = _mm_shuffle_epi8((__m128i)factor.lower, each);
+      const __m128i high = _mm_shuffle_epi8((__m128i)factor.upper, each);
+      widen((Words)_mm_unpacklo_epi8(low, high), factor.power, to[half], to[2 + half]);
+      widen((Words)_mm_unpackhi_epi8(low, high), factor.power, to[4 + half], to[6 + half]);
     }
   }
+
+  [[gnu::always_inline]] static inline Words lower_nibbles() { return Words{} + 0x0f0f0f0fu; }
+  [[gnu::always_inline]] static inline Words powers() { return Words{} + 0xff800000u; }
+  [[gnu::always_inline]] static inline Words upper_halves() { return Words{} + 0xffff0000u; }
 };
 
 }  // namespace moonshard

@@ -11,12 +11,16 @@ struct Int8Codes {
   using Vec = typename V::Vec;
   using Weight = Int8;
   using Scale = float;
+  using Factor = float;
+  static constexpr long group = 0;  // as many columns as the matrix says
   static constexpr int registers = 2;
 
   static constexpr long bytes(long i) { return i; }
 
+  [[gnu::always_inline]] static inline Factor factor(Scale scale) { return scale; }
+
   // In the order of the row.
-  [[gnu::always_inline]] static inline void load(const uint8_t* codes, Scale scale, Vec (&to)[registers]) {
+  [[gnu::always_inline]] static inline void load(const uint8_t* codes, Factor scale, Vec (&to)[registers]) {
     for (int r = 0; r < registers; ++r) to[r] = whole_numbers(codes + r * V::width) * scale;
   }
 

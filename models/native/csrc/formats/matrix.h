@@ -39,14 +39,18 @@ struct Row {
 
 // Of codes: bytes, and scales that some of them share, of which there is one to every 2^shift columns. A row whose
 // scales change within a block of registers is read number by number.
+//
+// `Factor` is what a scale is to the codes, made once for all blocks of registers that share it.
 template <class Form, class Codes>
 struct PackedRow {
   using V = Vectors<Form>;
   using Vec = typename V::Vec;
   static constexpr bool is_packed = true;
   using Scale = typename Codes::Scale;
+  using Factor = typename Codes::Factor;
   static constexpr int registers = Codes::registers;
   static constexpr long block = registers * V::width;
+  static constexpr bool has_scale_to_a_block = Codes::group == block;
 
   const uint8_t* codes;
   const Scale* scales;
@@ -54,9 +58,20 @@ struct PackedRow {
   int shift;  // below 0: read number by number
 
   const char* address(long i) const { return reinterpret_cast<const char*>(codes + Codes::bytes(i)); }
+  // Columns that share a scale, or fewer than a block of registers where those of one do not.
+  [[gnu::always_inline]] inline long span() const { return shift < 0 ? 0 : 1L << shift; }
+  [[gnu::always_inline]] inline Factor factor(long index) const { return Codes::factor(scales[index]); }
+  [[gnu::always_inline]] inline void load(long i, const Factor& factor, Vec (&to)[registers]) const {
+    Codes::load(codes + Codes::bytes(i), factor, to);
+  }
   [[gnu::always_inline]] inline void load(long i, Vec (&to)[registers]) const {
-    if (__builtin_expect(shift < 0, false)) return load_some(i, block, to);
-    Codes::load(codes + Codes::bytes(i), scales[i >> shift], to);
+    if (__builtin_expect(shift < 0, false)) {
+      Vec apart[registers];  // what a call is given has no place in registers
+      load_some(i, block, apart);
+      for (int r = 0; r < registers; ++r) to[r] = apart[r];
+    } else {
+      load(i, factor(i >> shift), to);
+    }
   }
   [[gnu::noinline]] void load_some(long i, long count, Vec (&to)[registers]) const {
     alignas(64) float numbers[block] = {}, ordered[block];
