@@ -10,7 +10,7 @@ from moonshard.experiments.bench.costs.recording_cost import recorded_row_grid, 
 from moonshard.experiments.bench.costs.routing import replay_grid, speed_grid
 from moonshard.experiments.bench.costs.token_cost import token_grid
 from moonshard.experiments.bench.formats.record import Formats
-from moonshard.experiments.bench.formats.table import formats_grid
+from moonshard.experiments.bench.formats.table import formats_grid, kernels_grid
 from moonshard.experiments.bench.meshes.tables import MESH_GRIDS
 from moonshard.experiments.bench.peers.beside import Beside
 from moonshard.experiments.bench.peers.table import as_cells, beside_grids
@@ -120,6 +120,7 @@ def grids(report: Report) -> list[Grid]:
         *beside_grids(report.beside),
         *profile_grids(report.profile),
         formats_grid(report.formats),
+        kernels_grid(report.formats),
         sizes_grid(report.sizes),
     ]
     return [grid for grid in (*plain, *laid_out, *real) if grid.rows]

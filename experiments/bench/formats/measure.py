@@ -11,6 +11,7 @@ from moonshard.experiments.common.running.own_process import ask
 from moonshard.serving.config.keys import Config
 from moonshard.serving.config.reading import as_overrides
 
+KERNEL_BATCHES = (1, 2, 4, 8)
 CONTEXT_TOKENS = 192  # halfway through a stream of the part `peers`
 
 
@@ -24,6 +25,7 @@ def measure_formats(config: Config, plan: Plan, environment: Mapping[str, str], 
         overrides=tuple(as_overrides(config)),
         arms=arms_of(config.model.path, converted),
         batches=plan.batches,
+        kernel_batches=KERNEL_BATCHES,
         context_tokens=CONTEXT_TOKENS,
         prompt_tokens=plan.compared_prompts,
         repeats=plan.repeats,

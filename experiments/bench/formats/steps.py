@@ -8,9 +8,11 @@ from typing import Any
 import jax
 
 from moonshard.experiments.bench.floors.asked import decode_work, item_bytes
+from moonshard.experiments.bench.formats.kernels import KernelSteps
 from moonshard.experiments.bench.formats.record import Arm, FormatsJob, FormatTimes
 from moonshard.experiments.bench.steps.bare_steps import BareSteps, gaps_ms, with_small_pool
 from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.native import library
 from moonshard.models.registry import latent_model_of
 from moonshard.serving.config.keys import Config
 from moonshard.serving.engine.loading import load_model
@@ -39,6 +41,7 @@ class _LoadedArm:
         self._steps = BareSteps(self._model, job.seed)
         self._decode_ms: dict[int, list[float]] = {batch: [] for batch in job.batches}
         self._prefill_ms: dict[int, list[float]] = {tokens: [] for tokens in job.prompt_tokens}
+        self._kernels = None if library.chosen() is None else self._kernel_steps()
 
     def run(self) -> None:
         """Each step once, the decode steps some times."""
@@ -47,6 +50,8 @@ class _LoadedArm:
         for batch, samples in self._decode_ms.items():
             steps = self._steps.decode(range(batch), self._job.context_tokens, DECODE_STEPS)
             samples.append(median(gaps_ms(self._model.programs, steps)[1:]))
+        if self._kernels is not None:
+            self._kernels.run()
 
     def times(self) -> FormatTimes:
         model, size = latent_model_of(Checkpoint.open(self._config.model.path).config), item_bytes(self._config)
@@ -59,7 +64,13 @@ class _LoadedArm:
                 for batch in self._job.batches
             },
             prefill_ms={tokens: median(samples[1:]) for tokens, samples in self._prefill_ms.items()},
+            kernels=() if self._kernels is None else self._kernels.times(),
         )
+
+    def _kernel_steps(self) -> KernelSteps:
+        model = latent_model_of(Checkpoint.open(self._config.model.path).config)
+        weights = self._model.programs.stages[0].weights
+        return KernelSteps(weights, model.config.num_experts_per_tok, self._job.kernel_batches, self._job.seed)
 
 
 def _num_bytes(held: Any) -> int:

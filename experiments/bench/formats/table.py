@@ -19,6 +19,24 @@ def formats_grid(found: Formats | None) -> Grid:
     )
 
 
+def kernels_grid(found: Formats | None) -> Grid:
+    """What each kernel reaches of the memory's bandwidth. No rows where none ran."""
+    times = [] if found is None else [(one, own) for one in found.times for own in one.kernels]
+    batches = tuple(dict.fromkeys(own.batch for _, own in times))
+    cells: dict[tuple[str, str], list[str]] = {}
+    for one, own in times:
+        assert found is not None
+        share = own.call_bytes / (own.call_us / 1e6) / found.ceilings.bytes_per_s
+        cells.setdefault((one.name, own.kernel), []).append(f"{number(own.call_us)} ({share:.0%})")
+    rows = tuple((f"{name}, {kernel}", *own) for (name, kernel), own in cells.items())
+    columns = ("weights, kernel", *(f"batch {batch}, µs a layer" for batch in batches))
+    notes = (
+        "A kernel by itself, layer after layer, its threads woken and joined; in brackets the share of the bandwidth "
+        "above that its weights and scales alone come to. Tokens draw their experts evenly.",
+    )
+    return Grid(title="Kernels by number format", columns=columns, rows=rows, notes=notes if rows else ())
+
+
 def _row(found: Formats, one: FormatTimes) -> tuple[str, ...]:
     first = found.times[0]
     return (

@@ -28,8 +28,18 @@ BLOCKS = {"int4": ((1, 32), (1, 8), (1, 16)), "fp8": ((128, 128), (64, 64), (8, 
 BLOCK = st.integers(0, 3)
 
 
-def random_weight(rng, name: str, shape: tuple[int, ...], which: int = 0, exponents: tuple[int, int] = (-6, -2)):
-    """A stack of matrices of random codes, each of its scales of another size; and what it stands for, in float64."""
+def random_weight(
+    rng,
+    name: str,
+    shape: tuple[int, ...],
+    which: int = 0,
+    exponents: tuple[int, int] = (-6, -2),
+    negative: float | None = None,
+):
+    """A stack of matrices of random codes, each of its scales of another size; and what it stands for, in float64.
+
+    `negative`: the share of such scales; None: any, and often none, as folders have it.
+    """
     format = FORMATS[name]
     rows, columns = BLOCKS[name][which % len(BLOCKS[name])]
     columns = columns or shape[-1]
@@ -39,7 +49,8 @@ def random_weight(rng, name: str, shape: tuple[int, ...], which: int = 0, expone
     if name == "fp8":
         codes[codes & 0x7F == 0x7F] = 0  # not a number
     values = codes.view(format.values.dtype).reshape(stored)
-    signs = rng.choice([-1, 1], of_scales)
+    share = rng.choice([0, 0, 0.1, 0.5]) if negative is None else negative
+    signs = np.where(rng.random(of_scales) < share, -1, 1)
     scales = (signs * rng.uniform(1, 2, of_scales) * 2.0 ** rng.integers(*exponents, of_scales)).astype(
         format.scales.dtype
     )
@@ -90,14 +101,15 @@ def test_a_product_reads_a_format_exactly_whatever_the_sizes(form, is_transposed
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("exponents", [(-125, -100), (-20, 20), (100, 118), (119, 126)])
 @pytest.mark.parametrize("which", [0, 2])
-def test_every_value_is_exact_whatever_the_scale(form, name, exponents, which, is_transposed):
+@pytest.mark.parametrize("negative", [0, 0.02])  # the latter in some rows, and in their middle
+def test_every_value_is_exact_whatever_the_scale(form, name, exponents, which, is_transposed, negative):
     """Ones that stand alone in a row of activations take the values themselves out of a weight."""
     rng = np.random.default_rng(exponents[0] + 128)
-    stack, wide = random_weight(rng, name, (1, 1, 64, 256), which, exponents)
+    stack, wide = random_weight(rng, name, (1, 1, 64, 2300), which, exponents, negative)
     wide = wide[0, 0].astype(np.float32)
     wide[np.abs(wide) < np.finfo(np.float32).smallest_normal] = 0
     with np.errstate(invalid="ignore"):
-        x = np.eye(64 if is_transposed else 256, dtype=np.float32)[:, None]
+        x = np.eye(64 if is_transposed else 2300, dtype=np.float32)[:, None]
         for n in (1, 9):  # in registers, and in the caches
             some = rng.permutation(len(x))[:n]
             found = np.asarray(PRODUCT(x[some], stack, np.int32(0), form=form, is_transposed=is_transposed))[:, 0]

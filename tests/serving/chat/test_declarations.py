@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from moonshard.serving.chat.declarations import MAX_INLINED, MAX_INLINED_CHARS, ToolSchemaError, declare_tools, sorted_tools
+from moonshard.serving.chat.declarations import (
+    MAX_INLINED,
+    MAX_INLINED_CHARS,
+    ToolSchemaError,
+    declare_tools,
+    sorted_tools,
+)
 from moonshard.serving.chat.template import ChatTemplate
 
 RECORDED: list[dict[str, Any]] = json.loads((Path(__file__).parent / "declared.json").read_text("utf-8"))

@@ -104,9 +104,7 @@ def test_what_is_lowered_and_compiled_agrees_with_the_budget(capsys, tmp_path: P
     stages = lowered(tmp_path / "budget.json", *asked)
     assert sum(stage["num_layers"] for stage in stages) == 4
     shown = capsys.readouterr().out
-    assert (
-        "the largest decode step on 2 virtual CPU devices (pipe=2), weights in bf16:" in shown
-    )
+    assert "the largest decode step on 2 virtual CPU devices (pipe=2), weights in bf16:" in shown
     assert shown.count("agree within 1%") == 2
     assert shown.count("not compared: on CPU XLA widens bf16") == 2
 

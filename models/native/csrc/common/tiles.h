@@ -82,16 +82,24 @@ struct Tiles {
 
   // As `Packed` has activations.
   static void widen(const Of (&w)[rows], long k, float* room, Row<Form, float> (&wide)[rows]) {
-    for (int r = 0; r < rows; ++r, room += Packed<Form, Weight>::length(k)) {
-      wide[r] = {room};
-      for (long i = 0; i < k; i += Of::block) {
+    const long length = Packed<Form, Weight>::length(k);
+    for (int r = 0; r < rows; ++r) wide[r] = {room + r * length};
+    const auto store = [&](long i, int r, const Vec(&of)[Of::registers]) {
+      for (int each = 0; each < Of::registers; ++each) V::store(room + r * length + i + each * V::width, of[each]);
+    };
+    long i = whole_blocks<rows>(w, k, [&](long at, auto load) {
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
         Vec of[Of::registers];
-        if (i + Of::block <= k) {
-          w[r].load(i, of);
-        } else {
-          w[r].load_some(i, k - i, of);
-        }
-        for (int each = 0; each < Of::registers; ++each) V::store(room + i + each * V::width, of[each]);
+        load(r, of);
+        store(at, r, of);
+      }
+    });
+    for (; i < k; i += Of::block) {
+      for (int r = 0; r < rows; ++r) {
+        Vec of[Of::registers];
+        w[r].load_some(i, k - i < Of::block ? k - i : Of::block, of);
+        store(i, r, of);
       }
     }
   }
@@ -127,7 +135,9 @@ struct Tiles {
   [[gnu::always_inline]] static inline void multiply_rows(const float* const* x, const Of* w, long k, Vec* total) {
     long i = 0;
     if constexpr (Of::is_packed) {
-      i = multiply_packed<tokens, count>(x, w, k, total);
+      Of own[count];
+      for (int r = 0; r < count; ++r) own[r] = w[r];
+      i = whole_blocks<count>(own, k, [&](long at, auto load) { add_packed<tokens, count>(x, at, load, total); });
     } else {
       for (; i + Of::block <= k; i += Of::block) {
         add_half<0, tokens>(x, w, i, total);
@@ -142,27 +152,30 @@ struct Tiles {
     }
   }
 
-  // Whole blocks of rows whose scales let them be read so; how many numbers these were.
-  template <int tokens, int count>
-  [[gnu::always_inline]] static inline long multiply_packed(const float* const* x, const Of* w, long k, Vec* total) {
-    Of own[count];
-    for (int r = 0; r < count; ++r) own[r] = w[r];
-    const long span = own[0].span();
+  // act(i, load) of every whole block, from `i` on, of rows of one matrix, where load(row, registers); how many numbers
+  // these were: fewer where scales do not let them be read so.
+  template <int count, class Act>
+  [[gnu::always_inline]] static inline long whole_blocks(const Of (&w)[count], long k, Act act) {
+    const long whole = k / Of::block * Of::block, span = w[0].span();
     if (span < Of::block) return 0;
+    typename Of::Prepared prepared[count];
     long i = 0;
-    if constexpr (Of::has_scale_to_a_block) {
-      for (; i + Of::block <= k; i += Of::block)
-        add_packed<tokens, count>(
-            x, i, [&](int r, Vec(&of)[Of::registers]) { own[r].load(i, own[r].factor(i / Of::block), of); }, total);
-    } else {
-      for (long scale = 0; i + Of::block <= k; ++scale) {
-        typename Of::Factor factors[count];
+    for (long first = 0; i < whole; first += Of::Prepared::most) {
+      const long left = w[0].num_scales(whole - i), num = left < Of::Prepared::most ? left : Of::Prepared::most;
+      for (int r = 0; r < count; ++r)
+        if (!w[r].prepare(first, num, prepared[r])) return i;
+      for (long scale = 0; scale < num; ++scale) {
+        if constexpr (Of::has_scale_to_a_block) {  // and it takes registers, so a row's at a time
+          act(i, [&](int r, Vec(&of)[Of::registers]) { w[r].load(i, Of::factor(prepared[r], scale), of); });
+          i += Of::block;
+        } else {
+          typename Of::Factor factors[count];
 #pragma GCC unroll 4
-        for (int r = 0; r < count; ++r) factors[r] = own[r].factor(scale);
-        const long left = k - i, end = i + (left < span ? left : span);
-        for (; i + Of::block <= end; i += Of::block)
-          add_packed<tokens, count>(
-              x, i, [&](int r, Vec(&of)[Of::registers]) { own[r].load(i, factors[r], of); }, total);
+          for (int r = 0; r < count; ++r) factors[r] = Of::factor(prepared[r], scale);
+          const long end = whole - i < span ? whole : i + span;
+          for (; i < end; i += Of::block)
+            act(i, [&](int r, Vec(&of)[Of::registers]) { w[r].load(i, factors[r], of); });
+        }
       }
     }
     return i;

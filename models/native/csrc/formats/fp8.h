@@ -22,7 +22,18 @@ struct Fp8Codes {
 
   static constexpr long bytes(long i) { return i; }
 
-  [[gnu::always_inline]] static inline Factor factor(Scale scale) { return scale; }
+  struct Prepared {
+    static constexpr long most = 1L << 62;
+    const Scale* scales;
+  };
+
+  [[gnu::always_inline]] static inline bool prepare(const Scale* scales, long, Prepared& to) {
+    to.scales = scales;
+    return true;
+  }
+  [[gnu::always_inline]] static inline Factor factor(const Prepared& prepared, long index) {
+    return prepared.scales[index];
+  }
 
   // The even codes, then the odd ones.
   [[gnu::always_inline]] static inline void load(const uint8_t* codes, Factor scale, Vec (&to)[registers]) {

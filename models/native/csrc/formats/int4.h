@@ -11,7 +11,11 @@
 namespace moonshard {
 
 // The products (code - 8) * (1 + fraction / 128), rounded to bfloat16, ties to even: as floats, or as the lower and the
-// upper bytes of bfloat16s.
+// upper bytes of bfloat16s. Bytes stand for 2^int4_shifted times that, the most that the largest product allows: instead
+// of multiplying floats with a power of two, it is subtracted from the bits of two bfloat16s at once, and saturated, so
+// that what is zero stays zero.
+inline constexpr uint32_t int4_shifted = 123;
+
 template <int width>
 struct Int4Tables {
   alignas(64) uint8_t bytes[width == 16 ? 1 : 128][32] = {};
@@ -24,8 +28,9 @@ struct Int4Tables {
         if constexpr (width == 16) {
           floats[fraction][code] = bits << 16;
         } else {
-          bytes[fraction][code] = bits & 0xff;
-          bytes[fraction][16 + code] = bits >> 8;
+          const uint32_t shifted = bits ? bits + (int4_shifted << 7) : 0;
+          bytes[fraction][code] = shifted & 0xff;
+          bytes[fraction][16 + code] = shifted >> 8;
         }
       }
     }
@@ -45,11 +50,10 @@ struct Int4Tables {
 };
 
 // What a scale makes of the codes: a register of floats, or the bytes of bfloat16s, twice where a register has two
-// halves, and what is left to multiply with.
+// halves, and what is subtracted from each of these.
 template <class Form, int width = Form::width>
 struct Int4Factor {
-  typename Form::Words lower, upper;
-  typename Form::Vec power;
+  typename Form::Words lower, upper, less;
 };
 template <class Form>
 struct Int4Factor<Form, 16> {
@@ -69,15 +73,48 @@ struct Int4Codes {
 
   static constexpr long bytes(long i) { return i / 2; }
 
-  [[gnu::always_inline]] static inline Factor factor(Scale scale) {
-    const Vec power = (Vec)((Words{} + (scale.bits | scale.bits << 16)) & powers());
-    const long fraction = scale.bits & 0x7f;
+  // Where the bytes of a scale's fraction lie, and what is subtracted from each of two bfloat16s: worked out for many
+  // scales at once.
+  struct Prepared {
+    static constexpr long most = 64;
+    const Scale* scales;
+    alignas(32) uint16_t at[V::width == 16 ? 1 : most];
+    alignas(32) uint32_t less[V::width == 16 ? 1 : most];
+  };
+
+  // False where a scale is negative, so small that it counts as zero, or so large that values might be infinite.
+  [[gnu::always_inline]] static inline bool prepare(const Scale* scales, long count, Prepared& to) {
+    to.scales = scales;
+    if constexpr (V::width == 16) return true;
+    Words beyond{};
+    for (long i = 0; i < count; i += V::width) {
+      typename Form::Halves bits = typename Form::Halves{} + (uint16_t)first_plain;
+      if (count - i >= V::width) {
+        __builtin_memcpy(&bits, scales + i, sizeof bits);
+      } else {
+        __builtin_memcpy(&bits, scales + i, (count - i) * sizeof(Scale));
+      }
+      const typename Form::Halves at = (bits & (uint16_t)0x7f) * (uint16_t)sizeof tables.bytes[0];
+      const Words wide = V::widen(bits), less = last_plain - (wide | 0x7fu), both = less << 16 | less;
+      __builtin_memcpy(to.at + i, &at, sizeof at);
+      __builtin_memcpy(to.less + i, &both, sizeof both);
+      beyond |= (Words)(wide - first_plain > Words{} + (last_plain - first_plain));
+    }
+    uint64_t parts[V::width / 2], any = 0;
+    __builtin_memcpy(parts, &beyond, sizeof beyond);
+    for (const uint64_t part : parts) any |= part;
+    return !any;
+  }
+
+  [[gnu::always_inline]] static inline Factor factor(const Prepared& prepared, long index) {
     if constexpr (V::width == 16) {
+      const Scale scale = prepared.scales[index];
       Vec floats;
-      __builtin_memcpy(&floats, tables.floats[fraction], sizeof floats);
-      return {floats * power};
+      __builtin_memcpy(&floats, tables.floats[scale.bits & 0x7f], sizeof floats);
+      return {floats * as_float(scale.bits & 0xff80u)};
     } else {
-      return {table(tables.bytes[fraction]), table(tables.bytes[fraction] + 16), power};
+      const uint8_t* bytes = tables.bytes[0] + prepared.at[index];
+      return {table(bytes), table(bytes + 16), Words{} + prepared.less[index]};
     }
   }
 
@@ -103,6 +140,7 @@ struct Int4Codes {
 
  private:
   static constexpr Int4Tables<V::width> tables{};
+  static constexpr uint32_t first_plain = 1 << 7, last_plain = (127 + int4_shifted) << 7 | 0x7f;  // scales, by their bits
 
   // Of a bfloat16's bits.
   static float as_float(uint32_t bits) {
@@ -124,38 +162,35 @@ struct Int4Codes {
   }
 
   // A register of bfloat16s is two of floats, as `Vectors::load_half` has it.
-  [[gnu::always_inline]] static inline void widen(Words pairs, Vec power, Vec& evens, Vec& odds) {
-    evens = (Vec)(pairs << 16) * power;
-    odds = (Vec)(pairs & upper_halves()) * power;
+  [[gnu::always_inline]] static inline void widen(Words pairs, Vec& evens, Vec& odds) {
+    evens = (Vec)(pairs << 16);
+    odds = (Vec)(pairs & (Words{} + 0xffff0000u));
   }
 
   // The even codes in the lower half of a register, the odd ones in the upper: each finds its bfloat16's bytes.
   [[gnu::always_inline]] static inline void load_avx2(const uint8_t* codes, const Factor& factor,
                                                       Vec (&to)[registers]) {
     const __m256i pairs = (__m256i)table(codes), shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-    const __m256i each = _mm256_and_si256(_mm256_srlv_epi32(pairs, shifts), (__m256i)lower_nibbles());
+    const __m256i each = _mm256_and_si256(_mm256_srlv_epi32(pairs, shifts), _mm256_set1_epi8(15));
     const __m256i low = _mm256_shuffle_epi8((__m256i)factor.lower, each);
     const __m256i high = _mm256_shuffle_epi8((__m256i)factor.upper, each);
-    widen((Words)_mm256_unpacklo_epi8(low, high), factor.power, to[0], to[1]);
-    widen((Words)_mm256_unpackhi_epi8(low, high), factor.power, to[2], to[3]);
+    const __m256i less = (__m256i)factor.less;
+    widen((Words)_mm256_subs_epu16(_mm256_unpacklo_epi8(low, high), less), to[0], to[1]);
+    widen((Words)_mm256_subs_epu16(_mm256_unpackhi_epi8(low, high), less), to[2], to[3]);
   }
 
   [[gnu::always_inline]] static inline void load_sse4(const uint8_t* codes, const Factor& factor,
                                                       Vec (&to)[registers]) {
-    const __m128i pairs = (__m128i)table(codes);
+    const __m128i pairs = (__m128i)table(codes), less = (__m128i)factor.less;
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const __m128i each = _mm_and_si128(half ? _mm_srli_epi32(pairs, 4) : pairs, (__m128i)lower_nibbles());
+      const __m128i each = _mm_and_si128(half ? _mm_srli_epi32(pairs, 4) : pairs, _mm_set1_epi8(15));
       const __m128i low = _mm_shuffle_epi8((__m128i)factor.lower, each);
       const __m128i high = _mm_shuffle_epi8((__m128i)factor.upper, each);
-      widen((Words)_mm_unpacklo_epi8(low, high), factor.power, to[half], to[2 + half]);
-      widen((Words)_mm_unpackhi_epi8(low, high), factor.power, to[4 + half], to[6 + half]);
+      widen((Words)_mm_subs_epu16(_mm_unpacklo_epi8(low, high), less), to[half], to[2 + half]);
+      widen((Words)_mm_subs_epu16(_mm_unpackhi_epi8(low, high), less), to[4 + half], to[6 + half]);
     }
   }
-
-  [[gnu::always_inline]] static inline Words lower_nibbles() { return Words{} + 0x0f0f0f0fu; }
-  [[gnu::always_inline]] static inline Words powers() { return Words{} + 0xff800000u; }
-  [[gnu::always_inline]] static inline Words upper_halves() { return Words{} + 0xffff0000u; }
 };
 
 }  // namespace moonshard

@@ -40,13 +40,14 @@ struct Row {
 // Of codes: bytes, and scales that some of them share, of which there is one to every 2^shift columns. A row whose
 // scales change within a block of registers is read number by number.
 //
-// `Factor` is what a scale is to the codes, made once for all blocks of registers that share it.
+// `Prepared` are some of a row's scales, `Factor` is what one of them is to its codes.
 template <class Form, class Codes>
 struct PackedRow {
   using V = Vectors<Form>;
   using Vec = typename V::Vec;
   static constexpr bool is_packed = true;
   using Scale = typename Codes::Scale;
+  using Prepared = typename Codes::Prepared;
   using Factor = typename Codes::Factor;
   static constexpr int registers = Codes::registers;
   static constexpr long block = registers * V::width;
@@ -60,17 +61,26 @@ struct PackedRow {
   const char* address(long i) const { return reinterpret_cast<const char*>(codes + Codes::bytes(i)); }
   // Columns that share a scale, or fewer than a block of registers where those of one do not.
   [[gnu::always_inline]] inline long span() const { return shift < 0 ? 0 : 1L << shift; }
-  [[gnu::always_inline]] inline Factor factor(long index) const { return Codes::factor(scales[index]); }
+  // Of so many columns, at least one.
+  [[gnu::always_inline]] inline long num_scales(long columns) const { return ((columns - 1) >> shift) + 1; }
+  // `count` scales from `first` on. False where only `load_some` reads their columns.
+  [[gnu::always_inline]] inline bool prepare(long first, long count, Prepared& to) const {
+    return Codes::prepare(scales + first, count, to);
+  }
+  [[gnu::always_inline]] static inline Factor factor(const Prepared& prepared, long index) {
+    return Codes::factor(prepared, index);
+  }
   [[gnu::always_inline]] inline void load(long i, const Factor& factor, Vec (&to)[registers]) const {
     Codes::load(codes + Codes::bytes(i), factor, to);
   }
   [[gnu::always_inline]] inline void load(long i, Vec (&to)[registers]) const {
-    if (__builtin_expect(shift < 0, false)) {
+    Prepared prepared;
+    if (__builtin_expect(shift < 0 || !prepare(i >> shift, 1, prepared), false)) {
       Vec apart[registers];  // what a call is given has no place in registers
       load_some(i, block, apart);
       for (int r = 0; r < registers; ++r) to[r] = apart[r];
     } else {
-      load(i, factor(i >> shift), to);
+      load(i, factor(prepared, 0), to);
     }
   }
   [[gnu::noinline]] void load_some(long i, long count, Vec (&to)[registers]) const {
