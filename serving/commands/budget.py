@@ -50,7 +50,7 @@ def budget(
         device: what there is, for example h100-80gb:8, or 64gib:4 for four devices of 64 GiB.
         mesh: one mesh, for example expert=2,tensor=4. Without it all meshes of that many devices, ranked.
         role: whose table of rules.
-        weights: their format in memory; native: a known model's on the hub, a folder's own, or as its config.json has it.
+        weights: their format in memory; native: a known model's on the hub, a folder's own, else its config.json's.
         chunk_tokens: of a prefill step, per partition.
         max_slots: sequences that a worker decodes at once, over all partitions.
         lower: also lower the step that serves, with weights in bf16, for as many virtual CPU devices as the mesh has,

@@ -105,11 +105,11 @@ def referring(schema: object, count: int, name: str = "look") -> dict[str, objec
 def test_what_references_write_is_bounded_over_all_tools_of_a_request():
     text, half = {"type": "string"}, MAX_INLINED // 2
     assert declare_tools([referring(text, half, "a"), referring(text, half, "b")]).count("| string") == 2 * half - 2
-    with pytest.raises(ToolSchemaError, match="'b'.*references"):
+    with pytest.raises(ToolSchemaError, match=r"'b'.*references"):
         declare_tools([referring(text, half, "a"), referring(text, half + 1, "b")])
     long = {"enum": ["e" * (MAX_INLINED_CHARS // 8)]}
     declare_tools([referring(long, 3, "a"), referring(long, 4, "b")])
-    with pytest.raises(ToolSchemaError, match="'b'.*characters"):
+    with pytest.raises(ToolSchemaError, match=r"'b'.*characters"):
         declare_tools([referring(long, 3, "a"), referring(long, 5, "b")])
 
 
