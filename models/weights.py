@@ -1,8 +1,8 @@
 """From declared parameters to arrays on a mesh: read from a checkpoint, or drawn at random.
 
-Works on any pytree of `Param`, of any model. Each device asks for its own slice, and only the bytes of that slice are
-read from the memory-mapped files. They are held once: a device that lives in the machine's memory keeps the array that
-they were read into, and of the files nothing stays mapped that was read.
+Works on any pytree of `Param`, of any model. Every tensor is read once from the memory-mapped files, and each device
+has its own slice of it; a matrix' scales are read with its codes. They are held once: a device that lives in the
+machine's memory keeps the array that they were read into, and of the files nothing stays mapped that was read.
 """
 
 import functools
@@ -10,6 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from moonshard.sharding.mesh import sharding_of
 from moonshard.sharding.rules import PREFILL, MeshError, Rules, shard_shape, spec
 
 ALIGNMENT_BYTES = 64  # of arrays on CPU (xla/cpu_function_runtime.h: MinAlign)
-Read = Callable[[str, tuple[slice, ...]], np.ndarray]  # of one tensor of a leaf, the part that a device has
+Index = tuple[slice, ...]
 
 
 def is_param(leaf: Any) -> bool:
@@ -92,7 +93,7 @@ def load(
     Args:
         holding: see `formats.holding`. What is quantised now, or widened, each device makes of whole tensors.
         progress: called with (leaves read, leaves in all).
-        on_read: called with how long it took to read and convert each device's part of a leaf, before that is placed.
+        on_read: called with how long it took to read and convert each leaf, before it is placed.
 
     Raises:
         ModelError: a tensor has another shape or type than declared, or a value or scale that cannot be served.
@@ -143,6 +144,16 @@ def layout_of(param: Param, format: Format, mesh: Mesh, rules: Rules, source: Te
     raise MeshError(f"{cut_by} = {num_parts[-1]} {cuts}, which cut through {words}: {where}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Array:
+    """One array of a leaf: what becomes of it, and how a tensor's part of it is cut for a device."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: jax.sharding.Sharding
+    cut: Callable[[str, np.ndarray, Index], np.ndarray]  # by the tensor's name
+
+
 class _Loading:
     """Reads leaves, one after the other, into memory that becomes the devices'."""
 
@@ -154,57 +165,83 @@ class _Loading:
     def array(self, param: Param, target: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
         """A leaf whose values are held as they are."""
 
-        def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            return param.viewed(self._reader.array(name, param.whole_tensor))[index]
+        def read(name: str) -> tuple[np.ndarray]:
+            return (param.viewed(self._reader.array(name, param.whole_tensor)),)
 
-        return self._leaf(param, param.shape, target, sharding, read, self._reader.release)
+        whole = _Array(shape=param.shape, dtype=target, sharding=sharding, cut=lambda name, found, index: found[index])
+        return self._filled(param, read, (whole,))[0]
 
     def quantised(self, param: Param, layout: Layout, sharding: jax.sharding.Sharding) -> Quantised[jax.Array]:
         """A leaf that is held in a format."""
         reader, matrix, format = self._reader, layout.matrix, layout.format
 
-        def values(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            found = layout.values(reader.values(name, matrix, format), index)
-            reader.check_values(name, format, found)
-            return found
+        def values(name: str, found: np.ndarray, index: Index) -> np.ndarray:
+            own = layout.values(found, index)
+            reader.check_values(name, format, own)
+            return own
 
-        def scales(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            found = layout.scales(reader.scales(name, matrix, format), index)
-            reader.check_scales(name, format, found)
-            return found
+        def scales(name: str, found: np.ndarray, index: Index) -> np.ndarray:
+            own = layout.scales(found, index)
+            reader.check_scales(name, format, own)
+            return own
 
         leading = param.shape[: param.stacked]
-        return _quantised(
-            self._leaf(param, (*leading, *layout.values_shape), format.values.dtype, sharding, values, reader.release),
-            self._leaf(param, (*leading, *layout.scales_shape), format.scales.dtype, sharding, scales, reader.release),
-            layout,
+        arrays = (
+            _Array(shape=(*leading, *layout.values_shape), dtype=format.values.dtype, sharding=sharding, cut=values),
+            _Array(shape=(*leading, *layout.scales_shape), dtype=format.scales.dtype, sharding=sharding, cut=scales),
         )
+        of_values, of_scales = self._filled(param, lambda name: reader.coded(name, matrix, format), arrays)
+        return _quantised(of_values, of_scales, layout)
 
-    def _leaf(
-        self,
-        param: Param,
-        shape: tuple[int, ...],
-        target: np.dtype,
-        sharding: jax.sharding.Sharding,
-        read_one: Read,
-        release: Callable[[str], None],
-    ) -> jax.Array:
-        def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            begun_s = time.perf_counter()
-            index = index if index is not None else (slice(None),) * len(shape)
-            leading, trailing = index[: param.stacked], index[param.stacked :]
-            ranges = [range(*part.indices(size)) for part, size in zip(leading, shape, strict=False)]
-            out = self._rooms.room(
-                [len(range(*own.indices(size))) for own, size in zip(index, shape, strict=True)], target
-            )
-            for place in itertools.product(*(range(len(r)) for r in ranges)):
-                name = param.source(*(r[i] for r, i in zip(ranges, place, strict=True)))
-                out[place] = read_one(name, trailing)
-                release(name)
-            self._on_read(time.perf_counter() - begun_s)
-            return out
+    def _filled(
+        self, param: Param, read: Callable[[str], Sequence[np.ndarray]], arrays: Sequence[_Array]
+    ) -> list[jax.Array]:
+        """Every tensor is read once, for all devices. The next one comes in while one is copied."""
+        begun_s = time.perf_counter()
+        parts = [self._parts_of(array, param.stacked) for array in arrays]
+        places = list(itertools.product(*map(range, param.shape[: param.stacked])))
+        names = [param.source(*place) for place in places]
+        self._reader.expect(names[0])
+        for number, (name, place) in enumerate(zip(names, places, strict=True)):
+            if number + 1 < len(names):
+                self._reader.expect(names[number + 1])
+            for array, own, found in zip(arrays, parts, read(name), strict=True):
+                for part in own.values():
+                    if (at := part.at(place)) is not None:
+                        part.memory[at] = array.cut(name, found, part.trailing)
+            self._reader.release(name)
+        self._on_read(time.perf_counter() - begun_s)
+        return [
+            jax.make_array_from_callback(array.shape, array.sharding, lambda index, own=own: own[index].memory)
+            for array, own in zip(arrays, parts, strict=True)
+        ]
 
-        return jax.make_array_from_callback(shape, sharding, read)
+    def _parts_of(self, array: _Array, num_leading: int) -> "dict[Index | None, _Part]":
+        """What devices have of an array: those that have the same share the memory that it is read into."""
+        found = dict[Index | None, _Part]()
+        for index in array.sharding.addressable_devices_indices_map(array.shape).values():
+            if index in found:
+                continue
+            whole = (slice(None),) * len(array.shape) if index is None else index
+            ranges = [range(*own.indices(size)) for own, size in zip(whole, array.shape, strict=True)]
+            memory = self._rooms.room([len(own) for own in ranges], array.dtype)
+            found[index] = _Part(leading=tuple(ranges[:num_leading]), trailing=whole[num_leading:], memory=memory)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A part of an array, in the memory that becomes a device's. `leading`: of the dimensions that are stacked."""
+
+    leading: tuple[range, ...]
+    trailing: Index
+    memory: np.ndarray
+
+    def at(self, place: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Where in `memory` a tensor lies that is at this place of the whole; None: it is not among them."""
+        if not all(own in range_ for own, range_ in zip(place, self.leading, strict=True)):
+            return None
+        return tuple(own - range_.start for own, range_ in zip(place, self.leading, strict=True))
 
 
 class _Rooms:

@@ -146,6 +146,11 @@ class Checkpoint:
         """The tensor and its file, as a message begins with them."""
         return f"{self.folder / self._entry(name).file}: tensor {self.prefix + name!r}"
 
+    def expect(self, name: str) -> None:
+        """Has a tensor read in the background that is about to be touched as a whole: page by page it takes long."""
+        entry = self._entry(name)
+        self._maps[entry.file].expect(entry.start, entry.end)
+
     def release(self, name: str) -> None:
         """Takes what was read of a tensor out of this process's memory; views of it stay good."""
         entry = self._entry(name)
@@ -160,6 +165,9 @@ class Checkpoint:
         minutes: an edit strictly inside a tensor goes unseen.
         """
         digest = sha256(self._config_text.encode())
+        for entry in self._entries.values():
+            for start, end in ((entry.start, entry.start + SAMPLE_BYTES), (entry.end - SAMPLE_BYTES, entry.end)):
+                self._maps[entry.file].expect(max(start, entry.start), min(end, entry.end))
         for name in self.names:
             entry = self._entries[name]
             content = self._bytes(entry)
@@ -193,7 +201,7 @@ def _open_weights(folder: Path) -> tuple[dict[str, TensorEntry], dict[str, Mappe
     maps: dict[str, MappedFile] = {}
     for file in files:
         maps[file] = _map_file(folder / file)
-        for name, entry in _read_header(folder / file, maps[file].bytes).items():
+        for name, entry in _read_header(folder / file, maps[file]).items():
             if name in entries:
                 raise CheckpointError(f"{folder / file}: tensor {name!r} is already in {entries[name].file}")
             entries[name] = entry
@@ -225,14 +233,16 @@ def _map_file(path: Path) -> MappedFile:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
 
-def _read_header(path: Path, content: np.ndarray) -> dict[str, TensorEntry]:
+def _read_header(path: Path, file: MappedFile) -> dict[str, TensorEntry]:
     """The tensors of one file, whose byte ranges fill it exactly (as the format demands)."""
+    content = file.bytes
     header_bytes = int.from_bytes(content[:LENGTH_BYTES].tobytes(), "little")
     if header_bytes > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: not a safetensors file: it does not begin with the length of a header")
     data_start = LENGTH_BYTES + header_bytes
     if data_start > len(content):
         raise CheckpointError(f"{path}: truncated in its header: {data_start - len(content)} bytes are missing")
+    file.expect(0, data_start)
     header = _parse_json(path, content[LENGTH_BYTES:data_start].tobytes(), what="the header")
     fields = ((name, value) for name, value in header.items() if name != "__metadata__")
     entries = {name: _parse_entry(path, name, value, data_start) for name, value in fields}

@@ -132,13 +132,19 @@ class _Converter:
             for name in names:
                 folder.release(name)
 
-        return Piece(tensors=planned, make=lambda: {name: folder.stored(name) for name in names}, free=free)
+        def make() -> dict[str, np.ndarray]:
+            for name in names:
+                folder.expect(name)
+            return {name: folder.stored(name) for name in names}
+
+        return Piece(tensors=planned, make=make, free=free)
 
     def _widened(self, matrix: str) -> Piece:
         name, shape = self._text.prefix + matrix, self._shape(matrix)
 
         def make() -> dict[str, np.ndarray]:
             found, is_rounded = np.empty(shape, BF16), False
+            self._reader.expect(matrix)
             for first, rows in self._reader.rows(matrix, shape):
                 own = found[first : first + len(rows)]
                 own[:] = rows
@@ -163,6 +169,7 @@ class _Converter:
             planned[prefix + matrix.removesuffix(WEIGHT) + SHAPE] = Planned(dtype="I32", shape=(2,))
 
         def make() -> dict[str, np.ndarray]:
+            self._reader.expect(matrix)
             codes, factors = self._reader.quantised(matrix, shape, format)
             self._done.num_quantised += 1
             return dict(zip(planned, (codes, factors, np.array(shape, np.int32)), strict=False))

@@ -30,8 +30,12 @@ class TensorSource(Protocol):
         """The tensor and its file, as a message begins with them."""
         ...
 
+    def expect(self, name: str) -> None:
+        """Called before all of a tensor is read."""
+        ...
+
     def release(self, name: str) -> None:
-        """Called once a device's part of a tensor was read: its memory is needed no longer."""
+        """Called once a tensor was read: its memory is needed no longer."""
         ...
 
 
@@ -110,7 +114,6 @@ class Reader:
 
     def __init__(self, source: TensorSource):
         self._source = source
-        self._scales = dict[str, np.ndarray]()  # of what was quantised
 
     def array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """The values of a tensor or of a stored matrix, the latter in its format's own type and exactly."""
@@ -140,20 +143,11 @@ class Reader:
                 own = stored_in.dequantise(own, scales[block], shape[1])
             yield first, own
 
-    def values(self, name: str, shape: tuple[int, int], format: Format) -> np.ndarray:
-        """The codes of a matrix."""
+    def coded(self, name: str, shape: tuple[int, int], format: Format) -> tuple[np.ndarray, np.ndarray]:
+        """Values and scales of a matrix in a format: as they are stored, or made now."""
         if format_of(self._source, name) is format:
-            return parts(self._source, name, shape, format)[0]
-        values, self._scales[name] = self.quantised(name, shape, format)
-        return values
-
-    def scales(self, name: str, shape: tuple[int, int], format: Format) -> np.ndarray:
-        """The scales of a matrix."""
-        if format_of(self._source, name) is format:
-            return parts(self._source, name, shape, format)[1]
-        if name not in self._scales:
-            self._scales[name] = self.quantised(name, shape, format)[1]
-        return self._scales[name]
+            return parts(self._source, name, shape, format)
+        return self.quantised(name, shape, format)
 
     def quantised(self, name: str, shape: tuple[int, int], format: Format) -> tuple[np.ndarray, np.ndarray]:
         """Values and scales of a matrix in another format than its own. ModelError where it has none there."""
@@ -182,6 +176,10 @@ class Reader:
         """The tensors that a matrix is stored in."""
         format = format_of(self._source, name)
         return (name,) if format is None else tuple(part_name(name, part) for part in (format.values, format.scales))
+
+    def expect(self, name: str) -> None:
+        for own in self.names(name):
+            self._source.expect(own)
 
     def release(self, name: str) -> None:
         for own in self.names(name):

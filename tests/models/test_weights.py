@@ -50,6 +50,9 @@ class Changed:
     def where(self, name: str) -> str:
         return self._checkpoint.where(name)
 
+    def expect(self, name: str) -> None:
+        self._checkpoint.expect(name)
+
     def release(self, name: str) -> None:
         self._checkpoint.release(name)
 

@@ -97,8 +97,8 @@ def test_a_matrix_of_many_rows_is_quantised_as_at_once(tmp_path: Path, to):
     convert(tmp_path / "before", to, tmp_path / "out")
     values, scales = FORMATS_BY_NAME[to].quantise(tensors[name])
     found = Reader(Checkpoint.open(tmp_path / "out"))
-    np.testing.assert_array_equal(found.values(name, (rows, 160), FORMATS_BY_NAME[to]), values)
-    np.testing.assert_array_equal(found.scales(name, (rows, 160), FORMATS_BY_NAME[to]), scales)
+    np.testing.assert_array_equal(found.coded(name, (rows, 160), FORMATS_BY_NAME[to])[0], values)
+    np.testing.assert_array_equal(found.coded(name, (rows, 160), FORMATS_BY_NAME[to])[1], scales)
 
 
 @pytest.mark.parametrize("to", FORMATS)
