@@ -44,6 +44,24 @@ class Preparation:
         self._asked: queue.SimpleQueue[ProgramKey | None] = queue.SimpleQueue()
         programs.tell_missing(self._asked.put)
 
+    def start_ahead(self, is_over: Callable[[], bool]) -> threading.Thread:
+        """Prepares of `programs.others` one after the other until `is_over`: for as long as weights are read.
+
+        Those that a first request asks for come first. What making one raises is told to whoever asks for it later.
+        """
+
+        def run() -> None:
+            for wanted in (*self._programs.firsts, *self._programs.others):
+                if is_over() or self._stopped.is_set():
+                    return
+                if not self._programs.has(wanted):
+                    with contextlib.suppress(Exception):
+                        self._make(wanted, waits=False)
+
+        thread = threading.Thread(target=run, name=PREPARING, daemon=True)
+        thread.start()
+        return thread
+
     def start_behind(
         self, on_thread: Callable[[], None], on_failed: Callable[[BaseException], None]
     ) -> threading.Thread:

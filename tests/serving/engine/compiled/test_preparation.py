@@ -167,6 +167,13 @@ def test_a_bucket_is_there_once_every_stage_has_its_program():
         assert programs.prepared.bucket_for(StepKind.EXPORT, 1) == bucket
 
 
+def test_while_weights_are_read_what_a_first_request_asks_for_is_made_and_no_more(store: ProgramStore):
+    own, is_read = uncompiled_programs().prepared, iter((False, True))
+    own.only_needed()
+    Preparation(own, store, Timings()).start_ahead(lambda: next(is_read)).join(60)
+    assert [one for one in own.others if own.has(one)] == [own.firsts[0]]
+
+
 def test_behind_the_serving_what_is_stored_is_taken_and_what_is_asked_for_is_made(store: ProgramStore):
     programs, told, failed = (
         uncompiled_programs(shard=Shard(mesh=MeshShape(tensor=2))),
