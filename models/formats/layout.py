@@ -80,6 +80,8 @@ class Layout:
                 (slice(first, None), self.matrix[1], self.format.block(self.matrix[1])[1]),
             )
         )
+        if (row_run := _run(rows)) is not None and (column_run := _run(columns)) is not None:
+            return stored[row_run, column_run]
         return stored[rows.reshape(*rows.shape, *(1,) * columns.ndim), columns]
 
     def _scale_at(self, dimensions: slice, size: int, block: int) -> np.ndarray:
@@ -87,6 +89,12 @@ class Layout:
         places = np.arange(size).reshape(self.view.shape[dimensions])[_parts(self.view)[dimensions]]
         firsts = places[tuple(slice(None, None, own) for own in self.block[dimensions])]
         return firsts // block
+
+
+def _run(places: np.ndarray) -> slice | None:
+    """The same places as a slice, which costs no copy; None: they are none."""
+    is_run = places.ndim == 1 and places.size > 0 and bool((np.diff(places) == 1).all())
+    return slice(int(places[0]), int(places[-1]) + 1) if is_run else None
 
 
 def _parts(view: View) -> tuple[slice, ...]:
