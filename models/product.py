@@ -104,7 +104,7 @@ def _in_place(
     of_x: str, of_weight: str, result: str, x: Float[Array, "..."], weight: Stacked
 ) -> Float[Array, "..."] | None:
     """The product in float32, by the kernel. None where the weight does not lie as it takes it, or for many rows of one
-    that is small enough to be copied.
+    that is small enough to be copied. Many are multiplied some at a time: each thread has its own copy of them.
 
     It takes [groups, own, summed], where each group (such as a head) has its own activations: [rows, groups, summed];
     and [groups, summed, own].
@@ -126,10 +126,11 @@ def _in_place(
     stack = _as_matrices(weight.stack, len(groups), len(summed) if is_transposed else len(own))
     if stack is None:
         return None
-    found = stacked_product(
-        x.reshape(num_rows, num_groups, num_summed), stack, weight.layer, is_transposed=is_transposed
-    )
-    return found.reshape([(shape | shape_x)[name] for name in result])
+    rows_of_x = x.reshape(num_rows, num_groups, num_summed)
+    some = [rows_of_x[first : first + weight.max_rows] for first in range(0, num_rows, weight.max_rows)]
+    found = [stacked_product(each, stack, weight.layer, is_transposed=is_transposed) for each in some]
+    whole = found[0] if len(found) == 1 else jnp.concatenate(found)
+    return whole.reshape([(shape | shape_x)[name] for name in result])
 
 
 def _as_matrices(stack: Weight, num_group_axes: int, num_row_axes: int) -> Weight | None:

@@ -92,24 +92,38 @@ def load(
 
     Args:
         holding: see `formats.holding`. What is quantised now, or widened, each device makes of whole tensors.
-        progress: called with (leaves read, leaves in all).
-        on_read: called with how long it took to read and convert each leaf, before it is placed.
+        progress: called with (tensors read, tensors in all). What it raises ends the reading.
+        on_read: called with how long it took to read and convert each leaf, or several of the same tensors, before they
+            are placed.
 
     Raises:
         ModelError: a tensor has another shape or type than declared, or a value or scale that cannot be served.
         MeshError: the mesh would cut an item of several codes. What `source` raises passes through.
     """
     leaves, tree = jax.tree.flatten(params, is_leaf=is_param)
-    arrays, loading = [], _Loading(Reader(source), on_read)
+    groups, found = _by_tensors(leaves), dict[int, Any]()
+    loading = _Loading(Reader(source), lambda done: progress(done, sum(map(len, groups))))
+    for own in groups.values():
+        begun_s = time.perf_counter()
+        unread = []
+        for index in own:
+            param = leaves[index]
+            sharding = sharding_of(mesh, param.axes, param.shape, rules)
+            target = held(param, source, jnp.dtype(dtype), holding)
+            layout = layout_of(param, target, mesh, rules, source) if isinstance(target, Format) else target
+            unread.append(loading.leaf(param, layout, sharding))
+        loading.fill(unread)
+        on_read(time.perf_counter() - begun_s)
+        found |= {index: leaf.placed() for index, leaf in zip(own, unread, strict=True)}
+    return jax.tree.unflatten(tree, [found[index] for index in range(len(leaves))])
+
+
+def _by_tensors(leaves: Sequence[Param]) -> dict[tuple[str, ...], list[int]]:
+    """The leaves that are parts of the same tensors, by their places."""
+    found = dict[tuple[str, ...], list[int]]()
     for index, param in enumerate(leaves):
-        sharding = sharding_of(mesh, param.axes, param.shape, rules)
-        target = held(param, source, jnp.dtype(dtype), holding)
-        if isinstance(target, Format):
-            arrays.append(loading.quantised(param, layout_of(param, target, mesh, rules, source), sharding))
-        else:
-            arrays.append(loading.array(param, target, sharding))
-        progress(index + 1, len(leaves))
-    return jax.tree.unflatten(tree, arrays)
+        found.setdefault(tuple(param.tensors()), []).append(index)
+    return found
 
 
 def check_shapes(params: Any, source: TensorSource) -> None:
@@ -144,89 +158,60 @@ def layout_of(param: Param, format: Format, mesh: Mesh, rules: Rules, source: Te
     raise MeshError(f"{cut_by} = {num_parts[-1]} {cuts}, which cut through {words}: {where}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Array:
-    """One array of a leaf: what becomes of it, and how a tensor's part of it is cut for a device."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: jax.sharding.Sharding
-    cut: Callable[[str, np.ndarray, Index], np.ndarray]  # by the tensor's name
-
-
 class _Loading:
     """Reads leaves, one after the other, into memory that becomes the devices'."""
 
-    def __init__(self, reader: Reader, on_read: Callable[[float], None]):
+    def __init__(self, reader: Reader, progress: Callable[[int], None]):
         self._reader = reader
-        self._on_read = on_read
+        self._progress = progress  # with the number of tensors that were read
+        self._num_read = 0
         self._rooms = _Rooms()
 
-    def array(self, param: Param, target: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-        """A leaf whose values are held as they are."""
+    def leaf(self, param: Param, held_in: np.dtype | Layout, sharding: jax.sharding.Sharding) -> "_Leaf":
+        """With memory for its values, in which there is nothing yet."""
+        if not isinstance(held_in, Layout):
+            return _Leaf(param, None, [self._array(param, param.shape, held_in, sharding)])
+        leading, format = param.shape[: param.stacked], held_in.format
+        values = self._array(param, (*leading, *held_in.values_shape), format.values.dtype, sharding)
+        scales = self._array(param, (*leading, *held_in.scales_shape), format.scales.dtype, sharding)
+        return _Leaf(param, held_in, [values, scales])
 
-        def read(name: str) -> tuple[np.ndarray]:
-            return (param.viewed(self._reader.array(name, param.whole_tensor)),)
-
-        whole = _Array(shape=param.shape, dtype=target, sharding=sharding, cut=lambda name, found, index: found[index])
-        return self._filled(param, read, (whole,))[0]
-
-    def quantised(self, param: Param, layout: Layout, sharding: jax.sharding.Sharding) -> Quantised[jax.Array]:
-        """A leaf that is held in a format."""
-        reader, matrix, format = self._reader, layout.matrix, layout.format
-
-        def values(name: str, found: np.ndarray, index: Index) -> np.ndarray:
-            own = layout.values(found, index)
-            reader.check_values(name, format, own)
-            return own
-
-        def scales(name: str, found: np.ndarray, index: Index) -> np.ndarray:
-            own = layout.scales(found, index)
-            reader.check_scales(name, format, own)
-            return own
-
-        leading = param.shape[: param.stacked]
-        arrays = (
-            _Array(shape=(*leading, *layout.values_shape), dtype=format.values.dtype, sharding=sharding, cut=values),
-            _Array(shape=(*leading, *layout.scales_shape), dtype=format.scales.dtype, sharding=sharding, cut=scales),
-        )
-        of_values, of_scales = self._filled(param, lambda name: reader.coded(name, matrix, format), arrays)
-        return _quantised(of_values, of_scales, layout)
-
-    def _filled(
-        self, param: Param, read: Callable[[str], Sequence[np.ndarray]], arrays: Sequence[_Array]
-    ) -> list[jax.Array]:
-        """Every tensor is read once, for all devices. The next one comes in while one is copied."""
-        begun_s = time.perf_counter()
-        parts = [self._parts_of(array, param.stacked) for array in arrays]
+    def fill(self, leaves: Sequence["_Leaf"]) -> None:
+        """Reads what these are parts of. The next tensor comes in while one is copied."""
+        param = leaves[0].param
         places = list(itertools.product(*map(range, param.shape[: param.stacked])))
-        names = [param.source(*place) for place in places]
-        self._reader.expect(names[0])
-        for number, (name, place) in enumerate(zip(names, places, strict=True)):
-            if number + 1 < len(names):
-                self._reader.expect(names[number + 1])
-            for array, own, found in zip(arrays, parts, read(name), strict=True):
-                for part in own.values():
-                    if (at := part.at(place)) is not None:
-                        part.memory[at] = array.cut(name, found, part.trailing)
+        wanted = [(param.source(*place), place) for place in places if any(leaf.is_at(place) for leaf in leaves)]
+        for name, _ in wanted[:1]:
+            self._reader.expect(name)
+        for (name, place), later in itertools.zip_longest(wanted, wanted[1:]):
+            if later is not None:
+                self._reader.expect(later[0])
+            made = dict[Format | None, tuple[np.ndarray, ...]]()  # of this tensor, whichever leaf needs it first
+            for leaf in leaves:
+                leaf.take(self._reader, name, place, made)
             self._reader.release(name)
-        self._on_read(time.perf_counter() - begun_s)
-        return [
-            jax.make_array_from_callback(array.shape, array.sharding, lambda index, own=own: own[index].memory)
-            for array, own in zip(arrays, parts, strict=True)
-        ]
+            self._tell(1)
+        self._tell(len(places) - len(wanted))
 
-    def _parts_of(self, array: _Array, num_leading: int) -> "dict[Index | None, _Part]":
-        """What devices have of an array: those that have the same share the memory that it is read into."""
-        found = dict[Index | None, _Part]()
-        for index in array.sharding.addressable_devices_indices_map(array.shape).values():
-            if index in found:
+    def _tell(self, num_read: int) -> None:
+        if num_read:
+            self._num_read += num_read
+            self._progress(self._num_read)
+
+    def _array(
+        self, param: Param, shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
+    ) -> "_Array":
+        """Devices that have the same part of it share the memory that it is read into."""
+        parts = dict[Index | None, _Part]()
+        for index in sharding.addressable_devices_indices_map(shape).values():
+            if index in parts:
                 continue
-            whole = (slice(None),) * len(array.shape) if index is None else index
-            ranges = [range(*own.indices(size)) for own, size in zip(whole, array.shape, strict=True)]
-            memory = self._rooms.room([len(own) for own in ranges], array.dtype)
-            found[index] = _Part(leading=tuple(ranges[:num_leading]), trailing=whole[num_leading:], memory=memory)
-        return found
+            whole = (slice(None),) * len(shape) if index is None else index
+            ranges = [range(*own.indices(size)) for own, size in zip(whole, shape, strict=True)]
+            memory = self._rooms.room([len(own) for own in ranges], dtype)
+            leading, trailing = tuple(ranges[: param.stacked]), whole[param.stacked :]
+            parts[index] = _Part(leading=leading, trailing=trailing, memory=memory)
+        return _Array(shape=shape, sharding=sharding, parts=parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,6 +227,70 @@ class _Part:
         if not all(own in range_ for own, range_ in zip(place, self.leading, strict=True)):
             return None
         return tuple(own - range_.start for own, range_ in zip(place, self.leading, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Array:
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    parts: dict[Index | None, _Part]  # by what a device has of it
+
+    def take(self, place: tuple[int, ...], cut: Callable[[Index], np.ndarray]) -> None:
+        """Puts a tensor into every part that has some of it."""
+        for part in self.parts.values():
+            if (at := part.at(place)) is not None:
+                part.memory[at] = cut(part.trailing)
+
+    def placed(self) -> jax.Array:
+        return jax.make_array_from_callback(self.shape, self.sharding, lambda index: self.parts[index].memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """What becomes a leaf: of values as they are one array, in a layout of a format codes and scales."""
+
+    param: Param
+    layout: Layout | None
+    arrays: list[_Array]
+
+    def is_at(self, place: tuple[int, ...]) -> bool:
+        """Whether a device here has some of the tensor at this place."""
+        return any(part.at(place) is not None for array in self.arrays for part in array.parts.values())
+
+    def take(
+        self,
+        reader: Reader,
+        name: str,
+        place: tuple[int, ...],
+        made: dict[Format | None, tuple[np.ndarray, ...]],
+    ) -> None:
+        """`made`: what was made of the tensor for other leaves."""
+        param, layout = self.param, self.layout
+        if layout is None:
+            if None not in made:
+                made[None] = (reader.array(name, param.whole_tensor),)
+            whole = param.viewed(made[None][0])
+            return self.arrays[0].take(place, lambda index: whole[index])
+        if layout.format not in made:
+            made[layout.format] = reader.coded(name, layout.matrix, layout.format)
+        codes, factors = made[layout.format]
+
+        def values(index: Index) -> np.ndarray:
+            own = layout.values(codes, index)
+            reader.check_values(name, layout.format, own)
+            return own
+
+        def scales(index: Index) -> np.ndarray:
+            own = layout.scales(factors, index)
+            reader.check_scales(name, layout.format, own)
+            return own
+
+        self.arrays[0].take(place, values)
+        self.arrays[1].take(place, scales)
+
+    def placed(self) -> Any:
+        first, *scales = (array.placed() for array in self.arrays)
+        return first if self.layout is None else _quantised(first, scales[0], self.layout)
 
 
 class _Rooms:

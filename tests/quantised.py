@@ -9,10 +9,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from moonshard.models.folder.checkpoint import Checkpoint
-from moonshard.models.folder.conversion import Target, config_in
+from moonshard.models.folder.conversion import Target, config_in, convert
 from moonshard.models.folder.writing import write_checkpoint
+from moonshard.models.formats.format import BF16
 from moonshard.models.formats.known import FORMATS
-from moonshard.models.formats.stored import part_name
+from moonshard.models.formats.stored import Reader, part_name
 from tests.agreement import FIXTURES
 
 EXPERTS = ".mlp.experts."
@@ -28,6 +29,57 @@ def folders(format_name: str, fixture: str = "kimi_k2") -> Path:
     atexit.register(kept.cleanup)
     write_folders(Path(kept.name), format_name, fixture)
     return Path(kept.name)
+
+
+@functools.cache
+def hub_folders() -> Path:
+    """`stored`: a folder as Kimi K2.5's on the hub; `wide`: the same values, all of which bfloat16 has."""
+    kept = TemporaryDirectory()
+    atexit.register(kept.cleanup)
+    folder = Path(kept.name)
+    (folder / "stored").symlink_to(FIXTURES / "kimi_k25_int4")
+    assert convert(folder / "stored", "bf16", folder / "wide").rounded == []
+    return folder
+
+
+@functools.cache
+def converted_folders(format_name: Target, fixture: str) -> Path:
+    """`stored`: what `moonshard convert` makes of a fixture; `wide`: its values as float32."""
+    kept = TemporaryDirectory()
+    atexit.register(kept.cleanup)
+    folder, before = Path(kept.name), Checkpoint.open(FIXTURES / fixture)
+    convert(before.folder, format_name, folder / "stored")
+    reader = Reader(Checkpoint.open(folder / "stored"))
+    wide = {name: reader.array(name, before.shape(name)).astype(np.float32) for name in before.names}
+    write_checkpoint(folder / "wide", before.config, wide)
+    return folder
+
+
+def guessing_folder(folder: Path, target: Target = "bf16") -> Path:
+    """The fixture of Kimi K2 with a layer behind its last that guesses a further token, as DeepSeek-V3's on the hub."""
+    before, last = Checkpoint.open(FIXTURES / "kimi_k2"), "model.layers.3."
+    width = before.config["hidden_size"]
+    tensors = {name: before.tensor(name) for name in before.names}
+    own = {name.replace(last, "model.layers.4."): 2 * tensors[name] for name in before.names if name.startswith(last)}
+    norms = {f"model.layers.4.{name}.weight": np.ones(width, BF16) for name in ("enorm", "hnorm", "shared_head.norm")}
+    table = tensors["lm_head.weight"]
+    joined = {"model.layers.4.eh_proj.weight": np.ones((width, 2 * width), BF16)}
+    tables = {f"model.layers.4.{name}.weight": table for name in ("embed_tokens", "shared_head.head")}
+    config = before.config | {"num_nextn_predict_layers": 1}
+    write_checkpoint(folder / "plain", config, tensors | own | norms | joined | tables)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        (folder / "plain" / file).write_bytes((FIXTURES / "kimi_k2" / file).read_bytes())
+    if target != "bf16":
+        convert(folder / "plain", target, folder / target)
+    return folder / ("plain" if target == "bf16" else target)
+
+
+def int4_values(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """A matrix straight from the description of compressed-tensors' format, by hand."""
+    packed, scales = (checkpoint.tensor(f"{name}.{part}") for part in ("weight_packed", "weight_scale"))
+    nibbles = (packed.view(np.uint32)[..., None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
+    codes = nibbles.reshape(len(packed), -1)[:, : checkpoint.tensor(f"{name}.weight_shape")[1]].astype(np.float32) - 8
+    return (codes * scales.astype(np.float32).repeat(32, axis=1)[:, : codes.shape[1]]).astype(BF16)
 
 
 def write_folders(folder: Path, format_name: str, fixture: str = "kimi_k2", part: str | None = None) -> None:

@@ -9,6 +9,8 @@ all. A worker that has read its weights needs none of them.
 """
 
 import mmap
+import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +23,17 @@ class MappedFile:
 
     def __init__(self, path: Path):
         with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+        self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         self._map.madvise(mmap.MADV_RANDOM)
         self.bytes = np.frombuffer(self._map, np.uint8)
 
     def expect(self, start: int, end: int) -> None:
         """Has bytes `start` to `end` read in the background."""
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        for piece in range(first, end, PIECE_BYTES):
-            self._map.madvise(mmap.MADV_WILLNEED, piece, min(PIECE_BYTES, end - piece))
+        for piece in range(start, end, PIECE_BYTES):
+            length = min(PIECE_BYTES, end - piece)
+            os.posix_fadvise(self._descriptor, piece, length, os.POSIX_FADV_WILLNEED)  # without Python's lock
 
     def release(self, start: int, end: int) -> None:
         """Takes bytes `start` to `end` out of this process's memory, as far as they are whole pages; what touches them

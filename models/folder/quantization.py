@@ -79,16 +79,18 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def format_meant(config: Mapping[str, Any]) -> WeightFormat:
-    """What a config.json without tensors beside it says of their format. ModelError of one that is not served."""
+    """What a config.json without tensors beside it says of the format that most of them have: where some are INT4,
+    experts, of which a model mostly is. ModelError of one that is not served.
+    """
     check_config(config)
+    bits = set[Any]()
     for told in _told(config):
         if told.get("quant_method") == "fp8":
             return "fp8"
         groups = told.inside("config_groups")
-        for group in map(groups.inside, groups.names()):
-            if group.get("weights") is not None:
-                return "int4-experts" if group.inside("weights").get("num_bits") == 4 else "int8"
-    return "bf16"
+        own = [group.inside("weights") for group in map(groups.inside, groups.names()) if group.get("weights")]
+        bits |= {weights.get("num_bits") for weights in own}
+    return "int4-experts" if 4 in bits else "int8" if 8 in bits else "bf16"
 
 
 def _told(config: Mapping[str, Any]) -> Iterator[ConfigReader]:

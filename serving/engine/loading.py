@@ -6,7 +6,7 @@ alone, while another thread reads the weights. Runs on a thread of its own; `pro
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -123,17 +123,19 @@ def load_model(
     store: ProgramStore | None = None,
     prepares: Prepares = "all",
     machine: Machine | None = None,
+    on_thread_ahead: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
     """Reads the weights and prepares programs: all, those without which nothing is served, or none.
 
     Of what is left, steps take none until it has been prepared by `LoadedModel.preparation`; a launch of a program that
     is not there compiles it. `machine`: what is best computed at once; None: as `models.machines` has it.
+    `on_thread_ahead`: called on the thread that goes on preparing programs for as long as weights are read.
 
     Raises:
         CheckpointError, ModelError, MeshError: the folder, the model or the mesh cannot be served; one message.
     """
     with _mesh_by_its_key(role):
-        return _load_model(config, role, progress, timings or Timings(), store, prepares, machine)
+        return _load_model(config, role, progress, timings or Timings(), store, prepares, machine, on_thread_ahead)
 
 
 def _load_model(
@@ -144,6 +146,7 @@ def _load_model(
     store: ProgramStore | None,
     prepares: Prepares,
     machine: Machine | None,
+    on_thread_ahead: Callable[[], None],
 ) -> LoadedModel:
     begun_s = timings.now_s
     shard = shard_of(config, role)
@@ -177,7 +180,7 @@ def _load_model(
         with timings.phase("programs", str(len(wanted))):
             preparation.prepare(wanted, reading.count_programs, prepared.firsts if prepares == "needed" else ())
         if prepares == "needed":
-            preparation.start_ahead(stages.done)
+            preparation.start_ahead(on_thread_ahead, stages.done)
         compile_s = timings.now_s - prepared_s
         programs = Programs(prepared, stages.result())
         reading.tell_programs()

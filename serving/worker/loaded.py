@@ -46,6 +46,14 @@ def load(
     compilations = CompilationCounter()
     compilations.start()
     store = None if start.programs is None else ProgramStore(start.programs)
-    model = load_model(config, role, progress, timings=start.timings, store=store, prepares=config.worker.prepare)
+    model = load_model(
+        config,
+        role,
+        progress,
+        timings=start.timings,
+        store=store,
+        prepares=config.worker.prepare,
+        on_thread_ahead=compilations.exempt_this_thread,
+    )
     with start.timings.phase("kv plane"):
         return Loaded(model, None if role == "both" else open_plane(model), compilations)

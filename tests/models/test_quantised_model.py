@@ -1,5 +1,6 @@
 """A model held in the formats of its folder says what its values as float32 say, in every parallel form."""
 
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape
 from moonshard.sharding.shard import Shard
 from tests.agreement import LOGIT_TOLERANCE, Reference
-from tests.quantised import folders
+from tests.quantised import converted_folders, folders, hub_folders
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 FORMS = [
@@ -33,8 +34,8 @@ NUM_TOKENS = 16
 
 
 @cache
-def wide(format: str, fixture: str = "kimi_k2") -> Reference:
-    return Reference(folders(format, fixture) / "wide")
+def wide(format: str) -> Reference:
+    return Reference(folders(format) / "wide")
 
 
 def tokens(num_rows: int) -> np.ndarray:
@@ -106,10 +107,29 @@ def test_logits_are_those_of_the_values_as_float32(format, mesh, rules, machine)
         np.testing.assert_allclose(own, wide(format).logits(list(map(int, row))), atol=LOGIT_TOLERANCE)
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[3]], ids=["alone", "expert 4"])
-def test_groups_of_experts_in_fp8_are_chosen_by_the_values_as_float32(form):
-    mesh, rules = form
-    found = logits(folders("fp8", "dsv3_groups") / "stored", mesh, rules, XLA)
+@pytest.mark.parametrize("number", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 3, 4))])
+def test_a_folder_as_kimi_k2_5_s_on_the_hub_has_the_logits_of_its_values_on_every_mesh(number):
+    mesh, rules = FORMS[number]
+    found = logits(hub_folders() / "stored", mesh, rules, MACHINES_HERE.get("kernels", XLA), "native")
     for own, row in zip(found, tokens(mesh.num_partitions), strict=True):
-        expected = wide("fp8", "dsv3_groups").logits(list(map(int, row)))
+        expected = Reference(hub_folders() / "wide").logits(list(map(int, row)))
+        np.testing.assert_allclose(own, expected, atol=LOGIT_TOLERANCE)
+
+
+OF_DEEPSEEK = [(0, "kernels"), (3, "xla")]
+
+
+@pytest.mark.parametrize(
+    ("number", "machine"),
+    [
+        pytest.param(*one, marks=[] if one in OF_DEEPSEEK else pytest.mark.slow)
+        for one in itertools.product((0, 1, 3, 4), MACHINES_HERE)
+    ],
+)
+def test_a_folder_of_deepseek_converted_to_fp8_has_the_logits_of_its_values_on_every_mesh(number, machine):
+    mesh, rules = FORMS[number]
+    folder = converted_folders("fp8", "dsv3_groups")
+    found = logits(folder / "stored", mesh, rules, MACHINES_HERE[machine], "native" if machine == "kernels" else None)
+    for own, row in zip(found, tokens(mesh.num_partitions), strict=True):
+        expected = Reference(folder / "wide").logits(list(map(int, row)))
         np.testing.assert_allclose(own, expected, atol=LOGIT_TOLERANCE)

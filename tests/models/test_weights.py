@@ -18,6 +18,7 @@ from moonshard.models.folder.writing import write_checkpoint
 from moonshard.models.kimi.forward import forward, unembed
 from moonshard.models.kimi.weights import declare
 from moonshard.models.model import Batch
+from moonshard.models.registry import open_model
 from moonshard.models.spec import ModelError, Param
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.rules import MeshError
@@ -34,9 +35,11 @@ ONE_DEVICE = MeshShape()
 class Changed:
     """A checkpoint with one tensor replaced; it keeps what was asked of it."""
 
-    def __init__(self, name: str = "", tensor: np.ndarray | None = None):
-        self._checkpoint, self._name, self._tensor = Checkpoint.open(FOLDER), name, tensor
+    def __init__(self, name: str = "", tensor: np.ndarray | None = None, checkpoint: Checkpoint | None = None):
+        self._checkpoint, self._name, self._tensor = checkpoint or Checkpoint.open(FOLDER), name, tensor
         self.asked: list[str] = []
+        self.expected: list[str] = []
+        self.released: list[str] = []
 
     def tensor(self, name: str) -> np.ndarray:
         self.asked.append(name)
@@ -51,9 +54,11 @@ class Changed:
         return self._checkpoint.where(name)
 
     def expect(self, name: str) -> None:
+        self.expected.append(name)
         self._checkpoint.expect(name)
 
     def release(self, name: str) -> None:
+        self.released.append(name)
         self._checkpoint.release(name)
 
 
@@ -95,6 +100,30 @@ def test_every_tensor_of_the_folder_is_read_and_no_other():
     assert set(source.asked) == set(Checkpoint.open(FOLDER).names)
 
 
+@pytest.mark.parametrize("folder", [FOLDER, FIXTURES / "kimi_k25_int4"], ids=lambda each: each.name)
+def test_a_tensor_is_read_once_for_all_leaves_and_devices_that_have_parts_of_it(folder: Path):
+    checkpoint, model = open_model(folder)
+    source = Changed(checkpoint=checkpoint)
+    weights.load(model.declare(), source, "float32", build_mesh(MeshShape(data=2, expert=2)), holding="native")
+    read = {name for name in checkpoint.names if not name.endswith(".weight_shape")}
+    assert sorted(source.expected) == sorted(source.released) == sorted(read)
+
+
+def test_a_process_reads_the_tensors_of_its_own_devices_alone(monkeypatch: pytest.MonkeyPatch):
+    mesh, source = build_mesh(MeshShape(expert=4)), Changed()
+    first, everywhere = mesh.devices.flat[0], jax.sharding.NamedSharding.addressable_devices_indices_map
+
+    def own(self: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> dict:
+        return {first: everywhere(self, shape)[first]}
+
+    monkeypatch.setattr(jax.sharding.NamedSharding, "addressable_devices_indices_map", own)
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda *given: jnp.zeros(()))  # of a part alone there is none
+    weights.load(PARAMS, source, "float32", mesh)
+    experts = {int(name.split(".experts.")[1].split(".")[0]) for name in source.expected if ".experts." in name}
+    assert experts == set(range(CONFIG.n_routed_experts // 4))
+    assert len([name for name in source.expected if ".experts." not in name]) > 20
+
+
 def test_values_are_converted_except_where_a_parameter_has_a_dtype_of_its_own():
     loaded = weights.load(PARAMS, Checkpoint.open(FOLDER), "bfloat16", build_mesh(ONE_DEVICE))
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(loaded)}
@@ -117,7 +146,7 @@ def test_the_abstract_tree_is_that_of_the_loaded_weights():
         loaded,
     )
     assert all(jax.tree.leaves(same))
-    count = len(jax.tree.leaves(loaded))
+    count = len(weights.tensors_of(PARAMS))
     assert progress == [(done, count) for done in range(1, count + 1)]
 
 
@@ -181,8 +210,9 @@ def test_random_weights_do_not_depend_on_the_mesh():
 def test_reading_is_told_apart_from_placing():
     parts: list[float] = []
     mesh = build_mesh(MeshShape(expert=2))
-    loaded = weights.load(PARAMS, Checkpoint.open(FOLDER), "float32", mesh, on_read=parts.append)
-    assert len(parts) >= len(jax.tree.leaves(loaded))
+    weights.load(PARAMS, Checkpoint.open(FOLDER), "float32", mesh, on_read=parts.append)
+    params = jax.tree.leaves(PARAMS, is_leaf=weights.is_param)
+    assert len(parts) == len({tuple(param.tensors()) for param in params})
     assert min(parts) > 0
 
 

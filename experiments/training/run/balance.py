@@ -95,6 +95,8 @@ def routers_of(checkpoint: Checkpoint) -> list[str]:
 def write_bias(folder: Path, bias: np.ndarray) -> None:
     """Writes the biases [layers with experts, experts], by layer."""
     checkpoint = Checkpoint.open(folder)
+    for name in checkpoint.names:
+        checkpoint.expect(name)
     tensors = {name: checkpoint.tensor(name) for name in checkpoint.names}
     for name, row in zip(routers_of(checkpoint), bias, strict=True):
         tensors[name] = row.astype(tensors[name].dtype)

@@ -27,6 +27,9 @@ def mix(before: Path, after: Path, share: float) -> None:
     old, new = Checkpoint.open(before), Checkpoint.open(after)
     if set(old.names) != set(new.names):
         raise CheckpointError(f"{before} and {after} have not the same tensors")
+    for name in new.names:
+        old.expect(name)
+        new.expect(name)
     tensors = {name: _mean(old.tensor(name), new.tensor(name), share) for name in new.names}
     with tempfile.TemporaryDirectory(dir=after, prefix=".mix-") as written:
         write_checkpoint(written, new.config, tensors)

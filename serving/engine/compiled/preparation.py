@@ -44,13 +44,17 @@ class Preparation:
         self._asked: queue.SimpleQueue[ProgramKey | None] = queue.SimpleQueue()
         programs.tell_missing(self._asked.put)
 
-    def start_ahead(self, is_over: Callable[[], bool]) -> threading.Thread:
+    def start_ahead(self, on_thread: Callable[[], None], is_over: Callable[[], bool]) -> threading.Thread:
         """Prepares of `programs.others` one after the other until `is_over`: for as long as weights are read.
 
-        Those that a first request asks for come first. What making one raises is told to whoever asks for it later.
+        On a thread that gives way to others, since the last one may be under way when the worker serves, and that calls
+        `on_thread` first. Those that a first request asks for come first. What making one raises is told to whoever
+        asks for it later.
         """
 
         def run() -> None:
+            _give_way()
+            on_thread()
             for wanted in (*self._programs.firsts, *self._programs.others):
                 if is_over() or self._stopped.is_set():
                     return
@@ -76,8 +80,7 @@ class Preparation:
         return thread
 
     def _run_behind(self, on_thread: Callable[[], None], on_failed: Callable[[BaseException], None]) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # a wish only
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_NICENESS)
+        _give_way()
         on_thread()
         for wanted in self._programs.others:
             if not self._programs.has(wanted):
@@ -210,6 +213,12 @@ class Preparation:
             except Exception as error:  # whatever XLA makes of bytes that are not for it
                 store.complain(f"{key[0].value} {key[1]} cannot be loaded ({error})")
                 return None
+
+
+def _give_way() -> None:
+    """Lets other threads go before this one."""
+    with contextlib.suppress(OSError, AttributeError):  # a wish only
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_NICENESS)
 
 
 def compiled(blueprint: Blueprint, key: ProgramKey, timings: Timings) -> tuple[jax.stages.Compiled, bool]:

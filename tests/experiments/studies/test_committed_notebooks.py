@@ -23,11 +23,7 @@ def told(notebook: nbformat.NotebookNode) -> str:
     return str([cell.outputs for cell in notebook.cells if cell.cell_type == "code"])
 
 
-OLDER = pytest.mark.xfail(strict=True, reason="its run was before the arms of thoughts; a new one takes half an hour")
-SCRIPTED = [pytest.param(name, marks=OLDER) if name == "affinity" else name for name in NAMES]
-
-
-@pytest.mark.parametrize("name", SCRIPTED)
+@pytest.mark.parametrize("name", NAMES)
 def test_its_cells_are_those_of_the_script(name: str):
     script = jupytext.read(STUDIES / name / "analysis.py", fmt=PERCENT)
     found = [(cell.cell_type, cell.source) for cell in notebook_of(name).cells]

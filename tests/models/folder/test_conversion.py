@@ -19,6 +19,7 @@ from moonshard.models.score import Scorer
 from moonshard.models.spec import ModelError
 from moonshard.serving.cli import main
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE
+from tests.quantised import int4_values
 from tests.wrapped import KEPT, VISION, wrapped
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -40,14 +41,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Target, Path]:
 def contents(folder: Path) -> dict[str, bytes]:
     checkpoint = Checkpoint.open(folder)
     return {name: checkpoint.stored(name).tobytes() for name in checkpoint.names}
-
-
-def int4_values(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Straight from the description of compressed-tensors' format, by hand."""
-    packed, scales = (checkpoint.tensor(f"{name}.{part}") for part in ("weight_packed", "weight_scale"))
-    nibbles = (packed.view(np.uint32)[..., None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
-    codes = nibbles.reshape(len(packed), -1)[:, : checkpoint.tensor(f"{name}.weight_shape")[1]].astype(np.float32) - 8
-    return (codes * scales.astype(np.float32).repeat(32, axis=1)[:, : codes.shape[1]]).astype(ml_dtypes.bfloat16)
 
 
 def fp8_values(checkpoint: Checkpoint, name: str) -> np.ndarray:

@@ -131,6 +131,16 @@ def test_a_row_gives_the_same_bits_in_every_batch(form, name, is_transposed):
         np.testing.assert_array_equal(found, whole[:n])
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_more_rows_than_the_caches_hold_are_multiplied_some_at_a_time(form, name):
+    """A block of 63 rows of so many numbers, as `csrc/common/tiles.h` has it."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(150, 1, 1030)).astype(np.float32)
+    stack, wide = random_weight(rng, name, (1, 1, 67, 1030))
+    check(PRODUCT(x, stack, np.int32(0), form=form), x, wide[0])
+
+
 def chosen_experts(rng, t: int, k: int, e: int):
     experts = np.stack([rng.permutation(e)[:k] for _ in range(t)]).astype(np.int32)
     return moe.Routing(jnp.asarray(rng.random((t, k)), jnp.float32), jnp.asarray(experts), jnp.zeros(t))

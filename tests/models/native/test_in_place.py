@@ -60,6 +60,18 @@ def test_a_product_in_place_is_the_einsum_whatever_it_sums_over(equation, is_tak
     assert is_called == (is_taken and rows * SIZES["t"] <= MAX_ROWS)
 
 
+def test_of_a_large_weight_no_copy_is_made_however_many_rows_there_are(monkeypatch: pytest.MonkeyPatch):
+    x, stack = jnp.ones((MAX_ROWS, 2, 20), jnp.float32), jnp.ones((3, 2, 12, 20), jnp.float32)
+
+    def is_called() -> bool:
+        run = jax.jit(lambda x, stack, layer: product("ntd,gfd->ntgf", x, Stacked(stack, layer, MAX_ROWS)))
+        return "moonshard_stacked_product" in run.lower(x, stack, jnp.int32(1)).as_text()
+
+    assert not is_called()
+    monkeypatch.setattr("moonshard.models.product.COPIED_VALUES", 2 * 12 * 20 - 1)
+    assert is_called()
+
+
 @pytest.mark.parametrize("chunk_tokens", [None, LONG])
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 3e-2)])
 def test_a_model_in_place_gives_the_logits_of_the_reference(dtype, error, chunk_tokens):

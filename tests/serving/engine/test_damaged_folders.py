@@ -7,7 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.folder.conversion import convert
+from moonshard.models.folder.writing import write_checkpoint
+from tests.quantised import folders
 
 KIMI = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
 FILES = ("config.json", "chat_template.jinja", "model.safetensors", "tiktoken.model", "tokenizer.json")
@@ -26,6 +32,68 @@ def replace_by_folder(path: Path) -> None:
 
 def name_a_format(path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+
+
+def serve(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    given = (f"model.path={folder}", "gateway.port=0", "gateway.grpc_port=0", *options)
+    sets = [part for one in given for part in ("--set", one)]
+    argv = [sys.executable, "-m", "moonshard.serving.cli", "serve", *sets]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+FAULTS = [
+    ("int4", "weight_scale", lambda scale: scale * 0, "has a scale that is zero"),
+    ("fp8", "weight_scale_inv", lambda scale: scale + np.inf, "has a scale that is infinite"),
+    ("int4", "weight_packed", lambda packed: packed[:, :-1], "has shape"),
+    ("fp8", "weight_scale_inv", None, "are missing|is missing"),
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "part", "change", "fault"),
+    [pytest.param(*one, marks=[] if number == 0 else pytest.mark.slow) for number, one in enumerate(FAULTS)],
+)
+def test_serve_names_tensor_and_file_of_weights_that_cannot_be_served(tmp_path: Path, format, part, change, fault):
+    before = Checkpoint.open(folders(format) / "stored")
+    tensors = {name: before.tensor(name) for name in before.names}
+    name = f"{EXPERT}.{part}"
+    own = tensors.pop(name)
+    if change is not None:
+        with np.errstate(invalid="ignore"):
+            tensors[name] = change(own).astype(own.dtype)
+    write_checkpoint(tmp_path / "damaged", before.config, tensors)
+    for file in FILES[1:]:
+        if (KIMI / file).exists() and file != "model.safetensors":
+            shutil.copy(KIMI / file, tmp_path / "damaged")
+    ended = serve(tmp_path / "damaged")
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    (line,) = [line for line in ended.stderr.splitlines() if EXPERT in line]
+    assert f"{tmp_path}/damaged/model.safetensors: tensor '{EXPERT}." in line
+    assert any(each in line for each in fault.split("|"))
+
+
+@pytest.mark.slow
+def test_serve_names_the_mesh_that_cuts_a_packed_word(tmp_path: Path):
+    before = Checkpoint.open(KIMI)
+    narrow = {
+        name: tensor[:, :24] if "down" in name else tensor[:24]
+        for name in before.names
+        if ".mlp.experts." in name or ".shared_experts." in name
+        for tensor in (before.tensor(name),)
+    }
+    tensors = {name: before.tensor(name) for name in before.names} | narrow
+    write_checkpoint(tmp_path / "narrow", before.config | {"moe_intermediate_size": 24}, tensors)
+    for file in FILES[1:]:
+        if file != "model.safetensors":
+            shutil.copy(KIMI / file, tmp_path / "narrow")
+    convert(tmp_path / "narrow", "int4", tmp_path / "int4")
+    ended = serve(tmp_path / "int4", "prefill.mesh={tensor=2}")
+    assert ended.returncode == 2, ended.stderr
+    (line,) = [line for line in ended.stderr.splitlines() if "cut through" in line]
+    assert "prefill.mesh.tensor = 2" in line
+    assert f"{tmp_path}/int4/model.safetensors: tensor" in line
 
 
 @pytest.mark.parametrize(
@@ -48,23 +116,7 @@ def test_serve_refuses_a_damaged_folder_before_it_starts_anything(
     for file in FILES:
         shutil.copy(KIMI / file, tmp_path)
     damage(tmp_path / name)
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "moonshard.serving.cli",
-            "serve",
-            "--set",
-            f"model.path={tmp_path}",
-            "--set",
-            "gateway.port=0",
-            "--set",
-            "gateway.grpc_port=0",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = serve(tmp_path)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()  # a worker that loads would tell its progress on others
     assert line.startswith(f"moonshard: {tmp_path / name}: ")

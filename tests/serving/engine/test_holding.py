@@ -1,5 +1,6 @@
 """What weights are held in, and as which model a worker then passes."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -14,14 +15,15 @@ from moonshard.models.formats.sizes import held_as_stored
 from moonshard.models.machines import XLA, Machine
 from moonshard.models.native import library
 from moonshard.models.registry import open_model
-from moonshard.serving.config.keys import Config, DecodeConfig, KvConfig, ModelConfig
+from moonshard.serving.cli import main
+from moonshard.serving.config.keys import Config, DecodeConfig, KvConfig, ModelConfig, PrefillConfig, WorkerRole
 from moonshard.serving.engine.capacity.sizes import WeightBytes
 from moonshard.serving.engine.loading import LoadedModel, load_model
 from moonshard.sharding.budget import budget
 from moonshard.sharding.rules import DECODE
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES
-from tests.quantised import folders
+from tests.quantised import converted_folders, folders
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 
@@ -100,6 +102,32 @@ def test_int8_holds_what_products_take_and_leaves_tables_and_routers_alone():
     found = jax.tree.map(lambda leaf: leaf[1, 5], weights.experts.down).widened("float32")
     step = np.abs(tensor.astype(np.float32)).max(axis=1, keepdims=True) / 127
     assert (np.abs(found - tensor.astype(np.float32)) <= step * 0.5001).all()
+
+
+def test_int8_made_at_load_time_is_what_a_converted_folder_has_bit_for_bit():
+    made, read = loaded(FIXTURES / "kimi_k2", "int8"), loaded(converted_folders("int8", "kimi_k2") / "stored")
+    made, read = (model.programs.stages[0].weights for model in (made, read))
+    assert jax.tree.structure(made) == jax.tree.structure(read)
+    jax.tree.map(np.testing.assert_array_equal, made, read)
+
+
+@pytest.mark.skipif(library.chosen() is None, reason="arrays are widened without kernels")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}], ids=str)
+def test_what_the_command_tells_of_a_folder_as_on_the_hub_is_what_its_worker_holds(mesh, role: WorkerRole, tmp_path):
+    shape, folder, out = MeshShape(**mesh), FIXTURES / "kimi_k25_int4", tmp_path / "budget.json"
+    named = ",".join(f"{axis}={size}" for axis, size in (mesh or {"tensor": 1}).items())
+    argv = ["budget", "--model", str(folder), "--device", f"1gib:{shape.num_devices}", "--mesh", named]
+    assert main([*argv, "--role", role, "--json", str(out)]) == 0
+    config = Config(
+        model=ModelConfig(path=folder, name="tiny", dtype="bfloat16"),
+        kv=KvConfig(block_size=16, num_blocks=8),
+        prefill=PrefillConfig(mesh=shape),
+        decode=DecodeConfig(mesh=shape),
+    )
+    model = load_model(config, role, lambda message: None, prepares="none")
+    (told,), (stage,) = json.loads(out.read_text())[0]["stages"], model.programs.stages
+    assert told["weight_bytes"] == pytest.approx(WeightBytes.of([stage.weights]).on_a_device, rel=0.01)
 
 
 @pytest.mark.skipif(library.chosen() is None, reason="arrays are widened without kernels")

@@ -53,6 +53,8 @@ inline xla::ffi::ErrorOr<Weights> layer_of(const Buffers& stack, const xla::ffi:
   of.values = static_cast<const char*>(stack.values.untyped_data()) + index * layer_bytes;
   if (scale_bytes == 0) return of;
   of.block_rows = std::max(1L, shape.block_rows), of.block_columns = std::max(1L, shape.block_columns);
+  if (of.format == Format::int4 && std::min(of.block_columns, of.columns) > 32)
+    return Error::InvalidArgument("INT4 has a scale to 32 columns or to fewer");
   of.scale_rows = (of.rows + of.block_rows - 1) / of.block_rows;
   of.scale_columns = (of.columns + of.block_columns - 1) / of.block_columns;
   const long num_scales = shape.num_matrices * of.scale_rows * of.scale_columns;

@@ -18,7 +18,7 @@ inline constexpr uint32_t int4_shifted = 123;
 
 template <int width>
 struct Int4Tables {
-  alignas(64) uint8_t bytes[width == 16 ? 1 : 128][32] = {};
+  alignas(64) uint8_t bytes[width == 16 ? 1 : 256][32] = {};  // behind the products of positive scales, of negative ones
   alignas(64) uint32_t floats[width == 16 ? 128 : 1][16] = {};
 
   constexpr Int4Tables() {
@@ -28,9 +28,11 @@ struct Int4Tables {
         if constexpr (width == 16) {
           floats[fraction][code] = bits << 16;
         } else {
-          const uint32_t shifted = bits ? bits + (int4_shifted << 7) : 0;
+          const uint32_t shifted = bits ? bits + (int4_shifted << 7) : 0, turned = bits ? shifted ^ 0x8000 : 0;
           bytes[fraction][code] = shifted & 0xff;
           bytes[fraction][16 + code] = shifted >> 8;
+          bytes[128 + fraction][code] = turned & 0xff;
+          bytes[128 + fraction][16 + code] = turned >> 8;
         }
       }
     }
@@ -82,7 +84,7 @@ struct Int4Codes {
     alignas(32) uint32_t less[V::width == 16 ? 1 : most];
   };
 
-  // False where a scale is negative, so small that it counts as zero, or so large that values might be infinite.
+  // False where a scale is so small that it counts as zero, or so large that values might be infinite.
   [[gnu::always_inline]] static inline bool prepare(const Scale* scales, long count, Prepared& to) {
     to.scales = scales;
     if constexpr (V::width == 16) return true;
@@ -94,8 +96,9 @@ struct Int4Codes {
       } else {
         __builtin_memcpy(&bits, scales + i, (count - i) * sizeof(Scale));
       }
-      const typename Form::Halves at = (bits & (uint16_t)0x7f) * (uint16_t)sizeof tables.bytes[0];
-      const Words wide = V::widen(bits), less = last_plain - (wide | 0x7fu), both = less << 16 | less;
+      const typename Form::Halves which = (bits & (uint16_t)0x7f) | (bits >> 8 & (uint16_t)0x80);
+      const typename Form::Halves at = which * (uint16_t)sizeof tables.bytes[0];
+      const Words wide = V::widen(bits) & 0x7fffu, less = last_plain - (wide | 0x7fu), both = less << 16 | less;
       __builtin_memcpy(to.at + i, &at, sizeof at);
       __builtin_memcpy(to.less + i, &both, sizeof both);
       beyond |= (Words)(wide - first_plain > Words{} + (last_plain - first_plain));
@@ -140,7 +143,7 @@ struct Int4Codes {
 
  private:
   static constexpr Int4Tables<V::width> tables{};
-  static constexpr uint32_t first_plain = 1 << 7, last_plain = (127 + int4_shifted) << 7 | 0x7f;  // scales, by their bits
+  static constexpr uint32_t first_plain = 1 << 7, last_plain = (127 + int4_shifted) << 7 | 0x7f;  // scales, by their bits without sign
 
   // Of a bfloat16's bits.
   static float as_float(uint32_t bits) {

@@ -168,9 +168,12 @@ def test_a_bucket_is_there_once_every_stage_has_its_program():
 
 
 def test_while_weights_are_read_what_a_first_request_asks_for_is_made_and_no_more(store: ProgramStore):
-    own, is_read = uncompiled_programs().prepared, iter((False, True))
+    own, is_read, told = uncompiled_programs().prepared, iter((False, True)), set[int]()
     own.only_needed()
-    Preparation(own, store, Timings()).start_ahead(lambda: next(is_read)).join(60)
+    ahead = Preparation(own, store, Timings())
+    thread = ahead.start_ahead(lambda: told.add(threading.get_ident()), lambda: next(is_read))
+    thread.join(60)
+    assert told == {thread.ident}
     assert [one for one in own.others if own.has(one)] == [own.firsts[0]]
 
 
