@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moonshard.serving.control.sampling_parameters import Sampling
-from tests.agreement import assert_drawn_from, reference
+from tests.agreement import Reference, assert_drawn_from, reference
 from tests.cluster.conftest import wait_until
 from tests.engine_room import long_text
 from tests.sizes import NUM_SLOTS
@@ -35,8 +35,9 @@ def http_stream(cluster, prompt, **fields) -> list[dict]:
 
 
 @contextmanager
-def preempted(cluster) -> Iterator[None]:
+def preempted(cluster, of: Reference | None = None) -> Iterator[None]:
     """A request beside the block, whose choices outgrow the pool however they overlap with the block's."""
+    of = of or reference()
     sampling, prompt, before = Sampling(temperature=1.0, seed=5), long_text(300, seed=5), num_preemptions(cluster)
     options = {"temperature": 1.0, "top_p": 1.0, "seed": 5, "ignore_eos": True}
     choices: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
@@ -51,7 +52,7 @@ def preempted(cluster) -> Iterator[None]:
             choices[delta.choice] += delta.token_ids
     assert num_preemptions(cluster) > before
     assert [len(tokens) for tokens in choices] == [NUM_OUTGROWING] * NUM_SLOTS
-    cut_short = sum(assert_drawn_from(reference(), prompt, tokens, sampling, i) for i, tokens in enumerate(choices))
+    cut_short = sum(assert_drawn_from(of, prompt, tokens, sampling, i) for i, tokens in enumerate(choices))
     assert cut_short <= 1
 
 

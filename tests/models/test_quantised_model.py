@@ -28,6 +28,8 @@ FORMS = [
     *((MeshShape(), PREFILL), (MeshShape(tensor=2), PREFILL), (MeshShape(tensor=4), PREFILL)),
     *((MeshShape(expert=4), PREFILL), (MeshShape(pipe=2), PREFILL), (MeshShape(expert=2, tensor=2), DECODE)),
     (MeshShape(tensor=2), Rules(kv_tokens=("tensor",))),
+    *((MeshShape(data=2), PREFILL), (MeshShape(data=2, expert=2), DECODE), (MeshShape(expert=8), PREFILL)),
+    *((MeshShape(pipe=2, tensor=2), PREFILL), (MeshShape(pipe=3), PREFILL)),
 ]
 MACHINES_HERE = {"xla": XLA} | ({} if library.chosen() is None else {"kernels": MACHINES["avx2"]})
 NUM_TOKENS = 16
