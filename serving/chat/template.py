@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import final
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import nodes
 
 from moonshard.models.folder.json_file import read_json_object
 from moonshard.models.tokenizers.tokenizer import TextTooLongError, Tokenizer, check_text
@@ -72,7 +72,8 @@ class ChatTemplate:
         self._source = source
         self._variables = variables
         tree = self._environment.parse(source)
-        self._names = frozenset(meta.find_undeclared_variables(tree))
+        # Not by `jinja2.meta`, which computes what is constant, outside of every bound: a center(1000000000) of 1 GB.
+        self._names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
         written = [*(data.data for data in tree.find_all(nodes.TemplateData)), *_strings(tree)]
         self.writes_thoughts = any(THOUGHT_NAMES[THOUGHT_BEGIN] in text for text in written)
         self._marked = lru_cache(maxsize=4)(self._mark)  # by the tokenizer's special names: in practice one
