@@ -24,7 +24,9 @@ class Machine:
     tile_tokens: int  # of one sequence in a row of a prefill step: a chunk is padded to whole rows
     few_tokens: int  # of the smallest prefill step of more than one token: a cached prefix leaves only the last ones
     expand_from: float  # from how many times as many queries on keys are expanded as counting operations would have it
-    kernel_rows: int  # the most rows that a kernel multiplies with a weight in place; for more XLA copies it; 0: none
+    # The most rows that a kernel multiplies with a weight in place; for more XLA copies it, unless it is large
+    # (`product.COPIED_VALUES`); 0: none.
+    kernel_rows: int
     keys: int  # that XLA's absorbed attention reads at once
     expanded_keys: int  # that XLA's expanded attention makes at once
     expanded_queries: int  # positions that attend to them at once

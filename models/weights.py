@@ -1,8 +1,9 @@
 """From declared parameters to arrays on a mesh: read from a checkpoint, or drawn at random.
 
-Works on any pytree of `Param`, of any model. Every tensor is read once from the memory-mapped files, and each device
-has its own slice of it; a matrix' scales are read with its codes. They are held once: a device that lives in the
-machine's memory keeps the array that they were read into, and of the files nothing stays mapped that was read.
+Works on any pytree of `Param`, of any model. Every tensor is read once from the memory-mapped files, an expert's once
+for each of its places, and each device has its own slice of it; a matrix' scales are read with its codes. They are held
+once: a device that lives in the machine's memory keeps the array that they were read into, and of the files nothing
+stays mapped that was read.
 """
 
 import functools
@@ -91,7 +92,7 @@ def load(
     """Reads every parameter onto its devices, converted to `dtype`, which is what is computed in.
 
     Args:
-        holding: see `formats.holding`. What is quantised now, or widened, each device makes of whole tensors.
+        holding: see `formats.holding`. What is quantised now, or widened, is made of a whole tensor once.
         progress: called with (tensors read, tensors in all). What it raises ends the reading.
         on_read: called with how long it took to read and convert each leaf, or several of the same tensors, before they
             are placed.
@@ -102,16 +103,18 @@ def load(
     """
     leaves, tree = jax.tree.flatten(params, is_leaf=is_param)
     groups, found = _by_tensors(leaves), dict[int, Any]()
-    loading = _Loading(Reader(source), lambda done: progress(done, sum(map(len, groups))))
+    total = sum(map(len, groups))
+    loading = _Loading(Reader(source), lambda done: progress(done, total))
     for own in groups.values():
         begun_s = time.perf_counter()
         unread = []
         for index in own:
             param = leaves[index]
             sharding = sharding_of(mesh, param.axes, param.shape, rules)
-            target = held(param, source, jnp.dtype(dtype), holding)
-            layout = layout_of(param, target, mesh, rules, source) if isinstance(target, Format) else target
-            unread.append(loading.leaf(param, layout, sharding))
+            held_in = held(param, source, jnp.dtype(dtype), holding)
+            if isinstance(held_in, Format):
+                held_in = layout_of(param, held_in, mesh, rules, source)
+            unread.append(loading.leaf(param, held_in, sharding))
         loading.fill(unread)
         on_read(time.perf_counter() - begun_s)
         found |= {index: leaf.placed() for index, leaf in zip(own, unread, strict=True)}

@@ -15,6 +15,7 @@ from moonshard.models.formats.format import BF16
 from moonshard.models.formats.known import FORMATS
 from moonshard.models.formats.stored import Reader, part_name
 from tests.agreement import FIXTURES
+from tests.wrapped import copy_companions
 
 EXPERTS = ".mlp.experts."
 LEFT = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")  # what is quantised on no hub
@@ -22,21 +23,25 @@ TARGETS: Mapping[str, Target] = {"int4": "int4", "fp8": "fp8", "int8": "int8"}
 PARTS = {"int4": EXPERTS, "fp8": "", "int8": ""}  # of a matrix' name: as Kimi K2.5, Kimi K2, and what int8 makes
 
 
-@functools.cache
-def folders(format_name: str, fixture: str = "kimi_k2") -> Path:
-    """What `write_folders` writes, once a process, and for as long as it lives."""
+def kept_folder() -> Path:
+    """Empty, and there for as long as this process lives."""
     kept = TemporaryDirectory()
     atexit.register(kept.cleanup)
-    write_folders(Path(kept.name), format_name, fixture)
     return Path(kept.name)
+
+
+@functools.cache
+def folders(format_name: str) -> Path:
+    """What `write_folders` writes, once a process."""
+    folder = kept_folder()
+    write_folders(folder, format_name)
+    return folder
 
 
 @functools.cache
 def hub_folders() -> Path:
     """`stored`: a folder as Kimi K2.5's on the hub; `wide`: the same values, all of which bfloat16 has."""
-    kept = TemporaryDirectory()
-    atexit.register(kept.cleanup)
-    folder = Path(kept.name)
+    folder = kept_folder()
     (folder / "stored").symlink_to(FIXTURES / "kimi_k25_int4")
     assert convert(folder / "stored", "bf16", folder / "wide").rounded == []
     return folder
@@ -45,9 +50,7 @@ def hub_folders() -> Path:
 @functools.cache
 def converted_folders(format_name: Target, fixture: str) -> Path:
     """`stored`: what `moonshard convert` makes of a fixture; `wide`: its values as float32."""
-    kept = TemporaryDirectory()
-    atexit.register(kept.cleanup)
-    folder, before = Path(kept.name), Checkpoint.open(FIXTURES / fixture)
+    folder, before = kept_folder(), Checkpoint.open(FIXTURES / fixture)
     convert(before.folder, format_name, folder / "stored")
     reader = Reader(Checkpoint.open(folder / "stored"))
     wide = {name: reader.array(name, before.shape(name)).astype(np.float32) for name in before.names}
@@ -67,8 +70,7 @@ def guessing_folder(folder: Path, target: Target = "bf16") -> Path:
     tables = {f"model.layers.4.{name}.weight": table for name in ("embed_tokens", "shared_head.head")}
     config = before.config | {"num_nextn_predict_layers": 1}
     write_checkpoint(folder / "plain", config, tensors | own | norms | joined | tables)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        (folder / "plain" / file).write_bytes((FIXTURES / "kimi_k2" / file).read_bytes())
+    copy_companions(before.folder, folder / "plain")
     if target != "bf16":
         convert(folder / "plain", target, folder / target)
     return folder / ("plain" if target == "bf16" else target)
@@ -101,5 +103,4 @@ def write_folders(folder: Path, format_name: str, fixture: str = "kimi_k2", part
     for kind, tensors in (("stored", stored), ("wide", wide)):
         config = config_in(TARGETS[format_name], checkpoint.config) if kind == "stored" else checkpoint.config
         write_checkpoint(folder / kind, config, tensors)
-        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-            (folder / kind / file).write_bytes((FIXTURES / fixture / file).read_bytes())
+        copy_companions(checkpoint.folder, folder / kind)

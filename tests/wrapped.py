@@ -25,10 +25,15 @@ def wrapped(plain: Path, folder: Path, **options: Any) -> Path:
     tensors = {f"language_model.{name}": checkpoint.tensor(name) for name in checkpoint.names}
     tensors |= {name: np.ones(shape, ml_dtypes.bfloat16) for name, shape in VISION.items()}
     write_checkpoint(folder, wrapped_config(checkpoint.config), tensors, **options)
-    for file in KEPT:
-        if (plain / file).exists():
-            shutil.copy(plain / file, folder)
+    copy_companions(plain, folder)
     return folder
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """What stands beside weights and configuration."""
+    for file in KEPT:
+        if (source / file).exists():
+            shutil.copy(source / file, folder)
 
 
 def wrapped_config(text: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Format:
 
     def fault_of_scales(self, scales: np.ndarray) -> str | None:
         """What is no factor, in words; None: nothing."""
-        wide = scales.astype(np.float32)  # of bfloat16 each of these is slow
+        wide = scales.astype(np.float32, copy=False)  # of bfloat16 each of these is slow
         for fault, is_so in (("zero", wide == 0), ("infinite", np.isinf(wide)), ("not a number", np.isnan(wide))):
             if is_so.any():
                 return f"has a scale that is {fault}"

@@ -14,7 +14,7 @@ import pytest
 
 from moonshard.rpc.status import Overloaded
 from moonshard.serving.control.sampling_parameters import Sampling
-from tests.agreement import assert_drawn_from, reference
+from tests.agreement import Reference, assert_drawn_from, reference
 from tests.cluster.conftest import AGGREGATED, QUARANTINE_S, Cluster, start_cluster, stop_cluster, wait_until
 from tests.engine_room import long_text
 
@@ -77,12 +77,13 @@ def test_a_killed_worker_is_replaced_and_those_who_wait_for_it_go_on_where_they_
     """There is no other; `test_gateway_failover` has what becomes of those who wait in vain."""
     cluster = start_cluster(**AGGREGATED, **{"routing.failover_wait_s": 60.0})
     try:
-        _kill_mid_stream(cluster)
+        kill_mid_stream(cluster, reference())
     finally:
         assert stop_cluster(cluster) == 0
 
 
-def _kill_mid_stream(cluster) -> None:
+def kill_mid_stream(cluster: Cluster, of: Reference) -> None:
+    """Kills the only worker of an aggregated server while it answers; the answer goes on as `of` has it."""
     pid = cluster.pid("worker")  # before: the stream does not wait for the look
     prompt, tokens = long_text(50), list[int]()
     with cluster.client() as client:
@@ -93,7 +94,7 @@ def _kill_mid_stream(cluster) -> None:
             tokens += delta.token_ids
         assert stream.summary.timing.num_retries == 1
         assert len(tokens) == 400
-        assert_drawn_from(reference(), prompt, tokens, Sampling(temperature=0.0))
+        assert_drawn_from(of, prompt, tokens, Sampling(temperature=0.0))
         assert wait_until(cluster.is_as_it_began, FREED_WITHIN_S)
         assert _is_served(client)
 

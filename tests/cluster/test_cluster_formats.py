@@ -3,15 +3,14 @@
 Every token is the one that the values have which the formats stand for, in float32.
 """
 
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
 
 from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import Reference, assert_drawn_from
-from tests.cluster.conftest import Cluster, running, wait_until
+from tests.cluster.conftest import AGGREGATED, Cluster, running
+from tests.cluster.test_cluster_faults import kill_mid_stream
 from tests.cluster.test_cluster_tokens import http_completion, num_preemptions, preempted
 from tests.engine_room import long_text
 from tests.quantised import folders
@@ -54,15 +53,6 @@ def test_a_preempted_answer_goes_on_where_it_was(served: Cluster, wide: Referenc
 
 
 def test_an_answer_whose_worker_was_killed_goes_on_where_it_was(format_name: str, wide: Reference):
-    more = {"mode": "aggregated", "routing.failover_wait_s": 60.0, "model.path": folders(format_name) / "stored"}
-    with running(**more) as cluster, cluster.client() as client:
-        pid, prompt, tokens = cluster.pid("worker"), long_text(50), list[int]()
-        stream = client.stream(prompt, max_tokens=400, temperature=0, ignore_eos=True)
-        for delta in stream:
-            if not tokens:
-                os.kill(pid, signal.SIGKILL)
-            tokens += delta.token_ids
-        assert stream.summary.timing.num_retries == 1
-        assert len(tokens) == 400
-        assert_drawn_from(wide, prompt, tokens, GREEDY)
-        assert wait_until(cluster.is_as_it_began, 10)
+    more = {"routing.failover_wait_s": 60.0, "model.path": folders(format_name) / "stored"}
+    with running(**AGGREGATED, **more) as cluster:
+        kill_mid_stream(cluster, wide)

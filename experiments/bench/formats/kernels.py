@@ -82,8 +82,8 @@ def _experts(experts: moe.Experts[Any], top_k: int, batch: int, random: np.rando
 
         return jax.lax.scan(layer, x, (jnp.arange(num_layers), chosen))[0]
 
-    num_bytes = _num_bytes(experts) * num_hit / (num_layers * num_experts)
-    return _Program(lambda: program(x, chosen, experts), num_bytes, num_layers)
+    hit_bytes = num_bytes(experts) * num_hit / (num_layers * num_experts)
+    return _Program(lambda: program(x, chosen, experts), hit_bytes, num_layers)
 
 
 def _queries(stack: Any, batch: int, random: np.random.Generator) -> _Program:
@@ -99,8 +99,9 @@ def _queries(stack: Any, batch: int, random: np.random.Generator) -> _Program:
 
         return jax.lax.scan(layer, x, jnp.arange(num_layers))[0]
 
-    return _Program(lambda: program(x, stack), _num_bytes(stack), num_layers)
+    return _Program(lambda: program(x, stack), num_bytes(stack), num_layers)
 
 
-def _num_bytes(held: Any) -> int:
+def num_bytes(held: Any) -> int:
+    """Of all arrays of a tree, scales among them."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(held))

@@ -3,12 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import jax
 
 from moonshard.experiments.bench.floors.asked import decode_work, item_bytes
-from moonshard.experiments.bench.formats.kernels import KernelSteps
+from moonshard.experiments.bench.formats.kernels import KernelSteps, num_bytes
 from moonshard.experiments.bench.formats.record import Arm, FormatsJob, FormatTimes
 from moonshard.experiments.bench.steps.bare_steps import BareSteps, gaps_ms, with_small_pool
 from moonshard.models.folder.checkpoint import Checkpoint
@@ -57,7 +54,7 @@ class _LoadedArm:
         model, size = latent_model_of(Checkpoint.open(self._config.model.path).config), item_bytes(self._config)
         return FormatTimes(
             name=self._arm.name,
-            held_bytes=sum(_num_bytes(stage.weights) for stage in self._model.programs.stages),
+            held_bytes=sum(num_bytes(stage.weights) for stage in self._model.programs.stages),
             decode_ms={batch: median(samples[1:]) for batch, samples in self._decode_ms.items()},
             decode_bytes={
                 batch: decode_work(model, batch, self._job.context_tokens, size).num_bytes
@@ -71,7 +68,3 @@ class _LoadedArm:
         model = latent_model_of(Checkpoint.open(self._config.model.path).config)
         weights = self._model.programs.stages[0].weights
         return KernelSteps(weights, model.config.num_experts_per_tok, self._job.kernel_batches, self._job.seed)
-
-
-def _num_bytes(held: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(held))

@@ -148,8 +148,7 @@ class ChoiceStream:
                 if delta.finish_reason != _UNFINISHED:
                     text += self._thoughts.finish()
             delta.text = text if self._parser is None else self._content(delta, self._parser, text)
-        is_by_token = finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string")
-        if is_by_token and token_ids and token_ids[-1] != self._call_end:
+        if _ends_by_token(delta) and token_ids and token_ids[-1] != self._call_end:
             delta.stop_token_id = token_ids[-1]
         # after `length` more calls might have come, and a call that was cut off is none to run
         if delta.finish_reason == pb.FINISH_REASON_STOP and self._ends_with_calls:
@@ -175,8 +174,7 @@ class ChoiceStream:
     @staticmethod
     def _spoken(delta: pb.Delta) -> Sequence[int]:
         """The tokens that the client is told, but for one that ended the choice by itself."""
-        is_by_token = delta.finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string")
-        return list(delta.token_ids[:-1] if is_by_token else delta.token_ids)
+        return list(delta.token_ids[:-1] if _ends_by_token(delta) else delta.token_ids)
 
     def _content(self, delta: pb.Delta, parser: ToolCallParser, text: str) -> str:
         """The part of the text that is for the client to read; parts of calls are kept for `take_calls`."""
@@ -212,6 +210,10 @@ class ChoiceStream:
         if finish_reason != pb.FINISH_REASON_UNSPECIFIED:
             text += detokenizer.finish()
         return text, num_tokens
+
+
+def _ends_by_token(delta: pb.Delta) -> bool:
+    return delta.finish_reason == pb.FINISH_REASON_STOP and not delta.HasField("stop_string")
 
 
 def joined(earlier: pb.Delta, later: pb.Delta) -> pb.Delta:

@@ -61,6 +61,15 @@ def test_every_packed_matrix_has_the_bits_of_the_formats_description():
         np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
 
 
+def num_told(folder: Path, what: str, caplog: pytest.LogCaptureFixture) -> int:
+    """How often a worker that loads the folder says so in its log."""
+    model = ModelConfig(path=folder, name="tiny", dtype="float32")
+    with caplog.at_level("INFO"):
+        config = Config(model=model, kv=KvConfig(block_size=16, num_blocks=8))
+        load_model(config, "both", lambda message: None, prepares="none")
+    return len([record for record in caplog.records if what in record.getMessage()])
+
+
 def test_a_tower_beside_it_that_the_ignore_list_forgets_is_skipped_and_told_once(tmp_path: Path, caplog):
     """And its text calls itself what some of those on the hub do."""
     plain = Checkpoint.open(FOLDER)
@@ -69,12 +78,7 @@ def test_a_tower_beside_it_that_the_ignore_list_forgets_is_skipped_and_told_once
     others = {"model_type": "deepseek_v3", "rope_parameters": text["rope_scaling"] | {"rope_theta": text["rope_theta"]}}
     text = {name: each for name, each in text.items() if name not in ("rope_scaling", "rope_theta")} | others
     write_checkpoint(tmp_path, plain.config | {"text_config": text}, tensors)
-    with caplog.at_level("INFO"):
-        config = Config(
-            model=ModelConfig(path=tmp_path, name="tiny", dtype="float32"), kv=KvConfig(block_size=16, num_blocks=8)
-        )
-        load_model(config, "both", lambda message: None, prepares="none")
-    assert len([record for record in caplog.records if "vision tower" in record.getMessage()]) == 1
+    assert num_told(tmp_path, "vision tower", caplog) == 1
     logits = Scorer(tmp_path).observe(RECORDED["ids0"].tolist()).logits
     np.testing.assert_allclose(logits, RECORDED["logits0"], atol=LOGIT_TOLERANCE)
 
@@ -85,12 +89,7 @@ def test_with_a_layer_that_guesses_further_tokens_it_is_the_same_model(tmp_path:
     logits = Scorer(folder).observe([*ids, *greedy]).logits
     np.testing.assert_allclose(logits[: len(ids)], recorded["logits0"], atol=LOGIT_TOLERANCE)
     assert logits[len(ids) - 1 : -1].argmax(axis=-1).tolist() == greedy
-    with caplog.at_level("INFO"):
-        config = Config(
-            model=ModelConfig(path=folder, name="tiny", dtype="float32"), kv=KvConfig(block_size=16, num_blocks=8)
-        )
-        load_model(config, "both", lambda message: None, prepares="none")
-    assert len([record for record in caplog.records if "guess further tokens" in record.getMessage()]) == 1
+    assert num_told(folder, "guess further tokens", caplog) == 1
 
 
 def test_and_so_it_is_where_that_layer_is_in_fp8_too(tmp_path: Path):

@@ -101,11 +101,10 @@ def test_a_product_reads_a_format_exactly_whatever_the_sizes(form, is_transposed
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("exponents", [(-125, -100), (-20, 20), (100, 118), (119, 126)])
 @pytest.mark.parametrize("which", [0, 2])
-@pytest.mark.parametrize("negative", [0, 0.02])  # the latter in some rows, and in their middle
-def test_every_value_is_exact_whatever_the_scale(form, name, exponents, which, is_transposed, negative):
+def test_every_value_is_exact_whatever_the_scale(form, name, exponents, which, is_transposed):
     """Ones that stand alone in a row of activations take the values themselves out of a weight."""
     rng = np.random.default_rng(exponents[0] + 128)
-    stack, wide = random_weight(rng, name, (1, 1, 64, 2300), which, exponents, negative)
+    stack, wide = random_weight(rng, name, (1, 1, 64, 2300), which, exponents, 0.02)  # some rows have no negative scale
     wide = wide[0, 0].astype(np.float32)
     wide[np.abs(wide) < np.finfo(np.float32).smallest_normal] = 0
     with np.errstate(invalid="ignore"):

@@ -14,6 +14,7 @@ from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.folder.conversion import convert
 from moonshard.models.folder.writing import write_checkpoint
 from tests.quantised import folders
+from tests.wrapped import copy_companions
 
 KIMI = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
 FILES = ("config.json", "chat_template.jinja", "model.safetensors", "tiktoken.model", "tokenizer.json")
@@ -55,40 +56,36 @@ FAULTS = [
     [pytest.param(*one, marks=[] if number == 0 else pytest.mark.slow) for number, one in enumerate(FAULTS)],
 )
 def test_serve_names_tensor_and_file_of_weights_that_cannot_be_served(tmp_path: Path, format, part, change, fault):
-    before = Checkpoint.open(folders(format) / "stored")
+    before, folder = Checkpoint.open(folders(format) / "stored"), tmp_path / "damaged"
     tensors = {name: before.tensor(name) for name in before.names}
-    name = f"{EXPERT}.{part}"
-    own = tensors.pop(name)
+    own = tensors.pop(f"{EXPERT}.{part}")
     if change is not None:
         with np.errstate(invalid="ignore"):
-            tensors[name] = change(own).astype(own.dtype)
-    write_checkpoint(tmp_path / "damaged", before.config, tensors)
-    for file in FILES[1:]:
-        if (KIMI / file).exists() and file != "model.safetensors":
-            shutil.copy(KIMI / file, tmp_path / "damaged")
-    ended = serve(tmp_path / "damaged")
+            tensors[f"{EXPERT}.{part}"] = change(own).astype(own.dtype)
+    write_checkpoint(folder, before.config, tensors)
+    copy_companions(KIMI, folder)
+    ended = serve(folder)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if EXPERT in line]
-    assert f"{tmp_path}/damaged/model.safetensors: tensor '{EXPERT}." in line
+    assert f"{folder}/model.safetensors: tensor '{EXPERT}." in line
     assert any(each in line for each in fault.split("|"))
+
+
+def narrowed(name: str, tensor: np.ndarray) -> np.ndarray:
+    """Of an expert the first 24 of its inner dimension."""
+    if "_experts." not in name and ".experts." not in name:
+        return tensor
+    return tensor[:, :24] if "down" in name else tensor[:24]
 
 
 @pytest.mark.slow
 def test_serve_names_the_mesh_that_cuts_a_packed_word(tmp_path: Path):
-    before = Checkpoint.open(KIMI)
-    narrow = {
-        name: tensor[:, :24] if "down" in name else tensor[:24]
-        for name in before.names
-        if ".mlp.experts." in name or ".shared_experts." in name
-        for tensor in (before.tensor(name),)
-    }
-    tensors = {name: before.tensor(name) for name in before.names} | narrow
-    write_checkpoint(tmp_path / "narrow", before.config | {"moe_intermediate_size": 24}, tensors)
-    for file in FILES[1:]:
-        if file != "model.safetensors":
-            shutil.copy(KIMI / file, tmp_path / "narrow")
-    convert(tmp_path / "narrow", "int4", tmp_path / "int4")
+    before, narrow = Checkpoint.open(KIMI), tmp_path / "narrow"
+    tensors = {name: narrowed(name, before.tensor(name)) for name in before.names}
+    write_checkpoint(narrow, before.config | {"moe_intermediate_size": 24}, tensors)
+    copy_companions(KIMI, narrow)
+    convert(narrow, "int4", tmp_path / "int4")
     ended = serve(tmp_path / "int4", "prefill.mesh={tensor=2}")
     assert ended.returncode == 2, ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if "cut through" in line]

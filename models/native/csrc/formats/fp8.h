@@ -4,39 +4,23 @@
 // not, whatever the thread does with subnormal floats. SSE4 has no such instruction and computes with normal floats.
 #pragma once
 
-#include "../common/vectors.h"
+#include "scales.h"
 
 namespace moonshard {
 
 template <class Form>
-struct Fp8Codes {
+struct Fp8Codes : PlainScales<Form> {
   using V = Vectors<Form>;
   using Vec = typename V::Vec;
   using Words = typename Form::Words;
   using Halves = typename Form::Halves;
   using Weight = Fp8;
-  using Scale = float;
-  using Factor = float;
-  static constexpr long group = 0;  // as many columns as the matrix says
   static constexpr int registers = 2;
 
   static constexpr long bytes(long i) { return i; }
 
-  struct Prepared {
-    static constexpr long most = 1L << 62;
-    const Scale* scales;
-  };
-
-  [[gnu::always_inline]] static inline bool prepare(const Scale* scales, long, Prepared& to) {
-    to.scales = scales;
-    return true;
-  }
-  [[gnu::always_inline]] static inline Factor factor(const Prepared& prepared, long index) {
-    return prepared.scales[index];
-  }
-
   // The even codes, then the odd ones.
-  [[gnu::always_inline]] static inline void load(const uint8_t* codes, Factor scale, Vec (&to)[registers]) {
+  [[gnu::always_inline]] static inline void load(const uint8_t* codes, float scale, Vec (&to)[registers]) {
     Halves pairs;
     __builtin_memcpy(&pairs, codes, sizeof pairs);
     if constexpr (V::width == 4) {
@@ -49,7 +33,7 @@ struct Fp8Codes {
     }
   }
 
-  static float number(const uint8_t* codes, long i, Scale scale) {
+  static float number(const uint8_t* codes, long i, float scale) {
     const int exponent = codes[i] >> 3 & 15, fraction = codes[i] & 7;
     const uint32_t bits = (exponent + 120) << 23 | fraction << 20;
     float magnitude = fraction * 0x1p-9f;

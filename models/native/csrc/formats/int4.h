@@ -2,20 +2,20 @@
 // scale, a bfloat16, rounded to bfloat16.
 //
 // A group has 16 values at most. How they round depends on the 7 bits of its scale's fraction alone, as long as none is
-// subnormal, so a table has them for each fraction, and a power of two is what is left to multiply with. A scale below
-// 2^-126 counts as zero, as it does wherever XLA computes on CPUs.
+// subnormal, so a table has them for each fraction, and a power of two is what is left to multiply with: as floats, or by
+// subtracting it from the bits of two bfloat16s at once, saturated, so that what is zero stays zero. A scale below 2^-126
+// counts as zero, as it does wherever XLA computes on CPUs.
 #pragma once
 
 #include "../common/vectors.h"
 
 namespace moonshard {
 
-// The products (code - 8) * (1 + fraction / 128), rounded to bfloat16, ties to even: as floats, or as the lower and the
-// upper bytes of bfloat16s. Bytes stand for 2^int4_shifted times that, the most that the largest product allows: instead
-// of multiplying floats with a power of two, it is subtracted from the bits of two bfloat16s at once, and saturated, so
-// that what is zero stays zero.
+// Bytes in tables stand for 2^this times the products: as much as the largest of them allows, for powers are subtracted.
 inline constexpr uint32_t int4_shifted = 123;
 
+// The products (code - 8) * (1 + fraction / 128), rounded to bfloat16, ties to even: as floats, or as the lower and the
+// upper bytes of bfloat16s.
 template <int width>
 struct Int4Tables {
   alignas(64) uint8_t bytes[width == 16 ? 1 : 256][32] = {};  // behind the products of positive scales, of negative ones
@@ -70,8 +70,8 @@ struct Int4Codes {
   using Weight = Int4;
   using Scale = Bf16;
   using Factor = Int4Factor<Form>;
-  static constexpr long group = 32;
-  static constexpr int registers = group / V::width;
+  static constexpr int registers = 32 / V::width;
+  static constexpr bool has_one_to_a_block = true;  // a scale to a block of registers
 
   static constexpr long bytes(long i) { return i / 2; }
 
@@ -143,7 +143,8 @@ struct Int4Codes {
 
  private:
   static constexpr Int4Tables<V::width> tables{};
-  static constexpr uint32_t first_plain = 1 << 7, last_plain = (127 + int4_shifted) << 7 | 0x7f;  // scales, by their bits without sign
+  // The bits, without sign, of scales that the tables serve.
+  static constexpr uint32_t first_plain = 1 << 7, last_plain = (127 + int4_shifted) << 7 | 0x7f;
 
   // Of a bfloat16's bits.
   static float as_float(uint32_t bits) {

@@ -1,41 +1,25 @@
 // INT8: a code is a signed byte, and a value the code times its scale, rounded once.
 #pragma once
 
-#include "../common/vectors.h"
+#include "scales.h"
 
 namespace moonshard {
 
 template <class Form>
-struct Int8Codes {
+struct Int8Codes : PlainScales<Form> {
   using V = Vectors<Form>;
   using Vec = typename V::Vec;
   using Weight = Int8;
-  using Scale = float;
-  using Factor = float;
-  static constexpr long group = 0;  // as many columns as the matrix says
   static constexpr int registers = 2;
 
   static constexpr long bytes(long i) { return i; }
 
-  struct Prepared {
-    static constexpr long most = 1L << 62;
-    const Scale* scales;
-  };
-
-  [[gnu::always_inline]] static inline bool prepare(const Scale* scales, long, Prepared& to) {
-    to.scales = scales;
-    return true;
-  }
-  [[gnu::always_inline]] static inline Factor factor(const Prepared& prepared, long index) {
-    return prepared.scales[index];
-  }
-
   // In the order of the row.
-  [[gnu::always_inline]] static inline void load(const uint8_t* codes, Factor scale, Vec (&to)[registers]) {
+  [[gnu::always_inline]] static inline void load(const uint8_t* codes, float scale, Vec (&to)[registers]) {
     for (int r = 0; r < registers; ++r) to[r] = whole_numbers(codes + r * V::width) * scale;
   }
 
-  static float number(const uint8_t* codes, long i, Scale scale) { return static_cast<int8_t>(codes[i]) * scale; }
+  static float number(const uint8_t* codes, long i, float scale) { return static_cast<int8_t>(codes[i]) * scale; }
 
  private:
   [[gnu::always_inline]] static inline Vec whole_numbers(const uint8_t* from) {

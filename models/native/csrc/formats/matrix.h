@@ -51,7 +51,7 @@ struct PackedRow {
   using Factor = typename Codes::Factor;
   static constexpr int registers = Codes::registers;
   static constexpr long block = registers * V::width;
-  static constexpr bool has_scale_to_a_block = Codes::group == block;
+  static constexpr bool has_scale_to_a_block = Codes::has_one_to_a_block;
 
   const uint8_t* codes;
   const Scale* scales;
