@@ -26,6 +26,7 @@ from moonshard.models.tokenizers.tokenizer import TextTooLongError, Tokenizer, c
 from moonshard.models.tokenizers.vocabulary import name_pattern
 from moonshard.serving.chat.declarations import declare_tools, sorted_tools
 from moonshard.serving.chat.sandbox.budget import RenderBudget, allowed_units
+from moonshard.serving.chat.sandbox.clock import OwnTime
 from moonshard.serving.chat.sandbox.environment import BUDGET, TemplateSandbox
 from moonshard.serving.chat.thoughts import NAMES as THOUGHT_NAMES
 from moonshard.serving.chat.thoughts import THOUGHT_BEGIN
@@ -116,7 +117,7 @@ class ChatTemplate:
         kwargs = dict(template_kwargs or {})
         if clash := OWN_VARIABLES & kwargs.keys():
             raise TemplateError(f"the template's variable {min(clash)!r} cannot be set")
-        budget = _checked_budget([list(messages), kwargs])
+        units = _checked_units([list(messages), kwargs])
         if kwargs.get("tools") and "tools_ts_str" in self._names - kwargs.keys():
             tools = sorted_tools(kwargs["tools"])
             kwargs |= {"tools": tools, "tools_ts_str": declare_tools(tools)}
@@ -125,7 +126,8 @@ class ChatTemplate:
         if is_continued and not begun:
             messages = messages[:-1]  # it says nothing that could be gone on with
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt and not begun}
-        rendered = marked.render({**kwargs, **own}, budget)
+        with OwnTime() as clock:
+            rendered = marked.render({**kwargs, **own}, RenderBudget(units, clock))
         return marked.encode(tokenizer, _up_to(rendered, begun) if begun else rendered, max_tokens)
 
     def _mark(self, special_names: frozenset[str]) -> "MarkedTemplate":
@@ -209,8 +211,8 @@ def _up_to(rendered: str, begun: str) -> str:
     raise TemplateError("the last message cannot be gone on with: the model's chat template does not write it as it is")
 
 
-def _checked_budget(values: Sequence[object]) -> RenderBudget:
-    """The budget that these values allow, after a check of every string in them, keys included.
+def _checked_units(values: Sequence[object]) -> int:
+    """The units of work that these values allow, after a check of every string in them, keys included.
 
     Without recursion, since a client chooses how deep the values are nested.
     """
@@ -227,7 +229,7 @@ def _checked_budget(values: Sequence[object]) -> RenderBudget:
             pending += value.values()
         elif isinstance(value, list | tuple):
             pending += value
-    return RenderBudget(allowed_units(num_chars, num_nodes))
+    return allowed_units(num_chars, num_nodes)
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:

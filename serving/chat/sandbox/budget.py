@@ -4,7 +4,7 @@ A unit is about ten nanoseconds, or one character copied. Everything a template 
 that one render is bounded in time and in memory however its loops are nested. Values that a template makes are weighed
 when they are made (`weigh`): a list doubled within itself forty times is a handful of objects, and 2^40 in print.
 Units are rough: some operations take ten times as long as they are charged. So a render also ends when it has taken so
-much processor time of its thread (`MAX_RENDER_S`) that no template has a use for, whatever it has left.
+much processor time of its own (`clock`; `MAX_RENDER_S`) that no template has a use for, whatever it has left.
 `environment` and `costs` charge here; what single operations cost is `costs`'.
 """
 

@@ -1,9 +1,11 @@
 """A template that misbehaves is refused, within bounds of time and memory, and one that behaves is not slowed down."""
 
 import contextlib
+import gc
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from moonshard.serving.chat.sandbox.budget import (
     RenderBudget,
     TemplateLimitError,
 )
+from moonshard.serving.chat.sandbox.clock import OwnTime
 from moonshard.serving.chat.template import (
     MAX_MESSAGE_CHARS,
     ChatTemplate,
@@ -146,6 +149,29 @@ def test_a_render_ends_when_it_has_taken_its_time_whatever_it_has_left():
     with pytest.raises(TemplateLimitError, match="more than 1 s"):  # noqa: PT012  # at one of them
         for _ in range(STEPS_PER_LOOK):
             budget.step()
+
+
+def test_a_collection_in_the_middle_of_a_render_is_not_its_work():
+    many = [[] for _ in range(500_000)]
+    with OwnTime() as clock:
+        begun_s, begun_own_s = time.thread_time(), clock()
+        gc.collect()
+        all_s, own_s = time.thread_time() - begun_s, clock() - begun_own_s
+    assert len(many) == 500_000
+    assert own_s < all_s / 10  # a collection that goes through so many takes some 20 ms
+
+
+def test_what_a_thread_works_beside_collections_is_its_own():
+    with OwnTime() as clock:
+        begun_s, begun_own_s = time.thread_time(), clock()
+        while time.thread_time() - begun_s < 0.05:
+            pass
+        assert clock() - begun_own_s >= 0.04
+        collecting = threading.Thread(target=gc.collect)
+        collecting.start()
+        collecting.join()
+        assert clock() - begun_own_s >= 0.04, "another thread's collection is not taken off"
+    assert not [call for call in gc.callbacks if getattr(call, "__self__", None) is clock]
 
 
 def test_a_template_that_loops_within_its_units_ends_in_the_processor_time_that_it_may_take(tokenizer: Tokenizer):
