@@ -53,6 +53,7 @@ class RowSampling:
     has_bias: Bool[Array, "b"]
     bans_stops: Bool[Array, "b"]  # fewer than min_tokens so far
     wants_logprobs: Bool[Array, "b"]
+    is_masked: Bool[Array, "b"]  # a mask says which tokens it may draw
 
 
 @pytree
@@ -119,8 +120,8 @@ def draw(
     Args:
         num_top: of how many of the likeliest tokens to give log-probabilities, where a row wants any.
         tile: rows that are drawn at once, a divisor of b. On CPU one: each row then pays for what it asks for itself.
-        allowed: 32-bit words; bit t % 32 of word t // 32 says whether token t may be drawn. All ones for a row without
-            a mask, and at least one bit in each. None is no mask at all, and nothing of the program.
+        allowed: 32-bit words; bit t % 32 of word t // 32 says whether token t may be drawn. Looked at for masked rows
+            alone; at least one bit of each. None where no row is masked, and nothing of the program.
     """
     num_padded, size = len(logits), min(num_top, logits.shape[1])
 
@@ -155,7 +156,9 @@ def _draw_tile(
 ) -> Draws:
     adjusted = _adjust(logits, rows, slots, slot_of_row)
     if allowed is not None:
-        adjusted = jnp.where(_bits(allowed, logits.shape[1]), adjusted, -jnp.inf)
+        adjusted = jax.lax.cond(
+            jnp.any(rows.is_masked), lambda x: _mask(x, logits, rows.is_masked, allowed), lambda x: x, adjusted
+        )
     tokens = jax.lax.cond(
         jnp.any(rows.temperature > 0), _sample, lambda x, _: _first_of_largest(x), adjusted, rows
     ).astype(jnp.int32)
@@ -189,6 +192,19 @@ def _adjust(
     logits = jax.lax.cond(jnp.any(penalised), penalise, lambda x: x, logits)
     logits = jax.lax.cond(jnp.any(rows.has_bias), bias, lambda x: x, logits)
     return jax.lax.cond(jnp.any(rows.bans_stops), ban, lambda x: x, logits)
+
+
+def _mask(
+    adjusted: Float[Array, "b v"],
+    logits: Float[Array, "b v"],
+    is_masked: Bool[Array, "b"],
+    allowed: UInt[Array, "b words"],
+) -> Float[Array, "b v"]:
+    """Leaves what the mask allows. Where bans and bias leave nothing of that, they give way: the answer has to end."""
+    is_allowed = _bits(allowed, logits.shape[1]) | ~is_masked[:, None]
+    left = jnp.where(is_allowed, adjusted, -jnp.inf)
+    is_nothing = jnp.max(left, axis=-1, keepdims=True) == -jnp.inf
+    return jnp.where(is_nothing, jnp.where(is_allowed, logits, -jnp.inf), left)
 
 
 def _bits(words: UInt[Array, "b words"], size: int) -> Bool[Array, "b v"]:

@@ -95,8 +95,11 @@ def assert_drawn_from(
     *,
     stop_token_ids: Collection[int] = (),
     min_tokens: int = 0,
+    allowed: np.ndarray | None = None,
 ) -> bool:
     """Every token is the one that the reference draws after the tokens before it, or all but ties with that one.
+
+    `allowed`: [tokens of the completion, vocab], which may be drawn there; None: any.
 
     A token may be another only after a router's near tie: then one path took another expert, and the rest of the
     sequence cannot be compared. Says whether that happened; tests with many sequences bound how often.
@@ -105,6 +108,8 @@ def assert_drawn_from(
     logits, margin = model.observe([*prompt, *completion])
     scores = adjusted(logits[len(prompt) - 1 : -1], prompt, completion, sampling)
     scores[:min_tokens, list(stop_token_ids)] = -np.inf
+    if allowed is not None:
+        scores[~allowed] = -np.inf
     if sampling.temperature > 0:
         scores = scores / sampling.temperature + noise(
             sampling.seed, choice, range(len(prompt), len(prompt) + len(completion)), scores.shape[1]

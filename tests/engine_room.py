@@ -12,6 +12,9 @@ from moonshard.kv.blocks import BlockPool
 from moonshard.models import weights
 from moonshard.models.experts import moe
 from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.serving.constrained.grammars import Grammars, load_grammars
+from moonshard.serving.constrained.masks import Masks
+from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.plan import PrefillPlan
 from moonshard.serving.control.request import Logprobs, Request, SequenceId
@@ -31,7 +34,7 @@ from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shard import ALONE, Shard
 from tests.agreement import FIXTURES, reference
 from tests.compiled import compiled_once
-from tests.listeners import Listeners
+from tests.listeners import Listeners, ignore
 from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, MAX_CONTEXT_TOKENS, NUM_BLOCKS, NUM_SLOTS
 
 Q_TILE = 32
@@ -113,6 +116,7 @@ class Run:
     num_cached_tokens: int = 0
     num_wasted_tokens: int = 0
     num_prefill_steps: int = 0
+    turned_down: dict[bytes, Rejected] = field(default_factory=dict)
 
     def of(self, request: Request, choice: int = 0) -> list[int]:
         return self.tokens[SequenceId(request.id, choice)]
@@ -152,7 +156,14 @@ async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill
         run.take(report)
         on_step(engine, run)
 
-    engine = an_engine(executor, blocks, take, num_slots=num_slots, max_prefill_sequences=max_prefill_sequences)
+    engine = an_engine(
+        executor,
+        blocks,
+        take,
+        num_slots=num_slots,
+        max_prefill_sequences=max_prefill_sequences,
+        on_turned_down=run.turned_down.__setitem__,
+    )
     engine.start()
     for request in requests:
         engine.submit(request)
@@ -175,6 +186,7 @@ def an_engine(
     *,
     num_slots: int = NUM_SLOTS,
     max_prefill_sequences: int = 8,
+    on_turned_down: Callable[[bytes, Rejected], None] = ignore,
 ) -> Engine:
     """An engine on the running event loop, not started, with one microbatch per stage, as a worker has."""
     num_stages = len(executor.stages)
@@ -192,9 +204,16 @@ def an_engine(
         scheduler=Scheduler(config, blocks),
         executor=executor,
         encoder=StepEncoder(executor.shapes),
-        events=Listeners(on_step=on_step, on_prefill=on_prefill),
+        events=Listeners(on_step=on_step, on_prefill=on_prefill, on_turned_down=on_turned_down),
+        masks=Masks(grammars, executor.shapes.num_partitions * executor.shapes.slots_per_partition),
         num_stages=num_stages,
     )
+
+
+@functools.cache
+def grammars() -> Grammars:
+    """Of the fixtures, which all have one tokenizer."""
+    return load_grammars(FIXTURES / "kimi_k2", reference().config.vocab_size)
 
 
 async def until_idle(engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moonshard.serving.control.batching.queue import QueueTimeout
+from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.engine.device import StepDone
 from moonshard.serving.engine.events import StepReport
@@ -18,5 +18,5 @@ class Listeners:
     before_prefill: Callable[[PrefillPlan], None] = ignore
     on_prefill: Callable[[PrefillPlan], None] = ignore
     on_step: Callable[[StepReport], None] = ignore
-    on_expired: Callable[[bytes, QueueTimeout], None] = ignore
+    on_turned_down: Callable[[bytes, Rejected], None] = ignore
     on_done: Callable[[StepDone, Plan | None], None] = ignore

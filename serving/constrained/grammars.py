@@ -5,23 +5,29 @@ expressions. A matcher is one sequence's place in a grammar. All end tokens of t
 answer may stop, each of them may be drawn.
 """
 
+import functools
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from typing import final
+from pathlib import Path
+from typing import TYPE_CHECKING, final
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+import numpy as np
 
-from moonshard.models.tokenizers.tokenizer import TokenIdError, Tokenizer
+from moonshard.models.folder.generation import load_generation_defaults
+from moonshard.models.tokenizers.tokenizer import TokenIdError, Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:  # importing it takes longer than a worker has for all its modules
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_COMPILE_S = 2.0  # of processor time, the first mask included: what takes longer would hold up others too
 MAX_KEPT = 256  # grammars
 MAX_KEPT_CHARS = 1 << 22  # of all texts that are kept
 MAX_MESSAGE_CHARS = 500
-# A tenth of llguidance's own for the lexer and for all rules: with these a mask took 17 s for `(a{1000}){1000}`.
-LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_grammar_size": 100_000}
+# A fifth to a half of llguidance's own, with which the first mask of `(a{1000}){1000}` took 17 s, and with these 0.2 s.
+INITIAL_LEXER_FUEL, STEP_LEXER_FUEL, MAX_GRAMMAR_SIZE = 200_000, 100_000, 100_000
 
 
 class GrammarError(ValueError):
@@ -35,65 +41,103 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], vocab_size: int | None = None):
         """`vocab_size`: of the model, whose embedding may have more rows than the tokenizer has tokens.
 
-        ValueError without an end token: an answer that is complete could not end.
+        GrammarError without an end token: an answer that is complete could not end.
         """
         if not end_ids:
-            raise ValueError("a model whose folder names no end token has no grammars")
+            raise GrammarError("the model's folder names no end token")
         self._tokenizer = tokenizer
-        self._end_ids = sorted(end_ids)
+        self.end_ids = sorted(end_ids)
         self._vocab_size = max(vocab_size or 0, tokenizer.vocab_size)
         self._vocabulary: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher | GrammarError] = OrderedDict()
+        self._kept: OrderedDict[str, LLMatcher | str] = OrderedDict()  # matchers at the beginning, or what is wrong
         self._num_kept_chars = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is kept
+        self._compiling = threading.Lock()  # one at a time
 
     @property
     def num_mask_words(self) -> int:
         """Of 32 bits, of a mask over all tokens."""
         return -(-self._vocab_size // 32)
 
+    @functools.cached_property
+    def end_mask(self) -> np.ndarray:
+        """The mask of the end tokens: [words] uint32."""
+        words = np.zeros(self.num_mask_words, np.uint32)
+        for token_id in self.end_ids:
+            words[token_id // 32] |= np.uint32(1 << token_id % 32)
+        return words
+
     def has(self, grammar: str) -> bool:
-        """Whether `matcher` would answer at once."""
-        with self._lock:
-            return grammar in self._kept
+        """Whether `matcher` answers at once."""
+        return self._find(grammar) is not None
 
-    def matcher(self, grammar: str) -> LLMatcher:
+    def matcher(self, grammar: str) -> "LLMatcher":
         """A new matcher, at the beginning of an answer. Raises GrammarError, for the same text always the same."""
+        found = self._find(grammar)
+        if found is None:
+            with self._compiling:
+                found = self._find(grammar)  # another may have compiled it
+                found = self._keep(grammar, self._compiled(grammar)) if found is None else found
+        if isinstance(found, str):
+            raise GrammarError(found)
+        return found.deep_copy()
+
+    def _find(self, grammar: str) -> "LLMatcher | str | None":
         with self._lock:
-            if grammar not in self._kept:
-                self._keep(grammar, self._compiled(grammar))
-            self._kept.move_to_end(grammar)
-            found = self._kept[grammar]
-            if isinstance(found, GrammarError):
-                raise found
-            return found.deep_copy()
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+            return self._kept.get(grammar)
 
-    def _keep(self, grammar: str, found: "LLMatcher | GrammarError") -> None:
-        self._kept[grammar] = found
-        self._num_kept_chars += len(grammar)
-        while len(self._kept) > 1 and (len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS):
-            dropped, _ = self._kept.popitem(last=False)
-            self._num_kept_chars -= len(dropped)
+    def _keep(self, grammar: str, found: "LLMatcher | str") -> "LLMatcher | str":
+        with self._lock:
+            self._kept[grammar] = found
+            self._num_kept_chars += len(grammar)
+            while len(self._kept) > 1 and (len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS):
+                dropped, _ = self._kept.popitem(last=False)
+                self._num_kept_chars -= len(dropped)
+        return found
 
-    def _compiled(self, grammar: str) -> "LLMatcher | GrammarError":
+    def _compiled(self, grammar: str) -> "LLMatcher | str":
+        """A matcher at the beginning, or why there is none."""
+        from llguidance import LLMatcher, LLParserLimits
+
         if len(grammar) > MAX_GRAMMAR_CHARS:
-            return GrammarError(f"it has {len(grammar)} characters, at most {MAX_GRAMMAR_CHARS} are taken")
+            return f"it has {len(grammar)} characters, at most {MAX_GRAMMAR_CHARS} are taken"
         if self._vocabulary is None:
-            self._vocabulary = _vocabulary(self._tokenizer, self._end_ids, self._vocab_size)
+            self._vocabulary = _vocabulary(self._tokenizer, self.end_ids, self._vocab_size)
         begun_s = time.thread_time()
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()
+        limits = LLParserLimits(
+            initial_lexer_fuel=INITIAL_LEXER_FUEL, step_lexer_fuel=STEP_LEXER_FUEL, max_grammar_size=MAX_GRAMMAR_SIZE
+        )
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()
         taken_s = time.thread_time() - begun_s
-        if matcher.is_error():
-            return GrammarError(_shortened(matcher.get_error()))
+        if first.is_error():
+            return shortened(first.get_error())
         if taken_s > MAX_COMPILE_S:
-            return GrammarError(f"it is too complex: to compile it took {taken_s:.1f} s, at most {MAX_COMPILE_S:g} may")
+            return f"it is too complex: to compile it took {taken_s:.1f} s, at most {MAX_COMPILE_S:g} may"
         return matcher
 
 
-def _vocabulary(tokenizer: Tokenizer, end_ids: list[int], vocab_size: int) -> LLTokenizer:
+def load_grammars(folder: Path, vocab_size: int) -> Grammars:
+    """The grammars of a model's folder. GrammarError where it has no tokenizer or no end token, or they cannot be
+    read.
+    """
+    try:
+        tokenizer, defaults = load_tokenizer(folder), load_generation_defaults(folder)
+    except ValueError as error:
+        raise GrammarError(str(error)) from error
+    if tokenizer is None:
+        raise GrammarError("the model has no tokenizer")
+    return Grammars(tokenizer, defaults.stop_token_ids, vocab_size)
+
+
+def _vocabulary(tokenizer: Tokenizer, end_ids: list[int], vocab_size: int) -> "LLTokenizer":
     """The tokens as llguidance takes them. An id without a token has no bytes, and no grammar allows it."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, end_ids, vocab_size)), eos_token=end_ids)
 
 
@@ -119,7 +163,7 @@ class _Tokens:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 
-def _shortened(message: str) -> str:
+def shortened(message: str) -> str:
     """Without the excerpts of the grammar that follow a line with the cause."""
     line = message.strip().partition("\n")[0]
     return line[:MAX_MESSAGE_CHARS]

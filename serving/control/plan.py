@@ -11,10 +11,6 @@ from typing import NamedTuple
 
 from moonshard.serving.control.request import Logprobs, Output, Request, SequenceId, SlotId
 
-# The tokens that may be drawn, for each position of a row: `ceil(vocabulary / 32)` words of 32 bits, least significant
-# byte first. Token t is bit t % 32 of word t // 32. At least one is allowed at each position.
-type TokenMask = bytes
-
 
 def needs_slot_state(request: Request) -> bool:
     """Whether a slot must be loaded for this request: counts of past tokens, a bias, or stop tokens held back.
@@ -52,8 +48,7 @@ class PrefillChunk:
     `block_table` has the sequence's blocks, of all KV groups, as `kv.blocks.BlockGroups` orders them.
 
     `samples` is empty before the last chunk. On the last it names each sequence that draws its next token, at position
-    `start + len(tokens)`, from the last token's logits: this one first, then those forked from it. `allowed` has for
-    each of them the mask of its one position, or None; it is empty where none has one.
+    `start + len(tokens)`, from the last token's logits: this one first, then those forked from it.
     """
 
     sequence: SequenceId
@@ -63,7 +58,6 @@ class PrefillChunk:
     tokens: tuple[int, ...]
     block_table: tuple[int, ...]
     samples: tuple[tuple[SequenceId, SlotId], ...]
-    allowed: tuple[TokenMask | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +91,6 @@ class DecodeRow(NamedTuple):
     position: int
     block_table: tuple[int, ...]
     q_len: int = 1
-    allowed: TokenMask | None = None  # of `q_len` positions; None: any token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

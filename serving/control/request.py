@@ -36,6 +36,7 @@ class Request:
     min_tokens: int = 0  # stop tokens cannot be drawn before
     n: int = 1
     num_logprobs: int | None = None  # None: no log-probabilities at all; 0: the chosen token's only
+    grammar: str = ""  # that every choice keeps to, as `serving.constrained` has it; empty: none
     prefix_root: bytes = b""  # what blocks of KV depend on besides tokens, as `kv.prefix.root_name` makes it
     block_names: tuple[bytes, ...] = ()  # of the prompt's full blocks, from the first on, as far as they are known
 

@@ -100,6 +100,8 @@ class DeviceThread:
         while (flight := self._in_flight.get()) is not None:
             fetched = self._executor.fetch(flight.launched)
             self._num_fetched += 1
+            if flight.step.allowed is not None and isinstance(fetched, Drawn):
+                flight.step.allowed.tell(fetched.tokens, fetched.num_emitted)  # first: the next draw waits for it
             self._on_done(
                 StepDone(
                     number=flight.step.number,

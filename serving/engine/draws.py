@@ -12,7 +12,7 @@ from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.serving.control.request import MAX_LOGPROBS
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.engine.steps import StepLayout
-from moonshard.sharding.arrays import Array, Int
+from moonshard.sharding.arrays import Array, Int, UInt
 
 Fields = dict[str, jax.Array]
 DRAWN_COLUMNS = 2 + 2 * MAX_LOGPROBS  # of the packed draws, int32
@@ -25,14 +25,24 @@ def draw(
     last_token: jax.Array | None,
     logits: jax.Array,
     packed: jax.Array,
+    allowed: UInt[Array, "slots words"],
 ) -> tuple[SlotState[Array], jax.Array | None, jax.Array]:
     """Draws a token for each row from its logits, and keeps it where the slot's next step reads it.
+
+    `allowed` is looked at for rows that are masked.
 
     Returns the slots, the newest tokens where this stage embeds them, and the packed draws.
     """
     f = layout.unpack(packed[0])
     draws, slots = sampling.draw(
-        logits, row_sampling(f), slots, f["sample_slot"], f["num_rows"], num_top=MAX_LOGPROBS, tile=tile
+        logits,
+        row_sampling(f),
+        slots,
+        f["sample_slot"],
+        f["num_rows"],
+        num_top=MAX_LOGPROBS,
+        tile=tile,
+        allowed=allowed,
     )
     if last_token is not None:
         last_token = _noted(last_token, f, draws.tokens)
@@ -83,6 +93,7 @@ def row_sampling(f: Fields) -> RowSampling:
         has_bias=f["has_bias"] != 0,
         bans_stops=f["bans_stops"] != 0,
         wants_logprobs=f["wants_logprobs"] != 0,
+        is_masked=f["is_masked"] != 0,
     )
 
 

@@ -20,14 +20,12 @@ from moonshard.serving.control.plan import (
     Plan,
     PrefillChunk,
     PrefillPlan,
-    TokenMask,
 )
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
-ANY_TOKEN = 0xFFFFFFFF  # a word of a mask
 
 
 class _Written(NamedTuple):
@@ -85,19 +83,12 @@ class StepEncoder:
             for index, sequence in enumerate(self._write_chunks(own, chunks)):
                 draws[sequence] = first_draw + index
         order = (sequence for chunk in plan.chunks for sequence, _ in chunk.samples)
-        masks = {
-            draws[sequence]: (1, mask)
-            for chunk in plan.chunks
-            for (sequence, _), mask in zip(chunk.samples, chunk.allowed, strict=False)
-            if mask is not None
-        }
         return Step(
             plan.number,
             StepKind.PREFILL,
             bucket,
             packed,
             sampling=sampling if draws else None,
-            allowed=self._allowed(masks) if masks else None,
             draws=tuple(draws[each] for each in order),
         )
 
@@ -152,17 +143,13 @@ class StepEncoder:
             own = self._rows[partition]
             for name, field in fields.items():
                 field[partition] = own[name][:bucket]
-        draws = self._draws_of(plan)
-        pairs = zip(draws, plan.rows, strict=True)
-        masks = {draw: (row.q_len, row.allowed) for draw, row in pairs if row.allowed is not None}
         return Step(
             plan.number,
             StepKind.DECODE,
             bucket,
             packed.copy(),
             sampling=self._drawn.copy(),
-            allowed=self._allowed(masks) if masks else None,
-            draws=draws,
+            draws=self._draws_of(plan),
         )
 
     def _draws_of(self, plan: DecodePlan) -> tuple[int, ...]:
@@ -174,17 +161,6 @@ class StepEncoder:
             itertools.count(start) for start in range(0, self._shapes.num_partitions * per_partition, per_partition)
         ]
         return tuple(next(ends[row.slot.partition]) for row in plan.rows)
-
-    def _allowed(self, masks: Mapping[int, tuple[int, TokenMask]]) -> np.ndarray:
-        """For each row of the draws that has a mask, its number of positions and the mask. Other rows may draw any
-        token.
-        """
-        num_words = {len(mask) // (4 * num_positions) for num_positions, mask in masks.values()}
-        shape = (self._shapes.num_partitions * self._shapes.slots_per_partition, self._shapes.q_len, max(num_words))
-        found = np.full(shape, ANY_TOKEN, np.uint32)
-        for draw, (num_positions, mask) in masks.items():
-            found[draw, :num_positions] = np.frombuffer(mask, "<u4").reshape(num_positions, shape[2])
-        return found.reshape(self._shapes.num_partitions, -1, *shape[1:])
 
     def _write_rows(self, partition: int, rows: Sequence[DecodeRow]) -> None:
         """Writes one partition's rows: positions of all, and of each row the rest where that has changed."""
@@ -296,6 +272,7 @@ def _write_sampling(fields: Fields, row: int, request: Request, choice: int) -> 
     fields["choice"][row] = choice
     fields["has_bias"][row] = bool(sampling.logit_bias)
     fields["wants_logprobs"][row] = request.num_logprobs is not None
+    fields["is_masked"][row] = bool(request.grammar)
 
 
 def _write_position(fields: Fields, row: int, request: Request, position: int) -> None:

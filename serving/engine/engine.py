@@ -5,13 +5,16 @@ and the step after next is launched. Nothing here blocks on the device, decides 
 """
 
 import asyncio
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from moonshard.serving.constrained.masks import NO_MASKS, LateMasks, Masks, Place
 from moonshard.serving.control.batching.counters import Counters
+from moonshard.serving.control.batching.queue import NeverFits
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, Delivered, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.control.request import Logprobs, Request, SequenceId
@@ -22,7 +25,7 @@ from moonshard.serving.engine.events import Emitted, EngineEvents, StepReport
 from moonshard.serving.engine.exchange import BlockExchange
 from moonshard.serving.engine.pace import Pace
 from moonshard.serving.engine.programs import Drawn
-from moonshard.serving.engine.steps import StepKind
+from moonshard.serving.engine.steps import Step, StepKind
 
 EXPIRY_PERIOD_S = 0.25
 
@@ -37,6 +40,7 @@ class Engine:
         executor: Executor,
         encoder: StepEncoder,
         events: EngineEvents,
+        masks: Masks = NO_MASKS,
         num_stages: int = 1,
     ):
         self._scheduler = scheduler
@@ -48,7 +52,9 @@ class Engine:
             on_done=functools.partial(self._on_loop, self._complete),
             on_failed=functools.partial(self._on_loop, self.fail),
         )
+        self._masks = masks
         self._plans: dict[int, Plan] = {}  # in flight
+        self._late: dict[int, LateMasks] = {}  # of those with constrained rows
         self._exchange = BlockExchange(encoder, self._device.submit)
         self._clocks = RequestClocks()
         self._num_computing = 0  # prefill and decode steps in flight
@@ -73,9 +79,11 @@ class Engine:
         """Accepts a request, in `partition` if that is named. `resumed`: only these choices go on, each after these
         tokens.
 
-        Raises what `Scheduler.add` raises.
+        Raises what `Scheduler.add` raises, and NeverFits for a grammar that does not compile.
         """
+        places = self._places(request, resumed or dict.fromkeys(range(request.n), ()))
         self._scheduler.add(request, time.perf_counter(), resumed, partition)
+        self._masks.take(request.id, places)
         self._clocks.start(request.id, time.perf_counter_ns())
         self.wake()
 
@@ -91,8 +99,10 @@ class Engine:
 
         `land_ms`, how long its KV took to land, becomes one of its phases.
         """
+        places = self._places(request, {choice: (token,) for choice, token in enumerate(tokens)})
         is_running = self._scheduler.join(request, partition, block_table, tokens)
         if is_running:
+            self._masks.take(request.id, places)
             self._clocks.start(request.id, time.perf_counter_ns(), land_ms=land_ms)
         self.wake()
         return is_running
@@ -128,7 +138,9 @@ class Engine:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Ends the device threads once what was launched has run."""
+        """Ends the device threads once what was launched has run, unless that failed."""
+        if self.failed.done():
+            self._masks.close()
         if self._expiry is not None:
             self._expiry.cancel()
         await asyncio.to_thread(self._device.close)
@@ -148,10 +160,25 @@ class Engine:
             self.fail(error)
 
     def _end(self, request_id: bytes) -> None:
-        if self._scheduler.cancel(request_id):
-            self._clocks.forget(request_id)
+        if self._drop(request_id):
             self._launch()
             self._note_idle()
+
+    def _drop(self, request_id: bytes) -> bool:
+        is_here = self._scheduler.cancel(request_id)
+        if is_here:
+            self._forget(request_id)
+        return is_here
+
+    def _forget(self, request_id: bytes) -> None:
+        self._clocks.forget(request_id)
+        self._masks.forget(request_id)
+
+    def _places(self, request: Request, generated: Mapping[int, tuple[int, ...]]) -> Mapping[int, Place]:
+        try:
+            return self._masks.places(request.grammar, generated) if request.grammar else {}
+        except ValueError as error:  # GrammarError, whose module takes long to import
+            raise NeverFits("grammar", str(error)) from error
 
     def _launch(self) -> None:
         """Launches as many steps as may be in flight. A launch that a listener asks for during a launch follows when
@@ -172,10 +199,17 @@ class Engine:
         self._clocks.note_launch(plan, time.perf_counter_ns())
         if isinstance(plan, PrefillPlan):
             self._events.before_prefill(plan)
-            self._device.submit(self._encoder.encode(plan))
+            self._device.submit(self._encode(plan))
             self._events.on_prefill(plan)
         else:
-            self._device.submit(self._encoder.encode(plan))
+            self._device.submit(self._encode(plan))
+
+    def _encode(self, plan: Plan) -> Step:
+        step = self._encoder.encode(plan)
+        if (late := self._masks.late(plan, step.draws)) is None:
+            return step
+        self._late[plan.number] = late
+        return dataclasses.replace(step, allowed=late)
 
     def _complete(self, done: StepDone) -> None:
         if self._exchange.owns(done.number):
@@ -195,6 +229,8 @@ class Engine:
         self._num_computing -= isinstance(plan, PrefillPlan | DecodePlan)
         self.num_overlapped_steps += done.kind is StepKind.DECODE and done.was_overlapped
         self._pace.note(done)
+        if (late := self._late.pop(done.number, None)) is not None:
+            self._turn_down(late.faults)
         results = {} if done.drawn is None else _results(plan, done.drawn)
         delivered = self._scheduler.complete(done.number, results)
         self._drop_expired()
@@ -208,12 +244,18 @@ class Engine:
             emitted = tuple([Emitted(output, phases(output, done_ns)) for output in delivered.outputs])
             self._events.on_step(StepReport(number=done.number, emitted=emitted, ended=delivered.ended))
         for request_id in delivered.ended:
-            self._clocks.forget(request_id)
+            self._forget(request_id)
+
+    def _turn_down(self, faults: Mapping[SequenceId, str]) -> None:
+        """Ends requests that cannot keep to their grammar any longer, before what was drawn for them is handed on."""
+        for sequence, cause in faults.items():
+            if self._drop(sequence.request_id):
+                self._events.on_turned_down(sequence.request_id, NeverFits("grammar", cause))
 
     def _drop_expired(self) -> None:
         for request_id, error in self._scheduler.expire(time.perf_counter()):
-            self._clocks.forget(request_id)
-            self._events.on_expired(request_id, error)
+            self._forget(request_id)
+            self._events.on_turned_down(request_id, error)
 
     def _expire(self) -> None:
         """Runs on a timer, so that requests expire while no step completes too."""

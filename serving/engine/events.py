@@ -7,7 +7,7 @@ launched when the step that is being launched has been.
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from moonshard.serving.control.batching.queue import QueueTimeout
+from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.control.request import Output
 from moonshard.serving.engine.clocks import Phases
@@ -42,8 +42,8 @@ class EngineEvents(Protocol):
     def on_step(self, report: StepReport, /) -> None:
         """A step that gave tokens is done, and the next has been launched."""
 
-    def on_expired(self, request_id: bytes, error: QueueTimeout, /) -> None:
-        """A request waited too long for its first step, and is gone."""
+    def on_turned_down(self, request_id: bytes, error: Rejected, /) -> None:
+        """A request waited too long for its first step, or cannot keep to its grammar, and is gone."""
 
     def on_done(self, done: StepDone, plan: Plan | None, /) -> None:
         """Any step is done, told last of all: with its plan, or None for an export and a land."""

@@ -87,9 +87,7 @@ class Programs:
         return cls(prepared, [Stage(b, part.weights, prepared.of(i)) for i, (b, part) in enumerate(built)])
 
     def launch(self, step: Step) -> Launched:
-        """Enqueues a step and returns without waiting for it. ValueError for one with a mask: no draw takes it yet."""
-        if step.allowed is not None:
-            raise ValueError(f"step {step.number} has a mask of allowed tokens, which no program takes")
+        """Enqueues a step and returns without waiting for it; before its draws it waits for what their masks need."""
         match step.kind:
             case StepKind.PREFILL | StepKind.DECODE:
                 return Launched(step, (self._run(step),))
@@ -136,7 +134,7 @@ class Programs:
         assert result is not None  # there is a stage
         if step.sampling is None:
             return result
-        draws = self.stages[-1].draw(step.sampling)
+        draws = self.stages[-1].draw(step.sampling, None if step.allowed is None else step.allowed())
         if slots:
             self._due.append(_Due(slots, step.sampling, draws))
         return draws

@@ -30,6 +30,7 @@ class Stage:
         self.programs = programs
         self.state = blueprint.empty_state()
         self._by_partition = blueprint.by_partition
+        self._any_token = _any_token(blueprint) if blueprint.part.is_last else None
 
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
         """A prefill or a decode. Returns the activations, or on the last stage a number that is ready once it has run.
@@ -42,10 +43,13 @@ class Stage:
         self.state = state._replace(pages=pages, logits=logits)
         return result
 
-    def draw(self, packed: np.ndarray) -> jax.Array:
-        """On the last stage: the packed draws of all partitions, from what the step before left."""
-        state = self.state
-        slots, last_token, drawn = self.programs[_DRAW](state.slots, state.last_token, state.logits, packed)
+    def draw(self, packed: np.ndarray, allowed: np.ndarray | None = None) -> jax.Array:
+        """On the last stage: the packed draws of all partitions, from what the step before left.
+
+        `allowed`: [partitions x slots, words] uint32, for rows that are masked; None where none is.
+        """
+        state, masks = self.state, self._any_token if allowed is None else allowed
+        slots, last_token, drawn = self.programs[_DRAW](state.slots, state.last_token, state.logits, packed, masks)
         self.state = state._replace(slots=slots, last_token=last_token)
         return drawn
 
@@ -76,3 +80,9 @@ class Stage:
         pages, done = self.programs[StepKind.LAND, bucket](self.state.pages, packed, payload)
         self.state = self.state._replace(pages=pages)
         return done
+
+
+def _any_token(blueprint: Blueprint) -> jax.Array:
+    """Masks that allow everything, where the draws find them whose rows are not masked."""
+    shape = blueprint.any_token
+    return jax.device_put(np.full(shape.shape, np.iinfo(np.uint32).max, np.uint32), blueprint.by_partition)

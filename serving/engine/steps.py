@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.blocks import PLAIN, BlockGroups
+from moonshard.serving.constrained.masks import LateMasks
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Parameter
 
@@ -51,7 +52,7 @@ class Step:
     bucket: int  # per partition: padded tokens, rows, or blocks; 0 for the kinds that have a single size
     metadata: np.ndarray  # [partitions, size of the layout], int32
     sampling: np.ndarray | None = None  # likewise of the draws' layout; None where nobody draws
-    allowed: np.ndarray | None = None  # [partitions, slots, q_len, words] uint32, as `TokenMask`; None: any token
+    allowed: LateMasks | None = None  # of the draws, computed once the forward pass runs; None: any token
     draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * slots + r
     partition: int = 0  # whose blocks an export or a land moves
     num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding
@@ -199,6 +200,7 @@ class StepShapes:
                 Field("has_bias", (rows,)),
                 Field("bans_stops", (rows,)),
                 Field("wants_logprobs", (rows,)),
+                Field("is_masked", (rows,)),
             )
         )
 

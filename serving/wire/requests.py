@@ -25,6 +25,7 @@ from moonshard.serving.engine.clocks import Phases
 from moonshard.serving.engine.events import Emitted
 
 MAX_ROOT_BYTES = 64
+MAX_GRAMMAR_CHARS = 1 << 20  # what is compiled is bounded again
 MAX_BIAS = 100.0  # what the public API allows
 
 _FINISH = {
@@ -61,6 +62,7 @@ def request_from(run: link_pb2.Run, limits: Limits) -> Request:
         min_tokens=run.min_tokens,
         n=run.n,
         num_logprobs=run.logprobs if run.HasField("logprobs") else None,
+        grammar=run.grammar,
         prefix_root=run.prefix_root,
         block_names=tuple(names),
     )
@@ -84,6 +86,7 @@ def _check(run: link_pb2.Run, limits: Limits) -> None:
             "min_tokens": run.min_tokens > run.max_tokens > 0,
             "n": run.n > MAX_CHOICES,
             "logprobs": run.logprobs > MAX_LOGPROBS,
+            "grammar": len(run.grammar) > MAX_GRAMMAR_CHARS,
             "prefix_root": len(run.prefix_root) > MAX_ROOT_BYTES,
             "block_names": len(names) not in (0, num_name_bytes) or len(names) != NAME_BYTES * _num_distinct(names),
             **{each.name: getattr(sampling, each.name) not in each.engine_bounds for each in PARAMETERS},

@@ -14,6 +14,7 @@ from moonshard.serving.wire import requests as wire
 from moonshard.serving.wire.handoffs import epoch_from
 from moonshard.serving.wire.link import Link, request_id_of
 from moonshard.serving.worker.prefix_feed import PrefixFeed
+from moonshard.serving.worker.roles.compiled_first import CompiledFirst
 from moonshard.serving.worker.roles.role import Outputs, Role
 from moonshard.serving.worker.spans import WorkerSpans
 
@@ -37,8 +38,11 @@ class _Open:
 class Links:
     """The open links of a worker. `new_feed` makes what tells one link of the prefix cache."""
 
-    def __init__(self, role: Role, spans: WorkerSpans, new_feed: Callable[[], PrefixFeed]):
+    def __init__(
+        self, role: Role, spans: WorkerSpans, new_feed: Callable[[], PrefixFeed], compiled_first: CompiledFirst
+    ):
         self._role = role
+        self._compiled_first = compiled_first
         self._spans = spans
         self._new_feed = new_feed
         self._open: dict[Link, _Open] = {}
@@ -52,6 +56,7 @@ class Links:
 
     def close(self, link: Link) -> None:
         self._open.pop(link, None)
+        self._compiled_first.close_link(link)
 
     def num_seen(self, link: Link) -> int:
         """How many Run and Reserve messages came over the link."""
@@ -64,8 +69,13 @@ class Links:
             InvalidArgument: no gateway sends such a message, or it is about no request that could be answered.
         """
         request_id = request_id_of(message)
+        self._answered(message, request_id, link, lambda: self._do(message, request_id, link))
+
+    def _answered(
+        self, message: link_pb2.GatewayMessage, request_id: bytes, link: Link, do: Callable[[], None]
+    ) -> None:
         try:
-            self._do(message, request_id, link)
+            do()
         except LinkFault:
             raise
         except Rejected as error:
@@ -75,16 +85,25 @@ class Links:
                 logger.warning("%s: %s", message.WhichOneof("message"), error.message)
             self._turn_down(request_id, error, link)
 
+    def _begin(
+        self, message: link_pb2.GatewayMessage, run: link_pb2.Run, link: Link, begin: Callable[[], None]
+    ) -> None:
+        """A request begins, once its grammar is compiled."""
+
+        def begin_late() -> None:
+            self._answered(message, run.request_id, link, begin)
+
+        self._open[link].num_seen += 1
+        self._compiled_first.begin(run.request_id, run.grammar, link, begin_late)
+
     def _do(self, message: link_pb2.GatewayMessage, request_id: bytes, link: Link) -> None:
         role = self._role
         match message.WhichOneof("message"):
             case "run":
-                self._open[link].num_seen += 1
                 run = role.run_for if message.run.HasField("target") else role.run
-                run(message.run, link)
+                self._begin(message, message.run, link, lambda: run(message.run, link))
             case "reserve":
-                self._open[link].num_seen += 1
-                role.reserve(message.reserve, link)
+                self._begin(message, message.reserve.run, link, lambda: role.reserve(message.reserve, link))
             case "landed":
                 role.landed(message.landed, link)
             case "start":
@@ -94,6 +113,7 @@ class Links:
             case "credits":
                 role.credits(message.credits, link)
             case "cancel":
+                self._compiled_first.drop(request_id, link)
                 role.cancel(request_id, _target_epoch(message.cancel), link)
             case "tell_prefixes":
                 link.send(self._open[link].feed.snapshot())

@@ -6,13 +6,17 @@ message; here are the worker's life, its engine's events and what it says of its
 """
 
 import asyncio
+import functools
 import logging
 import resource
 import secrets
 
 from moonshard.rpc import link_pb2
 from moonshard.serving.config.keys import Config, WorkerRole
-from moonshard.serving.control.batching.queue import QueueTimeout
+from moonshard.serving.constrained.compiling import Compiling
+from moonshard.serving.constrained.grammars import load_grammars
+from moonshard.serving.constrained.masks import Masks
+from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
@@ -30,6 +34,7 @@ from moonshard.serving.worker.links import Links
 from moonshard.serving.worker.prefix_feed import PrefixFeed
 from moonshard.serving.worker.report import load_message, partition_state, welcome_message
 from moonshard.serving.worker.roles.aggregated import AggregatedRole
+from moonshard.serving.worker.roles.compiled_first import CompiledFirst
 from moonshard.serving.worker.roles.decode import DecodeRole
 from moonshard.serving.worker.roles.prefill import PrefillRole
 from moonshard.serving.worker.roles.role import Parts, Role
@@ -65,13 +70,16 @@ class Worker:
         self._pool = model.block_pool()
         self._scheduler = Scheduler(model.scheduler_config(config), self._pool)
         self._record = recorded.trace(epoch=self.epoch, role=role)
+        self._compiling = Compiling(functools.partial(load_grammars, config.model.path, model.vocab_size))
         self.engine = Engine(
             scheduler=self._scheduler,
             executor=model.programs,
             encoder=StepEncoder(model.shapes, model.programs.prepared.bucket_for),
             events=self,
+            masks=Masks(self._compiling.grammars, model.shapes.num_partitions * model.shapes.slots_per_partition),
             num_stages=model.num_stages,
         )
+        self._compiled_first = CompiledFirst(self._compiling, self.engine.fail)
         parts = Parts(
             engine=self.engine,
             scheduler=self._scheduler,
@@ -85,7 +93,12 @@ class Worker:
             epoch=handoff_wire.epoch_from(self.epoch),
         )
         self.role = _role(role, parts, plane, config)
-        self._links = Links(self.role, spans, lambda: PrefixFeed(self._scheduler.cache, self._pool.num_partitions))
+        self._links = Links(
+            self.role,
+            spans,
+            lambda: PrefixFeed(self._scheduler.cache, self._pool.num_partitions),
+            self._compiled_first,
+        )
         self._ticking: asyncio.TimerHandle | None = None
 
     # ---- its life
@@ -105,7 +118,7 @@ class Worker:
     async def wait_idle(self) -> None:
         """Until no request and no handoff is left."""
         await self.engine.wait_idle()
-        while self.role.num_handoffs:
+        while self.role.num_handoffs or self._compiled_first.num_waiting:
             await asyncio.sleep(TICK_S)
             await self.engine.wait_idle()
 
@@ -113,6 +126,7 @@ class Worker:
         if self._ticking is not None:
             self._ticking.cancel()
         self._model.preparation.stop()
+        self._compiling.close()
         await self.engine.close()
         self._spans.close()
         await asyncio.to_thread(self.role.close)
@@ -203,7 +217,7 @@ class Worker:
         if by_link:
             self._links.send_outputs(report.number, by_link, self.load())
 
-    def on_expired(self, request_id: bytes, error: QueueTimeout) -> None:
+    def on_turned_down(self, request_id: bytes, error: Rejected) -> None:
         refusal = wire.rejection(error)
         self._spans.end(request_id, refusal.code.name.lower())
         self.role.turned_down(request_id, wire.failed(request_id, refusal))

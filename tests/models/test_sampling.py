@@ -39,7 +39,7 @@ def rows(num_rows: int, **fields) -> RowSampling:
     """Neutral rows, with some fields set: a scalar for all rows, or a value for each."""
     neutral = {"top_p": 1.0, "repetition_penalty": 1.0}
     floats = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    flags = ("has_bias", "bans_stops", "wants_logprobs")
+    flags = ("has_bias", "bans_stops", "wants_logprobs", "is_masked")
     values = {}
     for name in RowSampling.__dataclass_fields__:
         dtype = np.float32 if name in floats else bool if name in flags else np.int32
@@ -228,7 +228,9 @@ def test_a_row_draws_only_what_its_mask_allows_and_the_others_as_without_one(til
     drawn = np.asarray(free.tokens)
     allowed = np.ones((4, VOCAB), bool)
     allowed[[0, 1], drawn[:2]] = False  # what these two would draw, the last word's tokens among the others
-    masked, _ = MASKED(logits, asked, slots, slot_of_row, 4, masks_of(allowed), tile)
+    asked = replace(asked, is_masked=jnp.asarray([True, True, True, False]))
+    given = allowed & [[True], [True], [True], [False]]  # nobody looks at the bits of a row that is not masked
+    masked, _ = MASKED(logits, asked, slots, slot_of_row, 4, masks_of(given), tile)
     tokens = np.asarray(masked.tokens)
     assert allowed[np.arange(4), tokens].all()
     assert (tokens == drawn).tolist() == [False, False, True, True]
@@ -237,9 +239,21 @@ def test_a_row_draws_only_what_its_mask_allows_and_the_others_as_without_one(til
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_a_ban_leaves_nothing_of_a_mask_the_mask_holds(temperature):
+    """As at the end of a grammar that a stop alone may follow, while stops are banned."""
+    asked = rows(4, temperature=temperature, seed=[3, 4], is_masked=True, bans_stops=True)
+    allowed = np.zeros((4, VOCAB), bool)
+    allowed[:, [3, 90]] = True  # the stops of slot 2
+    allowed[1:, 12] = True
+    masked, _ = MASKED(logits_of(4), asked, loaded_slots(), np.full(4, 2), 4, masks_of(allowed), 1)
+    assert int(masked.tokens[0]) in (3, 90)
+    assert np.asarray(masked.tokens)[1:].tolist() == [12] * 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_with_one_token_allowed_that_one_is_drawn_wherever_it_lies(temperature):
     tokens = np.asarray([0, 31, 32, VOCAB - 1])
-    asked = rows(4, temperature=temperature, seed=[3, 4])
+    asked = rows(4, temperature=temperature, seed=[3, 4], is_masked=True)
     masked, _ = MASKED(
         logits_of(4),
         asked,

@@ -190,7 +190,7 @@ def test_every_parameter_is_a_field_of_the_public_message_the_links_message_the_
     assert names | {"logit_bias"} == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
     assert names | {"bias_ids", "bias_values"} == set(link_pb2.EngineSampling.DESCRIPTOR.fields_by_name)
     assert names <= GenerateOptions.__annotations__.keys()
-    of_a_row = {"choice", "position", "has_bias", "bans_stops", "wants_logprobs"}
+    of_a_row = {"choice", "position", "has_bias", "bans_stops", "wants_logprobs", "is_masked"}
     assert names | of_a_row == {field.name for field in fields(RowSampling)}
 
 

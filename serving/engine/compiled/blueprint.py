@@ -96,7 +96,7 @@ class Blueprint:
                 hidden = () if self.part.is_first else (self._stream(kind, bucket),)
                 return (self.part.weights, state.pages, state.logits, state.last_token, packed, *hidden)
             case StepKind.DRAW:
-                return (state.slots, state.last_token, state.logits, packed)
+                return (state.slots, state.last_token, state.logits, packed, self.any_token)
             case StepKind.NOTE:
                 return (state.last_token, packed, self._cut(self._num_rows, DRAWN_COLUMNS))
             case StepKind.LOAD:
@@ -123,6 +123,11 @@ class Blueprint:
             case StepKind.EXPORT | StepKind.NOTE:
                 found = leaf
         return jax.tree.structure(found)
+
+    @property
+    def any_token(self) -> jax.ShapeDtypeStruct:
+        """The shape of the masks of all draws: bits of 32-bit words."""
+        return self._cut(self._num_rows, -(-self.part.model.config.vocab_size // 32), dtype=jnp.uint32)
 
     @property
     def _num_rows(self) -> int:
@@ -208,7 +213,7 @@ class Blueprint:
                 return self._jitted(body, (packed, packed, packed), packed, donated=(0,))
             case StepKind.DRAW:
                 body, slots = functools.partial(draws.draw, layout, self._draw_tile), (state.slots, state.last_token)
-                given = (*slots, state.logits, packed)
+                given = (*slots, state.logits, packed, BY_PARTITION)
                 return self._jitted(body, given, (*slots, BY_PARTITION), donated=(0, 1))
             case StepKind.PREFILL | StepKind.DECODE:
                 return self._step_program(bodies.INPUTS[kind], layout)

@@ -101,6 +101,7 @@ class DecodeRole(Role):
 
     def turned_down(self, request_id: bytes, message: link_pb2.WorkerMessage) -> None:
         self._requests.turned_down(request_id, message)
+        self.handoffs.left(request_id)
 
     # ---- its handoffs
 

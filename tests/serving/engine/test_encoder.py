@@ -169,34 +169,10 @@ def test_rows_say_how_many_positions_they_have_where_these_can_be_several():
     assert "q_len" not in {field.name for field in SHAPES.layout(StepKind.DECODE, 2).fields}
 
 
-def words(*each: int) -> bytes:
-    return np.asarray(each, "<u4").tobytes()
-
-
-def test_masks_lie_by_row_and_position_and_whoever_has_none_may_draw_any_token():
-    shapes, any_token = replace(SHAPES, q_len=2), [0xFFFFFFFF] * 3
-    rows = [row(request(n), SlotId(n % 2, n // 2)) for n in range(4)]
-    rows[1] = rows[1]._replace(q_len=2, allowed=words(1, 2, 3, 4, 5, 6))
-    rows[2] = rows[2]._replace(allowed=words(7, 8, 9))
-    allowed = StepEncoder(shapes).encode(DecodePlan(number=0, rows=tuple(rows))).allowed
-    assert allowed is not None
-    assert (allowed.shape, allowed.dtype) == ((2, SLOTS, 2, 3), np.uint32)
-    assert allowed[0, :2].tolist() == [[any_token] * 2, [[7, 8, 9], any_token]]
-    assert allowed[1, :2].tolist() == [[[1, 2, 3], [4, 5, 6]], [any_token] * 2]
-    assert allowed[:, 2:].min() == 0xFFFFFFFF
-
-
-def test_each_of_a_prompts_first_draws_has_its_own_mask(encoder):
-    each = chunk(request(), SlotId(1, 2), 0, (1, 2, 3), (4,), samples=[(0, SlotId(1, 2)), (1, SlotId(1, 0))])
-    step = encoder.encode(PrefillPlan(number=0, chunks=(replace(each, allowed=(None, words(5, 6))),)))
-    assert step.allowed is not None
-    assert step.allowed[1, :2, 0].tolist() == [[0xFFFFFFFF] * 2, [5, 6]]
-
-
-def test_without_a_mask_a_step_carries_none(encoder):
-    each = chunk(request(), SlotId(0, 0), 0, (1, 2, 3), (4,), samples=[(0, SlotId(0, 0))])
-    assert encoder.encode(PrefillPlan(number=0, chunks=(each,))).allowed is None
-    assert encoder.encode(DecodePlan(number=1, rows=(row(request(), SlotId(0, 0)),))).allowed is None
+def test_rows_of_requests_with_a_grammar_are_masked_and_others_are_not(encoder):
+    rows = (row(request(0, grammar="start: /a/"), SlotId(0, 0)), row(request(1), SlotId(0, 1)))
+    assert decode(encoder, *rows)["is_masked"][0, :2].tolist() == [1, 0]
+    assert decode(encoder, rows[1])["is_masked"][0, :2].tolist() == [0, 0]
 
 
 def test_partitions_keep_their_slots_and_blocks_apart(encoder):

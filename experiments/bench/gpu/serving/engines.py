@@ -16,7 +16,7 @@ import numpy as np
 from moonshard.kv.blocks import BlockPool
 from moonshard.models.experts import moe
 from moonshard.models.model import Model, PagedAttention
-from moonshard.serving.control.batching.queue import QueueTimeout
+from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.engine.compiled.stage_model import StageModel
@@ -169,7 +169,7 @@ class Listeners:
     on_done: Callable[[StepDone, Plan | None], None] = ignore
     before_prefill: Callable[[PrefillPlan], None] = ignore
     on_prefill: Callable[[PrefillPlan], None] = ignore
-    on_expired: Callable[[bytes, QueueTimeout], None] = ignore
+    on_turned_down: Callable[[bytes, Rejected], None] = ignore
 
 
 def build_engine(
