@@ -37,6 +37,7 @@ from moonshard.experiments.bench.peers.peer import peers_of, run_peer
 from moonshard.experiments.bench.profile.measure import measure_profile
 from moonshard.experiments.bench.report import Report, footnotes, markdown, tables, to_json
 from moonshard.experiments.bench.serving.arrangements import measure_arrangements
+from moonshard.experiments.bench.serving.constrained import measure_constrained
 from moonshard.experiments.bench.serving.failover import measure_failover
 from moonshard.experiments.bench.serving.handoff import measure_handoffs
 from moonshard.experiments.bench.serving.served import measure_after, measure_served
@@ -64,7 +65,7 @@ from moonshard.serving.config.reading import as_overrides, leaves, load_config
 
 Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
 Apart = Literal[
-    "transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover"
+    "transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover", "constrained"
 ]  # each with processes of its own
 Real = Literal[
     "peers", "profile", "formats", "sizes"
@@ -76,6 +77,7 @@ MODES: Mapping[Whole, Mode] = {"served": "aggregated", "disaggregated": "disaggr
 SERVED: tuple[Whole, ...] = ("served", "disaggregated")
 APART: tuple[Apart, ...] = (
     *("transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover"),
+    "constrained",
 )
 FAULTS = (ServerFailed, TransportUnavailable, CheckpointError, ModelError, OSError, subprocess.CalledProcessError)
 PIPED_WIDTH = 170  # characters; a terminal has its own
@@ -103,7 +105,8 @@ def bench(
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
-            handoff, meshes, routing, gateway, recording, arrangements, failover, peers, profile, formats, sizes.
+            handoff, meshes, routing, gateway, recording, arrangements, failover, constrained, peers, profile, formats,
+            sizes.
         trace: for routing: what to replay, in Mooncake's format; without one sessions of agents that are made up.
         peer: for peers: another OpenAI-compatible server that runs already and serves the same checkpoint, with the
             name of its column. May be repeated.
@@ -257,6 +260,8 @@ class _BenchRun:
                 return measure_recording(self._served_config("aggregated"), self.plan, self.environment)
             case "arrangements":
                 return measure_arrangements(self.config, self.plan, self.environment)
+            case "constrained":
+                return measure_constrained(self.config, self.plan, self.environment)
             case _:
                 return measure_failover(self.config, self.plan, self.environment)
 

@@ -17,6 +17,7 @@ from moonshard.experiments.bench.peers.table import as_cells, beside_grids
 from moonshard.experiments.bench.profile.record import Profile
 from moonshard.experiments.bench.profile.table import profile_grids
 from moonshard.experiments.bench.serving.arrangements import arrangement_grid
+from moonshard.experiments.bench.serving.constrained import constrained_grid
 from moonshard.experiments.bench.serving.failover import failover_grid
 from moonshard.experiments.bench.serving.handoff import handoff_grid
 from moonshard.experiments.bench.sizes.record import TriedSizes
@@ -44,6 +45,7 @@ LAID_OUT = (
     recorded_row_grid,
     arrangement_grid,
     failover_grid,
+    constrained_grid,
 )  # those whose figures stand side by side
 COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n", "Hugging Face", "times faster", "than their best")
 

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
+from typing import Unpack
 
 import httpx
 
 from moonshard.rpc.client import AsyncClient
-from moonshard.rpc.types import Timing
+from moonshard.rpc.types import GenerateOptions, Timing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +51,14 @@ def random_prompt(random: Random, vocab_size: int, num_tokens: int) -> list[int]
     return [random.randrange(vocab_size) for _ in range(num_tokens)]
 
 
-async def ask_grpc(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> Seen:
-    """One streamed request over gRPC. RequestError if it is refused."""
+async def ask_grpc(
+    client: AsyncClient, prompt: Sequence[int], max_tokens: int, **options: Unpack[GenerateOptions]
+) -> Seen:
+    """One streamed request over gRPC, greedy and without an early end. RequestError if it is refused."""
     arrivals_ns: list[int] = []
     sent_ns = time.perf_counter_ns()
-    async with client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True) as stream:
+    asked: GenerateOptions = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **options}
+    async with client.stream(prompt, **asked) as stream:
         async for delta in stream:
             arrivals_ns += [time.perf_counter_ns()] * len(delta.token_ids)
         ended_ns = time.perf_counter_ns()

@@ -22,6 +22,7 @@ Level = Literal[
     "recording",
     "arrangements",
     "failover",
+    "constrained",
 ]
 
 
@@ -76,6 +77,7 @@ class Plan:
     num_streams: int = 8  # beside the long prompts of the arrangements, and under failover
     long_prompt_tokens: int = 2048
     long_prompt_every_s: float = 1.0  # at least; where one takes long to prefill, more
+    constrained_rounds: int = 3
     kills: int = 4
     sizes_repeats: int = 7  # of every candidate
     killed_tokens: int = 512  # each stream's, long enough to be there when its worker is killed
@@ -105,6 +107,7 @@ QUICK = Plan(
     recording_rounds=1,
     row_repeats=2,
     arrangement_rounds=1,
+    constrained_rounds=1,
     kills=2,
     sizes_repeats=2,
 )
