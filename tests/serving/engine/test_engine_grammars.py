@@ -13,8 +13,12 @@ from moonshard.serving.constrained import masks as late_masks
 from moonshard.serving.control.batching.queue import NeverFits
 from moonshard.serving.control.request import Request
 from moonshard.serving.control.sampling_parameters import Sampling
+from moonshard.sharding.rules import Rules
+from moonshard.sharding.shape import MeshShape
+from moonshard.sharding.shard import Shard
 from tests.agreement import FIXTURES, assert_drawn_from, assert_same_tokens, reference
 from tests.engine_room import Run, an_engine, grammars, long_text, programs, request, serve, until_idle
+from tests.serving.engine.test_engine_meshes import FEW
 from tests.sizes import BLOCK_SIZE, NUM_BLOCKS
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -56,7 +60,7 @@ def text_of(tokens: Sequence[int]) -> bytes:
 
 def assert_keeps_to(run: Run, asked: Request, choice: int = 0) -> None:
     tokens = run.of(asked, choice)
-    may = allowed(asked.grammar, tokens)
+    may = allowed(asked.grammar, tokens) if asked.grammar else None
     assert_drawn_from(reference(), asked.prompt, tokens, asked.sampling, choice, allowed=may)
 
 
@@ -103,6 +107,18 @@ def test_preempted_sequences_go_on_in_their_grammar():
     assert roomy.num_preemptions == 0
     assert tight.num_preemptions > 0
     assert tight.tokens == roomy.tokens
+
+
+@pytest.mark.parametrize(("mesh", "rules"), FEW, ids=lambda each: str(each).split("(")[0])
+def test_over_a_mesh_each_row_of_each_partition_has_its_own_mask(mesh: MeshShape, rules: Rules):
+    grammars_of = (LETTERS, "", JSON)
+    requests = [
+        constrained(grammars_of[n % 3], 25, prompt=10 + 7 * n, sampling=Sampling(temperature=n % 2, seed=n))
+        for n in range(9)
+    ]
+    run = serve(requests, shard=Shard(mesh=mesh, rules=rules))
+    for asked in requests:
+        assert_keeps_to(run, asked)
 
 
 def test_every_choice_is_in_a_place_of_its_own():
